@@ -335,12 +335,13 @@ class BcowKernel(Bcow):
 
     name, title = "bcow-kernel", "**bcow**, kernel door"
 
+    def make_lower(self, tree):
+        os.environ["BCOW_VIEWS"] = str(self.home / "views")
+        return super().make_lower(tree)
+
     def attach(self, lower, directory, options=(), **rest):
-        disk = directory / "upper" / "disk.bcow"
-        if not disk.exists():
-            run([self.bench.bcow, "create", "-b", lower, "--fs", "ext4", disk])
-        run([self.bench.bcow, "mount", disk, directory / "mnt", *self.bench.mount_options,
-             *options])
+        run([self.bench.bcow, "mount", lower, directory / "mnt", "--upper", directory / "upper",
+             "--door", "kernel", "-o", "suid,dev", *self.bench.mount_options, *options])
 
 
 class BcowWriteback(Bcow):

@@ -4,6 +4,7 @@ use bcow_oci::{Compression, ConvertError};
 
 use crate::error::{CommandError, exit};
 use crate::interrupt::interrupted;
+use crate::remote;
 use crate::size;
 use crate::ui::Progress;
 
@@ -84,7 +85,8 @@ pub fn failure(error: &ConvertError) -> CommandError {
     if let Some(source) = std::error::Error::source(error) {
         failure = failure.caused_by(source);
     }
-    if let Some(hint) = error.hint() {
+    let of_server = remote::of_server(error).and_then(|error| remote::hint(&error.problem));
+    if let Some(hint) = error.hint().or(of_server.map(str::to_owned)) {
         failure = failure.hint(hint);
     }
     match error {

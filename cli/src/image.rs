@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use crate::disks::{self, Problem};
 use crate::error::{CommandError, Context};
 use crate::place::Layout;
-use crate::remote::{self, Pinned};
+use crate::remote::{self, Pinned, RemoteImage};
 use crate::size::Count;
 use crate::ui::Ui;
 
@@ -370,16 +370,7 @@ impl OpenImage {
         refuse_what_is_no_file(&parsed)?;
         if let ImageName::Remote(url) = &parsed {
             let remote = remote::open(url, &stores.remote, pinned)?;
-            let places = Places {
-                stores: &directories,
-                named: stores.backing_dirs()?,
-                files: given,
-                remote: remote.files.as_ref(),
-            };
-            let name = remote.name;
-            let opened = store::open_remote(name.clone(), remote.storage, places, options)
-                .map_err(|error| cannot_open(&name, &error))?;
-            return Ok(OpenImage::of(&name, opened));
+            return OpenImage::open_remote(remote, given, stores, options);
         }
         if let ImageName::File(path) = &parsed
             && disks::is_disk(path)
@@ -399,6 +390,30 @@ impl OpenImage {
         let opened =
             store::open(&parsed, places, options).map_err(|error| cannot_open(name, &error))?;
         Ok(OpenImage::of(name, opened))
+    }
+
+    /// Opens an image of another machine, which was found already, with all its layers.
+    pub fn of_remote(remote: RemoteImage, stores: &StoreArgs) -> Result<Self, CommandError> {
+        OpenImage::open_remote(remote, &[], stores, &OpenOptions::default())?.complete()
+    }
+
+    fn open_remote(
+        remote: RemoteImage,
+        given: &[PathBuf],
+        stores: &StoreArgs,
+        options: &OpenOptions,
+    ) -> Result<Self, CommandError> {
+        let directories = stores.directories()?;
+        let places = Places {
+            stores: &directories,
+            named: stores.backing_dirs()?,
+            files: given,
+            remote: remote.files.as_ref(),
+        };
+        let name = remote.name;
+        let opened = store::open_remote(name.clone(), remote.storage, places, options)
+            .map_err(|error| cannot_open(&name, &error))?;
+        Ok(OpenImage::of(&name, opened))
     }
 
     /// The files below a disk that were found, the nearest first; none of an image.

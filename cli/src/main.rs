@@ -5,6 +5,8 @@
 //! failure.
 
 mod ask;
+mod cache;
+mod changes;
 mod commands;
 mod conversion;
 mod copy_out;
@@ -15,10 +17,13 @@ mod form;
 mod heap;
 mod image;
 mod interrupt;
+mod kernel_upper;
 mod metrics;
 mod names;
 mod new_file;
+mod over_view;
 mod place;
+mod push;
 mod remote;
 mod rewrite;
 mod running;
@@ -66,6 +71,7 @@ Exit status:
 Environment:
   BCOW_STORE         directories to search for layers, separated by colons (see also --store)
   BCOW_CACHE         directory that keeps what is read of images on other machines (see --cache-dir)
+  BCOW_CACHE_LIMIT   limit of that directory, as a size (see --cache-limit)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970
@@ -102,6 +108,7 @@ struct Global {
 #[derive(Debug, Subcommand)]
 enum Command {
     Convert(commands::convert::Args),
+    Copy(commands::copy::Args),
     Create(commands::create::Args),
     Resize(commands::resize::Args),
     Rebase(commands::rebase::Args),
@@ -118,6 +125,7 @@ enum Command {
     Diff(commands::diff::Args),
     Mount(commands::mount::Args),
     Umount(commands::umount::Args),
+    Cache(commands::cache::Args),
     Stats(commands::stats::Args),
     Ps(commands::ps::Args),
     Serve(commands::serve::Args),
@@ -209,6 +217,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Fsck(args) => return commands::fsck::run(args, ui),
         Command::Diff(args) => return commands::diff::run(args, ui),
         Command::Convert(args) => commands::convert::run(args, ui),
+        Command::Copy(args) => commands::copy::run(args, ui),
         Command::Create(args) => commands::create::run(args, ui),
         Command::Resize(args) => commands::resize::run(args, ui),
         Command::Rebase(args) => commands::rebase::run(args, ui),
@@ -223,6 +232,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Export(args) => commands::export::run(args, ui),
         Command::Mount(args) => commands::mount::run(args, ui),
         Command::Umount(args) => commands::umount::run(args, ui),
+        Command::Cache(args) => commands::cache::run(args, ui),
         Command::Stats(args) => commands::stats::run(args, ui),
         Command::Ps(args) => commands::ps::run(args, ui),
         Command::Serve(args) => commands::serve::run(args, ui),

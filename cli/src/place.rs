@@ -67,7 +67,7 @@ const TRANSPORTS: [Transport; 15] = [
         name: "http",
         uses: Uses::Source(BY_UPLOAD),
     },
-    Transport::foreign("docker"),
+    Transport::both("docker"),
     Transport::foreign("docker-daemon"),
     Transport::foreign("containers-storage"),
     Transport::foreign("ostree"),
@@ -124,9 +124,11 @@ pub enum Destination {
     Raw(PathBuf),
     /// A qcow2 image.
     Qcow2(PathBuf),
+    /// An image in a registry: `docker://...`.
+    Registry(String),
 }
 
-/// An image in an OCI layout, as the user names it.
+/// An image in an OCI layout, as the user names it; or in a registry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     pub form: LayoutForm,
@@ -146,9 +148,10 @@ impl Layout {
 
     /// The layout alone.
     pub fn without_reference(&self) -> String {
-        let transport = match self.form {
+        let transport = match &self.form {
             LayoutForm::Directory => "oci",
             LayoutForm::Archive => "oci-archive",
+            LayoutForm::Registry(upload) => return upload.name(),
         };
         format!("{transport}:{}", self.path.display())
     }
@@ -189,6 +192,13 @@ impl Destination {
             ("bcow", _) => Ok(Destination::File(rest.into())),
             ("raw", _) => Ok(Destination::Raw(rest.into())),
             ("qcow2", _) => Ok(Destination::Qcow2(rest.into())),
+            ("docker", _) => match name.to_str().filter(|name| name.starts_with("docker://")) {
+                Some(name) => Ok(Destination::Registry(name.to_owned())),
+                None => Err(
+                    CommandError::usage(format!("invalid destination {shown:?}"))
+                        .hint("write docker://SERVER/REPOSITORY[:TAG]"),
+                ),
+            },
             ("tar", _) if rest == "-" => Ok(Destination::Tar(None)),
             ("tar", _) => Ok(Destination::Tar(Some(rest.into()))),
             ("oci", _) => Layout::parse(&shown, rest, LayoutForm::Directory),
@@ -349,6 +359,10 @@ mod tests {
             destination("tar:a:b"),
             Ok(Destination::Tar(Some("a:b".into())))
         );
+        assert_eq!(
+            destination("docker://x/y:z"),
+            Ok(Destination::Registry("docker://x/y:z".into()))
+        );
         let layout = |form, reference: Option<&str>| {
             Ok(Destination::Layout(Layout {
                 form,
@@ -369,7 +383,6 @@ mod tests {
             "docker-archive:x",
             "docker-daemon:x:y",
             "containers-storage:x",
-            "docker://x",
             "dir:x",
             "sif:x",
         ] {
@@ -385,6 +398,7 @@ mod tests {
             "oci:a:",
             "-",
             "raw:",
+            "docker:x/y",
         ] {
             assert!(destination(name).is_err(), "{name}");
         }

@@ -1,22 +1,28 @@
 //! Images on other machines: the options for them, and how a name leads to bytes.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bcow::Storage;
 use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
-use bcow_oci::{Digest, RemoteManifest};
+use bcow_oci::{
+    BcowImage, ConvertError, Digest, OrdinaryImage, Platform, RegistryImage, Repository,
+};
 use bcow_remote::{
     Address, Cache, Credentials, Keychain, Options, Problem, Reference, Registry, Remote,
-    RemoteError, Root,
+    RemoteError, RemoteFile, Root,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
-use crate::error::CommandError;
+use crate::cache;
+use crate::error::{CommandError, Context};
+use crate::size::{self, Human};
 
 /// Options for images on other machines.
-#[derive(Debug, Default, clap::Args)]
+#[derive(Debug, Clone, Default, clap::Args)]
 pub struct RemoteArgs {
     /// Accept the image only if its root hash is HEX, and verify every byte against HEX (see
     /// `bcow inspect`). Also for files of this machine
@@ -30,6 +36,11 @@ pub struct RemoteArgs {
     /// Keep nothing of images on other machines
     #[arg(long, conflicts_with = "cache_dir", hide_short_help = true, help_heading = HEADING)]
     no_cache: bool,
+    /// Limit of the cache: what was not used for the longest time is evicted [default:
+    /// $BCOW_CACHE_LIMIT, or none]
+    #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = HEADING)]
+    #[arg(value_parser = size::parse)]
+    cache_limit: Option<u64>,
     /// Longest wait for a server that sends nothing, in seconds [default: 30]
     #[arg(long, value_name = "SECONDS", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=86400))]
@@ -37,6 +48,42 @@ pub struct RemoteArgs {
     /// Allow plain HTTP, which is not encrypted
     #[arg(long, hide_short_help = true, help_heading = HEADING)]
     insecure: bool,
+    #[arg(skip)]
+    client: OneClient,
+}
+
+/// The client of a command line, made when the first image on another machine is opened.
+#[derive(Default)]
+struct OneClient(OnceLock<Arc<Client>>);
+
+impl Clone for OneClient {
+    /// Other options need another client.
+    fn clone(&self) -> Self {
+        OneClient::default()
+    }
+}
+
+impl fmt::Debug for OneClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OneClient")
+    }
+}
+
+/// Opens remote files, and lists those that are open.
+struct Client {
+    remote: Remote,
+    /// The lock is held to add to the list or to copy it.
+    files: Mutex<Vec<Weak<RemoteFile>>>,
+}
+
+impl Client {
+    fn add(&self, file: RemoteFile) -> Arc<RemoteFile> {
+        let file = Arc::new(file);
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.retain(|file| file.strong_count() > 0);
+        files.push(Arc::downgrade(&file));
+        file
+    }
 }
 
 /// The heading of these options in the help.
@@ -72,48 +119,72 @@ impl RemoteArgs {
         })
     }
 
-    /// The cache. A directory that the user names must be usable; without the usual one, reading
-    /// goes on.
+    /// The same without a cache.
+    pub fn uncached(&self) -> RemoteArgs {
+        RemoteArgs {
+            cache_dir: None,
+            no_cache: true,
+            ..self.clone()
+        }
+    }
+
+    /// The open files on other machines, in the order of their opening.
+    pub fn files(&self) -> Vec<Arc<RemoteFile>> {
+        let Some(client) = self.client.0.get() else {
+            return Vec::new();
+        };
+        let files = client.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Bytes that were fetched so far.
+    pub fn fetched_bytes(&self) -> u64 {
+        let client = self.client.0.get();
+        client.map_or(0, |client| client.remote.figures().fetched_bytes)
+    }
+
+    /// Fails if the limit of the cache is too small for an image of `bytes`.
+    pub fn refuse_small_limit(&self, name: &str, bytes: u64) -> Result<(), CommandError> {
+        match cache::limit(self.cache_limit)? {
+            Some(limit) if limit < bytes => Err(CommandError::new(format!("cannot fetch {name}"))
+                .caused_by_text(format!(
+                    "it has {}, and the limit of the cache is {}",
+                    Human(bytes),
+                    Human(limit)
+                ))
+                .hint("--cache-limit SIZE sets another limit")),
+            _ => Ok(()),
+        }
+    }
+
+    fn client(&self, name: &str) -> Result<Arc<Client>, CommandError> {
+        if let Some(client) = self.client.0.get() {
+            return Ok(Arc::clone(client));
+        }
+        let remote = Remote::new(self.options()?).map_err(|problem| {
+            CommandError::new(format!("cannot open {name}")).caused_by_text(problem.to_string())
+        })?;
+        let client = Arc::new(Client {
+            remote,
+            files: Mutex::default(),
+        });
+        Ok(Arc::clone(self.client.0.get_or_init(|| client)))
+    }
+
     fn cache(&self) -> Result<Option<Cache>, CommandError> {
         if self.no_cache {
             return Ok(None);
         }
-        if let Some(named) = named_cache(self.cache_dir.as_deref()) {
-            return Cache::open(&named).map(Some).map_err(|problem| {
-                CommandError::new(problem.to_string())
-                    .hint("name another directory with --cache-dir, or use --no-cache")
-            });
-        }
-        for path in usual_caches() {
-            match Cache::open(&path) {
-                Ok(cache) => return Ok(Some(cache)),
-                Err(problem) => tracing::warn!("{problem}"),
+        let limit = cache::limit(self.cache_limit)?;
+        let cache = cache::open(self.cache_dir.as_deref())?;
+        Ok(match (cache, limit) {
+            (Some(cache), Some(limit)) => {
+                let cannot = || format!("cannot limit {}", cache.path().display());
+                Some(cache.clone().with_limit(limit).context(cannot)?)
             }
-        }
-        Ok(None)
+            (cache, _) => cache,
+        })
     }
-}
-
-/// The directory that the user names, on the command line or in the environment.
-fn named_cache(argument: Option<&Path>) -> Option<PathBuf> {
-    let variable = || std::env::var_os("BCOW_CACHE").filter(|path| !path.is_empty());
-    argument
-        .map(Path::to_owned)
-        .or_else(|| variable().map(PathBuf::from))
-}
-
-/// The directories without any option; the first one that can be used is used. Root of a user
-/// namespace cannot write to that of the machine's root.
-fn usual_caches() -> Vec<PathBuf> {
-    let is_root = rustix::process::geteuid().is_root();
-    let of_root = is_root.then(|| PathBuf::from("/var/cache/bcow"));
-    let absolute = |name: &str| {
-        let path = PathBuf::from(std::env::var_os(name)?);
-        path.is_absolute().then_some(path)
-    };
-    let directory = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
-    let of_user = directory.map(|directory| directory.join("bcow"));
-    of_root.into_iter().chain(of_user).collect()
 }
 
 /// Opens the image that a URL names.
@@ -126,100 +197,246 @@ pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage,
             .hint("write https://HOST/PATH; a query may follow")
     })?;
     let name = address.to_string();
-    let client = client(args, &name)?;
+    let client = args.client(&name)?;
     let root = match pinned {
         Pinned::AsAsked => args.root_hash,
         Pinned::Never => None,
     };
     let file = client
+        .remote
         .open(&address, root)
         .map_err(|error| cannot_open(&name, &error))?;
     Ok(RemoteImage {
         name: name.into(),
-        storage: Arc::new(file) as Arc<dyn Storage>,
+        storage: client.add(file) as Arc<dyn Storage>,
         files: None,
     })
 }
 
-/// Indexes, one inside the other.
-const MOST_INDEXES: usize = 4;
+/// An image in a registry.
+pub enum InRegistry {
+    /// In BCoW form.
+    Bcow(RemoteImage),
+    /// An ordinary one, which can be converted.
+    Ordinary(OrdinaryImage),
+}
 
 fn open_in_registry(
     url: &str,
     args: &RemoteArgs,
     pinned: Pinned,
 ) -> Result<RemoteImage, CommandError> {
-    let reference: Reference = url.parse().map_err(|problem| {
+    let place = Place::new(url, args)?;
+    let found = place.find(None)?;
+    let image = match found {
+        RegistryImage::Bcow(image) => return place.open(&image, args, pinned),
+        RegistryImage::Ordinary(image) => image,
+    };
+    let name = &place.name;
+    let ordinary = || {
+        CommandError::new(format!("cannot open {name}"))
+            .caused_by_text("it is an ordinary OCI image")
+    };
+    // The digest of an ordinary image does not cover what is attached to it.
+    let is_covered = pinned == Pinned::AsAsked && args.root_hash.is_some();
+    if place.registry.reference().digest().is_some() && !is_covered {
+        return Err(ordinary().hint(
+            "its digest does not cover a BCoW image that is attached to it: name its tag, or that \
+             image with --root-hash",
+        ));
+    }
+    let attached = bcow_oci::find_attached(&image)
+        .map_err(|error| cannot_convert(&error, &format!("cannot open {name}")))?;
+    match attached {
+        Some(attached) => {
+            tracing::info!("{name} is an ordinary image; opened what is attached to it");
+            place.open(&attached, args, pinned)
+        }
+        None => Err(ordinary().hint(format!(
+            "`bcow convert {name} FILE.bcow` makes a BCoW image of it; `bcow convert --referrer \
+             {name} {name}` attaches one to it, which is then found here"
+        ))),
+    }
+}
+
+/// Finds the image that `docker://...` names, for `platform` or for that of this machine. Nothing
+/// that is attached to an ordinary image counts.
+pub fn find_in_registry(
+    url: &str,
+    args: &RemoteArgs,
+    pinned: Pinned,
+    platform: Option<&Platform>,
+) -> Result<InRegistry, CommandError> {
+    let place = Place::new(url, args)?;
+    match place.find(platform)? {
+        RegistryImage::Bcow(image) => place.open(&image, args, pinned).map(InRegistry::Bcow),
+        RegistryImage::Ordinary(image) => Ok(InRegistry::Ordinary(image)),
+    }
+}
+
+/// A name in a registry.
+struct Place {
+    name: String,
+    registry: Arc<Registry>,
+    client: Arc<Client>,
+}
+
+impl Place {
+    fn new(url: &str, args: &RemoteArgs) -> Result<Self, CommandError> {
+        let reference = reference(url)?;
+        let name = reference.to_string();
+        let client = args.client(&name)?;
+        let registry = Arc::new(Registry::new(&client.remote, reference, Arc::new(Keys)));
+        Ok(Place {
+            name,
+            registry,
+            client,
+        })
+    }
+
+    fn repository(&self) -> Arc<InRepository> {
+        Arc::new(InRepository {
+            registry: Arc::clone(&self.registry),
+            client: Arc::clone(&self.client),
+        })
+    }
+
+    fn find(&self, platform: Option<&Platform>) -> Result<RegistryImage, CommandError> {
+        let repository = self.repository();
+        bcow_oci::find_in_registry(repository, platform)
+            .map_err(|error| cannot_convert(&error, &format!("cannot open {}", self.name)))
+    }
+
+    /// Opens the stack of an image.
+    fn open(
+        &self,
+        image: &BcowImage,
+        args: &RemoteArgs,
+        pinned: Pinned,
+    ) -> Result<RemoteImage, CommandError> {
+        let failed = |error: RemoteError| cannot_open(&self.name, &error);
+        let of_manifest = image.stack.merkle_root.map(Root);
+        let root = match (pinned, args.root_hash) {
+            (Pinned::AsAsked, Some(root)) => Some(root),
+            _ => of_manifest,
+        };
+        if let (Some(root), Some(found)) = (root, of_manifest)
+            && root != found
+        {
+            let problem = Problem::WrongRoot {
+                found: found.to_string(),
+                expected: root.to_string(),
+            };
+            let place = self.name.clone();
+            return Err(failed(RemoteError { place, problem }));
+        }
+        let file = self
+            .registry
+            .blob(&image.stack.digest.to_string(), root)
+            .map_err(failed)?;
+        Ok(RemoteImage {
+            storage: self.client.add(file) as Arc<dyn Storage>,
+            files: Some(self.repository() as Arc<dyn RemoteFiles>),
+            name: self.name.clone().into(),
+        })
+    }
+}
+
+/// Finds the image in BCoW form that `docker://...` names, to copy it: nothing of it is cached.
+pub fn bcow_in_registry(
+    url: &str,
+    args: &RemoteArgs,
+) -> Result<(BcowImage, Arc<InRepository>), CommandError> {
+    let place = Place::new(url, &args.uncached())?;
+    let found = place.find(None)?;
+    match found {
+        RegistryImage::Bcow(image) => Ok((image, place.repository())),
+        RegistryImage::Ordinary(_) => Err(CommandError::new(format!("cannot open {}", place.name))
+            .caused_by_text("it is an ordinary OCI image")
+            .hint("`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images")),
+    }
+}
+
+/// Parses the name of an image in a registry.
+pub fn reference(url: &str) -> Result<Reference, CommandError> {
+    url.parse().map_err(|problem| {
         CommandError::usage(format!("invalid image name {url:?}: {problem}"))
             .hint("write docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
-    })?;
-    let name = reference.to_string();
-    let failed = |error: RemoteError| cannot_open(&name, &error);
-    let remote = client(args, &name)?;
-    let registry = Registry::new(&remote, reference, Arc::new(Keys));
-    let mut manifest = registry.manifest().map_err(failed)?;
-    let mut stack = None;
-    for _ in 0..=MOST_INDEXES {
-        let parsed = RemoteManifest::parse(&name, &manifest)
-            .map_err(|error| CommandError::new(format!("cannot open {name}")).caused_by(&error))?;
-        match parsed {
-            RemoteManifest::Index(digest) => {
-                let digest = digest.to_string();
-                manifest = registry.manifest_with_digest(&digest).map_err(failed)?;
-            }
-            RemoteManifest::Bcow(found) => {
-                stack = Some(found);
-                break;
-            }
-            RemoteManifest::Ordinary => {
-                return Err(CommandError::new(format!("cannot open {name}"))
-                    .caused_by_text("it is an ordinary OCI image")
-                    .hint(format!(
-                        "`skopeo copy {name} oci:DIR:TAG`, `bcow convert oci:DIR:TAG \
-                         oci:STORE:TAG` and `skopeo copy oci:STORE:TAG docker://...` make a BCoW \
-                         image of it"
-                    )));
-            }
-        }
-    }
-    let Some(stack) = stack else {
-        return Err(
-            CommandError::new(format!("cannot open {name}")).caused_by_text(format!(
-                "more than {MOST_INDEXES} indexes, one inside the other"
-            )),
-        );
-    };
-    let of_manifest = stack.merkle_root.map(Root);
-    let root = match (pinned, args.root_hash) {
-        (Pinned::AsAsked, Some(root)) => Some(root),
-        _ => of_manifest,
-    };
-    if let (Some(root), Some(found)) = (root, of_manifest)
-        && root != found
-    {
-        let problem = Problem::WrongRoot {
-            found: found.to_string(),
-            expected: root.to_string(),
-        };
-        let place = name.clone();
-        return Err(failed(RemoteError { place, problem }));
-    }
-    let file = registry
-        .blob(&stack.digest.to_string(), root)
-        .map_err(failed)?;
-    Ok(RemoteImage {
-        storage: Arc::new(file) as Arc<dyn Storage>,
-        files: Some(Arc::new(Layers(registry)) as Arc<dyn RemoteFiles>),
-        name: name.into(),
     })
 }
 
-/// The layers of an image in a registry.
-struct Layers(Registry);
+/// The error of a library that reads from servers through this program: `failed`, then the server's
+/// answer, with its hint.
+fn cannot_convert(error: &ConvertError, failed: &str) -> CommandError {
+    let failure = CommandError::new(failed);
+    match (of_server(error), error) {
+        (Some(cause), _) => {
+            let failure = failure.caused_by_text(cause.to_string());
+            match hint(&cause.problem) {
+                Some(hint) => failure.hint(hint),
+                None => failure,
+            }
+        }
+        (None, error) => match error.hint() {
+            Some(hint) => failure.caused_by(error).hint(hint),
+            None => failure.caused_by(error),
+        },
+    }
+}
 
-impl RemoteFiles for Layers {
+/// The answer of a server that caused an error.
+pub fn of_server<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e RemoteError> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(found) = error.downcast_ref::<RemoteError>() {
+            return Some(found);
+        }
+        // The source of an `io::Error` is that of the error inside.
+        let inside = error
+            .downcast_ref::<std::io::Error>()
+            .and_then(|error| error.get_ref());
+        next = match inside {
+            Some(inside) => Some(inside),
+            None => error.source(),
+        };
+    }
+    None
+}
+
+/// What `bcow_oci` reads of a registry.
+pub struct InRepository {
+    registry: Arc<Registry>,
+    client: Arc<Client>,
+}
+
+impl Repository for InRepository {
+    fn name(&self) -> String {
+        self.registry.reference().to_string()
+    }
+
+    fn manifest(&self, digest: Option<&Digest>) -> io::Result<Vec<u8>> {
+        Ok(match digest {
+            Some(digest) => self.registry.manifest_with_digest(&digest.to_string())?,
+            None => self.registry.manifest()?,
+        })
+    }
+
+    fn referrers(&self, digest: &Digest, artifact_type: &str) -> io::Result<Option<Vec<u8>>> {
+        Ok(self
+            .registry
+            .referrers(&digest.to_string(), artifact_type)?)
+    }
+
+    fn blob(&self, digest: &Digest, length: u64) -> io::Result<Box<dyn io::Read + Send>> {
+        Ok(Box::new(
+            self.registry.download(&digest.to_string(), length)?,
+        ))
+    }
+}
+
+impl RemoteFiles for InRepository {
     fn name(&self, digest: &Digest) -> PathBuf {
-        self.0.blob_name(&digest.to_string()).into()
+        self.registry.blob_name(&digest.to_string()).into()
     }
 
     fn open(
@@ -227,11 +444,9 @@ impl RemoteFiles for Layers {
         digest: &Digest,
         facts: &LayerFacts,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
-        match self
-            .0
-            .blob(&digest.to_string(), Some(Root(facts.merkle_root)))
-        {
-            Ok(file) => Ok(Some(Arc::new(file))),
+        let root = Root(facts.merkle_root);
+        match self.registry.blob(&digest.to_string(), Some(root)) {
+            Ok(file) => Ok(Some(self.client.add(file))),
             Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
             Err(error) => Err(error.into()),
         }
@@ -239,7 +454,7 @@ impl RemoteFiles for Layers {
 }
 
 /// The credentials that `docker login`, `podman login` and `skopeo login` store.
-struct Keys;
+pub struct Keys;
 
 impl Keychain for Keys {
     fn credentials(&self, server: &str) -> Result<Option<Credentials>, String> {
@@ -283,15 +498,24 @@ fn found(
     }
 }
 
-fn client(args: &RemoteArgs, name: &str) -> Result<Remote, CommandError> {
+/// A client with these options. `name` is what is opened, for messages.
+pub fn client(args: &RemoteArgs, name: &str) -> Result<Remote, CommandError> {
     Remote::new(args.options()?).map_err(|problem| {
         CommandError::new(format!("cannot open {name}")).caused_by_text(problem.to_string())
     })
 }
 
 /// The error of an image that does not open.
-fn cannot_open(name: &str, error: &RemoteError) -> CommandError {
-    let failure = CommandError::new(format!("cannot open {name}"));
+pub fn cannot_open(name: &str, error: &RemoteError) -> CommandError {
+    explain(
+        CommandError::new(format!("cannot open {name}")),
+        name,
+        error,
+    )
+}
+
+/// Adds the cause of a failure with the image `name`.
+pub fn explain(failure: CommandError, name: &str, error: &RemoteError) -> CommandError {
     let failure = match error.place == name {
         true => failure.caused_by_text(error.problem.to_string()),
         false => failure.caused_by_text(error.to_string()),
@@ -302,7 +526,8 @@ fn cannot_open(name: &str, error: &RemoteError) -> CommandError {
     }
 }
 
-fn hint(problem: &Problem) -> Option<&'static str> {
+/// What the user can do about a problem.
+pub fn hint(problem: &Problem) -> Option<&'static str> {
     use bcow::format::FormatError;
     Some(match problem {
         Problem::PlainHttp(_) => "--insecure allows it; bytes are checked all the same",
@@ -310,6 +535,10 @@ fn hint(problem: &Problem) -> Option<&'static str> {
         Problem::Denied { .. } => {
             "for images in registries, `skopeo login`, `docker login` or `podman login` stores \
              credentials"
+        }
+        Problem::NoSubject => "copy the ordinary image there first, with `skopeo copy`",
+        Problem::NotKept(_) => {
+            "name another directory with --cache-dir, or another limit with --cache-limit"
         }
         Problem::NoRanges(_) => "copy the file to this machine, and open the copy",
         Problem::WrongRoot { .. } => {

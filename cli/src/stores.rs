@@ -96,12 +96,16 @@ pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
     if metadata.is_dir() {
         let failure =
             CommandError::new(format!("cannot open {}: it is a directory", path.display()));
-        return Err(failure.hint(match path.join("oci-layout").exists() {
-            true => format!(
-                "it is an OCI image layout: name the image in it as oci:{}[:REF]",
-                path.display()
+        let shown = path.display();
+        return Err(failure.hint(match () {
+            () if path.join("oci-layout").exists() => {
+                format!("it is an OCI image layout: name the image in it as oci:{shown}[:REF]")
+            }
+            () if matches!(bcow_union::door_of(path), Ok(Some(_))) => format!(
+                "it is the upper of a writable mount: name its image, with `--upper {shown}` for \
+                 the changes where the command has this option, or mount it with `bcow mount`"
             ),
-            false => "`bcow convert` makes an image of a directory (dir:PATH) or of an OCI layout \
+            () => "`bcow convert` makes an image of a directory (dir:PATH) or of an OCI layout \
                       (oci:DIR)"
                 .to_owned(),
         }));

@@ -1,19 +1,14 @@
 //! Reading of uppers of writable mounts, while no process writes to them.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow::lock::LockError;
-use bcow_oci::Limits;
-use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
-use bcow_union::{UpperError, UpperReader};
+use bcow_union::{Door, UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
-use crate::names;
 use crate::running::{self, State};
-use crate::size::plural;
 use crate::ui::Ui;
 
 /// How long a process may keep the upper before it ends its mount: umount(8) returns before the
@@ -114,29 +109,6 @@ pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), 
     }
 }
 
-/// The changes in an upper to its image.
-pub fn changes(
-    image: &OpenImage,
-    upper: &Path,
-    scope: Scope,
-    ui: &Ui,
-) -> Result<Changes, CommandError> {
-    let reader = open_of(image, upper, ui)?;
-    let lower = Arc::new(image.tree()?.into_filesystem());
-    let device = image.image().clone();
-    let most = Limits::default().max_entries;
-    let changes = Changes::read(&reader, lower, device, scope, most)
-        .map_err(|error| cannot_read(upper, image, &error))?;
-    for (name, count) in &changes.dropped_xattrs {
-        let name = names::quoted(name);
-        ui.warning(format_args!(
-            "left out extended attribute {name} of {}, which an image cannot store",
-            plural(*count, "file")
-        ));
-    }
-    Ok(changes)
-}
-
 /// The error for an upper that cannot be used.
 pub fn cannot_use(error: &UpperError) -> CommandError {
     let mut failure = CommandError::new(format!("cannot use the upper {error}"));
@@ -160,6 +132,17 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
             failure.hint("root created the upper: use it as root")
         }
+        UpperError::OtherDoor {
+            door: Door::Kernel, ..
+        } => failure.hint("`bcow mount --door kernel` mounts it; `bcow fsck` checks it"),
+        UpperError::OtherDoor {
+            door: Door::Fuse, ..
+        } => failure.hint("`bcow mount --door fuse` mounts it"),
+        UpperError::NotEmpty { .. } => failure
+            .hint("name a new directory; `--door fuse` takes a directory of overlayfs as it is"),
+        UpperError::Incomplete { .. } => {
+            failure.hint("it has no changes yet: `bcow mount --door kernel` begins it again")
+        }
         _ => failure,
     }
 }
@@ -170,25 +153,6 @@ pub fn name_holders(failure: CommandError, upper: &Path) -> CommandError {
     holders
         .into_iter()
         .fold(failure, CommandError::caused_by_text)
-}
-
-fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> CommandError {
-    let what = match &error.path[..] {
-        [] => "the root".to_owned(),
-        path => names::quoted(path),
-    };
-    let failure = CommandError::new(format!("cannot read {what} in {}", upper.display()))
-        .caused_by_text(error.problem.to_string());
-    match error.problem {
-        Problem::Image(_) => failure.hint(format!(
-            "`bcow fsck --data {}` lists all damage",
-            image.path().display()
-        )),
-        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Sketch(_) => {
-            failure.hint(format!("`bcow fsck {}` lists all damage", upper.display()))
-        }
-        _ => failure,
-    }
 }
 
 /// As [`Context::context`], for a merge of an upper with its image.

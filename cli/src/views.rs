@@ -30,7 +30,8 @@ impl UserViews {
         Ok(self.cache()?.view(image, bytes)?)
     }
 
-    fn cache(&self) -> Result<ViewCache, ViewFailure> {
+    /// The cache itself.
+    pub fn cache(&self) -> Result<ViewCache, ViewFailure> {
         match directory() {
             Some(directory) => Ok(ViewCache::new(&directory, &self.options)),
             None => Err(format!("there is no directory for views: {VIEWS} names one").into()),

@@ -10,6 +10,7 @@ spaces:
     fuse-overlayfs
     bcow[+OPTION...]  options of `bcow mount` without the dashes, or of its -o:
                       bcow+sketch=packed+sync=volatile+writeback
+    bcow+door=kernel  an upper of the kernel door, likewise with options
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import syscalls
 from support import BCOW, bcow, is_mounted, need, run
 
 KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed")
+KERNEL = "bcow+door=kernel"
 SPARSE = ("bcow+sketch=sparse",)
 # The first write to a file larger than this makes a sketch.
 LARGE = 64 << 10
@@ -227,9 +229,35 @@ class Bcow(Foreground):
             raise AssertionError(str(done))
 
 
+class Kernel(Bcow):
+    """At the kernel door."""
+
+    def prepare(self):
+        super().prepare()
+        self.reserves = True
+        # e2fsck reads a small file system in a short time.
+        self.options.append("--size=2G")
+        os.environ.setdefault("BCOW_VIEWS", os.path.join(support.WORK, "views"))
+
+    def kill(self):
+        super().kill()
+        # What the kernel has cached can still be read there.
+        run("umount", self.where)
+
+    def check(self):
+        super().check()
+        raw = os.path.join(self.directory, "check.raw")
+        disk = os.path.join(self.upper, ".bcow", "disk.bcow")
+        bcow("convert", "--backing-dir", os.path.dirname(self.lower.image), disk, f"raw:{raw}")
+        run("e2fsck", "-fn", raw)
+        os.unlink(raw)
+
+
 def subject(name, lower, directory):
     kind = {"plain": Plain, "overlayfs": Overlay, "fuse-overlayfs": FuseOverlay, "bcow": Bcow}[
         name.split("+")[0]]
+    if kind is Bcow and "door=kernel" in name.split("+"):
+        kind = Kernel
     return kind(name, lower, directory)
 
 
@@ -239,6 +267,8 @@ def need_for(*names):
     for name in names:
         if name == "fuse-overlayfs":
             need("fuse-overlayfs")
+        if "door=kernel" in name.split("+"):
+            need("e2fsck", "losetup")
 
 
 @contextlib.contextmanager

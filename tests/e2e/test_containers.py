@@ -2,7 +2,8 @@
 and their data survives a remount.
 
 The root is the real image, of Debian. Packages are downloaded once, with the machine's own apt, and
-installed in containers that have no network.
+installed in containers that have no network. BCOW_CONTAINERS_DOOR=kernel runs all tests at the
+kernel door.
 """
 
 import contextlib
@@ -54,6 +55,11 @@ MARIADB = """
 """
 
 
+# Options of `bcow mount`, by the name of the kind of upper.
+KERNEL = ("--door", "kernel")
+KINDS = {"sparse": ("--sketch", "sparse"), "packed": ("--sketch", "packed"), "kernel": KERNEL}
+if os.environ.get("BCOW_CONTAINERS_DOOR") == "kernel":
+    KINDS = dict.fromkeys(KINDS, KERNEL)
 SETS = {"nginx": ["nginx"], "mariadb": ["mariadb-server-core", "mariadb-client-core"],
         "again": ["--reinstall", "coreutils"]}
 
@@ -90,14 +96,14 @@ def packages(root):
 class Writable:
     """A writable mount whose upper survives an unmount."""
 
-    def __init__(self, made, directory, sketch):
-        self.image, self.sketch = made, sketch
+    def __init__(self, made, directory, kind):
+        self.image, self.options = made, KINDS[kind]
         self.where, self.upper = os.path.join(directory, "mnt"), os.path.join(directory, "upper")
         os.mkdir(self.where)
         os.mkdir(self.upper)
 
     def mount(self):
-        bcow("mount", self.image, self.where, "--upper", self.upper, "--sketch", self.sketch, "-o",
+        bcow("mount", self.image, self.where, "--upper", self.upper, *self.options, "-o",
              "allow_other,suid,dev", timeout=60)
 
     def unmount(self):
@@ -126,10 +132,10 @@ class Containers(support.Scratch):
             cls.packages = packages(root)
 
     @contextlib.contextmanager
-    def writable(self, made=None, sketch="sparse"):
+    def writable(self, made=None, kind="sparse"):
         directory = tempfile.mkdtemp(prefix="writable-", dir=self.directory)
         os.chmod(directory, 0o755)
-        one = Writable(made or self.image, directory, sketch)
+        one = Writable(made or self.image, directory, kind)
         try:
             one.mount()
             yield one
@@ -189,25 +195,29 @@ class Containers(support.Scratch):
             self.assertEqual(run("chroot", where, "dpkg", "--verify", name).out.decode(), "")
 
     def test_runc_installs_packages_and_a_server_runs(self):
+        for kind in ("sparse", "kernel"):
+            with self.subTest(kind), self.writable(kind=kind) as one:
+                self.install_and_serve(one)
+
+    def install_and_serve(self, one):
         fetch = ("python3 -c 'import urllib.request as u; "
                  "print(u.urlopen(\"http://127.0.0.1/\").read().decode())'")
         serve = f"nginx; {fetch}; nginx -s quit; tail -n 1 /var/log/nginx/access.log"
-        with self.writable() as one:
-            out = self.runc(one.where, INSTALL.format("", "/mnt/nginx/*.deb")
-                                       + INSTALL.format("--reinstall", "/mnt/again/*.deb") +
-                                       "nginx -t\n" + serve)
-            self.assertIn("Welcome to nginx", out)
-            one.remount()
-            self.assert_installed(one.where, "nginx", "nginx-common", "coreutils")
-            out = self.runc(one.where, "wc -l </var/log/nginx/access.log\n" + serve)
-            self.assertEqual(out.split()[0], "1")
-            self.assertIn("Welcome to nginx", out)
-            self.runc(one.where, "apt-get -q -y purge nginx nginx-common")
-            one.remount()
-            self.assertFalse(os.path.exists(os.path.join(one.where, "etc/nginx")))
+        out = self.runc(one.where, INSTALL.format("", "/mnt/nginx/*.deb")
+                                   + INSTALL.format("--reinstall", "/mnt/again/*.deb") +
+                                   "nginx -t\n" + serve)
+        self.assertIn("Welcome to nginx", out)
+        one.remount()
+        self.assert_installed(one.where, "nginx", "nginx-common", "coreutils")
+        out = self.runc(one.where, "wc -l </var/log/nginx/access.log\n" + serve)
+        self.assertEqual(out.split()[0], "1")
+        self.assertIn("Welcome to nginx", out)
+        self.runc(one.where, "apt-get -q -y purge nginx nginx-common")
+        one.remount()
+        self.assertFalse(os.path.exists(os.path.join(one.where, "etc/nginx")))
 
     def test_podman_installs_mariadb_which_keeps_its_data(self):
-        with self.writable(sketch="packed") as one:
+        with self.writable(kind="packed") as one:
             out = self.podman(one.where, INSTALL.format("", "/mnt/mariadb/*.deb")
                               + "mariadb-install-db --no-defaults --user=games "
                                 "--datadir=/srv/mariadb --skip-test-db >/dev/null\n" + MARIADB
@@ -247,8 +257,8 @@ class Containers(support.Scratch):
             bcow("convert", "--no-verify", f"dir:{cluster}", made)
             in_image = sum(os.lstat(os.path.join(path, name)).st_size
                            for path, _, names in os.walk(cluster) for name in names)
-            for sketch in ("sparse", "packed"):
-                with self.subTest(sketch=sketch), self.writable(made, sketch) as data:
+            for kind in KINDS:
+                with self.subTest(kind), self.writable(made, kind) as data:
                     self.session_on_data_of_the_image(one, data, in_image)
 
     def session_on_data_of_the_image(self, one, data, in_image):

@@ -19,9 +19,28 @@ import unittest
 from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, need,
                      run, served, until)
 import tree
+import vm
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
+# What a virtual machine does with the image as its root, as the first process.
+GUEST = """
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+trap 'echo o > /proc/sysrq-trigger; sleep 60' EXIT
+set -e
+echo "@ $(. /etc/os-release && echo $ID $VERSION_ID)"
+dpkg -i /run/greeting.deb > /dev/console 2>&1
+echo "@ $(greeting)"
+useradd --create-home --shell /bin/bash guest
+mv /etc/apt /etc/apt.old
+rm -r /usr/share/doc
+mkdir /usr/share/doc
+chmod 4711 /usr/bin/env
+ln /usr/bin/env /usr/bin/env.too
+printf guest | dd of=/usr/bin/perl bs=1 seek=1000000 conv=notrunc status=none
+mount -o remount,ro /
+echo "@ done"
+"""
 # All tiny layouts, or a few of them.
 ALL_LAYOUTS = bool(os.environ.get("BCOW_EXT4_LAYOUTS"))
 FEW_LAYOUTS = 6
@@ -126,6 +145,49 @@ class Ext4(Scratch):
         self.assertEqual(bcow("fsck", "--data", self.image).code, 0)
         self.assert_is_the_tree(self.create(self.image))
         self.assertEqual(os.listdir(self.views), before)
+
+    def package(self):
+        """A Debian package with a program and a script that runs after unpacking."""
+        root = tempfile.mkdtemp(dir=self.directory)
+        files = {
+            "DEBIAN/control": "Package: greeting\nVersion: 1\nArchitecture: all\n"
+                              "Maintainer: Tests <tests@localhost>\nDescription: greets\n",
+            "DEBIAN/postinst": "#!/bin/sh\necho hello from $(cat /etc/debian_version) "
+                               "> /var/lib/greeting\n",
+            "usr/bin/greeting": "#!/bin/sh\ncat /var/lib/greeting\n",
+        }
+        for name, text in files.items():
+            os.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
+            with open(f"{root}/{name}", "w") as out:
+                out.write(text)
+            os.chmod(f"{root}/{name}", 0o644 if name.endswith("control") else 0o755)
+        os.chmod(root, 0o755)
+        file = self.path("greeting.deb")
+        run("dpkg-deb", "--root-owner-group", "--build", root, file)
+        return file
+
+    def test_a_virtual_machine_has_the_image_as_its_root(self):
+        vm.need()
+        disk = self.create(self.image)
+        with tempfile.TemporaryDirectory(prefix="nbd-") as short:
+            socket = os.path.join(short, "s")
+            with served(disk, "--socket", socket):
+                said = vm.boot_root(f"nbd:unix:{socket}:exportname={os.path.basename(disk)}",
+                                    GUEST, [self.package()])
+        self.assertEqual(said[0], "debian 12")
+        self.assertRegex(said[1], "^hello from 12")
+        self.assertEqual(bcow("fsck", "--data", disk).code, 0)
+        # Its changes are a layer of an ordinary image.
+        layout, bundle = self.path("changed"), self.path("changed-bundle")
+        bcow("commit", self.image, "--upper", disk, f"oci:{layout}:vm")
+        run("umoci", "unpack", "--image", f"{layout}:vm", bundle)
+        with self.device(disk) as device:
+            run("e2fsck", "-fn", device)
+            with mounted(device, "ro") as where:
+                assert_same_tree(self, os.path.join(bundle, "rootfs"), where)
+                with open(f"{where}/etc/passwd") as users:
+                    self.assertIn("guest:x:", users.read())
+                self.assertEqual(os.listdir(f"{where}/usr/share/doc"), [])
 
     def test_every_form_of_the_image_is_the_tree(self):
         plain = self.path("plain.bcow")

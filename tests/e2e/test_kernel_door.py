@@ -172,6 +172,36 @@ class KernelDoor(unittest.TestCase):
     def stats(self, where):
         return json.loads(bcow("stats", "--json", where, timeout=SECONDS).out)
 
+    def may_protect_itself(self):
+        with open("/proc/self/status") as status:
+            effective = re.search(r"^CapEff:\s+([0-9a-f]+)$", status.read(), re.MULTILINE)
+        cap_sys_resource = 24
+        return bool(int(effective[1], 16) >> cap_sys_resource & 1)
+
+    def memory_group(self, limit):
+        for top, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+                          ("/sys/fs/cgroup", "memory.max")):
+            group = os.path.join(top, f"bcow-{self.tag}")
+            try:
+                os.mkdir(group)
+            except OSError:
+                continue
+            self.addCleanup(lambda: until(lambda: self.removed(group), "an empty control group"))
+            try:
+                with open(os.path.join(group, file), "w") as out:
+                    out.write(str(limit))
+                return group
+            except OSError:
+                continue
+        support.missing("no control group of memory can be made")
+
+    def removed(self, group):
+        try:
+            os.rmdir(group)
+            return True
+        except OSError:
+            return False
+
 
 class Mounts(KernelDoor):
     """What a mount shows, and how it ends."""
@@ -331,7 +361,8 @@ class Mounts(KernelDoor):
     def test_what_the_door_does_not_have_is_refused(self):
         disk, where = self.make_disk(), self.point()
         for options, reason in (
-                (("--door", "kernel", "--upper", self.path("upper")), "not supported yet"),
+                (("--door", "kernel", "--sketch", "packed", "--upper", self.path("upper")),
+                 "--sketch is not supported"),
                 (("-o", "fsname=x"), "fsname.* not supported at the kernel door"),
                 (("--door", "kernel", "--sync", "batch=3"), "not supported yet")):
             refused = self.mount(disk, where, *options, check=False)
@@ -510,36 +541,6 @@ class Failures(KernelDoor):
         self.umount(where)
         self.assert_ended()
         self.assert_clean(disk)
-
-    def may_protect_itself(self):
-        with open("/proc/self/status") as status:
-            effective = re.search(r"^CapEff:\s+([0-9a-f]+)$", status.read(), re.MULTILINE)
-        cap_sys_resource = 24
-        return bool(int(effective[1], 16) >> cap_sys_resource & 1)
-
-    def memory_group(self, limit):
-        for top, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-                          ("/sys/fs/cgroup", "memory.max")):
-            group = os.path.join(top, f"bcow-{self.tag}")
-            try:
-                os.mkdir(group)
-            except OSError:
-                continue
-            self.addCleanup(lambda: until(lambda: self.removed(group), "an empty control group"))
-            try:
-                with open(os.path.join(group, file), "w") as out:
-                    out.write(str(limit))
-                return group
-            except OSError:
-                continue
-        support.missing("no control group of memory can be made")
-
-    def removed(self, group):
-        try:
-            os.rmdir(group)
-            return True
-        except OSError:
-            return False
 
     def test_without_barriers_a_clean_end_keeps_the_data(self):
         disk, where = self.make_disk(), self.point()

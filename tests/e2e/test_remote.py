@@ -38,6 +38,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if server.broken:
             self.close_connection = True
             return
+        time.sleep(server.pause)
         path = os.path.join(server.directory, os.path.basename(self.path.split("?")[0]))
         try:
             file = open(path, "rb")
@@ -77,7 +78,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, directory, context=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.directory, self.lock = directory, threading.Lock()
-        self.sent, self.broken = 0, False
+        self.sent, self.broken, self.pause = 0, False, 0
         if context is not None:
             self.socket = context.wrap_socket(self.socket, server_side=True,
                                               do_handshake_on_connect=False)

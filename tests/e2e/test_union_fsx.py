@@ -356,6 +356,7 @@ def exercise(name, lower, seed, operations):
 
 
 class Sketches(LowerCase):
+    kinds = (*subjects.KINDS, subjects.KERNEL)
     plant = staticmethod(plant)
 
     @promise("Unmounting makes all changes durable, except with `--sync volatile`.")

@@ -32,7 +32,7 @@ def plant(top):
 
 
 class Pjdfstest(LowerCase):
-    kinds = subjects.SPARSE
+    kinds = (*subjects.SPARSE, subjects.KERNEL)
     plant = staticmethod(plant)
     tools = ("pjdfstest", "gcc")
 

@@ -131,11 +131,11 @@ class Uppers:
         cls.lower, cls.upper, cls.merged = (os.path.join(cls.top, name)
                                             for name in ("lower", "up", "merged"))
         make_lower(cls.lower)
-        for name in ("up", "work", "merged"):
+        for name in ("work", "merged"):
             os.mkdir(os.path.join(cls.top, name))
-        os.chmod(cls.upper, os.stat(cls.lower).st_mode & 0o7777)
         cls.base = os.path.join(cls.top, "base.bcow")
         bcow("convert", f"dir:{cls.lower}", cls.base)
+        cls.make_upper(cls.upper)
         cls.after = os.path.join(cls.top, "after.bcow")
         with cls.union():
             change(cls.merged)
@@ -146,6 +146,12 @@ class Uppers:
     @classmethod
     def tearDownClass(cls):
         shutil.rmtree(cls.top, ignore_errors=True)
+
+    @classmethod
+    def make_upper(cls, path):
+        """An upper without changes."""
+        os.mkdir(path)
+        shutil.copystat(cls.lower, path)
 
     def path(self, name):
         return os.path.join(self.top, name)
@@ -167,8 +173,7 @@ class Uppers:
 
     def test_an_upper_without_changes_differs_in_nothing(self):
         empty = self.path("untouched")
-        shutil.copytree(self.lower, empty, symlinks=True, ignore=lambda top, names: names)
-        shutil.copystat(self.lower, empty)
+        self.make_upper(empty)
         result = bcow("diff", self.base, "--upper", empty, check=False)
         self.assertEqual((result.code, result.out), (0, b""), str(result))
 
@@ -327,10 +332,15 @@ class Uppers:
                                   check=False), "--merge", code=2)
         damaged = self.path("damaged")
         run("cp", "-a", self.upper, damaged)
-        os.setxattr(f"{damaged}/usr/lib/renamed", "trusted.overlay.redirect", b"/not/../plain")
+        messages = self.damage(damaged)
         refused = bcow("commit", self.base, "--upper", damaged, target, check=False)
-        assert_refused(self, refused, "usr/lib/renamed", "overlay.redirect is damaged")
+        assert_refused(self, refused, *messages)
         self.assertFalse(os.path.exists(target))
+
+    def damage(self, upper):
+        """Damages an upper. Returns what the refusal must say."""
+        os.setxattr(f"{upper}/usr/lib/renamed", "trusted.overlay.redirect", b"/not/../plain")
+        return "usr/lib/renamed", "overlay.redirect is damaged"
 
 
 class OfOverlayfs(Uppers, unittest.TestCase):

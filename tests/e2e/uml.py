@@ -27,9 +27,9 @@ def need():
                  "mkfs.btrfs")
 
 
-def boot(steps, timeout=120):
+def boot(steps, disks=(), memory=MEMORY, timeout=120):
     """Boots a guest that runs the steps (see guest/init.py) and then loses power; returns their
-    values."""
+    values. The disks are files, /dev/ubda and so on in the guest."""
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="uml-", dir=support.WORK))
         # The path of a Unix socket has at most 107 bytes, and the path of a checkout may be long.
@@ -48,7 +48,9 @@ def boot(steps, timeout=120):
         # slirp4netns has two processes.
         stack.callback(os.killpg, network.pid, signal.SIGKILL)
         wait_for(wire, network)
-        command = ["linux.uml", f"mem={MEMORY}", "root=none", "rootfstype=hostfs", "rootflags=/",
+        command = ["linux.uml", f"mem={memory}",
+                   *(f"ubd{number}={path}" for number, path in enumerate(disks)),
+                   "root=none", "rootfstype=hostfs", "rootflags=/",
                    "ro", "quiet", "con=null", "con0=null,fd:1", "ssl=null", f"uml_dir={short}",
                    f"vec0:transport=bess,dst={wire},depth=128,gro=1", "init=/usr/bin/python3", "--",
                    os.path.join(HERE, "init.py"), os.path.join(scratch, "steps")]

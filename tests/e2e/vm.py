@@ -74,27 +74,58 @@ def initramfs():
             put(module, "/modules/" + os.path.basename(module))
         with open(f"{root}/modules/order", "w") as file:
             file.writelines(os.path.basename(module) + "\n" for module in order)
-        with open(path, "wb") as out:
-            names = subprocess.run(["find", ".", "-print0"], cwd=root, stdout=subprocess.PIPE,
-                                   check=True).stdout
-            subprocess.run(["cpio", "--quiet", "-0", "-o", "-H", "newc"], cwd=root, input=names,
-                           stdout=out, check=True)
+        with open(path, "wb"):
+            pack(root, path)
     return path
+
+
+def pack(root, path):
+    """Appends a cpio archive of a directory to a file."""
+    with open(path, "ab") as out:
+        names = subprocess.run(["find", ".", "-print0"], cwd=root, stdout=subprocess.PIPE,
+                               check=True).stdout
+        subprocess.run(["cpio", "--quiet", "-0", "-o", "-H", "newc"], cwd=root, input=names,
+                       stdout=out, check=True)
 
 
 def boot(mode, disks, timeout=240):
     """Boots with the disks, given as {file system: NBD address}; returns the guest's output for
     each."""
+    lines = start(f"mode={mode} disks={','.join(disks)}", disks.values(), initramfs(), timeout)
+    if len(lines) != len(disks):
+        raise AssertionError(f"the machine answered for {len(lines)} of {len(disks)} disks")
+    return lines
+
+
+def boot_root(disk, script, files=(), timeout=300):
+    """Boots with the ext4 of a disk, given as NBD address, as the writable root. The script of a
+    shell runs there as the first process, with the files in /run; returns its lines that begin with
+    `@ `."""
+    with tempfile.TemporaryDirectory(prefix="vm-", dir=support.WORK) as scratch:
+        run = os.path.join(scratch, "more", "run")
+        os.makedirs(run)
+        for file in files:
+            shutil.copy(file, run)
+        with open(os.path.join(run, "script"), "w") as out:
+            out.write(script)
+        # The kernel unpacks one archive after the other.
+        both = os.path.join(scratch, "initramfs")
+        shutil.copy(initramfs(), both)
+        pack(os.path.dirname(run), both)
+        return start("mode=root", [disk], both, timeout)
+
+
+def start(words, addresses, initrd, timeout):
     command = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "256", "-nodefaults",
                "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot", "-kernel",
-               os.path.join(kernel(), "vmlinuz"), "-initrd", initramfs(), "-append",
-               f"console=ttyS0 quiet panic=-1 mode={mode} disks={','.join(disks)}"]
-    for address in disks.values():
+               os.path.join(kernel(), "vmlinuz"), "-initrd", initrd, "-append",
+               f"console=ttyS0 quiet panic=-1 {words}"]
+    for address in addresses:
         command += ["-drive", f"file={address},format=raw,if=virtio,discard=unmap,cache=none"]
     result = support.run(*command, timeout=timeout)
     said = [line.strip() for line in result.out.decode(errors="replace").splitlines()]
     lines = [line[2:] for line in said if line.startswith("@ ")]
-    if len(lines) != len(disks) + 1 or lines[-1] != "done":
-        raise AssertionError(f"the machine did not do `{mode}`:\n" +
+    if lines[-1:] != ["done"]:
+        raise AssertionError(f"the machine did not do `{words}`:\n" +
                              "\n".join(said[-60:]) + result.err.decode(errors="replace"))
     return lines[:-1]

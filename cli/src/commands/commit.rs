@@ -20,7 +20,8 @@ use crate::ui::Ui;
 /// Commit changes of a disk or a writable mount to a new layer or the backing
 ///
 /// With --upper, IMG is the image of a writable mount, and the command writes the changes in the
-/// mount's upper to NEW. NEW is one of
+/// mount's upper to NEW. UPPER can also be a disk of `bcow create --fs ext4` that shows IMG. NEW is
+/// one of
 ///
 ///     FILE.bcow        a layer in overlayfs format. Of a partly changed file, the layer stores
 ///                      only the changed blocks; the other blocks are read from IMG
@@ -28,12 +29,15 @@ use crate::ui::Ui;
 ///     oci:DIR[:REF]    an ordinary OCI image: the layers of IMG and the new layer
 ///     oci-archive:FILE[:REF]
 ///                      the same in a tar archive
+///     docker://HOST/REPO[:TAG]
+///                      the same in a registry; layers that the registry has are not sent
 ///
 /// With --merge, FILE.bcow is a complete image of what the mount showed; unchanged data is still
 /// read from IMG. With --flatten, FILE.bcow is a complete image that needs no other file. For a
 /// layer or image that needs IMG, bcow looks for the file name of IMG in the directory of the new
 /// file, and for its file name or digest under --store. The command changes neither the upper nor
-/// IMG. No process may write to the upper during the command.
+/// IMG. No process may write to the upper during the command. A disk that was not unmounted is read
+/// with the changes in the journal of its file system.
 ///
 /// Without --upper, the command commits a disk. With NEW, it writes a sealed disk that has
 /// the same backing and contains only the disk's own data. The disk does not change.
@@ -49,11 +53,11 @@ pub struct Args {
     #[arg(value_name = "DISK|IMG", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
     /// The layer, image or sealed disk to write; FILE.bcow, or with --upper also tar:FILE,
-    /// oci:DIR[:REF] or oci-archive:FILE[:REF]
+    /// oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     new: Option<PathBuf>,
-    /// Commit the changes in this upper of a writable mount of IMG
-    #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
+    /// Commit the changes in this upper of a writable mount of IMG, or in this disk
+    #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Write a complete image, IMG with the changes; unchanged data is still read from IMG
     #[arg(long, requires = "upper")]

@@ -2,14 +2,14 @@
 
 mod again;
 mod disk;
-mod replace;
+pub mod replace;
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
-    ConvertError, ConvertOptions, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport, Limits,
-    Platform, Report, Source,
+    ConvertError, ConvertOptions, ImageName, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport,
+    Limits, OrdinaryImage, Platform, Report, Source,
 };
 use replace::By;
 use serde::Serialize;
@@ -18,9 +18,11 @@ use serde_json::Value;
 use crate::conversion::{BlockSize, Compress, block_size, compression, failure, source_date_epoch};
 use crate::error::CommandError;
 use crate::form::{Form, form};
-use crate::image::{OpenImage, StoreArgs};
+use crate::image::{OpenImage, StoreArgs, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
+use crate::push;
+use crate::remote::{self, InRegistry, Pinned};
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
@@ -37,7 +39,7 @@ use crate::ui::Ui;
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///     https://HOST/PATH         a BCoW image on a web server
-///     docker://HOST/REPO[:TAG]  an image in BCoW form in a registry
+///     docker://HOST/REPO[:TAG]  an image in a registry, in any form
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of
 ///
@@ -45,6 +47,7 @@ use crate::ui::Ui;
 ///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, which other
 ///                               images can share, and a stack file that merges the layers
 ///     oci-archive:FILE[:REF]    such a layout in a tar archive
+///     docker://HOST/REPO[:TAG]  such an image in a registry
 ///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of SRC and its backings;
 ///                               SRC is a disk, or any BCoW image (FILE, oci:DIR[:REF])
 ///     FILE.qcow2                the same as qcow2:FILE
@@ -57,9 +60,10 @@ use crate::ui::Ui;
 /// --writable, it is a writable disk. A raw or qcow2 SRC needs its prefix, because bcow does not
 /// detect these formats.
 ///
-/// The command needs no privilege, daemon or loop device, and a network only for https: and docker:
-/// sources. It compares the bytes of each layer with their digest while it reads them. Into an OCI
-/// layout, it converts only layers that are neither in the layout nor in the cache.
+/// The command needs no privilege, daemon or loop device, and a network only for https: and
+/// docker:. It compares the bytes of each layer with their digest while it reads them. Into an OCI
+/// layout, it converts only layers that are neither in the layout nor in the cache. Into a
+/// registry, it sends only what the registry does not have.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
 /// complete and verified. Without --force, a BCoW image replaces only an empty file or a BCoW image
@@ -68,11 +72,11 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// What to convert: oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE,
+    /// What to convert: an image (oci:, oci-archive:, docker-archive:, docker://...), tar:FILE,
     /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// What to write: a BCoW file, oci:DIR[:REF], oci-archive:FILE[:REF], raw:FILE or qcow2:FILE
+    /// What to write: a BCoW file, oci:, oci-archive:, docker://..., raw:FILE or qcow2:FILE
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Platform to select from a multi-platform source [default: this machine's]
@@ -102,6 +106,9 @@ pub struct Args {
     /// only over the same lower layers (into an OCI layout only)
     #[arg(long)]
     dedup_lower: bool,
+    /// Attach the new image to SRC in the repository of DST: the name of SRC then finds it
+    #[arg(long, hide_short_help = true)]
+    referrer: bool,
     /// Replace DST even if it is a disk, the backing of a disk, or not a BCoW file
     #[arg(short, long)]
     force: bool,
@@ -153,26 +160,48 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let from = place::Source::parse(&args.source);
     let destination = Destination::parse(args.destination.as_os_str())?;
+    let from_name = args.source.to_string_lossy();
+    let destination = push::resolve(destination, &args.stores.remote, &from_name)?;
     if let Destination::Tar(_) = destination {
         return Err(place::refuse(
             &args.destination.to_string_lossy(),
             "convert",
         ));
     }
-    let image = match &from {
-        place::Source::Bcow(name) => Some(OpenImage::open(name, &args.stores)?),
-        _ => None,
+    let is_registry = matches!(
+        &destination,
+        Destination::Layout(to) if matches!(to.form, LayoutForm::Registry(_))
+    );
+    if args.referrer && !is_registry {
+        return Err(
+            CommandError::usage("--referrer is only for an image in a registry")
+                .hint("write to docker://HOST/REPO, the repository of the ordinary image"),
+        );
+    }
+    let platform = platform(args)?;
+    let (image, ordinary) = match &from {
+        place::Source::Bcow(name) => open(args, name, platform.as_ref())?,
+        _ => (None, None),
     };
+    if let (Some(ordinary), Destination::Raw(_) | Destination::Qcow2(_)) = (&ordinary, &destination)
+    {
+        return Err(disk::no_disk(
+            &ordinary.name(),
+            "a container image",
+            &args.destination,
+        ));
+    }
     if disk::is_meant(&from, &destination, image.as_ref()) {
         return disk::run(args, &from, &destination, image, ui);
     }
     // The source is opened before the destination is examined, so an error of the source comes
     // first.
-    let source = match &image {
-        None => Some(source(&args.source)?),
-        Some(_) => None,
+    let source = match (&image, ordinary) {
+        (Some(_), _) => None,
+        (None, Some(ordinary)) => Some(Source::Registry(ordinary)),
+        (None, None) => Some(source(&args.source)?),
     };
-    if args.platform.is_some() && image.is_some() {
+    if args.platform.is_some() && image.is_some() && !is_in_registry(&args.source) {
         return Err(CommandError::usage(
             "--platform cannot be used with a BCoW image, which has only one platform",
         ));
@@ -201,12 +230,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch();
     let defaults = ConvertOptions::default();
     let options = ConvertOptions {
-        platform: args
-            .platform
-            .as_deref()
-            .map(str::parse::<Platform>)
-            .transpose()
-            .map_err(|error| failure(&error.into()))?,
+        platform,
         compression: match args.compress {
             Some(compress) => compress.of_blocks()?,
             None => defaults.compression,
@@ -240,8 +264,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         (Destination::Layout(to), source) => {
             let layout = LayoutOptions {
                 directory: to.path.clone(),
-                form: to.form,
+                form: to.form.clone(),
                 reference: to.reference.clone(),
+                is_referrer: args.referrer,
                 cache: args.cache.clone(),
                 dedup_lower: args.dedup_lower,
             };
@@ -265,8 +290,46 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Some(image) => again::to_file(args, image, path, &options, ui),
             None => Ok(()),
         },
-        // These destinations are for disks, or were refused.
-        (Destination::Raw(_) | Destination::Qcow2(_) | Destination::Tar(_), _) => Ok(()),
+        // These destinations are for disks, or were refused or resolved.
+        (
+            Destination::Raw(_)
+            | Destination::Qcow2(_)
+            | Destination::Tar(_)
+            | Destination::Registry(_),
+            _,
+        ) => Ok(()),
+    }
+}
+
+fn platform(args: &Args) -> Result<Option<Platform>, CommandError> {
+    let given = args.platform.as_deref().map(str::parse::<Platform>);
+    given.transpose().map_err(|error| failure(&error.into()))
+}
+
+fn is_in_registry(source: &OsStr) -> bool {
+    source.as_encoded_bytes().starts_with(b"docker://")
+}
+
+/// Opens a source in BCoW form. In a registry, it may be an ordinary image.
+fn open(
+    args: &Args,
+    name: &Path,
+    platform: Option<&Platform>,
+) -> Result<(Option<OpenImage>, Option<OrdinaryImage>), CommandError> {
+    let ImageName::Remote(url) = parse_name(name)? else {
+        return Ok((Some(OpenImage::open(name, &args.stores)?), None));
+    };
+    if !is_in_registry(name.as_os_str()) {
+        return Ok((Some(OpenImage::open(name, &args.stores)?), None));
+    }
+    let remote = &args.stores.remote;
+    match remote::find_in_registry(&url, remote, Pinned::AsAsked, platform)? {
+        InRegistry::Bcow(image) => Ok((Some(OpenImage::of_remote(image, &args.stores)?), None)),
+        InRegistry::Ordinary(_) if remote.root_hash.is_some() => Err(CommandError::usage(
+            "--root-hash is for BCoW images, and the source is an ordinary image",
+        )
+        .hint("docker://...@sha256:DIGEST names an ordinary image by its content")),
+        InRegistry::Ordinary(image) => Ok((None, Some(image))),
     }
 }
 
@@ -307,7 +370,8 @@ fn missing_transport(text: &str) -> CommandError {
     }
 }
 
-fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandError> {
+/// A report as JSON, with its schema.
+pub fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandError> {
     let mut object = serde_json::Map::new();
     object.insert("schema".into(), schema.into());
     match serde_json::to_value(report) {

@@ -19,7 +19,7 @@ use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::size::plural;
 use crate::ui::{Output, Ui};
-use crate::upper::{self, Joined};
+use crate::upper::Joined;
 use crate::{names, stat};
 
 /// Show the differences between two images
@@ -37,9 +37,9 @@ use crate::{names, stat};
 /// For two disks, the command compares the whole content, including their backings, and prints the
 /// byte ranges that differ: first byte and length, in whole sectors of 4096 bytes.
 ///
-/// With --upper, B is the image A with the changes in the upper of a writable mount of A. The
-/// command reads only directories that the upper changes. No process may write to the upper during
-/// the command. Layers (--layer) are on top of A.
+/// With --upper, B is the image A with the changes in the upper of a writable mount of A, or in a
+/// disk of `bcow create --fs ext4` that shows A. The command reads only directories that the upper
+/// changes. No process may write to the upper during the command. Layers (--layer) are on top of A.
 ///
 /// On a terminal, the command quotes unusual names as GNU ls does; otherwise it prints the bytes of
 /// a name unchanged.
@@ -60,8 +60,8 @@ pub struct Args {
     #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
     #[arg(required_unless_present = "upper", conflicts_with = "upper")]
     b: Option<PathBuf>,
-    /// Compare A with the changes in this upper of a writable mount of A
-    #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
+    /// Compare A with the changes in this upper of a writable mount of A, or in this disk
+    #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Compare only types, content, link targets and device numbers
     #[arg(long, conflicts_with = "metadata")]
@@ -122,7 +122,7 @@ fn compare_upper(
     upper: &Path,
     ui: &Ui,
 ) -> Result<bool, CommandError> {
-    let changes = upper::changes(image, upper, Scope::Touched, ui)?;
+    let changes = crate::changes::read(image, upper, &args.stores, Scope::Touched, ui)?;
     let before = merge(vec![changes.touched.clone()]).joined(upper)?;
     let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
     let trees = [(image.path(), before), (upper, after)].map(|(name, tree)| {

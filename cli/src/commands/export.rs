@@ -1,6 +1,6 @@
 //! `bcow export`
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,7 @@ use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::new_file::NewFile;
 use crate::place::{Destination, Layout};
+use crate::push;
 use crate::size::{Human, plural};
 use crate::ui::{Progress, Ui};
 
@@ -33,6 +34,8 @@ use crate::ui::{Progress, Ui};
 ///                      its layers, any other image becomes one layer
 ///     oci-archive:FILE[:REF]
 ///                      the same in a tar archive
+///     docker://HOST/REPO[:TAG]
+///                      the same in a registry
 ///     erofs            the EROFS file system of the image, which Linux mounts (mount -t erofs)
 ///     raw              the whole address space
 ///
@@ -49,7 +52,8 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// Form of the output: tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs or raw
+    /// Form of the output: tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG],
+    /// erofs or raw
     #[arg(long, value_name = "FORM")]
     to: OsString,
     /// Output file, for tar, erofs and raw; - is standard output
@@ -76,8 +80,10 @@ enum Form {
     Oci(Layout),
 }
 
-fn form(text: &OsStr) -> Result<Form, CommandError> {
-    const FORMS: &str = "use tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs or raw";
+fn form(args: &Args) -> Result<Form, CommandError> {
+    const FORMS: &str =
+        "use tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://..., erofs or raw";
+    let text = args.to.as_os_str();
     let shown = text.to_string_lossy();
     match &*shown {
         "erofs" => return Ok(Form::Erofs),
@@ -89,7 +95,8 @@ fn form(text: &OsStr) -> Result<Form, CommandError> {
     if !shown.contains(':') {
         return Err(bad());
     }
-    match Destination::parse(text)? {
+    let from = args.image.to_string_lossy();
+    match push::resolve(Destination::parse(text)?, &args.stores.remote, &from)? {
         Destination::Layout(layout) => Ok(Form::Oci(layout)),
         Destination::Tar(_) => {
             Err(bad().hint(format!("use --to tar -o {}", &shown["tar:".len()..])))
@@ -97,7 +104,7 @@ fn form(text: &OsStr) -> Result<Form, CommandError> {
         Destination::Raw(_) | Destination::Qcow2(_) => {
             Err(bad().hint(format!("`bcow convert IMG {shown}` writes a disk")))
         }
-        Destination::File(_) => Err(bad()),
+        Destination::File(_) | Destination::Registry(_) => Err(bad()),
     }
 }
 
@@ -106,7 +113,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 
 /// Exports.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let to = form(&args.to)?;
+    let to = form(args)?;
     let destination = match (&to, &args.output) {
         (Form::Oci(_), None) => None,
         (Form::Oci(_), Some(_)) => {
@@ -254,7 +261,7 @@ fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), C
     let layers = trees.layers();
     let destination = LayoutExport {
         directory: layout.path.clone(),
-        form: layout.form,
+        form: layout.form.clone(),
         reference: layout.reference.clone(),
         compression: args.compress.unwrap_or_default(),
     };

@@ -1,5 +1,6 @@
 //! `bcow fsck`
 
+mod kernel_upper;
 mod restore;
 mod upper;
 
@@ -22,6 +23,7 @@ use crate::image::{
     LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
     shown_name,
 };
+use crate::kernel_upper::is_kernel_upper;
 use crate::names::{self, printable};
 use crate::remote::{self, Pinned};
 use crate::size::{Count, Human, plural};
@@ -36,7 +38,9 @@ use crate::ui::{Output, Ui};
 /// The command also checks the upper of a writable mount, if no process is writing to the upper:
 /// its marks, its sketches (partly written files) and their maps, and orphan files. If BELOW or the
 /// recorded path names the upper's image, the command also checks the upper's references to that
-/// image. If the upper was mounted with layers, name them with --layer.
+/// image. If the upper was mounted with layers, name them with --layer. Of an upper of the kernel
+/// door, the command checks the record, the disk and the view below the disk; e2fsck(8) checks the
+/// file system on the disk.
 ///
 /// The command prints one line for each finding: severity, code, place and description. Codes are
 /// stable. Section 12 of the format specification lists the codes of the format. Codes of the file
@@ -181,7 +185,10 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
             let usage = format!("{} is the upper of a writable mount", args.image.display());
             return Err(CommandError::usage(usage).hint("--from restores images"));
         }
-        return upper::run(args, ui);
+        return match is_kernel_upper(&args.image) {
+            true => kernel_upper::run(args, ui),
+            false => upper::run(args, ui),
+        };
     }
     if args.below.is_some() || !args.layers.layers.is_empty() {
         let usage = format!(
@@ -478,6 +485,20 @@ fn verdict(errors: u64) -> &'static str {
     match errors {
         0 => "clean",
         _ => "errors",
+    }
+}
+
+/// The verdict on an upper, with the number of findings.
+fn outcome(errors: u64, warnings: u64) -> String {
+    match (errors, warnings) {
+        (0, 0) => "clean".to_owned(),
+        (0, n) => format!("clean, {}", plural(n, "warning")),
+        (n, 0) => format!("damaged: {} found", plural(n, "error")),
+        (n, m) => format!(
+            "damaged: {} and {} found",
+            plural(n, "error"),
+            plural(m, "warning")
+        ),
     }
 }
 

@@ -1,11 +1,13 @@
 //! One file per command: a clap struct whose doc comment is the help, and `run(args, ui)`.
 
 pub mod attach;
+pub mod cache;
 pub mod cat;
 pub mod commit;
 pub mod compact;
 pub mod completions;
 pub mod convert;
+pub mod copy;
 pub mod create;
 pub mod detach;
 pub mod diff;

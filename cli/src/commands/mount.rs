@@ -1,5 +1,6 @@
 //! `bcow mount`
 
+mod door;
 pub mod helper;
 mod kernel;
 pub mod upper;
@@ -26,6 +27,7 @@ use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
 use crate::metrics::Metrics;
 use crate::running::{self, Service};
 use crate::ui::Ui;
+use door::Way;
 use upper::UpperArgs;
 
 /// Mount an image, read-only or with an upper that stores changes
@@ -39,7 +41,8 @@ use upper::UpperArgs;
 /// between IMG and DIR, the lowest first.
 ///
 /// The mount is read-only unless --upper names a directory for the changes. The upper has the form
-/// of an overlayfs upper; of a large file of the image, it stores only the written blocks.
+/// of an overlayfs upper; of a large file of the image, it stores only the written blocks. With
+/// --door kernel, a new upper is a disk that shows the image as ext4, which the kernel mounts.
 #[derive(Debug, clap::Args)]
 #[command(
     override_usage = "bcow mount [OPTIONS] <IMG> [LAYER]... <DIR>",
@@ -88,8 +91,8 @@ pub struct Args {
     #[arg(hide = true)]
     more: Vec<PathBuf>,
     /// How programs reach the content: through FUSE, or through a file system of the kernel on a
-    /// disk (ext4, xfs, btrfs), for root only. With auto, a disk with such a file system is mounted
-    /// by the kernel, everything else through FUSE
+    /// disk (ext4, xfs, btrfs), for root only. With auto, an upper is mounted at the door of its
+    /// first mount, a disk with such a file system by the kernel, everything else through FUSE
     #[arg(long, value_name = "DOOR", default_value = "auto")]
     door: DoorChoice,
     /// Serve the mount in the foreground
@@ -174,10 +177,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             error => failure(&error),
         })?;
     }
-    kernel::refuse_unsupported(args)?;
-    // Whether a disk is mounted by the kernel depends on its content.
-    let may_be_kernel = kernel::may_mount(args);
-    if !may_be_kernel {
+    let way = door::select(args)?;
+    if let Way::Fuse { .. } = way {
         settle(args, &mut options)?;
     }
     if let Some(upper) = args.upper.path() {
@@ -215,12 +216,21 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         metrics,
         ui,
     };
-    if may_be_kernel {
-        match kernel::open(&running, &cache)? {
-            Some(opened) => return kernel::run(opened, running, options, cache),
-            None => settle(args, &mut options)?,
+    let reason = match (way, args.upper.path()) {
+        (Way::Upper { reason }, Some(upper)) => {
+            let opened = kernel::open_upper(&running, upper, reason, &cache)?;
+            return kernel::run(opened, running, options, cache);
         }
-    }
+        (Way::Fuse { reason }, _) => reason,
+        // Whether the kernel mounts a disk depends on its content.
+        (Way::Content | Way::Upper { .. }, _) => match kernel::open(&running, &cache)? {
+            Some(opened) => return kernel::run(opened, running, options, cache),
+            None => {
+                settle(args, &mut options)?;
+                "the door of images".to_owned()
+            }
+        },
+    };
     let layers = args.layers();
     let image = OpenImage::open_layered(
         &args.image,
@@ -249,12 +259,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         cache,
         door: Some(ServedBy {
             name: "fuse".to_owned(),
-            reason: match (args.door, args.upper.path()) {
-                (DoorChoice::Fuse, _) => "as --door says",
-                (_, Some(_)) => "the door of uppers",
-                (_, None) => "the door of images",
-            }
-            .to_owned(),
+            reason,
         }),
     }));
     let mut owner_is_needed = None;
@@ -269,13 +274,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
     };
     refuse_mounted(args.directory())?;
-    let threads = args.threads.map_or_else(
-        || match parse_name(&args.image) {
-            Ok(ImageName::Remote(_)) => REMOTE_THREADS,
-            _ => default_threads(args.upper.path().is_some()),
-        },
-        usize::from,
-    );
+    let threads = threads(args, args.upper.path().is_some());
     let session = Session::mount(
         content,
         Arc::clone(&stats),
@@ -432,6 +431,15 @@ fn in_background() -> Result<(), CommandError> {
 
 /// Reads that wait for a server do not delay reads of what is here.
 const REMOTE_THREADS: usize = 16;
+
+/// The number of threads that answer requests.
+fn threads(args: &Args, is_writable: bool) -> usize {
+    match (args.threads, parse_name(&args.image)) {
+        (Some(threads), _) => threads.into(),
+        (None, Ok(ImageName::Remote(_))) => REMOTE_THREADS,
+        (None, _) => default_threads(is_writable),
+    }
+}
 
 /// With these numbers, one slow read does not delay the others, nor do two requests to an upper
 /// that wait for the disk. More threads only compete for the CPU.

@@ -193,6 +193,9 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
 
 fn print_disk(disk: &DiskFigures, out: &mut Output) -> Result<(), CommandError> {
     let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
+    if let Some(upper) = &disk.upper {
+        line("upper", &printable(upper))?;
+    }
     line("disk", &printable(&disk.path))?;
     line(
         "holds",

@@ -106,7 +106,10 @@ impl Store {
                            upper recovers by itself",
             }),
             (None, Some(disk)) => Some(Store {
-                name: format!("the disk {}", printable(&disk.path)),
+                name: match &disk.upper {
+                    Some(upper) => format!("the upper {}", printable(upper)),
+                    None => format!("the disk {}", printable(&disk.path)),
+                },
                 is_volatile: disk.sync == "volatile",
                 recovers: "data that programs synchronized is on the disk; the next mount of the \
                            disk recovers by itself",

@@ -192,7 +192,7 @@ fn destinations_that_are_not_written_are_refused_and_nothing_is_made() {
         "docker-archive:out.tar:x",
         "docker-daemon:x:y",
         "containers-storage:x",
-        "docker://host/x",
+        "docker:host/x",
         "dir:out",
         "nothing:out",
         "out.tar",

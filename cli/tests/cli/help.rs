@@ -6,16 +6,22 @@ use crate::support::{Sandbox, snapshot};
 
 /// The names of all commands, as `bcow --help` lists them.
 fn commands(top: &str) -> Vec<&str> {
-    let commands: Vec<&str> = top
-        .lines()
+    let commands = subcommands(top);
+    assert!(commands.contains(&"convert"), "{commands:?}");
+    commands
+}
+
+/// The names of the commands that a help lists.
+fn subcommands(help: &str) -> Vec<&str> {
+    help.lines()
         .skip_while(|line| *line != "Commands:")
         .skip(1)
         .take_while(|line| !line.is_empty())
+        // A description can have a second line.
+        .filter(|line| !line.starts_with("   "))
         .filter_map(|line| line.split_whitespace().next())
         .filter(|name| *name != "help")
-        .collect();
-    assert!(commands.contains(&"convert"), "{commands:?}");
-    commands
+        .collect()
 }
 
 #[test]
@@ -25,6 +31,10 @@ fn help_of_the_command_and_of_every_subcommand() {
     snapshot!("help", top);
     for command in commands(&top) {
         let long = String::from_utf8(sandbox.ok(&[command, "--help"])).unwrap();
+        for below in subcommands(&long) {
+            let long = String::from_utf8(sandbox.ok(&[command, below, "--help"])).unwrap();
+            snapshot!(format!("help_{command}_{below}"), long);
+        }
         snapshot!(format!("help_{command}"), long);
     }
 }
@@ -94,7 +104,12 @@ fn guide_lists_the_options_of_the_help() {
     let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
     for command in commands(&top) {
         let short = String::from_utf8(sandbox.ok(&[command, "-h"])).unwrap();
-        let list = format!("\n## Options\n\n```\n{}\n```\n", options(&short));
+        let mut lists = vec![options(&short)];
+        for below in subcommands(&short) {
+            let short = String::from_utf8(sandbox.ok(&[command, below, "-h"])).unwrap();
+            lists.push(options(&short));
+        }
+        let list = format!("\n## Options\n\n```\n{}\n```\n", lists.join("\n\n"));
         let page = std::fs::read_to_string(guide(command)).unwrap();
         if std::env::var_os("BCOW_GUIDE_WRITE").is_some() {
             let text = page.split("\n## Options\n").next().unwrap_or_default();

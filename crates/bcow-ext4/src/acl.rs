@@ -1,4 +1,4 @@
-//! POSIX ACLs: from the form of system calls to that of ext4.
+//! POSIX ACLs, in the form of system calls and in that of ext4.
 
 /// Version of the form of system calls.
 const CALL_VERSION: u32 = 2;
@@ -47,9 +47,31 @@ pub(crate) fn to_disk(value: &[u8]) -> Option<Vec<u8>> {
     (seen & needed == needed && (!has_named || seen & MASK != 0)).then_some(disk)
 }
 
+/// Converts an ACL of ext4. `None` if it is damaged.
+pub(crate) fn from_disk(value: &[u8]) -> Option<Vec<u8>> {
+    let (version, mut rest) = value.split_first_chunk::<4>()?;
+    if u32::from_le_bytes(*version) != DISK_VERSION {
+        return None;
+    }
+    let mut call = CALL_VERSION.to_le_bytes().to_vec();
+    while !rest.is_empty() {
+        let (head, behind) = rest.split_first_chunk::<4>()?;
+        let tag = u16::from_le_bytes([head[0], head[1]]);
+        let (id, behind) = match tag {
+            USER | GROUP => behind.split_first_chunk::<4>()?,
+            USER_OBJECT | GROUP_OBJECT | MASK | OTHER => (&[0xff; 4], behind),
+            _ => return None,
+        };
+        call.extend_from_slice(head);
+        call.extend_from_slice(id);
+        rest = behind;
+    }
+    Some(call)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::to_disk;
+    use super::{from_disk, to_disk};
 
     fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
         let mut value = 2u32.to_le_bytes().to_vec();
@@ -77,6 +99,11 @@ mod tests {
             4, 0,
         ];
         assert_eq!(to_disk(&value).as_deref(), Some(&expected[..]));
+        assert_eq!(from_disk(&expected), Some(value));
+        for length in 1..expected.len() {
+            // An entry is missing, or a part of one.
+            assert_ne!(from_disk(&expected[..length]), from_disk(&expected));
+        }
     }
 
     #[test]

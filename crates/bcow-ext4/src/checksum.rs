@@ -21,7 +21,13 @@ impl Checksum {
 
     /// The seed of what belongs to an inode of generation 0.
     pub fn of_inode(self, number: u32) -> Checksum {
-        self.with(&number.to_le_bytes()).with(&[0; 4])
+        self.of_generation(number, 0)
+    }
+
+    /// The seed of what belongs to an inode.
+    pub fn of_generation(self, number: u32, generation: u32) -> Checksum {
+        self.with(&number.to_le_bytes())
+            .with(&generation.to_le_bytes())
     }
 
     /// The lower and the upper half, as most structures store them.

@@ -59,6 +59,16 @@ pub mod incompatible {
     pub const BITS_64: u32 = 0x80;
     /// The metadata of a group may be in other groups.
     pub const FLEXIBLE_GROUPS: u32 = 0x200;
+    /// The journal has changes that are not yet in their places.
+    pub const RECOVER: u32 = 0x4;
+    /// Several hosts guard the file system against each other.
+    pub const MULTIPLE_MOUNTS: u32 = 0x100;
+    /// Values of extended attributes may be in inodes.
+    pub const XATTR_INODES: u32 = 0x400;
+    /// The seed of checksums is in the superblock.
+    pub const CHECKSUM_SEED: u32 = 0x2000;
+    /// Hash trees of directories may have three levels.
+    pub const LARGE_DIRECTORIES: u32 = 0x4000;
 }
 
 /// Feature bits that concern writers only.
@@ -91,8 +101,12 @@ pub mod group_flags {
 pub mod inode_flags {
     /// The directory has a hash tree.
     pub const INDEX: u32 = 0x1000;
+    /// The content of the inode is encrypted.
+    pub const ENCRYPTED: u32 = 0x800;
     /// The inode has an extent tree.
     pub const EXTENTS: u32 = 0x8_0000;
+    /// The inode has content in the place of its extent tree.
+    pub const INLINE_DATA: u32 = 0x1000_0000;
 }
 
 /// Version of the directory hash: half MD4. With `UNSIGNED_HASH` it takes bytes as unsigned.
@@ -168,7 +182,10 @@ pub struct SuperBlock {
     pub padding: U16,
     pub written_kib: U64,
     /// Snapshots, errors, quota and other fields that are zero here.
-    pub zeros: [u8; 0x27c],
+    pub zeros: [u8; 0xf0],
+    pub checksum_seed: U32,
+    /// Further fields that are zero here.
+    pub more_zeros: [u8; 0x188],
     pub checksum: U32,
 }
 
@@ -180,6 +197,7 @@ const _: () = {
     assert!(std::mem::offset_of!(SuperBlock, journal_blocks) == 0x10c);
     assert!(std::mem::offset_of!(SuperBlock, flags) == 0x160);
     assert!(std::mem::offset_of!(SuperBlock, log_groups_per_flex) == 0x174);
+    assert!(std::mem::offset_of!(SuperBlock, checksum_seed) == 0x270);
     assert!(std::mem::offset_of!(SuperBlock, checksum) == 0x3fc);
 };
 
@@ -272,7 +290,7 @@ const _: () = {
 pub const EXTENT_MAGIC: u16 = 0xf30a;
 
 /// The head of a node of an extent tree.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct ExtentHeader {
     pub magic: U16,
@@ -283,7 +301,7 @@ pub struct ExtentHeader {
 }
 
 /// An entry of a leaf of an extent tree.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct ExtentLeaf {
     pub logical: U32,
@@ -293,7 +311,7 @@ pub struct ExtentLeaf {
 }
 
 /// An entry of an inner node of an extent tree.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct ExtentIndex {
     pub logical: U32,
@@ -322,7 +340,7 @@ pub mod entry_type {
 }
 
 /// The head of a directory entry; the name follows.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct DirectoryEntry {
     pub inode: U32,
@@ -332,7 +350,7 @@ pub struct DirectoryEntry {
 }
 
 /// The last 12 bytes of a block with directory entries.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct DirectoryTail {
     pub zero: U32,
@@ -363,7 +381,7 @@ const _: () = {
 pub const XATTR_MAGIC: u32 = 0xea02_0000;
 
 /// The head of a block with extended attributes.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct XattrHeader {
     pub magic: U32,
@@ -375,7 +393,7 @@ pub struct XattrHeader {
 }
 
 /// The head of an extended attribute; the name follows, the value is elsewhere.
-#[derive(IntoBytes, Immutable, Unaligned)]
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct XattrEntry {
     pub name_bytes: u8,
@@ -391,8 +409,8 @@ const _: () = {
     assert!(size_of::<XattrEntry>() == 16);
 };
 
-/// The head of the journal's superblock.
-#[derive(IntoBytes, Immutable, Unaligned)]
+/// The journal's superblock.
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
 #[repr(C)]
 pub struct JournalSuperBlock {
     pub magic: big_endian::U32,
@@ -404,14 +422,70 @@ pub struct JournalSuperBlock {
     pub sequence: big_endian::U32,
     pub start: big_endian::U32,
     pub error: big_endian::U32,
-    pub features: [big_endian::U32; 3],
+    pub compatible: big_endian::U32,
+    pub incompatible: big_endian::U32,
+    pub read_only_compatible: big_endian::U32,
     pub uuid: [u8; 16],
     pub users: big_endian::U32,
+    /// Fields that are zero here, or that a reader does not need.
+    pub zeros: [u8; 0xb8],
+    pub checksum: big_endian::U32,
 }
 
 /// Magic number of the journal.
 pub const JOURNAL_MAGIC: u32 = 0xc03b_3998;
 /// Type of the journal's superblock.
 pub const JOURNAL_SUPERBLOCK: u32 = 4;
+/// Bytes of the journal's superblock that its checksum covers.
+pub const JOURNAL_SUPERBLOCK_BYTES: usize = 1024;
 
-const _: () = assert!(size_of::<JournalSuperBlock>() == 68);
+const _: () = {
+    assert!(size_of::<JournalSuperBlock>() == 0x100);
+    assert!(std::mem::offset_of!(JournalSuperBlock, uuid) == 0x30);
+    assert!(std::mem::offset_of!(JournalSuperBlock, checksum) == 0xfc);
+};
+
+/// The head of a block of the journal.
+#[derive(FromBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct JournalHeader {
+    pub magic: big_endian::U32,
+    pub block_type: big_endian::U32,
+    pub sequence: big_endian::U32,
+}
+
+/// Types of blocks of the journal.
+pub mod journal_block {
+    /// Names the blocks whose new content follows.
+    pub const DESCRIPTOR: u32 = 1;
+    /// Ends a transaction.
+    pub const COMMIT: u32 = 2;
+    /// Names blocks whose older content must not be restored.
+    pub const REVOKE: u32 = 5;
+}
+
+/// Incompatible feature bits of the journal.
+pub mod journal_incompatible {
+    /// There are revoke blocks.
+    pub const REVOKE: u32 = 0x1;
+    /// Block numbers have 64 bits.
+    pub const BITS_64: u32 = 0x2;
+    /// Commits do not wait for the blocks of their transaction.
+    pub const ASYNC_COMMIT: u32 = 0x4;
+    /// Checksums, of 16 bits for a block of content.
+    pub const CHECKSUM_2: u32 = 0x8;
+    /// Checksums of 32 bits.
+    pub const CHECKSUM_3: u32 = 0x10;
+    /// Small changes follow the journal in another form.
+    pub const FAST_COMMIT: u32 = 0x20;
+}
+
+/// Flags of a block that a descriptor names.
+pub mod journal_flags {
+    /// The first four bytes were the magic number of the journal, and are zeros.
+    pub const ESCAPED: u32 = 0x1;
+    /// No UUID follows.
+    pub const SAME_UUID: u32 = 0x2;
+    /// The last block of this descriptor.
+    pub const LAST: u32 = 0x8;
+}

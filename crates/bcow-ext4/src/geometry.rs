@@ -308,7 +308,7 @@ fn inodes_per_group(blocks: u64, inodes: u32) -> Option<u32> {
 }
 
 /// Groups 0 and 1, and powers of 3, 5 and 7.
-fn has_backup(group: u32) -> bool {
+pub(crate) fn has_backup(group: u32) -> bool {
     let is_power = |base: u32| {
         let mut rest = group;
         while rest.is_multiple_of(base) {

@@ -73,7 +73,7 @@ pub(crate) fn encode(node: &Node<'_>, body: &Body, seed: Checksum) -> InodeBytes
 }
 
 /// The lower 32 bits of the seconds; then 2 bits of the upper ones, and the nanoseconds.
-fn split_time(time: Timestamp) -> (u32, u32) {
+pub(crate) fn split_time(time: Timestamp) -> (u32, u32) {
     let (seconds, nanoseconds) = match time.seconds {
         ..FIRST_SECOND => (FIRST_SECOND, 0),
         seconds if seconds > LAST_SECOND => (LAST_SECOND, 0),

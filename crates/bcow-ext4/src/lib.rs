@@ -1,4 +1,4 @@
-//! The metadata of an ext4 file system, over content that is elsewhere.
+//! The metadata of an ext4 file system, over content that is elsewhere; and a reader of ext4.
 //!
 //! A caller describes a tree, and where in the file system's address space the content of its files
 //! lies. This crate writes everything else: superblock, groups, inodes, directories, extended
@@ -9,6 +9,8 @@
 //!    for content.
 //! 2. [`Writer::add`] takes one [`Node`] after the other and passes metadata to a [`Sink`].
 //! 3. [`Writer::finish`] compares names with inodes, and writes what depends on all of them.
+//!
+//! A [`Reader`] reads such a file system, also after a kernel has written to it.
 //!
 //! ```
 //! use bcow_ext4::{
@@ -76,6 +78,7 @@ mod inode;
 mod links;
 mod node;
 mod output;
+mod reader;
 mod space;
 mod table;
 mod writer;
@@ -87,4 +90,7 @@ pub use node::{
     BlockRange, Content, DeviceNumber, Entry, Extent, FileKind, InodeNumber, Node, Timestamp, Xattr,
 };
 pub use output::Sink;
+pub use reader::{
+    Extents, Inode, InodeTable, MappedExtent, Name, Place, ReadError, Reader, Source,
+};
 pub use writer::{Identity, Summary, Writer};

@@ -28,6 +28,11 @@ impl InodeNumber {
     /// The root directory.
     pub const ROOT: InodeNumber = InodeNumber(inode_number::ROOT);
 
+    /// The inode with this number.
+    pub fn new(number: u32) -> InodeNumber {
+        InodeNumber(number)
+    }
+
     /// The number, as `stat` has it.
     pub fn get(self) -> u32 {
         self.0
@@ -190,6 +195,21 @@ impl FileKind {
             FileKind::Symlink => 0o120_000,
             FileKind::Socket => 0o140_000,
         }
+    }
+
+    /// The type of an inode with this mode.
+    pub(crate) fn of_mode(mode: u16) -> Option<FileKind> {
+        const ALL: [FileKind; 7] = [
+            FileKind::Regular,
+            FileKind::Directory,
+            FileKind::Symlink,
+            FileKind::CharDevice,
+            FileKind::BlockDevice,
+            FileKind::Fifo,
+            FileKind::Socket,
+        ];
+        ALL.into_iter()
+            .find(|kind| kind.mode_bits() == mode & 0o170_000)
     }
 
     /// The type in a directory entry.

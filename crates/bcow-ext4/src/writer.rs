@@ -379,10 +379,9 @@ impl<'a> Writer<'a> {
             first: 1.into(),
             sequence: 1.into(),
             start: 0.into(),
-            error: 0.into(),
-            features: [0.into(); 3],
             uuid: self.identity.uuid,
             users: 1.into(),
+            ..JournalSuperBlock::new_zeroed()
         };
         let mut buffer = [0; BLOCK_BYTES];
         buffer[..size_of::<JournalSuperBlock>()].copy_from_slice(header.as_bytes());

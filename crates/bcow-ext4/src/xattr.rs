@@ -11,7 +11,7 @@ use crate::{Ext4Error, InodeProblem, acl};
 pub(crate) const IN_INODE_BYTES: usize = INODE_BYTES - size_of::<RawInode>();
 
 /// The names are stored with a number in place of the prefix.
-const PREFIXES: [(&[u8], u8); 5] = [
+pub(crate) const PREFIXES: [(&[u8], u8); 5] = [
     (b"user.", 1),
     (ACCESS, ACCESS_INDEX),
     (DEFAULT, DEFAULT_INDEX),
@@ -20,9 +20,9 @@ const PREFIXES: [(&[u8], u8); 5] = [
 ];
 
 const ACCESS: &[u8] = b"system.posix_acl_access";
-const ACCESS_INDEX: u8 = 2;
+pub(crate) const ACCESS_INDEX: u8 = 2;
 const DEFAULT: &[u8] = b"system.posix_acl_default";
-const DEFAULT_INDEX: u8 = 3;
+pub(crate) const DEFAULT_INDEX: u8 = 3;
 
 /// Bytes of an entry without its name, and of the end of the entries.
 const ENTRY: usize = size_of::<XattrEntry>();

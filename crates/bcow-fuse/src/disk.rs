@@ -36,6 +36,8 @@ pub struct DiskMount {
     pub device: Device,
     /// The file of the disk, for messages.
     pub path: PathBuf,
+    /// The upper that the disk belongs to.
+    pub upper: Option<PathBuf>,
     /// Whether flushes are honoured.
     pub barriers: Barriers,
 }

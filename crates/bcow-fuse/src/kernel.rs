@@ -99,7 +99,7 @@ impl KernelSession {
         let errors = Arc::new(ErrorLog::default());
         let lifetime = Arc::new(Lifetime::default());
         let outcome = Arc::new(Outcome::new()?);
-        let name = HiddenName::of(&disk.path);
+        let name = HiddenName::of(disk.upper.as_ref().unwrap_or(&disk.path));
         let writable = match &disk.device {
             Device::Writable(disk) => Some(Arc::clone(disk)),
             Device::ReadOnly(_) => None,
@@ -136,6 +136,7 @@ impl KernelSession {
         stats.set_disk(DiskUse {
             disk: writable.as_ref().map_or_else(Weak::new, Arc::downgrade),
             path: disk.path.clone(),
+            upper: disk.upper.clone(),
             size,
             filesystem: found.kind.name(),
             loop_device: mount.loop_device.clone(),

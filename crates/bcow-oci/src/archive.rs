@@ -1,14 +1,17 @@
 //! The files of an image layout: in a directory, or in a tar archive whose members are read in
-//! place.
+//! place. A registry has the blobs of images only.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
+use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::layer::Format;
 use crate::path::components;
+use crate::repository::Repository;
 use crate::stream::{ChunkSource, ChunkStream};
 use crate::tar::{EntryKind, TarReader};
 
@@ -21,6 +24,12 @@ const HEADER_CHUNK_BYTES: usize = 4096;
 pub(crate) enum Files {
     Directory(PathBuf),
     Archive(Archive),
+    Registry(Arc<dyn Repository>),
+}
+
+/// The path of a blob in a layout.
+pub(crate) fn blob_path(digest: &Digest) -> String {
+    format!("blobs/{}/{}", digest.algorithm().name(), digest.hex())
 }
 
 impl Files {
@@ -42,6 +51,7 @@ impl Files {
         match self {
             Files::Directory(path) => path.display().to_string(),
             Files::Archive(archive) => archive.name.clone(),
+            Files::Registry(repository) => repository.name(),
         }
     }
 
@@ -51,6 +61,19 @@ impl Files {
         match self {
             Files::Directory(directory) => open_regular(&directory.join(path)),
             Files::Archive(archive) => Ok(archive.open(path)),
+            Files::Registry(_) => Ok(None),
+        }
+    }
+
+    /// The blob with a digest; `None` if it is missing. A registry is asked when the blob is read,
+    /// which then must have `size` bytes.
+    pub(crate) fn blob(&self, digest: &Digest, size: u64) -> Result<Option<Blob>, ConvertError> {
+        match self {
+            Files::Registry(repository) => {
+                let repository = Arc::clone(repository);
+                Ok(Some(Blob::remote(repository, digest.clone(), size)))
+            }
+            _ => self.open(&blob_path(digest)),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Input bytes: a file, a range of a file, or standard input.
+//! Input bytes: a file, a range of a file, standard input, or a blob of a registry.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -12,6 +12,7 @@ use rustix::fs::{Mode, OFlags};
 use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::repository::Repository;
 
 /// A source of bytes. Files are read by offset, so that clones do not disturb each other.
 #[derive(Debug, Clone)]
@@ -30,6 +31,12 @@ enum Bytes {
     },
     /// A pipe, or another file that can only be read in order.
     Stream(Arc<File>),
+    /// A blob of a registry. Each reader fetches it once.
+    Remote {
+        repository: Arc<dyn Repository>,
+        digest: Digest,
+        length: u64,
+    },
 }
 
 impl Blob {
@@ -45,13 +52,25 @@ impl Blob {
         }
     }
 
-    /// A range of this blob; `None` if the blob is a stream.
+    /// A blob of a registry. The reader compares it with its digest.
+    pub(crate) fn remote(repository: Arc<dyn Repository>, digest: Digest, length: u64) -> Blob {
+        Blob {
+            name: format!("{digest} in {}", repository.name()),
+            bytes: Bytes::Remote {
+                repository,
+                digest,
+                length,
+            },
+        }
+    }
+
+    /// A range of this blob; `None` if the blob can only be read in order.
     pub(crate) fn part(&self, name: String, start: u64, length: u64) -> Option<Blob> {
         match &self.bytes {
             Bytes::Range { file, offset, .. } => {
                 Some(Blob::range(name, file.clone(), offset + start, length))
             }
-            Bytes::Stream(_) => None,
+            Bytes::Stream(_) | Bytes::Remote { .. } => None,
         }
     }
 
@@ -99,7 +118,7 @@ impl Blob {
     /// Length in bytes, if it is known before reading.
     pub(crate) fn length(&self) -> Option<u64> {
         match self.bytes {
-            Bytes::Range { length, .. } => Some(length),
+            Bytes::Range { length, .. } | Bytes::Remote { length, .. } => Some(length),
             Bytes::Stream(_) => None,
         }
     }
@@ -111,6 +130,15 @@ impl Blob {
                 file, offset: 0, ..
             } => Some(file.clone()),
             _ => None,
+        }
+    }
+
+    /// The file that has the blob, and the offset in it; `None` if the blob can only be read in
+    /// order.
+    pub(crate) fn place(&self) -> Option<(Arc<File>, u64)> {
+        match &self.bytes {
+            Bytes::Range { file, offset, .. } => Some((Arc::clone(file), *offset)),
+            Bytes::Stream(_) | Bytes::Remote { .. } => None,
         }
     }
 
@@ -152,6 +180,8 @@ impl Blob {
 pub(crate) struct BlobReader<'b> {
     blob: &'b Blob,
     at: u64,
+    /// The bytes of a registry, from the first read on.
+    fetched: Option<Box<dyn Read + Send>>,
     cancel: Cancel<'b>,
 }
 
@@ -160,11 +190,13 @@ impl<'b> BlobReader<'b> {
         BlobReader {
             blob,
             at: 0,
+            fetched: None,
             cancel,
         }
     }
 
-    /// Skips up to `bytes` bytes; returns the number of skipped bytes, which is 0 for a stream.
+    /// Skips up to `bytes` bytes; returns the number of skipped bytes, which is 0 for what can only
+    /// be read in order.
     pub(crate) fn skip(&mut self, bytes: u64) -> u64 {
         match self.blob.bytes {
             Bytes::Range { length, .. } => {
@@ -172,7 +204,7 @@ impl<'b> BlobReader<'b> {
                 self.at += skipped;
                 skipped
             }
-            Bytes::Stream(_) => 0,
+            Bytes::Stream(_) | Bytes::Remote { .. } => 0,
         }
     }
 }
@@ -201,6 +233,17 @@ impl Read for BlobReader<'_> {
                 read
             }
             Bytes::Stream(file) => (&**file).read(buf)?,
+            Bytes::Remote {
+                repository,
+                digest,
+                length,
+            } => {
+                let reader = match &mut self.fetched {
+                    Some(reader) => reader,
+                    None => self.fetched.insert(repository.blob(digest, *length)?),
+                };
+                reader.read(buf)?
+            }
         };
         self.at += read as u64;
         Ok(read)

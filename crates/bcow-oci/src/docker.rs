@@ -97,6 +97,7 @@ pub(crate) fn find(
         .collect::<Result<_, _>>()?;
     Ok(Image {
         manifest: None,
+        manifest_form: None,
         reference: image.repo_tags.iter().flatten().next().cloned(),
         platform: config.platform.clone(),
         config: Some(config),

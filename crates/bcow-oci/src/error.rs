@@ -292,6 +292,30 @@ pub enum ConvertError {
         /// The media type of the blob.
         media_type: String,
     },
+    /// The image is not in BCoW form.
+    #[error("{place} is an ordinary OCI image")]
+    NotBcow {
+        /// The manifest.
+        place: String,
+    },
+    /// The file has no hash tree.
+    #[error("{place} has no hash tree, without which a copy cannot be checked")]
+    NoTree {
+        /// The file.
+        place: String,
+    },
+    /// The manifest does not have the root hash of a file.
+    #[error("{place}: the manifest has no root hash for it")]
+    NoRoot {
+        /// The file.
+        place: String,
+    },
+    /// The manifest has Docker's first form.
+    #[error("{place} is in Docker's schema 1, which is obsolete and not supported")]
+    SchemaOne {
+        /// The image.
+        place: String,
+    },
     /// The files are not a root file system: they are a container image.
     #[error("{place} contains {}, not a root file system", form.text())]
     HoldsImage {
@@ -557,9 +581,13 @@ impl ConvertError {
                 TarProblem::UnknownType { .. } | TarProblem::MultiVolume => ErrorKind::Unsupported,
                 _ => ErrorKind::Invalid,
             },
-            E::MediaType { .. } | E::Compression { .. } | E::AlreadyConverted { .. } => {
-                ErrorKind::Unsupported
-            }
+            E::MediaType { .. }
+            | E::SchemaOne { .. }
+            | E::NotBcow { .. }
+            | E::NoTree { .. }
+            | E::NoRoot { .. }
+            | E::Compression { .. }
+            | E::AlreadyConverted { .. } => ErrorKind::Unsupported,
             E::ReplacesSource { .. } | E::HoldsImage { .. } => ErrorKind::Usage,
             E::Limit { .. } => ErrorKind::Limit,
             E::Interrupted => ErrorKind::Interrupted,
@@ -572,7 +600,7 @@ impl ConvertError {
         let hint = match self {
             E::SourceSyntax { .. } | E::MissingTransport { .. } => {
                 "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], \
-                 tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE"
+                 docker://HOST/REPO[:TAG], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE"
             }
             E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64",
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
@@ -582,6 +610,16 @@ impl ConvertError {
             E::NoSuchPlatform { available, .. } => {
                 let platforms = listed(available);
                 return Some(format!("choose one with --platform: {platforms}"));
+            }
+            E::NotBcow { .. } => {
+                "`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images"
+            }
+            E::NoTree { .. } => "`bcow seal` makes a disk immutable, with a hash tree",
+            E::NoRoot { .. } => {
+                "an earlier version of bcow wrote the manifest; `skopeo copy` copies the image"
+            }
+            E::SchemaOne { .. } => {
+                "push the image again with a current tool; `skopeo copy --format oci` converts it"
             }
             E::MissingBlob { foreign: true, .. } => {
                 "registries do not distribute foreign layers; put the blob into the layout"

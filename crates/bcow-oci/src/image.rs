@@ -13,6 +13,8 @@ use crate::text::plural;
 #[derive(Debug)]
 pub(crate) struct Image {
     pub manifest: Option<Digest>,
+    /// Media type and length of the manifest.
+    pub manifest_form: Option<(String, u64)>,
     /// The image's name in the source, if it has one.
     pub reference: Option<String>,
     pub platform: Option<Platform>,

@@ -1,6 +1,7 @@
 //! Opens a source: finds its image, or its directory.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::archive::{Archive, Files};
 use crate::blob::Blob;
@@ -37,6 +38,13 @@ impl Input {
             Source::DockerArchive { file, reference } => {
                 docker::find(Archive::open_file(file)?, reference.as_deref(), platform)?
             }
+            Source::Registry(image) => layout::of_manifest(
+                &Files::Registry(Arc::clone(&image.repository)),
+                image.digest.clone(),
+                &image.manifest,
+                image.platform.clone(),
+                platform,
+            )?,
             Source::Tar(TarInput::File(path)) => single_layer(Blob::open(path)?),
             Source::Tar(TarInput::Stdin) => single_layer(Blob::stdin()?),
             Source::Directory(path) => {
@@ -105,6 +113,7 @@ fn or_unknown(value: Option<impl std::fmt::Display>) -> String {
 pub(crate) fn single_layer(blob: Blob) -> Image {
     Image {
         manifest: None,
+        manifest_form: None,
         reference: None,
         platform: None,
         config: None,

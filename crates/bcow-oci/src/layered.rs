@@ -34,7 +34,9 @@ use crate::image::{Image, ImageConfig};
 use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
-use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob, json_bytes};
+use crate::layout::write::{
+    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
+};
 use crate::lower::LowerIndex;
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
@@ -72,7 +74,7 @@ pub fn convert_to_layout(
     writer_options(options, 1)?;
     let input = Input::open(source, options)?;
     refuse_to_replace(source, &input, layout)?;
-    let writer = LayoutWriter::open(&layout.directory, layout.form)?;
+    let writer = LayoutWriter::open(&layout.directory, &layout.form)?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
         convert_image(image, source.transport(), layout, writer, options, progress)
@@ -86,7 +88,7 @@ pub fn convert_to_layout(
             })?
         }
     };
-    writer.publish(blobs, &entry)?;
+    writer.publish(blobs, &entry, progress)?;
     Ok(report)
 }
 
@@ -99,10 +101,11 @@ fn refuse_to_replace(
     let (Source::Oci { directory, .. }, Input::Image(image)) = (source, input) else {
         return Ok(());
     };
-    let same_layout = match (directory.canonicalize(), layout.directory.canonicalize()) {
-        (Ok(source), Ok(destination)) => source == destination,
-        _ => false,
-    };
+    let same_layout = layout.form == LayoutForm::Directory
+        && match (directory.canonicalize(), layout.directory.canonicalize()) {
+            (Ok(source), Ok(destination)) => source == destination,
+            _ => false,
+        };
     match &layout.reference {
         Some(reference) if same_layout && image.reference.as_ref() == Some(reference) => {
             Err(ConvertError::ReplacesSource {
@@ -170,6 +173,10 @@ fn convert_image(
     let stack_report = stack.report();
     let stack_blob = stack.into_blob();
 
+    let subject = match layout.is_referrer {
+        true => Some(subject(image)?),
+        false => None,
+    };
     let config = config(image, &layers, options)?;
     let config_blob = writer.document(&config)?;
     let manifest = manifest::Manifest {
@@ -178,6 +185,7 @@ fn convert_image(
         stack: &stack_blob,
         stack_root: &stack_report.merkle_root,
         source: image.manifest.as_ref(),
+        subject,
         options,
     };
     let manifest_blob = writer.document(&manifest.to_json()?)?;
@@ -198,7 +206,8 @@ fn convert_image(
     if cancel.is_set() {
         return Err(ConvertError::Interrupted);
     }
-    let entry = manifest::entry(&manifest_blob, image, &config, layout.reference.clone());
+    let mut entry = manifest::entry(&manifest_blob, image, &config, layout.reference.clone());
+    entry.subject = image.manifest.clone().filter(|_| layout.is_referrer);
     let mut blobs: Vec<NewBlob> = made
         .layers
         .into_iter()
@@ -206,6 +215,18 @@ fn convert_image(
         .collect();
     blobs.extend([stack_blob, config_blob, manifest_blob]);
     Ok((blobs, entry, report))
+}
+
+/// The descriptor of an image's manifest.
+fn subject(image: &Image) -> Result<Value, ConvertError> {
+    match (&image.manifest, &image.manifest_form) {
+        (Some(digest), Some((media_type, bytes))) => {
+            Ok(Value::Object(descriptor(media_type, digest, *bytes)))
+        }
+        _ => Err(ConvertError::Options(
+            "the source has no manifest that an image can be attached to".to_owned(),
+        )),
+    }
 }
 
 /// The distinct layers of an image, and the layer at each position.

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::archive::Files;
+pub(crate) use crate::archive::blob_path;
 use crate::digest::{DiffId, Digest};
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
@@ -20,7 +21,7 @@ const MAX_MANIFEST_BYTES: u64 = 4 << 20;
 /// Largest size of an image configuration, which can have a long history.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 /// Largest depth of nested indexes. Usual images have one or two levels.
-const MAX_INDEX_DEPTH: u64 = 4;
+pub(crate) const MAX_INDEX_DEPTH: u64 = 4;
 /// Largest number of manifests read to find one image.
 const MAX_MANIFESTS: u64 = 1000;
 /// Largest number of layers of one image. Container engines stop at about 127.
@@ -70,7 +71,7 @@ pub(crate) struct Descriptor {
     #[serde(default)]
     urls: Option<Vec<String>>,
     #[serde(rename = "artifactType", default)]
-    artifact_type: Option<String>,
+    pub artifact_type: Option<String>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -91,6 +92,8 @@ struct IndexDocument {
 
 #[derive(Debug, Deserialize)]
 struct ManifestDocument {
+    #[serde(rename = "mediaType", default)]
+    media_type: Option<String>,
     config: Descriptor,
     #[serde(default)]
     layers: Vec<Descriptor>,
@@ -148,74 +151,95 @@ pub(crate) fn find_bcow(
     Ok(BcowManifest { place, stack })
 }
 
-/// A manifest or index of a registry.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum RemoteManifest {
-    /// An index; this is the digest of its manifest for this machine, which can be an index again.
-    Index(Digest),
-    /// The manifest of an image in BCoW form.
-    Bcow(RemoteStack),
-    /// The manifest of an ordinary image.
-    Ordinary,
-}
-
-/// The stack of an image in BCoW form, as its manifest describes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RemoteStack {
-    /// Digest of the file.
-    pub digest: Digest,
-    /// Length of the file in bytes.
-    pub bytes: u64,
-    /// The root of the file's hash tree. Manifests of earlier versions of bcow do not have it.
-    pub merkle_root: Option<[u8; 32]>,
-}
-
-impl RemoteManifest {
-    /// Parses a manifest or index, which is called `place` in messages.
-    pub fn parse(place: &str, bytes: &[u8]) -> Result<Self, ConvertError> {
-        #[derive(Deserialize)]
-        struct Document {
-            #[serde(default)]
-            manifests: Option<Vec<Descriptor>>,
-            #[serde(default)]
-            layers: Option<Vec<Descriptor>>,
-        }
-        let bad = |why: &str| ConvertError::layout(place, why.to_owned());
-        let document: Document = parse(place, bytes)?;
-        let digest = |text: &str| text.parse::<Digest>().map_err(bad);
-        match (document.manifests, document.layers) {
-            (Some(_), Some(_)) => Err(bad("it has manifests and layers")),
-            (Some(mut manifests), None) => {
-                manifests.retain(|descriptor| !descriptor.is_attestation());
-                let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
-                if manifests.iter().any(is_bcow) {
-                    manifests.retain(is_bcow);
-                }
-                let chosen = best_platform(place, &manifests, None)?;
-                Ok(RemoteManifest::Index(digest(&chosen.digest)?))
-            }
-            (None, layers) => {
-                let layers = layers.unwrap_or_default();
-                let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
-                match (stacks.next(), stacks.next()) {
-                    (None, _) => Ok(RemoteManifest::Ordinary),
-                    (Some(_), Some(_)) => Err(bad("it has several stacks")),
-                    (Some(stack), None) => {
-                        let root = stack.annotation(MERKLE_ROOT).map(|hex| {
-                            let digest = format!("sha256:{hex}").parse::<Digest>().ok();
-                            let root = digest.and_then(|digest| digest.sha256());
-                            root.ok_or_else(|| bad("the root hash of its stack is invalid"))
-                        });
-                        Ok(RemoteManifest::Bcow(RemoteStack {
-                            digest: digest(&stack.digest)?,
-                            bytes: stack.size,
-                            merkle_root: root.transpose()?,
-                        }))
-                    }
-                }
-            }
-        }
+/// The manifest in an index of a registry, which is called `place` in messages: that of an image in
+/// BCoW form, if there is one. It can be an index again.
+pub(crate) fn choose_in_index(
+    place: &str,
+    mut manifests: Vec<Descriptor>,
+    platform: Option<&Platform>,
+) -> Result<Descriptor, ConvertError> {
+    check_limit(LimitKind::Manifests, manifests.len() as u64, MAX_MANIFESTS)
+        .map_err(|exceeded| exceeded.at(Place::layer(place)))?;
+    manifests.retain(|descriptor| !descriptor.is_attestation());
+    let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
+    if manifests.iter().any(is_bcow) {
+        manifests.retain(is_bcow);
     }
+    best_platform(place, &manifests, platform)
+}
+
+/// The image of a manifest, whose blobs are in `files`. `of_index` is the platform that an index
+/// gives for the manifest.
+pub(crate) fn of_manifest(
+    files: &Files,
+    digest: Digest,
+    bytes: &[u8],
+    of_index: Option<Platform>,
+    wanted: Option<&Platform>,
+) -> Result<Image, ConvertError> {
+    let place = format!("manifest {}", digest.short());
+    let manifest: ManifestDocument = parse(&format!("{place} in {}", files.name()), bytes)?;
+    let mut image = load(files, digest, &place, &manifest, of_index)?;
+    let media_type = manifest
+        .media_type
+        .unwrap_or_else(|| OCI_MANIFEST.to_owned());
+    image.manifest_form = Some((media_type, bytes.len() as u64));
+    check_platform(files, &image, wanted)?;
+    Ok(image)
+}
+
+/// The manifest of the image in BCoW form with the name or digest `reference`.
+pub(crate) fn bcow_manifest(
+    files: &Files,
+    reference: Option<&str>,
+) -> Result<Vec<u8>, ConvertError> {
+    let found = find_bcow(files, reference)?;
+    if found.stack.is_none() {
+        return Err(ConvertError::NotBcow { place: found.place });
+    }
+    let (_, descriptor) = choose(files, reference, None, Form::Bcow)?;
+    Ok(document(files, "manifest", &descriptor, MAX_MANIFEST_BYTES)?.1)
+}
+
+/// The configuration that a manifest names.
+pub(crate) fn config_bytes(
+    files: &Files,
+    descriptor: &Descriptor,
+) -> Result<Vec<u8>, ConvertError> {
+    Ok(document(files, "config", descriptor, MAX_CONFIG_BYTES)?.1)
+}
+
+pub(crate) fn check_config_length(place: &str, bytes: u64) -> Result<(), ConvertError> {
+    check_limit(LimitKind::DocumentBytes, bytes, MAX_CONFIG_BYTES)
+        .map_err(|exceeded| exceeded.at(Place::layer(place)))
+}
+
+pub(crate) fn check_layer_count(place: &str, count: usize) -> Result<(), ConvertError> {
+    check_limit(LimitKind::Layers, count as u64, MAX_LAYERS)
+        .map_err(|exceeded| exceeded.at(Place::layer(place)))
+}
+
+/// The root hash in the annotations of a BCoW file.
+pub(crate) fn merkle_root(
+    place: &str,
+    file: &Descriptor,
+) -> Result<Option<[u8; 32]>, ConvertError> {
+    let Some(hex) = file.annotation(MERKLE_ROOT) else {
+        return Ok(None);
+    };
+    let digest = format!("sha256:{hex}").parse::<Digest>().ok();
+    match digest.and_then(|digest| digest.sha256()) {
+        Some(root) => Ok(Some(root)),
+        None => Err(ConvertError::layout(
+            place,
+            "the root hash of one of its files is invalid",
+        )),
+    }
+}
+
+/// Whether a media type is that of a manifest or an index that this crate reads.
+pub(crate) fn is_manifest_or_index(media_type: &str) -> bool {
+    [OCI_INDEX, OCI_MANIFEST, DOCKER_INDEX, DOCKER_MANIFEST].contains(&media_type)
 }
 
 /// Finds the image with the name or digest `reference` for `platform`.
@@ -225,18 +249,28 @@ pub(crate) fn find(
     platform: Option<&Platform>,
 ) -> Result<Image, ConvertError> {
     let (name, manifest) = choose(files, reference, platform, Form::Any)?;
-    let mut image = load(files, &manifest)?;
+    let of_index = manifest.platform();
+    let (digest, place, document) = read_manifest(files, &manifest)?;
+    let mut image = load(files, digest, &place, &document, of_index)?;
+    image.manifest_form = Some((manifest.media_type, manifest.size));
     image.reference = name;
-    if let (Some(wanted), Some(found)) = (platform, &image.platform)
-        && !wanted.suits(found)
-    {
-        return Err(ConvertError::NoSuchPlatform {
+    check_platform(files, &image, platform)?;
+    Ok(image)
+}
+
+fn check_platform(
+    files: &Files,
+    image: &Image,
+    wanted: Option<&Platform>,
+) -> Result<(), ConvertError> {
+    match (wanted, &image.platform) {
+        (Some(wanted), Some(found)) if !wanted.suits(found) => Err(ConvertError::NoSuchPlatform {
             place: files.name(),
             wanted: wanted.clone().into(),
             available: vec![found.to_string()],
-        });
+        }),
+        _ => Ok(()),
     }
-    Ok(image)
 }
 
 /// The manifests in the index of the layout in `directory`; none if there is no layout. A manifest
@@ -305,11 +339,11 @@ fn no_layout(files: &Files, why: &str) -> ConvertError {
 fn in_files(files: &Files, path: &str) -> String {
     match files {
         Files::Directory(directory) => directory.join(path).display().to_string(),
-        Files::Archive(_) => format!("{path} in {}", files.name()),
+        Files::Archive(_) | Files::Registry(_) => format!("{path} in {}", files.name()),
     }
 }
 
-fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {
+pub(crate) fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {
     serde_json::from_slice(bytes)
         .map_err(|error| ConvertError::layout(place, format!("invalid document: {error}")))
 }
@@ -347,7 +381,7 @@ impl Descriptor {
         self.name().unwrap_or(&self.digest).to_owned()
     }
 
-    fn platform(&self) -> Option<Platform> {
+    pub(crate) fn platform(&self) -> Option<Platform> {
         self.platform.as_ref().map(|p| Platform {
             os: p.os.clone(),
             architecture: p.architecture.clone(),
@@ -470,7 +504,7 @@ fn document(
 ) -> Result<(String, Vec<u8>), ConvertError> {
     let digest = digest(files, &descriptor.digest)?;
     let place = format!("{what} {} in {}", digest.short(), files.name());
-    let Some(blob) = files.open(&blob_path(&digest))? else {
+    let Some(blob) = files.blob(&digest, descriptor.size)? else {
         return Err(ConvertError::MissingBlob {
             place,
             digest,
@@ -489,15 +523,15 @@ fn document(
 }
 
 fn digest(files: &Files, text: &str) -> Result<Digest, ConvertError> {
+    parse_digest(&files.name(), text)
+}
+
+pub(crate) fn parse_digest(place: &str, text: &str) -> Result<Digest, ConvertError> {
     text.parse().map_err(|problem| ConvertError::DigestSyntax {
-        place: files.name(),
+        place: place.to_owned(),
         text: text.chars().take(200).collect(),
         problem,
     })
-}
-
-pub(crate) fn blob_path(digest: &Digest) -> String {
-    format!("blobs/{}/{}", digest.algorithm().name(), digest.hex())
 }
 
 fn media_type(place: String, descriptor: &Descriptor) -> ConvertError {
@@ -522,9 +556,15 @@ fn read_manifest(
     Ok((manifest_digest, place, manifest))
 }
 
-/// Reads the manifest and the configuration, and finds the layers.
-fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
-    let (manifest_digest, place, manifest) = read_manifest(files, descriptor)?;
+/// Reads the configuration of a manifest, which is called `place` in messages, and finds the
+/// layers.
+fn load(
+    files: &Files,
+    digest: Digest,
+    place: &str,
+    manifest: &ManifestDocument,
+    of_index: Option<Platform>,
+) -> Result<Image, ConvertError> {
     if manifest
         .layers
         .iter()
@@ -540,10 +580,9 @@ fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
     }
     let (in_files, bytes) = document(files, "config", &manifest.config, MAX_CONFIG_BYTES)?;
     let config = ImageConfig::parse(&in_files, &bytes)?;
-    config.check_layers(&place, manifest.layers.len())?;
+    config.check_layers(place, manifest.layers.len())?;
     let count = manifest.layers.len();
-    check_limit(LimitKind::Layers, count as u64, MAX_LAYERS)
-        .map_err(|exceeded| exceeded.at(Place::layer(place)))?;
+    check_layer_count(place, count)?;
     let layers = manifest
         .layers
         .iter()
@@ -552,9 +591,10 @@ fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
         .map(|(i, (layer, diff_id))| find_layer(files, layer, diff_id, i, count))
         .collect::<Result<_, _>>()?;
     Ok(Image {
-        manifest: Some(manifest_digest),
+        manifest: Some(digest),
+        manifest_form: None,
         reference: None,
-        platform: config.platform.clone().or_else(|| descriptor.platform()),
+        platform: config.platform.clone().or(of_index),
         config: Some(config),
         layers,
     })
@@ -572,7 +612,7 @@ fn find_layer(
     if !LAYERS.contains(&&*layer.media_type) {
         return Err(media_type(name, layer));
     }
-    let Some(blob) = files.open(&blob_path(&digest))? else {
+    let Some(blob) = files.blob(&digest, layer.size)? else {
         return Err(ConvertError::MissingBlob {
             place: name,
             digest,

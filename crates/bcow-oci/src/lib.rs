@@ -15,7 +15,8 @@
 //! `layered` converts an image layer by layer into an OCI layout, with a `stack` that merges the
 //! layers. [`store`] opens BCoW images and finds the files below them, [`join`] shows several
 //! images as one, [`commit`] writes changes as a new image, [`recode`] rewrites an image with other
-//! options, and [`export`] writes tar archives and ordinary OCI images.
+//! options, [`copy`] copies images as they are, and [`export`] writes tar archives and ordinary OCI
+//! images.
 //!
 //! All input is treated as hostile. Each limit is in [`Limits`] or a constant at the code that it
 //! protects; an input that exceeds a limit fails with [`ConvertError::Limit`].
@@ -37,6 +38,7 @@ pub mod commit;
 mod content;
 mod conversion;
 mod convert;
+pub mod copy;
 pub mod digest;
 mod directory;
 mod docker;
@@ -63,6 +65,8 @@ mod path;
 mod platform;
 pub mod recode;
 mod recognise;
+mod registry;
+mod repository;
 mod source;
 mod space;
 mod stack;
@@ -84,8 +88,11 @@ pub use layered::{
     convert_trees,
 };
 pub use layout::write::LayoutForm;
-pub use layout::{RemoteManifest, RemoteStack};
 pub use name::{ImageName, NameSyntax};
 pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};
 pub use platform::{Platform, PlatformSyntax};
+pub use registry::{
+    BcowImage, OrdinaryImage, RegistryImage, RemoteStack, find_attached, find_in_registry,
+};
+pub use repository::{OpenContent, Repository, Upload};
 pub use source::{Source, TarInput};

@@ -4,15 +4,18 @@
 //! this file if the process dies. A complete image gets a name and is moved into place. On a file
 //! system without unnamed files, a hidden `.NAME.*.tmp` is used.
 //!
+//! A copy that can be resumed has a name from the start, `.NAME.TAG.partial`, and stays.
+//!
 //! Like `qemu-img convert`, bcow replaces an existing image; unlike it, atomically and only with a
 //! complete image.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags};
 
 use crate::error::ConvertError;
 
@@ -22,42 +25,64 @@ pub(crate) struct Output {
     path: PathBuf,
     directory: PathBuf,
     file: File,
-    /// The temporary name, if the file has one; removed on drop.
+    /// The temporary name, if the file has one.
     name: Option<PathBuf>,
+    /// Whether the temporary name stays when this is dropped.
+    stays: bool,
 }
 
 impl Output {
     /// Creates a file for `destination`.
     pub(crate) fn create(destination: &Path) -> Result<Output, ConvertError> {
-        let refuse = |problem| ConvertError::Destination {
-            path: destination.to_owned(),
-            problem,
-        };
+        let (path, directory) = resolve(destination)?;
         let failed = |source| ConvertError::write("create", destination, source);
-        let path = match std::fs::metadata(destination) {
-            Ok(metadata) if metadata.is_dir() => return Err(refuse("it is a directory")),
-            Ok(metadata) if !metadata.is_file() => {
-                return Err(refuse("it is neither a regular file nor a new name"));
-            }
-            // A symlink stays; its target is replaced.
-            Ok(_) => std::fs::canonicalize(destination).map_err(failed)?,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => destination.to_owned(),
-            Err(error) => return Err(failed(error)),
-        };
-        if path.file_name().is_none() || destination.as_os_str().as_encoded_bytes().ends_with(b"/")
-        {
-            return Err(refuse("it is not a file name"));
-        }
-        let directory = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-            _ => PathBuf::from("."),
-        };
         let (file, name) = temporary(&path, &directory).map_err(failed)?;
         Ok(Output {
             path,
             directory,
             file,
             name,
+            stays: false,
+        })
+    }
+
+    /// Opens the file that an interrupted copy to `destination` left, or creates one that stays if
+    /// it does not become complete. `tag` distinguishes the contents.
+    pub(crate) fn resumed(destination: &Path, tag: &str) -> Result<Output, ConvertError> {
+        let (path, directory) = resolve(destination)?;
+        let base = path.file_name().unwrap_or_default().to_string_lossy();
+        let base: String = base.chars().take(100).collect();
+        Output::partial(path, directory, &format!(".{base}.{tag}.partial"))
+    }
+
+    /// The same in `directory`; [`Output::name_as`] gives the file a name.
+    pub(crate) fn resumed_unnamed(directory: &Path, tag: &str) -> Result<Output, ConvertError> {
+        let name = format!(".{tag}.partial");
+        Output::partial(directory.to_owned(), directory.to_owned(), &name)
+    }
+
+    /// If another process writes the partial file, or another user owns it, the output begins with
+    /// nothing, and does not stay.
+    fn partial(path: PathBuf, directory: PathBuf, name: &str) -> Result<Output, ConvertError> {
+        let name = directory.join(name);
+        let failed = |source| ConvertError::write("create", &name, source);
+        if let Some(file) = own_partial(&name).map_err(failed)? {
+            return Ok(Output {
+                path,
+                directory,
+                file,
+                name: Some(name),
+                stays: true,
+            });
+        }
+        let (file, name) = temporary(&path, &directory)
+            .map_err(|source| ConvertError::write("create", &path, source))?;
+        Ok(Output {
+            path,
+            directory,
+            file,
+            name,
+            stays: false,
         })
     }
 
@@ -70,6 +95,7 @@ impl Output {
             directory: directory.to_owned(),
             file,
             name,
+            stays: false,
         })
     }
 
@@ -141,11 +167,62 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        if let Some(name) = &self.name {
+        if let (Some(name), false) = (&self.name, self.stays) {
             // The error that caused the drop is more precise than an error here.
             let _ = std::fs::remove_file(name);
         }
     }
+}
+
+/// The file that `destination` means, with symlinks resolved, and its directory.
+fn resolve(destination: &Path) -> Result<(PathBuf, PathBuf), ConvertError> {
+    let refuse = |problem| ConvertError::Destination {
+        path: destination.to_owned(),
+        problem,
+    };
+    let failed = |source| ConvertError::write("create", destination, source);
+    let path = match std::fs::metadata(destination) {
+        Ok(metadata) if metadata.is_dir() => return Err(refuse("it is a directory")),
+        Ok(metadata) if !metadata.is_file() => {
+            return Err(refuse("it is neither a regular file nor a new name"));
+        }
+        // A symlink stays; its target is replaced.
+        Ok(_) => std::fs::canonicalize(destination).map_err(failed)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => destination.to_owned(),
+        Err(error) => return Err(failed(error)),
+    };
+    if path.file_name().is_none() || destination.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        return Err(refuse("it is not a file name"));
+    }
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    Ok((path, directory))
+}
+
+/// Opens or creates a partial file of this user, which this process then has alone. `None` if that
+/// is not possible.
+fn own_partial(name: &Path) -> io::Result<Option<File>> {
+    // A pipe of this name must not make the open block.
+    let flags =
+        OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match rustix::fs::open(name, flags, Mode::from_raw_mode(0o666)) {
+        Ok(file) => File::from(file),
+        Err(rustix::io::Errno::LOOP | rustix::io::Errno::ACCESS | rustix::io::Errno::ISDIR) => {
+            return Ok(None);
+        }
+        Err(error) => return Err(error.into()),
+    };
+    if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return Ok(None);
+    }
+    let own = file.metadata()?;
+    let named = std::fs::symlink_metadata(name);
+    // Another process may have completed it, and given it its name, before this one had the lock.
+    let is_named = named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino()));
+    let is_own = own.uid() == rustix::process::geteuid().as_raw();
+    Ok((is_named && is_own && own.is_file() && own.nlink() == 1).then_some(file))
 }
 
 /// A new file in `directory`, and its name if the file system requires one.
@@ -209,6 +286,42 @@ fn temporary_name(path: &Path, directory: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_partial_file_stays_and_is_found_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        let first = Output::resumed(&path, "tag").unwrap();
+        std::io::Write::write_all(&mut first.file().unwrap(), b"part").unwrap();
+        // A second writer at the same time begins with nothing, and leaves nothing.
+        drop(Output::resumed(&path, "tag").unwrap());
+        drop(first);
+        assert_eq!(names(dir.path()), [".image.tag.partial"]);
+        let second = Output::resumed(&path, "tag").unwrap();
+        assert_eq!(second.file().unwrap().metadata().unwrap().len(), 4);
+        second.publish().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"part");
+        assert_eq!(names(dir.path()), ["image"]);
+    }
+
+    #[test]
+    fn a_link_in_place_of_a_partial_file_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, victim) = (dir.path().join("image"), dir.path().join("victim"));
+        std::fs::write(&victim, b"precious").unwrap();
+        for link in [true, false] {
+            let partial = dir.path().join(".image.tag.partial");
+            match link {
+                true => std::os::unix::fs::symlink(&victim, &partial).unwrap(),
+                false => std::fs::hard_link(&victim, &partial).unwrap(),
+            }
+            let output = Output::resumed(&path, "tag").unwrap();
+            std::io::Write::write_all(&mut output.file().unwrap(), b"new").unwrap();
+            output.publish().unwrap();
+            assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
+            std::fs::remove_file(&partial).unwrap();
+        }
+    }
 
     fn names(directory: &Path) -> Vec<String> {
         let mut names: Vec<_> = std::fs::read_dir(directory)

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::error::{ConvertError, ImageForm};
+use crate::registry::OrdinaryImage;
 
 /// A source of an image.
 ///
@@ -39,6 +40,8 @@ pub enum Source {
     Tar(TarInput),
     /// A root file system in a directory.
     Directory(PathBuf),
+    /// An image in a registry. No text means it: [`crate::find_in_registry`] finds it.
+    Registry(OrdinaryImage),
 }
 
 /// A tar archive.
@@ -59,6 +62,7 @@ impl Source {
             Source::DockerArchive { .. } => "docker-archive",
             Source::Tar(_) => "tar",
             Source::Directory(_) => "dir",
+            Source::Registry(_) => "docker",
         }
     }
 }
@@ -160,6 +164,7 @@ impl fmt::Display for Source {
             Source::Tar(TarInput::Stdin) => return f.write_str("tar:-"),
             Source::Tar(TarInput::File(file)) => ("tar", file, None),
             Source::Directory(path) => ("dir", path, None),
+            Source::Registry(image) => return f.write_str(&image.name()),
         };
         write!(f, "{transport}:{}", path.display())?;
         match reference {

@@ -11,11 +11,10 @@ use std::time::{Duration, Instant};
 
 use data_encoding::BASE64;
 use serde::Deserialize;
+use ureq::http::{HeaderMap, Method};
 
 use crate::address::Address;
-use ureq::http::HeaderMap;
-
-use crate::client::Client;
+use crate::client::{Client, Content};
 use crate::error::{Fault, Problem};
 use crate::patience::Patience;
 
@@ -50,7 +49,11 @@ pub trait Keychain: Send + Sync {
 pub(crate) struct Auth {
     /// The registry's name for the keychain.
     server: String,
-    scope: String,
+    /// The scopes of tokens.
+    scopes: Vec<String>,
+    /// Whether these scopes replace the one that the registry names for a request. It names one
+    /// only, and an upload needs more.
+    own_scopes: bool,
     keychain: Arc<dyn Keychain>,
     /// The lock is held while a token is fetched: other threads need the same token, and wait for
     /// it. No other lock is taken under it, except that of the number of requests.
@@ -89,9 +92,26 @@ impl Auth {
     pub(crate) fn new(server: String, repository: &str, keychain: Arc<dyn Keychain>) -> Self {
         Auth {
             server,
-            scope: format!("repository:{repository}:pull"),
+            scopes: vec![format!("repository:{repository}:pull")],
+            own_scopes: false,
             keychain,
             state: Mutex::default(),
+        }
+    }
+
+    /// Access for writing, and for reading another repository.
+    pub(crate) fn for_push(
+        server: String,
+        repository: &str,
+        from: Option<&str>,
+        keychain: Arc<dyn Keychain>,
+    ) -> Self {
+        let own = format!("repository:{repository}:pull,push");
+        let from = from.map(|from| format!("repository:{from}:pull"));
+        Auth {
+            scopes: std::iter::once(own).chain(from).collect(),
+            own_scopes: true,
+            ..Auth::new(server, repository, keychain)
         }
     }
 
@@ -177,12 +197,13 @@ impl Auth {
                 let realm = Address::parse(realm).map_err(|_| {
                     Problem::Answer("it names an invalid token server".into()).for_good()
                 })?;
-                let scope = scope.as_deref().unwrap_or(&self.scope);
+                let named = scope.as_ref().filter(|_| !self.own_scopes);
+                let scopes = named.map_or(&self.scopes[..], std::slice::from_ref);
                 let token = fetch_token(
                     client,
                     &realm,
                     service.as_deref(),
-                    scope,
+                    scopes,
                     credentials.as_ref(),
                     patience,
                 )?;
@@ -223,28 +244,37 @@ fn fetch_token(
     client: &Client,
     realm: &Address,
     service: Option<&str>,
-    scope: &str,
+    scopes: &[String],
     credentials: Option<&Credentials>,
     patience: &Patience,
 ) -> Result<(String, Option<Instant>), Fault> {
     if credentials.is_some() {
         require_secrecy(realm)?;
     }
-    let mut fields = vec![("scope", scope)];
-    if let Some(service) = service {
-        fields.push(("service", service));
-    }
+    // A form has all scopes in one field, a query has one field for each.
+    let joined = scopes.join(" ");
+    let service = service.map(|service| ("service", service));
     let begun = Instant::now();
     let mut answer = match credentials {
         Some(Credentials::IdentityToken(token)) => {
+            let mut fields = vec![("scope", joined.as_str())];
+            fields.extend(service);
             fields.extend([
                 ("grant_type", "refresh_token"),
                 ("refresh_token", token.as_str()),
                 ("client_id", "bcow"),
             ]);
-            client.post(realm, &fields, patience)?
+            let form = encode(&fields);
+            let kind = [("content-type", "application/x-www-form-urlencoded")];
+            let content = Content::Bytes(form.as_bytes());
+            client.send(Method::POST, realm, &kind, content, patience)?
         }
         _ => {
+            let mut fields: Vec<_> = scopes
+                .iter()
+                .map(|scope| ("scope", scope.as_str()))
+                .collect();
+            fields.extend(service);
             let address = realm
                 .with_query(&encode(&fields))
                 .map_err(Problem::for_good)?;

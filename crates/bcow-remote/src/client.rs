@@ -1,13 +1,13 @@
 //! One HTTP client for all files: connections, TLS, limits of time and number.
 
 use std::io::{self, Read};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustls::crypto::ring;
-use ureq::http::{HeaderMap, Response};
+use ureq::http::{HeaderMap, Method, Request};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
-use ureq::{Agent, Body};
+use ureq::{Agent, AsSendBody, SendBody};
 
 use crate::address::{Address, Transport};
 use crate::error::{Fault, Problem, Retry};
@@ -19,28 +19,46 @@ const CONNECTIONS: usize = 16;
 const HEADER_BYTES: usize = 64 << 10;
 /// Time for a connection, TLS included.
 const CONNECT: Duration = Duration::from_secs(10);
+/// The lowest rate at which a server may take a stream, in bytes per second.
+const SLOWEST_UPLOAD: u64 = 8 << 10;
 /// Longest pause that a server can ask for.
 const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
 
 pub(crate) struct Client {
     agent: Agent,
     pub(crate) transport: Transport,
-    permits: Permits,
+    permits: Arc<Permits>,
+}
+
+/// What a request sends.
+pub(crate) enum Content<'b> {
+    Nothing,
+    Bytes(&'b [u8]),
+    /// As many bytes of the reader. They may take long, but not stop for long.
+    Stream(&'b mut dyn Read, u64),
+}
+
+/// The limits of one request: the longest silence, and the end of its answer.
+struct Limits {
+    silence: Duration,
+    /// The time to send a stream in.
+    sending: Duration,
+    deadline: Instant,
 }
 
 /// The head of an answer, and its body, which is not read yet.
-pub(crate) struct Answer<'c> {
+pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
-    pub(crate) body: AnswerBody<'c>,
+    pub(crate) body: AnswerBody,
 }
 
 /// The body of an answer. The request counts as running until this is dropped.
-pub(crate) struct AnswerBody<'c> {
+pub(crate) struct AnswerBody {
     reader: ureq::BodyReader<'static>,
     longest_silence: Duration,
     deadline: Instant,
-    _permit: Permit<'c>,
+    _permit: Permit,
 }
 
 impl Client {
@@ -76,7 +94,7 @@ impl Client {
         Ok(Client {
             agent: config.into(),
             transport,
-            permits: Permits::new(CONNECTIONS),
+            permits: Arc::new(Permits::new(CONNECTIONS)),
         })
     }
 
@@ -87,55 +105,93 @@ impl Client {
         address: &Address,
         headers: &[(&str, &str)],
         patience: &Patience,
-    ) -> Result<Answer<'_>, Fault> {
-        let (permit, left) = self.begin(address, patience)?;
-        let silence = patience.longest_silence().min(left);
-        let request = headers
-            .iter()
-            .fold(self.agent.get(address.uri()), |request, (name, value)| {
-                request.header(*name, *value)
-            })
-            // The bytes of a range are those of the file, not of a compressed form.
-            .header("accept-encoding", "identity")
-            .config()
-            .timeout_resolve(Some(CONNECT.min(silence)))
-            .timeout_connect(Some(CONNECT.min(silence)))
-            .timeout_send_request(Some(silence))
-            .timeout_recv_response(Some(silence))
-            .timeout_per_read(Some(silence))
-            .build();
-        self.answer(request.call(), silence, patience.deadline(), permit)
+    ) -> Result<Answer, Fault> {
+        self.send(Method::GET, address, headers, Content::Nothing, patience)
     }
 
-    /// Sends a POST request with the fields of a form.
-    pub(crate) fn post(
+    /// Sends a request, and returns what the server answers, with any status. The answer must be
+    /// complete at the deadline of `patience`; the time in which a stream is sent does not count.
+    pub(crate) fn send(
         &self,
+        method: Method,
         address: &Address,
-        fields: &[(&str, &str)],
+        headers: &[(&str, &str)],
+        content: Content<'_>,
         patience: &Patience,
-    ) -> Result<Answer<'_>, Fault> {
+    ) -> Result<Answer, Fault> {
         let (permit, left) = self.begin(address, patience)?;
         let silence = patience.longest_silence().min(left);
+        let mut request = Request::builder().method(method).uri(address.uri());
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        // The bytes of a range are those of the file, not of a compressed form.
+        request = request.header("accept-encoding", "identity");
+        let sending = match &content {
+            Content::Stream(_, length) => Duration::from_secs(length / SLOWEST_UPLOAD),
+            _ => Duration::ZERO,
+        };
+        let limits = Limits {
+            silence,
+            sending,
+            deadline: patience.deadline(),
+        };
+        match content {
+            Content::Nothing => self.call(request.body(()), limits, permit),
+            Content::Bytes(bytes) => self.call(request.body(bytes), limits, permit),
+            Content::Stream(reader, length) => {
+                let request = request.header("content-length", length);
+                self.call(request.body(SendBody::from_reader(reader)), limits, permit)
+            }
+        }
+    }
+
+    fn call<B: AsSendBody>(
+        &self,
+        request: Result<Request<B>, ureq::http::Error>,
+        limits: Limits,
+        permit: Permit,
+    ) -> Result<Answer, Fault> {
+        let invalid = |_| Problem::Answer("it led to an invalid request".into()).for_good();
+        let Limits {
+            silence,
+            sending,
+            deadline,
+        } = limits;
         let request = self
             .agent
-            .post(address.uri())
-            .config()
+            .configure_request(request.map_err(invalid)?)
             .timeout_resolve(Some(CONNECT.min(silence)))
             .timeout_connect(Some(CONNECT.min(silence)))
             .timeout_send_request(Some(silence))
-            .timeout_send_body(Some(silence))
+            .timeout_send_body(Some(silence + sending))
+            .timeout_per_write(Some(silence))
             .timeout_recv_response(Some(silence))
             .timeout_per_read(Some(silence))
             .build();
-        let result = request.send_form(fields.iter().copied());
-        self.answer(result, silence, patience.deadline(), permit)
+        let begun = Instant::now();
+        let response = self.agent.run(request);
+        let deadline = match sending.is_zero() {
+            true => deadline,
+            // The time of the content does not count.
+            false => deadline + begun.elapsed(),
+        };
+        let (head, body) = response
+            .map_err(|error| fault(&error, silence))?
+            .into_parts();
+        Ok(Answer {
+            status: head.status.as_u16(),
+            headers: head.headers,
+            body: AnswerBody {
+                reader: body.into_reader(),
+                longest_silence: silence,
+                deadline,
+                _permit: permit,
+            },
+        })
     }
 
-    fn begin(
-        &self,
-        address: &Address,
-        patience: &Patience,
-    ) -> Result<(Permit<'_>, Duration), Fault> {
+    fn begin(&self, address: &Address, patience: &Patience) -> Result<(Permit, Duration), Fault> {
         address.check(self.transport).map_err(Problem::for_good)?;
         let late = || Problem::Timeout(patience.longest_silence()).for_good();
         let permit = self.permits.take(patience.deadline()).ok_or_else(late)?;
@@ -146,30 +202,9 @@ impl Client {
             .ok_or_else(late)?;
         Ok((permit, left))
     }
-
-    fn answer<'c>(
-        &self,
-        result: Result<Response<Body>, ureq::Error>,
-        longest_silence: Duration,
-        deadline: Instant,
-        permit: Permit<'c>,
-    ) -> Result<Answer<'c>, Fault> {
-        let response = result.map_err(|error| fault(&error, longest_silence))?;
-        let (head, body) = response.into_parts();
-        Ok(Answer {
-            status: head.status.as_u16(),
-            headers: head.headers,
-            body: AnswerBody {
-                reader: body.into_reader(),
-                longest_silence,
-                deadline,
-                _permit: permit,
-            },
-        })
-    }
 }
 
-impl Answer<'_> {
+impl Answer {
     /// A header's value, if it is text.
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name)?.to_str().ok()
@@ -201,7 +236,7 @@ impl Answer<'_> {
     }
 }
 
-impl AnswerBody<'_> {
+impl AnswerBody {
     /// Fills `buf`.
     pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
         let mut done = 0;
@@ -304,7 +339,7 @@ struct Permits {
     returned: Condvar,
 }
 
-struct Permit<'p>(&'p Permits);
+struct Permit(Arc<Permits>);
 
 impl Permits {
     fn new(count: usize) -> Self {
@@ -319,7 +354,7 @@ impl Permits {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take(&self, deadline: Instant) -> Option<Permit<'_>> {
+    fn take(self: &Arc<Self>, deadline: Instant) -> Option<Permit> {
         let mut free = self.count();
         while *free == 0 {
             let left = deadline.checked_duration_since(Instant::now())?;
@@ -330,11 +365,11 @@ impl Permits {
                 .0;
         }
         *free -= 1;
-        Some(Permit(self))
+        Some(Permit(Arc::clone(self)))
     }
 }
 
-impl Drop for Permit<'_> {
+impl Drop for Permit {
     fn drop(&mut self) {
         *self.0.count() += 1;
         self.0.returned.notify_one();

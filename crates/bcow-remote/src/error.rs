@@ -47,8 +47,25 @@ pub enum Problem {
     #[error("the file on the server ends before these bytes (status 416)")]
     OutOfRange,
     /// The server is overloaded or broken (408, 429, 5xx), and stayed so.
-    #[error("the server reports a temporary failure (status {0})")]
+    #[error("{}", busy(*.0))]
     Busy(u16),
+    /// The registry takes no uploads (405).
+    #[error("the registry takes no uploads (status 405): it is read-only, or a mirror")]
+    ReadOnly,
+    /// The repository does not have the manifest to which another one is attached.
+    #[error("the repository does not have the ordinary image to which it is attached")]
+    NoSubject,
+    /// The registry refuses what it was sent.
+    #[error("the registry refuses it (status {status}){}", detail(.explanation))]
+    Refused {
+        /// The status.
+        status: u16,
+        /// What the registry says.
+        explanation: String,
+    },
+    /// The content that was to be sent cannot be read.
+    #[error("cannot read what is to be sent: {0}")]
+    Content(String),
     /// The server sent another status.
     #[error("the server answers with status {0}")]
     Status(u16),
@@ -61,6 +78,9 @@ pub enum Problem {
     /// The server sends whole files only, and the file cannot be kept whole.
     #[error("the server does not send parts of files (it ignores Range), and {0}")]
     NoRanges(String),
+    /// The cache does not keep what was fetched for it.
+    #[error("it is not kept in the cache: {0}")]
+    NotKept(String),
     /// The bytes of the server do not match the hash tree.
     #[error("the bytes that the server sent do not match the hash tree of the file")]
     WrongBytes,
@@ -81,6 +101,13 @@ pub enum Problem {
         /// In hexadecimal.
         expected: String,
     },
+}
+
+fn busy(status: u16) -> String {
+    match status {
+        429 => "the server limits the number of requests (status 429)".to_owned(),
+        status => format!("the server reports a temporary failure (status {status})"),
+    }
 }
 
 fn detail(text: &str) -> String {

@@ -1,5 +1,7 @@
 //! A remote file: every byte is checked against its hash tree before use.
 
+mod warm;
+
 use std::io;
 use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
@@ -14,9 +16,11 @@ use crate::client::AnswerBody;
 use crate::error::{Fault, Problem, RemoteError};
 use crate::flights::{Claim, Flights};
 use crate::patience::Patience;
-use crate::shared::{MemoryKey, Root, Shared};
+use crate::shared::{MemoryKey, Shared};
 use crate::source::{Ranged, Source};
-use crate::tree::{Chunk, Chunks, Hash, HashPlace};
+use crate::tree::{self, Chunk, Chunks, Hash, HashPlace, Root};
+
+pub use warm::Warm;
 
 /// Bytes of the first request for a file.
 const HEAD_BYTES: u64 = 32 << 10;
@@ -138,6 +142,10 @@ impl RemoteFile {
             .map_err(|(problem, _)| problem.at(place))?;
         file.keep_head(&bytes)?;
         file.check_first_chunk()?;
+        if let Some(cached) = &file.cached {
+            cached.record_origin(&file.name());
+            cached.keep_limit();
+        }
         Ok(file)
     }
 
@@ -320,6 +328,9 @@ impl RemoteFile {
             };
             let result = self.fetch(&run, sink);
             flight.land(result.clone().map(drop));
+            if let Some(cached) = &self.cached {
+                cached.keep_limit();
+            }
             return result;
         }
     }
@@ -361,28 +372,22 @@ impl RemoteFile {
         if let Some(bytes) = self.shared.memory.get(&self.key(chunk)) {
             return Some(bytes);
         }
-        let mut bytes = vec![0; self.chunks.length(chunk)];
-        let cached = self.cached.as_ref()?;
-        if !cached.read(self.chunks.start(chunk), &mut bytes) || !self.matches(chunk, &bytes, hash)
-        {
-            return None;
-        }
+        let bytes = self.cached_chunk(chunk, hash)?;
         let counter = &self.shared.cached_bytes;
         counter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         Some(self.remember(chunk, bytes))
     }
 
+    /// The chunk as the cache has it, if it is right there.
+    fn cached_chunk(&self, chunk: Chunk, hash: &Hash) -> Option<Vec<u8>> {
+        let cached = self.cached.as_ref()?;
+        let mut bytes = vec![0; self.chunks.length(chunk)];
+        let is_read = cached.read(self.chunks.start(chunk), &mut bytes);
+        (is_read && self.matches(chunk, &bytes, hash)).then_some(bytes)
+    }
+
     fn matches(&self, chunk: Chunk, bytes: &[u8], hash: &Hash) -> bool {
-        let found = match chunk {
-            Chunk::FIRST => {
-                let mut covered = bytes.to_vec();
-                covered[..HEADER_AREA_BYTES].copy_from_slice(&self.canonical);
-                bcow::leaf_hash(&covered)
-            }
-            Chunk { level: 0, .. } => bcow::leaf_hash(bytes),
-            _ => bcow::node_hash(bytes),
-        };
-        found == *hash
+        tree::matches(chunk, bytes, hash, &self.canonical)
     }
 
     /// Keeps a checked chunk in memory.
@@ -600,7 +605,7 @@ fn parse_head(bytes: &[u8], pin: Option<Hash>) -> Result<(Header, [u8; HEADER_AR
 fn fetch_whole(
     shared: &Shared,
     length: Option<u64>,
-    mut body: AnswerBody<'_>,
+    mut body: AnswerBody,
     pin: Option<Hash>,
 ) -> Result<Head, Fault> {
     let most = shared.options.whole_bytes;

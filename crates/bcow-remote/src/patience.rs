@@ -49,6 +49,16 @@ impl Patience {
         (self.timeout / 3).max(Duration::from_millis(50))
     }
 
+    /// The time that is left.
+    pub(crate) fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// The server was not waited for during this time.
+    pub(crate) fn shift(&mut self, time: Duration) {
+        self.deadline += time;
+    }
+
     /// Right bytes have arrived: the time starts again.
     pub(crate) fn progress(&mut self) {
         self.deadline = Instant::now() + self.timeout;

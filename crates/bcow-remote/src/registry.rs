@@ -8,23 +8,25 @@ use bcow::Storage;
 use sha2::{Digest, Sha256};
 
 use crate::address::{Address, Transport};
-use crate::auth::{Auth, Keychain};
+use crate::auth::{Auth, Keychain, encode};
+use crate::cache::{MANIFEST_BYTES, sha256};
+use crate::download::Download;
 use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
 use crate::patience::Patience;
 use crate::remote::Remote;
-use crate::shared::{Root, Shared};
+use crate::shared::Shared;
 use crate::source::Source;
+use crate::tree::Root;
 
-/// Largest size of a manifest or index.
-const MANIFEST_BYTES: u64 = 4 << 20;
 /// Largest size of a blob that is read whole because no root hash is known for it.
 const WHOLE_BLOB_BYTES: u64 = 256 << 20;
 /// The forms of manifests that are requested.
-const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
+pub(crate) const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
      application/vnd.oci.image.index.v1+json, \
      application/vnd.docker.distribution.manifest.v2+json, \
      application/vnd.docker.distribution.manifest.list.v2+json";
+pub(crate) const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 /// The registry of names without a server, its host, and its name in credentials.
 const DOCKER_IO: &str = "docker.io";
 const DOCKER_HOST: &str = "registry-1.docker.io";
@@ -92,6 +94,54 @@ impl FromStr for Reference {
     }
 }
 
+impl Reference {
+    /// The server in the name; `docker.io` if it names none.
+    pub fn server(&self) -> &str {
+        &self.server
+    }
+
+    /// The repository, with the `library/` that the name may leave out.
+    pub fn repository(&self) -> &str {
+        &self.repository
+    }
+
+    /// The tag in the name.
+    pub fn tag(&self) -> Option<&str> {
+        self.tag.as_deref()
+    }
+
+    /// The digest in the name: `sha256:` and 64 digits.
+    pub fn digest(&self) -> Option<&str> {
+        self.digest.as_deref()
+    }
+
+    pub(crate) fn same_server(&self, other: &Reference) -> bool {
+        self.server.eq_ignore_ascii_case(&other.server)
+    }
+
+    /// The name of the server in credentials.
+    pub(crate) fn key(&self) -> &str {
+        match &*self.server {
+            DOCKER_IO => DOCKER_KEY,
+            server => server,
+        }
+    }
+
+    /// `https://HOST/v2/REPOSITORY/`
+    pub(crate) fn base(&self, shared: &Shared) -> Result<Address, RemoteError> {
+        let host = match &*self.server {
+            DOCKER_IO => DOCKER_HOST,
+            server => server,
+        };
+        let scheme = match shared.client.transport {
+            Transport::TlsOnly => "https",
+            Transport::PlainToo => "http",
+        };
+        Address::parse(&format!("{scheme}://{host}/v2/{}/", self.repository))
+            .map_err(|problem| problem.at(self.to_string()))
+    }
+}
+
 impl fmt::Display for Reference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "docker://{}/{}", self.server, self.repository)?;
@@ -123,11 +173,9 @@ fn is_tag(text: &str) -> bool {
             .all(|byte| is_start(byte) || b".-".contains(&byte))
 }
 
-fn sha256(bytes: &[u8]) -> String {
-    format!(
-        "sha256:{}",
-        data_encoding::HEXLOWER.encode(&Sha256::digest(bytes))
-    )
+/// The tag of the index of referrers, where the registry has no list of them.
+pub(crate) fn referrers_tag(digest: &str) -> String {
+    digest.replace(':', "-")
 }
 
 /// A repository of a registry.
@@ -140,13 +188,10 @@ pub struct Registry {
 impl Registry {
     /// The repository of an image. No connection is made.
     pub fn new(remote: &Remote, reference: Reference, keychain: Arc<dyn Keychain>) -> Self {
-        let key = match &*reference.server {
-            DOCKER_IO => DOCKER_KEY,
-            server => server,
-        };
+        let key = reference.key().to_owned();
         Registry {
             shared: Arc::clone(&remote.shared),
-            auth: Arc::new(Auth::new(key.to_owned(), &reference.repository, keychain)),
+            auth: Arc::new(Auth::new(key, &reference.repository, keychain)),
             reference,
         }
     }
@@ -189,14 +234,38 @@ impl Registry {
     fn fetch_manifest(&self, which: &str) -> Result<Vec<u8>, RemoteError> {
         let source = self.source(&format!("manifests/{which}"))?;
         let place = || format!("manifest {which} of {}", self.reference);
+        self.fetch(&source, &[("accept", ACCEPT)])
+            .map_err(|problem| problem.at(place()))
+    }
+
+    fn fetch(&self, source: &Source, headers: &[(&str, &str)]) -> Result<Vec<u8>, Problem> {
         let mut patience = Patience::opening(self.shared.options.timeout);
         loop {
-            match source.document(&[("accept", ACCEPT)], MANIFEST_BYTES, &patience) {
+            match source.document(headers, MANIFEST_BYTES, &patience) {
                 Ok(bytes) => return Ok(bytes),
-                Err(fault) => patience
-                    .wait(fault)
-                    .map_err(|problem| problem.at(place()))?,
+                Err(fault) => patience.wait(fault)?,
             }
+        }
+    }
+
+    /// The index of the manifests that are attached to the one with this digest (distribution
+    /// specification, "Listing Referrers"), or the one that writers keep where the registry has no
+    /// such list. `None`: neither is there.
+    pub fn referrers(
+        &self,
+        digest: &str,
+        artifact_type: &str,
+    ) -> Result<Option<Vec<u8>>, RemoteError> {
+        let query = encode(&[("artifactType", artifact_type)]);
+        let source = self.source(&format!("referrers/{digest}?{query}"))?;
+        match self.fetch(&source, &[("accept", INDEX)]) {
+            Ok(bytes) => return Ok(Some(bytes)),
+            Err(problem) => tracing::debug!("no list of referrers: {problem}"),
+        }
+        match self.fetch_manifest(&referrers_tag(digest)) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
@@ -212,40 +281,35 @@ impl Registry {
         Ok(file)
     }
 
+    /// The bytes of the blob with a digest (`sha256:HEX`), which has this length. They are not
+    /// checked: the caller compares them with the digest. No connection is made yet.
+    pub fn download(&self, digest: &str, length: u64) -> Result<Download, RemoteError> {
+        let source = self.source(&format!("blobs/{digest}"))?;
+        Ok(Download::new(Arc::clone(&self.shared), source, length))
+    }
+
+    /// The name of the image, for messages.
+    pub fn reference(&self) -> &Reference {
+        &self.reference
+    }
+
     /// The address of a blob, for messages.
     pub fn blob_name(&self, digest: &str) -> String {
-        let host = self.host();
-        format!(
-            "{}://{host}/v2/{}/blobs/{digest}",
-            self.scheme(),
-            self.reference.repository
-        )
-    }
-
-    fn host(&self) -> &str {
-        match &*self.reference.server {
-            DOCKER_IO => DOCKER_HOST,
-            server => server,
+        match self.address(&format!("blobs/{digest}")) {
+            Ok(address) => address.to_string(),
+            Err(_) => format!("{digest} of {}", self.reference),
         }
     }
 
-    fn scheme(&self) -> &'static str {
-        match self.shared.client.transport {
-            Transport::TlsOnly => "https",
-            Transport::PlainToo => "http",
-        }
+    fn address(&self, path: &str) -> Result<Address, RemoteError> {
+        let base = self.reference.base(&self.shared)?;
+        let joined = base.join(path);
+        joined.map_err(|problem| problem.at(self.reference.to_string()))
     }
 
     fn source(&self, path: &str) -> Result<Source, RemoteError> {
-        let host = self.host();
-        let url = format!(
-            "{}://{host}/v2/{}/{path}",
-            self.scheme(),
-            self.reference.repository
-        );
-        let address =
-            Address::parse(&url).map_err(|problem| problem.at(self.reference.to_string()))?;
         let client = Arc::clone(&self.shared.client);
+        let address = self.address(path)?;
         Ok(Source::with_auth(client, address, Arc::clone(&self.auth)))
     }
 }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use crate::address::Address;
 use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
-use crate::shared::{Figures, Options, Root, Shared};
+use crate::shared::{Figures, Options, Shared};
 use crate::source::Source;
-use crate::tree::Hash;
+use crate::tree::{Hash, Root};
 
 /// Opens remote files, which share connections, memory and the cache.
 pub struct Remote {

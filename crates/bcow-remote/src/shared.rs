@@ -1,7 +1,5 @@
 //! What all remote files of a process share: options, connections, memory and counters.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -41,37 +39,6 @@ impl Default for Options {
             cache: None,
             whole_bytes: 4 << 30,
         }
-    }
-}
-
-/// The root hash of a file: of its hash tree (spec section 9).
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Root(pub [u8; 32]);
-
-impl FromStr for Root {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let text = text.strip_prefix("sha256:").unwrap_or(text);
-        let bytes = data_encoding::HEXLOWER_PERMISSIVE
-            .decode(text.as_bytes())
-            .map_err(|_| "it is not hexadecimal")?;
-        bytes
-            .try_into()
-            .map(Root)
-            .map_err(|_| "it does not have 64 digits")
-    }
-}
-
-impl fmt::Display for Root {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&data_encoding::HEXLOWER.encode(&self.0))
-    }
-}
-
-impl fmt::Debug for Root {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
     }
 }
 

@@ -31,7 +31,7 @@ struct Version {
 }
 
 /// An answer to a request for a range.
-pub(crate) enum Ranged<'s> {
+pub(crate) enum Ranged {
     /// The range, or the beginning of it.
     Part {
         /// Number of bytes in the body; at least 1, and at most as many as requested.
@@ -40,13 +40,13 @@ pub(crate) enum Ranged<'s> {
         total: Option<u64>,
         /// Whether the server announces another version than in its first answer.
         has_changed: bool,
-        body: AnswerBody<'s>,
+        body: AnswerBody,
     },
     /// The server ignores ranges: the whole file follows.
     Whole {
         /// Its length, if the server says.
         length: Option<u64>,
-        body: AnswerBody<'s>,
+        body: AnswerBody,
     },
 }
 
@@ -73,22 +73,10 @@ impl Source {
     }
 
     /// Requests the bytes from `start` to before `end`.
-    pub(crate) fn range(
-        &self,
-        start: u64,
-        end: u64,
-        patience: &Patience,
-    ) -> Result<Ranged<'_>, Fault> {
+    pub(crate) fn range(&self, start: u64, end: u64, patience: &Patience) -> Result<Ranged, Fault> {
         let range = format!("bytes={start}-{}", end - 1);
         let answer = self.get(&[("range", &range)], patience)?;
-        if answer
-            .header("content-encoding")
-            .is_some_and(|form| form != "identity")
-        {
-            return Err(
-                Problem::Answer("it is compressed, which was not requested".into()).for_good(),
-            );
-        }
+        refuse_compressed(&answer)?;
         match answer.status {
             206 => {
                 let (from, to, total) = content_range(&answer).ok_or_else(|| {
@@ -108,21 +96,27 @@ impl Source {
                     body: answer.body,
                 })
             }
-            200 => {
-                let length = answer.header("content-length");
-                let length = length.and_then(|text| text.trim().parse().ok());
-                Ok(Ranged::Whole {
-                    length,
-                    body: answer.body,
-                })
-            }
+            200 => Ok(Ranged::Whole {
+                length: content_length(&answer),
+                body: answer.body,
+            }),
+            _ => Err(answer.refusal()),
+        }
+    }
+
+    /// Requests all bytes. Returns their number too, if the server says.
+    pub(crate) fn whole(&self, patience: &Patience) -> Result<(Option<u64>, AnswerBody), Fault> {
+        let answer = self.get(&[], patience)?;
+        refuse_compressed(&answer)?;
+        match answer.status {
+            200 => Ok((content_length(&answer), answer.body)),
             _ => Err(answer.refusal()),
         }
     }
 
     /// Sends a request to the address to which the server redirected the last one, or to the
     /// server.
-    fn get(&self, headers: &[(&str, &str)], patience: &Patience) -> Result<Answer<'_>, Fault> {
+    fn get(&self, headers: &[(&str, &str)], patience: &Patience) -> Result<Answer, Fault> {
         let remembered = self.redirected().clone();
         if let Some(address) = remembered {
             match self.send(&address, headers, patience) {
@@ -136,7 +130,7 @@ impl Source {
         let mut address = self.address.clone();
         for _ in 0..=MOST_REDIRECTS {
             let answer = self.send(&address, headers, patience)?;
-            if !matches!(answer.status, 301 | 302 | 303 | 307 | 308) {
+            if !is_redirect(answer.status) {
                 if address != self.address && matches!(answer.status, 200 | 206) {
                     *self.redirected() = Some(address);
                 }
@@ -155,7 +149,7 @@ impl Source {
         address: &Address,
         headers: &[(&str, &str)],
         patience: &Patience,
-    ) -> Result<Answer<'_>, Fault> {
+    ) -> Result<Answer, Fault> {
         let auth = self.auth.as_ref();
         let Some(auth) = auth.filter(|_| address.same_server(&self.address)) else {
             return self.client.get(address, headers, patience);
@@ -202,7 +196,7 @@ impl Source {
 
     /// Whether the server announces another version of the file than at first. This only explains
     /// bytes that do not match: servers behind one name may give one file different tags.
-    fn has_changed(&self, answer: &Answer<'_>, length: Option<u64>) -> bool {
+    fn has_changed(&self, answer: &Answer, length: Option<u64>) -> bool {
         let text = |name| answer.header(name).map(str::to_owned);
         let found = Version {
             tag: text("etag"),
@@ -213,8 +207,26 @@ impl Source {
     }
 }
 
+/// Whether a status means that the answer is elsewhere.
+pub(crate) fn is_redirect(status: u16) -> bool {
+    matches!(status, 301 | 302 | 303 | 307 | 308)
+}
+
+fn refuse_compressed(answer: &Answer) -> Result<(), Fault> {
+    match answer.header("content-encoding") {
+        None | Some("identity") => Ok(()),
+        Some(_) => {
+            Err(Problem::Answer("it is compressed, which was not requested".into()).for_good())
+        }
+    }
+}
+
+fn content_length(answer: &Answer) -> Option<u64> {
+    answer.header("content-length")?.trim().parse().ok()
+}
+
 /// `bytes FIRST-LAST/TOTAL`.
-fn content_range(answer: &Answer<'_>) -> Option<(u64, u64, Option<u64>)> {
+fn content_range(answer: &Answer) -> Option<(u64, u64, Option<u64>)> {
     let (range, total) = answer
         .header("content-range")?
         .trim()

@@ -4,10 +4,44 @@
 //! the tree (spec section 9). Each chunk has a hash in the level above, the one chunk of the top
 //! level has the root. The top level of the stored tree is the root itself, and is never fetched.
 
-use bcow::format::{HASH_BYTES, MerkleTree};
+use std::fmt;
+use std::str::FromStr;
+
+use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, MerkleTree};
 
 /// A hash of the tree.
 pub(crate) type Hash = [u8; HASH_BYTES as usize];
+
+/// The root hash of a file: of its hash tree (spec section 9).
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Root(pub [u8; 32]);
+
+impl FromStr for Root {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let text = text.strip_prefix("sha256:").unwrap_or(text);
+        let bytes = data_encoding::HEXLOWER_PERMISSIVE
+            .decode(text.as_bytes())
+            .map_err(|_| "it is not hexadecimal")?;
+        bytes
+            .try_into()
+            .map(Root)
+            .map_err(|_| "it does not have 64 digits")
+    }
+}
+
+impl fmt::Display for Root {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&data_encoding::HEXLOWER.encode(&self.0))
+    }
+}
+
+impl fmt::Debug for Root {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
 
 /// The place of all chunks.
 #[derive(Debug)]
@@ -110,10 +144,38 @@ impl Chunks {
     /// The number of chunks from this one on that are in its level, and whose hashes are in one
     /// chunk.
     pub(crate) fn siblings(&self, chunk: Chunk) -> u64 {
-        let in_level = self.levels[chunk.level].bytes.div_ceil(self.chunk_bytes);
-        let per_parent = self.chunk_bytes / HASH_BYTES;
+        let in_level = self.count(chunk.level);
+        let per_parent = self.per_parent();
         let parent_end = (chunk.index / per_parent + 1) * per_parent;
         in_level.min(parent_end) - chunk.index
+    }
+
+    /// The number of chunks of a level.
+    pub(crate) fn count(&self, level: usize) -> u64 {
+        self.levels[level].bytes.div_ceil(self.chunk_bytes)
+    }
+
+    /// The number of chunks whose hashes are in one chunk.
+    pub(crate) fn per_parent(&self) -> u64 {
+        self.chunk_bytes / HASH_BYTES
+    }
+
+    /// The number of levels.
+    pub(crate) fn levels(&self) -> usize {
+        self.levels.len()
+    }
+
+    /// The chunks of a level that the bytes from `start` to before `end` of the file touch: the
+    /// first one, and the number.
+    pub(crate) fn touched(&self, level: usize, start: u64, end: u64) -> Option<(Chunk, u64)> {
+        let Level { offset, bytes } = self.levels[level];
+        let (start, end) = (start.max(offset), end.min(offset + bytes));
+        if start >= end {
+            return None;
+        }
+        let index = (start - offset) / self.chunk_bytes;
+        let count = (end - offset).div_ceil(self.chunk_bytes) - index;
+        Some((Chunk { level, index }, count))
     }
 
     pub(crate) fn chunk_bytes(&self) -> u64 {
@@ -131,6 +193,27 @@ impl Chunks {
         };
         HashPlace::In(parent, (place % self.chunk_bytes) as usize)
     }
+}
+
+/// Whether a chunk has this hash. The header slots in the first chunk count as `canonical`: the
+/// tree does not cover all of their bytes.
+pub(crate) fn matches(
+    chunk: Chunk,
+    bytes: &[u8],
+    hash: &Hash,
+    canonical: &[u8; HEADER_AREA_BYTES],
+) -> bool {
+    let found = match chunk {
+        Chunk::FIRST if bytes.len() < HEADER_AREA_BYTES => return false,
+        Chunk::FIRST => {
+            let mut covered = bytes.to_vec();
+            covered[..HEADER_AREA_BYTES].copy_from_slice(canonical);
+            bcow::leaf_hash(&covered)
+        }
+        Chunk { level: 0, .. } => bcow::leaf_hash(bytes),
+        _ => bcow::node_hash(bytes),
+    };
+    found == *hash
 }
 
 #[cfg(test)]

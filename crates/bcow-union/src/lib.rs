@@ -64,7 +64,10 @@ pub use image::{COUNTED_EXTENTS, Image};
 pub use mountinfo::unescape;
 pub use node::NodeId;
 pub use options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
-pub use upper::{Instance, META, UpperError, UpperReader};
+pub use upper::{
+    DiskInstance, DiskReader, DiskRecord, Door, FileSystem, ImageName, Instance, META, UpperError,
+    UpperReader, door_of,
+};
 
 /// The object of a search with `lseek` (`SEEK_DATA`, `SEEK_HOLE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -38,6 +38,16 @@ pub fn open_instance(
     Disk::open(storage, open, &Given { image, cache })
 }
 
+/// As [`open_instance`], for reading.
+pub fn read_instance(
+    storage: Arc<dyn Storage>,
+    image: &Arc<Image>,
+    cache: &ViewCache,
+    open: &OpenOptions,
+) -> Result<Arc<Image>, Error> {
+    Image::open_with_backings(storage, open, &Given { image, cache })
+}
+
 /// Resolves a view of a given image.
 struct Given<'a> {
     image: &'a Arc<Image>,

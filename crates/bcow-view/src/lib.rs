@@ -19,12 +19,16 @@
 //!
 //! A [`ViewCache`] makes a file of the view of an image, a BCoW disk of metadata, windows and
 //! fragments, and keeps it for all disks over that image. [`create_instance`] makes such a disk.
+//! [`Compared`] finds out which inodes such a disk has changed.
 
 mod cache;
+mod compare;
 mod error;
 mod file;
 mod instance;
+mod numbers;
 mod place;
+mod ranges;
 mod survey;
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode};
@@ -34,8 +38,10 @@ use bcow_ext4::{
 };
 
 pub use cache::{CachedView, ViewCache};
+pub use compare::{CompareError, Compared};
 pub use error::ViewError;
-pub use instance::{DEFAULT_BYTES, create_instance, open_instance};
+pub use instance::{DEFAULT_BYTES, create_instance, open_instance, read_instance};
+pub use numbers::{Numbers, ViewName};
 pub use place::{Fragment, Window};
 
 use place::{Layout, Pieces};
@@ -78,7 +84,7 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
     let survey = Survey::new(fs)?;
     let geometry = Geometry::new(Size {
         bytes: options.bytes,
-        inodes: survey.inodes.len() as u32,
+        inodes: survey.inodes().len() as u32,
         journal_blocks: options.journal_blocks,
     })?;
     let device_blocks = fs.device_bytes() / BLOCK_BYTES;
@@ -91,7 +97,7 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
     let identity = identity(fs, options);
     let mut writer = Writer::new(&geometry, identity, &layout.content(), sink)?;
     let mut pieces = Pieces::new(device_blocks);
-    for known in &survey.inodes {
+    for known in survey.inodes() {
         let inode = fs.inode(known.nid)?;
         let add = Adding {
             fs,
@@ -147,7 +153,7 @@ impl Adding<'_> {
     fn inode(
         &self,
         inode: &Inode,
-        known: &survey::Known,
+        known: &numbers::Known,
         pieces: &mut Pieces,
         writer: &mut Writer<'_>,
     ) -> Result<(), ViewError> {
@@ -242,8 +248,8 @@ impl Adding<'_> {
         writer: &Writer<'_>,
     ) -> Result<Vec<(Vec<u8>, InodeNumber, FileKind)>, ViewError> {
         let mut names = Vec::new();
-        survey::each_child(self.fs, inode, &mut |child| {
-            let number = writer.number(self.survey.number(child.nid));
+        numbers::each_child(self.fs, inode, &mut |child| {
+            let number = writer.number(self.survey.place(child.nid));
             names.push((child.name, number, kind(child.kind)));
             Ok(())
         })?;

@@ -19,9 +19,12 @@ import sys
 import time
 import traceback
 
+import changes
+from changes import content
+
 libc = ctypes.CDLL(None, use_errno=True)
 os.environ.update(PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", LC_ALL="C",
-                  HOME="/tmp")
+                  HOME="/tmp", BCOW_VIEWS="/tmp/views")
 POWER_OFF = 0x4321FEDC
 INIT_MODULE = 175
 FITRIM = 0xC0185879
@@ -63,6 +66,26 @@ def host(where, path):
     mount("none", where, "hostfs", options=path)
 
 
+def load(modules):
+    """Loads modules of the kernel: paths below its directory, each after those that it needs."""
+    for name in modules:
+        name, *options = name.split()
+        with open(f"/usr/lib/uml/modules/{os.uname().release}/kernel/{name}.ko", "rb") as module:
+            code = module.read()
+        call(libc.syscall(INIT_MODULE, code, len(code), " ".join(options).encode()), name)
+
+
+def log_writes(device, log, name):
+    """Makes a device that logs its writes (dm-log-writes); the first one is /dev/dm-0."""
+    table = f"0 {device_facts(device)['bytes'] // 512} log-writes {device} {log}"
+    return tool("dmsetup", "--noudevsync", "create", name, "--table", table)
+
+
+def mark(name, text):
+    """Writes a mark into the log of a device of log_writes."""
+    return tool("dmsetup", "message", name, "0", "mark", text)
+
+
 def connect(device, port, export):
     tool("nbd-client", "-N", export, "-b", "4096", "10.0.2.2", str(port), device)
     return device_facts(device)
@@ -98,8 +121,8 @@ def make(device, kind):
     return tool(f"mkfs.{kind}", *options, device)
 
 
-def attach(device, kind, where, read_only=False):
-    mount(device, where, kind, flags=1 if read_only else 0, options="" if read_only else "discard")
+def attach(device, kind, where, read_only=False, options="discard"):
+    mount(device, where, kind, flags=1 if read_only else 0, options="" if read_only else options)
 
 
 def detach(where):
@@ -109,18 +132,6 @@ def detach(where):
 def check(device, kind):
     return tool(*{"ext4": ["fsck.ext4", "-f", "-n"], "xfs": ["xfs_repair", "-n"],
                   "btrfs": ["btrfs", "check"]}[kind], device)
-
-
-def content(name):
-    """A file's bytes: random, repeated and zero pieces, of odd lengths."""
-    dice = random.Random(name)
-    pieces = []
-    for _ in range(dice.randrange(6)):
-        length = dice.choice((1, 511, 4096, 5000, 65536, 100_001, 700_000))
-        kind = dice.randrange(4)
-        pieces.append(bytes(length) if kind == 0 else dice.randbytes(64) * (length // 64)
-                      if kind == 1 else dice.randbytes(length))
-    return b"".join(pieces)
 
 
 def names(prefix, count):
@@ -186,15 +197,44 @@ def remove(where, prefix, count, kept):
     return struct.unpack("QQQ", trimmed)[1]
 
 
+def commit_one_by_one(where, name, count, busy=0):
+    """Makes `count` changes below a directory; each is durable before its mark is in the log of the
+    device `name`. Between them are writes that nothing makes durable."""
+    for number in range(count):
+        changes.make(where, number)
+        mark(name, f"{number + 1}")
+        with open(f"{where}/noise", "ab") as noise:
+            noise.write(random.Random(number).randbytes(busy))
+    return count
+
+
+def flood(where, mebibytes):
+    """Writes more dirty data than the guest has memory, to several files, and nothing flushes it;
+    then compares all of it."""
+    block = 1 << 20
+    files = [open(f"{where}/flood{number}", "w+b", buffering=0) for number in range(4)]
+    for number in range(mebibytes):
+        files[number % 4].write(random.Random(number).randbytes(block))
+    for file in files:
+        file.seek(0)
+    for number in range(mebibytes):
+        if files[number % 4].read(block) != random.Random(number).randbytes(block):
+            raise RuntimeError(f"{where}: other bytes in MiB {number} than were written")
+    for file in files:
+        file.close()
+    with open("/proc/meminfo") as table:
+        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in table}["MemTotal"]
+
+
 def synchronize(where):
     directory = os.open(where, os.O_RDONLY)
     call(libc.syncfs(directory), f"syncfs {where}")
     os.close(directory)
 
 
-STEPS = {step.__name__: step for step
-                        in (network, host, connect, disconnect, device_facts, command, make, attach,
-                            detach, check, fill, verify, remove, synchronize)}
+STEPS = {step.__name__: step for step in (
+    network, host, load, log_writes, mark, connect, disconnect, device_facts, command, make, attach,
+    detach, check, fill, verify, remove, commit_one_by_one, flood, synchronize)}
 
 
 def main(path):
@@ -205,10 +245,7 @@ def main(path):
     mount("sys", "/sys", "sysfs")
     mount("tmp", "/tmp", "tmpfs")
     mount("run", "/run", "tmpfs")
-    with open(f"/usr/lib/uml/modules/{os.uname().release}/kernel/drivers/block/nbd.ko",
-              "rb") as module:
-        code = module.read()
-        call(libc.syscall(INIT_MODULE, code, len(code), b"nbds_max=8"), "nbd.ko")
+    load(["drivers/block/nbd nbds_max=8"])
     for name, arguments in steps:
         begin = time.monotonic()
         value = STEPS[name](**arguments)

@@ -1,8 +1,8 @@
 #!/bin/busybox sh
 # The first process of a virtual machine with one or more disks. `mode=` on the kernel's command line
-# is `make` (make a file system on each disk and fill it) or `verify` (compare its content). The
-# process ends by switching the power off, without unmounting what was written last. The host looks
-# for the lines that begin with `@`.
+# is `make` (make a file system on each disk and fill it), `verify` (compare its content) or `root`
+# (run /run/script with the first disk as root). The process ends by switching the power off,
+# without unmounting what was written last. The host looks for the lines that begin with `@`.
 export PATH=/bin
 fail() {
     echo "! $*"
@@ -23,6 +23,17 @@ for word in $(busybox cat /proc/cmdline); do
     disks=*) disks=${word#disks=} ;;
     esac
 done
+
+if [ "$mode" = root ]; then
+    busybox mkdir -p /mnt/root
+    busybox mount -t ext4 /dev/vda /mnt/root || fail "mount the root"
+    busybox mount -t tmpfs run /mnt/root/run || fail "mount /run"
+    busybox cp -r /run/. /mnt/root/run || fail "copy the script"
+    for place in dev proc sys; do
+        busybox mount --move /$place /mnt/root/$place || fail "move /$place"
+    done
+    exec busybox switch_root -c /dev/console /mnt/root /bin/sh /run/script
+fi
 
 # Sums of all files but the list itself; `sync FILE` of busybox is fsync.
 sums() {

@@ -25,22 +25,29 @@ use crate::error::CommandError;
 use crate::image::{OpenImage, hex, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
+use crate::push;
 use crate::size::{Human, plural};
 use crate::ui::Ui;
-use crate::upper::{self, Joined};
+use crate::upper::Joined;
 
 /// Makes a layer or an image of the changes in `upper`.
 pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     let Some(new) = &args.new else {
         return Err(
-            CommandError::usage("there is nothing to write the changes to")
-                .hint("name FILE.bcow, tar:FILE, oci:DIR[:REF] or oci-archive:FILE[:REF]"),
+            CommandError::usage("there is nothing to write the changes to").hint(
+                "name FILE.bcow, tar:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://...",
+            ),
         );
     };
     let destination = Destination::parse(new.as_os_str())?;
+    let from = args.disk.to_string_lossy();
+    let destination = push::resolve(destination, &args.stores.remote, &from)?;
     if matches!(destination, Destination::Raw(_) | Destination::Qcow2(_)) {
-        return Err(place::refuse(&new.to_string_lossy(), "commit --upper")
-            .hint("name FILE.bcow, tar:FILE, oci:DIR[:REF] or oci-archive:FILE[:REF]"));
+        return Err(
+            place::refuse(&new.to_string_lossy(), "commit --upper").hint(
+                "name FILE.bcow, tar:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://...",
+            ),
+        );
     }
     if !matches!(destination, Destination::File(_)) && args.extent() != Extent::Layer {
         return Err(
@@ -49,7 +56,7 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         );
     }
     let image = OpenImage::open_with_layers(&args.disk, &args.layers, &args.stores)?;
-    let changes = upper::changes(&image, upper, Scope::Layer, ui)?;
+    let changes = crate::changes::read(&image, upper, &args.stores, Scope::Layer, ui)?;
     let commit = UpperCommit {
         args,
         image: &image,
@@ -60,8 +67,8 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         Destination::Tar(output) => commit.archive(changes, output.as_deref()),
         Destination::Layout(layout) => commit.layout(changes, &layout),
         Destination::File(path) => commit.file(changes, &path),
-        // Refused before anything was opened.
-        Destination::Raw(_) | Destination::Qcow2(_) => Ok(()),
+        // Refused or resolved before anything was opened.
+        Destination::Raw(_) | Destination::Qcow2(_) | Destination::Registry(_) => Ok(()),
     }
 }
 
@@ -113,9 +120,10 @@ impl UpperCommit<'_> {
     }
 
     fn layout(&self, changes: Changes, layout: &Layout) -> Result<(), CommandError> {
-        match layout.form {
+        match &layout.form {
             LayoutForm::Directory => self.image.refuse_own_reference(layout)?,
             LayoutForm::Archive => self.image.refuse_own_name(&layout.path)?,
+            LayoutForm::Registry(_) => {}
         }
         let (_, layer) = self.layer(changes)?;
         let metadata = metadata(self.image)?;
@@ -137,7 +145,7 @@ impl UpperCommit<'_> {
         let config = config_after(metadata.get("config"), below.len().max(1))?;
         let destination = LayoutExport {
             directory: layout.path.clone(),
-            form: layout.form,
+            form: layout.form.clone(),
             reference: layout.reference.clone(),
             compression: self.args.layer_compress.unwrap_or_default(),
         };

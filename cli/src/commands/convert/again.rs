@@ -52,9 +52,10 @@ pub fn to_layout(
     options: &ConvertOptions,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    match layout.form {
+    match &layout.form {
         LayoutForm::Directory => image.refuse_own_reference(layout)?,
         LayoutForm::Archive => image.refuse_own_name(&layout.path)?,
+        LayoutForm::Registry(_) => {}
     }
     let metadata: Value = image.metadata()?;
     let trees = ImageLayers::of(image, &metadata)?;

@@ -220,14 +220,18 @@ fn refuse_files(source: &OsStr, destination: &Path) -> Result<(), CommandError> 
         Source::Tar(_) => "a tar archive",
         _ => "a container image",
     };
-    let shown = source.to_string_lossy();
-    Err(CommandError::usage(format!(
+    Err(no_disk(&source.to_string_lossy(), kind, destination))
+}
+
+/// The error for a source of which no disk can be made.
+pub fn no_disk(shown: &str, kind: &str, destination: &Path) -> CommandError {
+    CommandError::usage(format!(
         "{shown} is {kind}, and no disk, which {} is made of",
         destination.display()
     ))
     .hint(format!(
         "`bcow convert {shown} IMAGE.bcow` makes an image of it first"
-    )))
+    ))
 }
 
 /// The exact size of a disk made from a file whose length was not a multiple of a sector, if the

@@ -8,7 +8,7 @@ use bcow_union::offline::check::{self, CheckedImage, Finding, Report, Severity};
 use bcow_union::{Instance, META, UpperError, UpperReader};
 use serde_json::json;
 
-use super::{Args, verdict};
+use super::{Args, outcome, verdict};
 use crate::error::{CommandError, exit};
 use crate::image::OpenImage;
 use crate::names::{self, printable};
@@ -181,6 +181,7 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
         "repaired": repaired,
         "data": args.data,
         "upper": {
+            "door": "fuse",
             "image": found.image.as_ref().map(|image| image.to_string_lossy()),
             "directories": report.directories,
             "files": report.files,
@@ -212,20 +213,11 @@ fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), 
     }
     let (errors, warnings) = (report.errors, report.warnings);
     if errors + warnings > 0 || !ui.quiet() {
-        let counts = match (errors, warnings) {
-            (0, 0) => "clean".to_owned(),
-            (0, n) => format!("clean, {}", plural(n, "warning")),
-            (n, 0) => format!("damaged: {} found", plural(n, "error")),
-            (n, m) => format!(
-                "damaged: {} and {} found",
-                plural(n, "error"),
-                plural(m, "warning")
-            ),
-        };
         writeln!(
             out,
-            "{}: {counts} ({}, {}, {}, {})",
+            "{}: {} ({}, {}, {}, {})",
             args.image.display(),
+            outcome(errors, warnings),
             plural(report.directories, "directory"),
             plural(report.files, "file"),
             plural(report.whiteouts, "whiteout"),

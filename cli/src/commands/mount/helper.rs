@@ -44,12 +44,13 @@ Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. OPTIONS are those of `bcow mount -o`,
 those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
-  verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE
+  verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
+  door=DOOR, size=SIZE
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 14] = [
+const WITH_VALUE: [(&[u8], &str); 16] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -64,6 +65,8 @@ const WITH_VALUE: [(&[u8], &str); 14] = [
     (b"store", "--store"),
     (b"layer", "--layer"),
     (b"log_file", "--log-file"),
+    (b"door", "--door"),
+    (b"size", "--size"),
 ];
 
 /// Options of mount(8) and similar programs.
@@ -373,6 +376,10 @@ mod tests {
                     "-m",
                 ],
                 "bcow mount --cpus=0,2 --upper=/a,b --sync=batch=4 -o ro -- -a -m",
+            ),
+            (
+                &["a", "m", "-o", "upper=/u,door=kernel,size=8G,discard"],
+                "bcow mount --upper=/u --door=kernel --size=8G -o discard -- a m",
             ),
             (&["a", "m", "-fo", "rw,nofail"], "bcow mount --fake -- a m"),
             (&["-h"], "help"),

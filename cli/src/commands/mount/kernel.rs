@@ -14,63 +14,41 @@ use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{KernelSession, MountError, MountOptions, MountStats};
 use bcow_mount::Writeback;
 use bcow_oci::ImageName;
-use bcow_union::SyncPolicy;
+use bcow_union::{DiskInstance, SyncPolicy};
 
-use super::{Args, DoorChoice, Running, VerifyWhat, default_threads, failure, refuse_mounted};
-use crate::disks::{Below, cannot_lock, is_disk, is_writable_disk, lock_note};
+use super::{Args, DoorChoice, Running, VerifyWhat, failure, refuse_mounted, threads};
+use crate::commands::create::disk_size;
+use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{OpenImage, parse_name};
+use crate::kernel_upper::{self, WritableUpper};
 use crate::names;
 use crate::running::{self, Service};
 use crate::size::Human;
-use crate::upper::{NOTICES_WITHIN, PAUSE, holder_of_note, is_closing};
+use crate::upper::{
+    NOTICES_WITHIN, PAUSE, cannot_use, holder_of_note, is_closing, note, when_free,
+};
 
 /// A disk to mount, and what keeps it open.
 pub struct Opened {
     device: Device,
     identity: [u8; 32],
-    kind: Kind,
+    /// The reason for this door.
+    reason: String,
+    /// The file of the disk.
+    path: PathBuf,
     /// Dropped after the disk.
-    _lock: Option<LockedFile>,
+    keeper: Keeper,
 }
 
-/// Refuses options that the kernel door does not have, if the user asked for that door.
-pub fn refuse_unsupported(args: &Args) -> Result<(), CommandError> {
-    let not_yet = |what: &str| {
-        Err(
-            CommandError::usage(format!("{what} is not supported yet at the kernel door"))
-                .hint("`--door fuse` has it"),
-        )
-    };
-    if args.door != DoorChoice::Kernel {
-        return match args.upper.sync() {
-            SyncPolicy::Strict => Ok(()),
-            _ if args.upper.path().is_some() || may_mount(args) => Ok(()),
-            _ => Err(CommandError::usage("--sync needs an upper or a disk")
-                .hint("`--upper DIR` names the directory that takes the changes")),
-        };
-    }
-    if args.upper.path().is_some() {
-        return not_yet("--upper");
-    }
-    if !args.layers().is_empty() {
-        return not_yet("a layer on top of the image");
-    }
-    if matches!(args.upper.sync(), SyncPolicy::Batch(_)) {
-        return not_yet("--sync batch");
-    }
-    Ok(())
-}
-
-/// Whether the kernel mounts the disk if it holds a file system for that. The kernel mounts an
-/// image only if the user asks for it, because its driver then parses what the image holds.
-pub fn may_mount(args: &Args) -> bool {
-    let is_disk = matches!(parse_name(&args.image), Ok(ImageName::File(path)) if is_disk(&path));
-    match args.door {
-        DoorChoice::Kernel => true,
-        DoorChoice::Fuse => false,
-        DoorChoice::Auto => is_disk && args.upper.path().is_none() && args.layers().is_empty(),
-    }
+/// Holds the locks of a disk.
+enum Keeper {
+    /// A sealed file has none.
+    None,
+    Disk {
+        _file: LockedFile,
+    },
+    Upper(DiskInstance),
 }
 
 /// Opens the disk, and returns it if the kernel shall mount it.
@@ -78,13 +56,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
     let args = running.args;
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
-    let options = OpenOptions {
-        cache: cache.clone(),
-        verify: match args.verify {
-            VerifyWhat::Checksums => Verify::Checksums,
-            VerifyWhat::Merkle => Verify::Merkle,
-        },
-    };
+    let options = open_options(args, cache);
     let opened = match is_writable_disk(&args.image) {
         true => open_writable(running, &options)?,
         false => open_sealed(args, &options)?,
@@ -93,48 +65,135 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
         Device::Writable(disk) => &**disk,
         Device::ReadOnly(device) => &**device,
     };
-    let cannot = |error: &MountError| {
-        let name = args.image.display();
-        let failure = CommandError::new(format!("cannot mount {name} at the kernel door"));
-        failure.caused_by(error)
-    };
     let kind = match (kernel::detect(device), args.door) {
         (Ok(found), DoorChoice::Kernel) => found.kind,
         (Ok(found), _) if found.kind != Kind::Erofs => found.kind,
         // The FUSE door reads EROFS, and names the problem of other content.
         (Ok(_) | Err(MountError::Kernel(_)), DoorChoice::Auto) => return Ok(None),
         (Ok(found), DoorChoice::Fuse) => found.kind,
-        (Err(error), _) => return Err(cannot(&error)),
+        (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
     if kind == Kind::Erofs {
         require_sound(args, &opened.0)?;
     }
-    if !rustix::process::geteuid().is_root() {
-        return Err(CommandError::new(format!(
-            "only root can mount {}: it holds {}, which only the kernel reads",
-            args.image.display(),
-            kind.name()
-        )));
-    }
-    if let Writeback::MayDeadlock { limit_bytes } = writeback {
-        return Err(CommandError::new(format!(
-            "cannot mount {} at the kernel door",
-            args.image.display()
-        ))
-        .caused_by_text(format!(
-            "this process is in a control group of {} of memory and lacks CAP_SYS_RESOURCE; a \
-             shortage of memory would block it for good",
-            Human(limit_bytes)
-        ))
-        .hint("mount outside that group, or with the capability"));
-    }
+    require_root(&args.image, kind)?;
+    require_no_deadlock(&args.image, &writeback)?;
     let (device, identity, lock) = opened;
     Ok(Some(Opened {
         device,
         identity,
-        kind,
-        _lock: lock,
+        reason: match args.door {
+            DoorChoice::Kernel => "as --door says".to_owned(),
+            _ => format!("the disk holds {}", kind.name()),
+        },
+        path: parse_name(&args.image)?.absolute().into(),
+        keeper: match lock {
+            Some(file) => Keeper::Disk { _file: file },
+            None => Keeper::None,
+        },
     }))
+}
+
+/// Opens the upper, or begins one.
+pub fn open_upper(
+    running: &Running<'_>,
+    upper: &Path,
+    reason: String,
+    cache: &BlockCache,
+) -> Result<Opened, CommandError> {
+    let args = running.args;
+    // Before the disk starts threads.
+    let writeback = bcow_mount::serve_writeback();
+    // A new upper belongs to this door, so a machine that lacks the door gets none.
+    require_root(&args.image, Kind::Ext4)?;
+    require_no_deadlock(&args.image, &writeback)?;
+    require_devices(&args.image)?;
+    let options = open_options(args, cache);
+    // The process changes its directory later, and publishes the path of the upper.
+    let path =
+        std::path::absolute(upper).context(|| format!("cannot use upper {}", upper.display()))?;
+    let image = OpenImage::open_with(&args.image, &args.stores, &options)?;
+    running
+        .signals
+        .let_through()
+        .map_err(|error| failure(&error))?;
+    let note = note(args.directory());
+    let size = args.upper.size().map(disk_size).transpose()?;
+    let opened = kernel_upper::open_or_begin(&image, &path, size, &note, &options, |open| {
+        when_free(running.ui, || {
+            // A wait for the end of another mount may be interrupted. Only the call that blocked
+            // the signals can fail.
+            let _ = running.signals.let_through();
+            open()
+        })
+    })?;
+    let WritableUpper { disk, instance } = opened;
+    let marked = instance.refuse_after_volatile(args.upper.sync());
+    marked.map_err(|error| cannot_use(&error))?;
+    if !kernel::detect(&disk).is_ok_and(|found| found.kind == Kind::Ext4) {
+        return Err(CommandError::new(format!(
+            "the disk of the upper {} holds no ext4",
+            upper.display()
+        ))
+        .hint("another program has changed it: name a new upper"));
+    }
+    Ok(Opened {
+        device: Device::Writable(Arc::new(disk)),
+        identity: image.identity(),
+        reason,
+        path: instance.disk_path(),
+        keeper: Keeper::Upper(instance),
+    })
+}
+
+fn require_root(image: &Path, kind: Kind) -> Result<(), CommandError> {
+    match rustix::process::geteuid().is_root() {
+        true => Ok(()),
+        false => Err(CommandError::new(format!(
+            "only root can mount {} at the kernel door: only the kernel reads {}",
+            image.display(),
+            kind.name()
+        ))),
+    }
+}
+
+fn require_no_deadlock(image: &Path, writeback: &Writeback) -> Result<(), CommandError> {
+    match writeback {
+        Writeback::MayDeadlock { limit_bytes } => Err(cannot(image)
+            .caused_by_text(format!(
+                "this process is in a control group of {} of memory and lacks CAP_SYS_RESOURCE; a \
+                 shortage of memory would block it for good",
+                Human(*limit_bytes)
+            ))
+            .hint("mount outside that group, or with the capability")),
+        Writeback::Declared | Writeback::NotLimited => Ok(()),
+    }
+}
+
+fn require_devices(image: &Path) -> Result<(), CommandError> {
+    for (device, module) in [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")] {
+        if let Err(error) = std::fs::metadata(device) {
+            return Err(cannot(image)
+                .caused_by_text(format!("{device}: {error}"))
+                .hint(format!("load the kernel module with `modprobe {module}`")));
+        }
+    }
+    Ok(())
+}
+
+fn cannot(image: &Path) -> CommandError {
+    let name = image.display();
+    CommandError::new(format!("cannot mount {name} at the kernel door"))
+}
+
+fn open_options(args: &Args, cache: &BlockCache) -> OpenOptions {
+    OpenOptions {
+        cache: cache.clone(),
+        verify: match args.verify {
+            VerifyWhat::Checksums => Verify::Checksums,
+            VerifyWhat::Merkle => Verify::Merkle,
+        },
+    }
 }
 
 /// Fails unless the metadata of the EROFS on `device` passes the check of `bcow fsck`: the kernel
@@ -222,6 +281,10 @@ pub fn run(
     let args = running.args;
     refuse_mounted(args.directory())?;
     let file = PathBuf::from(parse_name(&args.image)?.absolute());
+    let upper = match &opened.keeper {
+        Keeper::Upper(instance) => Some(instance.path().to_owned()),
+        _ => None,
+    };
     let stats = Arc::new(MountStats::new(About {
         image: file.clone().into(),
         file: file.clone(),
@@ -229,24 +292,20 @@ pub fn run(
         cache,
         door: Some(ServedBy {
             name: "kernel".to_owned(),
-            reason: match args.door {
-                DoorChoice::Kernel => "as --door says".to_owned(),
-                _ => format!("the disk holds {}", opened.kind.name()),
-            },
+            reason: opened.reason,
         }),
     }));
     let is_sealed = matches!(opened.device, Device::ReadOnly(_));
     let disk = DiskMount {
         device: opened.device,
-        path: file.clone(),
+        path: opened.path,
+        upper: upper.clone(),
         barriers: match args.upper.sync() {
             SyncPolicy::Volatile => Barriers::Off,
             _ => Barriers::On,
         },
     };
-    let threads = args
-        .threads
-        .map_or_else(|| default_threads(!is_sealed), usize::from);
+    let threads = threads(args, !is_sealed);
     let session = KernelSession::mount(
         disk,
         Arc::clone(&stats),
@@ -263,15 +322,22 @@ pub fn run(
         image: file.to_string_lossy().into_owned(),
         layers: Vec::new(),
         export: None,
-        upper: None,
+        upper: upper.as_deref().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],
         mode: if is_writable { "rw" } else { "ro" }.to_owned(),
         since: running::now(),
         device,
         descriptor: session.descriptor(),
     };
+    let keeper = opened.keeper;
     running.serve(service, Access::Owner, |signals| {
-        session.serve_until_signal(signals)
+        let served = session.serve_until_signal(signals);
+        if let (Ok(()), Keeper::Upper(instance)) = (&served, &keeper) {
+            // A clean end: the host's kernel has all data. If the note stays, it only counts after
+            // a crash of the machine.
+            let _ = instance.forget_volatile();
+        }
+        served
     })
 }
 

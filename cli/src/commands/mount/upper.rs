@@ -24,14 +24,18 @@ pub struct UpperArgs {
     /// use an upper, and only with the image with which the upper was created
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
+    /// Size of the file system in a new upper of the kernel door, with the content of the image
+    /// [default: 64G]
+    #[arg(short, long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
+    size: Option<u64>,
     /// How to store changed blocks of a file of the image: at their own offset in a sparse file
     /// (sparse), in write order in a BCoW file (packed), or in the form that suits the host's file
     /// system (auto)
     #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
     sketch: SketchWhat,
     /// When data copied from the image becomes durable: each file at once (strict), N files
-    /// together (batch=N), or never (volatile; fsync then has no effect). For a disk: strict or
-    /// volatile
+    /// together (batch=N), or never (volatile; fsync then has no effect). At the kernel door:
+    /// strict or volatile
     #[arg(long, value_name = "POLICY", default_value = "strict")]
     #[arg(value_parser = parse_sync)]
     sync: SyncPolicy,
@@ -81,6 +85,22 @@ impl UpperArgs {
     /// The upper, if the mount has one.
     pub fn path(&self) -> Option<&Path> {
         self.upper.as_deref()
+    }
+
+    /// Size of a new file system at the kernel door, in bytes.
+    pub fn size(&self) -> Option<u64> {
+        self.size
+    }
+
+    /// An option that was given, and that only the FUSE door has.
+    pub fn only_for_fuse(&self) -> Option<&'static str> {
+        match self {
+            _ if self.size_limit.is_some() => Some("--size-limit"),
+            _ if self.inode_limit.is_some() => Some("--inode-limit"),
+            _ if self.sketch != SketchWhat::Auto => Some("--sketch"),
+            _ if self.fillers != 1 => Some("--fillers"),
+            _ => None,
+        }
     }
 
     /// When data becomes durable.

@@ -2,5 +2,6 @@
 
 mod kernel;
 mod programs;
+mod read;
 mod refused;
 mod tree;

@@ -298,10 +298,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyWrite,
     ) {
         let _running = self.stats.time(Operation::Write, id(ino));
-        let privileges = privileges_of_writer(write_flags);
-        let written = self
-            .fs
-            .with_room(|fs| fs.write(id(ino), offset, data, privileges));
+        let is_cached = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let written = self.fs.with_room(|fs| match self.write_cache {
+            WriteCache::Back if is_cached => fs.write_back(id(ino), offset, data),
+            _ => fs.write(id(ino), offset, data, privileges_of_writer(write_flags)),
+        });
         reply::written(written, reply);
     }
 

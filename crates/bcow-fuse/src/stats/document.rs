@@ -174,6 +174,9 @@ pub struct ServedBy {
 pub struct DiskFigures {
     /// The file of the disk.
     pub path: String,
+    /// The upper that the disk belongs to; `None` for a disk on its own.
+    #[serde(default)]
+    pub upper: Option<String>,
     /// Size of the address space in bytes.
     pub size_bytes: u64,
     /// The file system that the kernel has mounted.
@@ -397,6 +400,10 @@ impl DiskFigures {
         let figures = figures.unwrap_or_default();
         DiskFigures {
             path: disk.path.to_string_lossy().into_owned(),
+            upper: disk
+                .upper
+                .as_ref()
+                .map(|upper| upper.to_string_lossy().into_owned()),
             size_bytes: disk.size,
             filesystem: disk.filesystem.to_owned(),
             loop_device: disk.loop_device.to_string_lossy().into_owned(),

@@ -69,6 +69,8 @@ pub(crate) struct DiskUse {
     /// The disk, as long as it is open; never for an address space that does not change.
     pub(crate) disk: Weak<Disk>,
     pub(crate) path: PathBuf,
+    /// The upper that the disk belongs to.
+    pub(crate) upper: Option<PathBuf>,
     /// Size of the address space in bytes.
     pub(crate) size: u64,
     pub(crate) filesystem: &'static str,

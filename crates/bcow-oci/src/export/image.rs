@@ -12,7 +12,6 @@ use serde_json::{Map, Value, json};
 use super::compress::{Encoder, LayerCompression};
 use super::tree::{Form, TreeExport};
 use super::{ExportError, ExportOptions, TarReport};
-use crate::blob::{open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::error::ConvertError;
@@ -103,9 +102,10 @@ impl KnownLayer {
 /// The destination of an image.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutExport {
-    /// The layout's directory, created if it is missing, or the file of an archive.
+    /// The layout's directory, created if it is missing, or the file of an archive. For a registry,
+    /// a directory that has space for the image until it is sent.
     pub directory: PathBuf,
-    /// Directory or archive.
+    /// Directory, archive or registry.
     pub form: LayoutForm,
     /// Name of the image in the layout.
     pub reference: Option<String>,
@@ -155,7 +155,7 @@ pub fn export_layout(
     let (layers, known): (Vec<_>, Vec<_>) = layers.all().into_iter().unzip();
     // Check the configuration before anything is written.
     let template = ConfigTemplate::new(config)?;
-    let writer = LayoutWriter::open(&destination.directory, destination.form)?;
+    let writer = LayoutWriter::open(&destination.directory, &destination.form)?;
     let stop = AtomicBool::new(false);
     let export = ImageExport {
         writer: &writer,
@@ -204,6 +204,7 @@ pub fn export_layout(
         artifact_type: None,
         platform,
         reference: destination.reference.clone(),
+        subject: None,
     };
     if export.cancel.is_set() {
         return Err(ExportError::Interrupted);
@@ -218,7 +219,7 @@ pub fn export_layout(
         layers,
     };
     blobs.extend([config, manifest]);
-    writer.publish(blobs, &entry)?;
+    writer.publish(blobs, &entry, progress)?;
     Ok(report)
 }
 
@@ -300,26 +301,20 @@ impl WrittenLayer {
 }
 
 impl ImageExport<'_> {
-    /// Whether the layout has this layer's archive, with a media type that OCI images allow. The
-    /// blob is read and hashed, because a blob with the right name can have other content.
+    /// Whether the layout or the registry has this layer's archive, with a media type that OCI
+    /// images allow. A blob of a layout is read and hashed, because a blob with the right name can
+    /// have other content.
     fn has_archive(&self, known: &KnownLayer) -> Result<bool, ExportError> {
         const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
-        if !known.media_type.starts_with(FORM) || !self.writer.keeps_other_images() {
+        if !known.media_type.starts_with(FORM) {
             return Ok(false);
         }
-        let path = self.writer.blob_path(&known.digest);
-        let Some(blob) = open_regular(&path)? else {
-            return Ok(false);
-        };
-        let (Some(file), Some(length)) = (blob.file(), blob.length()) else {
-            return Ok(false);
-        };
-        if length != known.stored_bytes {
-            return Ok(false);
+        if let Some(upload) = self.writer.upload() {
+            let found = upload.adopt(&known.digest, known.stored_bytes);
+            let name = PathBuf::from(upload.name());
+            return Ok(found.map_err(|error| ConvertError::write("write", &name, error))?);
         }
-        let (digest, _) = Digest::of_file(&file, known.digest.algorithm())
-            .map_err(|error| read_error("read", &path.display().to_string(), error))?;
-        Ok(digest == known.digest)
+        Ok(self.writer.has_blob(&known.digest, known.stored_bytes)?)
     }
 
     fn layer(&self, fs: &Filesystem, below: &[&Filesystem]) -> Result<WrittenLayer, ExportError> {

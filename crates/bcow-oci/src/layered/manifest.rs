@@ -39,6 +39,8 @@ pub(crate) struct Manifest<'m> {
     /// The root of the stack's hash tree, in hexadecimal.
     pub stack_root: &'m str,
     pub source: Option<&'m Digest>,
+    /// The descriptor of the manifest that this one is attached to.
+    pub subject: Option<Value>,
     pub options: &'m ConvertOptions,
 }
 
@@ -85,7 +87,7 @@ impl Manifest<'_> {
         if let Some(created) = created {
             annotations.insert(CREATED, created);
         }
-        let all = json!({
+        let mut all = json!({
             "schemaVersion": 2,
             "mediaType": OCI_MANIFEST,
             "artifactType": IMAGE,
@@ -93,6 +95,9 @@ impl Manifest<'_> {
             "layers": layers,
             "annotations": annotations,
         });
+        if let Some(subject) = &self.subject {
+            all["subject"] = subject.clone();
+        }
         json_bytes(&all, Path::new("manifest"))
     }
 }
@@ -111,6 +116,7 @@ pub(crate) fn entry(
         artifact_type: Some(IMAGE),
         platform: image.platform.clone().or_else(from_config),
         reference,
+        subject: None,
     }
 }
 

@@ -11,12 +11,15 @@ use crate::platform::Platform;
 /// The destination of a layered image, and its options.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutOptions {
-    /// The layout's directory, created if it is missing, or the file of an archive.
+    /// The layout's directory, created if it is missing, or the file of an archive. For a registry,
+    /// a directory that has space for the image until it is sent.
     pub directory: PathBuf,
-    /// Directory or archive.
+    /// Directory, archive or registry.
     pub form: LayoutForm,
     /// Name of the image in the layout.
     pub reference: Option<String>,
+    /// Attach the new image to the source's manifest, in a registry. The image gets no name.
+    pub is_referrer: bool,
     /// The directory of a cache of converted layers.
     pub cache: Option<PathBuf>,
     /// Refer to content that a lower layer of the image has, and do not store it again. This saves

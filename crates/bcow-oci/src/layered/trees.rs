@@ -36,7 +36,7 @@ pub fn convert_trees(
         )
         .into());
     }
-    let writer = LayoutWriter::open(&layout.directory, layout.form)?;
+    let writer = LayoutWriter::open(&layout.directory, &layout.form)?;
     progress.phase("reading");
     let export = ExportOptions {
         threads: options.threads,
@@ -65,6 +65,7 @@ pub fn convert_trees(
         .collect::<Result<Vec<_>, ConvertError>>()?;
     let image = Image {
         manifest: None,
+        manifest_form: None,
         reference: None,
         platform: config.platform.clone(),
         config: Some(config),
@@ -72,6 +73,6 @@ pub fn convert_trees(
     };
     progress.total(Some(archives.iter().map(|(blob, _)| blob.size).sum()));
     let (blobs, entry, report) = convert_image(&image, "bcow", layout, &writer, options, progress)?;
-    writer.publish(blobs, &entry)?;
+    writer.publish(blobs, &entry, progress)?;
     Ok(report)
 }

@@ -1,55 +1,86 @@
-//! Writes OCI image layouts.
+//! Writes images into OCI image layouts, and into registries.
 //!
 //! An archive is written from unnamed files when all blobs are complete. In a directory, blobs are
 //! unnamed files until the whole image is complete. Then the blobs get their names, and the new
 //! index, written under a lock, is renamed into place last. So after a crash at any time, the
 //! layout has the old image or the new one, and the images of other writers stay. If an image
-//! fails, the writer removes a layout that it created for this image.
+//! fails, the writer removes a layout that it created for this image. A registry gets the blobs
+//! from unnamed files when all are complete, and the manifest last.
 
 use std::collections::BTreeMap;
 use std::fs::{DirEntry, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use bcow_erofs::reader::Timestamp;
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value, json};
 
 use super::{MAX_MANIFEST_BYTES, NAME, OCI_INDEX, OCI_MANIFEST};
-use crate::blob::open_regular;
+use crate::blob::{open_regular, read_error};
 use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
+use crate::options::Progress;
 use crate::output::Output;
+use crate::parallel;
 use crate::platform::Platform;
+use crate::repository::Upload;
 use crate::tar::writer::{Entry, EntryError, Kind, TarWriter};
 
 /// Bytes per read when a blob is copied into an archive.
 const COPY_BYTES: usize = 1 << 20;
+/// Blobs that are sent to a registry at one time.
+const UPLOADS_AT_ONCE: usize = 4;
 /// The content of the file `oci-layout`.
 const LAYOUT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
 
-/// The form of a layout on disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// The form of a layout on disk, or a registry.
+#[derive(Debug, Clone, Default)]
 pub enum LayoutForm {
     /// A directory; its other images stay.
     #[default]
     Directory,
     /// A tar archive of a layout; it replaces an existing file.
     Archive,
+    /// A name in a registry. The directory has the blobs until they are sent, without names.
+    Registry(Arc<dyn Upload>),
 }
+
+/// Two registries are equal if the names are.
+impl PartialEq for LayoutForm {
+    fn eq(&self, other: &Self) -> bool {
+        use LayoutForm::{Archive, Directory, Registry};
+        match (self, other) {
+            (Directory, Directory) | (Archive, Archive) => true,
+            (Registry(one), Registry(other)) => one.name() == other.name(),
+            _ => false,
+        }
+    }
+}
+
+impl Eq for LayoutForm {}
 
 /// Writes into one layout.
 pub(crate) struct LayoutWriter {
     /// The directory, or the archive's file.
     directory: PathBuf,
-    /// The output of an archive; `None` for a directory.
-    archive: Option<Output>,
+    sink: Sink,
     /// The directory for new blobs.
     blobs: PathBuf,
     /// Directories that were created for this image, outermost first. They are removed unless the
     /// image is published.
     created: Vec<PathBuf>,
+}
+
+/// Where complete blobs go.
+enum Sink {
+    /// Into the directory.
+    Directory,
+    Archive(Output),
+    Registry(Arc<dyn Upload>),
 }
 
 /// A complete blob that has no name yet.
@@ -66,12 +97,14 @@ pub(crate) struct ManifestEntry {
     pub artifact_type: Option<&'static str>,
     pub platform: Option<Platform>,
     pub reference: Option<String>,
+    /// The manifest that this one is attached to.
+    pub subject: Option<Digest>,
 }
 
 impl LayoutWriter {
     /// Opens the layout in a directory, creates a layout if the directory is missing or empty, or
     /// starts an archive.
-    pub(crate) fn open(path: &Path, form: LayoutForm) -> Result<LayoutWriter, ConvertError> {
+    pub(crate) fn open(path: &Path, form: &LayoutForm) -> Result<LayoutWriter, ConvertError> {
         match form {
             LayoutForm::Directory => LayoutWriter::in_directory(path),
             LayoutForm::Archive => {
@@ -79,10 +112,16 @@ impl LayoutWriter {
                 Ok(LayoutWriter {
                     directory: path.to_owned(),
                     blobs: output.directory().to_owned(),
-                    archive: Some(output),
+                    sink: Sink::Archive(output),
                     created: Vec::new(),
                 })
             }
+            LayoutForm::Registry(upload) => Ok(LayoutWriter {
+                directory: path.to_owned(),
+                blobs: path.to_owned(),
+                sink: Sink::Registry(Arc::clone(upload)),
+                created: Vec::new(),
+            }),
         }
     }
 
@@ -110,7 +149,7 @@ impl LayoutWriter {
         }
         let mut writer = LayoutWriter {
             directory: directory.to_owned(),
-            archive: None,
+            sink: Sink::Directory,
             blobs: directory.join("blobs/sha256"),
             created: Vec::new(),
         };
@@ -132,7 +171,15 @@ impl LayoutWriter {
 
     /// Whether the layout keeps the blobs of other images.
     pub(crate) fn keeps_other_images(&self) -> bool {
-        self.archive.is_none()
+        matches!(self.sink, Sink::Directory)
+    }
+
+    /// The registry that the image is written to.
+    pub(crate) fn upload(&self) -> Option<&dyn Upload> {
+        match &self.sink {
+            Sink::Registry(upload) => Some(&**upload),
+            _ => None,
+        }
     }
 
     /// The layout's directory, or the archive's file.
@@ -148,6 +195,36 @@ impl LayoutWriter {
     /// Starts a blob; [`LayoutWriter::finish`] completes it.
     pub(crate) fn new_blob(&self) -> Result<Output, ConvertError> {
         Output::unnamed(&self.blobs)
+    }
+
+    /// The same for the blob with this digest: continues what an interrupted copy left. In an
+    /// archive, a blob begins with nothing.
+    pub(crate) fn resumed_blob(&self, digest: &Digest) -> Result<Output, ConvertError> {
+        match self.keeps_other_images() {
+            true => Output::resumed_unnamed(&self.blobs, &digest.hex()),
+            false => self.new_blob(),
+        }
+    }
+
+    /// Whether the layout has the blob already. It is read and hashed, because a blob with the
+    /// right name can have other content.
+    pub(crate) fn has_blob(&self, digest: &Digest, bytes: u64) -> Result<bool, ConvertError> {
+        if !self.keeps_other_images() {
+            return Ok(false);
+        }
+        let path = self.blob_path(digest);
+        let Some(blob) = open_regular(&path)? else {
+            return Ok(false);
+        };
+        let (Some(file), Some(length)) = (blob.file(), blob.length()) else {
+            return Ok(false);
+        };
+        if length != bytes {
+            return Ok(false);
+        }
+        let (found, _) = Digest::of_file(&file, digest.algorithm())
+            .map_err(|error| read_error("read", &path.display().to_string(), error))?;
+        Ok(found == *digest)
     }
 
     /// Computes the digest of a written blob and makes its bytes durable.
@@ -174,14 +251,17 @@ impl LayoutWriter {
         self.finish(output)
     }
 
-    /// Gives the blobs their names, and adds the manifest to the index.
+    /// Gives the blobs their names, and adds the manifest to the index; or sends them.
     pub(crate) fn publish(
         mut self,
         blobs: Vec<NewBlob>,
         entry: &ManifestEntry,
+        progress: &dyn Progress,
     ) -> Result<(), ConvertError> {
-        if let Some(archive) = self.archive.take() {
-            return self.pack(archive, blobs, entry);
+        match std::mem::replace(&mut self.sink, Sink::Directory) {
+            Sink::Archive(archive) => return self.pack(archive, blobs, entry),
+            Sink::Registry(upload) => return send(&*upload, &blobs, entry, progress),
+            Sink::Directory => {}
         }
         for blob in blobs {
             blob.output.name_as(&blob.digest.hex())?;
@@ -274,6 +354,64 @@ impl LayoutWriter {
         manifests.push(entry.descriptor());
         let bytes = serde_json::to_vec(&index).map_err(|error| bad(error.to_string()))?;
         replace(&path, &bytes)
+    }
+}
+
+/// Sends the blobs, several at a time, and the manifest last.
+fn send(
+    upload: &dyn Upload,
+    blobs: &[NewBlob],
+    entry: &ManifestEntry,
+    progress: &dyn Progress,
+) -> Result<(), ConvertError> {
+    let name = PathBuf::from(upload.name());
+    let failed = |source| ConvertError::write("write", &name, source);
+    progress.phase("sending");
+    progress.total(Some(blobs.iter().map(|blob| blob.size).sum()));
+    let sent = |bytes| progress.advance(bytes);
+    let parts: Vec<usize> = (0..blobs.len())
+        .filter(|&index| blobs[index].digest != entry.digest)
+        .collect();
+    parallel::run(&parts, UPLOADS_AT_ONCE, &AtomicBool::new(false), |index| {
+        let blob = &blobs[index];
+        let file = Arc::new(blob.file()?);
+        let open = |offset| -> io::Result<Box<dyn Read>> {
+            Ok(Box::new(FileFrom {
+                file: Arc::clone(&file),
+                at: offset,
+            }))
+        };
+        upload
+            .blob(&blob.digest, blob.size, &open, &sent)
+            .map_err(failed)
+    })?;
+    let manifest = blobs.iter().find(|blob| blob.digest == entry.digest);
+    let mut bytes = vec![0; entry.size as usize];
+    if let Some(manifest) = manifest {
+        let file = manifest.file()?;
+        file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+    }
+    match &entry.subject {
+        None => upload.manifest(&bytes, OCI_MANIFEST, &entry.digest),
+        Some(subject) => {
+            let descriptor = entry.descriptor();
+            upload.attach(&bytes, OCI_MANIFEST, &entry.digest, subject, &descriptor)
+        }
+    }
+    .map_err(failed)
+}
+
+/// The bytes of a file from an offset on. Clones of the file share no position.
+struct FileFrom {
+    file: Arc<File>,
+    at: u64,
+}
+
+impl Read for FileFrom {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read_at(buf, self.at)?;
+        self.at += read as u64;
+        Ok(read)
     }
 }
 

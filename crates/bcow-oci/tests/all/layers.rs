@@ -1,5 +1,7 @@
 //! Layers hide, replace and link to content of lower layers.
 
+use rustix::process::{Resource, Rlimit};
+
 use crate::support::{Layout, convert_layers, convert_with, message, options};
 use crate::tarmaker::{Header, Tar};
 
@@ -208,6 +210,13 @@ fn the_bytes_do_not_depend_on_threads() {
 
 #[test]
 fn a_thousand_layers_need_no_recursion() {
+    // A stack needs one descriptor per layer, and a login may set a limit of 1,024.
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    rustix::process::setrlimit(Resource::Nofile, raised).unwrap();
     let layers: Vec<_> = (0..1000)
         .map(|i| {
             Tar::new()

@@ -1,8 +1,10 @@
 //! Remote files over HTTP: what arrives is what the hash tree covers, or an error, in bounded time
 //! and memory, with any behaviour of the server.
 
+mod cache;
 mod registry;
 mod server;
+mod upload;
 
 use std::collections::HashMap;
 use std::io;

@@ -14,7 +14,7 @@ const PASSWORD: &str = "geheim";
 const BASIC: &str = "Basic YWxpY2U6Z2VoZWlt";
 const DIGEST: &str = "sha256:0000000000000000000000000000000000000000000000000000000000000000";
 
-struct Alice;
+pub struct Alice;
 
 impl Keychain for Alice {
     fn credentials(&self, _: &str) -> Result<Option<Credentials>, String> {
@@ -25,7 +25,7 @@ impl Keychain for Alice {
     }
 }
 
-struct Stranger;
+pub struct Stranger;
 
 impl Keychain for Stranger {
     fn credentials(&self, _: &str) -> Result<Option<Credentials>, String> {
@@ -41,7 +41,7 @@ fn registry(server: &Server, keychain: Arc<dyn Keychain>, end: &str) -> Registry
     Registry::new(&remote, reference, keychain)
 }
 
-fn unauthorized(challenge: String) -> Reply {
+pub fn unauthorized(challenge: String) -> Reply {
     Reply::Answer(401, vec![("www-authenticate", challenge)], Vec::new())
 }
 
@@ -246,4 +246,51 @@ fn blob_without_a_root_hash_is_compared_with_its_digest() {
     let remote = registry.blob(digest, None).expect("its own digest");
     assert_eq!(remote.root(), root);
     assert_eq!(remote.len().expect("a length"), file.len() as u64);
+}
+
+#[test]
+fn whole_blob_is_continued_where_the_connection_broke() {
+    let bytes: Arc<Vec<u8>> = Arc::new((0..500_000_u32).map(|n| (n / 7) as u8).collect());
+    let sent = Arc::clone(&bytes);
+    let server = Server::start(move |asked| {
+        let whole = crate::server::ranged(asked, &sent, "\"one\"");
+        match asked.number {
+            0..3 => Reply::Raw(whole[..100_000].to_vec()),
+            _ => Reply::File(sent.clone()),
+        }
+    });
+    let registry = registry(&server, Arc::new(Stranger), ":1");
+    let mut download = registry
+        .download(DIGEST, bytes.len() as u64)
+        .expect("an address");
+    let mut found = Vec::new();
+    std::io::Read::read_to_end(&mut download, &mut found).expect("all bytes");
+    assert!(found == **bytes);
+    let ranges: Vec<_> = server.asked().iter().map(|asked| asked.range).collect();
+    assert_eq!(ranges[0], None);
+    assert!(
+        ranges[1..]
+            .iter()
+            .all(|range| range.is_some_and(|(first, _)| first > 90_000))
+    );
+}
+
+#[test]
+fn time_of_a_slow_reader_is_not_that_of_the_server() {
+    let bytes = Arc::new(vec![7; 300_000]);
+    let sent = Arc::clone(&bytes);
+    let server = Server::start(move |_| Reply::File(sent.clone()));
+    let registry = registry(&server, Arc::new(Stranger), ":1");
+    let mut download = registry
+        .download(DIGEST, bytes.len() as u64)
+        .expect("an address");
+    let mut buf = [0; 100_000];
+    for _ in 0..3 {
+        std::io::Read::read_exact(&mut download, &mut buf).expect("bytes");
+        std::thread::sleep(crate::TIMEOUT);
+    }
+    assert_eq!(
+        std::io::Read::read(&mut download, &mut buf).expect("the end"),
+        0
+    );
 }

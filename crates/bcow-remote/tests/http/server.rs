@@ -11,10 +11,12 @@ use std::time::Duration;
 pub struct Asked {
     /// Counts the requests from 0.
     pub number: usize,
+    pub method: String,
     pub path: String,
     /// First and last byte.
     pub range: Option<(usize, usize)>,
     pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
 }
 
 impl Asked {
@@ -43,6 +45,8 @@ pub enum Reply {
 }
 
 type Answers = dyn Fn(&Asked) -> Reply + Send + Sync;
+/// The number of bytes of a request's body that the server reads before it closes the connection.
+type Cut = dyn Fn(&Asked) -> Option<usize> + Send + Sync;
 
 pub struct Server {
     pub address: String,
@@ -55,11 +59,21 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Server {
     pub fn start(answers: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Server {
+        Server::cutting(|_| None, answers)
+    }
+
+    /// A server that breaks connections. A request that was cut is answered too, but the answer is
+    /// not sent.
+    pub fn cutting(
+        cut: impl Fn(&Asked) -> Option<usize> + Send + Sync + 'static,
+        answers: impl Fn(&Asked) -> Reply + Send + Sync + 'static,
+    ) -> Server {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address").to_string();
         let asked = Arc::<Mutex<Vec<Asked>>>::default();
         let stop = Arc::<AtomicBool>::default();
         let answers: Arc<Answers> = Arc::new(answers);
+        let cut: Arc<Cut> = Arc::new(cut);
         let shared = (Arc::clone(&asked), Arc::clone(&stop));
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -72,7 +86,8 @@ impl Server {
                     Arc::clone(&shared.1),
                 );
                 let Ok(stream) = stream else { break };
-                std::thread::spawn(move || serve(stream, &*answers, &asked, &stop));
+                let cut = Arc::clone(&cut);
+                std::thread::spawn(move || serve(stream, &*cut, &*answers, &asked, &stop));
             }
         });
         Server {
@@ -102,6 +117,7 @@ impl Drop for Server {
 
 fn serve(
     stream: TcpStream,
+    cut: &Cut,
     answers: &Answers,
     asked: &Mutex<Vec<Asked>>,
     stop: &AtomicBool,
@@ -112,6 +128,12 @@ fn serve(
     let mut stream = stream;
     while !stop.load(Ordering::SeqCst) {
         let mut request = read_request(&mut reader)?;
+        request.number = asked.lock().ok()?.len();
+        let cut = cut(&request);
+        let length = request.header("content-length");
+        let length: usize = length.and_then(|text| text.parse().ok()).unwrap_or(0);
+        request.body = vec![0; cut.unwrap_or(length).min(length)];
+        reader.read_exact(&mut request.body).ok()?;
         {
             let mut all = asked.lock().ok()?;
             request.number = all.len();
@@ -120,7 +142,11 @@ fn serve(
         if stop.load(Ordering::SeqCst) {
             return None;
         }
-        match answers(&request) {
+        let reply = answers(&request);
+        if cut.is_some() {
+            return None;
+        }
+        match reply {
             Reply::File(bytes) => stream
                 .write_all(&ranged(&request, &bytes, "\"one\""))
                 .ok()?,
@@ -129,7 +155,11 @@ fn serve(
             }
             Reply::Whole(bytes) => stream.write_all(&answer(200, &[], &bytes)).ok()?,
             Reply::Answer(status, headers, body) => {
-                stream.write_all(&answer(status, &headers, &body)).ok()?;
+                let mut bytes = answer(status, &headers, &body);
+                if request.method == "HEAD" {
+                    bytes.truncate(bytes.len() - body.len());
+                }
+                stream.write_all(&bytes).ok()?;
             }
             Reply::Raw(bytes) => {
                 stream.write_all(&bytes).ok()?;
@@ -158,7 +188,9 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Asked> {
     if reader.read_line(&mut line).ok()? == 0 {
         return None;
     }
-    let path = line.split(' ').nth(1)?.to_owned();
+    let mut words = line.split(' ');
+    let method = words.next()?.to_owned();
+    let path = words.next()?.to_owned();
     let mut headers = Vec::new();
     loop {
         let mut line = String::new();
@@ -177,9 +209,11 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Asked> {
         });
     Some(Asked {
         number: 0,
+        method,
         path,
         range,
         headers,
+        body: Vec::new(),
     })
 }
 

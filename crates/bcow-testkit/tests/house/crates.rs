@@ -14,7 +14,16 @@ const MAY_USE: [(&str, &[&str]); 14] = [
         &["bcow-erofs", "bcow-ext4", "bcow", "bcow-format"],
     ),
     ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
-    ("bcow-union", &["bcow-erofs", "bcow", "bcow-format"]),
+    (
+        "bcow-union",
+        &[
+            "bcow-view",
+            "bcow-erofs",
+            "bcow-ext4",
+            "bcow",
+            "bcow-format",
+        ],
+    ),
     ("bcow-mount", &[]),
     (
         "bcow-fuse",
@@ -42,6 +51,7 @@ const MAY_USE: [(&str, &[&str]); 14] = [
             "bcow-remote",
             "bcow-view",
             "bcow-erofs",
+            "bcow-ext4",
             "bcow",
             "bcow-format",
         ],

@@ -199,7 +199,13 @@ impl UnionFs {
                         .settle()
                         .map_err(|error| self.content_failed(&node, error))?;
                 }
+                let mut written_back = node.lock_written_back();
                 self.set_times(&node, changes.atime, changes.mtime)?;
+                match changes.mtime {
+                    Some(SetTime::At(time)) => *written_back = Some(time),
+                    Some(SetTime::Now) => *written_back = None,
+                    None => {}
+                }
             }
         }
         self.attributes_of(&node)

@@ -123,6 +123,21 @@ impl UnionFs {
         Ok(written as u32)
     }
 
+    /// Writes a page of a kernel that collects writes in its page cache (`writeback`), as
+    /// [`write`](Self::write) with [`Privileges::KeepAll`].
+    ///
+    /// Such a kernel keeps the time of modification itself, and sends it with the pages of the file
+    /// in any order. So a write must not change a time that the kernel has sent.
+    pub fn write_back(&self, id: NodeId, offset: u64, data: &[u8]) -> Result<u32, Errno> {
+        let written = self.write(id, offset, data, Privileges::KeepAll)?;
+        let node = self.regular(id)?;
+        let time = node.lock_written_back();
+        if let Some(time) = *time {
+            self.set_times(&node, None, at(time))?;
+        }
+        Ok(written)
+    }
+
     /// Changes the size. Bytes beyond the new size are discarded: they read as zeros if the file
     /// grows again.
     pub(super) fn set_size(&self, node: &Arc<Node>, size: u64) -> Result<(), Errno> {

@@ -135,7 +135,7 @@ impl UnionFs {
                 source: errno,
             }
         };
-        sync::refuse_after_volatile(&instance, options.sync)?;
+        instance.refuse_after_volatile(options.sync)?;
         let max_descriptors = background::max_descriptors();
         let account = Arc::new(Account::with_limits(options.limits()));
         if account.is_limited() {

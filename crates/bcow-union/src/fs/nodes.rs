@@ -9,6 +9,8 @@
 //! 1. `names` (directories): held while names of the directory change in the upper. A rename holds
 //!    two, and acquires that with the lower node id first. The lock of a directory that is removed
 //!    is only tried, without waiting.
+//!    `written_back` (regular files): held to set the time of modification, and to set it again
+//!    after the kernel wrote back a page. No thread holds both.
 //! 2. `state`: the source of the node's attributes and content. Held shared during I/O, and
 //!    exclusively to copy up, to open and to promote. A thread holds it for one node at a time, and
 //!    may also hold that of one directory above, shared, to read its descriptor.
@@ -29,6 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use bcow_erofs::reader::{FileType, Nid};
+use bcow_erofs::tree::Timestamp;
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::io::Errno;
 
@@ -61,6 +64,11 @@ pub(super) struct Node {
     names: Mutex<()>,
     state: RwLock<State>,
     times: Mutex<()>,
+    /// The time of modification that the kernel set last. Only a kernel that collects writes in its
+    /// page cache (`writeback`) sends it with each change; see [`Union::write_back`].
+    ///
+    /// [`Union::write_back`]: super::Union::write_back
+    written_back: Mutex<Option<Timestamp>>,
     /// Changes of this directory's names in the upper.
     pub(super) names_changed: Pending,
     name_sync: Mutex<()>,
@@ -218,6 +226,7 @@ impl Node {
             names: Mutex::new(()),
             state: RwLock::default(),
             times: Mutex::default(),
+            written_back: Mutex::default(),
             names_changed: Pending::default(),
             name_sync: Mutex::default(),
             name_is_new: AtomicBool::new(false),
@@ -297,6 +306,10 @@ impl Node {
 
     pub(super) fn lock_times(&self) -> MutexGuard<'_, ()> {
         self.times.lock()
+    }
+
+    pub(super) fn lock_written_back(&self) -> MutexGuard<'_, Option<Timestamp>> {
+        self.written_back.lock()
     }
 
     pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {

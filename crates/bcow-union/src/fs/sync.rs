@@ -5,26 +5,18 @@
 //! (A program that wrote to an existing file of the image does not know that the copy-up made a new
 //! directory entry.)
 
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 
+use super::UnionFs;
 use super::nodes::{Content, Node, Place};
 use super::types::SyncScope;
-use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
 use crate::sketch::Durability;
-use crate::upper::beneath::open_regular;
-use crate::upper::{Instance, META, Metacopy, UpperError};
-
-/// Note beside the tree while a volatile mount uses the upper, which it never syncs. Its content is
-/// the boot id of that use.
-const VOLATILE: &str = "volatile";
+use crate::upper::Metacopy;
 
 impl UnionFs {
     /// Makes a file or directory durable, as fsync or fdatasync: all completed writes are on the
@@ -254,77 +246,9 @@ impl UnionFs {
         self.upper.remove_spare_whiteouts();
         if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {
             // A clean unmount: the host's kernel has all data, and writes it to the disk later.
-            let _ = remove_volatile(&self.upper);
+            let _ = self.upper.forget_volatile();
         }
         *closed = Some(synced);
         synced
     }
-}
-
-/// Refuses an upper whose volatile use did not end cleanly before a reboot. Writes or removes the
-/// note for this use.
-pub(super) fn refuse_after_volatile(
-    upper: &Instance,
-    policy: SyncPolicy,
-) -> Result<(), UpperError> {
-    let failed = |action| {
-        move |source: Errno| UpperError::Io {
-            path: upper.path().to_owned(),
-            action,
-            source,
-        }
-    };
-    let boot = boot_id();
-    let meta = host::open_directory(upper.root(), META.as_bytes()).map_err(failed("open it"))?;
-    let was_volatile = match open_regular(meta.as_fd(), VOLATILE, OFlags::RDONLY) {
-        Ok(fd) => {
-            let mut text = Vec::new();
-            std::io::Read::read_to_end(&mut std::io::Read::take(File::from(fd), 256), &mut text)
-                .map_err(|error| failed("read a note in it")(super::content::errno_of(&error)))?;
-            // Within the same boot only the daemon died: the host's kernel still has all data.
-            if text != boot.as_bytes() {
-                return Err(UpperError::Volatile {
-                    path: upper.path().to_owned(),
-                });
-            }
-            true
-        }
-        Err(Errno::NOENT) => false,
-        Err(errno) => return Err(failed("look for a note in it")(errno)),
-    };
-    match policy {
-        SyncPolicy::Volatile => {
-            let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
-            let note = open_regular(meta.as_fd(), VOLATILE, flags)
-                .map_err(failed("leave a note in it"))?;
-            let note = File::from(note);
-            std::io::Write::write_all(&mut &note, boot.as_bytes())
-                .map_err(|error| failed("leave a note in it")(super::content::errno_of(&error)))?;
-            rustix::fs::fsync(&note)
-                .and_then(|()| rustix::fs::fsync(&meta))
-                .map_err(failed("leave a note in it"))
-        }
-        SyncPolicy::Strict | SyncPolicy::Batch(_) if !was_volatile => Ok(()),
-        SyncPolicy::Strict | SyncPolicy::Batch(_) => {
-            // Data of the earlier volatile use becomes durable only by this sync.
-            rustix::fs::syncfs(upper.root()).map_err(failed("synchronise it"))?;
-            remove_volatile(upper)
-                .map(drop)
-                .map_err(failed("remove a note from it"))
-        }
-    }
-}
-
-fn remove_volatile(upper: &Instance) -> Result<bool, Errno> {
-    let meta = host::open_directory(upper.root(), META.as_bytes())?;
-    match rustix::fs::unlinkat(meta.as_fd(), VOLATILE, AtFlags::empty()) {
-        Ok(()) => Ok(true),
-        Err(Errno::NOENT) => Ok(false),
-        Err(errno) => Err(errno),
-    }
-}
-
-/// The kernel's id of the current boot.
-fn boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }

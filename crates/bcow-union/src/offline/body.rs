@@ -1,8 +1,11 @@
-//! The content of a file of the union, composed of pieces of the host's file and of the image's
-//! file.
+//! The content of a file of the union, composed of pieces of the file above the image (on the host,
+//! or on a disk) and of the image's file.
+
+use std::sync::Arc;
 
 use bcow_erofs::reader::{ExtentSource, Filesystem, Inode};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content};
+use bcow_ext4::Extents;
 
 use super::addresses::{LOWER_FROM, Segments};
 use super::error::Problem;
@@ -15,8 +18,8 @@ const MAX_CHUNKS: u64 = 4 << 20;
 /// The source of a piece of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
-    /// The host file, at the same offset.
-    Host,
+    /// The file above the image, at the same offset.
+    Own,
     /// The lower file, at the same offset.
     Lower,
     /// Zeros.
@@ -41,14 +44,29 @@ pub(super) enum Holder {
     Packed,
 }
 
+/// The file above the image.
+#[derive(Debug, Clone)]
+pub(super) enum Own {
+    /// A file of the upper.
+    Host {
+        /// The path below the upper.
+        path: Vec<u8>,
+        /// Inode number.
+        inode: u64,
+        /// How the file stores the bytes.
+        holder: Holder,
+    },
+    /// These blocks of the disk.
+    Disk(Arc<Extents>),
+}
+
 /// A regular file.
 #[derive(Debug, Clone)]
 pub(super) struct Body {
     /// Size in bytes.
     pub(super) size: u64,
-    /// The path of the host's file below the upper, and its inode number; `None` if all content is
-    /// the image's.
-    pub(super) host: Option<(Vec<u8>, u64, Holder)>,
+    /// The file with the pieces that are not the image's; `None` if all content is the image's.
+    pub(super) own: Option<Own>,
     /// The lower file, if there is one.
     pub(super) lower: Option<Inode>,
     /// The pieces, up to `size`.
@@ -60,7 +78,7 @@ impl Body {
     pub(super) fn of_lower(inode: Inode) -> Body {
         Body {
             size: inode.size,
-            host: None,
+            own: None,
             lower: Some(inode),
             pieces: vec![Piece {
                 end: inode.size,
@@ -109,7 +127,7 @@ impl Body {
             match piece.source {
                 _ if start >= end => {}
                 Source::Hole => {}
-                Source::Host => chunks.own(start, end)?,
+                Source::Own => chunks.own(start, end)?,
                 Source::Lower => {
                     if let Some(inode) = &self.lower {
                         lower_piece(inode, start, end, lower, &mut chunks)?;

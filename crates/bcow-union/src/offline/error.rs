@@ -1,6 +1,8 @@
 //! Why an upper cannot be read.
 
 use bcow_erofs::reader::ErofsError;
+use bcow_ext4::ReadError;
+use bcow_view::{CompareError, ViewError};
 use rustix::io::Errno;
 
 use crate::upper::{META, MarkError, ReadMarksError};
@@ -44,6 +46,21 @@ pub enum Problem {
     /// A sketch's map is missing or damaged.
     #[error("{0}")]
     Sketch(String),
+    /// The ext4 of the disk cannot be read.
+    #[error(transparent)]
+    Disk(ReadError),
+    /// The view of the image cannot be read.
+    #[error("the view of the image: {0}")]
+    View(#[source] ReadError),
+    /// The inodes of the image cannot be numbered.
+    #[error("the view of the image: {0}")]
+    Numbers(#[from] ViewError),
+    /// The disk cannot be compared with the view.
+    #[error(transparent)]
+    Compare(#[from] CompareError),
+    /// A directory of the disk has two names.
+    #[error("the ext4 is damaged: directory {0} has two names")]
+    DirectoryTwice(u32),
     /// The files in total are larger than an image can address.
     #[error("the files of the upper are larger than an image can address (7 TiB)")]
     TooLarge,
@@ -74,6 +91,21 @@ impl From<ReadMarksError> for Problem {
             ReadMarksError::Mark(error) => Problem::Mark(error),
         }
     }
+}
+
+/// Adds the path to a problem.
+pub(super) fn at(path: &[u8]) -> impl Fn(Problem) -> ChangesError + use<> {
+    let path = path.to_vec();
+    move |problem| ChangesError {
+        path: path.clone(),
+        problem,
+    }
+}
+
+/// Adds the path to an error of the image.
+pub(super) fn below(path: &[u8]) -> impl Fn(ErofsError) -> ChangesError + use<> {
+    let at = at(path);
+    move |error| at(error.into())
 }
 
 fn show(path: &[u8]) -> String {

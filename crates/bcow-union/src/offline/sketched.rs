@@ -11,7 +11,7 @@ use bcow_erofs::reader::Inode;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::body::{Body, Holder, Piece, Source};
+use super::body::{Body, Holder, Own, Piece, Source};
 use super::error::Problem;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::sketch::Damage;
@@ -51,7 +51,11 @@ pub(super) fn body(
     };
     Ok(Body {
         size,
-        host: Some((host.path.to_vec(), host.inode, holder)),
+        own: Some(Own::Host {
+            path: host.path.to_vec(),
+            inode: host.inode,
+            holder,
+        }),
         lower: Some(lower),
         pieces,
     })
@@ -162,7 +166,7 @@ fn packed(mark: &SketchMark, file: OwnedFd) -> Result<Vec<Piece>, Problem> {
             _ if extent.offset >= end => break,
             Mapping::Hole | Mapping::Backing { .. } => pieces.not_stored(extent.offset, end),
             Mapping::Zero => pieces.push(end, Source::Hole),
-            _ => pieces.push(end, Source::Host),
+            _ => pieces.push(end, Source::Own),
         }
     }
     pieces.not_stored(image.size().min(size), size);
@@ -236,7 +240,7 @@ pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<()
     let mut buffer = vec![0; PIECE_BYTES];
     let mut at = 0;
     for run in data_runs(&file, size)? {
-        while at < run.end && run.source == Source::Host {
+        while at < run.end && run.source == Source::Own {
             let wanted = buffer.len().min((run.end - at) as usize);
             match rustix::io::pread(&file, &mut buffer[..wanted], at) {
                 // The file ends before its size.
@@ -279,7 +283,7 @@ pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> 
         };
         runs.push(Piece {
             end: hole,
-            source: Source::Host,
+            source: Source::Own,
         });
         at = hole;
     }

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -13,35 +13,53 @@ use bcow::{BlockDevice, Error, Image};
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::{TailSource, Tree};
 use bcow_erofs::writer::{EmitError, MAX_INLINE, Plan, WriteError, WriteOptions};
+use bcow_ext4::Extents;
+use bcow_view::Compared;
 use parking_lot::Mutex;
 
 use super::addresses::{LOWER_FROM, OWN_FROM, Segments};
-use super::body::{Body, Holder, Source};
+use super::body::{Body, Holder, Own, Source};
 use super::sketched::open_packed;
 use crate::blocks::BLOCK_BYTES;
+use crate::upper::DiskReader;
 use crate::upper::beneath::open_regular_beneath;
 
 /// The addresses of the superblock and of the metadata.
 const SUPERBLOCK_AT: u64 = 1024;
 const METADATA_AT: u64 = BLOCK_BYTES;
-/// The number of host files that stay open.
+/// The number of files that stay open.
 const OPEN_FILES: usize = 16;
 
 /// The content of a union.
 pub struct Store {
     pub(super) lower: Arc<Filesystem>,
     pub(super) device: Arc<dyn BlockDevice>,
-    /// The upper's root.
-    pub(super) root: OwnedFd,
-    /// The shared lock. It keeps writers away until this is dropped, because content is read until
-    /// then.
-    pub(super) _lock: Option<Arc<File>>,
+    pub(super) place: Place,
     pub(super) bodies: Vec<Body>,
     pub(super) segments: Segments,
     pub(super) open: Mutex<Vec<(u32, Arc<dyn BytesAt>)>>,
 }
 
-/// The content of a host file.
+/// Where the content is that is not the image's.
+pub(super) enum Place {
+    /// In files of an upper.
+    Upper {
+        /// The upper's root.
+        root: OwnedFd,
+        /// The shared lock. It keeps writers away until this is dropped, because content is read
+        /// until then.
+        _lock: Option<Arc<File>>,
+    },
+    /// In blocks of a disk.
+    Disk {
+        /// The file system of the disk.
+        compared: Arc<Compared>,
+        /// As that of an upper.
+        _lock: Option<Arc<DiskReader>>,
+    },
+}
+
+/// The content of a file above the image.
 pub(super) trait BytesAt: Send + Sync {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error>;
 }
@@ -62,6 +80,22 @@ struct PackedFile(Arc<Image>);
 impl BytesAt for PackedFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         self.0.read_at(offset, buf)
+    }
+}
+
+struct DiskFile {
+    disk: Arc<Compared>,
+    extents: Arc<Extents>,
+}
+
+impl BytesAt for DiskFile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let read = self.disk.disk().read(&self.extents, offset, buf);
+        read.map_err(|error| Error::Io {
+            action: "read a file of the disk",
+            offset,
+            source: io::Error::other(error),
+        })
     }
 }
 
@@ -102,7 +136,7 @@ impl Store {
         })
     }
 
-    /// Reads content of the upper.
+    /// Reads content that is not the image's.
     fn read_own(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         let mut done = 0;
         while done < buf.len() {
@@ -135,7 +169,7 @@ impl Store {
             let n = (buf.len() - done).min((piece.end - at).min(1 << 30) as usize);
             let part = &mut buf[done..done + n];
             match (piece.source, &body.lower) {
-                (Source::Host, _) => self.host(index)?.read_at(at, part)?,
+                (Source::Own, _) => self.own(index)?.read_at(at, part)?,
                 (Source::Lower, Some(inode)) => {
                     let read = self.lower.read(inode, at, part).map_err(lower_error)?;
                     part[read..].fill(0);
@@ -147,8 +181,8 @@ impl Store {
         Ok(())
     }
 
-    /// The host file of a body. The last [`OPEN_FILES`] files stay open.
-    fn host(&self, index: u32) -> Result<Arc<dyn BytesAt>, Error> {
+    /// The file above the image of a body. The last [`OPEN_FILES`] files stay open.
+    fn own(&self, index: u32) -> Result<Arc<dyn BytesAt>, Error> {
         let mut open = self.open.lock();
         if let Some(at) = open.iter().position(|(known, _)| *known == index) {
             let entry = open.remove(at);
@@ -156,21 +190,21 @@ impl Store {
             open.push(entry);
             return Ok(file);
         }
-        let host = &self.bodies[index as usize].host;
-        let Some((path, inode, holder)) = host else {
-            return Err(io_error(0, io::ErrorKind::NotFound.into()));
-        };
-        let file = open_regular_beneath(self.root.as_fd(), path)
-            .map_err(|errno| io_error(0, errno.into()))?;
-        let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
-        if stat.st_ino != *inode {
-            let changed = io::Error::other("the file was replaced");
-            return Err(io_error(0, changed));
-        }
-        let file = File::from(file);
-        let file: Arc<dyn BytesAt> = match holder {
-            Holder::Plain => Arc::new(PlainFile(file)),
-            Holder::Packed => Arc::new(PackedFile(open_packed(file)?)),
+        let own = &self.bodies[index as usize].own;
+        let file: Arc<dyn BytesAt> = match (own, &self.place) {
+            (
+                Some(Own::Host {
+                    path,
+                    inode,
+                    holder,
+                }),
+                Place::Upper { root, .. },
+            ) => open_host(root.as_fd(), path, *inode, *holder)?,
+            (Some(Own::Disk(extents)), Place::Disk { compared, .. }) => Arc::new(DiskFile {
+                disk: compared.clone(),
+                extents: extents.clone(),
+            }),
+            _ => return Err(io_error(0, io::ErrorKind::NotFound.into())),
         };
         if open.len() == OPEN_FILES {
             open.remove(0);
@@ -178,6 +212,25 @@ impl Store {
         open.push((index, file.clone()));
         Ok(file)
     }
+}
+
+fn open_host(
+    root: BorrowedFd<'_>,
+    path: &[u8],
+    inode: u64,
+    holder: Holder,
+) -> Result<Arc<dyn BytesAt>, Error> {
+    let file = open_regular_beneath(root, path).map_err(|errno| io_error(0, errno.into()))?;
+    let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
+    if stat.st_ino != inode {
+        let changed = io::Error::other("the file was replaced");
+        return Err(io_error(0, changed));
+    }
+    let file = File::from(file);
+    Ok(match holder {
+        Holder::Plain => Arc::new(PlainFile(file)),
+        Holder::Packed => Arc::new(PackedFile(open_packed(file)?)),
+    })
 }
 
 fn lower_error(error: ErofsError) -> Error {

@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use bcow::NewFileError;
 use bcow::lock::LockError;
 use rustix::io::Errno;
 
-use super::{Namespace, Ownership};
+use super::{Door, Namespace, Ownership};
 
 /// Why an upper cannot be used. The messages name the directory.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +73,41 @@ pub enum UpperError {
         belongs: Box<([u8; 32], String)>,
         /// The identity and the name of the image of this operation.
         image: Box<([u8; 32], String)>,
+    },
+    /// The upper belongs to the other door.
+    #[error("{}: the upper belongs to the {} door", path.display(), door_name(*.door))]
+    OtherDoor {
+        /// The upper.
+        path: PathBuf,
+        /// The door that it belongs to.
+        door: Door,
+    },
+    /// The directory has files in it that an upper of the kernel door would not show.
+    #[error("{}: not empty, so no upper of the kernel door can begin there", path.display())]
+    NotEmpty {
+        /// The upper.
+        path: PathBuf,
+    },
+    /// Another user could have written the disk, whose file system the kernel trusts.
+    #[error("{}: another user can write it, and the kernel trusts its file system", path.display())]
+    Foreign {
+        /// The file or directory.
+        path: PathBuf,
+    },
+    /// A mount did not begin the upper completely.
+    #[error("{}: a mount at the kernel door began it, but did not complete it", path.display())]
+    Incomplete {
+        /// The upper.
+        path: PathBuf,
+    },
+    /// The disk of the upper cannot be made.
+    #[error("{}: cannot make the disk", path.display())]
+    MakeDisk {
+        /// The disk.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: NewFileError,
     },
     /// The upper has a schema that this version does not know.
     #[error("{}: unknown schema {schema:?}", path.display())]
@@ -219,6 +255,13 @@ fn hex_start(identity: [u8; 32]) -> String {
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect()
+}
+
+fn door_name(door: Door) -> &'static str {
+    match door {
+        Door::Fuse => "FUSE",
+        Door::Kernel => "kernel",
+    }
 }
 
 fn namespace_name(namespace: Namespace) -> &'static str {

@@ -9,15 +9,19 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::lock::open_lock;
+use super::directory::{
+    lock, meta_failed, open_or_create, open_or_create_root, open_root, remove_acl, remove_acls,
+    same_device,
+};
 use super::overlap::refuse_overlap;
 use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
-    ACCESS_ACL, Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA,
-    UpperError,
+    Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA, UpperError, record,
+    volatile,
 };
+use crate::options::SyncPolicy;
 
 /// The image of an upper.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +49,7 @@ pub enum Provenance {
 pub struct Instance {
     path: PathBuf,
     root: OwnedFd,
+    meta: OwnedFd,
     maps: OwnedFd,
     index: OwnedFd,
     work: OwnedFd,
@@ -75,19 +80,15 @@ impl Instance {
     /// other processes that find the upper locked show it.
     pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Instance, UpperError> {
         refuse_overlap(path)?;
-        let (root, is_created) = match open_root(path) {
-            Err(UpperError::Missing { .. }) => {
-                create_root(path)?;
-                (open_root(path)?, true)
-            }
-            other => (other?, false),
-        };
+        let (root, is_created) = open_or_create_root(path)?;
         // An empty [`META`] directory can be left by an interrupted first open.
         let is_empty = work::list(root.as_fd())
             .map_err(|errno| UpperError::io(path, "list it", errno))?
             .iter()
             .all(|name| name == META.as_bytes());
         let meta = open_or_create(root.as_fd(), path, META)?;
+        // An upper of the other door stays as it is.
+        Record::read(meta.as_fd(), path)?;
         let lock = lock(meta.as_fd(), path, note)?;
         let opening = Opening::open(path, root, meta, lock)?;
         let record = Record::read(opening.meta.as_fd(), path)?;
@@ -117,7 +118,7 @@ impl Instance {
                 };
                 let record = Record {
                     schema: SCHEMA.into(),
-                    image: hex(&image.identity),
+                    image: record::hex(&image.identity),
                     image_name: image.name.into(),
                     namespace,
                     ownership: found.ownership,
@@ -154,6 +155,8 @@ impl Instance {
             Err(Errno::NOENT) => return Err(missing()),
             other => other.map_err(|errno| meta_failed(path, META, errno))?,
         };
+        // An upper of the other door stays as it is.
+        Record::read(meta.as_fd(), path)?;
         let lock = lock(meta.as_fd(), path, note)?;
         let opening = Opening::open(path, root, meta, lock)?;
         let record = Record::read(opening.meta.as_fd(), path)?.ok_or_else(missing)?;
@@ -345,6 +348,17 @@ impl Instance {
         Ok(name)
     }
 
+    /// Refuses an upper whose last use was volatile and did not end before a reboot. Leaves a note
+    /// if this use is volatile.
+    pub(crate) fn refuse_after_volatile(&self, policy: SyncPolicy) -> Result<(), UpperError> {
+        volatile::refuse_after_volatile(&self.path, self.root(), self.meta.as_fd(), policy)
+    }
+
+    /// Removes the note of a volatile use, which has ended.
+    pub(crate) fn forget_volatile(&self) -> Result<(), Errno> {
+        volatile::forget(self.meta.as_fd())
+    }
+
     /// Removes the kept whiteouts from the work directory.
     pub(crate) fn remove_spare_whiteouts(&self) {
         let mut kept = self.whiteouts.lock();
@@ -467,6 +481,7 @@ impl Opening {
         Ok(Instance {
             path: self.path,
             root: self.root,
+            meta: self.meta,
             maps: self.maps,
             index: self.index,
             work: self.work,
@@ -480,124 +495,9 @@ impl Opening {
     }
 }
 
-/// Opens the upper's root. Its path may be a symbolic link, because the user chose it.
-pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-        Errno::NOENT => UpperError::Missing {
-            path: path.to_owned(),
-        },
-        Errno::NOTDIR => UpperError::NotADirectory {
-            path: path.to_owned(),
-        },
-        errno => UpperError::io(path, "open it", errno),
-    })
-}
-
-fn create_root(path: &Path) -> Result<(), UpperError> {
-    match rustix::fs::mkdir(path, Mode::from_raw_mode(0o700)) {
-        Ok(()) | Err(Errno::EXIST) => Ok(()),
-        Err(Errno::NOENT) => Err(UpperError::NoParent {
-            path: path.to_owned(),
-        }),
-        Err(errno) => Err(UpperError::io(path, "create it", errno)),
-    }
-}
-
-/// Opens the internal directory `name` in `dir`. Creates it if it is missing.
-fn open_or_create(dir: BorrowedFd<'_>, upper: &Path, name: &str) -> Result<OwnedFd, UpperError> {
-    let path = match name {
-        META => upper.to_owned(),
-        _ => upper.join(META),
-    };
-    match rustix::fs::mkdirat(dir, name, Mode::from_raw_mode(0o700)) {
-        Ok(()) | Err(Errno::EXIST) => {}
-        Err(errno) => return Err(UpperError::io(upper, "create its directory .bcow", errno)),
-    }
-    work::open_directory(dir, name.as_bytes()).map_err(|errno| meta_failed(&path, name, errno))
-}
-
-/// The error for an internal directory that cannot be opened.
-pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError {
-    let path = parent.join(name);
-    match errno {
-        Errno::NOTDIR | Errno::LOOP => UpperError::NotADirectory { path },
-        errno => UpperError::io(&path, "open it", errno),
-    }
-}
-
-/// Removes the ACLs that an internal directory inherited from its parent. Otherwise new files in it
-/// would inherit them and carry them into the container's tree. Overlayfs does the same with its
-/// work directory.
-fn remove_acls(dir: BorrowedFd<'_>, upper: &Path) -> Result<(), UpperError> {
-    let removed = remove_acl(dir, DEFAULT_ACL).and_then(|()| {
-        if Attribute::Open(dir).get(ACCESS_ACL)?.is_some() {
-            // Without the ACL, the group bits of the mode, which were the ACL's mask, would grant
-            // access to the group.
-            rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
-            remove_acl(dir, ACCESS_ACL)?;
-        }
-        Ok(())
-    });
-    removed.map_err(|errno| {
-        UpperError::io(
-            upper,
-            "remove inherited ACLs from its directory .bcow",
-            errno,
-        )
-    })
-}
-
-/// Removes an ACL if it exists. Users other than the directory's owner may not even try to remove
-/// one.
-fn remove_acl(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
-    let at = Attribute::Open(dir);
-    match at.get(name)? {
-        Some(_) => at.clear(name).map(drop),
-        None => Ok(()),
-    }
-}
-
-fn same_device(
-    root: BorrowedFd<'_>,
-    dir: BorrowedFd<'_>,
-    upper: &Path,
-    name: &str,
-) -> Result<(), UpperError> {
-    let path = upper.join(META).join(name);
-    let device = |fd: BorrowedFd<'_>| {
-        let stat =
-            rustix::fs::fstat(fd).map_err(|errno| UpperError::io(&path, "open it", errno))?;
-        Ok::<_, UpperError>(stat.st_dev)
-    };
-    match device(root)? == device(dir)? {
-        true => Ok(()),
-        false => Err(UpperError::AnotherFileSystem { path }),
-    }
-}
-
-/// Takes the writer's lock.
-fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, UpperError> {
-    let io = |errno| UpperError::io(path, "open its lock .bcow/lock", errno);
-    let file = open_lock(meta, OFlags::RDWR | OFlags::CREATE)
-        .and_then(|file| file.ok_or(Errno::NOENT))
-        .map_err(io)?;
-    let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
-        path: path.to_owned(),
-        holder,
-    })?;
-    // Of two that begin at the same time, the later one finds the other's lock.
-    refuse_overlap(path)?;
-    Ok(lock)
-}
-
 /// Whether overlayfs, mounted with `userxattr`, has set marks on a root.
 pub(super) fn marked_by_user(root: BorrowedFd<'_>) -> bool {
     let list = Attribute::Open(root).list().unwrap_or_default();
     let has = |prefix: &[u8]| each_name(&list).any(|name| name.starts_with(prefix));
     has(b"user.overlay.") && !has(b"trusted.overlay.")
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

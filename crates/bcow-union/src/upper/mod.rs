@@ -4,6 +4,9 @@
 //! directories, redirects, origins, metadata copies. Data that overlayfs does not know is in
 //! [`META`]. docs/upper.md has the layout.
 //!
+//! An upper of the kernel door ([`DiskInstance`], [`DiskReader`]) has no tree, but a disk in
+//! [`META`]. [`door_of`] says which of the two a directory is.
+//!
 //! [`Instance`] opens the directory for its one writer, [`UpperReader`] for readers. [`Marks`] are
 //! the attributes that say what a file of the upper represents. [`Names`] separates the container's
 //! attributes from them. [`Override`] stores owners where the host cannot. All files are opened
@@ -11,6 +14,9 @@
 //! container created.
 
 pub(crate) mod beneath;
+mod directory;
+mod disk;
+mod door;
 mod error;
 mod instance;
 mod lock;
@@ -21,9 +27,12 @@ mod owner;
 mod probe;
 mod reader;
 mod record;
+mod volatile;
 pub(crate) mod work;
 pub(crate) mod xattr;
 
+pub use disk::{DiskInstance, DiskReader, door_of};
+pub use door::Door;
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{ImageName, Instance, Provenance};
 pub use marks::{
@@ -33,7 +42,7 @@ pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
-pub use record::{Record, SCHEMA};
+pub use record::{DiskRecord, FileSystem, Record, SCHEMA};
 pub(crate) use work::set_noatime;
 pub use work::{Temporary, is_whiteout};
 pub use xattr::{Attribute, XattrMode};

@@ -1,20 +1,18 @@
 //! Opens an upper for reading while no process writes to it.
 
 use std::fs::File;
-use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::beneath::open_regular;
-use super::instance::{marked_by_user, meta_failed, open_root};
+use super::directory::{meta_failed, open_root};
+use super::instance::marked_by_user;
 use super::lock::lock_shared;
 use super::probe::can_read_trusted;
-use super::work;
 use super::{Instance, META, Names, Namespace, Ownership, Record, UpperError};
+use super::{volatile, work};
 
 /// An upper that no process writes to while this lives, or while the content of
 /// [`Changes`](super::Changes) that were read with it lives.
@@ -133,21 +131,10 @@ impl UpperReader {
     /// Whether the machine stopped while the upper was mounted with `--sync volatile`. The content
     /// may then be damaged in any way.
     pub fn is_lost(&self) -> Result<bool, UpperError> {
-        let failed = |errno| UpperError::io(&self.path, "look for a note in it", errno);
-        let Some(meta) = &self.meta else {
-            return Ok(false);
-        };
-        let note = match open_regular(meta.as_fd(), "volatile", OFlags::RDONLY) {
-            Err(Errno::NOENT) => return Ok(false),
-            other => other.map_err(failed)?,
-        };
-        let mut boot = Vec::new();
-        File::from(note)
-            .take(256)
-            .read_to_end(&mut boot)
-            .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
-        let now = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        Ok(boot != now)
+        match &self.meta {
+            Some(meta) => volatile::is_lost(meta.as_fd(), &self.path),
+            None => Ok(false),
+        }
     }
 
     /// The directory `name` of [`META`], if it exists.

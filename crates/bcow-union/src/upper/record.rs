@@ -1,4 +1,5 @@
-//! `instance.json`: the image that an upper belongs to, and how the upper stores marks and owners.
+//! `instance.json`: the image and the door that an upper belongs to, and how the upper stores the
+//! changes.
 
 use std::io::Read;
 use std::os::fd::BorrowedFd;
@@ -9,17 +10,21 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::beneath::open_regular;
-use super::{META, Namespace, Ownership, UpperError};
+use super::{Door, META, Namespace, Ownership, UpperError};
 
-/// The schema that this version writes and reads.
+/// The schema of an upper of the FUSE door.
 pub const SCHEMA: &str = "bcow.instance/1";
+/// The schema of an upper of the kernel door. Versions that know only the first one refuse it.
+pub const DISK_SCHEMA: &str = "bcow.instance/2";
+/// The name of the disk in [`META`], in an upper of the kernel door.
+pub(super) const DISK: &str = "disk.bcow";
 /// The name of the file in [`META`], and of the temporary file that replaces it.
 const FILE: &str = "instance.json";
 const NEW_FILE: &str = "instance.json.new";
 /// The longest record that is read, in bytes.
 const MOST_BYTES: u64 = 64 << 10;
 
-/// The content of `instance.json`.
+/// The content of `instance.json` of an upper of the FUSE door.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// The schema: [`SCHEMA`].
@@ -36,24 +41,49 @@ pub struct Record {
     pub created_by: String,
 }
 
-impl Record {
-    /// The identity as bytes; `None` if the text is not a valid identity. [`Record::read`] rejects
-    /// such a text.
-    pub fn identity(&self) -> Option<[u8; 32]> {
-        let digits = self.image.as_bytes();
-        if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
-            return None;
-        }
-        let mut identity = [0; 32];
-        for (index, byte) in identity.iter_mut().enumerate() {
-            let pair = self.image.get(2 * index..2 * index + 2)?;
-            *byte = u8::from_str_radix(pair, 16).ok()?;
-        }
-        Some(identity)
-    }
+/// The content of `instance.json` of an upper of the kernel door.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskRecord {
+    /// The schema: [`DISK_SCHEMA`].
+    pub schema: String,
+    /// The door: [`Door::Kernel`].
+    pub door: Door,
+    /// The file system on the disk.
+    pub fs: FileSystem,
+    /// Size of the file system in bytes.
+    pub size: u64,
+    /// The identity of the image, as 64 hexadecimal digits.
+    pub image: String,
+    /// The name of the image when the upper was created.
+    pub image_name: String,
+    /// The program that created the upper.
+    pub created_by: String,
+}
 
-    /// Reads the record in the directory `meta` of the upper at `path`; `None` if it is missing.
-    pub(super) fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Record>, UpperError> {
+/// The file system on the disk of an upper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FileSystem {
+    /// ext4.
+    Ext4,
+}
+
+/// What the directory [`META`] says of its upper.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Recorded {
+    /// Nothing.
+    Nothing,
+    /// No record, but a disk: a mount at the kernel door did not begin the upper completely.
+    DiskOnly,
+    /// An upper of the FUSE door.
+    Tree(Record),
+    /// An upper of the kernel door.
+    Disk(DiskRecord),
+}
+
+impl Recorded {
+    /// Reads the record in the directory `meta` of the upper at `path`.
+    pub fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Recorded, UpperError> {
         let path = path.join(META).join(FILE);
         let io = |source| UpperError::Io {
             path: path.clone(),
@@ -66,7 +96,13 @@ impl Record {
         };
         let file = match open_regular(meta, FILE, OFlags::RDONLY) {
             Ok(file) => file,
-            Err(Errno::NOENT) => return Ok(None),
+            Err(Errno::NOENT) => {
+                return match rustix::fs::statat(meta, DISK, AtFlags::SYMLINK_NOFOLLOW) {
+                    Ok(_) => Ok(Recorded::DiskOnly),
+                    Err(Errno::NOENT) => Ok(Recorded::Nothing),
+                    Err(errno) => Err(io(errno)),
+                };
+            }
             Err(Errno::INVAL) => return Err(damaged("it is not a regular file".into())),
             Err(errno) => return Err(io(errno)),
         };
@@ -81,8 +117,10 @@ impl Record {
         // The schema is checked first, because a newer schema may have other fields.
         let value: serde_json::Value =
             serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
-        match value.get("schema").and_then(|schema| schema.as_str()) {
-            Some(SCHEMA) => {}
+        let failed = |error: serde_json::Error| damaged(error.to_string());
+        let recorded = match value.get("schema").and_then(|schema| schema.as_str()) {
+            Some(SCHEMA) => Recorded::Tree(serde_json::from_value(value).map_err(failed)?),
+            Some(DISK_SCHEMA) => Recorded::Disk(serde_json::from_value(value).map_err(failed)?),
             Some(schema) => {
                 return Err(UpperError::UnknownSchema {
                     schema: schema.into(),
@@ -90,42 +128,107 @@ impl Record {
                 });
             }
             None => return Err(damaged("it names no schema".into())),
+        };
+        let (identity, door) = match &recorded {
+            Recorded::Tree(record) => (record.identity(), None),
+            Recorded::Disk(record) => (record.identity(), Some(record.door)),
+            Recorded::Nothing | Recorded::DiskOnly => (None, None),
+        };
+        match (identity, door) {
+            (None, _) => Err(damaged("its image is not an identity".into())),
+            (Some(_), Some(Door::Fuse)) => Err(damaged("its door has another schema".into())),
+            (Some(_), _) => Ok(recorded),
         }
-        let record: Record =
-            serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?;
-        if record.identity().is_none() {
-            return Err(damaged("its image is not an identity".into()));
+    }
+
+    /// The door that the upper belongs to, if it belongs to one.
+    pub fn door(&self) -> Option<Door> {
+        match self {
+            Recorded::Nothing => None,
+            Recorded::Tree(_) => Some(Door::Fuse),
+            Recorded::DiskOnly | Recorded::Disk(_) => Some(Door::Kernel),
         }
-        Ok(Some(record))
+    }
+}
+
+impl Record {
+    /// The identity as bytes; `None` if the text is not a valid identity, which a read rejects.
+    pub fn identity(&self) -> Option<[u8; 32]> {
+        parse_identity(&self.image)
+    }
+
+    /// Reads the record in the directory `meta` of the upper at `path`; `None` if it is missing.
+    /// Fails for an upper of another door.
+    pub(super) fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Record>, UpperError> {
+        match Recorded::read(meta, path)? {
+            Recorded::Nothing => Ok(None),
+            Recorded::Tree(record) => Ok(Some(record)),
+            Recorded::DiskOnly | Recorded::Disk(_) => Err(UpperError::OtherDoor {
+                path: path.to_owned(),
+                door: Door::Kernel,
+            }),
+        }
     }
 
     /// Writes the record atomically and makes it durable.
     pub(super) fn write(&self, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
-        let io = |source| UpperError::Io {
-            path: path.join(META).join(FILE),
-            action: "write it",
-            source,
-        };
-        let mut text = serde_json::to_vec(self).map_err(|_| io(Errno::INVAL))?;
-        text.push(b'\n');
-        // A temporary file of an earlier attempt, or a foreign object. It is removed before the
-        // open, because the open of a pipe would block.
-        match rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty()) {
-            Ok(()) | Err(Errno::NOENT) => {}
-            Err(errno) => return Err(io(errno)),
-        }
-        let flags =
-            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = rustix::fs::openat(meta, NEW_FILE, flags, Mode::from_raw_mode(0o600));
-        let file = std::fs::File::from(file.map_err(io)?);
-        let written = std::io::Write::write_all(&mut &file, &text).and_then(|()| file.sync_all());
-        let moved = written
-            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
-            .and_then(|()| rustix::fs::renameat(meta, NEW_FILE, meta, FILE))
-            .and_then(|()| rustix::fs::fsync(meta));
-        if moved.is_err() {
-            let _ = rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty());
-        }
-        moved.map_err(io)
+        write(self, meta, path)
     }
+}
+
+impl DiskRecord {
+    /// The identity as bytes; `None` if the text is not a valid identity, which a read rejects.
+    pub fn identity(&self) -> Option<[u8; 32]> {
+        parse_identity(&self.image)
+    }
+
+    /// Writes the record atomically and makes it durable.
+    pub(super) fn write(&self, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
+        write(self, meta, path)
+    }
+}
+
+fn write(record: &impl Serialize, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
+    let io = |source| UpperError::Io {
+        path: path.join(META).join(FILE),
+        action: "write it",
+        source,
+    };
+    let mut text = serde_json::to_vec(record).map_err(|_| io(Errno::INVAL))?;
+    text.push(b'\n');
+    // A temporary file of an earlier attempt, or a foreign object. It is removed before the open,
+    // because the open of a pipe would block.
+    match rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(errno) => return Err(io(errno)),
+    }
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(meta, NEW_FILE, flags, Mode::from_raw_mode(0o600));
+    let file = std::fs::File::from(file.map_err(io)?);
+    let written = std::io::Write::write_all(&mut &file, &text).and_then(|()| file.sync_all());
+    let moved = written
+        .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
+        .and_then(|()| rustix::fs::renameat(meta, NEW_FILE, meta, FILE))
+        .and_then(|()| rustix::fs::fsync(meta));
+    if moved.is_err() {
+        let _ = rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty());
+    }
+    moved.map_err(io)
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn parse_identity(text: &str) -> Option<[u8; 32]> {
+    let digits = text.as_bytes();
+    if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
+        return None;
+    }
+    let mut identity = [0; 32];
+    for (index, byte) in identity.iter_mut().enumerate() {
+        let pair = text.get(2 * index..2 * index + 2)?;
+        *byte = u8::from_str_radix(pair, 16).ok()?;
+    }
+    Some(identity)
 }

@@ -1,9 +1,7 @@
 //! Owners, modes, types and extended attributes.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use bcow_erofs::reader::Inode;
 use bcow_erofs::tree::{Attributes, DeviceNumber, Timestamp, Xattrs};
 use rustix::fs::Stat;
 
@@ -80,15 +78,14 @@ impl Reader<'_> {
             let Some(name) = self.names.shown_name(stored) else {
                 continue;
             };
-            if !fits_an_image(&name) {
-                *self.dropped_xattrs.entry(name.into_owned()).or_default() += 1;
+            if !self.builder.keeps_xattr(&name) {
                 continue;
             }
             if let Some(value) = at.get(stored)? {
                 all.insert(name.into_owned(), value);
             }
         }
-        Ok(self.share(all))
+        Ok(self.builder.share(all))
     }
 
     /// The attributes of the root of an instance. The container's access ACL of the root is not the
@@ -103,49 +100,6 @@ impl Reader<'_> {
         if let Some(acl) = at.get(&self.names.stored_name_at_root(ACCESS_ACL))? {
             all.insert(ACCESS_ACL.to_vec(), acl);
         }
-        Ok(self.share(all))
+        Ok(self.builder.share(all))
     }
-
-    pub(super) fn lower_attributes(&mut self, inode: &Inode) -> Result<Attributes, Problem> {
-        let mut all = BTreeMap::new();
-        if inode.has_xattrs() {
-            for (name, value) in self.lower.xattrs(inode)? {
-                if fits_an_image(&name) {
-                    all.insert(name, value);
-                }
-            }
-        }
-        Ok(Attributes {
-            permissions: inode.permissions,
-            uid: inode.uid,
-            gid: inode.gid,
-            mtime: inode.mtime,
-            xattrs: self.share(all),
-        })
-    }
-
-    pub(super) fn share(&mut self, all: BTreeMap<Vec<u8>, Vec<u8>>) -> Option<Xattrs> {
-        if all.is_empty() {
-            return None;
-        }
-        if let Some(xattrs) = self.xattrs.get(&all) {
-            return Some(xattrs.clone());
-        }
-        let xattrs = Arc::new(all.clone());
-        self.xattrs.insert(all, xattrs.clone());
-        Some(xattrs)
-    }
-}
-
-/// Whether an attribute can be in an image. Attributes of overlayfs and of bcow are excluded,
-/// because they would act as marks there.
-fn fits_an_image(name: &[u8]) -> bool {
-    const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
-    const ACLS: [&[u8]; 2] = [ACCESS_ACL, b"system.posix_acl_default"];
-    const MARKS: [&[u8]; 3] = [b"trusted.overlay.", b"user.overlay.", b"trusted.bcow."];
-    let is_known = ACLS.contains(&name)
-        || KNOWN
-            .iter()
-            .any(|prefix| name.len() > prefix.len() && name.starts_with(prefix));
-    is_known && !MARKS.iter().any(|prefix| name.starts_with(prefix))
 }

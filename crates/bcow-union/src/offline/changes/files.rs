@@ -3,12 +3,12 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use bcow_erofs::reader::{FileType, Inode, Nid};
-use bcow_erofs::tree::{Content, DeviceNumber, Directory, Node, NodeId, NodeKind};
+use bcow_erofs::tree::{Node, NodeId, NodeKind};
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::{Kind, Pending, Reader, UpperObject};
-use crate::offline::body::{Body, Holder, Piece, Source};
+use crate::offline::body::{Body, Holder, Own, Piece, Source};
 use crate::offline::error::Problem;
 use crate::offline::sketched::{self, HostFile};
 use crate::upper::beneath::open_regular_beneath;
@@ -31,7 +31,7 @@ impl Reader<'_> {
         let kind = match above.kind {
             Kind::Regular => {
                 let body = self.body(above, parent, below)?;
-                NodeKind::Regular(self.content(body)?)
+                NodeKind::Regular(self.builder.content(body)?)
             }
             Kind::Symlink => {
                 let target = rustix::fs::readlinkat(above.dir, above.name, Vec::new())?;
@@ -42,7 +42,7 @@ impl Reader<'_> {
             Kind::Fifo => NodeKind::Fifo,
             Kind::Socket | Kind::Directory => NodeKind::Socket,
         };
-        let node = self.add(Node { attributes, kind })?;
+        let node = self.builder.add(Node { attributes, kind })?;
         if has_names {
             self.hosts.insert(above.stat.st_ino, node);
         }
@@ -57,12 +57,12 @@ impl Reader<'_> {
         nid: Nid,
         path: &[u8],
     ) -> Result<(), Problem> {
-        let inode = self.lower.inode(nid)?;
+        let inode = self.builder.lower.inode(nid)?;
         let node = match inode.kind {
             FileType::Directory => {
-                let node = self.lower_directory(&inode)?;
-                let node = self.add(node)?;
-                self.whole.insert(node);
+                let node = self.builder.lower_directory(&inode)?;
+                let node = self.builder.add(node)?;
+                self.builder.whole.insert(node);
                 self.pending.push(Pending {
                     node,
                     path: path.to_vec(),
@@ -74,7 +74,7 @@ impl Reader<'_> {
             }
             _ => self.node_below(nid)?,
         };
-        self.tree.insert(dir.node, name, node);
+        self.builder.tree.insert(dir.node, name, node);
         Ok(())
     }
 
@@ -83,36 +83,8 @@ impl Reader<'_> {
         if self.index.contains_key(&nid.0) {
             return self.indexed(nid);
         }
-        let inode = self.lower.inode(nid)?;
-        self.lower_file(&inode)
-    }
-
-    pub(super) fn lower_directory(&mut self, inode: &Inode) -> Result<Node, Problem> {
-        Ok(Node {
-            attributes: self.lower_attributes(inode)?,
-            kind: NodeKind::Directory(Directory::default()),
-        })
-    }
-
-    pub(super) fn lower_file(&mut self, inode: &Inode) -> Result<NodeId, Problem> {
-        if let Some(&node) = self.lowers.get(&inode.nid) {
-            return Ok(node);
-        }
-        let attributes = self.lower_attributes(inode)?;
-        let number = inode.rdev.unwrap_or(DeviceNumber { major: 0, minor: 0 });
-        let kind = match inode.kind {
-            FileType::Regular => NodeKind::Regular(self.content(Body::of_lower(*inode))?),
-            FileType::Symlink => NodeKind::Symlink(self.lower.read_link(inode)?.into()),
-            FileType::CharDevice => NodeKind::CharDevice(number),
-            FileType::BlockDevice => NodeKind::BlockDevice(number),
-            FileType::Fifo => NodeKind::Fifo,
-            FileType::Socket | FileType::Directory => NodeKind::Socket,
-        };
-        let node = self.add(Node { attributes, kind })?;
-        if inode.nlink > 1 {
-            self.lowers.insert(inode.nid, node);
-        }
-        Ok(node)
+        let inode = self.builder.lower.inode(nid)?;
+        self.builder.lower_file(&inode)
     }
 
     /// The node of an entry of the index.
@@ -151,7 +123,7 @@ impl Reader<'_> {
             marks,
             kind,
         };
-        let below = self.lower.inode(nid)?;
+        let below = self.builder.lower.inode(nid)?;
         let node = self.file(&above, None, Some(below))?;
         self.hosts.insert(stat.st_ino, node);
         Ok(node)
@@ -164,13 +136,6 @@ impl Reader<'_> {
         }
     }
 
-    pub(super) fn content(&mut self, body: Body) -> Result<Content, Problem> {
-        let index = u32::try_from(self.bodies.len()).map_err(|_| Problem::TooLarge)?;
-        let content = body.content(index, self.lower, &mut self.segments)?;
-        self.bodies.push(body);
-        Ok(content)
-    }
-
     /// The content of a regular file, as pieces.
     pub(super) fn body(
         &self,
@@ -179,7 +144,13 @@ impl Reader<'_> {
         below: Option<Inode>,
     ) -> Result<Body, Problem> {
         let size = u64::try_from(above.stat.st_size).unwrap_or(0);
-        let host = |holder| Some((above.path.to_vec(), above.stat.st_ino, holder));
+        let host = |holder| {
+            Some(Own::Host {
+                path: above.path.to_vec(),
+                inode: above.stat.st_ino,
+                holder,
+            })
+        };
         if let Some(mark) = &above.marks.sketch {
             let lower = self.lower_of(above, parent, below)?;
             let host = HostFile {
@@ -192,7 +163,7 @@ impl Reader<'_> {
         match above.marks.metacopy {
             Metacopy::None => Ok(Body {
                 size,
-                host: host(Holder::Plain),
+                own: host(Holder::Plain),
                 lower: None,
                 pieces: self.host_pieces(above, size)?,
             }),
@@ -230,7 +201,7 @@ impl Reader<'_> {
     ) -> Result<Vec<Piece>, Problem> {
         let whole = vec![Piece {
             end: size,
-            source: Source::Host,
+            source: Source::Own,
         }];
         if (above.stat.st_blocks as u64).saturating_mul(512) >= size {
             return Ok(whole);

@@ -6,24 +6,20 @@
 
 mod attributes;
 mod files;
-mod names;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use bcow::BlockDevice;
-use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
-use bcow_erofs::tree::{
-    Attributes, DeviceNumber, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs,
-};
+use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
+use bcow_erofs::tree::{DeviceNumber, Directory, LayerTree, Node, NodeId, NodeKind};
 use rustix::fs::{AtFlags, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::addresses::Segments;
-use super::body::Body;
-use super::error::{ChangesError, Problem};
-use super::splice::Store;
+use super::builder::{Builder, join};
+use super::error::{ChangesError, Problem, at};
+use super::splice::{Place, Store};
 use crate::upper::beneath::open_beneath;
 use crate::upper::{
     Attribute, META, Marks, Names, Redirect, UpperReader, is_whiteout, parse_entry_name, work,
@@ -78,37 +74,29 @@ impl Changes {
         let mut reader = Reader {
             upper,
             names: upper.names(),
-            lower: &lower,
-            max_inodes,
-            tree: LayerTree::new(),
-            whole: HashSet::new(),
+            builder: Builder::new(&lower, max_inodes),
             hosts: HashMap::new(),
-            lowers: HashMap::new(),
             index: known,
             examined: HashSet::new(),
-            xattrs: HashMap::new(),
-            bodies: Vec::new(),
-            segments: Segments::default(),
-            dropped_xattrs: BTreeMap::new(),
             pending: Vec::new(),
         };
         reader.run()?;
-        let layer = std::mem::take(&mut reader.tree);
+        let layer = reader.builder.take();
         let changed = reader.index.iter().filter_map(|(nid, inode)| {
             let node = reader.hosts.get(inode)?;
             Some((*nid, *node))
         });
         let index = changed.collect();
         if scope == Scope::Touched {
-            reader.touched(&layer)?;
+            reader.builder.touched(&layer)?;
         }
-        let Reader {
+        let Builder {
             tree,
             bodies,
             segments,
             dropped_xattrs,
             ..
-        } = reader;
+        } = reader.builder;
         Ok(Changes {
             layer,
             touched: tree,
@@ -117,8 +105,10 @@ impl Changes {
             store: Arc::new(Store {
                 lower,
                 device,
-                root,
-                _lock: upper.lock(),
+                place: Place::Upper {
+                    root,
+                    _lock: upper.lock(),
+                },
                 bodies,
                 segments,
                 open: Default::default(),
@@ -161,22 +151,12 @@ struct Pending {
 struct Reader<'r> {
     upper: &'r UpperReader,
     names: Names,
-    lower: &'r Filesystem,
-    max_inodes: u64,
-    tree: LayerTree,
-    /// Directories that list all their entries.
-    whole: HashSet<NodeId>,
+    builder: Builder<'r>,
     /// Files of the upper with several names, by host inode number.
     hosts: HashMap<u64, NodeId>,
-    /// Files of the image with several names.
-    lowers: HashMap<Nid, NodeId>,
     index: HashMap<u64, u64>,
     /// Inodes of the image whose entry of the index was verified.
     examined: HashSet<Nid>,
-    xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
-    bodies: Vec<Body>,
-    segments: Segments,
-    dropped_xattrs: BTreeMap<Vec<u8>, u64>,
     pending: Vec<Pending>,
 }
 
@@ -225,12 +205,34 @@ impl Reader<'_> {
         // A change through one name of an inode applies to all its names.
         let found = match self.index.is_empty() {
             true => Vec::new(),
-            false => self.names_of(&|nid| self.index.contains_key(&nid.0))?,
+            false => {
+                let is_indexed = |nid: Nid| self.index.contains_key(&nid.0);
+                self.builder.names_of(&is_indexed)?
+            }
         };
         for (path, nid) in found {
-            self.other_name(&path, nid).map_err(at(&path))?;
+            if self.builder.shows_through(&path) {
+                let node = self.node_below(nid).map_err(at(&path))?;
+                self.builder.insert_below(&path, node).map_err(at(&path))?;
+            }
         }
         self.links_below()
+    }
+
+    /// Replaces files of the image in renamed directories by links to their other names, if such a
+    /// name stays visible.
+    fn links_below(&mut self) -> Result<(), ChangesError> {
+        let builder = &mut self.builder;
+        if builder.lowers.is_empty() {
+            return Ok(());
+        }
+        let is_listed = |nid: Nid| builder.lowers.contains_key(&nid);
+        for (path, nid) in builder.names_of(&is_listed)? {
+            if let Some(&node) = builder.lowers.get(&nid) {
+                builder.link_below(&path, node);
+            }
+        }
+        Ok(())
     }
 
     /// The root continues the image's root. Its marks do not matter.
@@ -238,7 +240,7 @@ impl Reader<'_> {
         let fd = self.upper.root();
         let stat = rustix::fs::fstat(fd)?;
         let marks = Marks::read(Attribute::Open(fd), self.names.namespace)?;
-        let below = self.lower.inode(self.lower.root())?;
+        let below = self.builder.lower.inode(self.builder.lower.root())?;
         let mut attributes =
             self.attributes(&stat, &marks, Attribute::Open(fd), Kind::Directory)?;
         // The mode of an instance's root on the host is more restrictive than in the container.
@@ -256,7 +258,7 @@ impl Reader<'_> {
             attributes.xattrs =
                 self.with_acl_of_root(attributes.xattrs.take(), Attribute::Open(fd))?;
         }
-        *self.tree.node_mut(LayerTree::ROOT) = Node {
+        *self.builder.tree.node_mut(LayerTree::ROOT) = Node {
             attributes,
             kind: NodeKind::Directory(Directory::default()),
         };
@@ -291,7 +293,7 @@ impl Reader<'_> {
         if let (true, Some(lower)) = (dir.is_whole, &dir.lower) {
             let mut children = bcow_erofs::reader::Children::sorted(*lower);
             while let Some(child) = children
-                .next(self.lower)
+                .next(self.builder.lower)
                 .map_err(|error| at(&dir.path)(error.into()))?
             {
                 if seen.contains(&child.name) {
@@ -315,19 +317,15 @@ impl Reader<'_> {
     ) -> Result<(), Problem> {
         let stat = rustix::fs::statat(fd, name, AtFlags::SYMLINK_NOFOLLOW)?;
         let below = match &dir.lower {
-            Some(lower) => match self.lower.lookup(lower, name)? {
-                Some(entry) => Some(self.lower.inode(entry.nid)?),
+            Some(lower) => match self.builder.lower.lookup(lower, name)? {
+                Some(entry) => Some(self.builder.lower.inode(entry.nid)?),
                 None => None,
             },
             None => None,
         };
         if is_whiteout(&stat) {
             if !dir.is_whole && below.is_some() {
-                let node = self.add(Node {
-                    attributes: Attributes::default(),
-                    kind: NodeKind::Whiteout,
-                })?;
-                self.tree.insert(dir.node, name, node);
+                self.builder.add_whiteout(dir.node, name)?;
             }
             return Ok(());
         }
@@ -345,7 +343,7 @@ impl Reader<'_> {
             Kind::Directory => self.subdirectory(dir, &above, below),
             _ => {
                 let node = self.file(&above, dir.lower.as_ref(), below)?;
-                self.tree.insert(dir.node, name, node);
+                self.builder.tree.insert(dir.node, name, node);
                 Ok(())
             }
         }
@@ -363,16 +361,16 @@ impl Reader<'_> {
         let hides = below.is_some_and(|below| below.kind == FileType::Directory);
         let at = Attribute::Named(above.dir, above.name);
         let attributes = self.attributes(&above.stat, &above.marks, at, above.kind)?;
-        let node = self.add(Node {
+        let node = self.builder.add(Node {
             attributes,
             kind: NodeKind::Directory(Directory {
                 opaque: !dir.is_whole && is_whole && hides,
                 ..Directory::default()
             }),
         })?;
-        self.tree.insert(dir.node, above.name, node);
+        self.builder.tree.insert(dir.node, above.name, node);
         if is_whole {
-            self.whole.insert(node);
+            self.builder.whole.insert(node);
         }
         self.pending.push(Pending {
             node,
@@ -412,10 +410,10 @@ impl Reader<'_> {
         let Some(origin) = &marks.origin else {
             return Ok(None);
         };
-        if origin.uuid != self.lower.superblock().uuid {
+        if origin.uuid != self.builder.lower.superblock().uuid {
             return Ok(None);
         }
-        let inode = self.lower.inode(Nid(origin.nid))?;
+        let inode = self.builder.lower.inode(Nid(origin.nid))?;
         Ok((inode.kind == kind).then_some(inode))
     }
 
@@ -428,46 +426,19 @@ impl Reader<'_> {
     ) -> Result<Option<Option<Inode>>, Problem> {
         let nid = match &marks.redirect {
             None => return Ok(None),
-            Some(Redirect::Path(path)) => self.lower.resolve(path)?,
+            Some(Redirect::Path(path)) => self.builder.lower.resolve(path)?,
             Some(Redirect::Sibling(name)) => match parent {
-                Some(parent) => self.lower.lookup(parent, name)?.map(|entry| entry.nid),
+                Some(parent) => self
+                    .builder
+                    .lower
+                    .lookup(parent, name)?
+                    .map(|entry| entry.nid),
                 None => None,
             },
         };
         match nid {
-            Some(nid) => Ok(Some(Some(self.lower.inode(nid)?))),
+            Some(nid) => Ok(Some(Some(self.builder.lower.inode(nid)?))),
             None => Ok(Some(None)),
         }
-    }
-
-    fn add(&mut self, node: Node) -> Result<NodeId, Problem> {
-        if self.tree.len() as u64 >= self.max_inodes {
-            return Err(Problem::TooMany {
-                allowed: self.max_inodes,
-            });
-        }
-        Ok(self.tree.add(node))
-    }
-}
-
-/// Adds the path to a problem.
-fn at(path: &[u8]) -> impl Fn(Problem) -> ChangesError + use<> {
-    let path = path.to_vec();
-    move |problem| ChangesError {
-        path: path.clone(),
-        problem,
-    }
-}
-
-/// Adds the path to an error of the image.
-fn below(path: &[u8]) -> impl Fn(ErofsError) -> ChangesError + use<> {
-    let at = at(path);
-    move |error| at(error.into())
-}
-
-fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
-    match dir {
-        [] => name.to_vec(),
-        dir => [dir, b"/", name].concat(),
     }
 }

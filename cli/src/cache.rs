@@ -1,0 +1,85 @@
+//! The directory of the cache for images on other machines.
+
+use std::path::{Path, PathBuf};
+
+use bcow_remote::{Cache, CacheProblem};
+
+use crate::error::CommandError;
+use crate::size;
+
+/// Opens the cache, which is made if it is missing. A directory that the user names must be usable;
+/// without the usual one, reading goes on.
+pub fn open(argument: Option<&Path>) -> Result<Option<Cache>, CommandError> {
+    if let Some(named) = named(argument) {
+        let hint = "name another directory with --cache-dir, or use --no-cache";
+        return Cache::open(&named)
+            .map(Some)
+            .map_err(|problem| refused(problem).hint(hint));
+    }
+    for path in usual() {
+        match Cache::open(&path) {
+            Ok(cache) => return Ok(Some(cache)),
+            Err(problem) => tracing::warn!("{problem}"),
+        }
+    }
+    Ok(None)
+}
+
+/// Opens the cache that [`open`] would use, if it exists; otherwise returns its path.
+pub fn find(argument: Option<&Path>) -> Result<Result<Cache, PathBuf>, CommandError> {
+    let mut missing = None;
+    let named = named(argument);
+    let is_named = named.is_some();
+    for path in named.map_or_else(usual, |named| vec![named]) {
+        match Cache::find(&path) {
+            Ok(Some(cache)) => return Ok(Ok(cache)),
+            Ok(None) => drop(missing.get_or_insert(path)),
+            Err(problem) if is_named => return Err(refused(problem)),
+            Err(problem) => tracing::warn!("{problem}"),
+        }
+    }
+    missing.map(Err).ok_or_else(|| {
+        CommandError::new("no directory can be used as a cache").hint("name one with --cache-dir")
+    })
+}
+
+fn refused(problem: CacheProblem) -> CommandError {
+    CommandError::new(problem.to_string())
+}
+
+/// The limit of the command line or the environment.
+pub fn limit(argument: Option<u64>) -> Result<Option<u64>, CommandError> {
+    const VARIABLE: &str = "BCOW_CACHE_LIMIT";
+    match (argument, std::env::var_os(VARIABLE)) {
+        (Some(limit), _) => Ok(Some(limit)),
+        (None, Some(text)) if !text.is_empty() => {
+            let text = text.to_string_lossy();
+            size::parse(&text)
+                .map(Some)
+                .map_err(|why| CommandError::usage(format!("invalid {VARIABLE}: {text:?}: {why}")))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// The directory that the user names, on the command line or in the environment.
+fn named(argument: Option<&Path>) -> Option<PathBuf> {
+    let variable = || std::env::var_os("BCOW_CACHE").filter(|path| !path.is_empty());
+    argument
+        .map(Path::to_owned)
+        .or_else(|| variable().map(PathBuf::from))
+}
+
+/// The directories without any option; the first one that can be used is used. Root of a user
+/// namespace cannot write to that of the machine's root.
+fn usual() -> Vec<PathBuf> {
+    let is_root = rustix::process::geteuid().is_root();
+    let of_root = is_root.then(|| PathBuf::from("/var/cache/bcow"));
+    let absolute = |name: &str| {
+        let path = PathBuf::from(std::env::var_os(name)?);
+        path.is_absolute().then_some(path)
+    };
+    let directory = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+    let of_user = directory.map(|directory| directory.join("bcow"));
+    of_root.into_iter().chain(of_user).collect()
+}

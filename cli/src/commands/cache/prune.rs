@@ -1,0 +1,123 @@
+//! `bcow cache prune`
+
+use std::time::Duration;
+
+use bcow_remote::{Prune, Pruned};
+use serde_json::json;
+
+use super::{DirectoryArgs, cannot_read};
+use crate::error::{CommandError, Context};
+use crate::size::{self, Human, plural};
+use crate::ui::Ui;
+
+/// Remove files from the cache
+///
+/// Files that a process uses are kept, so mounts need no server for what they have. The limit of a
+/// mount (--cache-limit) also evicts from files in use.
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("which").required(true))]
+pub struct Args {
+    /// Remove all files
+    #[arg(long, group = "which")]
+    all: bool,
+    /// Remove files that were not used for this time: 90s, 30m, 12h, 7d or 4w
+    #[arg(long, group = "which", value_name = "TIME", value_parser = parse_time)]
+    older_than: Option<Duration>,
+    /// Remove the files that were not used for the longest time, until the cache has SIZE
+    #[arg(long, group = "which", value_name = "SIZE", value_parser = size::parse)]
+    limit: Option<u64>,
+    /// Print JSON (schema bcow.cache-prune/1)
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    directory: DirectoryArgs,
+}
+
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let which = match (args.older_than, args.limit) {
+        (Some(time), _) => Prune::OlderThan(time),
+        (None, Some(limit)) => Prune::Limit(limit),
+        (None, None) => Prune::All,
+    };
+    let pruned = match args.directory.find()? {
+        Ok(cache) => cache.prune(which).context(|| cannot_read(&cache))?,
+        Err(_) => Pruned::default(),
+    };
+    if args.json {
+        return ui.print_json(&json!({
+            "schema": "bcow.cache-prune/1",
+            "removed_files": pruned.removed_files,
+            "removed_bytes": pruned.removed_bytes,
+            "in_use_files": pruned.in_use_files,
+            "held_bytes": pruned.held_bytes,
+        }));
+    }
+    ui.status(format_args!(
+        "{} with {} removed; {} left",
+        plural(pruned.removed_files, "file"),
+        Human(pruned.removed_bytes),
+        Human(pruned.held_bytes),
+    ));
+    if pruned.in_use_files > 0 {
+        ui.status(format_args!(
+            "{} in use {} kept",
+            plural(pruned.in_use_files, "file"),
+            if pruned.in_use_files == 1 {
+                "is"
+            } else {
+                "are"
+            },
+        ));
+    }
+    Ok(())
+}
+
+/// Parses a number with a unit of time.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let bad = || "a time is a number with a unit: 90s, 30m, 12h, 7d or 4w".to_owned();
+    let number: u64 = number.parse().map_err(|_| bad())?;
+    let seconds = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86400,
+        "w" => 7 * 86400,
+        _ => return Err(bad()),
+    };
+    let total = number.checked_mul(seconds);
+    total
+        .map(Duration::from_secs)
+        .ok_or_else(|| "the time is too long".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_a_unit() {
+        for (text, seconds) in [
+            ("90s", 90),
+            ("30m", 1800),
+            ("12h", 43200),
+            ("0d", 0),
+            ("2w", 1209600),
+        ] {
+            assert_eq!(parse_time(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in [
+            "",
+            "7",
+            "d",
+            "7 d",
+            "-1d",
+            "1y",
+            "99999999999999999999s",
+            "18446744073709551615w",
+        ] {
+            assert!(parse_time(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! `bcow cache verify`
+
+use bcow_remote::EntryKind;
+use serde_json::{Value, json};
+
+use super::{DirectoryArgs, cannot_read};
+use crate::error::{CommandError, Context};
+use crate::interrupt::Interrupt;
+use crate::names::{printable, quoted};
+use crate::size::{Human, plural};
+use crate::ui::Ui;
+
+/// Compare what the cache has with the Merkle trees, and remove what is wrong
+///
+/// The command reads every cached byte. Damaged chunks are punched out of their files, and fetched
+/// again when they are needed. Files that do not belong to the cache are named, and stay.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Print JSON (schema bcow.cache-verify/1)
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    directory: DirectoryArgs,
+}
+
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let interrupt = Interrupt::catch();
+    let mut files = Vec::new();
+    let mut unknown = Vec::new();
+    let mut directory = None;
+    let (mut right, mut damaged, mut manifests, mut wrong_manifests) = (0, 0, 0, 0);
+    match args.directory.find()? {
+        Err(missing) => directory = Some(missing),
+        Ok(cache) => {
+            directory.replace(cache.path().to_owned());
+            let entries = cache.entries().context(|| cannot_read(&cache))?;
+            let progress = ui.progress();
+            progress.phase("verifying");
+            progress.total(Some(entries.iter().map(|entry| entry.held_bytes).sum()));
+            for entry in entries {
+                let cannot =
+                    || format!("cannot verify {}", cache.path().join(&entry.name).display());
+                let root = match entry.kind {
+                    EntryKind::File(root) => root,
+                    EntryKind::Manifest(digest) => {
+                        manifests += 1;
+                        if !cache.verify_manifest(&digest).context(cannot)? {
+                            wrong_manifests += 1;
+                        }
+                        continue;
+                    }
+                    EntryKind::Unknown => {
+                        unknown.push(entry.name);
+                        continue;
+                    }
+                };
+                let mut advance = |bytes| {
+                    progress.advance(bytes);
+                    interrupt.check().is_ok()
+                };
+                let found = cache.verify(root, &mut advance).context(cannot)?;
+                interrupt.check()?;
+                // Removed meanwhile.
+                let Some(found) = found else { continue };
+                right += found.right_bytes;
+                damaged += found.damaged_bytes;
+                files.push((root, entry.origin, found));
+            }
+        }
+    }
+    let directory = directory.unwrap_or_default();
+    if args.json {
+        let list: Vec<Value> = files
+            .iter()
+            .map(|(root, origin, found)| {
+                json!({
+                    "root": root.to_string(),
+                    "origin": origin,
+                    "file_bytes": (found.file_bytes > 0).then_some(found.file_bytes),
+                    "right_bytes": found.right_bytes,
+                    "damaged_bytes": found.damaged_bytes,
+                    "unknown_bytes": found.unknown_bytes,
+                    "complete": found.is_complete(),
+                })
+            })
+            .collect();
+        return ui.print_json(&json!({
+            "schema": "bcow.cache-verify/1",
+            "directory": directory.to_string_lossy(),
+            "right_bytes": right,
+            "damaged_bytes": damaged,
+            "manifests": manifests,
+            "damaged_manifests": wrong_manifests,
+            "files": list,
+            "unknown": unknown,
+        }));
+    }
+    let mut out = ui.output();
+    for (root, origin, found) in &files {
+        if found.damaged_bytes > 0 {
+            writeln!(
+                out,
+                "{root}: {} did not match, and {} removed{}",
+                plural(found.damaged_bytes, "byte"),
+                if found.damaged_bytes == 1 {
+                    "is"
+                } else {
+                    "are"
+                },
+                origin
+                    .as_deref()
+                    .map_or_else(String::new, |from| format!(" ({})", printable(from))),
+            )?;
+        }
+    }
+    if wrong_manifests > 0 {
+        writeln!(
+            out,
+            "{} removed",
+            plural(wrong_manifests, "damaged manifest")
+        )?;
+    }
+    for name in &unknown {
+        writeln!(out, "{}: not a file of the cache", quoted(name.as_bytes()))?;
+    }
+    out.finish()?;
+    ui.status(format_args!(
+        "{} in {} {} verified, {} removed",
+        Human(right),
+        plural(files.len() as u64, "file"),
+        if files.len() == 1 { "is" } else { "are" },
+        Human(damaged),
+    ));
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! `bcow cache warm`
+
+use std::path::PathBuf;
+
+use bcow::Storage;
+use bcow_oci::ImageName;
+use bcow_remote::Warm;
+
+use crate::error::{CommandError, Context};
+use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::interrupt::Interrupt;
+use crate::remote;
+use crate::size::{Human, plural};
+use crate::ui::Ui;
+
+/// Fetch all of an image into the cache
+///
+/// The command fetches what the cache does not have of the image and its layers, and checks all of
+/// it. After an interruption, the next call fetches the rest. Layers that --store has are not
+/// fetched. The image is then readable without its server, if its name has a digest or with
+/// --root-hash.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image: https://... or docker://...
+    #[arg(value_name = "IMG")]
+    image: PathBuf,
+    /// Number of requests at a time
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=16))]
+    connections: u16,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let ImageName::Remote(_) = parse_name(&args.image)? else {
+        return Err(CommandError::usage(format!(
+            "{} is on this machine, and needs no cache",
+            args.image.display()
+        )));
+    };
+    let interrupt = Interrupt::catch();
+    let image = OpenImage::open(&args.image, &args.stores)?;
+    let name = image.path().display().to_string();
+    let cannot = || format!("cannot fetch {name}");
+    let files = args.stores.remote.files();
+    let mut total = 0;
+    for file in &files {
+        total += file.len().context(cannot)?;
+    }
+    args.stores.remote.refuse_small_limit(&name, total)?;
+    let fetched_before = args.stores.remote.fetched_bytes();
+    let stop = interrupt.flag();
+    {
+        let progress = ui.progress();
+        progress.phase(&name);
+        progress.total(Some(total));
+        let warm = Warm {
+            connections: args.connections.into(),
+            stop: &stop,
+            progress: &|bytes| progress.advance(bytes),
+        };
+        for file in &files {
+            file.warm(&warm)
+                .map_err(|error| remote::explain(CommandError::new(cannot()), &name, &error))?;
+            interrupt.check()?;
+        }
+    }
+    let fetched = args.stores.remote.fetched_bytes() - fetched_before;
+    ui.status(format_args!(
+        "{name}: {} with {} {} in the cache; {} fetched now",
+        plural(files.len() as u64, "file"),
+        Human(total),
+        if files.len() == 1 { "is" } else { "are" },
+        Human(fetched),
+    ));
+    Ok(())
+}

@@ -1,0 +1,304 @@
+//! `bcow copy`
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::Storage;
+use bcow::format::Use;
+use bcow_oci::copy::{
+    CopyFile, CopyImage, CopyOptions, CopyTo, FileReport, ImageReport, copy_file, copy_image,
+};
+use bcow_oci::{ConvertError, ImageName, LayoutForm, Source, store};
+use bcow_remote::Root;
+
+use super::convert::replace::{self, By};
+use crate::conversion::failure;
+use crate::error::CommandError;
+use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
+use crate::interrupt::Interrupt;
+use crate::place::{Destination, Layout};
+use crate::push;
+use crate::remote::{self, Pinned};
+use crate::size::{Human, plural};
+use crate::ui::Ui;
+
+/// Copy a BCoW image between files, layouts and registries, byte for byte
+///
+/// SRC is one of
+///
+///     FILE, bcow:FILE           a sealed BCoW file
+///     oci:DIR[:REF]             an image in BCoW form in an OCI layout
+///     oci:DIR@sha256:DIGEST     one BCoW file of a layout
+///     oci-archive:FILE[:REF]    the same image in a tar archive
+///     docker://HOST/REPO[:TAG]  an image in BCoW form in a registry
+///     https://HOST/PATH         a BCoW file on a web server
+///
+/// DST is one of FILE, bcow:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] and
+/// docker://HOST/REPO[:TAG].
+///
+/// An image keeps its manifest, and so its digest. A file becomes an image whose stack is the file;
+/// files that it names by digest become its layers. An image with layers does not become a file:
+/// `bcow convert` makes one file of it.
+///
+/// The command compares everything with the Merkle trees, or with the digests. It does not copy
+/// blobs that DST has. In a file or a directory, an interrupted copy stays under a temporary name
+/// (.NAME.*.partial), and the next copy completes it: it compares each chunk, and reads only what
+/// is missing or wrong.
+#[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// What to copy: a file, oci:DIR[:REF], oci-archive:FILE[:REF], docker://... or https://...
+    #[arg(value_name = "SRC", value_hint = clap::ValueHint::FilePath)]
+    source: PathBuf,
+    /// Where to: a file, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]
+    #[arg(value_name = "DST", value_hint = clap::ValueHint::FilePath)]
+    destination: OsString,
+    /// Replace DST even if it is a disk, the backing of a disk, or not a BCoW file
+    #[arg(short, long)]
+    force: bool,
+    /// Threads that compare chunks [default: 4]
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    jobs: Option<u16>,
+    /// Print a summary as JSON (schema bcow.copy/1)
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+/// Threads without `--jobs`: several requests at a time hide the way to a server.
+const THREADS: u16 = 4;
+
+/// What is copied.
+enum From {
+    File(CopyFile),
+    Image(CopyImage),
+}
+
+/// Copies.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let parsed = Destination::parse(&args.destination)?;
+    let remote = &args.stores.remote;
+    let destination = push::resolve(parsed, remote, &args.source.to_string_lossy())?;
+    let from = open(args, &destination)?;
+    if let Some(root) = remote.root_hash {
+        require_root(&from, root)?;
+    }
+    let interrupt = Interrupt::catch();
+    let options = CopyOptions {
+        threads: args.jobs.unwrap_or(THREADS).into(),
+        cancel: Some(interrupt.flag()),
+    };
+    match (&destination, from) {
+        (Destination::File(path), From::File(file)) => to_file(args, &file, path, &options, ui),
+        (Destination::File(path), From::Image(image)) => match image.only_file() {
+            Some(file) => to_file(args, file, path, &options, ui),
+            None => Err(CommandError::new(format!(
+                "cannot copy {} to {}",
+                image.name,
+                path.display()
+            ))
+            .caused_by_text("the image has layers, and a file has none")
+            .hint(
+                "copy it to oci:DIR[:REF] or oci-archive:FILE[:REF]; `bcow convert` makes one file",
+            )),
+        },
+        (Destination::Layout(to), From::Image(image)) => to_layout(args, &image, to, &options, ui),
+        _ => Err(CommandError::usage(format!(
+            "`bcow copy` cannot write {}",
+            args.destination.to_string_lossy()
+        ))
+        .hint("`bcow convert` and `bcow export` write other forms")),
+    }
+}
+
+/// Refuses a file, or an image with a stack, that has another root hash.
+fn require_root(from: &From, expected: Root) -> Result<(), CommandError> {
+    let (name, found) = match from {
+        From::File(file) => (&file.name, file.merkle_root),
+        From::Image(image) => (&image.name, image.merkle_root()),
+    };
+    match found == expected.0 {
+        true => Ok(()),
+        false => Err(CommandError::new(format!("cannot copy {name}"))
+            .caused_by_text(format!("its root hash is {}, not {expected}", Root(found)))),
+    }
+}
+
+fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
+    let is_file = matches!(destination, Destination::File(_));
+    let text = args.source.as_os_str().as_encoded_bytes();
+    if text.starts_with(b"oci-archive:") {
+        let shown = args.source.to_string_lossy();
+        let source: Source = shown.parse().map_err(|error| failure(&error))?;
+        return image_of_layout(&source);
+    }
+    let name = parse_name(&args.source)?;
+    refuse_what_is_no_file(&name)?;
+    let file = match &name {
+        ImageName::Layout {
+            directory,
+            reference,
+        } => {
+            return image_of_layout(&Source::Oci {
+                directory: directory.clone(),
+                reference: reference.clone(),
+            });
+        }
+        ImageName::Remote(url) if url.starts_with("docker://") => {
+            let (image, place) = remote::bcow_in_registry(url, &args.stores.remote)?;
+            let image = CopyImage::of_registry(image, &*place, &*place);
+            return image.map(From::Image).map_err(|error| failure(&error));
+        }
+        ImageName::Remote(url) => {
+            let found = remote::open(url, &args.stores.remote.uncached(), Pinned::AsAsked)?;
+            let shown = found.name.display().to_string();
+            CopyFile::new(shown, found.storage, true)
+        }
+        _ => {
+            let located =
+                store::locate(&name).map_err(|error| cannot_open(&args.source, &error))?;
+            let shown = args.source.display().to_string();
+            CopyFile::new(shown, located.file as Arc<dyn Storage>, false)
+        }
+    };
+    let file = file.map_err(|error| failure(&error))?;
+    match is_file {
+        true => Ok(From::File(file)),
+        false => with_files_below(args, file),
+    }
+}
+
+fn image_of_layout(source: &Source) -> Result<From, CommandError> {
+    let image = CopyImage::of_layout(source);
+    image.map(From::Image).map_err(|error| failure(&error))
+}
+
+/// A file, and the files that it names by digest, as an image.
+fn with_files_below(args: &Args, file: CopyFile) -> Result<From, CommandError> {
+    let cannot = |error: &ConvertError| failure(error);
+    let opened = OpenImage::open(&args.source, &args.stores)?;
+    if opened.image().header().purpose != Use::Image || !opened.chain().is_empty() {
+        return Err(CommandError::usage(format!("{} is a disk", file.name))
+            .hint("a disk is copied to a file"));
+    }
+    let below = opened
+        .opened()
+        .below
+        .iter()
+        .map(|below| {
+            let is_local = below.storage.identity().is_some();
+            CopyFile::new(below.name.clone(), Arc::clone(&below.storage), !is_local)
+        })
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| cannot(&error))?;
+    let image = CopyImage::of_files(file, below);
+    image.map(From::Image).map_err(|error| cannot(&error))
+}
+
+fn to_file(
+    args: &Args,
+    file: &CopyFile,
+    path: &Path,
+    options: &CopyOptions,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    refuse_same(file, path)?;
+    let header = bcow::header_of(&*file.storage);
+    let by = match header.is_some_and(|header| header.purpose == Use::Image) {
+        true => By::Image,
+        false => By::Disk,
+    };
+    replace::check(path, by, args.force)?;
+    let progress = ui.progress();
+    let report = copy_file(file, path, options, &progress).map_err(|error| failure(&error))?;
+    drop(progress);
+    if args.json {
+        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+    }
+    let FileReport {
+        file_bytes,
+        copied_bytes,
+        ..
+    } = report;
+    let kept = match file_bytes.saturating_sub(copied_bytes) {
+        0 => String::new(),
+        bytes => format!(", {} of it was there", Human(bytes)),
+    };
+    let mut out = ui.output();
+    writeln!(
+        out,
+        "{}: {}{kept}, verified",
+        path.display(),
+        Human(file_bytes)
+    )?;
+    out.finish()
+}
+
+/// Refuses to copy a file over itself.
+fn refuse_same(file: &CopyFile, path: &Path) -> Result<(), CommandError> {
+    let Ok(other) = File::open(path) else {
+        return Ok(());
+    };
+    let own = file.storage.identity();
+    match own.is_some() && own == Storage::identity(&other) {
+        true => Err(CommandError::new(format!(
+            "cannot write {}: it is {}",
+            path.display(),
+            file.name
+        ))),
+        false => Ok(()),
+    }
+}
+
+fn to_layout(
+    args: &Args,
+    image: &CopyImage,
+    to: &Layout,
+    options: &CopyOptions,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    if to.form == LayoutForm::Archive {
+        replace::check(&to.path, By::Archive, args.force)?;
+        let same = |path: &Path| path.canonicalize().ok();
+        let source = args.source.to_string_lossy();
+        if let Ok(Source::OciArchive { file, .. }) = source.parse::<Source>()
+            && same(&file).is_some()
+            && same(&file) == same(&to.path)
+        {
+            return Err(CommandError::new(format!(
+                "cannot write {}: it is the source",
+                to.path.display()
+            )));
+        }
+    }
+    let destination = CopyTo {
+        directory: to.path.clone(),
+        form: to.form.clone(),
+        reference: to.reference.clone(),
+    };
+    let progress = ui.progress();
+    let report =
+        copy_image(image, &destination, options, &progress).map_err(|error| failure(&error))?;
+    drop(progress);
+    if args.json {
+        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+    }
+    let ImageReport {
+        blobs, manifest, ..
+    } = report;
+    let all: u64 = blobs.iter().map(|blob| blob.bytes).sum();
+    let copied: u64 = blobs.iter().map(|blob| blob.copied_bytes).sum();
+    let mut out = ui.output();
+    writeln!(
+        out,
+        "{}: {} of {}, {} copied, manifest {manifest}",
+        to.shown(),
+        plural(blobs.len() as u64, "blob"),
+        Human(all),
+        Human(copied)
+    )?;
+    out.finish()
+}

@@ -1,0 +1,279 @@
+//! `bcow fsck` of an upper of the kernel door: its record, its disk, and the view below the disk.
+//!
+//! The ext4 on the disk is the kernel's and e2fsck's. They also replay its journal.
+
+use std::path::{Path, PathBuf};
+
+use bcow::check::{self, CheckOptions};
+use bcow::{BlockDevice, Image, OpenOptions};
+use bcow_fuse::kernel::{self, Kind};
+use bcow_union::{DiskInstance, DiskReader, META, UpperError};
+use serde_json::json;
+
+use super::{Args, Finding, outcome, verdict};
+use crate::error::{CommandError, Context, exit};
+use crate::image::OpenImage;
+use crate::kernel_upper::{read_disk, require_same_image};
+use crate::names::{self, printable};
+use crate::size::{Count, Human, plural};
+use crate::ui::Ui;
+use crate::upper::{cannot_use, when_free};
+
+/// The place of findings about the disk.
+const DISK: &str = "disk.bcow";
+
+/// The result of a check.
+#[derive(Default)]
+struct Found {
+    findings: Vec<Finding>,
+    omitted: u64,
+    tables: u64,
+    blocks: u64,
+    bytes_read: u64,
+    /// Size of the file system in bytes, if the upper is complete.
+    size: Option<u64>,
+    /// The image with which the disk was checked.
+    image: Option<PathBuf>,
+}
+
+impl Found {
+    fn add(&mut self, error: bool, code: &'static str, place: &str, message: String) {
+        self.findings.push(Finding {
+            error,
+            code,
+            place: format!("{META}/{place}"),
+            message,
+        });
+    }
+
+    fn errors(&self) -> u64 {
+        self.findings.iter().filter(|found| found.error).count() as u64 + self.omitted
+    }
+
+    fn warnings(&self) -> u64 {
+        self.findings.iter().filter(|found| !found.error).count() as u64
+    }
+}
+
+/// Checks; returns the exit status.
+pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
+    let progress = ui.progress();
+    let mut repaired = Vec::new();
+    if args.repair {
+        progress.phase("repairing");
+        repaired = repair(&args.image, ui)?;
+    }
+    progress.phase("checking");
+    let found = examine(args, ui)?;
+    drop(progress);
+    match args.json {
+        true => ui.print_json(&as_json(args, &found, &repaired))?,
+        false => tell(args, ui, &found, &repaired)?,
+    }
+    if found.errors() == 0 && found.size.is_some() && args.repair && !args.data {
+        ui.hint(format_args!(
+            "the content of blocks was not checked: `bcow fsck --data {}` reads it too",
+            args.image.display()
+        ));
+    }
+    Ok(match (found.errors(), repaired.is_empty()) {
+        (0, true) => exit::DONE,
+        (0, false) => exit::FSCK_REPAIRED,
+        _ => exit::FSCK_ERRORS_LEFT,
+    })
+}
+
+/// Repairs the file of the disk. An upper without a disk has nothing to repair.
+fn repair(upper: &Path, ui: &Ui) -> Result<Vec<String>, CommandError> {
+    let note = format!("bcow fsck --repair, process {}", std::process::id());
+    let instance = match when_free(ui, || DiskInstance::open_existing(upper, &note)) {
+        Ok(instance) => instance,
+        // The check reports it.
+        Err(UpperError::Record { .. }) => return Ok(Vec::new()),
+        Err(error) => return Err(cannot_use(&error)),
+    };
+    match instance.disk() {
+        None => Ok(Vec::new()),
+        Some(disk) => check::repair(disk).context(|| format!("cannot repair {}", upper.display())),
+    }
+}
+
+fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
+    let mut found = Found::default();
+    let upper = &args.image;
+    let reader = match when_free(ui, || DiskReader::open(upper)) {
+        Ok(reader) => reader,
+        Err(error @ UpperError::Incomplete { .. }) => {
+            // A disk without a record was never mounted.
+            let message = format!("{error}; it has no changes, and the next mount begins it again");
+            found.add(false, "upper-incomplete", "instance.json", message);
+            return Ok(found);
+        }
+        Err(error @ UpperError::Record { .. }) => {
+            found.add(true, "upper-record", "instance.json", error.to_string());
+            return Ok(found);
+        }
+        Err(error) => return Err(cannot_use(&error)),
+    };
+    found.size = Some(reader.record().size);
+    if reader.is_lost().map_err(|error| cannot_use(&error))? {
+        let message = "the machine stopped while it was mounted with --sync volatile";
+        found.add(true, "upper-volatile", "volatile", message.to_owned());
+    }
+    let options = CheckOptions {
+        data: args.data,
+        threads: match args.jobs {
+            Some(jobs) => jobs.into(),
+            None => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        },
+    };
+    let report = check::check(reader.disk(), &options)
+        .context(|| format!("cannot check {}", reader.disk_path().display()))?;
+    (found.tables, found.blocks) = (report.tables, report.blocks);
+    (found.bytes_read, found.omitted) = (report.bytes_read, report.omitted);
+    let of_disk = report.findings.into_iter().map(|finding| Finding {
+        place: format!("{META}/{DISK}: {}", finding.place),
+        ..Finding::from(finding)
+    });
+    found.findings.extend(of_disk);
+    // A damaged file may not open at all.
+    if found.errors() == 0
+        && let Some(image) = open_image(args, &reader, ui)?
+    {
+        found.image = Some(image.path().to_owned());
+        match read_disk(&reader, &image, &OpenOptions::default()) {
+            Ok(disk) => check_disk(&disk, &reader, &mut found),
+            Err(error) => {
+                let causes = error.causes().join(": ");
+                found.add(true, "backing-unreadable", DISK, causes);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Checks that the disk shows the file system of the record.
+fn check_disk(disk: &Image, reader: &DiskReader, found: &mut Found) {
+    let size = reader.record().size;
+    if disk.size() != size {
+        let message = format!("it has {} bytes, and the record says {size}", disk.size());
+        found.add(true, "upper-disk", DISK, message);
+    }
+    match kernel::detect(disk) {
+        Ok(detected) if detected.kind == Kind::Ext4 => {}
+        Ok(detected) => {
+            let message = format!("it holds {}, not ext4", detected.kind.name());
+            found.add(true, "upper-disk", DISK, message);
+        }
+        Err(error) => found.add(true, "upper-disk", DISK, error.to_string()),
+    }
+}
+
+/// The image of the upper: the one that the command line names, otherwise the recorded one. `None`
+/// if only the recorded name is known and there is no such image.
+fn open_image(
+    args: &Args,
+    reader: &DiskReader,
+    ui: &Ui,
+) -> Result<Option<OpenImage>, CommandError> {
+    let recorded = Path::new(&reader.record().image_name);
+    let name = args.below.as_deref().unwrap_or(recorded);
+    let opened = OpenImage::open_with_layers(name, &args.layers, &args.stores)
+        .and_then(|image| require_same_image(reader, &image).map(|()| image));
+    match opened {
+        Ok(image) => Ok(Some(image)),
+        Err(error) if args.below.is_some() || !args.layers.layers.is_empty() => Err(error),
+        Err(_) => {
+            ui.warning(format_args!(
+                "{} is missing or is not the image of the upper: what the disk shows of the image \
+                 is not checked",
+                names::quoted(recorded.as_os_str().as_encoded_bytes())
+            ));
+            ui.hint("name the image as BELOW");
+            Ok(None)
+        }
+    }
+}
+
+fn word(finding: &Finding) -> &'static str {
+    match finding.error {
+        true => "error",
+        false => "warning",
+    }
+}
+
+fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value {
+    let name = args.image.to_string_lossy();
+    let findings: Vec<_> = found
+        .findings
+        .iter()
+        .map(|finding| {
+            json!({
+                "code": finding.code,
+                "severity": word(finding),
+                "file": name,
+                "place": finding.place,
+                "message": finding.message,
+            })
+        })
+        .collect();
+    json!({
+        "schema": "bcow.fsck/1",
+        "verdict": verdict(found.errors()),
+        "errors": found.errors(),
+        "warnings": found.warnings(),
+        "findings": findings,
+        "findings_omitted": found.omitted,
+        "repaired": repaired,
+        "data": args.data,
+        "tables": found.tables,
+        "blocks": found.blocks,
+        "bytes_read": found.bytes_read,
+        "upper": {
+            "door": "kernel",
+            "image": found.image.as_ref().map(|image| image.to_string_lossy()),
+            "fs": found.size.map(|_| "ext4"),
+            "size": found.size,
+        },
+    })
+}
+
+fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), CommandError> {
+    let mut out = ui.output();
+    for line in repaired {
+        writeln!(out, "repaired: {}", printable(line))?;
+    }
+    for finding in &found.findings {
+        writeln!(
+            out,
+            "{} {}: {}: {}",
+            word(finding),
+            finding.code,
+            printable(&finding.place),
+            printable(&finding.message)
+        )?;
+    }
+    if found.omitted > 0 {
+        writeln!(out, "... and {} more", Count(found.omitted))?;
+    }
+    let (errors, warnings) = (found.errors(), found.warnings());
+    if errors + warnings > 0 || !ui.quiet() {
+        let kind = match found.size {
+            Some(size) => format!("kernel door, disk of {}", Human(size)),
+            None => "kernel door".to_owned(),
+        };
+        let read = match args.data {
+            true => format!("{} read", Human(found.bytes_read)),
+            false => "data not checked".to_owned(),
+        };
+        writeln!(
+            out,
+            "{}: {} ({kind}, {}, {}, {read})",
+            args.image.display(),
+            outcome(errors, warnings),
+            plural(found.tables, "table"),
+            plural(found.blocks, "block"),
+        )?;
+    }
+    out.finish()
+}

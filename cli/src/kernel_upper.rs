@@ -1,0 +1,202 @@
+//! Uppers of the kernel door: an upper whose disk is over the view of an image.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName, is_plain_name};
+use bcow::{CreateOptions, Disk, Image, OpenOptions};
+use bcow_union::{DiskInstance, DiskReader, Door, FileSystem, ImageName, UpperError};
+use bcow_view::CachedView;
+
+use crate::error::CommandError;
+use crate::image::{OpenImage, hex};
+use crate::ui::Ui;
+use crate::upper::{cannot_use, when_free};
+use crate::views::{UserViews, cannot_view};
+
+/// Whether the directory is an upper of the kernel door. If it cannot be examined, the command that
+/// opens it as an upper of the other door names the problem.
+pub fn is_kernel_upper(path: &Path) -> bool {
+    matches!(bcow_union::door_of(path), Ok(Some(Door::Kernel)))
+}
+
+/// An upper that is open for writing.
+pub struct WritableUpper {
+    pub disk: Disk,
+    /// Holds the locks. Dropped after the disk.
+    pub instance: DiskInstance,
+}
+
+/// An upper that no process writes to while this lives.
+pub struct ReadUpper {
+    /// The disk, over the view of the image.
+    pub disk: Arc<Image>,
+    /// Holds the locks.
+    pub reader: DiskReader,
+}
+
+/// Opens the upper of `image` for reading.
+pub fn read(
+    image: &OpenImage,
+    upper: &Path,
+    options: &OpenOptions,
+    ui: &Ui,
+) -> Result<ReadUpper, CommandError> {
+    let reader = when_free(ui, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;
+    require_same_image(&reader, image)?;
+    match reader.is_lost() {
+        Ok(false) => {}
+        Ok(true) => {
+            return Err(cannot_use(&UpperError::Volatile {
+                path: upper.to_owned(),
+            }));
+        }
+        Err(error) => return Err(cannot_use(&error)),
+    }
+    let disk = read_disk(&reader, image, options)?;
+    Ok(ReadUpper { disk, reader })
+}
+
+/// Refuses an upper of another image.
+pub fn require_same_image(reader: &DiskReader, image: &OpenImage) -> Result<(), CommandError> {
+    let record = reader.record();
+    let belongs = record.identity().unwrap_or_default();
+    match belongs == image.identity() {
+        true => Ok(()),
+        false => Err(cannot_use(&UpperError::AnotherImage {
+            path: reader.path().to_owned(),
+            belongs: Box::new((belongs, record.image_name.clone())),
+            image: Box::new((image.identity(), image.path().display().to_string())),
+        })),
+    }
+}
+
+/// Opens the disk of an upper over the view of its image, for reading.
+pub fn read_disk(
+    reader: &DiskReader,
+    image: &OpenImage,
+    options: &OpenOptions,
+) -> Result<Arc<Image>, CommandError> {
+    let views = cache(image, options)?;
+    bcow_view::read_instance(reader.disk(), image.image(), &views, options)
+        .map_err(|error| cannot_open_disk(reader.path(), &error))
+}
+
+/// Opens the upper at `path` for writing, or begins one for `image`. `size` is the size of a new
+/// file system in bytes. `open` repeats the opening until no other mount uses the upper.
+pub fn open_or_begin(
+    image: &OpenImage,
+    path: &Path,
+    size: Option<u64>,
+    note: &str,
+    options: &OpenOptions,
+    open: impl FnOnce(
+        &mut dyn FnMut() -> Result<DiskInstance, UpperError>,
+    ) -> Result<DiskInstance, UpperError>,
+) -> Result<WritableUpper, CommandError> {
+    let name = image.path().to_string_lossy();
+    let named = ImageName {
+        identity: image.identity(),
+        name: &name,
+    };
+    if let Ok(None) = bcow_union::door_of(path) {
+        // An image without a view begins no upper.
+        view_of(image, size.unwrap_or(bcow_view::DEFAULT_BYTES), options)?;
+    }
+    let opened = open(&mut || DiskInstance::open(path, named, note));
+    let mut instance = opened.map_err(|error| cannot_use(&error))?;
+    if let (Some(size), Some(record)) = (size, instance.record())
+        && size != record.size
+    {
+        return Err(CommandError::usage(format!(
+            "the upper {} has a file system of {} bytes, not {size}",
+            path.display(),
+            record.size
+        ))
+        .hint("leave out --size: the size is settled when the upper begins"));
+    }
+    let views = cache(image, options)?;
+    if instance.disk().is_none() {
+        let size = size.unwrap_or(bcow_view::DEFAULT_BYTES);
+        make_disk(&mut instance, image, size, note, options)?;
+    }
+    // Made or checked above.
+    let Some(storage) = instance.disk() else {
+        return Err(cannot_use(&UpperError::Incomplete {
+            path: path.to_owned(),
+        }));
+    };
+    let disk = bcow_view::open_instance(storage, image.image(), &views, options)
+        .map_err(|error| cannot_open_disk(path, &error))?;
+    if instance.record().is_none() {
+        let size = disk.header().size;
+        let completed = instance.complete(FileSystem::Ext4, size, named);
+        completed.map_err(|error| cannot_use(&error))?;
+    }
+    Ok(WritableUpper { disk, instance })
+}
+
+fn make_disk(
+    instance: &mut DiskInstance,
+    image: &OpenImage,
+    size: u64,
+    note: &str,
+    options: &OpenOptions,
+) -> Result<(), CommandError> {
+    let view = view_of(image, size, options)?;
+    let new = instance.new_disk().map_err(|error| cannot_use(&error))?;
+    let cannot = |error: &(dyn std::error::Error + 'static)| {
+        let disk = instance.disk_path();
+        CommandError::new(format!("cannot create {}", disk.display())).caused_by(error)
+    };
+    let file = new.file().try_clone().map_err(|error| cannot(&error))?;
+    let create = CreateOptions::disk(size);
+    bcow_view::create_instance(Arc::new(file), &view, entry_of(image), &create, options)
+        .and_then(Disk::close)
+        .map_err(|error| cannot(&error))?;
+    let completed = instance.complete_disk(new, note);
+    completed.map_err(|error| cannot_use(&error))
+}
+
+fn view_of(
+    image: &OpenImage,
+    bytes: u64,
+    options: &OpenOptions,
+) -> Result<CachedView, CommandError> {
+    let view = UserViews::new(options).view(image.image(), bytes);
+    view.map_err(|error| cannot_view(image.path(), &error))
+}
+
+/// The entry by which other commands find the image of the disk, with `--backing-dir` for the
+/// directory of the image.
+fn entry_of(image: &OpenImage) -> BackingEntry {
+    let identity = image.image().identity_hash();
+    let file = image
+        .opened()
+        .path
+        .file_name()
+        .and_then(|name| name.to_str());
+    let name = match file.filter(|name| is_plain_name(name)) {
+        Some(name) => name.to_owned(),
+        None => format!("{}.bcow", hex(&identity)),
+    };
+    BackingEntry {
+        name: BackingName::FileName {
+            name,
+            identity: Some(identity),
+        },
+        size: image.image().header().size,
+    }
+}
+
+fn cache(image: &OpenImage, options: &OpenOptions) -> Result<bcow_view::ViewCache, CommandError> {
+    let views = UserViews::new(options).cache();
+    views.map_err(|error| cannot_view(image.path(), &error))
+}
+
+fn cannot_open_disk(upper: &Path, error: &bcow::Error) -> CommandError {
+    let shown = upper.display();
+    CommandError::new(format!("cannot open the disk of the upper {shown}"))
+        .caused_by(error)
+        .hint(format!("`bcow fsck {shown}` lists all damage"))
+}

@@ -1,0 +1,165 @@
+//! Directories: the names in their blocks, in the order of the blocks.
+
+use zerocopy::FromBytes;
+
+use super::{Inode, Place, ReadError, Reader};
+use crate::checksum::Checksum;
+use crate::format::{BLOCK_BYTES, DirectoryEntry, DirectoryTail, entry_type, inode_flags};
+use crate::node::{FileKind, InodeNumber};
+use crate::output::BlockBuffer;
+
+/// Bytes of an entry without its name, and of the checksum at the end of a block.
+const HEAD: usize = size_of::<DirectoryEntry>();
+const TAIL: usize = size_of::<DirectoryTail>();
+/// Bytes of the entries `.` and `..`.
+const DOT_BYTES: usize = 12;
+/// Bytes in front of the entries of the root of a hash tree, and of its other nodes.
+const ROOT_HEAD: usize = 32;
+const NODE_HEAD: usize = 8;
+/// Bytes of such an entry.
+const INDEX: usize = 8;
+
+/// A name in a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Name {
+    /// The name.
+    pub name: Vec<u8>,
+    /// The inode.
+    pub inode: InodeNumber,
+}
+
+impl Reader {
+    /// Reads the names of a directory, without `.` and `..`. There are at most `max` of them.
+    pub fn names(&self, directory: &Inode, max: usize) -> Result<Vec<Name>, ReadError> {
+        let damaged = |problem| Place::Inode(directory.number).damaged(problem);
+        if directory.kind != FileKind::Directory {
+            return Err(damaged("it is no directory"));
+        }
+        let blocks = directory.size.div_ceil(BLOCK_BYTES as u64);
+        let extents = self.extents(directory)?;
+        let mut names = Vec::new();
+        let mut next = 0;
+        for run in &extents.content {
+            if u64::from(run.logical) != next || !run.is_written {
+                break;
+            }
+            next = run.end();
+            for n in 0..u64::from(run.blocks) {
+                if u64::from(run.logical) + n >= blocks {
+                    break;
+                }
+                let block = self.block(run.physical + n)?;
+                let entries = self.entries(directory, &block, run.logical == 0 && n == 0)?;
+                read(&block[..entries], &mut names).map_err(damaged)?;
+                if names.len() > max {
+                    return Err(damaged("the directory has too many names"));
+                }
+            }
+        }
+        match next >= blocks {
+            true => Ok(names),
+            false => Err(damaged("the directory has a hole")),
+        }
+    }
+
+    /// Checks a block of a directory. Returns how many bytes of it are entries.
+    fn entries(
+        &self,
+        directory: &Inode,
+        block: &BlockBuffer,
+        is_first: bool,
+    ) -> Result<usize, ReadError> {
+        let Some(seed) = self.seed_of(directory.number, directory.generation) else {
+            return Ok(BLOCK_BYTES);
+        };
+        let damaged = |problem| Place::Inode(directory.number).damaged(problem);
+        // The length of the record tells a node of the hash tree: the tail of a block with names
+        // can remain in it.
+        let is_node = directory.flags & inode_flags::INDEX != 0
+            && match is_first {
+                true => record(&block[DOT_BYTES..]) == Some(BLOCK_BYTES - DOT_BYTES),
+                false => record(&block[..]) == Some(BLOCK_BYTES),
+            };
+        // A node of the hash tree has no names, except `.` and `..` in the root.
+        let (names, stored, found) = match is_node {
+            true => {
+                let head = if is_first { ROOT_HEAD } else { NODE_HEAD };
+                let (stored, found) = node_checksums(block, head, seed)
+                    .ok_or_else(|| damaged("a node of the directory's hash tree is damaged"))?;
+                (if is_first { 2 * DOT_BYTES } else { 0 }, stored, found)
+            }
+            false => {
+                let covered = BLOCK_BYTES - TAIL;
+                let stored = stored_checksum(block)
+                    .ok_or_else(|| damaged("a block of the directory has no checksum"))?;
+                (covered, stored, seed.with(&block[..covered]))
+            }
+        };
+        match stored == found {
+            true => Ok(names),
+            false => Err(damaged("the checksum of a block of the directory is wrong")),
+        }
+    }
+}
+
+/// The checksum in a node of a hash tree whose entries begin at byte `head`, and the one that
+/// belongs there.
+fn node_checksums(
+    block: &BlockBuffer,
+    head: usize,
+    seed: Checksum,
+) -> Option<(Checksum, Checksum)> {
+    let half = |at: usize| usize::from(u16::from_le_bytes([block[at], block[at + 1]]));
+    let (limit, count) = (half(head), half(head + 2));
+    let tail = head + limit * INDEX;
+    let used = block.get(..head + count * INDEX)?;
+    let (reserved, stored) = block.get(tail..tail + INDEX)?.split_at(4);
+    let stored = u32::from_le_bytes([stored[0], stored[1], stored[2], stored[3]]);
+    let found = seed.with(used).with(reserved).with(&[0; 4]);
+    Some((Checksum(stored), found))
+}
+
+/// The checksum at the end of a block with names.
+fn stored_checksum(block: &BlockBuffer) -> Option<Checksum> {
+    let tail = DirectoryTail::read_from_bytes(&block[BLOCK_BYTES - TAIL..]).ok()?;
+    let is_tail = tail.zero.get() == 0
+        && usize::from(tail.record_bytes.get()) == TAIL
+        && tail.name_bytes == 0
+        && tail.file_type == entry_type::CHECKSUM;
+    is_tail.then(|| Checksum(tail.checksum.get()))
+}
+
+/// The length of the first record, if there is a whole head.
+fn record(bytes: &[u8]) -> Option<usize> {
+    let (entry, _) = DirectoryEntry::read_from_prefix(bytes).ok()?;
+    Some(entry.record_bytes.get().into())
+}
+
+/// Appends the names of a block. The error says what is wrong.
+fn read(block: &[u8], names: &mut Vec<Name>) -> Result<(), &'static str> {
+    let mut rest = block;
+    while !rest.is_empty() {
+        let damaged = "a block of the directory is damaged";
+        let Ok((entry, behind)) = DirectoryEntry::read_from_prefix(rest) else {
+            return Err(damaged);
+        };
+        let name_bytes = usize::from(entry.name_bytes);
+        // The record of `..` in the root of a hash tree extends over the tree.
+        let length = usize::from(entry.record_bytes.get()).min(rest.len());
+        if length < HEAD || !length.is_multiple_of(4) || name_bytes > length - HEAD {
+            return Err(damaged);
+        }
+        let name = &behind[..name_bytes];
+        if entry.inode.get() != 0 && !matches!(name, b"." | b"..") {
+            if name.is_empty() || name.contains(&b'/') || name.contains(&0) {
+                return Err("a name in the directory is not allowed");
+            }
+            names.push(Name {
+                name: name.to_vec(),
+                inode: InodeNumber(entry.inode.get()),
+            });
+        }
+        rest = &rest[length..];
+    }
+    Ok(())
+}

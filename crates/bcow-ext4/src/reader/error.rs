@@ -1,0 +1,80 @@
+//! Errors.
+
+use std::fmt;
+use std::io;
+
+use crate::InodeNumber;
+
+/// A file system cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// The source failed.
+    #[error("cannot read the ext4")]
+    Io(#[from] io::Error),
+    /// There is no ext4.
+    #[error("there is no ext4 file system")]
+    NoExt4,
+    /// The file system has features that this version does not know.
+    #[error("the ext4 has features that this version cannot read (incompatible {0:#x})")]
+    Features(u32),
+    /// The file system has another form than those of this crate.
+    #[error("the ext4 was made anew, in another form than bcow gives it")]
+    Form,
+    /// An inode has content in a form that this version does not read.
+    #[error("inode {inode} of the ext4: {what} cannot be read yet")]
+    Unsupported {
+        /// The inode.
+        inode: InodeNumber,
+        /// The form.
+        what: &'static str,
+    },
+    /// The journal has a form that this version does not replay.
+    #[error("the ext4 was not unmounted, and its journal has {0}, which cannot be read yet")]
+    Journal(&'static str),
+    /// A structure is damaged.
+    #[error("the ext4 is damaged: {place}: {problem}")]
+    Damaged {
+        /// The structure.
+        place: Place,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+}
+
+/// A structure of a file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The superblock.
+    Superblock,
+    /// A group, by its index.
+    Group(u32),
+    /// An inode, or what belongs to it.
+    Inode(InodeNumber),
+    /// A block.
+    Block(u64),
+    /// A block of the journal, counted from its start.
+    Journal(u64),
+}
+
+impl Place {
+    /// The error of a damaged structure.
+    pub(crate) fn damaged(self, problem: &'static str) -> ReadError {
+        ReadError::Damaged {
+            place: self,
+            problem,
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Superblock => write!(f, "the superblock"),
+            Place::Group(group) => write!(f, "group {group}"),
+            Place::Inode(inode) => write!(f, "inode {inode}"),
+            Place::Block(block) => write!(f, "block {block}"),
+            Place::Journal(block) => write!(f, "block {block} of the journal"),
+        }
+    }
+}

@@ -1,0 +1,358 @@
+//! The journal: the blocks that it has, and that are not yet in their places.
+//!
+//! Source: the kernel's `fs/jbd2/recovery.c`. A transaction counts if its commit block is there. A
+//! block of a transaction does not count if this or a later transaction revokes it.
+
+use std::collections::HashMap;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{Extents, Place, ReadError, Reader};
+use crate::InodeNumber;
+use crate::checksum::Checksum;
+use crate::format::{
+    BLOCK_BYTES, JOURNAL_MAGIC, JOURNAL_SUPERBLOCK, JOURNAL_SUPERBLOCK_BYTES, JournalHeader,
+    JournalSuperBlock, journal_block, journal_flags, journal_incompatible,
+};
+use crate::output::BlockBuffer;
+
+/// The features that this reader knows.
+const KNOWN: u32 = journal_incompatible::REVOKE
+    | journal_incompatible::BITS_64
+    | journal_incompatible::ASYNC_COMMIT
+    | journal_incompatible::CHECKSUM_2
+    | journal_incompatible::CHECKSUM_3;
+
+const HEADER: usize = size_of::<JournalHeader>();
+/// The head of a revoke block: a header, and the bytes in use.
+const REVOKE_HEADER: usize = HEADER + 4;
+/// The checksum at the end of descriptors and revoke blocks.
+const TAIL: usize = 4;
+/// The offset of the checksum in a commit block.
+const COMMIT_CHECKSUM: usize = 16;
+const UUID: usize = 16;
+
+/// The newest content of a block, in the journal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Copy {
+    /// The block of the file system that has the content.
+    pub block: u64,
+    is_escaped: bool,
+}
+
+impl Copy {
+    /// Changes the content in the journal to that of the block.
+    pub(super) fn restore(&self, block: &mut [u8; BLOCK_BYTES]) {
+        if self.is_escaped {
+            block[..4].copy_from_slice(&JOURNAL_MAGIC.to_be_bytes());
+        }
+    }
+}
+
+/// Finds the blocks that the journal, inode `number`, has in place of the file system. Takes memory
+/// for each block of the journal at most.
+pub(super) fn replay(
+    reader: &Reader,
+    number: InodeNumber,
+) -> Result<HashMap<u64, Copy>, ReadError> {
+    let inode = reader.inode(number)?;
+    let journal = Journal::open(reader, reader.extents(&inode)?)?;
+    match journal {
+        Some(journal) => journal.replay(),
+        None => Ok(HashMap::new()),
+    }
+}
+
+struct Journal<'r> {
+    reader: &'r Reader,
+    extents: Extents,
+    features: u32,
+    /// The seed of checksums.
+    seed: Checksum,
+    /// The first block of the log, and the block behind the last one.
+    first: u64,
+    end: u64,
+    /// Where the oldest transaction is, and its number.
+    start: u64,
+    sequence: u32,
+}
+
+/// A block that a transaction changes.
+struct Change {
+    /// The block of the file system, and the block of the journal with its content.
+    block: u64,
+    at: u64,
+    is_escaped: bool,
+    checksum: u32,
+}
+
+/// What a transaction says.
+#[derive(Default)]
+struct Transaction {
+    changes: Vec<Change>,
+    revoked: Vec<u64>,
+}
+
+impl<'r> Journal<'r> {
+    /// `None` if the journal has nothing to replay.
+    fn open(reader: &'r Reader, extents: Extents) -> Result<Option<Self>, ReadError> {
+        let damaged = |problem| Place::Journal(0).damaged(problem);
+        let mut journal = Journal {
+            reader,
+            extents,
+            features: 0,
+            seed: Checksum(0),
+            first: 0,
+            end: 1,
+            start: 0,
+            sequence: 0,
+        };
+        let (_, block) = journal.block(0)?;
+        let Ok((superblock, _)) = JournalSuperBlock::read_from_prefix(&block[..]) else {
+            return Err(damaged("it is too short"));
+        };
+        if superblock.magic.get() != JOURNAL_MAGIC {
+            return Err(damaged("it is not the start of a journal"));
+        }
+        if superblock.block_type.get() != JOURNAL_SUPERBLOCK {
+            return Err(ReadError::Journal("an old form"));
+        }
+        if superblock.start.get() == 0 {
+            return Ok(None);
+        }
+        let features = superblock.incompatible.get();
+        if features & journal_incompatible::FAST_COMMIT != 0 {
+            return Err(ReadError::Journal("fast commits"));
+        }
+        if features & !KNOWN != 0 {
+            return Err(ReadError::Journal("unknown features"));
+        }
+        journal.features = features;
+        journal.seed = Checksum(u32::MAX).with(&superblock.uuid);
+        if journal.has_checksums() {
+            let mut covered = superblock.clone();
+            covered.checksum = 0.into();
+            let rest = &block[size_of::<JournalSuperBlock>()..JOURNAL_SUPERBLOCK_BYTES];
+            let found = Checksum(u32::MAX).with(covered.as_bytes()).with(rest);
+            if found.0 != superblock.checksum.get() {
+                return Err(damaged("its checksum is wrong"));
+            }
+        }
+        journal.first = superblock.first.get().into();
+        journal.end = superblock.blocks.get().into();
+        journal.start = superblock.start.get().into();
+        journal.sequence = superblock.sequence.get();
+        let log = journal.first..journal.end;
+        let is_whole = superblock.block_bytes.get() as usize == BLOCK_BYTES
+            && journal.first > 0
+            && log.contains(&journal.start);
+        match is_whole {
+            true => Ok(Some(journal)),
+            false => Err(damaged("its numbers contradict each other")),
+        }
+    }
+
+    fn has(&self, feature: u32) -> bool {
+        self.features & feature != 0
+    }
+
+    fn has_checksums(&self) -> bool {
+        self.has(journal_incompatible::CHECKSUM_2) || self.has(journal_incompatible::CHECKSUM_3)
+    }
+
+    /// The place and the content of a block of the journal.
+    fn block(&self, block: u64) -> Result<(u64, Box<BlockBuffer>), ReadError> {
+        let run = self.extents.find(block).filter(|run| run.is_written);
+        let run = run.ok_or_else(|| Place::Journal(block).damaged("the journal has a hole"))?;
+        let at = run.physical + (block - u64::from(run.logical));
+        Ok((at, self.reader.block(at)?))
+    }
+
+    /// The block of the log behind another one.
+    fn behind(&self, block: u64) -> u64 {
+        match block + 1 {
+            next if next < self.end => next,
+            _ => self.first,
+        }
+    }
+
+    fn replay(&self) -> Result<HashMap<u64, Copy>, ReadError> {
+        let transactions = self.transactions()?;
+        let mut revoked = HashMap::new();
+        for (nth, transaction) in transactions.iter().enumerate() {
+            // The later one is inserted last.
+            revoked.extend(transaction.revoked.iter().map(|&block| (block, nth)));
+        }
+        let mut newest = HashMap::new();
+        for (nth, transaction) in transactions.iter().enumerate() {
+            let sequence = self.sequence.wrapping_add(nth as u32);
+            for change in &transaction.changes {
+                if revoked.get(&change.block).is_none_or(|last| *last < nth) {
+                    newest.insert(change.block, self.copy(change, sequence)?);
+                }
+            }
+        }
+        Ok(newest)
+    }
+
+    /// The content of a changed block, after a look at its checksum.
+    fn copy(&self, change: &Change, sequence: u32) -> Result<Copy, ReadError> {
+        let (block, content) = self.block(change.at)?;
+        if self.has_checksums() {
+            let found = self.seed.with(&sequence.to_be_bytes()).with(&content[..]).0;
+            let is_same = match self.has(journal_incompatible::CHECKSUM_3) {
+                true => found == change.checksum,
+                false => found as u16 == change.checksum as u16,
+            };
+            if !is_same {
+                return Err(Place::Journal(change.at).damaged("its checksum is wrong"));
+            }
+        }
+        Ok(Copy {
+            block,
+            is_escaped: change.is_escaped,
+        })
+    }
+
+    /// The complete transactions, the oldest first.
+    fn transactions(&self) -> Result<Vec<Transaction>, ReadError> {
+        let mut complete = Vec::new();
+        let mut open = Transaction::default();
+        let mut sequence = self.sequence;
+        let mut at = self.start;
+        // A log that is full ends where it begins.
+        let mut left = self.end - self.first;
+        while left > 0 {
+            let (_, block) = self.block(at)?;
+            let Ok((header, _)) = JournalHeader::read_from_prefix(&block[..]) else {
+                break;
+            };
+            if header.magic.get() != JOURNAL_MAGIC || header.sequence.get() != sequence {
+                break;
+            }
+            let mut used = 1;
+            match header.block_type.get() {
+                journal_block::DESCRIPTOR => {
+                    self.check_tail(at, &block)?;
+                    let mut from = at;
+                    let changes = self.changes(at, &block)?;
+                    used += changes.len() as u64;
+                    for (block, is_escaped, checksum) in changes {
+                        from = self.behind(from);
+                        open.changes.push(Change {
+                            block,
+                            at: from,
+                            is_escaped,
+                            checksum,
+                        });
+                    }
+                }
+                journal_block::REVOKE => {
+                    self.check_tail(at, &block)?;
+                    open.revoked.extend(self.revoked(at, &block)?);
+                }
+                journal_block::COMMIT => {
+                    self.check_commit(at, &block)?;
+                    complete.push(std::mem::take(&mut open));
+                    sequence = sequence.wrapping_add(1);
+                }
+                _ => break,
+            }
+            if used > left {
+                break;
+            }
+            left -= used;
+            for _ in 0..used {
+                at = self.behind(at);
+            }
+        }
+        Ok(complete)
+    }
+
+    /// The blocks that a descriptor names: number, whether it is escaped, checksum.
+    fn changes(&self, at: u64, block: &BlockBuffer) -> Result<Vec<(u64, bool, u32)>, ReadError> {
+        let damaged = || Place::Journal(at).damaged("its list of blocks is damaged");
+        let end = match self.has_checksums() {
+            true => BLOCK_BYTES - TAIL,
+            false => BLOCK_BYTES,
+        };
+        let wide = self.has(journal_incompatible::BITS_64);
+        let with_checksum = self.has(journal_incompatible::CHECKSUM_3);
+        let length = match (with_checksum, wide) {
+            (true, _) => 16,
+            (_, true) => 12,
+            _ => 8,
+        };
+        let mut found = Vec::new();
+        let mut rest = &block[HEADER..end];
+        loop {
+            let tag = rest.get(..length).ok_or_else(damaged)?;
+            let word =
+                |at: usize| u32::from_be_bytes([tag[at], tag[at + 1], tag[at + 2], tag[at + 3]]);
+            let (flags, checksum) = match with_checksum {
+                true => (word(4), word(12)),
+                false => (word(4) & 0xffff, word(4) >> 16),
+            };
+            let high = if wide { word(8) } else { 0 };
+            let number = u64::from(high) << 32 | u64::from(word(0));
+            found.push((number, flags & journal_flags::ESCAPED != 0, checksum));
+            if flags & journal_flags::LAST != 0 {
+                return Ok(found);
+            }
+            let uuid = match flags & journal_flags::SAME_UUID {
+                0 => UUID,
+                _ => 0,
+            };
+            rest = rest.get(length + uuid..).ok_or_else(damaged)?;
+        }
+    }
+
+    fn revoked(&self, at: u64, block: &BlockBuffer) -> Result<Vec<u64>, ReadError> {
+        let damaged = || Place::Journal(at).damaged("its list of blocks is damaged");
+        let word = |at: usize| {
+            u32::from_be_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+        };
+        let used = word(HEADER) as usize;
+        let list = block.get(REVOKE_HEADER..used).ok_or_else(damaged)?;
+        let found = match self.has(journal_incompatible::BITS_64) {
+            true => {
+                let (numbers, _) = list.as_chunks::<8>();
+                numbers
+                    .iter()
+                    .map(|bytes| u64::from_be_bytes(*bytes))
+                    .collect()
+            }
+            false => {
+                let (numbers, _) = list.as_chunks::<4>();
+                let numbers = numbers.iter();
+                numbers
+                    .map(|bytes| u32::from_be_bytes(*bytes).into())
+                    .collect()
+            }
+        };
+        Ok(found)
+    }
+
+    fn check_tail(&self, at: u64, block: &BlockBuffer) -> Result<(), ReadError> {
+        self.check(at, block, BLOCK_BYTES - TAIL)
+    }
+
+    fn check_commit(&self, at: u64, block: &BlockBuffer) -> Result<(), ReadError> {
+        self.check(at, block, COMMIT_CHECKSUM)
+    }
+
+    /// Compares a block with the checksum in it.
+    fn check(&self, at: u64, block: &BlockBuffer, place: usize) -> Result<(), ReadError> {
+        if !self.has_checksums() {
+            return Ok(());
+        }
+        let mut covered = *block;
+        let stored = &mut covered[place..place + 4];
+        let checksum = u32::from_be_bytes([stored[0], stored[1], stored[2], stored[3]]);
+        stored.fill(0);
+        match self.seed.with(&covered).0 == checksum {
+            true => Ok(()),
+            false => Err(Place::Journal(at).damaged("its checksum is wrong")),
+        }
+    }
+}

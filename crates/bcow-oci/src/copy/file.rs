@@ -1,0 +1,238 @@
+//! One BCoW file, copied and checked against its hash tree.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bcow::check::{RestoreError, restore};
+use bcow::{Storage, header_of};
+
+use crate::digest::{Algorithm, Digest, hex};
+use crate::error::ConvertError;
+
+/// Length of the header slots, whose bytes the hash tree covers in part only.
+const SLOTS_BYTES: usize = 1024;
+
+/// A sealed BCoW file that is copied.
+#[derive(Clone)]
+pub struct CopyFile {
+    /// The name in messages.
+    pub name: String,
+    /// The bytes.
+    pub storage: Arc<dyn Storage>,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// The root of the hash tree.
+    pub merkle_root: [u8; 32],
+    /// Whether the storage checks what it reads against the root.
+    pub is_checked: bool,
+}
+
+impl CopyFile {
+    /// The file with these bytes. Its header must have a hash tree.
+    pub fn new(
+        name: String,
+        storage: Arc<dyn Storage>,
+        is_checked: bool,
+    ) -> Result<CopyFile, ConvertError> {
+        let Some(header) = header_of(&*storage) else {
+            return Err(ConvertError::layout(name, "it is not a BCoW file"));
+        };
+        let Some(tree) = &header.merkle else {
+            return Err(ConvertError::NoTree { place: name });
+        };
+        Ok(CopyFile {
+            merkle_root: tree.root,
+            bytes: header.file_bytes,
+            name,
+            storage,
+            is_checked,
+        })
+    }
+
+    pub(super) fn digest(&self) -> Result<Digest, ConvertError> {
+        Digest::of_storage(&*self.storage, Algorithm::Sha256)
+            .map_err(|error| self.unreadable(error))
+    }
+
+    fn unreadable(&self, source: io::Error) -> ConvertError {
+        ConvertError::Read {
+            action: "read",
+            what: self.name.clone(),
+            source,
+        }
+    }
+
+    /// Completes `file`, which may have any part of the bytes, right or wrong. Every chunk is
+    /// compared with the hash tree, and only what is missing or wrong is read from the source.
+    /// Returns the number of bytes that were written.
+    pub(super) fn complete(
+        &self,
+        file: &File,
+        destination: &Path,
+        threads: usize,
+        cancel: Option<&Arc<AtomicBool>>,
+    ) -> Result<u64, ConvertError> {
+        let failed = |source| ConvertError::write("write", destination, source);
+        let watched = Arc::new(Watched {
+            storage: Arc::clone(&self.storage),
+            cancel: cancel.cloned(),
+            failed: Mutex::new(None),
+        });
+        let copies = [Arc::clone(&watched) as Arc<dyn Storage>];
+        let restored = restore(file, Some(self.merkle_root), &copies, threads);
+        if cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
+            return Err(ConvertError::Interrupted);
+        }
+        if let Some(error) = watched.failed().take() {
+            return Err(self.unreadable(error));
+        }
+        let restored = restored.map_err(|error| match error {
+            RestoreError::File(error) => failed(io::Error::other(error)),
+            error => ConvertError::layout(&self.name, error),
+        })?;
+        if let Some(wrong) = restored.left.first() {
+            return Err(ConvertError::layout(
+                &self.name,
+                format!(
+                    "bytes {}..{} do not match the hash tree",
+                    wrong.start, wrong.end
+                ),
+            ));
+        }
+        // Slots of the same content can differ, and the copy has the same bytes.
+        let mut slots = [0; SLOTS_BYTES];
+        self.storage
+            .read_at(0, &mut slots)
+            .map_err(|error| self.unreadable(error))?;
+        Storage::write_at(file, 0, &slots).map_err(failed)?;
+        Storage::set_len(file, self.bytes).map_err(failed)?;
+        Ok(restored
+            .written
+            .iter()
+            .map(|range| range.end - range.start)
+            .sum())
+    }
+
+    /// Checks that the source has the digest, if it does not check what it reads.
+    pub(super) fn check(&self, expected: &Digest) -> Result<(), ConvertError> {
+        if self.is_checked {
+            return Ok(());
+        }
+        let found = self.digest()?;
+        match found == *expected {
+            true => Ok(()),
+            false => Err(ConvertError::DigestMismatch {
+                place: self.name.clone(),
+                what: "digest",
+                expected: expected.clone(),
+                found,
+            }),
+        }
+    }
+
+    /// The root of the hash tree, in hexadecimal.
+    pub(super) fn root(&self) -> String {
+        hex(&self.merkle_root)
+    }
+}
+
+/// Reads a source, and stops at the first error: a server that has gone is not waited for at each
+/// chunk.
+struct Watched {
+    storage: Arc<dyn Storage>,
+    cancel: Option<Arc<AtomicBool>>,
+    /// The first error. The lock is held to look at it, never during a read.
+    failed: Mutex<Option<io::Error>>,
+}
+
+impl Watched {
+    fn failed(&self) -> MutexGuard<'_, Option<io::Error>> {
+        // An error is valid after a panic elsewhere.
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Storage for Watched {
+    fn len(&self) -> io::Result<u64> {
+        self.storage.len()
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let is_cancelled = || {
+            let cancel = self.cancel.as_ref();
+            cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+        };
+        if is_cancelled() || self.failed().is_some() {
+            return Err(io::Error::other("the copy has ended"));
+        }
+        self.storage.read_at(offset, buf).map_err(|error| {
+            let kind = error.kind();
+            self.failed().get_or_insert(error);
+            kind.into()
+        })
+    }
+
+    fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn set_len(&self, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Reads a storage in order, from an offset on.
+pub(super) struct InOrder {
+    pub(super) storage: Arc<dyn Storage>,
+    pub(super) at: u64,
+    pub(super) end: u64,
+}
+
+impl io::Read for InOrder {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let count = (self.end - self.at).min(buf.len() as u64) as usize;
+        self.storage.read_at(self.at, &mut buf[..count])?;
+        self.at += count as u64;
+        Ok(count)
+    }
+}
+
+/// A part of a file on this machine: a member of an archive.
+pub(super) struct Member {
+    pub(super) file: Arc<File>,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+impl Storage for Member {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.bytes)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        offset
+            .checked_add(buf.len() as u64)
+            .filter(|&end| end <= self.bytes)
+            .ok_or(io::ErrorKind::UnexpectedEof)?;
+        Storage::read_at(&*self.file, self.offset + offset, buf)
+    }
+
+    fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn set_len(&self, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}

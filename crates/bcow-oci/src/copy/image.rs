@@ -1,0 +1,294 @@
+//! The parts of an image that is copied, from the place that it is in.
+
+use std::sync::Arc;
+
+use bcow::Storage;
+use bcow::format::Use;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::file::{CopyFile, Member};
+use crate::archive::{Archive, Files};
+use crate::digest::Digest;
+use crate::error::ConvertError;
+use crate::image::ImageConfig;
+use crate::layout::write::{annotated, descriptor, json_bytes};
+use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
+use crate::metadata::insert_some;
+use crate::platform::Platform;
+use crate::registry::BcowImage;
+use crate::repository::Repository;
+use crate::source::Source;
+use crate::store::{LayerFacts, RemoteFiles};
+
+/// An image in BCoW form: a manifest and its blobs.
+pub struct CopyImage {
+    /// The name in messages.
+    pub name: String,
+    pub(super) manifest: Vec<u8>,
+    pub(super) digest: Digest,
+    pub(super) platform: Option<Platform>,
+    pub(super) config: (Digest, Vec<u8>),
+    /// The layers, then the stack.
+    pub(super) files: Vec<(Digest, CopyFile)>,
+}
+
+#[derive(Deserialize)]
+struct ManifestDocument {
+    config: Descriptor,
+    #[serde(default)]
+    layers: Vec<Descriptor>,
+}
+
+impl CopyImage {
+    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`.
+    pub fn of_layout(source: &Source) -> Result<CopyImage, ConvertError> {
+        let (files, reference) = match source {
+            Source::Oci {
+                directory,
+                reference,
+            } => (Files::directory(directory)?, reference),
+            Source::OciArchive { file, reference } => {
+                (Files::Archive(Archive::open_file(file)?), reference)
+            }
+            other => {
+                return Err(ConvertError::Options(format!(
+                    "{other} cannot have an image in BCoW form"
+                )));
+            }
+        };
+        let manifest = layout::bcow_manifest(&files, reference.as_deref())?;
+        let config = |descriptor: &Descriptor| layout::config_bytes(&files, descriptor);
+        let open = |name: String, layer: &Descriptor, digest: &Digest| {
+            let Some(blob) = files.blob(digest, layer.size)? else {
+                return Err(ConvertError::MissingBlob {
+                    place: name,
+                    digest: digest.clone(),
+                    foreign: false,
+                });
+            };
+            let (Some((file, offset)), Some(bytes)) = (blob.place(), blob.length()) else {
+                return Err(ConvertError::layout(name, "not a regular file"));
+            };
+            let member = Member {
+                file,
+                offset,
+                bytes,
+            };
+            CopyFile::new(name, Arc::new(member) as Arc<dyn Storage>, false)
+        };
+        CopyImage::of_manifest(source.to_string(), manifest, &config, &open)
+    }
+
+    /// The image of a registry.
+    pub fn of_registry(
+        image: BcowImage,
+        repository: &dyn Repository,
+        files: &dyn RemoteFiles,
+    ) -> Result<CopyImage, ConvertError> {
+        let config = |descriptor: &Descriptor| {
+            let digest = layout::parse_digest(&repository.name(), &descriptor.digest)?;
+            let unreadable = |source| ConvertError::Read {
+                action: "read",
+                what: format!("config {} of {}", digest.short(), repository.name()),
+                source,
+            };
+            let mut bytes = Vec::new();
+            layout::check_config_length(&repository.name(), descriptor.size)?;
+            let mut blob = repository
+                .blob(&digest, descriptor.size)
+                .map_err(unreadable)?;
+            std::io::Read::read_to_end(&mut blob, &mut bytes).map_err(unreadable)?;
+            Ok(bytes)
+        };
+        let open = |name: String, layer: &Descriptor, digest: &Digest| {
+            let Some(merkle_root) = layout::merkle_root(&name, layer)? else {
+                return Err(ConvertError::NoRoot { place: name });
+            };
+            let facts = LayerFacts {
+                digest: digest.clone(),
+                file_bytes: layer.size,
+                merkle_root,
+            };
+            let unreadable = |source| ConvertError::Read {
+                action: "read",
+                what: name.clone(),
+                source,
+            };
+            match files.open(digest, &facts) {
+                Ok(Some(storage)) => CopyFile::new(name, storage, true),
+                Ok(None) => Err(ConvertError::MissingBlob {
+                    place: name,
+                    digest: digest.clone(),
+                    foreign: false,
+                }),
+                Err(error) => Err(unreadable(std::io::Error::other(error))),
+            }
+        };
+        CopyImage::of_manifest(repository.name(), image.manifest, &config, &open)
+    }
+
+    fn of_manifest(
+        name: String,
+        manifest: Vec<u8>,
+        config: &dyn Fn(&Descriptor) -> Result<Vec<u8>, ConvertError>,
+        open: &dyn Fn(String, &Descriptor, &Digest) -> Result<CopyFile, ConvertError>,
+    ) -> Result<CopyImage, ConvertError> {
+        let document: ManifestDocument = layout::parse(&name, &manifest)?;
+        layout::check_layer_count(&name, document.layers.len())?;
+        let count = document.layers.len().saturating_sub(1);
+        let files = document
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(index, layer)| {
+                let digest = layout::parse_digest(&name, &layer.digest)?;
+                let part = match &*layer.media_type {
+                    STACK => format!("stack ({})", digest.short()),
+                    LAYER => crate::image::layer_name(index, count, Some(&digest)),
+                    other => {
+                        return Err(ConvertError::MediaType {
+                            place: name.clone(),
+                            media_type: other.to_owned(),
+                        });
+                    }
+                };
+                let file = open(format!("{part} of {name}"), layer, &digest)?;
+                let differs = |what: &'static str| {
+                    ConvertError::layout(
+                        &file.name,
+                        format!("its {what} differs from its manifest"),
+                    )
+                };
+                if file.bytes != layer.size {
+                    return Err(differs("length"));
+                }
+                let root = layout::merkle_root(&name, layer)?;
+                if root.is_some_and(|root| root != file.merkle_root) {
+                    return Err(differs("root hash"));
+                }
+                Ok((digest, file))
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let bytes = config(&document.config)?;
+        let expected = layout::parse_digest(&name, &document.config.digest)?;
+        let found = Digest::of(&bytes);
+        if found != expected {
+            return Err(ConvertError::DigestMismatch {
+                place: format!("config of {name}"),
+                what: "digest",
+                expected,
+                found,
+            });
+        }
+        Ok(CopyImage::new(name, manifest, (found, bytes), files))
+    }
+
+    fn new(
+        name: String,
+        manifest: Vec<u8>,
+        config: (Digest, Vec<u8>),
+        files: Vec<(Digest, CopyFile)>,
+    ) -> CopyImage {
+        CopyImage {
+            digest: Digest::of(&manifest),
+            platform: ImageConfig::parse("config", &config.1)
+                .ok()
+                .and_then(|config| config.platform),
+            name,
+            manifest,
+            config,
+            files,
+        }
+    }
+
+    /// The image in one file, and in the files below it, as an image of a layout or registry: the
+    /// file is the stack, and those below it are the layers.
+    pub fn of_files(file: CopyFile, below: Vec<CopyFile>) -> Result<CopyImage, ConvertError> {
+        let name = file.name.clone();
+        let metadata = metadata(&file)?;
+        let config = match metadata.get("config") {
+            Some(config @ Value::Object(_)) => config.clone(),
+            _ => made_config(),
+        };
+        let what = std::path::Path::new(&name);
+        let config = json_bytes(&config, what)?;
+        let mut files = Vec::new();
+        let mut layers = Vec::new();
+        let count = below.len();
+        for (index, part) in below.into_iter().chain([file]).enumerate() {
+            let digest = part.digest()?;
+            let media_type = match index == count {
+                true => STACK,
+                false => LAYER,
+            };
+            let annotations = [(MERKLE_ROOT, part.root())].into();
+            layers.push(annotated(media_type, &digest, part.bytes, &annotations));
+            files.push((digest, part));
+        }
+        let config_digest = Digest::of(&config);
+        let manifest = json!({
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "artifactType": IMAGE,
+            "config": descriptor(OCI_CONFIG, &config_digest, config.len() as u64),
+            "layers": layers,
+        });
+        let manifest = json_bytes(&manifest, what)?;
+        Ok(CopyImage::new(
+            name,
+            manifest,
+            (config_digest, config),
+            files,
+        ))
+    }
+
+    /// The root of the stack's hash tree.
+    pub fn merkle_root(&self) -> [u8; 32] {
+        self.files
+            .last()
+            .map_or([0; 32], |(_, file)| file.merkle_root)
+    }
+
+    /// The file of an image that is in one file.
+    pub fn only_file(&self) -> Option<&CopyFile> {
+        match &self.files[..] {
+            [(_, file)] => Some(file),
+            _ => None,
+        }
+    }
+}
+
+/// The metadata of an image; refuses a disk, and a layer on its own.
+fn metadata(file: &CopyFile) -> Result<Value, ConvertError> {
+    let bad = |error: bcow::Error| ConvertError::layout(&file.name, error);
+    let options = bcow::OpenOptions::default();
+    let image = bcow::Image::open_storage(Arc::clone(&file.storage), &options).map_err(bad)?;
+    let refuse = |what: &str| {
+        let why = format!("{what}, which a layout or registry cannot have as an image");
+        Err(ConvertError::Options(format!("{} is {why}", file.name)))
+    };
+    if image.header().purpose != Use::Image {
+        return refuse("a disk");
+    }
+    let metadata = image.metadata().map_err(bad)?;
+    match metadata.get("layer") {
+        Some(_) => refuse("a single layer"),
+        None => Ok(metadata),
+    }
+}
+
+/// The configuration of an image that records none.
+fn made_config() -> Value {
+    let host = Platform::host();
+    let mut all = Map::new();
+    let fields = [
+        ("architecture", Some(json!(host.architecture))),
+        ("variant", host.variant.map(|variant| json!(variant))),
+        ("os", Some(json!(host.os))),
+        ("config", Some(json!({}))),
+        ("rootfs", Some(json!({"type": "layers", "diff_ids": []}))),
+    ];
+    insert_some(&mut all, fields);
+    Value::Object(all)
+}

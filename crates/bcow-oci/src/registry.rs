@@ -1,0 +1,218 @@
+//! Images in registries: finds the manifest for a platform, through indexes.
+//!
+//! A [`Repository`] makes the connections.
+
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+use crate::digest::{Digest, Hasher};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH, STACK};
+use crate::platform::Platform;
+use crate::repository::Repository;
+
+/// Number of attached images that are looked at.
+const MAX_REFERRERS: usize = 16;
+/// The begin of the media types of Docker's first form of manifests.
+const SCHEMA_1: &str = "application/vnd.docker.distribution.manifest.v1";
+
+/// An image in a registry.
+#[derive(Debug, Clone)]
+pub enum RegistryImage {
+    /// An image in BCoW form.
+    Bcow(BcowImage),
+    /// An ordinary image: a source of conversions.
+    Ordinary(OrdinaryImage),
+}
+
+/// The manifest of an image in BCoW form.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BcowImage {
+    /// The manifest.
+    pub manifest: Vec<u8>,
+    /// The stack that the manifest names.
+    pub stack: RemoteStack,
+}
+
+/// The stack of an image in BCoW form, as its manifest describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteStack {
+    /// Digest of the file.
+    pub digest: Digest,
+    /// Length of the file in bytes.
+    pub bytes: u64,
+    /// The root of the file's hash tree. Manifests of earlier versions of bcow do not have it.
+    pub merkle_root: Option<[u8; 32]>,
+}
+
+/// The manifest of an ordinary image, and where its blobs are.
+#[derive(Debug, Clone)]
+pub struct OrdinaryImage {
+    pub(crate) repository: Arc<dyn Repository>,
+    /// The manifest.
+    pub(crate) manifest: Vec<u8>,
+    pub(crate) digest: Digest,
+    /// The platform that the index gives for the manifest, if there is an index.
+    pub(crate) platform: Option<Platform>,
+}
+
+impl OrdinaryImage {
+    /// The name that leads to the image.
+    pub fn name(&self) -> String {
+        self.repository.name()
+    }
+}
+
+/// Two values are equal if they have the same manifest and the same name.
+impl PartialEq for OrdinaryImage {
+    fn eq(&self, other: &Self) -> bool {
+        self.digest == other.digest && self.name() == other.name()
+    }
+}
+
+impl Eq for OrdinaryImage {}
+
+/// A manifest or an index. All documents of registries have some of these fields.
+#[derive(Deserialize)]
+struct Document {
+    #[serde(rename = "schemaVersion", default)]
+    schema_version: u64,
+    #[serde(rename = "mediaType", default)]
+    media_type: Option<String>,
+    #[serde(default)]
+    manifests: Option<Vec<Descriptor>>,
+    #[serde(default)]
+    layers: Option<Vec<Descriptor>>,
+    #[serde(default)]
+    subject: Option<Descriptor>,
+}
+
+/// Finds the image that the name of `repository` leads to: through indexes, for `platform`, or for
+/// this machine's.
+pub fn find_in_registry(
+    repository: Arc<dyn Repository>,
+    platform: Option<&Platform>,
+) -> Result<RegistryImage, ConvertError> {
+    let name = repository.name();
+    let read = |digest: Option<&Digest>| {
+        repository
+            .manifest(digest)
+            .map_err(|source| ConvertError::Read {
+                action: "read",
+                what: name.clone(),
+                source,
+            })
+    };
+    let mut bytes = read(None)?;
+    let mut of_index = None;
+    let mut depth = 0;
+    loop {
+        let document: Document = layout::parse(&name, &bytes)?;
+        check_form(&name, &document)?;
+        let Some(manifests) = document.manifests else {
+            let layers = document.layers.unwrap_or_default();
+            return Ok(match bcow_stack(&name, &layers)? {
+                Some(stack) => RegistryImage::Bcow(BcowImage {
+                    manifest: bytes,
+                    stack,
+                }),
+                None => RegistryImage::Ordinary(OrdinaryImage {
+                    repository,
+                    digest: Digest::of(&bytes),
+                    manifest: bytes,
+                    platform: of_index,
+                }),
+            });
+        };
+        depth += 1;
+        check_limit(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)
+            .map_err(|exceeded| exceeded.at(Place::layer(&name)))?;
+        let chosen = layout::choose_in_index(&name, manifests, platform)?;
+        let expected = layout::parse_digest(&name, &chosen.digest)?;
+        of_index = chosen.platform();
+        bytes = read(Some(&expected))?;
+        let mut hasher = Hasher::new(expected.algorithm());
+        hasher.update(&bytes);
+        let found = hasher.finish();
+        if found != expected {
+            return Err(ConvertError::DigestMismatch {
+                place: format!("manifest {} of {name}", expected.short()),
+                what: "digest",
+                expected,
+                found,
+            });
+        }
+    }
+}
+
+/// Finds the image in BCoW form that is attached to an ordinary image; of several, the last of the
+/// index.
+pub fn find_attached(image: &OrdinaryImage) -> Result<Option<BcowImage>, ConvertError> {
+    let name = image.name();
+    let unreadable = |source| ConvertError::Read {
+        action: "read",
+        what: format!("what is attached to {name}"),
+        source,
+    };
+    let repository = &image.repository;
+    let found = repository.referrers(&image.digest, IMAGE);
+    let Some(index) = found.map_err(unreadable)? else {
+        return Ok(None);
+    };
+    let index: Document = layout::parse(&format!("referrers of {name}"), &index)?;
+    let ours = index.manifests.unwrap_or_default().into_iter().rev();
+    let ours = ours.filter(|entry| entry.artifact_type.as_deref() == Some(IMAGE));
+    for entry in ours.take(MAX_REFERRERS) {
+        let digest = layout::parse_digest(&name, &entry.digest)?;
+        let manifest = repository.manifest(Some(&digest)).map_err(unreadable)?;
+        let place = format!("manifest {} of {name}", digest.short());
+        let document: Document = layout::parse(&place, &manifest)?;
+        // An index can list anything; the manifest says what it belongs to.
+        let subject = document.subject.map(|subject| subject.digest);
+        if subject != Some(image.digest.to_string()) {
+            tracing::debug!("{place} belongs to another image");
+            continue;
+        }
+        if let Some(stack) = bcow_stack(&place, &document.layers.unwrap_or_default())? {
+            return Ok(Some(BcowImage { manifest, stack }));
+        }
+    }
+    Ok(None)
+}
+
+/// Refuses what is neither a manifest nor an index.
+fn check_form(name: &str, document: &Document) -> Result<(), ConvertError> {
+    let media_type = document.media_type.as_deref().unwrap_or_default();
+    if document.schema_version == 1 || media_type.starts_with(SCHEMA_1) {
+        return Err(ConvertError::SchemaOne {
+            place: name.to_owned(),
+        });
+    }
+    if !media_type.is_empty() && !layout::is_manifest_or_index(media_type) {
+        return Err(ConvertError::MediaType {
+            place: name.to_owned(),
+            media_type: media_type.to_owned(),
+        });
+    }
+    match (&document.manifests, &document.layers) {
+        (Some(_), Some(_)) => Err(ConvertError::layout(name, "it has manifests and layers")),
+        _ => Ok(()),
+    }
+}
+
+/// The stack among the layers of a manifest, which is called `place` in messages.
+fn bcow_stack(place: &str, layers: &[Descriptor]) -> Result<Option<RemoteStack>, ConvertError> {
+    let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
+    let Some(stack) = stacks.next() else {
+        return Ok(None);
+    };
+    if stacks.next().is_some() {
+        return Err(ConvertError::layout(place, "it has several stacks"));
+    }
+    Ok(Some(RemoteStack {
+        digest: layout::parse_digest(place, &stack.digest)?,
+        bytes: stack.size,
+        merkle_root: layout::merkle_root(place, stack)?,
+    }))
+}

@@ -1,0 +1,178 @@
+//! The errors of images that do not open, and the problems of the files below them.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use crate::digest::Digest;
+use crate::error::ConvertError;
+
+/// Largest number of files below a file, one below the other (spec section 8).
+pub(super) const MAX_DEPTH: u32 = 64;
+
+/// An image could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The layout is missing, unreadable or invalid.
+    #[error(transparent)]
+    Layout(#[from] ConvertError),
+    /// The image of the layout is not in BCoW form.
+    #[error("{place} is an ordinary OCI image")]
+    OrdinaryImage {
+        /// The manifest.
+        place: String,
+    },
+    /// The image is on another machine.
+    #[error("this command does not read images from other machines")]
+    NotLocal,
+    /// The layout does not have this blob.
+    #[error("{} has no blob {digest}", directory.display())]
+    NoSuchBlob {
+        /// The layout.
+        directory: PathBuf,
+        /// The digest that was asked for.
+        digest: Digest,
+    },
+    /// The file does not open as an image.
+    #[error("cannot open {}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: bcow::Error,
+    },
+    /// Files below the image are missing or wrong.
+    #[error("{first}{}", further(*others))]
+    Layers {
+        /// The first of the problems.
+        first: Arc<LayerProblem>,
+        /// How many more problems there are.
+        others: usize,
+    },
+}
+
+/// The problem of a file below an image. `name` is the file's name in messages; see
+/// [`BelowFile::name`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayerProblem {
+    /// No place has the file.
+    #[error("{name} is missing{}", searched_in(places))]
+    Missing {
+        /// The name of the file.
+        name: String,
+        /// The directories that were searched.
+        places: Vec<PathBuf>,
+    },
+    /// The file is there, but does not open.
+    #[error("cannot open {name} in {}: {source}", path.display())]
+    Open {
+        /// The name of the file.
+        name: String,
+        /// The path of the file.
+        path: PathBuf,
+        /// The cause.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A file is there, but it is a different file.
+    #[error("{} is not {name}: its {what} is {found}, not {expected}", path.display())]
+    Wrong {
+        /// The name of the expected file.
+        name: String,
+        /// The path of the file that is there.
+        path: PathBuf,
+        /// The property that differs.
+        what: &'static str,
+        /// The value in the file that is there.
+        found: String,
+        /// The expected value.
+        expected: String,
+    },
+    /// More than 64 files lie one below the other, or a file is below itself.
+    #[error("more than {MAX_DEPTH} files, one below the other, end in {name}")]
+    TooDeep {
+        /// The name of the file.
+        name: String,
+    },
+}
+
+fn further(others: usize) -> String {
+    match others {
+        0 => String::new(),
+        1 => ", and 1 more is missing or wrong".to_owned(),
+        others => format!(", and {others} more are missing or wrong"),
+    }
+}
+
+fn searched_in(places: &[PathBuf]) -> String {
+    let places: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+    match &places[..] {
+        [] => String::new(),
+        places => format!("; searched in {}", places.join(", ")),
+    }
+}
+
+impl LayerProblem {
+    /// A stable code, for the findings of `bcow check`.
+    pub fn code(&self) -> &'static str {
+        match self {
+            LayerProblem::Missing { .. } => "backing-missing",
+            LayerProblem::Open { .. } => "backing-unreadable",
+            LayerProblem::Wrong { .. } | LayerProblem::TooDeep { .. } => "backing-entry",
+        }
+    }
+
+    /// The name of the file that is missing or wrong.
+    pub fn name(&self) -> &str {
+        match self {
+            LayerProblem::Missing { name, .. }
+            | LayerProblem::Open { name, .. }
+            | LayerProblem::Wrong { name, .. }
+            | LayerProblem::TooDeep { name } => name,
+        }
+    }
+
+    /// A hint for the user.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            LayerProblem::Missing { .. } => {
+                "copy it from the origin of the image, or name its directory with --store"
+            }
+            LayerProblem::Open { source, .. }
+                if source
+                    .downcast_ref::<io::Error>()
+                    .and_then(io::Error::raw_os_error)
+                    .is_some_and(|number| {
+                        [Errno::MFILE, Errno::NFILE].contains(&Errno::from_raw_os_error(number))
+                    }) =>
+            {
+                "every layer takes a file descriptor; raise the limit (ulimit -n)"
+            }
+            LayerProblem::Open { .. } | LayerProblem::Wrong { .. } => {
+                "copy it again from the origin of the image, or name the directory of the right \
+                 file with --store"
+            }
+            LayerProblem::TooDeep { .. } => "convert the image again",
+        }
+    }
+}
+
+impl StoreError {
+    /// A hint for the user, if there is one.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            StoreError::Layout(error) => error.hint(),
+            StoreError::OrdinaryImage { .. } => Some(
+                "`bcow convert` makes a BCoW image of it, in one file or layer by layer".into(),
+            ),
+            StoreError::NotLocal => {
+                Some("`bcow convert URL FILE.bcow` copies it to this machine".into())
+            }
+            StoreError::NoSuchBlob { .. } | StoreError::Open { .. } => None,
+            StoreError::Layers { first, .. } => Some(first.hint().into()),
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! The lookups of the files below one image.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Storage};
+
+use super::candidate::Candidate;
+use super::error::{LayerProblem, MAX_DEPTH};
+use super::facts::{BackingFacts, LayerFacts, backing_facts, stack_facts};
+use super::remote::RemoteFiles;
+use crate::digest::Digest;
+use crate::layout;
+
+/// A file that was found by its digest or its name.
+#[derive(Clone)]
+pub struct LayerFile {
+    /// The path of the file.
+    pub path: PathBuf,
+    /// The bytes of the file.
+    pub storage: Arc<dyn Storage>,
+    /// The address space of the file.
+    pub image: Arc<Image>,
+}
+
+/// A file below an image.
+pub struct BelowFile {
+    /// A short name: `layer 2 of 5` or `backing sha256:0123456789ab`.
+    pub label: String,
+    /// The name in messages: `layer 2 of 5 (sha256:...)`, `backing "NAME" (sha256:...)` or `backing
+    /// sha256:...`.
+    pub name: String,
+    /// The digest of the file.
+    pub digest: Digest,
+    /// The path of the file.
+    pub path: PathBuf,
+    /// The bytes of the file.
+    pub storage: Arc<dyn Storage>,
+}
+
+/// Where the user allows bcow to look for files below an image.
+#[derive(Clone, Copy, Default)]
+pub struct Places<'p> {
+    /// OCI layouts, and directories of files named by their digests.
+    pub stores: &'p [PathBuf],
+    /// Directories to search by file name, besides those of the image and the stores.
+    pub named: &'p [PathBuf],
+    /// Files that the user named. Each is a candidate for every digest.
+    pub files: &'p [PathBuf],
+    /// The place on another machine from which the image comes. It is searched last.
+    pub remote: Option<&'p Arc<dyn RemoteFiles>>,
+}
+
+/// The lookups of the files below one image, and their results.
+pub(super) struct Finder {
+    /// Searched by digest, and by name after the directories of `FileRecord::names` and `named`.
+    stores: Vec<PathBuf>,
+    /// Searched by name only.
+    named: Vec<PathBuf>,
+    /// Candidates for every digest.
+    files: Vec<PathBuf>,
+    /// Searched last.
+    remote: Option<Arc<dyn RemoteFiles>>,
+    options: OpenOptions,
+    /// What images record about the files below them. The first record of a digest, which comes
+    /// from the uppermost file, stays.
+    facts: RefCell<HashMap<Digest, FileRecord>>,
+    pub(super) lookups: RefCell<HashMap<Digest, Lookup>>,
+    pub(super) problems: RefCell<Vec<Arc<LayerProblem>>>,
+}
+
+/// What images record about one file.
+#[derive(Default)]
+struct FileRecord {
+    /// `layer 2 of 5`.
+    label: Option<String>,
+    facts: Option<LayerFacts>,
+    /// The names that the file may have, each with the directory of the image that records the
+    /// name, if that image is on this machine.
+    names: Vec<(Option<PathBuf>, String)>,
+}
+
+pub(super) enum Lookup {
+    /// The file is being opened. A lookup of the same digest meanwhile means that the file is below
+    /// itself.
+    Opening,
+    /// The file is open. The number is the length of the longest chain of files from this one down,
+    /// this one included.
+    Open(LayerFile, u32),
+    /// The file cannot be opened; `problems` has the reason.
+    Failed,
+}
+
+impl Finder {
+    pub(super) fn new(layout: Option<&Path>, places: Places<'_>, options: OpenOptions) -> Self {
+        let stores = layout.into_iter().map(Path::to_owned);
+        Finder {
+            stores: stores.chain(places.stores.iter().cloned()).collect(),
+            named: places.named.to_vec(),
+            files: places.files.to_vec(),
+            remote: places.remote.cloned(),
+            options,
+            facts: RefCell::default(),
+            lookups: RefCell::default(),
+            problems: RefCell::default(),
+        }
+    }
+
+    pub(super) fn record_layers(&self, layers: &[LayerFacts]) {
+        let count = layers.len();
+        let mut all = self.facts.borrow_mut();
+        for (index, layer) in layers.iter().enumerate() {
+            let known = all.entry(layer.digest.clone()).or_default();
+            known
+                .label
+                .get_or_insert_with(|| format!("layer {} of {count}", index + 1));
+            known.facts.get_or_insert_with(|| layer.clone());
+        }
+    }
+
+    /// `directory` is that of the image whose metadata has `backings`.
+    pub(super) fn record_backings(&self, backings: &[BackingFacts], directory: Option<&Path>) {
+        let mut all = self.facts.borrow_mut();
+        for backing in backings {
+            let known = all.entry(backing.facts.digest.clone()).or_default();
+            known.facts.get_or_insert_with(|| backing.facts.clone());
+            if let Some(name) = &backing.name {
+                known
+                    .names
+                    .push((directory.map(Path::to_owned), name.clone()));
+            }
+        }
+    }
+
+    /// Records what the metadata of the image, whose file is in `directory`, says of the files
+    /// below it.
+    pub(super) fn record_metadata(&self, image: &Image, directory: Option<&Path>) {
+        // If the metadata is unreadable, the files below are hashed whole.
+        if image.backings().next().is_some()
+            && let Ok(metadata) = image.metadata()
+        {
+            self.record_layers(&stack_facts(&metadata));
+            self.record_backings(&backing_facts(&metadata), directory);
+        }
+    }
+
+    /// The name in messages of the file with this digest.
+    fn name(&self, digest: &Digest) -> String {
+        let all = self.facts.borrow();
+        let Some(known) = all.get(digest) else {
+            return format!("backing {digest}");
+        };
+        match (&known.label, known.names.first()) {
+            (Some(label), _) => format!("{label} ({digest})"),
+            (None, Some((_, name))) => format!("backing {name:?} ({digest})"),
+            (None, None) => format!("backing {digest}"),
+        }
+    }
+
+    fn label(&self, digest: &Digest) -> String {
+        let all = self.facts.borrow();
+        match all.get(digest).and_then(|known| known.label.clone()) {
+            Some(label) => label,
+            None => format!("backing {}", digest.short()),
+        }
+    }
+
+    /// Every open file, once.
+    pub(super) fn below(&self, layers: &[LayerFacts]) -> Vec<BelowFile> {
+        let known = self.lookups.borrow();
+        let mut others: Vec<&Digest> = known.keys().collect();
+        others.sort();
+        let mut seen = HashSet::new();
+        layers
+            .iter()
+            .map(|layer| &layer.digest)
+            .chain(others)
+            .filter(|digest| seen.insert(*digest))
+            .filter_map(|digest| match known.get(digest)? {
+                Lookup::Open(file, _) => Some(BelowFile {
+                    label: self.label(digest),
+                    name: self.name(digest),
+                    digest: digest.clone(),
+                    path: file.path.clone(),
+                    storage: file.storage.clone(),
+                }),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// The file of this digest, which must have an address space of `size` bytes, and the length of
+    /// the longest chain of files from this one down. `depth` is the number of files below the
+    /// image at which the lookup takes place.
+    pub(super) fn find(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
+        let too_deep = match self.lookups.borrow().get(digest) {
+            Some(Lookup::Open(file, height)) => return Some((file.clone(), *height)),
+            Some(Lookup::Failed) => return None,
+            Some(Lookup::Opening) => true,
+            None => depth > MAX_DEPTH,
+        };
+        if !too_deep {
+            return self.open_first(digest, size, depth);
+        }
+        self.problem(LayerProblem::TooDeep {
+            name: self.name(digest),
+        });
+        None
+    }
+
+    /// A known file may be named by a second entry with a different size.
+    pub(super) fn require_size(&self, digest: &Digest, file: &LayerFile, size: u64) -> Option<()> {
+        if file.image.size() == size {
+            return Some(());
+        }
+        self.problem(LayerProblem::Wrong {
+            name: self.name(digest),
+            path: file.path.clone(),
+            what: "address space in bytes",
+            found: file.image.size().to_string(),
+            expected: size.to_string(),
+        });
+        None
+    }
+
+    fn problem(&self, problem: LayerProblem) {
+        self.problems.borrow_mut().push(Arc::new(problem));
+    }
+
+    /// Opens the first candidate that is the right file.
+    fn open_first(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
+        let set = |lookup| self.lookups.borrow_mut().insert(digest.clone(), lookup);
+        set(Lookup::Opening);
+        let mut first_problem = None;
+        for candidate in self.candidates(digest) {
+            match self.open_candidate(&candidate, digest, size, depth) {
+                Ok(None) => {}
+                Ok(Some((file, height))) => {
+                    set(Lookup::Open(file.clone(), height));
+                    return Some((file, height));
+                }
+                // The user named this file for a different purpose.
+                Err(_) if matches!(candidate, Candidate::UserFile(_)) => {}
+                Err(problem) => {
+                    first_problem.get_or_insert(problem);
+                }
+            }
+        }
+        set(Lookup::Failed);
+        self.problem(first_problem.unwrap_or_else(|| LayerProblem::Missing {
+            name: self.name(digest),
+            places: self.places(digest),
+        }));
+        None
+    }
+
+    /// The directories that are searched for a file of this digest, each once.
+    fn places(&self, digest: &Digest) -> Vec<PathBuf> {
+        let mut places = self.stores.clone();
+        for (directory, _) in self.named_places(digest) {
+            if !places.contains(&directory) {
+                places.push(directory);
+            }
+        }
+        places
+    }
+
+    /// The directories that are searched by name for a file of this digest, each with the name.
+    fn named_places(&self, digest: &Digest) -> Vec<(PathBuf, String)> {
+        let all = self.facts.borrow();
+        let names = all.get(digest).map_or(&[][..], |known| &known.names);
+        let searched = || self.named.iter().chain(&self.stores);
+        names
+            .iter()
+            .flat_map(|(own, name)| {
+                own.iter()
+                    .chain(searched())
+                    .map(move |directory| (directory.clone(), name.clone()))
+            })
+            .collect()
+    }
+
+    /// The candidates for a digest: by hexadecimal digits, by the names that images record, and the
+    /// files that the user named.
+    fn candidates(&self, digest: &Digest) -> Vec<Candidate> {
+        let hex = digest.hex();
+        let algorithm = digest.algorithm().name();
+        let by_digest = self.stores.iter().flat_map(|directory| {
+            [
+                directory.join(layout::blob_path(digest)),
+                directory.join(&hex),
+                directory.join(algorithm).join(&hex),
+            ]
+        });
+        let named = self.named_places(digest);
+        by_digest
+            .map(Candidate::Path)
+            .chain(named.into_iter().map(|(d, name)| Candidate::Named(d, name)))
+            .chain(self.files.iter().cloned().map(Candidate::UserFile))
+            .chain(self.remote.iter().map(|remote| Candidate::Remote {
+                files: remote.clone(),
+                digest: digest.clone(),
+            }))
+            .collect()
+    }
+
+    /// Opens a candidate; `None` if the file does not exist.
+    fn open_candidate(
+        &self,
+        candidate: &Candidate,
+        digest: &Digest,
+        size: u64,
+        depth: u32,
+    ) -> Result<Option<(LayerFile, u32)>, LayerProblem> {
+        let path = candidate.path();
+        let failed = |source: Box<dyn std::error::Error + Send + Sync>| LayerProblem::Open {
+            name: self.name(digest),
+            path: path.clone(),
+            source,
+        };
+        let facts = self
+            .facts
+            .borrow()
+            .get(digest)
+            .and_then(|k| k.facts.clone());
+        let Some(file) = candidate.open(facts.as_ref()).map_err(failed)? else {
+            return Ok(None);
+        };
+        // The files below the candidate are opened only after the candidate is known to be the
+        // right file.
+        let alone = Image::open_storage(file.clone(), &self.options)
+            .map_err(|error| failed(error.into()))?;
+        let wrong = |what, found: String, expected: String| LayerProblem::Wrong {
+            name: self.name(digest),
+            path: path.clone(),
+            what,
+            found,
+            expected,
+        };
+        let header = alone.header();
+        match facts {
+            Some(facts) => {
+                let root = header.merkle.as_ref().map(|tree| tree.root);
+                if root != Some(facts.merkle_root) {
+                    let shown = |root: [u8; 32]| Digest::from_sha256(root).to_string();
+                    return Err(wrong(
+                        "hash tree's root",
+                        root.map_or("none".into(), shown),
+                        shown(facts.merkle_root),
+                    ));
+                }
+                if header.file_bytes != facts.file_bytes {
+                    return Err(wrong(
+                        "length in bytes",
+                        header.file_bytes.to_string(),
+                        facts.file_bytes.to_string(),
+                    ));
+                }
+            }
+            None => {
+                let found = Digest::of_storage(&*file, digest.algorithm())
+                    .map_err(|error| failed(error.into()))?;
+                if found != *digest {
+                    return Err(wrong("digest", found.to_string(), digest.to_string()));
+                }
+            }
+        }
+        let below = FinderResolver::new(self, depth);
+        let has_no_backings = alone.backings().next().is_none();
+        let image = match has_no_backings {
+            true => alone,
+            false => {
+                let directory = candidate.directory();
+                self.record_metadata(&alone, directory.as_deref());
+                Image::open_with_backings(file.clone(), &self.options, &below)
+                    .map_err(|error| failed(error.into()))?
+            }
+        };
+        if image.size() != size {
+            return Err(wrong(
+                "address space in bytes",
+                image.size().to_string(),
+                size.to_string(),
+            ));
+        }
+        let height = below.height.get() + 1;
+        if height > MAX_DEPTH {
+            return Err(LayerProblem::TooDeep {
+                name: self.name(digest),
+            });
+        }
+        let found = LayerFile {
+            path,
+            storage: file,
+            image,
+        };
+        Ok(Some((found, height)))
+    }
+}
+
+/// Resolves the backings of one file.
+pub(super) struct FinderResolver<'f> {
+    finder: &'f Finder,
+    /// Number of files above the backings.
+    depth: u32,
+    /// Longest chain of files among the backings resolved so far.
+    height: Cell<u32>,
+}
+
+impl<'f> FinderResolver<'f> {
+    pub(super) fn new(finder: &'f Finder, depth: u32) -> Self {
+        FinderResolver {
+            finder,
+            depth,
+            height: Cell::new(0),
+        }
+    }
+}
+
+impl BackingResolver for FinderResolver<'_> {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
+        // Backings with a file name are not looked up here.
+        let BackingName::Digest(digest) = backing.name else {
+            return Ok(None);
+        };
+        let digest = Digest::from_sha256(digest);
+        let Some((file, height)) = self.finder.find(&digest, backing.size, self.depth + 1) else {
+            return Ok(None);
+        };
+        if self
+            .finder
+            .require_size(&digest, &file, backing.size)
+            .is_none()
+        {
+            return Ok(None);
+        }
+        self.height.set(self.height.get().max(height));
+        Ok(Some(file.image))
+    }
+}

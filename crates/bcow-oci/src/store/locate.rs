@@ -1,0 +1,131 @@
+//! The file of an image name.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::error::StoreError;
+use crate::archive::Files;
+use crate::blob::open_regular;
+use crate::digest::Digest;
+use crate::error::ConvertError;
+use crate::layout;
+use crate::name::ImageName;
+
+/// The file of an image name.
+#[derive(Debug)]
+pub struct Located {
+    /// The path of the file.
+    pub path: PathBuf,
+    /// The open file.
+    pub file: Arc<File>,
+    /// The digest that the name or the manifest gives the file.
+    pub digest: Option<Digest>,
+    /// The layout that contains the file.
+    pub layout: Option<PathBuf>,
+}
+
+/// Finds the file of `name`. The file is opened, but not checked to be an image.
+pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
+    let (directory, digest, size) = match name {
+        ImageName::File(path) => {
+            let file = File::open(path).map_err(|source| StoreError::Open {
+                path: path.clone(),
+                source: bcow::Error::Io {
+                    action: "open",
+                    offset: 0,
+                    source,
+                },
+            })?;
+            return Ok(Located {
+                layout: layout_around(path),
+                path: path.clone(),
+                file: Arc::new(file),
+                digest: None,
+            });
+        }
+        ImageName::Layout {
+            directory,
+            reference,
+        } => {
+            let files = Files::directory(directory)?;
+            let manifest = layout::find_bcow(&files, reference.as_deref())?;
+            match manifest.stack {
+                Some((digest, size)) => (directory, digest, Some(size)),
+                None => {
+                    return Err(StoreError::OrdinaryImage {
+                        place: manifest.place,
+                    });
+                }
+            }
+        }
+        ImageName::Remote(_) => return Err(StoreError::NotLocal),
+        ImageName::Blob { directory, digest } => {
+            let files = Files::directory(directory)?;
+            layout::check_version(&files)?;
+            (directory, digest.clone(), None)
+        }
+    };
+    let path = directory.join(layout::blob_path(&digest));
+    let Some(blob) = open_regular(&path)? else {
+        return Err(match name {
+            ImageName::Blob { .. } => StoreError::NoSuchBlob {
+                directory: directory.clone(),
+                digest,
+            },
+            _ => StoreError::Layout(ConvertError::MissingBlob {
+                place: format!("stack in {}", directory.display()),
+                digest,
+                foreign: false,
+            }),
+        });
+    };
+    if let (Some(expected), Some(found)) = (size, blob.length())
+        && expected != found
+    {
+        return Err(StoreError::Layout(ConvertError::SizeMismatch {
+            place: path.display().to_string(),
+            expected,
+            found,
+        }));
+    }
+    let Some(file) = blob.file() else {
+        return Err(StoreError::NoSuchBlob {
+            directory: directory.clone(),
+            digest,
+        });
+    };
+    Ok(Located {
+        path,
+        file,
+        digest: Some(digest),
+        layout: Some(directory.clone()),
+    })
+}
+
+/// The layout that has the file at `path` as a blob, if there is one.
+fn layout_around(path: &Path) -> Option<PathBuf> {
+    let folder = path.canonicalize().ok()?.parent()?.to_owned();
+    let blobs = folder.parent().filter(|_| folder.ends_with("sha256"))?;
+    let layout = blobs.parent().filter(|_| blobs.ends_with("blobs"))?;
+    Some(layout.to_owned())
+}
+
+pub(super) fn check_digest(found: &Located, digest: &Digest) -> Result<(), StoreError> {
+    let (actual, _) = Digest::of_file(&found.file, digest.algorithm()).map_err(|source| {
+        StoreError::Layout(crate::blob::read_error(
+            "read",
+            &found.path.display().to_string(),
+            source,
+        ))
+    })?;
+    match actual == *digest {
+        true => Ok(()),
+        false => Err(StoreError::Layout(ConvertError::DigestMismatch {
+            place: found.path.display().to_string(),
+            what: "digest",
+            expected: digest.clone(),
+            found: actual,
+        })),
+    }
+}

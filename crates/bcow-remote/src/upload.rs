@@ -1,0 +1,404 @@
+//! Writes images into a registry (OCI distribution specification 1.1, "Push"): first the blobs,
+//! then the manifest.
+//!
+//! A blob that the repository has is not sent, and one that another repository of the registry has
+//! is mounted. Any other goes in pieces; after a break, the registry says how much of it has
+//! arrived. A registry that has forgotten the upload, or takes no pieces, gets the blob from the
+//! start.
+
+mod access;
+mod refusal;
+mod session;
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use ureq::http::Method;
+
+use crate::address::Address;
+use crate::auth::{Auth, Keychain, encode};
+use crate::cache::{MANIFEST_BYTES, sha256};
+use crate::client::Content;
+use crate::error::{Fault, Problem, RemoteError};
+use crate::patience::Patience;
+use crate::registry::{ACCEPT, INDEX, Reference, referrers_tag};
+use crate::remote::Remote;
+use crate::source::is_redirect;
+use access::Access;
+use refusal::{printable, refusal};
+use session::{Blob, Ended, Session, location};
+
+pub use session::Open;
+
+/// A blob of at most this length is sent in one request, without a session of pieces.
+const SMALL_BYTES: u64 = 1 << 20;
+/// Bytes of a piece, at first.
+const PIECE_BYTES: u64 = 64 << 20;
+/// How often a blob is sent from the start.
+const MOST_SESSIONS: u32 = 5;
+/// How often a list of referrers is written, if other writers change it at the same time.
+const MOST_LISTS: u32 = 5;
+
+/// How a blob came into the repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pushed {
+    /// The repository had it.
+    There,
+    /// The registry took it from another repository.
+    Mounted,
+    /// It was sent.
+    Sent,
+}
+
+/// A repository that takes an image.
+pub struct Upload {
+    access: Access,
+    reference: Reference,
+    /// Another repository of the registry, which may have some of the blobs.
+    from: Option<String>,
+}
+
+impl Upload {
+    /// The place of an image. No connection is made. `from` is the image whose parts it has, if
+    /// that is in a registry too.
+    pub fn new(
+        remote: &Remote,
+        reference: Reference,
+        keychain: Arc<dyn Keychain>,
+        from: Option<&Reference>,
+    ) -> Result<Upload, RemoteError> {
+        let shared = Arc::clone(&remote.shared);
+        let base = reference.base(&shared)?;
+        let from = from
+            .filter(|from| from.same_server(&reference))
+            .filter(|from| from.repository() != reference.repository())
+            .map(|from| from.repository().to_owned());
+        let auth = Auth::for_push(
+            reference.key().to_owned(),
+            reference.repository(),
+            from.as_deref(),
+            keychain,
+        );
+        Ok(Upload {
+            access: Access { shared, base, auth },
+            reference,
+            from,
+        })
+    }
+
+    /// The name of the image.
+    pub fn reference(&self) -> &Reference {
+        &self.reference
+    }
+
+    /// Whether the repository has the blob (`sha256:HEX`) of this length, or can take it from the
+    /// other one. Nothing is sent.
+    pub fn adopt(&self, digest: &str, length: u64) -> Result<bool, RemoteError> {
+        let adopted = || {
+            if self
+                .access
+                .persist(|patience| self.has(digest, length, patience))?
+            {
+                return Ok(true);
+            }
+            if self.from.is_none() {
+                return Ok(false);
+            }
+            match self
+                .access
+                .persist(|patience| self.begin(digest, patience))?
+            {
+                None => Ok(true),
+                Some(location) => {
+                    self.abandon(&location);
+                    Ok(false)
+                }
+            }
+        };
+        adopted().map_err(|problem| self.at_blob(problem, digest))
+    }
+
+    /// Brings a blob (`sha256:HEX`) of this length into the repository. `sent` learns of each byte
+    /// that has arrived, once.
+    pub fn blob(
+        &self,
+        digest: &str,
+        length: u64,
+        open: &Open<'_>,
+        sent: &dyn Fn(u64),
+    ) -> Result<Pushed, RemoteError> {
+        let mut reported = 0;
+        let mut report = |at: u64| {
+            if at > reported {
+                sent(at - reported);
+                reported = at;
+            }
+        };
+        let pushed = match self
+            .access
+            .persist(|patience| self.has(digest, length, patience))
+        {
+            Ok(true) => Ok(Pushed::There),
+            Ok(false) => {
+                let blob = Blob {
+                    digest,
+                    length,
+                    open,
+                };
+                self.push(blob, &mut report)
+            }
+            Err(problem) => Err(problem),
+        };
+        let pushed = pushed.map_err(|problem| self.at_blob(problem, digest))?;
+        report(length);
+        tracing::debug!("{digest} of {}: {pushed:?}", self.reference);
+        Ok(pushed)
+    }
+
+    /// Writes the manifest, whose blobs are there, and gives it the name. The digest is
+    /// `sha256:HEX`.
+    pub fn manifest(
+        &self,
+        bytes: &[u8],
+        media_type: &str,
+        digest: &str,
+    ) -> Result<(), RemoteError> {
+        let written = || {
+            self.store(bytes, media_type, digest)?;
+            // The tag moves only to what the registry really has.
+            self.put(self.reference.tag().unwrap_or("latest"), bytes, media_type)
+        };
+        written()
+            .map(drop)
+            .map_err(|problem| self.at_manifest(problem, digest))
+    }
+
+    /// Writes the manifest, whose blobs are there, and attaches it to the manifest with the digest
+    /// `subject`, which it names. No tag changes, except that of the list of referrers where the
+    /// registry makes no such list itself. `entry` is the manifest's descriptor in this list.
+    pub fn attach(
+        &self,
+        bytes: &[u8],
+        media_type: &str,
+        digest: &str,
+        subject: &str,
+        entry: &Value,
+    ) -> Result<(), RemoteError> {
+        let attached = || {
+            if self.document(subject, ACCEPT)?.is_none() {
+                return Err(Problem::NoSubject);
+            }
+            match self.store(bytes, media_type, digest)? {
+                true => Ok(()),
+                false => self.list_referrer(subject, entry),
+            }
+        };
+        attached().map_err(|problem| self.at_manifest(problem, digest))
+    }
+
+    /// Writes the manifest under its digest, and reads it back. Returns whether the registry lists
+    /// what is attached to a manifest.
+    fn store(&self, bytes: &[u8], media_type: &str, digest: &str) -> Result<bool, Problem> {
+        let lists = self.put(digest, bytes, media_type)?;
+        let stored = self.document(digest, media_type)?.unwrap_or_default();
+        match sha256(&stored) {
+            found if found == digest => Ok(lists),
+            found => Err(Problem::Answer(format!(
+                "the manifest that it has stored has the digest {found}"
+            ))),
+        }
+    }
+
+    /// Adds an entry to the list of referrers that writers keep (distribution specification,
+    /// "Pushing Manifests with Subject").
+    fn list_referrer(&self, subject: &str, entry: &Value) -> Result<(), Problem> {
+        let tag = referrers_tag(subject);
+        let is_entry = |other: &Value| other["digest"] == entry["digest"];
+        // Two writers at one time can each lose the other's entry, and see that here.
+        for _ in 0..MOST_LISTS {
+            let mut list = match self.document(&tag, INDEX)? {
+                Some(bytes) => serde_json::from_slice(&bytes)
+                    .map_err(|_| Problem::Answer("its list of referrers is invalid".into()))?,
+                None => json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}),
+            };
+            let entries = list.get_mut("manifests").and_then(Value::as_array_mut);
+            let Some(entries) = entries else {
+                return Err(Problem::Answer("its list of referrers is invalid".into()));
+            };
+            if entries.last().is_some_and(is_entry) {
+                return Ok(());
+            }
+            entries.retain(|other| !is_entry(other));
+            entries.push(entry.clone());
+            self.put(&tag, list.to_string().as_bytes(), INDEX)?;
+        }
+        Err(Problem::Answer(
+            "its list of referrers does not keep an entry".into(),
+        ))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8], media_type: &str) -> Result<bool, Problem> {
+        self.access
+            .persist(|patience| self.put_manifest(name, bytes, media_type, patience))
+    }
+
+    /// A manifest or index; `None` if it is missing.
+    fn document(&self, name: &str, accept: &str) -> Result<Option<Vec<u8>>, Problem> {
+        self.access
+            .persist(|patience| self.get_manifest(name, accept, patience))
+    }
+
+    fn at_manifest(&self, problem: Problem, digest: &str) -> RemoteError {
+        problem.at(format!("manifest {digest} of {}", self.reference))
+    }
+
+    fn at_blob(&self, problem: Problem, digest: &str) -> RemoteError {
+        problem.at(format!("blob {digest} of {}", self.reference))
+    }
+
+    fn has(&self, digest: &str, length: u64, patience: &Patience) -> Result<bool, Fault> {
+        let address = self.access.address(&format!("blobs/{digest}"))?;
+        let answer = self
+            .access
+            .send(Method::HEAD, &address, &[], Content::Nothing, patience)?;
+        match answer.status {
+            200 => match answer.header("content-length").map(str::trim) {
+                Some(found) if found != length.to_string() => Err(Problem::Answer(format!(
+                    "the blob has {found} bytes there, and {length} here"
+                ))
+                .for_good()),
+                _ => Ok(true),
+            },
+            status if is_redirect(status) => Ok(true),
+            // Some registries deny what is not there. The upload then says what is allowed.
+            403 | 404 => Ok(false),
+            _ => Err(refusal(answer)),
+        }
+    }
+
+    /// Begins an upload; `None` if the registry has taken the blob from the other repository.
+    fn begin(&self, digest: &str, patience: &Patience) -> Result<Option<Address>, Fault> {
+        let uploads = self.access.address("blobs/uploads/")?;
+        if let Some(from) = &self.from {
+            let query = encode(&[("mount", digest), ("from", from)]);
+            let address = uploads.with_query(&query).map_err(Problem::for_good)?;
+            match self
+                .access
+                .send(Method::POST, &address, &[], Content::Bytes(&[]), patience)
+            {
+                Ok(answer) if answer.status == 201 => return Ok(None),
+                Ok(answer) if answer.status == 202 => {
+                    return location(&answer, &address).map(Some);
+                }
+                // The other repository may be closed to this user.
+                Ok(answer) => tracing::debug!("not mounted: status {}", answer.status),
+                Err(fault) => tracing::debug!("not mounted: {}", fault.problem),
+            }
+        }
+        let answer =
+            self.access
+                .send(Method::POST, &uploads, &[], Content::Bytes(&[]), patience)?;
+        match answer.status {
+            202 => location(&answer, &uploads).map(Some),
+            405 => Err(Problem::ReadOnly.for_good()),
+            _ => Err(refusal(answer)),
+        }
+    }
+
+    /// Ends an upload that is not used. The registry does so too after some days.
+    fn abandon(&self, location: &Address) {
+        let patience = Patience::opening(self.access.shared.options.timeout);
+        let ended = self
+            .access
+            .send(Method::DELETE, location, &[], Content::Nothing, &patience);
+        if let Err(fault) = ended {
+            tracing::debug!("an unused upload stays: {}", fault.problem);
+        }
+    }
+
+    fn push(&self, blob: Blob<'_>, report: &mut dyn FnMut(u64)) -> Result<Pushed, Problem> {
+        let Blob { digest, length, .. } = blob;
+        let mut in_pieces = length > SMALL_BYTES;
+        let mut piece_bytes = PIECE_BYTES;
+        let mut sessions = 0;
+        loop {
+            sessions += 1;
+            let Some(location) = self
+                .access
+                .persist(|patience| self.begin(digest, patience))?
+            else {
+                return Ok(Pushed::Mounted);
+            };
+            let mut session = Session::new(&self.access, blob, location);
+            let result = match in_pieces {
+                true => session.in_pieces(&mut piece_bytes, report),
+                false => session.whole(),
+            };
+            let problem = match result {
+                Ok(()) => return Ok(Pushed::Sent),
+                Err(Ended::Failed(problem)) => return Err(problem),
+                Err(Ended::NoPieces(problem)) => {
+                    in_pieces = false;
+                    problem
+                }
+                Err(Ended::Lost(problem)) => problem,
+            };
+            if sessions == MOST_SESSIONS {
+                return Err(problem);
+            }
+            tracing::debug!("{digest} is sent again from its start: {problem}");
+            // The blob may be complete although the answer was lost.
+            if self
+                .access
+                .persist(|patience| self.has(digest, length, patience))?
+            {
+                return Ok(Pushed::Sent);
+            }
+        }
+    }
+
+    /// Writes a manifest. Returns whether the registry lists what is attached to a manifest.
+    fn put_manifest(
+        &self,
+        name: &str,
+        bytes: &[u8],
+        media_type: &str,
+        patience: &Patience,
+    ) -> Result<bool, Fault> {
+        let address = self.access.address(&format!("manifests/{name}"))?;
+        let headers = [("content-type", media_type)];
+        let content = Content::Bytes(bytes);
+        let answer = self
+            .access
+            .send(Method::PUT, &address, &headers, content, patience)?;
+        let digest = sha256(bytes);
+        match (answer.status, answer.header("docker-content-digest")) {
+            (200..=204, Some(found)) if found.trim() != digest => Err(Problem::Answer(format!(
+                "the registry counts the manifest as {}",
+                printable(found)
+            ))
+            .for_good()),
+            (200..=204, _) => Ok(answer.header("oci-subject").is_some()),
+            (405, _) => Err(Problem::ReadOnly.for_good()),
+            _ => Err(refusal(answer)),
+        }
+    }
+
+    fn get_manifest(
+        &self,
+        name: &str,
+        accept: &str,
+        patience: &Patience,
+    ) -> Result<Option<Vec<u8>>, Fault> {
+        let address = self.access.address(&format!("manifests/{name}"))?;
+        let headers = [("accept", accept)];
+        let mut answer =
+            self.access
+                .send(Method::GET, &address, &headers, Content::Nothing, patience)?;
+        match answer.status {
+            200 => answer.body.read_document(MANIFEST_BYTES).map(Some),
+            404 => Ok(None),
+            _ => Err(refusal(answer)),
+        }
+    }
+}

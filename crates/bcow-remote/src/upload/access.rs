@@ -1,0 +1,91 @@
+//! Requests to a repository for writing.
+
+use std::sync::Arc;
+
+use ureq::http::Method;
+
+use crate::address::Address;
+use crate::auth::Auth;
+use crate::client::{Answer, Content};
+use crate::error::{Fault, Problem};
+use crate::patience::Patience;
+use crate::shared::Shared;
+
+/// A repository, and the right to write to it.
+pub(super) struct Access {
+    pub(super) shared: Arc<Shared>,
+    /// `https://HOST/v2/REPOSITORY/`
+    pub(super) base: Address,
+    pub(super) auth: Auth,
+}
+
+impl Access {
+    /// Tries some times.
+    pub(super) fn persist<T>(
+        &self,
+        attempt: impl Fn(&Patience) -> Result<T, Fault>,
+    ) -> Result<T, Problem> {
+        let mut patience = Patience::opening(self.shared.options.timeout);
+        loop {
+            match attempt(&patience) {
+                Ok(value) => return Ok(value),
+                Err(fault) => patience.wait(fault)?,
+            }
+        }
+    }
+
+    pub(super) fn address(&self, path: &str) -> Result<Address, Fault> {
+        self.base.join(path).map_err(Problem::for_good)
+    }
+
+    /// Sends a request, with authorization if the address is on the registry's server.
+    pub(super) fn send(
+        &self,
+        method: Method,
+        address: &Address,
+        headers: &[(&str, &str)],
+        content: Content<'_>,
+        patience: &Patience,
+    ) -> Result<Answer, Fault> {
+        let client = &self.shared.client;
+        if !address.same_server(&self.base) {
+            return client.send(method, address, headers, content, patience);
+        }
+        let with = |authorization: Option<&str>, content: Content<'_>| {
+            let mut headers = headers.to_vec();
+            headers.extend(authorization.map(|value| ("authorization", value)));
+            client.send(method.clone(), address, &headers, content, patience)
+        };
+        // A stream cannot be sent twice.
+        let again = match &content {
+            Content::Nothing => Some(Content::Nothing),
+            Content::Bytes(bytes) => Some(Content::Bytes(bytes)),
+            Content::Stream(..) => None,
+        };
+        let authorization = self.auth.header(client, &self.base, patience)?;
+        let answer = with(authorization.as_deref(), content)?;
+        if answer.status != 401 {
+            return Ok(answer);
+        }
+        let challenge = answer.headers;
+        drop(answer.body);
+        let sent = authorization.as_deref();
+        self.auth
+            .accept_challenge(&challenge, sent, client, &self.base, patience)?;
+        let Some(content) = again else {
+            let explanation = "while a blob was sent".to_owned();
+            return Err(Problem::Denied {
+                status: 401,
+                explanation,
+            }
+            .for_now());
+        };
+        let authorization = self.auth.header(client, &self.base, patience)?;
+        with(authorization.as_deref(), content)
+    }
+
+    /// For requests that are worth waiting for.
+    pub(super) fn patience(&self) -> Patience {
+        Patience::reading(self.shared.options.timeout)
+    }
+}

@@ -1,0 +1,314 @@
+//! The upload of one blob, in one request or in pieces.
+
+use std::cell::RefCell;
+use std::io::{self, Read};
+
+use ureq::http::Method;
+
+use super::access::Access;
+use super::refusal::refusal;
+use crate::address::Address;
+use crate::auth::encode;
+use crate::client::{Answer, Content};
+use crate::error::{Fault, Problem, Retry};
+use crate::patience::Patience;
+
+const SHORTEST_PIECE_BYTES: u64 = 1 << 20;
+/// Breaks of a connection, one after the other, without a byte between them.
+const MOST_BREAKS: u32 = 5;
+
+/// Returns the content of a blob from an offset on.
+pub type Open<'o> = dyn Fn(u64) -> io::Result<Box<dyn Read>> + 'o;
+
+/// What is sent.
+#[derive(Clone, Copy)]
+pub(super) struct Blob<'b> {
+    pub(super) digest: &'b str,
+    pub(super) length: u64,
+    pub(super) open: &'b Open<'b>,
+}
+
+/// An upload that the registry has begun.
+pub(super) struct Session<'s> {
+    access: &'s Access,
+    blob: Blob<'s>,
+    /// Where the next request goes.
+    location: Address,
+    /// Bytes that have arrived.
+    at: u64,
+}
+
+/// The end of a session without the blob.
+pub(super) enum Ended {
+    /// Another session may succeed.
+    Lost(Problem),
+    /// The registry takes no pieces.
+    NoPieces(Problem),
+    Failed(Problem),
+}
+
+/// The end of a piece that did not arrive.
+enum Piece {
+    /// The connection broke, or the registry is busy.
+    Broken(Fault),
+    Ended(Ended),
+}
+
+impl<'s> Session<'s> {
+    pub(super) fn new(access: &'s Access, blob: Blob<'s>, location: Address) -> Self {
+        Session {
+            access,
+            blob,
+            location,
+            at: 0,
+        }
+    }
+
+    /// Sends a blob in one request.
+    pub(super) fn whole(&self) -> Result<(), Ended> {
+        let patience = self.access.patience();
+        let address = with_digest(&self.location, self.blob.digest)?;
+        let headers = [("content-type", "application/octet-stream")];
+        let range = (0, self.blob.length);
+        let sent = self.stream(Method::PUT, &address, &headers, range, &patience);
+        match sent {
+            Ok(answer) => completed(answer),
+            Err(fault) => Err(ended(fault)),
+        }
+    }
+
+    /// Sends `length` bytes from an offset on.
+    fn stream(
+        &self,
+        method: Method,
+        address: &Address,
+        headers: &[(&str, &str)],
+        (offset, length): (u64, u64),
+        patience: &Patience,
+    ) -> Result<Answer, Fault> {
+        let unreadable = |error: &io::Error| Problem::Content(error.to_string()).for_good();
+        let failed = RefCell::new(None);
+        let mut reader = Watched {
+            content: (self.blob.open)(offset).map_err(|error| unreadable(&error))?,
+            left: length,
+            failed: &failed,
+        };
+        let content = Content::Stream(&mut reader, length);
+        let sent = self
+            .access
+            .send(method, address, headers, content, patience);
+        match (sent, failed.into_inner()) {
+            (Err(_), Some(error)) => Err(unreadable(&error)),
+            (sent, _) => sent,
+        }
+    }
+
+    /// Sends a blob in pieces. After a break, the pieces are shorter.
+    pub(super) fn in_pieces(
+        &mut self,
+        piece_bytes: &mut u64,
+        report: &mut dyn FnMut(u64),
+    ) -> Result<(), Ended> {
+        let mut breaks = 0;
+        while self.at < self.blob.length {
+            let bytes = (*piece_bytes).min(self.blob.length - self.at);
+            let before = self.at;
+            match self.piece(bytes) {
+                Ok(()) => {}
+                Err(Piece::Ended(ended)) => return Err(ended),
+                Err(Piece::Broken(fault)) => {
+                    breaks += 1;
+                    if breaks > MOST_BREAKS {
+                        return Err(Ended::Failed(fault.problem));
+                    }
+                    *piece_bytes = (*piece_bytes / 2).max(SHORTEST_PIECE_BYTES);
+                    let mut patience = self.access.patience();
+                    patience.wait(fault).map_err(Ended::Failed)?;
+                    self.ask(bytes)?;
+                }
+            }
+            if self.at > before {
+                breaks = 0;
+                report(self.at);
+            }
+        }
+        let address = with_digest(&self.location, self.blob.digest)?;
+        let last = self.access.persist(|patience| {
+            self.access
+                .send(Method::PUT, &address, &[], Content::Bytes(&[]), patience)
+        });
+        completed(last.map_err(Ended::Lost)?)
+    }
+
+    /// Sends the next piece.
+    fn piece(&mut self, bytes: u64) -> Result<(), Piece> {
+        let patience = self.access.patience();
+        let range = format!("{}-{}", self.at, self.at + bytes - 1);
+        let headers = [
+            ("content-type", "application/octet-stream"),
+            ("content-range", range.as_str()),
+        ];
+        let address = self.location.clone();
+        let sent = self.stream(
+            Method::PATCH,
+            &address,
+            &headers,
+            (self.at, bytes),
+            &patience,
+        );
+        let answer = sent.map_err(|fault| match fault.retry {
+            Retry::Never => Piece::Ended(Ended::Failed(fault.problem)),
+            _ => Piece::Broken(fault),
+        })?;
+        let failed = match answer.status {
+            200..=204 => {
+                let moved = self.follow(&answer, &address, self.at + bytes);
+                return moved.map_err(Piece::Ended);
+            }
+            // Some registries take one piece only.
+            400 | 405 | 411 | 413 | 415 | 416 | 501 => Ended::NoPieces,
+            404 | 409 => Ended::Lost,
+            408 | 425 | 429 | 500.. => return Err(Piece::Broken(refusal(answer))),
+            _ => Ended::Failed,
+        };
+        Err(Piece::Ended(failed(refusal(answer).problem)))
+    }
+
+    /// Asks the registry how much of an upload has arrived.
+    fn ask(&mut self, sent_bytes: u64) -> Result<(), Ended> {
+        let address = self.location.clone();
+        let mut patience = self.access.patience();
+        let answer = loop {
+            let asked = self
+                .access
+                .send(Method::GET, &address, &[], Content::Nothing, &patience);
+            let fault = match asked {
+                Ok(answer) if matches!(answer.status, 200..=204) => break answer,
+                Ok(answer) => refusal(answer),
+                Err(fault) => fault,
+            };
+            // A registry that has forgotten the upload says so.
+            patience.wait(fault).map_err(Ended::Lost)?;
+        };
+        if answer.header("range").is_none() {
+            self.at = 0;
+        }
+        let most = self.at + sent_bytes;
+        self.follow(&answer, &address, most)
+    }
+
+    /// Takes over from an answer where the upload goes on. At most `most` bytes can have arrived.
+    fn follow(&mut self, answer: &Answer, address: &Address, most: u64) -> Result<(), Ended> {
+        if answer.header("location").is_some() {
+            self.location =
+                location(answer, address).map_err(|fault| Ended::Failed(fault.problem))?;
+        }
+        let arrived = match answer.header("range") {
+            Some(range) => arrived(range),
+            None if answer.status == 202 => Some(most),
+            None => Some(0),
+        };
+        match arrived {
+            Some(at) if at <= most => {
+                self.at = at;
+                Ok(())
+            }
+            _ => Err(Ended::Lost(Problem::Answer(
+                "it counts more bytes than were sent".into(),
+            ))),
+        }
+    }
+}
+
+fn ended(fault: Fault) -> Ended {
+    match fault.retry {
+        Retry::Never => Ended::Failed(fault.problem),
+        _ => Ended::Lost(fault.problem),
+    }
+}
+
+/// The answer to the last request for a blob.
+fn completed(answer: Answer) -> Result<(), Ended> {
+    match answer.status {
+        200..=204 => Ok(()),
+        400 | 404 | 408 | 409 | 416 | 429 | 500.. => Err(Ended::Lost(refusal(answer).problem)),
+        _ => Err(Ended::Failed(refusal(answer).problem)),
+    }
+}
+
+/// Where an upload goes on: any form of URL, on any server.
+pub(super) fn location(answer: &Answer, address: &Address) -> Result<Address, Fault> {
+    let text = answer.header("location").unwrap_or_default();
+    address.join(text).map_err(Problem::for_good)
+}
+
+fn with_digest(location: &Address, digest: &str) -> Result<Address, Ended> {
+    let query = encode(&[("digest", digest)]);
+    location.with_query(&query).map_err(Ended::Failed)
+}
+
+/// The number of bytes that have arrived, from `0-LAST` or `bytes=0-LAST`.
+fn arrived(range: &str) -> Option<u64> {
+    let range = range.trim();
+    let (first, last) = range
+        .strip_prefix("bytes=")
+        .unwrap_or(range)
+        .split_once('-')?;
+    match (first.trim(), last.trim().parse::<u64>().ok()?) {
+        // Some registries say this of an upload without any byte. A byte more does no harm: the
+        // registry refuses it, or has the same one.
+        ("0", 0) => Some(0),
+        ("0", last) => last.checked_add(1),
+        _ => None,
+    }
+}
+
+/// Reads what is sent, and keeps the error that ends it.
+struct Watched<'w> {
+    content: Box<dyn Read>,
+    left: u64,
+    failed: &'w RefCell<Option<io::Error>>,
+}
+
+impl Read for Watched<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let wanted = self.left.min(buf.len() as u64) as usize;
+        if wanted == 0 {
+            return Ok(0);
+        }
+        let read = match self.content.read(&mut buf[..wanted]) {
+            Ok(0) => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
+            read => read,
+        };
+        match read {
+            Ok(count) => {
+                self.left -= count as u64;
+                Ok(count)
+            }
+            Err(error) => {
+                *self.failed.borrow_mut() = Some(error);
+                Err(io::Error::other("the content cannot be read"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrived_bytes_are_read_in_each_form() {
+        for (range, bytes) in [
+            ("0-9", Some(10)),
+            ("bytes=0-9", Some(10)),
+            (" 0-0 ", Some(0)),
+            ("1-9", None),
+            ("0-x", None),
+            ("0-18446744073709551615", None),
+            ("", None),
+        ] {
+            assert_eq!(arrived(range), bytes, "{range}");
+        }
+    }
+}

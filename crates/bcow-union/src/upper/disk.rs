@@ -1,0 +1,384 @@
+//! An upper of the kernel door: a disk in [`META`], and no tree of files.
+//!
+//! The kernel mounts the file system on the disk, and so it trusts its metadata. That is why a
+//! writer refuses a disk that a user other than this one and root could have written.
+//!
+//! A new upper begins in this order: the lock, the disk, the record. Each gets its name when it is
+//! complete and durable. So a crash leaves a directory without a record. The next writer then makes
+//! the disk, or takes the disk that is there.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::lock::FileLock;
+use bcow::{NewFile, Storage};
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::beneath::open_regular;
+use super::directory::{
+    lock, meta_failed, open_or_create, open_or_create_root, open_root, remove_acls, same_device,
+};
+use super::lock::lock_shared;
+use super::overlap::refuse_overlap;
+use super::record::{DISK, DISK_SCHEMA, DiskRecord, Recorded, hex};
+use super::{Door, FileSystem, ImageName, META, UpperError, volatile, work};
+use crate::options::SyncPolicy;
+
+/// Permission bits with which other users can write.
+const OTHERS_WRITE: u32 = 0o022;
+/// How many times the disk is opened again because another file took its name.
+const MOST_REPLACEMENTS: u32 = 100;
+
+/// The door that the upper at `path` belongs to; `None` if no mount has begun an upper there, or
+/// nothing is there. A directory that overlayfs filled belongs to no door yet.
+pub fn door_of(path: &Path) -> Result<Option<Door>, UpperError> {
+    let root = match open_root(path) {
+        Err(UpperError::Missing { .. }) => return Ok(None),
+        other => other?,
+    };
+    match work::open_directory(root.as_fd(), META.as_bytes()) {
+        Ok(meta) => Ok(Recorded::read(meta.as_fd(), path)?.door()),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(meta_failed(path, META, errno)),
+    }
+}
+
+/// An upper of the kernel door, open for writing. Only this process may change it.
+#[derive(Debug)]
+pub struct DiskInstance {
+    path: PathBuf,
+    root: OwnedFd,
+    meta: OwnedFd,
+    record: Option<DiskRecord>,
+    disk: Option<OpenDisk>,
+    /// Dropped after the disk.
+    _lock: FileLock,
+}
+
+/// The open disk, locked against other writers.
+#[derive(Debug)]
+struct OpenDisk {
+    file: Arc<File>,
+    /// Dropped after the file's last other use.
+    _lock: FileLock,
+}
+
+impl DiskInstance {
+    /// Opens the upper at `path` for writing, with the image `image`, or begins one. A missing
+    /// directory is created with mode 0700 if its parent exists. `note` is stored with the locks;
+    /// other processes that find the upper locked show it.
+    ///
+    /// The caller completes an upper that has no disk or no record.
+    pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Self, UpperError> {
+        refuse_overlap(path)?;
+        let (root, _) = open_or_create_root(path)?;
+        // Before anything is created in a directory that is no upper of this door.
+        let names = names_beside_meta(root.as_fd(), path)?;
+        let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
+            Err(Errno::NOENT) if names > 0 => return Err(not_empty(path)),
+            Err(Errno::NOENT) => open_or_create(root.as_fd(), path, META)?,
+            other => other.map_err(|errno| meta_failed(path, META, errno))?,
+        };
+        refuse_other_door(&Recorded::read(meta.as_fd(), path)?, path)?;
+        let instance = DiskInstance::lock(path, root, meta, note)?;
+        if let Some(record) = &instance.record
+            && let Some(belongs) = record.identity()
+            && belongs != image.identity
+        {
+            return Err(UpperError::AnotherImage {
+                path: path.to_owned(),
+                belongs: Box::new((belongs, record.image_name.clone())),
+                image: Box::new((image.identity, image.name.to_owned())),
+            });
+        }
+        match (&instance.record, &instance.disk) {
+            (Some(_), None) => Err(missing_disk(path)),
+            (None, None) if names > 0 => Err(not_empty(path)),
+            _ => Ok(instance),
+        }
+    }
+
+    /// Opens an existing upper of any image, for repair.
+    pub fn open_existing(path: &Path, note: &str) -> Result<Self, UpperError> {
+        let root = open_root(path)?;
+        let meta = work::open_directory(root.as_fd(), META.as_bytes())
+            .map_err(|errno| meta_failed(path, META, errno))?;
+        DiskInstance::lock(path, root, meta, note)
+    }
+
+    /// Locks the upper, and reads what it has.
+    fn lock(path: &Path, root: OwnedFd, meta: OwnedFd, note: &str) -> Result<Self, UpperError> {
+        same_device(root.as_fd(), meta.as_fd(), path, "")?;
+        require_own(meta.as_fd(), path.join(META))?;
+        let lock = lock(meta.as_fd(), path, note)?;
+        remove_acls(meta.as_fd(), path)?;
+        // Read with the lock: another process may have begun the upper.
+        let recorded = Recorded::read(meta.as_fd(), path)?;
+        refuse_other_door(&recorded, path)?;
+        let mut instance = DiskInstance {
+            path: path.to_owned(),
+            root,
+            meta,
+            record: match recorded {
+                Recorded::Disk(record) => Some(record),
+                _ => None,
+            },
+            disk: None,
+            _lock: lock,
+        };
+        instance.remove_temporaries();
+        instance.disk = instance.open_disk(note)?;
+        Ok(instance)
+    }
+
+    /// The path of the upper.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The path of the disk.
+    pub fn disk_path(&self) -> PathBuf {
+        disk_path(&self.path)
+    }
+
+    /// The content of its `instance.json`; `None` until the upper is complete.
+    pub fn record(&self) -> Option<&DiskRecord> {
+        self.record.as_ref()
+    }
+
+    /// The bytes of the disk; `None` if it is still to be made.
+    pub fn disk(&self) -> Option<Arc<dyn Storage>> {
+        let disk = self.disk.as_ref()?;
+        Some(Arc::clone(&disk.file) as Arc<dyn Storage>)
+    }
+
+    /// Begins the file of the disk. It gets its name by [`DiskInstance::complete_disk`].
+    pub fn new_disk(&self) -> Result<NewFile, UpperError> {
+        // By the open directory: the path could lead to another one by now.
+        let within = format!("/proc/self/fd/{}/{DISK}", self.meta.as_raw_fd());
+        let failed = |source| UpperError::MakeDisk {
+            path: self.disk_path(),
+            source,
+        };
+        let new = NewFile::create_new(Path::new(&within)).map_err(failed)?;
+        // The umask may allow more.
+        rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600))
+            .map_err(|errno| UpperError::io(&self.disk_path(), "set its mode", errno))?;
+        Ok(new)
+    }
+
+    /// Gives the filled file of the disk its name, and opens the disk.
+    pub fn complete_disk(&mut self, new: NewFile, note: &str) -> Result<(), UpperError> {
+        new.complete().map_err(|source| UpperError::MakeDisk {
+            path: self.disk_path(),
+            source,
+        })?;
+        self.disk = self.open_disk(note)?;
+        match self.disk {
+            Some(_) => Ok(()),
+            None => Err(missing_disk(&self.path)),
+        }
+    }
+
+    /// Writes the record of an upper that has its disk: a file system of `size` bytes, over
+    /// `image`. The upper is complete then.
+    pub fn complete(
+        &mut self,
+        fs: FileSystem,
+        size: u64,
+        image: ImageName<'_>,
+    ) -> Result<(), UpperError> {
+        let record = DiskRecord {
+            schema: DISK_SCHEMA.into(),
+            door: Door::Kernel,
+            fs,
+            size,
+            image: hex(&image.identity),
+            image_name: image.name.into(),
+            created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
+        };
+        record.write(self.meta.as_fd(), &self.path)?;
+        work::make_durable(self.root.as_fd())
+            .map_err(|errno| UpperError::io(&self.path, "synchronise it", errno))?;
+        self.record = Some(record);
+        Ok(())
+    }
+
+    /// Refuses an upper whose last use was volatile and did not end before a reboot. Leaves a note
+    /// if this use is volatile.
+    pub fn refuse_after_volatile(&self, policy: SyncPolicy) -> Result<(), UpperError> {
+        volatile::refuse_after_volatile(&self.path, self.root.as_fd(), self.meta.as_fd(), policy)
+    }
+
+    /// Removes the note of a volatile use, which has ended.
+    pub fn forget_volatile(&self) -> Result<(), UpperError> {
+        volatile::forget(self.meta.as_fd())
+            .map_err(|errno| UpperError::io(&self.path, "remove a note from it", errno))
+    }
+
+    /// Removes files that an interrupted writer left without their final name. A file that stays
+    /// does no harm.
+    fn remove_temporaries(&self) {
+        for name in work::list(self.meta.as_fd()).unwrap_or_default() {
+            if name.starts_with(b".bcow-") && name.ends_with(b".part") {
+                let _ = rustix::fs::unlinkat(&self.meta, &name[..], AtFlags::empty());
+            }
+        }
+    }
+
+    fn open_disk(&self, note: &str) -> Result<Option<OpenDisk>, UpperError> {
+        let path = self.disk_path();
+        for _ in 0..MOST_REPLACEMENTS {
+            let Some(file) = open_disk_file(self.meta.as_fd(), &self.path, OFlags::RDWR)? else {
+                return Ok(None);
+            };
+            require_own(file.as_fd(), path.clone())?;
+            let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
+                path: self.path.clone(),
+                holder,
+            })?;
+            // The previous holder of the lock may have replaced the file.
+            let there = rustix::fs::statat(&self.meta, DISK, AtFlags::SYMLINK_NOFOLLOW);
+            let locked = file.metadata().map(|metadata| metadata.ino()).ok();
+            if there.is_ok_and(|there| Some(there.st_ino) == locked) {
+                return Ok(Some(OpenDisk {
+                    file: Arc::new(file),
+                    _lock: lock,
+                }));
+            }
+        }
+        Err(UpperError::io(&path, "open it", Errno::BUSY))
+    }
+}
+
+/// An upper of the kernel door that no process writes to while this lives.
+#[derive(Debug)]
+pub struct DiskReader {
+    path: PathBuf,
+    meta: OwnedFd,
+    record: DiskRecord,
+    disk: Arc<File>,
+    _lock: Option<File>,
+}
+
+impl DiskReader {
+    /// Opens the upper at `path` for reading. Fails if a writer holds its lock, and with
+    /// [`UpperError::Incomplete`] if no mount has completed it.
+    pub fn open(path: &Path) -> Result<Self, UpperError> {
+        let root = open_root(path)?;
+        let meta = work::open_directory(root.as_fd(), META.as_bytes())
+            .map_err(|errno| meta_failed(path, META, errno))?;
+        let lock = lock_shared(meta.as_fd(), path)?;
+        let recorded = Recorded::read(meta.as_fd(), path)?;
+        refuse_other_door(&recorded, path)?;
+        let Recorded::Disk(record) = recorded else {
+            return Err(UpperError::Incomplete {
+                path: path.to_owned(),
+            });
+        };
+        let disk = open_disk_file(meta.as_fd(), path, OFlags::RDONLY)?;
+        let disk = disk.ok_or_else(|| missing_disk(path))?;
+        // Another program than a mount can have the disk open.
+        FileLock::shared(&disk).map_err(|holder| UpperError::InUse {
+            path: path.to_owned(),
+            holder,
+        })?;
+        Ok(DiskReader {
+            path: path.to_owned(),
+            meta,
+            record,
+            disk: Arc::new(disk),
+            _lock: lock,
+        })
+    }
+
+    /// The path of the upper.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The path of the disk.
+    pub fn disk_path(&self) -> PathBuf {
+        disk_path(&self.path)
+    }
+
+    /// The content of its `instance.json`.
+    pub fn record(&self) -> &DiskRecord {
+        &self.record
+    }
+
+    /// The bytes of the disk.
+    pub fn disk(&self) -> Arc<dyn Storage> {
+        Arc::clone(&self.disk) as Arc<dyn Storage>
+    }
+
+    /// Whether the machine stopped while the upper was mounted with `--sync volatile`. The file
+    /// system on the disk may then be damaged in any way.
+    pub fn is_lost(&self) -> Result<bool, UpperError> {
+        volatile::is_lost(self.meta.as_fd(), &self.path)
+    }
+}
+
+fn disk_path(upper: &Path) -> PathBuf {
+    upper.join(META).join(DISK)
+}
+
+/// The number of names in the root of an upper, without [`META`].
+fn names_beside_meta(root: BorrowedFd<'_>, path: &Path) -> Result<usize, UpperError> {
+    let names = work::list(root).map_err(|errno| UpperError::io(path, "list it", errno))?;
+    Ok(names.iter().filter(|name| *name != META.as_bytes()).count())
+}
+
+fn not_empty(path: &Path) -> UpperError {
+    UpperError::NotEmpty {
+        path: path.to_owned(),
+    }
+}
+
+fn missing_disk(upper: &Path) -> UpperError {
+    UpperError::Record {
+        path: disk_path(upper),
+        problem: "it is missing".into(),
+    }
+}
+
+/// Opens the file of the disk; `None` if it is missing.
+fn open_disk_file(
+    meta: BorrowedFd<'_>,
+    upper: &Path,
+    flags: OFlags,
+) -> Result<Option<File>, UpperError> {
+    match open_regular(meta, DISK, flags) {
+        Ok(file) => Ok(Some(file.into())),
+        Err(Errno::NOENT) => Ok(None),
+        Err(Errno::INVAL) => Err(UpperError::Record {
+            path: disk_path(upper),
+            problem: "it is not a regular file".into(),
+        }),
+        Err(errno) => Err(UpperError::io(&disk_path(upper), "open it", errno)),
+    }
+}
+
+fn refuse_other_door(recorded: &Recorded, path: &Path) -> Result<(), UpperError> {
+    match recorded.door() {
+        Some(Door::Fuse) => Err(UpperError::OtherDoor {
+            path: path.to_owned(),
+            door: Door::Fuse,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Fails unless only this user and root can have written a file, or the names in a directory.
+fn require_own(file: BorrowedFd<'_>, path: PathBuf) -> Result<(), UpperError> {
+    let stat = rustix::fs::fstat(file).map_err(|errno| UpperError::io(&path, "open it", errno))?;
+    let own = rustix::process::geteuid().as_raw();
+    match [own, 0].contains(&stat.st_uid) && stat.st_mode & OTHERS_WRITE == 0 {
+        true => Ok(()),
+        false => Err(UpperError::Foreign { path }),
+    }
+}

@@ -1,0 +1,282 @@
+"""The cache of images on other machines: list, check, limit, fetching ahead; and what happens to
+readers when it is full, shared by many processes, evicted, or deleted.
+
+The server is that of test_remote.py. Every command and every wait has a time limit.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import unittest
+
+import test_remote
+from support import BCOW, assert_refused, assert_same_tree, run, until
+
+TIMEOUT = test_remote.TIMEOUT
+
+
+class Cache(unittest.TestCase):
+    setUpClass = classmethod(test_remote.Remote.setUpClass.__func__)
+    path = classmethod(test_remote.Remote.path.__func__)
+    make_tree = classmethod(test_remote.Remote.make_tree.__func__)
+    setUp = test_remote.Remote.setUp
+    bcow, mounted = test_remote.Remote.bcow, test_remote.Remote.mounted
+    server = test_remote.Remote.server
+
+    def listed(self):
+        return json.loads(self.bcow("cache", "list", "--json").out)
+
+    def verified(self):
+        return json.loads(self.bcow("cache", "verify", "--json").out)
+
+    def cached(self):
+        (name,) = (name for name in os.listdir(self.cache) if name.endswith(".bcow"))
+        return os.path.join(self.cache, name)
+
+    def test_list_shows_what_is_present_and_where_it_comes_from(self):
+        self.assertEqual(self.listed()["files"], [])
+        with self.server() as server:
+            url = server.url("image.bcow")
+            self.bcow("ls", url + "?signature=geheim")
+            (entry,) = self.listed()["files"]
+            self.assertEqual(entry["root"], self.root.removeprefix("sha256:"))
+            self.assertEqual(entry["file_bytes"], self.bytes)
+            self.assertLess(entry["present_bytes"], self.bytes // 4)
+            self.assertFalse(entry["in_use"])
+            self.assertEqual(entry["origin"], url + "?...")
+            with self.mounted(url):
+                (entry,) = self.listed()["files"]
+                self.assertTrue(entry["in_use"])
+        text = self.bcow("cache", "list").out.decode()
+        self.assertIn(entry["root"][:12], text)
+        self.assertNotIn("geheim", text)
+
+    def test_missing_cache_is_empty(self):
+        self.env["BCOW_CACHE"] = self.path("never-made")
+        self.assertEqual(self.listed()["files"], [])
+        self.bcow("cache", "verify")
+        self.bcow("cache", "prune", "--all")
+        self.assertFalse(os.path.exists(self.path("never-made")))
+
+    def test_warm_makes_the_server_unnecessary(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            self.bcow("ls", url)
+            self.bcow("cache", "warm", url)
+            self.assertLess(server.sent, self.bytes * 1.1)
+            run("cmp", self.cached(), self.image)
+            sent = server.sent
+            self.bcow("cache", "warm", "--root-hash", self.root, url)
+            self.assertEqual(server.sent, sent)
+        self.bcow("fsck", "--data", "--root-hash", self.root, url)
+        found = self.verified()
+        self.assertEqual((found["damaged_bytes"], found["files"][0]["complete"]), (0, True))
+
+    def test_warm_needs_room_and_a_remote_image(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            assert_refused(self, self.bcow("cache", "warm", "--cache-limit", "1M", url,
+                                           check=False), "limit of the cache is 1 MiB")
+            assert_refused(self, self.bcow("cache", "warm", "--no-cache", url, check=False),
+                           "there is no cache")
+            small = self.small_disk()
+            self.env["BCOW_CACHE"] = small
+            assert_refused(self, self.bcow("cache", "warm", url, check=False),
+                           "No space left on device")
+        assert_refused(self, self.bcow("cache", "warm", self.image, check=False),
+                       "on this machine", code=2)
+
+    def small_disk(self):
+        small = tempfile.mkdtemp(prefix="small-", dir=self.directory)
+        run("mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", small, timeout=TIMEOUT)
+        self.addCleanup(subprocess.run, ["umount", small], timeout=TIMEOUT, check=False)
+        return small
+
+    def test_verify_removes_damage_and_names_unknown_files(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            self.bcow("cache", "warm", url)
+            with open(self.cached(), "r+b") as file:
+                for at in 1 << 20, (1 << 20) + 5, 5 << 20:
+                    file.seek(at)
+                    file.write(b"damage")
+            with open(os.path.join(self.cache, "notes"), "w") as out:
+                out.write("mine")
+            text = self.bcow("cache", "verify").out.decode()
+            self.assertRegex(text, r"32,768 bytes did not match")
+            self.assertIn("notes: not a file of the cache", text)
+            found = self.verified()
+            self.assertEqual(found["damaged_bytes"], 0)
+            self.assertEqual(found["unknown"], ["notes"])
+            self.assertFalse(found["files"][0]["complete"])
+            sent = server.sent
+            self.bcow("cache", "warm", url)
+            self.assertLess(server.sent - sent, 1 << 20)
+            run("cmp", self.cached(), self.image)
+        self.assertTrue(os.path.exists(os.path.join(self.cache, "notes")))
+
+    def test_prune_keeps_what_a_mount_uses(self):
+        assert_refused(self, self.bcow("cache", "prune", check=False), code=2)
+        with self.server() as server:
+            url = server.url("image.bcow")
+            with self.mounted(url) as where:
+                os.listdir(where)
+                self.bcow("cache", "prune", "--all")
+                self.assertEqual(len(self.listed()["files"]), 1)
+            self.bcow("cache", "prune", "--older-than", "1h")
+            self.bcow("cache", "prune", "--limit", "1G")
+            self.assertEqual(len(self.listed()["files"]), 1)
+            done = json.loads(self.bcow("cache", "prune", "--limit", "0", "--json").out)
+            self.assertEqual((done["removed_files"], done["held_bytes"]), (1, 0))
+            self.assertEqual(os.listdir(self.cache), [])
+
+    def test_limit_holds_under_load_and_the_tree_stays_right(self):
+        limit = 4 << 20
+        with self.server() as server:
+            url = server.url("image.bcow")
+            self.env["BCOW_CACHE_LIMIT"] = "4M"
+            # The kernel keeps what a mount has read, so the second mount reads what was evicted.
+            with self.mounted(url, "--cache-size", "1M") as where, \
+                    self.mounted(url, "--cache-size", "1M") as second:
+                ended = threading.Event()
+                most = []
+
+                def disturb():
+                    """What other processes and the user may do to the cache at any time."""
+                    rng = random.Random(7)
+                    while not ended.wait(0.05):
+                        held = 0
+                        for name in os.listdir(self.cache):
+                            try:
+                                held += os.stat(os.path.join(self.cache, name)).st_blocks * 512
+                            except FileNotFoundError:
+                                pass
+                        most.append(held)
+                        if rng.random() < 0.2:
+                            self.bcow(*rng.choice((("cache", "prune", "--all"),
+                                                   ("cache", "verify"), ("cache", "list"))))
+
+                disturber = threading.Thread(target=disturb)
+                disturber.start()
+                try:
+                    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                        for _ in pool.map(lambda _: self.compare_files(where), range(4)):
+                            pass
+                    assert_same_tree(self, self.tree, where)
+                    assert_same_tree(self, self.tree, second)
+                finally:
+                    ended.set()
+                    disturber.join()
+            # Each mount compares after each 256 KiB.
+            self.assertLess(max(most), limit + (2 << 20))
+            self.assertGreater(server.sent, self.bytes * 1.2)
+        self.assertEqual(self.verified()["damaged_bytes"], 0)
+
+    def compare_files(self, where):
+        names = [os.path.join(f"dir-{n}", f"file-{m}") for n in range(40) for m in range(20)]
+        random.shuffle(names)
+        for name in names[:300]:
+            with open(os.path.join(where, name), "rb") as shown, \
+                    open(os.path.join(self.tree, name), "rb") as own:
+                self.assertTrue(shown.read() == own.read(), name)
+
+    def test_limit_of_the_command_line_goes_before_the_environment(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            self.env["BCOW_CACHE_LIMIT"] = "many"
+            assert_refused(self, self.bcow("ls", url, check=False), "BCOW_CACHE_LIMIT", code=2)
+            self.bcow("fsck", "--data", "--cache-limit", "1G", url)
+            self.assertGreater(self.listed()["held_bytes"], self.bytes - 1)
+            self.env["BCOW_CACHE_LIMIT"] = "2M"
+            self.bcow("fsck", "--data", "--no-cache", url)
+            other = os.path.join(self.served, "second.bcow")
+            self.bcow("convert", "--block-size", "64K", f"dir:{self.tree}", other)
+            self.bcow("ls", server.url("second.bcow"))
+        self.assertLess(self.listed()["held_bytes"], 2 << 20)
+
+    def test_mount_goes_on_when_its_cache_is_deleted_or_its_disk_is_full(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            with self.mounted(url) as where:
+                os.listdir(where)
+                shutil.rmtree(self.cache)
+                assert_same_tree(self, self.tree, where)
+            self.env["BCOW_CACHE"] = self.small_disk()
+            with self.mounted(url) as where:
+                assert_same_tree(self, self.tree, where)
+
+    def test_two_hundred_processes_share_one_cache(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            names = [f"/dir-{n % 40}/file-{n % 20}" for n in range(200)]
+            environment = {**os.environ, **self.env}
+            running = [subprocess.Popen([BCOW, "cat", "--root-hash", self.root, url, name],
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, env=environment)
+                       for name in names]
+            try:
+                for name, process in zip(names, running):
+                    out, err = process.communicate(timeout=4 * TIMEOUT)
+                    self.assertEqual(process.returncode, 0, err.decode())
+                    with open(self.tree + name, "rb") as own:
+                        self.assertEqual(hashlib.sha256(out).digest(),
+                                         hashlib.sha256(own.read()).digest(), name)
+            finally:
+                for process in running:
+                    if process.poll() is None:
+                        process.kill()
+                        process.communicate()
+            self.assertEqual(len(self.listed()["files"]), 1)
+            self.assertEqual(self.verified()["damaged_bytes"], 0)
+
+    def test_killed_processes_leave_a_cache_that_is_right_or_fetched_again(self):
+        rng = random.Random(3)
+        environment = {**os.environ, **self.env}
+        with self.server() as server:
+            url = server.url("image.bcow")
+            killed = 0
+            for _ in range(12):
+                process = subprocess.Popen([BCOW, "cache", "warm", url], env=environment,
+                                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                           stderr=subprocess.DEVNULL)
+                sent, wanted = server.sent, rng.randrange(self.bytes // 8)
+                until(lambda: process.poll() is not None or server.sent - sent >= wanted,
+                      "the fetch is under way")
+                process.send_signal(signal.SIGKILL)
+                killed += process.wait(TIMEOUT) == -signal.SIGKILL
+            self.assertGreater(killed, 3)
+            self.bcow("fsck", "--data", url)
+            self.bcow("cache", "warm", url)
+            run("cmp", self.cached(), self.image)
+            self.assertEqual(self.verified()["damaged_bytes"], 0)
+
+    def test_interrupted_warm_keeps_what_arrived(self):
+        environment = {**os.environ, **self.env}
+        with self.server() as server:
+            url = server.url("image.bcow")
+            server.pause = 0.1
+            process = subprocess.Popen([BCOW, "cache", "warm", "--connections", "1", url],
+                                       env=environment, stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            until(lambda: server.sent > self.bytes // 4, "a quarter of the image is fetched")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=TIMEOUT)
+            self.assertEqual(process.returncode, 130, err.decode())
+            server.pause = 0
+            time.sleep(0.3)
+            sent = server.sent
+            self.bcow("cache", "warm", url)
+            self.assertLess(server.sent - sent, self.bytes * 0.9)
+            run("cmp", self.cached(), self.image)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,458 @@
+"""Uppers of the kernel door: `bcow mount IMG DIR --upper UPPER --door kernel`.
+
+The upper is a disk that shows the image as ext4. The judges are e2fsck, a copy of the tree on the
+kernel's own ext4, and `bcow fsck`.
+"""
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+import unittest
+
+import subjects
+import support
+from support import assert_refused, assert_same_tree, bcow, is_mounted, run, until
+from test_kernel_door import KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDoor
+import tree
+
+INSTANCES = 20
+# Small file systems, so that e2fsck has little to read.
+SIZE = "1G"
+# What os does not have.
+SYS_SYNCFS = {"x86_64": 306, "aarch64": 267}[os.uname().machine]
+
+
+class KernelUpper(KernelDoor):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.views = os.path.join(support.WORK, "views")
+
+    def setUp(self):
+        super().setUp()
+        before = os.environ.get("BCOW_VIEWS")
+        os.environ["BCOW_VIEWS"] = self.views
+        self.addCleanup(os.environ.pop, "BCOW_VIEWS")
+        if before is not None:
+            self.addCleanup(os.environ.__setitem__, "BCOW_VIEWS", before)
+        self.lower = subjects.Lower(self.dir, subjects.plant)
+        # The cleanup knows the processes of this test by the name.
+        self.image = self.lower.image = self.disk_path("image")
+        self.lower.make_image()
+        self.where, self.upper = self.point(), self.upper_path("upper")
+
+    def upper_path(self, name):
+        return self.path(f"{self.tag}-{name}")
+
+    def begin(self, upper=None, where=None, *options, **more):
+        return self.mount(self.image, where or self.where, "--upper", upper or self.upper,
+                          "--door", "kernel", "-s", SIZE, "-o", "suid,dev", *options, **more)
+
+    def continue_(self, *options, **more):
+        return self.mount(self.image, self.where, "--upper", self.upper, "-o", "suid,dev",
+                          *options, **more)
+
+    def disk(self, upper=None):
+        return os.path.join(upper or self.upper, ".bcow", "disk.bcow")
+
+    def assert_upper_clean(self, upper=None):
+        """bcow and e2fsck find no error in an upper that no mount uses."""
+        done = bcow("fsck", "--data", upper or self.upper, timeout=SECONDS)
+        self.assertIn(b": clean (kernel door", done.out)
+        raw = self.path("check.raw")
+        bcow("convert", "--backing-dir", self.dir, self.disk(upper), f"raw:{raw}",
+             timeout=SECONDS)
+        self.assertEqual(run("e2fsck", "-fn", raw, timeout=SECONDS).code, 0)
+        os.unlink(raw)
+
+
+class Mounts(KernelUpper):
+    def test_an_upper_keeps_the_changes_and_its_door(self):
+        self.begin()
+        assert_same_tree(self, self.lower.tree, self.where)
+        statistics = self.stats(self.where)
+        self.assertEqual(statistics["door"], {"name": "kernel", "reason": "as --door says"})
+        self.assertEqual((statistics["image"]["file"], statistics["disk"]["upper"],
+                          statistics["disk"]["path"], statistics["disk"]["filesystem"]),
+                         (self.image, self.upper, self.disk(), "ext4"))
+        shown = bcow("stats", self.where).out.decode()
+        self.assertIn("door:        kernel: as --door says\n", shown)
+        self.assertIn(f"upper:       {self.upper}\n", shown)
+        [service] = self.services()
+        self.assertEqual((service["image"], service["upper"], service["mode"], service["at"]),
+                         (self.image, self.upper, "rw", [self.where]))
+        run("sh", "-c", 'cd "$0" && rm -r d0 && mv d1 moved && printf more >> d2/big && '
+            "chmod 600 top && mkdir -p new/below && ln d2/blocks new/hard && : > new/empty",
+            self.where, timeout=SECONDS)
+        before = tree.dump(self.where)
+        self.umount(self.where)
+        self.assert_ended()
+        with open(os.path.join(self.upper, ".bcow", "instance.json")) as text:
+            record = json.load(text)
+        self.assertEqual((record["schema"], record["door"], record["fs"], record["size"],
+                          record["image"]),
+                         ("bcow.instance/2", "kernel", "ext4", 1 << 30,
+                          statistics["image"]["identity"]))
+        self.assertEqual(os.listdir(self.upper), [".bcow"])
+        self.assertEqual(sorted(os.listdir(os.path.join(self.upper, ".bcow"))),
+                         ["disk.bcow", "instance.json", "lock"])
+        self.assert_upper_clean()
+        # Without --door, the upper's door serves.
+        self.continue_()
+        self.assertEqual(self.stats(self.where)["door"],
+                         {"name": "kernel", "reason": "the upper belongs to it"})
+        assert_same_tree(self, before, self.where)
+        self.umount(self.where)
+        # The image is as it was, and so is what a new upper shows.
+        self.assertEqual(bcow("fsck", "--data", self.image).code, 0)
+        self.begin(self.upper_path("other"))
+        assert_same_tree(self, self.lower.tree, self.where)
+        self.umount(self.where)
+        self.assert_ended()
+
+    def test_an_upper_is_refused_by_name_at_the_other_door(self):
+        self.begin()
+        refused = self.mount(self.image, self.point("b"), "--upper", self.upper, check=False)
+        assert_refused(self, refused, "is being written by bcow mount, process")
+        self.umount(self.where)
+        refused = self.continue_("--door", "fuse", check=False)
+        assert_refused(self, refused, "belongs to the kernel door, and cannot be mounted at the "
+                       "FUSE door", "--door kernel", code=2)
+        fuse = self.upper_path("fuse")
+        self.mount(self.image, self.where, "--upper", fuse)
+        door = self.stats(self.where)["door"]
+        self.assertEqual(door["name"], "fuse")
+        self.assertIn("new uppers begin here", door["reason"])
+        self.umount(self.where)
+        refused = self.begin(fuse, check=False)
+        assert_refused(self, refused, "belongs to the FUSE door, and cannot be mounted at the "
+                       "kernel door", "--door fuse", code=2)
+        for arguments in (["inspect", self.upper], ["ls", self.upper],
+                          ["extract", self.upper, self.path("out")]):
+            refused = bcow(*arguments, check=False)
+            assert_refused(self, refused, "it is a directory", "upper of a writable mount")
+
+    def test_what_does_not_fit_the_door_begins_no_upper(self):
+        other = self.disk_path("other")
+        bcow("convert", f"dir:{os.path.join(support.TOP, 'spec')}", other)
+        disk = self.make_disk()
+        occupied = self.point(f"{self.tag}-occupied")
+        with open(os.path.join(occupied, "file"), "w"):
+            pass
+        for image, upper, options, reason, code in (
+                (self.image, self.upper, ["--size-limit", "1G"], "--size-limit is not", 2),
+                (self.image, self.upper, ["--inode-limit", "9"], "--inode-limit is not", 2),
+                (self.image, self.upper, ["--sketch", "packed"], "--sketch is not", 2),
+                (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
+                (self.image, self.upper, ["--sync", "batch=3"], "not supported yet", 2),
+                (self.image, self.upper, ["--layer", other], "layer .* not supported yet", 2),
+                (self.image, self.upper, ["-s", "4096"], "smaller than 8 MiB", 1),
+                (disk, self.upper, [], "this is a disk", 1),
+                (self.image, occupied, [], "not empty", 1)):
+            with self.subTest(options=options, image=image, upper=upper):
+                refused = self.mount(image, self.where, "--upper", upper, "--door", "kernel",
+                                     *options, check=False)
+                assert_refused(self, refused, reason, code=code)
+        self.assertFalse(os.path.exists(self.upper))
+        self.assertEqual(os.listdir(occupied), ["file"])
+        refused = self.mount(self.image, self.where, "--upper", self.upper, "--size", "1G",
+                             check=False)
+        assert_refused(self, refused, "--size is for", code=2)
+        self.begin()
+        self.umount(self.where)
+        refused = self.continue_("-s", "2G", check=False)
+        assert_refused(self, refused, "has a file system of 1073741824 bytes", code=2)
+        refused = self.mount(other, self.where, "--upper", self.upper, check=False)
+        assert_refused(self, refused, "belongs to the image .*image.bcow")
+        # The kernel would trust what another user has written.
+        os.chmod(self.disk(), 0o666)
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "another user can write")
+        os.chmod(self.disk(), 0o600)
+        os.chown(self.disk(), 65534, 65534)
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "another user can write")
+        self.assert_ended()
+
+    def test_mount_of_fstab_and_options(self):
+        helper = self.path("mount.bcow")
+        os.symlink(support.BCOW, helper)
+        options = f"rw,upper={self.upper},door=kernel,size={SIZE},nosuid,relatime,discard"
+        run(helper, self.image, self.where, "-o", options, timeout=SECONDS)
+        with open("/proc/self/mountinfo") as table:
+            [line] = [line.split() for line in table if line.split()[4] == self.where]
+        self.assertEqual(set(line[5].split(",")), {"rw", "nosuid", "relatime"})
+        self.assertIn("discard", line[-1])
+        self.assertEqual(self.stats(self.where)["disk"]["size_bytes"], 1 << 30)
+        run("umount", self.where, timeout=SECONDS)
+        log = self.path("log")
+        self.continue_("-o", "ro", "--log-file", log, "--sync", "volatile")
+        self.assertEqual(self.services()[0]["mode"], "ro")
+        self.assertEqual(self.stats(self.where)["disk"]["sync"], "volatile")
+        self.assertTrue(os.path.exists(os.path.join(self.upper, ".bcow", "volatile")))
+        with self.assertRaises(OSError) as refused:
+            os.mkdir(os.path.join(self.where, "new"))
+        self.assertEqual(refused.exception.errno, errno.EROFS)
+        self.umount(self.where)
+        self.assertFalse(os.path.exists(os.path.join(self.upper, ".bcow", "volatile")))
+        self.assertTrue(os.path.exists(log))
+        self.assert_ended()
+
+    def test_many_instances_of_one_image_at_once(self):
+        places = [(self.upper_path(f"upper-{number}"), self.point(f"mnt-{number}"))
+                  for number in range(INSTANCES)]
+        for upper, where in places:
+            self.begin(upper, where)
+        stored = [sum(os.lstat(os.path.join(path, name)).st_blocks * 512
+                      for path, _, names in os.walk(upper) for name in names)
+                  for upper, _ in places]
+        self.assertLess(max(stored), 2 * MEBIBYTE)
+        writers = [subprocess.Popen(["sh", "-c", 'cd "$0" && echo $1 > top && cp -r d0 copy && '
+                                     "rm -r many && sync -f .", where, str(number)])
+                   for number, (_, where) in enumerate(places)]
+        for writer in writers:
+            self.assertEqual(writer.wait(timeout=SECONDS), 0)
+        self.assertEqual(len(self.services()), INSTANCES)
+        for number, (upper, where) in enumerate(places):
+            with open(os.path.join(where, "top")) as file:
+                self.assertEqual(file.read(), f"{number}\n")
+            self.umount(where)
+        self.assert_ended()
+        # They share one view.
+        for upper, _ in places[:2]:
+            self.assert_upper_clean(upper)
+
+    def test_unnamed_files_syncfs_and_shared_mappings_work(self):
+        self.begin()
+        # A file without a name gets one.
+        fd = os.open(self.where, os.O_TMPFILE | os.O_RDWR, 0o640)
+        os.write(fd, b"unnamed")
+        here, follow = -100, 0x400
+        self.assertEqual(LIBC.linkat(here, os.fsencode(f"/proc/self/fd/{fd}"), here,
+                                     os.fsencode(os.path.join(self.where, "named")), follow), 0)
+        self.assertEqual(LIBC.syscall(SYS_SYNCFS, fd), 0)
+        os.close(fd)
+        # A shared mapping of a file of the image, seen through another descriptor.
+        with open(os.path.join(self.where, "d2/big"), "r+b") as file:
+            with mmap.mmap(file.fileno(), 1 << 20) as room:
+                room[5000:5004] = b"here"
+                room.flush()
+                with open(os.path.join(self.where, "d2/big"), "rb") as other:
+                    self.assertEqual(os.pread(other.fileno(), 4, 5000), b"here")
+        self.umount(self.where)
+        self.continue_()
+        with open(os.path.join(self.where, "named"), "rb") as file:
+            self.assertEqual(file.read(), b"unnamed")
+        with open(os.path.join(self.lower.tree, "d2/big"), "rb") as file:
+            wanted = bytearray(file.read())
+        wanted[5000:5004] = b"here"
+        with open(os.path.join(self.where, "d2/big"), "rb") as file:
+            self.assertEqual(file.read(), wanted)
+        self.umount(self.where)
+        self.assert_ended()
+        self.assert_upper_clean()
+
+    def test_deleted_space_returns_to_the_host(self):
+        self.begin(None, None, "-o", "discard")
+        data = os.path.join(self.where, "data")
+        run("dd", "if=/dev/urandom", f"of={data}", "bs=1M", "count=60", "conv=fsync",
+            timeout=SECONDS)
+        stored = os.stat(self.disk()).st_blocks * 512
+        self.assertGreater(stored, 60 * MEBIBYTE)
+        os.unlink(data)
+        run("sync", "-f", self.where, timeout=SECONDS)
+        until(lambda: os.stat(self.disk()).st_blocks * 512 < stored - 50 * MEBIBYTE,
+              "a smaller upper", SECONDS)
+        self.umount(self.where)
+        self.assert_upper_clean()
+
+
+class Failures(KernelUpper):
+    def test_a_begin_that_was_cut_short_is_completed(self):
+        self.begin()
+        with open(os.path.join(self.where, "kept"), "w") as file:
+            file.write("kept")
+        self.umount(self.where)
+        self.assert_ended()
+        # Without its record, the upper still belongs to the kernel door, and keeps its disk.
+        os.unlink(os.path.join(self.upper, ".bcow", "instance.json"))
+        refused = self.continue_("--door", "fuse", check=False)
+        assert_refused(self, refused, "belongs to the kernel door", code=2)
+        found = bcow("fsck", "--json", self.upper)
+        self.assertEqual([one["code"] for one in json.loads(found.out)["findings"]],
+                         ["upper-incomplete"])
+        self.continue_()
+        with open(os.path.join(self.where, "kept")) as file:
+            self.assertEqual(file.read(), "kept")
+        self.umount(self.where)
+        self.assert_upper_clean()
+        # With its lock only, either door begins.
+        lock = self.upper_path("lock")
+        os.makedirs(os.path.join(lock, ".bcow"), mode=0o700)
+        with open(os.path.join(lock, ".bcow", "lock"), "w"):
+            pass
+        bcow("fsck", lock)
+        copy = shutil.copytree(lock, self.upper_path("copy"))
+        self.begin(lock)
+        self.umount(self.where)
+        self.mount(self.image, self.where, "--upper", copy, "--door", "fuse")
+        self.umount(self.where)
+        self.assert_ended()
+
+    def test_a_process_killed_while_it_begins_leaves_a_usable_upper(self):
+        rng = random.Random(SEED)
+        for kill in range(3 * KILLS):
+            upper = self.upper_path(f"upper-{kill}")
+            process = subprocess.Popen(
+                [support.BCOW, "mount", "-f", self.image, self.where, "--upper", upper, "--door",
+                 "kernel", "-s", SIZE], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            time.sleep(rng.random() * 0.1)
+            process.kill()
+            process.wait(timeout=SECONDS)
+            if is_mounted(self.where):
+                self.umount(self.where)
+            self.begin(upper)
+            assert_same_tree(self, self.lower.tree, self.where)
+            self.umount(self.where)
+            if kill % 4 == 0:
+                self.assert_upper_clean(upper)
+            shutil.rmtree(upper)
+        self.assert_ended()
+
+    def test_synced_data_outlives_a_killed_process(self):
+        rng, expected = random.Random(SEED), {}
+        for kill in range(KILLS):
+            self.begin()
+            for name, digest in expected.items():
+                with open(os.path.join(self.where, name), "rb") as file:
+                    self.assertEqual(hashlib.sha256(file.read()).hexdigest(), digest, name)
+            [pid] = self.processes()
+            churn = subprocess.Popen(
+                ["sh", "-c", 'cd "$0" && while cp -r many churn && rm -r churn; do :; done',
+                 self.where], stderr=subprocess.DEVNULL)
+            try:
+                for number in range(10):
+                    name = f"file-{kill}-{number}" if number % 2 else "d2/big"
+                    with open(os.path.join(self.where, name), "ab") as file:
+                        file.write(rng.randbytes(rng.randrange(1, 300_000)))
+                        file.flush()
+                        os.fsync(file.fileno())
+                    with open(os.path.join(self.where, name), "rb") as file:
+                        expected[name] = hashlib.sha256(file.read()).hexdigest()
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: pid not in self.processes(), "the end of the process")
+            finally:
+                churn.kill()
+                churn.wait(timeout=SECONDS)
+            self.umount(self.where)
+            self.assert_ended()
+            # The journal is not replayed yet; the file of the disk is sound.
+            self.assertEqual(bcow("fsck", "--data", self.upper, timeout=SECONDS).code, 0)
+        self.begin()
+        self.umount(self.where)
+        self.assert_ended()
+        self.assert_upper_clean()
+
+    def test_fsck_finds_damage_and_missing_parts(self):
+        self.begin()
+        self.umount(self.where)
+        self.assert_ended()
+
+        def codes(*options, code=4):
+            done = bcow("fsck", "--json", *options, self.upper, check=False)
+            self.assertEqual(done.code, code, str(done))
+            return {one["code"] for one in json.loads(done.out)["findings"]}
+
+        self.assertEqual(codes(code=0), set())
+        with open(self.disk(), "rb") as file:
+            good = file.read()
+        # There is nothing to repair after a clean end.
+        self.assertEqual(codes("--repair", code=0), set())
+        with open(self.disk(), "wb") as file:
+            file.write(b"x" * len(good))
+        self.assertNotEqual(codes(), set())
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "cannot open the disk of the upper", "fsck")
+        self.assertFalse(is_mounted(self.where))
+        os.unlink(self.disk())
+        self.assertEqual(codes(), {"upper-record"})
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "disk.bcow: damaged: it is missing")
+        with open(self.disk(), "wb") as file:
+            file.write(good)
+        os.chmod(self.disk(), 0o600)
+        with open(os.path.join(self.upper, ".bcow", "volatile"), "w") as note:
+            note.write("another boot\n")
+        self.assertEqual(codes(), {"upper-volatile"})
+        assert_refused(self, self.continue_(check=False), "mounted with --sync volatile")
+        os.unlink(os.path.join(self.upper, ".bcow", "volatile"))
+        # Without its image, the disk is still checked.
+        away = self.disk_path("away")
+        os.rename(self.image, away)
+        done = bcow("fsck", self.upper)
+        self.assertIn(b"is missing or is not the image of the upper", done.err)
+        self.assertEqual(bcow("fsck", self.upper, away).err, b"")
+        os.rename(away, self.image)
+        # A disk of another image has another view.
+        other = self.disk_path("other")
+        bcow("convert", f"dir:{os.path.join(support.TOP, 'spec')}", other)
+        foreign = self.disk_path("foreign")
+        bcow("create", "-b", other, "--fs", "ext4", "-s", SIZE, foreign)
+        os.replace(foreign, self.disk())
+        os.chmod(self.disk(), 0o600)
+        self.assertEqual(codes(), {"backing-unreadable"})
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "the view of the image is not the one")
+
+    def test_a_full_host_disk_loses_nothing_that_was_synced(self):
+        small = self.point("small")
+        run("mount", "-t", "tmpfs", "-o", "size=48M", f"tmpfs-{self.tag}", small, timeout=SECONDS)
+        self.upper = os.path.join(small, f"{self.tag}-upper")
+        self.begin()
+        kept = os.path.join(self.where, "kept")
+        run("dd", "if=/dev/zero", f"of={kept}", "bs=1M", "count=8", "conv=fsync", timeout=SECONDS)
+        full = run("dd", "if=/dev/urandom", f"of={self.where}/full", "bs=1M", "count=120",
+                   "conv=fsync", check=False, timeout=SECONDS)
+        self.assertNotEqual(full.code, 0)
+        ended = self.umount(self.where, check=False)
+        assert_refused(self, ended, f"not all written data is in the upper {self.upper}")
+        self.assert_ended()
+        run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
+        self.continue_()
+        with open(kept, "rb") as file:
+            self.assertEqual(file.read(), bytes(8 * MEBIBYTE))
+        self.umount(self.where)
+        self.assert_ended()
+        self.assert_upper_clean()
+
+    def test_more_dirty_pages_than_memory(self):
+        group = self.memory_group(64 * MEBIBYTE)
+        enter = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
+        inside = run("sh", "-c", enter, "sh", support.BCOW, "mount", self.image, self.where,
+                     "--upper", self.upper, "--door", "kernel", "-s", SIZE, check=False,
+                     timeout=SECONDS)
+        if inside.code != 0:
+            assert_refused(self, inside, "lacks CAP_SYS_RESOURCE")
+            self.assertFalse(os.path.exists(self.upper))
+            self.begin()
+        self.guarded("sh", "-c", enter, "sh", "dd", "if=/dev/urandom", f"of={self.where}/data",
+                     "bs=1M", "count=200", "conv=fsync", "status=none")
+        first = run("sha256sum", f"{self.where}/data", timeout=SECONDS).out.split()[0]
+        self.umount(self.where)
+        self.continue_()
+        second = run("sha256sum", f"{self.where}/data", timeout=SECONDS).out.split()[0]
+        self.assertEqual(first, second)
+        self.umount(self.where)
+        self.assert_ended()
+        self.assert_upper_clean()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,667 @@
+"""Ordinary images straight from registries, and images written straight into them.
+
+The registries are Debian's docker-registry with TLS and a password, and a server of these tests
+that fails in every way: cuts, errors, tokens, wrong bytes. skopeo and umoci are the peers. Every
+command and every wait has a time limit.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import socketserver
+import subprocess
+import tarfile
+import tempfile
+import threading
+import unittest
+import unittest.mock
+
+from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, mounted, need,
+                     run, until)
+from test_remote import make_certificates, registry
+
+TIMEOUT = 240
+
+INDEX = "application/vnd.oci.image.index.v1+json"
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+CONFIG = "application/vnd.oci.image.config.v1+json"
+LAYER = "application/vnd.oci.image.layer.v1.tar"
+SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1+prettyjws"
+
+
+def digest_of(data):
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def archive(files):
+    """A tar archive of regular files, given as {name: content}."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+class Content:
+    """The documents and blobs of a registry."""
+
+    def __init__(self):
+        self.blobs, self.manifests = {}, {}
+
+    def blob(self, data, media_type):
+        self.blobs[digest_of(data)] = data
+        return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+    def document(self, document, media_type, *tags):
+        data = document if isinstance(document, bytes) else json.dumps(document).encode()
+        for name in (*tags, digest_of(data)):
+            self.manifests[name] = (data, media_type)
+        return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+    def image(self, layers, *tags, architecture="amd64"):
+        """An image of layers, given as pairs of archive and compression."""
+        descriptors = []
+        for data, compression in layers:
+            end = f"+{compression}" if compression else ""
+            packed = {"": lambda d: d, "gzip": gzip.compress, "zstd": zstd}[compression](data)
+            descriptors.append(self.blob(packed, LAYER + end))
+        config = {"os": "linux", "architecture": architecture,
+                  "rootfs": {"type": "layers", "diff_ids": [digest_of(d) for d, _ in layers]}}
+        config = self.blob(json.dumps(config).encode(), CONFIG)
+        return self.document({"schemaVersion": 2, "mediaType": MANIFEST, "config": config,
+                              "layers": descriptors}, MANIFEST, *tags)
+
+
+def zstd(data):
+    done = subprocess.run(["zstd", "-q", "-c"], input=data, stdout=subprocess.PIPE, check=True,
+                          timeout=TIMEOUT)
+    return done.stdout
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers like a registry, except where the test's `fault` takes over."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = TIMEOUT
+
+    def do_GET(self):
+        server = self.server
+        with server.lock:
+            server.asked.append((self.path, self.headers.get("Range")))
+            count = sum(1 for path, _ in server.asked if path == self.path)
+        if server.fault and server.fault(self, count):
+            return
+        match = re.fullmatch(r"/v2/(.+)/(manifests|blobs)/([^/?]+)", self.path)
+        content = server.content
+        if match and match[2] == "manifests" and match[3] in content.manifests:
+            data, media_type = content.manifests[match[3]]
+            self.answer(200, data, {"Content-Type": media_type})
+        elif match and match[2] == "blobs" and match[3] in content.blobs:
+            self.ranged(content.blobs[match[3]])
+        else:
+            self.answer(404, b"{}")
+
+    def ranged(self, data, cut=None):
+        """Sends a blob or a range of it; closes the connection after `cut` bytes."""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        headers = {}
+        if asked:
+            first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+            headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+            data = data[first:last + 1]
+        self.answer(206 if asked else 200, data, headers, cut)
+
+    def answer(self, status, data, headers=None, cut=None, length=None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data) if length is None else length))
+        self.end_headers()
+        self.wfile.write(data if cut is None else data[:cut])
+        if cut is not None:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """A server for the length of a with block, without TLS."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, content, fault=None):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content, self.fault, self.lock, self.asked = content, fault, threading.Lock(), []
+        self.silence = threading.Event()
+
+    def name(self, end=":1"):
+        return f"docker://127.0.0.1:{self.server_address[1]}/team/image{end}"
+
+    def handle_error(self, *_):
+        pass
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.silence.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Sources(Scratch):
+    """`bcow convert docker://...` of a server that fails as the test wants."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("zstd", fuse=True)
+        super().setUpClass()
+        cls.content = Content()
+        cls.noise = os.urandom(3 << 20)
+        cls.layers = [
+            (archive({"etc/name": b"lower\n", "large": cls.noise}), "gzip"),
+            (archive({"etc/name": b"upper\n"}), "zstd"),
+            (archive({"plain": b"not compressed\n"}), ""),
+        ]
+        amd64 = cls.content.image(cls.layers, "1")
+        arm64 = cls.content.image([(archive({"arm": b"64\n"}), "gzip")], architecture="arm64")
+        for entry, architecture in (amd64, "amd64"), (arm64, "arm64"):
+            entry["platform"] = {"os": "linux", "architecture": architecture}
+        cls.content.document({"schemaVersion": 2, "mediaType": INDEX,
+                              "manifests": [amd64, arm64]}, INDEX, "index")
+        cls.large = cls.content.manifests["1"]
+        cls.large = json.loads(cls.large[0])["layers"][0]["digest"]
+
+    def setUp(self):
+        self.image = self.path("image.bcow")
+        for name in os.listdir(self.directory):
+            if name.endswith(".bcow"):
+                os.remove(self.path(name))
+
+    def convert(self, name, *options, **more):
+        env = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HOME": self.directory,
+               "BCOW_CACHE": self.path("cache")}
+        return bcow("convert", "--insecure", "--server-timeout", "3", name, self.image, *options,
+                    env=env, timeout=TIMEOUT, **more)
+
+    def cat(self, path):
+        return bcow("cat", self.image, path, timeout=TIMEOUT).out
+
+    def refused(self, fault, *mention, name=":1"):
+        with Server(self.content, fault) as server:
+            result = self.convert(server.name(name), check=False)
+        assert_refused(self, result, *mention)
+        self.assertFalse(os.path.exists(self.image), "an image is left")
+
+    def on(self, kind, act):
+        """A fault of requests for manifests or for the large blob."""
+        def fault(handler, count):
+            part = "/manifests/" if kind == "manifests" else f"/blobs/{self.large}"
+            return part in handler.path and act(handler, count) is not False
+        return fault
+
+    def test_layers_of_every_compression_become_one_tree(self):
+        with Server(self.content) as server:
+            self.convert(server.name(), "--platform", "linux/amd64")
+            blobs = [path for path, _ in server.asked if "/blobs/" in path]
+        self.assertEqual(self.cat("/etc/name"), b"upper\n")
+        self.assertEqual(self.cat("/plain"), b"not compressed\n")
+        self.assertEqual(self.cat("/large"), self.noise)
+        self.assertEqual(len(blobs), len(set(blobs)), "a blob was fetched twice")
+
+    def test_platform_selects_from_an_index(self):
+        with Server(self.content) as server:
+            self.convert(server.name(":index"), "--platform", "linux/arm64")
+            self.assertEqual(self.cat("/arm"), b"64\n")
+            os.remove(self.image)
+            self.convert(server.name(":index"), "--platform", "linux/amd64")
+            self.assertEqual(self.cat("/etc/name"), b"upper\n")
+            failed = self.convert(server.name(":index"), "--force", "--platform", "linux/s390x",
+                                  check=False)
+        assert_refused(self, failed, "no image for platform linux/s390x", "linux/arm64")
+
+    def test_broken_connection_is_continued_where_it_broke(self):
+        cuts = []
+
+        def cut(handler, count):
+            if count > 3:
+                return False
+            cuts.append(handler.headers.get("Range"))
+            handler.ranged(self.content.blobs[self.large], cut=1 << 20)
+        with Server(self.content, self.on("blobs", cut)) as server:
+            self.convert(server.name(), "--platform", "linux/amd64")
+        self.assertEqual(self.cat("/large"), self.noise)
+        self.assertEqual([part and part.split("-")[0] for part in cuts[:3]],
+                         [None, f"bytes={1 << 20}", f"bytes={2 << 20}"])
+
+    def test_server_without_ranges_is_read_again_from_the_start(self):
+        def cut(handler, count):
+            data = self.content.blobs[self.large]
+            handler.answer(200, data, cut=1 << 20 if count == 1 else None)
+        with Server(self.content, self.on("blobs", cut)) as server:
+            self.convert(server.name(), "--platform", "linux/amd64")
+        self.assertEqual(self.cat("/large"), self.noise)
+
+    def test_server_that_always_breaks_is_an_error(self):
+        def cut(handler, _):
+            handler.answer(200, self.content.blobs[self.large], cut=1 << 20)
+        self.refused(self.on("blobs", cut), "broke 6 times|in the middle of an answer")
+
+    def test_silent_server_is_an_error(self):
+        def stall(handler, _):
+            handler.ranged(self.content.blobs[self.large], cut=1000)
+            handler.server.silence.wait(20)
+        self.refused(self.on("blobs", stall), "did not answer within")
+
+    def test_wrong_bytes_are_an_error(self):
+        def damage(handler, _):
+            data = bytearray(self.content.blobs[self.large])
+            data[len(data) // 2] ^= 1
+            handler.ranged(bytes(data))
+        self.refused(self.on("blobs", damage), "layer 1 of 3", "digest is sha256")
+
+    def test_wrong_lengths_are_an_error(self):
+        data = self.content.blobs[self.large]
+        self.refused(self.on("blobs", lambda h, _: h.ranged(data[:-1])),
+                     f"the blob has {len(data) - 1} bytes there")
+        self.refused(self.on("blobs", lambda h, _: h.ranged(data + b"x")),
+                     f"the blob has {len(data) + 1} bytes there")
+
+    def test_endless_body_is_an_error(self):
+        def endless(handler, _):
+            handler.send_response(200)
+            handler.send_header("Connection", "close")
+            handler.end_headers()
+            with contextlib.suppress(OSError):
+                handler.wfile.write(self.content.blobs[self.large])
+                while True:
+                    handler.wfile.write(bytes(1 << 16))
+            handler.close_connection = True
+        self.refused(self.on("blobs", endless), "more than [0-9]+ bytes")
+
+        def endless_manifest(handler, _):
+            handler.send_response(200)
+            handler.send_header("Connection", "close")
+            handler.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    handler.wfile.write(b" " * (1 << 16))
+            handler.close_connection = True
+        self.refused(self.on("manifests", endless_manifest), "more than 4194304 bytes")
+
+    def test_redirects_in_a_circle_are_an_error(self):
+        def circle(handler, _):
+            handler.answer(307, b"", {"Location": handler.path})
+        for kind in "manifests", "blobs":
+            self.refused(self.on(kind, circle), "more than 5 redirects")
+
+    def test_each_status_has_its_message(self):
+        for status, message in ((403, "denies access .status 403"), (404, "status 404"),
+                                (429, "limits the number of requests"), (500, "status 500"),
+                                (401, "unknown form of credentials|status 401")):
+            for kind in "manifests", "blobs":
+                def answer(handler, _, status=status):
+                    handler.answer(status, b"", {"Retry-After": "0"})
+                self.refused(self.on(kind, answer), message)
+
+    def test_documents_that_are_no_images_are_refused(self):
+        content = Content()
+        content.document({"schemaVersion": 1, "name": "x", "fsLayers": []}, SCHEMA_1, "old")
+        content.document({"schemaVersion": 2, "mediaType": "application/vnd.other+json",
+                          "layers": []}, "application/vnd.other+json", "other")
+        content.document({"schemaVersion": 2, "manifests": [], "layers": []}, INDEX, "both")
+        content.document(b"not JSON", MANIFEST, "text")
+        helm = content.blob(b"{}", "application/vnd.cncf.helm.config.v1+json")
+        content.document({"schemaVersion": 2, "config": helm, "layers": []}, MANIFEST, "helm")
+        descriptor = content.document({"schemaVersion": 2, "manifests": []}, INDEX, "empty")
+        for depth in range(6):
+            descriptor = content.document(
+                {"schemaVersion": 2, "manifests": [descriptor]}, INDEX, f"deep{depth}")
+        ours, type(self).content = self.content, content
+        try:
+            for tag, message in (("old", "schema 1"), ("other", "vnd.other.json.* not supported"),
+                                 ("both", "manifests and layers"), ("text", "invalid document"),
+                                 ("helm", "helm.* not supported"), ("empty", "no image"),
+                                 ("deep5", "nested image indexes")):
+                with self.subTest(tag=tag):
+                    self.refused(None, message, name=f":{tag}")
+        finally:
+            type(self).content = ours
+
+    def test_manifest_must_match_the_digest_in_the_name(self):
+        data, _ = self.content.manifests["1"]
+        name = f"@{digest_of(data)}"
+
+        def damage(handler, _):
+            handler.answer(200, data.replace(b'"schemaVersion": 2', b'"schemaVersion":  2'))
+        self.refused(self.on("manifests", damage), "the digest of the manifest is", name=name)
+        with Server(self.content) as server:
+            self.convert(server.name(name), "--platform", "linux/amd64")
+
+    def test_registry_lists_what_is_attached(self):
+        bcow("convert", f"tar:{self.path('a.tar', archive({'a': b'attached'}))}", self.image,
+             timeout=TIMEOUT)
+        with open(self.image, "rb") as file:
+            stack = self.content.blob(file.read(), "application/vnd.bcow.stack.v1")
+        found = json.loads(bcow("inspect", "--json", self.image, timeout=TIMEOUT).out)
+        root = found["merkle"]["root"].removeprefix("sha256:")
+        stack["annotations"] = {"io.bcow.merkle-root": root}
+        ordinary = digest_of(self.content.manifests["1"][0])
+        config = self.content.blob(b"{}", CONFIG)
+
+        def attached(subject):
+            entry = self.content.document({
+                "schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": [stack],
+                "subject": {"mediaType": MANIFEST, "digest": subject, "size": 1}}, MANIFEST)
+            return {**entry, "artifactType": "application/vnd.bcow.image.v1"}
+
+        other = {"mediaType": MANIFEST, "digest": ordinary, "size": 1,
+                 "artifactType": "application/vnd.other"}
+        for entries, expected in (([attached(ordinary), other], b"attached"),
+                                  ([attached("sha256:" + "0" * 64)], None), ([other], None)):
+            index = json.dumps({"schemaVersion": 2, "manifests": entries}).encode()
+
+            def lists(handler, _, index=index):
+                if f"/referrers/{ordinary}?" not in handler.path:
+                    return False
+                handler.answer(200, index)
+                return True
+            with Server(self.content, lists) as server:
+                read = bcow("cat", "--insecure", "--no-cache", server.name(), "/a", check=False,
+                            env={"NO_PROXY": "127.0.0.1"}, timeout=TIMEOUT)
+            if expected is None:
+                assert_refused(self, read, "ordinary OCI image")
+            else:
+                self.assertEqual(read.out, expected, str(read))
+
+    def test_wrong_options_are_refused(self):
+        with Server(self.content) as server:
+            for options, message in ((("--root-hash", "0" * 64), "--root-hash is for BCoW images"),
+                                     (("--writable",), "--writable is only for disks")):
+                result = self.convert(server.name(), *options, check=False)
+                assert_refused(self, result, message, code=2)
+            disk = bcow("convert", "--insecure", server.name(), f"raw:{self.path('disk')}",
+                        check=False, timeout=TIMEOUT, env={"NO_PROXY": "127.0.0.1"})
+            assert_refused(self, disk, "is a container image, and no disk", code=2)
+
+
+PLAIN = """
+version: 0.1
+log: {level: error, accesslog: {disabled: true}}
+storage:
+  filesystem: {rootdirectory: "%s"}
+  maintenance: {readonly: {enabled: %s}}
+http: {addr: "127.0.0.1:%d", relativeurls: true}
+"""
+
+
+@contextlib.contextmanager
+def plain_registry(directory, read_only=False):
+    """The port of a docker-registry without TLS, which names uploads by relative URLs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = os.path.join(directory, f"plain-{port}.yml")
+    with open(config, "w") as out:
+        storage = os.path.join(directory, f"plain-{port}")
+        out.write(PLAIN % (storage, "true" if read_only else "false", port))
+    server = subprocess.Popen(["docker-registry", "serve", config], stdin=subprocess.DEVNULL,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        def answers():
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 5).close()
+                return True
+            return False
+        until(answers, "docker-registry answers", 30)
+        yield port
+    finally:
+        server.kill()
+        server.wait(30)
+
+
+class Cutter:
+    """Passes connections on to a port; breaks some after 3 MiB of uploads."""
+
+    def __init__(self, port, cuts):
+        self.port, self.cuts, self.lock = port, cuts, threading.Lock()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                threading.Thread(target=self.serve, args=(client,), daemon=True).start()
+
+    def serve(self, client):
+        with socket.create_connection(("127.0.0.1", self.port), TIMEOUT) as server, client:
+            back = threading.Thread(target=self.back, args=(server, client), daemon=True)
+            back.start()
+            passed = 0
+            with contextlib.suppress(OSError):
+                while data := client.recv(1 << 16):
+                    server.sendall(data)
+                    passed += len(data)
+                    with self.lock:
+                        is_cut = passed > 3 << 20 and self.cuts > 0
+                        self.cuts -= is_cut
+                    if is_cut:
+                        break
+            for end in server, client:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            back.join(TIMEOUT)
+
+    def back(self, server, client):
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 16):
+                client.sendall(data)
+
+
+class Registries(Scratch):
+    """docker-registry, skopeo and umoci as peers."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("openssl", "skopeo", "umoci", "docker-registry", root=True, fuse=True)
+        super().setUpClass()
+        make_certificates(cls.directory)
+        cls.use_image("small")
+        stack = contextlib.ExitStack()
+        cls.addClassCleanup(stack.close)
+        cls.address = stack.enter_context(registry(cls.directory))
+        cls.auth = cls.path("auth.json")
+        os.chmod(cls.auth, 0o644)
+        cls.skopeo("copy", cls.source, cls.name("ordinary"))
+        cls.layout = cls.path("layout")
+        bcow("convert", cls.source, f"oci:{cls.layout}:tag", timeout=TIMEOUT)
+
+    @classmethod
+    def name(cls, repository, tag="1"):
+        return f"docker://{cls.address}/team/{repository}:{tag}"
+
+    @classmethod
+    def skopeo(cls, command, *arguments):
+        options = ("--tls-verify=false", "--authfile", cls.auth) if command != "copy" else (
+            "--src-tls-verify=false", "--dest-tls-verify=false", "--authfile", cls.auth)
+        return run("skopeo", "--insecure-policy", command, *options, *arguments, timeout=TIMEOUT)
+
+    @classmethod
+    def digest(cls, layout, tag="tag"):
+        with open(os.path.join(layout, "index.json")) as index:
+            (found,) = [entry["digest"] for entry in json.load(index)["manifests"]
+                        if entry["annotations"]["org.opencontainers.image.ref.name"] == tag]
+        return found
+
+    def digest_in_registry(self, name):
+        raw = self.skopeo("inspect", "--raw", name).out
+        return digest_of(raw), json.loads(raw)
+
+    def setUp(self):
+        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "REGISTRY_AUTH_FILE": self.auth,
+                    "BCOW_CACHE": self.path("cache"), "NO_PROXY": "localhost",
+                    "no_proxy": "localhost", "TMPDIR": self.path("scratch")}
+        os.makedirs(self.path("scratch"), exist_ok=True)
+
+    def bcow(self, *arguments, **options):
+        result = bcow(*arguments, env=self.env, timeout=TIMEOUT, **options)
+        self.assertEqual(os.listdir(self.path("scratch")), [], "a file is left")
+        return result
+
+    def test_conversion_from_the_registry_gives_the_tree_of_umoci(self):
+        image = self.path("from-registry.bcow")
+        self.bcow("convert", self.name("ordinary"), image)
+        with mounted(image) as where:
+            assert_same_tree(self, self.reference, where)
+        layers = self.path("from-registry")
+        self.bcow("convert", self.name("ordinary"), f"oci:{layers}:tag")
+        blobs = [set(os.listdir(os.path.join(layout, "blobs", "sha256")))
+                 for layout in (layers, self.layout)]
+        # The stacks differ in the transport of the source, and the manifests in the stack.
+        self.assertEqual(len(blobs[0] - blobs[1]), 2)
+
+    def test_conversion_into_the_registry_is_that_into_a_layout(self):
+        name = self.name("converted")
+        self.bcow("convert", self.source, name)
+        found, _ = self.digest_in_registry(name)
+        self.assertEqual(found, self.digest(self.layout))
+        pulled = self.path("pulled")
+        self.skopeo("copy", name, f"oci:{pulled}:tag")
+        self.assertEqual(self.digest(pulled), found)
+        with mounted(f"oci:{pulled}:tag") as where:
+            assert_same_tree(self, self.reference, where)
+        self.bcow("diff", name, f"oci:{self.layout}:tag")
+
+    def test_registry_to_registry_by_an_ordinary_user(self):
+        scratch = tempfile.mkdtemp(prefix="bcow-push-", dir="/var/tmp")
+        try:
+            os.chown(scratch, UNPRIVILEGED, UNPRIVILEGED)
+            shutil.copy(self.path("ca.pem"), scratch)
+            shutil.copy(self.auth, scratch)
+            env = {**self.env, "HOME": scratch, "BCOW_CACHE": "", "XDG_CACHE_HOME": "",
+                   "TMPDIR": scratch, "SSL_CERT_FILE": os.path.join(scratch, "ca.pem"),
+                   "REGISTRY_AUTH_FILE": os.path.join(scratch, "auth.json")}
+            os.chmod(env["REGISTRY_AUTH_FILE"], 0o644)
+            bcow("convert", self.name("ordinary"), self.name("by-user"), env=env, timeout=TIMEOUT,
+                 user=UNPRIVILEGED)
+        finally:
+            shutil.rmtree(scratch)
+        self.bcow("fsck", "--data", self.name("by-user"))
+
+    def test_commit_and_export_go_into_the_registry(self):
+        base = self.path("base")
+        self.bcow("convert", self.name("ordinary"), f"oci:{base}:tag")
+        upper = self.path("upper")
+        os.makedirs(upper, exist_ok=True)
+        with mounted(f"oci:{base}:tag", "--upper", upper) as where:
+            with open(os.path.join(where, "new-file"), "w") as out:
+                out.write("written\n")
+        committed = self.name("ordinary", "committed")
+        self.bcow("commit", f"oci:{base}:tag", "--upper", upper, committed)
+        _, manifest = self.digest_in_registry(committed)
+        _, before = self.digest_in_registry(self.name("ordinary"))
+        layers = [layer["digest"] for layer in manifest["layers"]]
+        self.assertEqual(layers[:-1], [layer["digest"] for layer in before["layers"]],
+                         "layers that the registry has are used as they are")
+        layout, bundle = self.path("committed"), self.path("bundle")
+        self.skopeo("copy", committed, f"oci:{layout}:tag")
+        run("umoci", "unpack", "--image", f"{layout}:tag", bundle, timeout=TIMEOUT)
+        with open(os.path.join(bundle, "rootfs", "new-file")) as file:
+            self.assertEqual(file.read(), "written\n")
+        exported = self.name("exported")
+        self.bcow("export", f"oci:{base}:tag", "--to", exported)
+        again = self.path("again.bcow")
+        self.bcow("convert", exported, again)
+        with mounted(again) as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_converted_image_is_found_beside_the_ordinary_one(self):
+        name = self.name("beside")
+        self.skopeo("copy", self.source, name)
+        before, _ = self.digest_in_registry(name)
+        refused = self.bcow("ls", name, check=False)
+        assert_refused(self, refused, "ordinary OCI image", "convert --referrer")
+        self.bcow("convert", "--referrer", name, name)
+        self.assertEqual(self.digest_in_registry(name)[0], before, "the tag has moved")
+        with unittest.mock.patch.dict(os.environ, self.env), mounted(name) as where:
+            assert_same_tree(self, self.reference, where)
+        self.bcow("diff", name, f"oci:{self.layout}:tag")
+        # The list that writers keep, because this registry has none of its own.
+        tag = before.replace(":", "-")
+        _, referrers = self.digest_in_registry(name.removesuffix(":1") + f":{tag}")
+        (entry,) = referrers["manifests"]
+        self.assertEqual(entry["artifactType"], "application/vnd.bcow.image.v1")
+        _, manifest = self.digest_in_registry(name.removesuffix(":1") + "@" + entry["digest"])
+        self.assertEqual(manifest["subject"]["digest"], before)
+        # Attached again, there is one entry; attached in another form, the last one counts.
+        self.bcow("convert", "--referrer", name, name)
+        self.bcow("convert", "--referrer", "--plain", name, name)
+        _, referrers = self.digest_in_registry(name.removesuffix(":1") + f":{tag}")
+        self.assertEqual(len(referrers["manifests"]), 2)
+        self.assertIn(b"plain", self.bcow("inspect", name).out)
+        # A digest does not cover what is attached, and a conversion takes the original.
+        pinned = name.removesuffix(":1") + "@" + before
+        refused = self.bcow("ls", pinned, check=False)
+        assert_refused(self, refused, "its digest does not cover")
+        self.bcow("convert", name, self.path("original.bcow"))
+
+    def test_referrer_needs_the_ordinary_image_in_its_repository(self):
+        refused = self.bcow("convert", "--referrer", self.source, self.name("nowhere"),
+                            check=False)
+        assert_refused(self, refused, "does not have the ordinary image", "skopeo copy")
+        small = self.path("small.tar", archive({"a": b"a"}))
+        refused = self.bcow("convert", "--referrer", f"tar:{small}", self.name("nowhere"),
+                            check=False)
+        assert_refused(self, refused, "no manifest", code=2)
+        refused = self.bcow("convert", "--referrer", self.source, self.path("x.bcow"),
+                            check=False)
+        assert_refused(self, refused, "only for an image in a registry", code=2)
+
+    def test_upload_through_breaking_connections_arrives(self):
+        self.env["NO_PROXY"] = self.env["no_proxy"] = "127.0.0.1"
+        with plain_registry(self.directory) as port:
+            cutter = Cutter(port, 3)
+            with cutter.listener:
+                name = f"docker://127.0.0.1:{cutter.address}/team/image:1"
+                self.bcow("copy", "--insecure", f"oci:{self.layout}:tag", name)
+                self.assertEqual(cutter.cuts, 0)
+                self.bcow("fsck", "--insecure", "--no-cache", "--data", name)
+
+    def test_read_only_registry_is_named(self):
+        self.env["NO_PROXY"] = self.env["no_proxy"] = "127.0.0.1"
+        with plain_registry(self.directory, read_only=True) as port:
+            name = f"docker://127.0.0.1:{port}/team/image:1"
+            failed = self.bcow("copy", "--insecure", f"oci:{self.layout}:tag", name, check=False)
+        assert_refused(self, failed, "takes no uploads", "read-only")
+
+    def test_refusals_say_why(self):
+        wrong = self.path("wrong.json")
+        with open(wrong, "w") as out:
+            out.write("{}")
+        self.env["REGISTRY_AUTH_FILE"] = wrong
+        self.env["DOCKER_CONFIG"] = self.path("none")
+        small = self.path("small.tar", archive({"a": b"a"}))
+        failed = self.bcow("convert", f"tar:{small}", self.name("denied"), check=False)
+        assert_refused(self, failed, "cannot write docker://", "denies access")
+        failed = self.bcow("convert", f"tar:{small}", self.name("x") + "@sha256:" + "0" * 64,
+                           check=False)
+        assert_refused(self, failed, "follows from its content", code=2)
+
+
+if __name__ == "__main__":
+    unittest.main()
