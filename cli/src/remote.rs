@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bcow::Storage;
+use bcow_fuse::stats::RemoteReport;
+use bcow_fuse::stats::document::{self, KindCount};
 use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
 use bcow_oci::{
     BcowImage, ConvertError, Digest, OrdinaryImage, Platform, RegistryImage, Repository,
@@ -84,6 +86,46 @@ impl Client {
         files.push(Arc::downgrade(&file));
         file
     }
+
+    fn files(&self) -> Vec<Arc<RemoteFile>> {
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn report(&self) -> document::Remote {
+        let files: Vec<_> = self.files().iter().map(|file| file.presence()).collect();
+        let figures = self.remote.figures();
+        document::Remote {
+            files: files.len() as u64,
+            file_bytes: files.iter().map(|file| file.file_bytes).sum(),
+            held_bytes: files.iter().map(|file| file.held_bytes).sum(),
+            fetched_bytes: figures.fetched_bytes,
+            cached_bytes: figures.cached_bytes,
+            bytes_per_second: figures.bytes_per_second,
+            running_requests: figures.running_requests,
+            waiting_reads: figures.waiting_reads,
+            longest_wait_seconds: figures.longest_wait.as_secs_f64(),
+            retries: figures.retries,
+            tokens: figures.tokens,
+            errors: figures
+                .errors
+                .into_iter()
+                .map(|(kind, count)| KindCount {
+                    kind: kind.to_owned(),
+                    count,
+                })
+                .collect(),
+            servers: figures
+                .servers
+                .into_iter()
+                .map(|server| document::Server {
+                    server: server.server,
+                    requests: server.requests,
+                    received_bytes: server.received_bytes,
+                })
+                .collect(),
+        }
+    }
 }
 
 /// The heading of these options in the help.
@@ -130,11 +172,17 @@ impl RemoteArgs {
 
     /// The open files on other machines, in the order of their opening.
     pub fn files(&self) -> Vec<Arc<RemoteFile>> {
-        let Some(client) = self.client.0.get() else {
-            return Vec::new();
-        };
-        let files = client.files.lock().unwrap_or_else(PoisonError::into_inner);
-        files.iter().filter_map(Weak::upgrade).collect()
+        self.client
+            .0
+            .get()
+            .map_or_else(Vec::new, |client| client.files())
+    }
+
+    /// The counters for the statistics of a mount; `None` as long as no image on another machine
+    /// was opened.
+    pub fn report(&self) -> Option<RemoteReport> {
+        let client = Arc::clone(self.client.0.get()?);
+        Some(RemoteReport::new(move || client.report()))
     }
 
     /// Bytes that were fetched so far.

@@ -119,6 +119,16 @@ def make_certificates(directory):
             "-CAcreateserial", "-days", "2", "-extfile", at("extensions"), "-out", at("leaf.pem"))
 
 
+def metrics(path):
+    """The page for Prometheus at a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(TIMEOUT)
+        client.connect(path)
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        with client.makefile() as answer:
+            return answer.read()
+
+
 class Remote(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -233,6 +243,58 @@ class Remote(unittest.TestCase):
                 server.broken = False
                 with open(large, "rb") as file, open(os.path.join(self.tree, "large"), "rb") as own:
                     self.assertTrue(file.read() == own.read(), "the content of /large")
+
+    def statistics(self, where):
+        return json.loads(bcow("stats", "--json", where, timeout=TIMEOUT).out)["remote"]
+
+    def test_statistics_tell_what_is_here_what_came_from_where_and_what_waits(self):
+        socket_path = os.path.join(self.cache, "metrics")
+        with self.server() as server:
+            url = server.url("image.bcow") + "?signature=geheim"
+            with self.mounted(url, "--metrics", f"unix:{socket_path}") as where:
+                large = os.path.join(where, "large")
+                with open(large, "rb") as file:
+                    file.read()
+                until(lambda: self.statistics(where)["running_requests"] == 0, "no request runs")
+                found = self.statistics(where)
+                self.assertEqual((found["files"], found["file_bytes"]), (1, self.bytes))
+                self.assertGreaterEqual(found["held_bytes"], 1 << 20)
+                self.assertLess(found["held_bytes"], self.bytes // 2)
+                self.assertGreaterEqual(found["fetched_bytes"], 1 << 20)
+                self.assertEqual([one["server"] for one in found["servers"]],
+                                 [server.url("").rstrip("/")])
+                received = found["servers"][0]["received_bytes"]
+                until(lambda: server.sent == received, "as many bytes came as were sent", 10)
+                self.assertEqual((found["waiting_reads"], found["longest_wait_seconds"]), (0, 0))
+                self.assertFalse(any(kind["count"] for kind in found["errors"]), found)
+
+                # A read waits for a server that is gone, and ends when it is back.
+                server.broken = True
+                reader = subprocess.Popen(["diff", "-r", "--no-dereference", self.tree, where])
+                try:
+                    until(lambda: self.statistics(where)["waiting_reads"] > 0, "a read waits", 20)
+                    until(lambda: self.statistics(where)["retries"] > 0, "a second attempt", 20)
+                    server.broken = False
+                    self.assertEqual(reader.wait(TIMEOUT), 0)
+                finally:
+                    server.broken = False
+                    reader.kill()
+                    reader.wait(TIMEOUT)
+                found = self.statistics(where)
+                kinds = {kind["kind"]: kind["count"] for kind in found["errors"]}
+                self.assertGreater(kinds["connection"], 0)
+
+                shown = bcow("stats", where, timeout=TIMEOUT).out
+                for name in b"here:", b"fetched:", b"server:", b"waiting:", b"failed:":
+                    self.assertIn(name, shown)
+                page = metrics(socket_path)
+                for name in ("bcow_remote_file_bytes", "bcow_remote_held_bytes",
+                             "bcow_remote_requests_total{server=\"https://localhost:",
+                             "bcow_remote_errors_total{kind=\"connection\"}"):
+                    self.assertIn(f"\n{name}", page)
+                self.assertNotIn("geheim", page + shown.decode())
+        with mounted(self.image) as where:
+            self.assertIsNone(self.statistics(where))
 
     def test_unknown_certificate_is_refused(self):
         del self.env["SSL_CERT_FILE"]

@@ -261,6 +261,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             name: "fuse".to_owned(),
             reason,
         }),
+        remote: args.stores.remote.report(),
     }));
     let mut owner_is_needed = None;
     let content = match args.upper.path() {

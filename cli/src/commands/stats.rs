@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bcow_fuse::stats::document::{DiskFigures, Document, Errors, OperationFigures, Upper};
+use bcow_fuse::stats::document::{DiskFigures, Document, Errors, OperationFigures, Remote, Upper};
 use rustix::io::Errno;
 
 use crate::ask::{self, ANSWERS_WITHIN, Answer};
@@ -90,6 +90,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         cache,
         upper,
         disk,
+        remote,
         door,
         errors,
         operations,
@@ -122,6 +123,9 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
                 .map_or_else(String::new, |share| format!(" ({share} hit)")),
         ),
     )?;
+    if let Some(remote) = remote {
+        print_remote(remote, out)?;
+    }
     if let Some(upper) = upper {
         print_upper(upper, out)?;
     }
@@ -130,6 +134,71 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     }
     print_errors(errors, out)?;
     print_operations(operations, out)
+}
+
+fn print_remote(remote: &Remote, out: &mut Output) -> Result<(), CommandError> {
+    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
+    line(
+        "here",
+        &format!(
+            "{} of {}{}, in {}",
+            Human(remote.held_bytes),
+            Human(remote.file_bytes),
+            share(remote.held_bytes, remote.file_bytes)
+                .map_or_else(String::new, |share| format!(" ({share})")),
+            plural(remote.files, "file"),
+        ),
+    )?;
+    line(
+        "fetched",
+        &format!(
+            "{}; {} read from the cache; {} per second lately",
+            Human(remote.fetched_bytes),
+            Human(remote.cached_bytes),
+            Human(remote.bytes_per_second),
+        ),
+    )?;
+    for server in &remote.servers {
+        line(
+            "server",
+            &format!(
+                "{}: {} in {}",
+                printable(&server.server),
+                Human(server.received_bytes),
+                plural(server.requests, "request"),
+            ),
+        )?;
+    }
+    let longest = match remote.waiting_reads {
+        0 => String::new(),
+        _ => format!(", the longest for {}", Lasting(remote.longest_wait_seconds)),
+    };
+    line(
+        "waiting",
+        &format!(
+            "{}{longest}; {} under way",
+            plural(remote.waiting_reads, "read"),
+            plural(remote.running_requests, "request"),
+        ),
+    )?;
+    let mut failed: Vec<String> = remote
+        .errors
+        .iter()
+        .filter(|kind| kind.count > 0)
+        .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
+        .collect();
+    if failed.is_empty() {
+        failed.push("none".to_owned());
+    }
+    line(
+        "failed",
+        &format!(
+            "{}; {} repeated, {} issued",
+            failed.join(", "),
+            plural(remote.retries, "attempt"),
+            plural(remote.tokens, "token"),
+        ),
+    )
 }
 
 fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {

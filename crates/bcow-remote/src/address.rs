@@ -115,6 +115,12 @@ impl Address {
         self.parts().1
     }
 
+    /// `SCHEME://HOST[:PORT]`
+    pub(crate) fn origin(&self) -> String {
+        let (scheme, authority) = self.parts();
+        format!("{scheme}://{authority}")
+    }
+
     pub(crate) fn uri(&self) -> &Uri {
         &self.0
     }

@@ -6,6 +6,7 @@
 //! of the log contains them.
 
 use std::fmt::Write;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -207,6 +208,7 @@ impl Auth {
                     credentials.as_ref(),
                     patience,
                 )?;
+                client.counters.tokens.fetch_add(1, Ordering::Relaxed);
                 Some(token)
             }
         };

@@ -348,6 +348,11 @@ impl CacheFile {
         self.cache.wrote(bytes.len() as u64);
     }
 
+    /// Bytes that the file takes up on the disk.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        rustix::fs::fstat(&self.file).map_or(0, |found| found.st_blocks as u64 * 512)
+    }
+
     /// The cause of the last failed write.
     pub(crate) fn failure(&self) -> Option<String> {
         self.last_failure().clone()

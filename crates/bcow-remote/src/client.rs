@@ -1,6 +1,7 @@
 //! One HTTP client for all files: connections, TLS, limits of time and number.
 
 use std::io::{self, Read};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use ureq::{Agent, AsSendBody, SendBody};
 
 use crate::address::{Address, Transport};
 use crate::error::{Fault, Problem, Retry};
+use crate::figures::{Counters, Traffic};
 use crate::patience::Patience;
 
 /// Requests at one time, over all servers. More would compete for the same network.
@@ -28,6 +30,7 @@ pub(crate) struct Client {
     agent: Agent,
     pub(crate) transport: Transport,
     permits: Arc<Permits>,
+    pub(crate) counters: Arc<Counters>,
 }
 
 /// What a request sends.
@@ -58,6 +61,13 @@ pub(crate) struct AnswerBody {
     reader: ureq::BodyReader<'static>,
     longest_silence: Duration,
     deadline: Instant,
+    traffic: Arc<Traffic>,
+    running: Running,
+}
+
+/// A request that is under way until this is dropped.
+struct Running {
+    counters: Arc<Counters>,
     _permit: Permit,
 }
 
@@ -95,6 +105,7 @@ impl Client {
             agent: config.into(),
             transport,
             permits: Arc::new(Permits::new(CONNECTIONS)),
+            counters: Arc::default(),
         })
     }
 
@@ -119,7 +130,8 @@ impl Client {
         content: Content<'_>,
         patience: &Patience,
     ) -> Result<Answer, Fault> {
-        let (permit, left) = self.begin(address, patience)?;
+        let (running, left) = self.begin(address, patience)?;
+        let traffic = self.counters.request(address.origin());
         let silence = patience.longest_silence().min(left);
         let mut request = Request::builder().method(method).uri(address.uri());
         for (name, value) in headers {
@@ -137,11 +149,12 @@ impl Client {
             deadline: patience.deadline(),
         };
         match content {
-            Content::Nothing => self.call(request.body(()), limits, permit),
-            Content::Bytes(bytes) => self.call(request.body(bytes), limits, permit),
+            Content::Nothing => self.call(request.body(()), limits, running, traffic),
+            Content::Bytes(bytes) => self.call(request.body(bytes), limits, running, traffic),
             Content::Stream(reader, length) => {
                 let request = request.header("content-length", length);
-                self.call(request.body(SendBody::from_reader(reader)), limits, permit)
+                let body = SendBody::from_reader(reader);
+                self.call(request.body(body), limits, running, traffic)
             }
         }
     }
@@ -150,7 +163,8 @@ impl Client {
         &self,
         request: Result<Request<B>, ureq::http::Error>,
         limits: Limits,
-        permit: Permit,
+        running: Running,
+        traffic: Arc<Traffic>,
     ) -> Result<Answer, Fault> {
         let invalid = |_| Problem::Answer("it led to an invalid request".into()).for_good();
         let Limits {
@@ -186,12 +200,13 @@ impl Client {
                 reader: body.into_reader(),
                 longest_silence: silence,
                 deadline,
-                _permit: permit,
+                traffic,
+                running,
             },
         })
     }
 
-    fn begin(&self, address: &Address, patience: &Patience) -> Result<(Permit, Duration), Fault> {
+    fn begin(&self, address: &Address, patience: &Patience) -> Result<(Running, Duration), Fault> {
         address.check(self.transport).map_err(Problem::for_good)?;
         let late = || Problem::Timeout(patience.longest_silence()).for_good();
         let permit = self.permits.take(patience.deadline()).ok_or_else(late)?;
@@ -200,7 +215,7 @@ impl Client {
             .checked_duration_since(Instant::now())
             .filter(|left| !left.is_zero())
             .ok_or_else(late)?;
-        Ok((permit, left))
+        Ok((Running::new(&self.counters, permit), left))
     }
 }
 
@@ -233,6 +248,23 @@ impl Answer {
     fn retry_after(&self) -> Option<Duration> {
         let seconds: u64 = self.header("retry-after")?.trim().parse().ok()?;
         Some(Duration::from_secs(seconds).min(LONGEST_RETRY_AFTER))
+    }
+}
+
+impl Running {
+    fn new(counters: &Arc<Counters>, permit: Permit) -> Self {
+        counters.running_requests.fetch_add(1, Ordering::Relaxed);
+        Running {
+            counters: Arc::clone(counters),
+            _permit: permit,
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let counter = &self.counters.running_requests;
+        counter.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -278,9 +310,10 @@ impl AnswerBody {
             return Err(Problem::Timeout(self.longest_silence).for_now());
         }
         let silence = self.longest_silence;
-        self.reader
-            .read(buf)
-            .map_err(|error| body_fault(error, silence))
+        let read = self.reader.read(buf);
+        let count = read.map_err(|error| body_fault(error, silence))?;
+        self.running.counters.received(&self.traffic, count as u64);
+        Ok(count)
     }
 
     /// The time for the body begins again.

@@ -4,7 +4,6 @@
 
 use std::io::{self, Read};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crate::client::AnswerBody;
@@ -43,7 +42,7 @@ impl Download {
     /// The blob at `source`, which must have `length` bytes. No connection is made.
     pub(crate) fn new(shared: Arc<Shared>, source: Source, length: u64) -> Self {
         Download {
-            patience: Patience::opening(shared.options.timeout),
+            patience: shared.opening(),
             shared,
             source,
             length,
@@ -75,7 +74,7 @@ impl Download {
     fn advance(&mut self, bytes: u64) {
         if self.at == 0 {
             // The server has the blob. From here on it may be gone for a while.
-            self.patience = Patience::reading(self.shared.options.timeout);
+            self.patience = self.shared.reading();
         }
         self.at += bytes;
         self.fresh_bytes += bytes;
@@ -110,7 +109,6 @@ impl Download {
 
     /// Requests what is missing.
     fn request(&mut self) -> Result<AnswerBody, Fault> {
-        self.shared.requests.fetch_add(1, Ordering::Relaxed);
         let (announced, body) = match self.at {
             0 => self.source.whole(&self.patience)?,
             at => {

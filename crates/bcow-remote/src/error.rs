@@ -118,6 +118,32 @@ fn detail(text: &str) -> String {
 }
 
 impl Problem {
+    /// The values of [`Problem::kind`].
+    pub const KINDS: [&str; 8] = [
+        "busy",
+        "changed",
+        "connection",
+        "denied",
+        "not-found",
+        "other",
+        "timeout",
+        "wrong-bytes",
+    ];
+
+    /// The kind, for counters. New versions may add kinds.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Problem::Busy(_) => "busy",
+            Problem::Changed => "changed",
+            Problem::Connection(_) => "connection",
+            Problem::Denied { .. } => "denied",
+            Problem::NotFound(_) => "not-found",
+            Problem::Timeout(_) => "timeout",
+            Problem::WrongBytes => "wrong-bytes",
+            _ => "other",
+        }
+    }
+
     /// The error at a place.
     pub(crate) fn at(self, place: impl Into<String>) -> RemoteError {
         RemoteError {

@@ -54,6 +54,15 @@ pub struct RemoteFile {
     streams: Mutex<Streams>,
 }
 
+/// How much of a file is on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Presence {
+    /// Length of the file.
+    pub file_bytes: u64,
+    /// Bytes that the cache file takes up on the disk, at most as many as the file has.
+    pub held_bytes: u64,
+}
+
 #[derive(Default)]
 struct Streams {
     recent: [Stream; STREAMS],
@@ -121,7 +130,7 @@ impl RemoteFile {
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
         let place = source.address().to_string();
-        let mut patience = Patience::opening(shared.options.timeout);
+        let mut patience = shared.opening();
         let head = loop {
             match read_head(&shared, &source, &patience, pin) {
                 Ok(head) => break head,
@@ -178,6 +187,15 @@ impl RemoteFile {
     /// The root hash of the file.
     pub fn root(&self) -> Root {
         Root(self.root)
+    }
+
+    /// How much of the file is in the cache.
+    pub fn presence(&self) -> Presence {
+        let held = self.cached.as_ref().map_or(0, CacheFile::held_bytes);
+        Presence {
+            file_bytes: self.file_bytes,
+            held_bytes: held.min(self.file_bytes),
+        }
     }
 
     /// The address, without its query.
@@ -303,6 +321,7 @@ impl RemoteFile {
             let (flight, end) = match self.flights.claim(chunk, chunk.after(count)) {
                 Claim::Mine(flight, end) => (flight, end),
                 Claim::Other(wait) => {
+                    let _waiting = self.shared.client.counters.wait();
                     wait.wait(self.shared.options.timeout)?;
                     continue;
                 }
@@ -326,7 +345,9 @@ impl RemoteFile {
                 hashes: &hashes[..count as usize],
                 wanted: wanted.min(count),
             };
+            let waiting = self.shared.client.counters.wait();
             let result = self.fetch(&run, sink);
+            drop(waiting);
             flight.land(result.clone().map(drop));
             if let Some(cached) = &self.cached {
                 cached.keep_limit();
@@ -436,7 +457,7 @@ impl RemoteFile {
         run: &Run<'_>,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<u64, RemoteError> {
-        let mut patience = Patience::reading(self.shared.options.timeout);
+        let mut patience = self.shared.reading();
         let mut done = 0;
         let mut wrong = 0;
         while done < run.hashes.len() as u64 {
@@ -480,7 +501,6 @@ impl RemoteFile {
         let last = run.first.after(run.hashes.len() as u64 - 1);
         let start = self.chunks.start(run.first.after(*done));
         let end = self.chunks.start(last) + self.chunks.length(last) as u64;
-        self.shared.requests.fetch_add(1, Ordering::Relaxed);
         tracing::debug!("{}: fetching {start}..{end}", self.name());
         let (mut left, has_changed, mut body) = match self.source.range(start, end, patience) {
             Ok(Ranged::Part {
@@ -550,7 +570,6 @@ fn read_head(
     patience: &Patience,
     pin: Option<Hash>,
 ) -> Result<Head, Fault> {
-    shared.requests.fetch_add(1, Ordering::Relaxed);
     match source.range(0, HEAD_BYTES, patience) {
         Ok(Ranged::Part {
             bytes: length,

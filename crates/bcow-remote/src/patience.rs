@@ -1,9 +1,11 @@
 //! How long a read waits for a server, and the pauses between attempts.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{Fault, Problem, Retry};
+use crate::figures::Counters;
 
 /// The first pause; each further one is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -17,24 +19,26 @@ pub(crate) struct Patience {
     deadline: Instant,
     attempts: u32,
     most_attempts: u32,
+    counters: Arc<Counters>,
 }
 
 impl Patience {
     /// For a read of an open file: any number of attempts in `timeout`.
-    pub(crate) fn reading(timeout: Duration) -> Self {
+    pub(crate) fn reading(timeout: Duration, counters: &Arc<Counters>) -> Self {
         Patience {
             timeout,
             deadline: Instant::now() + timeout,
             attempts: 0,
             most_attempts: u32::MAX,
+            counters: Arc::clone(counters),
         }
     }
 
     /// For the first request for a file: few attempts, in `timeout`.
-    pub(crate) fn opening(timeout: Duration) -> Self {
+    pub(crate) fn opening(timeout: Duration, counters: &Arc<Counters>) -> Self {
         Patience {
             most_attempts: OPENING_ATTEMPTS,
-            ..Patience::reading(timeout)
+            ..Patience::reading(timeout, counters)
         }
     }
 
@@ -68,6 +72,7 @@ impl Patience {
     /// Waits before the next attempt; fails if no time is left.
     pub(crate) fn wait(&mut self, fault: Fault) -> Result<(), Problem> {
         self.attempts += 1;
+        self.counters.failed(&fault.problem);
         let pause = match fault.retry {
             Retry::Never => return Err(fault.problem),
             Retry::After(pause) => pause,
@@ -88,6 +93,7 @@ impl Patience {
         }
         tracing::debug!("again in {} ms: {}", pause.as_millis(), fault.problem);
         std::thread::sleep(pause);
+        self.counters.tried_again();
         Ok(())
     }
 }
@@ -104,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_fault_for_good_is_not_tried_again() {
-        let mut patience = Patience::reading(Duration::from_secs(60));
+        let mut patience = Patience::reading(Duration::from_secs(60), &Arc::default());
         patience
             .wait(Problem::NotFound(404).for_good())
             .expect_err("no retry");
@@ -112,7 +118,7 @@ mod tests {
 
     #[test]
     fn a_pause_beyond_the_deadline_is_not_begun() {
-        let mut patience = Patience::reading(Duration::from_secs(1));
+        let mut patience = Patience::reading(Duration::from_secs(1), &Arc::default());
         let fault = Fault {
             problem: Problem::Busy(429),
             retry: Retry::After(Duration::from_secs(3600)),
@@ -122,7 +128,7 @@ mod tests {
 
     #[test]
     fn opening_ends_after_some_attempts() {
-        let mut patience = Patience::opening(Duration::from_secs(60));
+        let mut patience = Patience::opening(Duration::from_secs(60), &Arc::default());
         let mut attempts = 1;
         while patience.wait(Problem::Busy(503).for_now()).is_ok() {
             attempts += 1;

@@ -13,7 +13,6 @@ use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::download::Download;
 use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
-use crate::patience::Patience;
 use crate::remote::Remote;
 use crate::shared::Shared;
 use crate::source::Source;
@@ -239,7 +238,7 @@ impl Registry {
     }
 
     fn fetch(&self, source: &Source, headers: &[(&str, &str)]) -> Result<Vec<u8>, Problem> {
-        let mut patience = Patience::opening(self.shared.options.timeout);
+        let mut patience = self.shared.opening();
         loop {
             match source.document(headers, MANIFEST_BYTES, &patience) {
                 Ok(bytes) => return Ok(bytes),

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use crate::address::Address;
 use crate::error::{Problem, RemoteError};
+use crate::figures::Figures;
 use crate::file::RemoteFile;
-use crate::shared::{Figures, Options, Shared};
+use crate::shared::{Options, Shared};
 use crate::source::Source;
 use crate::tree::{Hash, Root};
 

@@ -11,6 +11,8 @@ use crate::address::Transport;
 use crate::cache::Cache;
 use crate::client::Client;
 use crate::error::Problem;
+use crate::figures::Figures;
+use crate::patience::Patience;
 use crate::tree::Chunk;
 
 /// Memory for checked chunks of all files.
@@ -42,23 +44,11 @@ impl Default for Options {
     }
 }
 
-/// Counters of all remote files of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Figures {
-    /// Requests for ranges.
-    pub requests: u64,
-    /// Bytes that were fetched and checked.
-    pub fetched_bytes: u64,
-    /// Bytes that were read from the cache on the disk and checked.
-    pub cached_bytes: u64,
-}
-
 /// What each file refers to.
 pub(crate) struct Shared {
     pub(crate) options: Options,
     pub(crate) client: Arc<Client>,
     pub(crate) memory: MemoryCache<MemoryKey, Arc<[u8]>, ByLength>,
-    pub(crate) requests: AtomicU64,
     pub(crate) fetched_bytes: AtomicU64,
     pub(crate) cached_bytes: AtomicU64,
     next_file: AtomicU64,
@@ -104,7 +94,6 @@ impl Shared {
             client: Arc::new(Client::new(transport)?),
             options,
             memory,
-            requests: AtomicU64::new(0),
             fetched_bytes: AtomicU64::new(0),
             cached_bytes: AtomicU64::new(0),
             next_file: AtomicU64::new(0),
@@ -114,10 +103,20 @@ impl Shared {
     pub(crate) fn figures(&self) -> Figures {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Figures {
-            requests: get(&self.requests),
             fetched_bytes: get(&self.fetched_bytes),
             cached_bytes: get(&self.cached_bytes),
+            ..self.client.counters.figures()
         }
+    }
+
+    /// The patience of a read of an open file.
+    pub(crate) fn reading(&self) -> Patience {
+        Patience::reading(self.options.timeout, &self.client.counters)
+    }
+
+    /// The patience of the first request for a file.
+    pub(crate) fn opening(&self) -> Patience {
+        Patience::opening(self.options.timeout, &self.client.counters)
     }
 
     /// A number for a file that is opened.

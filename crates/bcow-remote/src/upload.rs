@@ -307,7 +307,7 @@ impl Upload {
 
     /// Ends an upload that is not used. The registry does so too after some days.
     fn abandon(&self, location: &Address) {
-        let patience = Patience::opening(self.access.shared.options.timeout);
+        let patience = self.access.shared.opening();
         let ended = self
             .access
             .send(Method::DELETE, location, &[], Content::Nothing, &patience);

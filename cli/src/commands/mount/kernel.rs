@@ -294,6 +294,7 @@ pub fn run(
             name: "kernel".to_owned(),
             reason: opened.reason,
         }),
+        remote: args.stores.remote.report(),
     }));
     let is_sealed = matches!(opened.device, Device::ReadOnly(_));
     let disk = DiskMount {

@@ -38,6 +38,10 @@ pub struct Document {
     /// The disk of a mount at the kernel door.
     #[serde(default)]
     pub disk: Option<DiskFigures>,
+    /// The files of the image that are on other machines; `None` without such files, and from
+    /// versions that do not report them.
+    #[serde(default)]
+    pub remote: Option<Remote>,
     /// The door, and the reason for it; `None` from versions that do not report it.
     #[serde(default)]
     pub door: Option<ServedBy>,
@@ -202,6 +206,49 @@ pub struct DiskFigures {
     /// The descriptor of the process on which it finally reports whether the disk holds all written
     /// data.
     pub outcome_descriptor: i32,
+}
+
+/// Files on other machines.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Remote {
+    /// Number of open files.
+    pub files: u64,
+    /// Length of all open files.
+    pub file_bytes: u64,
+    /// Bytes that their cache files take up on the disk.
+    pub held_bytes: u64,
+    /// Bytes that were fetched and checked, since the mount.
+    pub fetched_bytes: u64,
+    /// Bytes that were read from the cache and checked, since the mount.
+    pub cached_bytes: u64,
+    /// Bytes per second that arrived during the last ten seconds.
+    pub bytes_per_second: u64,
+    /// Requests whose answers have not arrived completely.
+    pub running_requests: u64,
+    /// Reads that wait for a server.
+    pub waiting_reads: u64,
+    /// The time that the longest of these reads has waited, in seconds.
+    pub longest_wait_seconds: f64,
+    /// Attempts after a failed one, since the mount.
+    pub retries: u64,
+    /// Tokens that token servers have issued, since the mount.
+    pub tokens: u64,
+    /// Failed attempts of each kind, with zeros. Names of kinds are stable; new versions may add
+    /// kinds.
+    pub errors: Vec<KindCount>,
+    /// The servers, at most 17.
+    pub servers: Vec<Server>,
+}
+
+/// The traffic of a server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Server {
+    /// `https://HOST[:PORT]`; or `other` for all servers after the first sixteen.
+    pub server: String,
+    /// Requests, since the mount.
+    pub requests: u64,
+    /// Bytes of the bodies of its answers, since the mount.
+    pub received_bytes: u64,
 }
 
 /// Sketches: files of the image that were written in part, and whose other blocks are still in the

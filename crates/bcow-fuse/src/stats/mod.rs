@@ -6,6 +6,7 @@ mod prometheus;
 
 use std::cell::RefCell;
 use std::ffi::OsString;
+use std::fmt;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
@@ -22,7 +23,7 @@ use crate::disk::Barriers;
 pub use document::{Document, ServedBy};
 pub(crate) use latency::Operation;
 
-use document::{Cache, DiskFigures, Errors, Image, OperationFigures, Process, Upper};
+use document::{Cache, DiskFigures, Errors, Image, OperationFigures, Process, Remote, Upper};
 use latency::{Latencies, Running};
 
 /// The extended attribute of the root directory that contains the [`Document`] as JSON. `listxattr`
@@ -45,6 +46,25 @@ pub struct About {
     pub cache: BlockCache,
     /// The door, and the reason for it.
     pub door: Option<ServedBy>,
+    /// The files of the image that are on other machines.
+    pub remote: Option<RemoteReport>,
+}
+
+/// Returns the counters of files on other machines at the moment of the call.
+#[derive(Clone)]
+pub struct RemoteReport(Arc<dyn Fn() -> Remote + Send + Sync>);
+
+impl RemoteReport {
+    /// Counters that `report` returns. It is called for each reader of the statistics.
+    pub fn new(report: impl Fn() -> Remote + Send + Sync + 'static) -> Self {
+        RemoteReport(Arc::new(report))
+    }
+}
+
+impl fmt::Debug for RemoteReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RemoteReport")
+    }
 }
 
 /// The counters of a mount. The default is for an image without a name. [`MountStats::time`]
@@ -173,6 +193,7 @@ impl MountStats {
                 .get()
                 .map(|Writable { union, outcome }| Upper::of(union.report(), *outcome)),
             disk: self.disk.get().map(DiskFigures::of),
+            remote: self.about.remote.as_ref().map(|report| report.0()),
             door: self.about.door.clone(),
             errors: mounted.map_or_else(Errors::none, |mounted| Errors::of(&mounted.errors)),
             operations: Operation::all()

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::document::{DiskFigures, Document, OperationFigures, Upper};
+use super::document::{DiskFigures, Document, OperationFigures, Remote, Upper};
 
 /// The whole document as metrics.
 pub(crate) fn text(document: &Document) -> String {
@@ -13,6 +13,7 @@ pub(crate) fn text(document: &Document) -> String {
         cache,
         upper,
         disk,
+        remote,
         errors,
         operations,
         ..
@@ -50,6 +51,9 @@ pub(crate) fn text(document: &Document) -> String {
     }
     if let Some(disk) = disk {
         write_disk(disk, &mut out);
+    }
+    if let Some(remote) = remote {
+        write_remote(remote, &mut out);
     }
     out.family(
         "bcow_operation_seconds",
@@ -93,6 +97,48 @@ fn write_disk(disk: &DiskFigures, out: &mut Metrics) {
         ("bcow_disk_free_bytes", "gauge", "Free bytes inside the file", disk.free_bytes),
     ];
     out.figures(&figures);
+}
+
+fn write_remote(remote: &Remote, out: &mut Metrics) {
+    #[rustfmt::skip]
+    let figures = [
+        ("bcow_remote_files", "gauge", "Open files on other machines", remote.files),
+        ("bcow_remote_file_bytes", "gauge", "Length of these files", remote.file_bytes),
+        ("bcow_remote_held_bytes", "gauge", "Bytes of them in the cache", remote.held_bytes),
+        ("bcow_remote_fetched_bytes_total", "counter", "Bytes fetched and checked",
+            remote.fetched_bytes),
+        ("bcow_remote_cached_bytes_total", "counter", "Bytes read from the cache and checked",
+            remote.cached_bytes),
+        ("bcow_remote_running_requests", "gauge", "Requests under way", remote.running_requests),
+        ("bcow_remote_waiting_reads", "gauge", "Reads that wait for a server",
+            remote.waiting_reads),
+        ("bcow_remote_retries_total", "counter", "Attempts after a failed one", remote.retries),
+        ("bcow_remote_tokens_total", "counter", "Tokens of token servers", remote.tokens),
+    ];
+    out.figures(&figures);
+    const WAIT: &str = "bcow_remote_longest_wait_seconds";
+    out.family(WAIT, "gauge", "Time of the longest wait for a server");
+    out.sample(WAIT, &[], remote.longest_wait_seconds);
+    const ERRORS: &str = "bcow_remote_errors_total";
+    out.family(ERRORS, "counter", "Failed attempts, by kind");
+    for kind in &remote.errors {
+        out.sample(ERRORS, &[("kind", &kind.kind)], kind.count as f64);
+    }
+    const REQUESTS: &str = "bcow_remote_requests_total";
+    out.family(REQUESTS, "counter", "Requests, by server");
+    for server in &remote.servers {
+        out.sample(
+            REQUESTS,
+            &[("server", &server.server)],
+            server.requests as f64,
+        );
+    }
+    const BYTES: &str = "bcow_remote_received_bytes_total";
+    out.family(BYTES, "counter", "Bytes of answers, by server");
+    for server in &remote.servers {
+        let bytes = server.received_bytes as f64;
+        out.sample(BYTES, &[("server", &server.server)], bytes);
+    }
 }
 
 fn write_upper(upper: &Upper, out: &mut Metrics) {
@@ -186,8 +232,34 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::stats::{About, MountStats, Operation};
+    use crate::stats::document::Server;
+    use crate::stats::{About, MountStats, Operation, RemoteReport};
     use bcow_union::NodeId;
+
+    #[test]
+    fn servers_of_remote_files_are_labels() {
+        let remote = Remote {
+            files: 2,
+            servers: vec![Server {
+                server: "https://a:5000".into(),
+                requests: 3,
+                received_bytes: 4096,
+            }],
+            ..Remote::default()
+        };
+        let stats = MountStats::new(About {
+            remote: Some(RemoteReport::new(move || remote.clone())),
+            ..About::default()
+        });
+        let page = text(&stats.document());
+        assert!(page.contains("\nbcow_remote_files 2\n"), "{page}");
+        assert!(
+            page.contains("\nbcow_remote_received_bytes_total{server=\"https://a:5000\"} 4096\n"),
+            "{page}"
+        );
+        let without = text(&MountStats::default().document());
+        assert!(!without.contains("bcow_remote"), "{without}");
+    }
 
     #[test]
     fn page_is_what_prometheus_reads() {

@@ -25,7 +25,7 @@ impl Access {
         &self,
         attempt: impl Fn(&Patience) -> Result<T, Fault>,
     ) -> Result<T, Problem> {
-        let mut patience = Patience::opening(self.shared.options.timeout);
+        let mut patience = self.shared.opening();
         loop {
             match attempt(&patience) {
                 Ok(value) => return Ok(value),
@@ -86,6 +86,6 @@ impl Access {
 
     /// For requests that are worth waiting for.
     pub(super) fn patience(&self) -> Patience {
-        Patience::reading(self.shared.options.timeout)
+        self.shared.reading()
     }
 }
