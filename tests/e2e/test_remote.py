@@ -392,16 +392,18 @@ version: 0.1
 log: {level: error, accesslog: {disabled: true}}
 storage: {filesystem: {rootdirectory: "%s"}}
 http: {addr: "127.0.0.1:%d", tls: {certificate: "%s", key: "%s"}}
-auth: {htpasswd: {realm: "bcow tests", path: "%s"}}
+auth: %s
 """
+PASSWORDS = '{htpasswd: {realm: "bcow tests", path: "%s"}}'
 USER, PASSWORD = "alice", "geheim-4711"
 # The bcrypt hash of the password, with the smallest cost.
 HASH = "$2b$04$abcdefghijklmnopqrstuu6EAB/ArTDFiaszTBeVMcBMJt4dIHZwO"
 
 
 @contextlib.contextmanager
-def registry(directory):
-    """The address of a registry with TLS and a password, for the length of a with block."""
+def registry(directory, auth=None):
+    """The address of a registry with TLS, for the length of a with block. It asks for a password,
+    or what the configuration `auth` says."""
     def at(name):
         return os.path.join(directory, name)
 
@@ -411,7 +413,8 @@ def registry(directory):
     with open(at("htpasswd"), "w") as out:
         out.write(f"{USER}:{HASH}\n")
     with open(at("registry.yml"), "w") as out:
-        out.write(REGISTRY % (at("storage"), port, at("leaf.pem"), at("leaf.key"), at("htpasswd")))
+        out.write(REGISTRY % (at("storage"), port, at("leaf.pem"), at("leaf.key"),
+                              auth or PASSWORDS % at("htpasswd")))
     with open(at("auth.json"), "w") as out:
         key = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         json.dump({"auths": {f"localhost:{port}": {"auth": key}}}, out)
