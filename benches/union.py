@@ -28,6 +28,7 @@ import time
 import databases
 import papers
 import subjects
+import tools
 import workloads
 from measure import Failed, machine, run
 from results import Results
@@ -38,7 +39,8 @@ PARTS = {"write-once": workloads.write_once, "write-many": workloads.write_many,
          "instances": workloads.instances,
          "append": workloads.append, "sync": workloads.sync,
          "postgres": lambda bench: databases.measure(bench, databases.Postgres),
-         "mariadb": lambda bench: databases.measure(bench, databases.MariaDb)}
+         "mariadb": lambda bench: databases.measure(bench, databases.MariaDb),
+         "tools": tools.measure}
 
 def size_of(text):
     return (int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]] if text[-1] in "KMG"
@@ -177,6 +179,10 @@ def main():
                         help="of the databases: pgbench's scale, and the number of 10,000 rows in "
                              "each of sysbench's 8 tables")
     parser.add_argument("--seconds", type=float, default=5, help="of pgbench and sysbench")
+    parser.add_argument("--rootfs", type=pathlib.Path,
+                        help="tools: a Debian root file system with git, dpkg and python3, such as "
+                             "umoci unpacks from the real image of the tests")
+    parser.add_argument("--debs", type=pathlib.Path, help="tools: a directory of its packages")
     parser.add_argument("--mount-options", type=str.split, default=[], help="more for bcow mount")
     parser.add_argument("--convert-options", type=str.split, default=[],
                         help="more for bcow convert")
