@@ -98,13 +98,18 @@ pub fn print_statistics(directory: &Path) -> ! {
     std::process::exit(printed.err().map_or(0, Errno::raw_os_error))
 }
 
-/// The path with the statistics of the mount at `directory`: the mount itself, or for a mount at
-/// the kernel door the descriptor of its process, for root only.
+/// The path with the statistics of the mount at `directory`: the mount itself, or the hidden mount
+/// behind it.
 fn place_of_statistics(directory: &Path) -> Result<PathBuf, Errno> {
-    let mount = match bcow_fuse::mounted_image(directory) {
-        Ok(mount) if mount.door != Door::Fuse => mount,
-        _ => return Ok(directory.to_owned()),
-    };
+    match bcow_fuse::mounted_image(directory) {
+        Ok(mount) if mount.door != Door::Fuse => hidden_mount(&mount),
+        _ => Ok(directory.to_owned()),
+    }
+}
+
+/// The hidden mount behind a mount at the kernel door: the descriptor of its process, for root
+/// only.
+pub fn hidden_mount(mount: &MountedImage) -> Result<PathBuf, Errno> {
     if let Some(server) = running::server_of_mount(&mount.device)
         // Root must not follow the descriptor of another user, who could publish any number.
         && server.uid == 0
@@ -156,6 +161,40 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
                 "`cat /proc/{pid}/task/*/stack` as root shows where"
             )),
         ),
+    }
+}
+
+/// The statistics of the mount at `directory`, as JSON; waits for at most `patience`.
+pub fn statistics(
+    directory: &Path,
+    mount: &MountedImage,
+    patience: Duration,
+) -> Result<Vec<u8>, CommandError> {
+    let cannot = || {
+        let shown = directory.display();
+        CommandError::new(format!("cannot read the statistics of {shown}"))
+    };
+    match ask(mount, patience) {
+        Answer::Statistics(json) => Ok(json),
+        Answer::NotServed => Err(cannot()
+            .caused_by_text("the process of the mount is dead")
+            .hint(
+                "`bcow umount` removes the mount; a new mount with the same upper recovers the \
+                 changes",
+            )),
+        Answer::Refused(Errno::NODATA) => {
+            Err(cannot()
+                .caused_by_text("the version of bcow that serves the mount has no statistics"))
+        }
+        Answer::Refused(errno) => Err(cannot().caused_by(&std::io::Error::from(errno))),
+        Answer::Timeout => {
+            let (cause, hint) = explain_timeout(mount);
+            let error = cannot().caused_by_text(cause);
+            Err(match hint {
+                Some(hint) => error.hint(hint),
+                None => error,
+            })
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, is_plain_name};
 use bcow::{CreateOptions, Disk, Image, OpenOptions};
+use bcow_mount::filesystem::{self, Kind};
 use bcow_union::{DiskInstance, DiskReader, Door, FileSystem, ImageName, UpperError};
 use bcow_view::CachedView;
 
@@ -20,9 +21,20 @@ pub fn is_kernel_upper(path: &Path) -> bool {
     matches!(bcow_union::door_of(path), Ok(Some(Door::Kernel)))
 }
 
+/// What the user asks of the file system of an upper.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked {
+    /// Its size in bytes. The disk of an existing upper grows to it.
+    pub size: Option<u64>,
+    /// Whether it is to be mounted read-only.
+    pub read_only: bool,
+}
+
 /// An upper that is open for writing.
 pub struct WritableUpper {
     pub disk: Disk,
+    /// The size in bytes to which the file system is to grow, when it is mounted.
+    pub grows_to: Option<u64>,
     /// Holds the locks. Dropped after the disk.
     pub instance: DiskInstance,
 }
@@ -82,12 +94,12 @@ pub fn read_disk(
         .map_err(|error| cannot_open_disk(reader.path(), &error))
 }
 
-/// Opens the upper at `path` for writing, or begins one for `image`. `size` is the size of a new
-/// file system in bytes. `open` repeats the opening until no other mount uses the upper.
+/// Opens the upper at `path` for writing, or begins one for `image`. `open` repeats the opening
+/// until no other mount uses the upper.
 pub fn open_or_begin(
     image: &OpenImage,
     path: &Path,
-    size: Option<u64>,
+    asked: Asked,
     note: &str,
     options: &OpenOptions,
     open: impl FnOnce(
@@ -101,23 +113,17 @@ pub fn open_or_begin(
     };
     if let Ok(None) = bcow_union::door_of(path) {
         // An image without a view begins no upper.
-        view_of(image, size.unwrap_or(bcow_view::DEFAULT_BYTES), options)?;
+        view_of(
+            image,
+            asked.size.unwrap_or(bcow_view::DEFAULT_BYTES),
+            options,
+        )?;
     }
     let opened = open(&mut || DiskInstance::open(path, named, note));
     let mut instance = opened.map_err(|error| cannot_use(&error))?;
-    if let (Some(size), Some(record)) = (size, instance.record())
-        && size != record.size
-    {
-        return Err(CommandError::usage(format!(
-            "the upper {} has a file system of {} bytes, not {size}",
-            path.display(),
-            record.size
-        ))
-        .hint("leave out --size: the size is settled when the upper begins"));
-    }
     let views = cache(image, options)?;
     if instance.disk().is_none() {
-        let size = size.unwrap_or(bcow_view::DEFAULT_BYTES);
+        let size = asked.size.unwrap_or(bcow_view::DEFAULT_BYTES);
         make_disk(&mut instance, image, size, note, options)?;
     }
     // Made or checked above.
@@ -128,12 +134,65 @@ pub fn open_or_begin(
     };
     let disk = bcow_view::open_instance(storage, image.image(), &views, options)
         .map_err(|error| cannot_open_disk(path, &error))?;
-    if instance.record().is_none() {
-        let size = disk.header().size;
+    let grows_to = grow(&disk, asked, path)?;
+    let size = disk.header().size;
+    // A disk can also grow while it is mounted.
+    if instance.record().is_none_or(|record| record.size != size) {
         let completed = instance.complete(FileSystem::Ext4, size, named);
         completed.map_err(|error| cannot_use(&error))?;
     }
-    Ok(WritableUpper { disk, instance })
+    Ok(WritableUpper {
+        disk,
+        grows_to,
+        instance,
+    })
+}
+
+/// Grows the disk of an upper to the size that the user asks for. Returns the size if the file
+/// system on it is smaller.
+fn grow(disk: &Disk, asked: Asked, upper: &Path) -> Result<Option<u64>, CommandError> {
+    /// Bytes of a group of the ext4. The kernel leaves out a last group that would be too short.
+    const GROUP_BYTES: u64 = 128 << 20;
+    let old = disk.header().size;
+    let size = asked.size.unwrap_or(old);
+    let cannot = || {
+        let shown = upper.display();
+        CommandError::new(format!("cannot grow the upper {shown} to {size} bytes"))
+    };
+    if size < old {
+        return Err(CommandError::usage(format!(
+            "the upper {} has a file system of {old} bytes, which cannot shrink to {size}",
+            upper.display()
+        ))
+        .hint("leave out --size, or give a larger one"));
+    }
+    if asked.read_only {
+        return match size == old {
+            true => Ok(None),
+            false => Err(cannot().caused_by_text("it is to be mounted read-only")),
+        };
+    }
+    if size > disk.largest_size() {
+        return Err(cannot().caused_by_text(format!(
+            "its disk can have at most {} bytes: its regions were chosen for a smaller one",
+            disk.largest_size()
+        )));
+    }
+    let head = bcow_fuse::kernel::head(disk).map_err(|error| cannot().caused_by(&error))?;
+    let is_whole = filesystem::ext4_bytes(&head).saturating_add(GROUP_BYTES) > size;
+    if asked.size.is_none() || size == old && is_whole {
+        return Ok(None);
+    }
+    bcow_mount::may_grow(Kind::Ext4).map_err(|error| {
+        let cannot = cannot().caused_by(&error);
+        match error.hint() {
+            Some(hint) => cannot.hint(hint),
+            None => cannot,
+        }
+    })?;
+    disk.resize(size)
+        .map_err(|error| cannot().caused_by(&error))?;
+    Ok(Some(size))
 }
 
 fn make_disk(

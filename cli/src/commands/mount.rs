@@ -218,7 +218,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     let reason = match (way, args.upper.path()) {
         (Way::Upper { reason }, Some(upper)) => {
-            let opened = kernel::open_upper(&running, upper, reason, &cache)?;
+            let opened = kernel::open_upper(&running, upper, reason, &options, &cache)?;
             return kernel::run(opened, running, options, cache);
         }
         (Way::Fuse { reason }, _) => reason,

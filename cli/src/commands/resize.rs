@@ -1,5 +1,7 @@
 //! `bcow resize`
 
+mod mounted;
+
 use std::path::PathBuf;
 
 use bcow::{BlockDevice, OpenOptions};
@@ -15,10 +17,13 @@ use crate::ui::Ui;
 ///
 /// The added part reads as zeros, even where the backing has data. The removed part is lost, so
 /// shrinking needs --shrink.
+///
+/// A disk or an upper that is mounted at the kernel door grows together with the file system on it,
+/// for root only. It cannot shrink.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The disk
-    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    /// The disk; or its mount at the kernel door, or the upper of such a mount
+    #[arg(value_name = "DISK", value_hint = clap::ValueHint::AnyPath)]
     disk: PathBuf,
     /// The new size; with + or - before it, the change of the size
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
@@ -45,24 +50,35 @@ fn change(text: &str) -> Result<Change, String> {
     }
 }
 
+impl Args {
+    /// The new size of a disk of `old` bytes.
+    fn new_size(&self, old: u64) -> Result<u64, CommandError> {
+        let new = match self.size {
+            Change::To(size) => Some(size),
+            Change::Grow(by) => old.checked_add(by),
+            Change::Shrink(by) => old.checked_sub(by),
+        };
+        let new = new.ok_or_else(|| {
+            CommandError::usage(format!(
+                "{} has {}; the new size is impossible",
+                self.disk.display(),
+                plural(old, "byte")
+            ))
+        })?;
+        disk_size(new)
+    }
+}
+
 /// Resizes.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    if let Some(mount) = mounted::find(&args.disk)? {
+        return mounted::grow(args, &mount, ui);
+    }
     let shown = args.disk.display();
     let opened = open_writable(&args.disk, &args.stores, &OpenOptions::default(), "resize")?;
     let disk = opened.disk;
     let old = disk.size();
-    let new = match args.size {
-        Change::To(size) => Some(size),
-        Change::Grow(by) => old.checked_add(by),
-        Change::Shrink(by) => old.checked_sub(by),
-    };
-    let new = new.ok_or_else(|| {
-        CommandError::usage(format!(
-            "{shown} has {}; the new size is impossible",
-            plural(old, "byte")
-        ))
-    })?;
-    let new = disk_size(new)?;
+    let new = args.new_size(old)?;
     if new < old && !args.shrink {
         return Err(CommandError::new(format!(
             "{shown} would lose the data in its last {}",

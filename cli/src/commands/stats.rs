@@ -1,12 +1,11 @@
 //! `bcow stats`
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bcow_fuse::stats::document::{DiskFigures, Document, Errors, OperationFigures, Remote, Upper};
-use rustix::io::Errno;
 
-use crate::ask::{self, ANSWERS_WITHIN, Answer};
+use crate::ask::{self, ANSWERS_WITHIN};
 use crate::commands::mount::failure;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
@@ -40,29 +39,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ask::print_statistics(&args.directory);
     }
     let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
-    let cannot = || format!("cannot read the statistics of {}", args.directory.display());
     let patience = args.timeout.map_or(ANSWERS_WITHIN, |seconds| {
         Duration::from_secs(seconds.into())
     });
-    let json = match ask::ask(&mount, patience) {
-        Answer::Statistics(json) => json,
-        Answer::NotServed => return Err(not_served(&args.directory)),
-        Answer::Refused(Errno::NODATA) => {
-            return Err(CommandError::new(cannot())
-                .caused_by_text("the version of bcow that serves the mount has no statistics"));
-        }
-        Answer::Refused(errno) => {
-            return Err(CommandError::new(cannot()).caused_by(&std::io::Error::from(errno)));
-        }
-        Answer::Timeout => {
-            let (cause, hint) = ask::explain_timeout(&mount);
-            let error = CommandError::new(cannot()).caused_by_text(cause);
-            return Err(match hint {
-                Some(hint) => error.hint(hint),
-                None => error,
-            });
-        }
-    };
+    let json = ask::statistics(&args.directory, &mount, patience)?;
     if args.json {
         let value: serde_json::Value = serde_json::from_slice(&json)
             .context(|| format!("the statistics of {} are invalid", args.directory.display()))?;
@@ -72,15 +52,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
     print(&document, &mut out)?;
     out.finish()
-}
-
-fn not_served(directory: &Path) -> CommandError {
-    CommandError::new(format!(
-        "cannot read the statistics of {}",
-        directory.display()
-    ))
-    .caused_by_text("the process of the mount is dead")
-    .hint("`bcow umount` removes the mount; a new mount with the same upper recovers the changes")
 }
 
 fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {

@@ -99,6 +99,14 @@ pub enum MountError {
         /// The first error.
         source: io::Error,
     },
+    /// A mounted disk cannot grow.
+    #[error("cannot grow the disk that is mounted at {}", path.display())]
+    GrowDisk {
+        /// The mountpoint.
+        path: PathBuf,
+        /// The host's error.
+        source: io::Error,
+    },
     /// The start of a disk cannot be read.
     #[error("cannot read the disk")]
     ReadDisk(#[source] bcow::Error),
@@ -173,6 +181,9 @@ impl MountError {
                 "ordinary users mount through fusermount3: install the package fuse3, or mount as \
                  root",
             ),
+            MountError::GrowDisk { source, .. } if source.kind() == io::ErrorKind::Unsupported => {
+                Some("an older version of bcow serves the mount: unmount it, and mount it again")
+            }
             MountError::Kernel(error) => error.hint(),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
             MountError::Busy(_) => Some(

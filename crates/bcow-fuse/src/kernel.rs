@@ -24,6 +24,7 @@ use rustix::io::Errno;
 use crate::adapter::disk::DiskFile;
 use crate::disk::Lifetime;
 use crate::error::MountError;
+use crate::growth;
 use crate::mount::{Unmounted, unmount_places, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::MountOptions;
@@ -37,9 +38,14 @@ pub use bcow_mount::filesystem::Kind;
 
 /// Finds the file system on a device.
 pub fn detect(device: &dyn BlockDevice) -> Result<Found, MountError> {
+    Ok(filesystem::detect(&head(device)?)?)
+}
+
+/// The start of a device, by which its file system is known.
+pub fn head(device: &dyn BlockDevice) -> Result<Vec<u8>, MountError> {
     let mut head = vec![0; device.size().min(HEAD_BYTES as u64) as usize];
     device.read_at(0, &mut head).map_err(MountError::ReadDisk)?;
-    Ok(filesystem::detect(&head)?)
+    Ok(head)
 }
 
 /// A mount at the kernel door. Dropping it unmounts; if the mount is in use, it unmounts lazily,
@@ -47,6 +53,7 @@ pub fn detect(device: &dyn BlockDevice) -> Result<Found, MountError> {
 pub struct KernelSession {
     mount: Arc<KernelMount>,
     service: Service,
+    kind: Kind,
     /// Known until the disk is closed.
     disk: Option<Arc<Disk>>,
     path: PathBuf,
@@ -153,10 +160,16 @@ impl KernelSession {
         Ok(KernelSession {
             mount: Arc::new(mount),
             service,
+            kind: found.kind,
             disk: writable,
             path: disk.path,
             outcome,
         })
+    }
+
+    /// Grows the file system to `bytes` bytes, the size of its disk.
+    pub fn grow_file_system(&self, bytes: u64) -> Result<(), MountError> {
+        growth::grow_own(&self.mount.target, self.kind, bytes)
     }
 
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel

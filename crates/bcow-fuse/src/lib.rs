@@ -23,6 +23,7 @@ pub mod daemon;
 mod disk;
 mod error;
 pub mod fs;
+pub mod growth;
 mod helper;
 pub mod kernel;
 mod mount;

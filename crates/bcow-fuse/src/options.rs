@@ -110,6 +110,11 @@ impl MountOptions {
         }
     }
 
+    /// Whether `ro` was given.
+    pub fn asks_for_read_only(&self) -> bool {
+        self.read_only == Some(true)
+    }
+
     /// Where written bytes are kept until the kernel sends them to bcow.
     pub fn write_cache(&self) -> WriteCache {
         self.write_cache

@@ -37,6 +37,8 @@ pub struct MountedImage {
     pub owner: Option<(u32, u32)>,
     /// The door.
     pub door: Door,
+    /// The type of the file system, as the kernel lists it.
+    pub file_system: String,
 }
 
 impl MountedImage {
@@ -85,6 +87,7 @@ impl MountedImage {
             path: entry.target,
             source: entry.source,
             device: entry.device,
+            file_system: entry.fs_type,
             is_writable: entry.is_writable,
             owner: match door {
                 Door::Fuse => entry.owner,

@@ -57,6 +57,20 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
+    /// A mounted file system does not grow.
+    #[error("cannot grow the mounted {kind}")]
+    Grow {
+        /// The file system.
+        kind: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The loop device serves another file by now.
+    #[error("{} is no longer the device of the mount", device.display())]
+    Replaced {
+        /// The device.
+        device: PathBuf,
+    },
 }
 
 fn messages(log: &[String]) -> String {
@@ -84,10 +98,18 @@ impl Error {
             Error::Mount { source, .. } if source.raw_os_error() == Some(ENODEV) => {
                 Some("this kernel does not have that file system; is a module missing?")
             }
-            Error::Mount { .. } => Some("`dmesg` shows the kernel's reason"),
+            Error::Grow {
+                kind: "ext4",
+                source,
+            } if source.raw_os_error() == Some(EPERM) => Some(
+                "Linux asks for CAP_SYS_RESOURCE to grow an ext4, and refuses one with errors; \
+                 containers often lack the capability",
+            ),
+            Error::Mount { .. } | Error::Grow { .. } => Some("`dmesg` shows the kernel's reason"),
             _ => None,
         }
     }
 }
 
+const EPERM: i32 = rustix::io::Errno::PERM.raw_os_error();
 const ENODEV: i32 = rustix::io::Errno::NODEV.raw_os_error();

@@ -85,6 +85,22 @@ pub fn detect(head: &[u8]) -> Result<Found, Error> {
     })
 }
 
+/// The size that the superblock of an ext4 says, in bytes, from the first [`HEAD_BYTES`] of its
+/// device. The journal may have a later one.
+pub fn ext4_bytes(head: &[u8]) -> u64 {
+    let number = |at: usize| match head.get(at..at + 4) {
+        Some(b) => u64::from(u32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+        None => 0,
+    };
+    const BITS_64: u64 = 0x80;
+    let high = match number(0x460) & BITS_64 {
+        0 => 0,
+        _ => number(0x550),
+    };
+    let blocks = high << 32 | number(0x404);
+    blocks.saturating_mul(1024 << number(0x418).min(6))
+}
+
 /// The logical block size of a loop device below a file system with this unit of I/O, on a disk of
 /// `disk_bytes`. Large blocks save requests; the kernel refuses a file system with smaller ones.
 pub fn device_block_bytes(found: Found, disk_bytes: u64) -> u32 {
@@ -275,6 +291,21 @@ mod tests {
             let error = detect(&head).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn size_of_an_ext4_is_in_its_superblock() {
+        let of = |parts: &[(usize, &[u8])]| ext4_bytes(&head(parts));
+        let (small, large) = ([(0x404, &[5][..])], (0x550, &[1][..]));
+        assert_eq!(of(&small), 5 << 10);
+        assert_eq!(of(&[small[0], (0x418, &[2])]), 5 << 12);
+        // Without the feature of 64 bits, the high part has another meaning.
+        assert_eq!(of(&[small[0], large]), 5 << 10);
+        assert_eq!(
+            of(&[small[0], large, (0x460, &[0x80])]),
+            ((1 << 32) + 5) << 10
+        );
+        assert_eq!(ext4_bytes(&[]), 0);
     }
 
     #[test]

@@ -1,17 +1,29 @@
-//! The requests of the loop driver (linux/loop.h). rustix has none of them, so this leaf of the
-//! workspace needs `unsafe`.
+//! The requests of the loop driver (linux/loop.h), those that grow a mounted file system, and
+//! `truncate(2)`. rustix has none of them, so this leaf of the workspace needs `unsafe`.
 
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
+use std::ffi::{CString, c_void};
+use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use rustix::io::Result;
-use rustix::ioctl::{Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
+use rustix::ioctl::{Getter, Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl, opcode};
 
 const GET_FREE: Opcode = 0x4c82;
 const CONFIGURE: Opcode = 0x4c0a;
 const CLEAR: Opcode = 0x4c01;
+const SET_CAPACITY: Opcode = 0x4c07;
+/// `EXT4_IOC_RESIZE_FS`, with the number of blocks.
+const EXT4_RESIZE: Opcode = opcode::write::<u64>(b'f', 16);
+/// `XFS_IOC_FSGEOMETRY_V1`.
+const XFS_GEOMETRY: Opcode = opcode::read::<XfsGeometry>(b'X', 100);
+/// `XFS_IOC_FSGROWFSDATA`.
+const XFS_GROW: Opcode = opcode::write::<XfsGrowth>(b'X', 110);
+/// `BTRFS_IOC_RESIZE`.
+const BTRFS_RESIZE: Opcode = opcode::write::<BtrfsName>(0x94, 3);
 
 /// Flags of [`Config::flags`].
 pub(crate) const READ_ONLY: u32 = 1;
@@ -93,4 +105,85 @@ pub(crate) fn configure(device: impl AsFd, config: Config) -> Result<()> {
 pub(crate) fn clear(device: impl AsFd) -> Result<()> {
     // SAFETY: The request takes no argument.
     unsafe { ioctl(device, NoArg::<CLEAR>::new()) }
+}
+
+/// Has the device take the size that its file has now.
+pub(crate) fn set_capacity(device: impl AsFd) -> Result<()> {
+    // SAFETY: The request takes no argument.
+    unsafe { ioctl(device, NoArg::<SET_CAPACITY>::new()) }
+}
+
+/// `struct xfs_fsop_geom_v1`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct XfsGeometry {
+    pub(crate) block_bytes: u32,
+    unused: [u32; 6],
+    /// How much of the space inodes may take.
+    pub(crate) most_inodes_percent: u32,
+    pub(crate) blocks: u64,
+    rest: [u64; 9],
+}
+
+const _: () = assert!(size_of::<XfsGeometry>() == 112);
+const _: () = assert!(std::mem::offset_of!(XfsGeometry, blocks) == 32);
+
+/// `struct xfs_growfs_data`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct XfsGrowth {
+    blocks: u64,
+    most_inodes_percent: u32,
+    padding: u32,
+}
+
+/// `struct btrfs_ioctl_vol_args`.
+#[repr(C)]
+struct BtrfsName {
+    fd: i64,
+    name: [u8; 4088],
+}
+
+/// Grows the mounted ext4 that has `directory` to a number of blocks.
+pub(crate) fn grow_ext4(directory: impl AsFd, blocks: u64) -> Result<()> {
+    // SAFETY: The request reads a number of 64 bits.
+    unsafe { ioctl(directory, Setter::<EXT4_RESIZE, u64>::new(blocks)) }
+}
+
+/// The geometry of the mounted XFS that has `directory`.
+pub(crate) fn xfs_geometry(directory: impl AsFd) -> Result<XfsGeometry> {
+    // SAFETY: The request writes a `struct xfs_fsop_geom_v1`, whose layout `XfsGeometry` has.
+    unsafe { ioctl(directory, Getter::<XFS_GEOMETRY, XfsGeometry>::new()) }
+}
+
+/// Grows the mounted XFS that has `directory` to a number of blocks.
+pub(crate) fn grow_xfs(directory: impl AsFd, blocks: u64, most_inodes_percent: u32) -> Result<()> {
+    let growth = XfsGrowth {
+        blocks,
+        most_inodes_percent,
+        padding: 0,
+    };
+    // SAFETY: The request reads a `struct xfs_growfs_data`, whose layout `XfsGrowth` has.
+    unsafe { ioctl(directory, Setter::<XFS_GROW, XfsGrowth>::new(growth)) }
+}
+
+/// Grows the mounted Btrfs that has `directory` to the size of its first device.
+pub(crate) fn grow_btrfs(directory: impl AsFd) -> Result<()> {
+    let mut name = [0; 4088];
+    name[..3].copy_from_slice(b"max");
+    let name = BtrfsName { fd: 0, name };
+    // SAFETY: The request reads a `struct btrfs_ioctl_vol_args`, whose layout `BtrfsName` has. The
+    // name ends with a zero.
+    unsafe { ioctl(directory, Setter::<BTRFS_RESIZE, BtrfsName>::new(name)) }
+}
+
+/// Sets the size of the file at `path`, without opening it.
+pub(crate) fn truncate(path: &Path, bytes: u64) -> io::Result<()> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let bytes = i64::try_from(bytes).map_err(|_| io::ErrorKind::FileTooLarge)?;
+    // SAFETY: The call reads a string that ends with a zero.
+    match unsafe { libc::truncate(path.as_ptr(), bytes) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }

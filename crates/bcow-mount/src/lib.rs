@@ -17,6 +17,7 @@
 mod apart;
 mod error;
 pub mod filesystem;
+mod growth;
 mod hidden;
 mod ioctl;
 mod loop_device;
@@ -25,6 +26,7 @@ mod name;
 
 pub use apart::run_apart;
 pub use error::Error;
+pub use growth::{grow, may_grow, set_size};
 pub use hidden::HiddenMount;
 pub use loop_device::{Access, Attach, LoopDevice, backing_of, is_served};
 pub use memory::{Writeback, serve_writeback};

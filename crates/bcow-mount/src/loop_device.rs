@@ -124,6 +124,39 @@ impl LoopDevice {
         Attempt::Attached(attached)
     }
 
+    /// Opens the device at `path`, as the one behind which the hidden file `name` is. As long as
+    /// this lives, the kernel gives the device to no other file.
+    pub fn of_mount(path: &Path, name: &HiddenName) -> Result<Self, Error> {
+        let replaced = || Error::Replaced {
+            device: path.to_owned(),
+        };
+        let number = path.to_str().and_then(|path| path.strip_prefix("/dev/"));
+        let number = number.and_then(number_in).ok_or_else(replaced)?;
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let device = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| Error::Loop {
+            action: "open",
+            device: path.to_owned(),
+            source: errno.into(),
+        })?;
+        match backing_of(path).as_ref() == Some(name) {
+            true => Ok(LoopDevice {
+                number,
+                path: path.to_owned(),
+                device,
+            }),
+            false => Err(replaced()),
+        }
+    }
+
+    /// Takes the size that the file has now.
+    pub fn take_size_of_file(&self) -> Result<(), Error> {
+        ioctl::set_capacity(&self.device).map_err(|errno| Error::Loop {
+            action: "change the size of",
+            device: self.path.clone(),
+            source: errno.into(),
+        })
+    }
+
     /// The path of its node.
     pub fn path(&self) -> &Path {
         &self.path

@@ -232,9 +232,16 @@ def synchronize(where):
     os.close(directory)
 
 
+def room(where):
+    """The size of a file system in bytes."""
+    found = os.statvfs(where)
+    return found.f_blocks * found.f_frsize
+
+
 STEPS = {step.__name__: step for step in (
     network, host, load, log_writes, mark, connect, disconnect, device_facts, command, make, attach,
-    detach, check, fill, verify, remove, commit_one_by_one, flood, synchronize)}
+    detach, check, fill, verify, remove, commit_one_by_one, flood, synchronize,
+    room)}
 
 
 def main(path):

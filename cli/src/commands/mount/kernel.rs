@@ -21,7 +21,7 @@ use crate::commands::create::disk_size;
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{OpenImage, parse_name};
-use crate::kernel_upper::{self, WritableUpper};
+use crate::kernel_upper::{self, Asked, WritableUpper};
 use crate::names;
 use crate::running::{self, Service};
 use crate::size::Human;
@@ -37,6 +37,8 @@ pub struct Opened {
     reason: String,
     /// The file of the disk.
     path: PathBuf,
+    /// The size in bytes to which the file system is to grow.
+    grows_to: Option<u64>,
     /// Dropped after the disk.
     keeper: Keeper,
 }
@@ -87,6 +89,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
             _ => format!("the disk holds {}", kind.name()),
         },
         path: parse_name(&args.image)?.absolute().into(),
+        grows_to: None,
         keeper: match lock {
             Some(file) => Keeper::Disk { _file: file },
             None => Keeper::None,
@@ -99,9 +102,14 @@ pub fn open_upper(
     running: &Running<'_>,
     upper: &Path,
     reason: String,
+    mount_options: &MountOptions,
     cache: &BlockCache,
 ) -> Result<Opened, CommandError> {
     let args = running.args;
+    let asked = Asked {
+        size: args.upper.size().map(disk_size).transpose()?,
+        read_only: mount_options.asks_for_read_only(),
+    };
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     // A new upper belongs to this door, so a machine that lacks the door gets none.
@@ -118,8 +126,7 @@ pub fn open_upper(
         .let_through()
         .map_err(|error| failure(&error))?;
     let note = note(args.directory());
-    let size = args.upper.size().map(disk_size).transpose()?;
-    let opened = kernel_upper::open_or_begin(&image, &path, size, &note, &options, |open| {
+    let opened = kernel_upper::open_or_begin(&image, &path, asked, &note, &options, |open| {
         when_free(running.ui, || {
             // A wait for the end of another mount may be interrupted. Only the call that blocked
             // the signals can fail.
@@ -127,7 +134,11 @@ pub fn open_upper(
             open()
         })
     })?;
-    let WritableUpper { disk, instance } = opened;
+    let WritableUpper {
+        disk,
+        grows_to,
+        instance,
+    } = opened;
     let marked = instance.refuse_after_volatile(args.upper.sync());
     marked.map_err(|error| cannot_use(&error))?;
     if !kernel::detect(&disk).is_ok_and(|found| found.kind == Kind::Ext4) {
@@ -142,6 +153,7 @@ pub fn open_upper(
         identity: image.identity(),
         reason,
         path: instance.disk_path(),
+        grows_to,
         keeper: Keeper::Upper(instance),
     })
 }
@@ -315,6 +327,10 @@ pub fn run(
         threads,
     )
     .map_err(|error| cannot_mount(args.image.as_path(), &error))?;
+    if let Some(bytes) = opened.grows_to {
+        let grown = session.grow_file_system(bytes);
+        grown.map_err(|error| cannot_mount(args.image.as_path(), &error))?;
+    }
     let (mountpoint, device) = session.place();
     let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
     running.answer_metrics(stats)?;

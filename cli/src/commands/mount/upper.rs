@@ -24,8 +24,8 @@ pub struct UpperArgs {
     /// use an upper, and only with the image with which the upper was created
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
-    /// Size of the file system in a new upper of the kernel door, with the content of the image
-    /// [default: 64G]
+    /// Size of the file system in an upper of the kernel door, with the content of the image; an
+    /// existing one can grow [default: 64G for a new one]
     #[arg(short, long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size: Option<u64>,
     /// How to store changed blocks of a file of the image: at their own offset in a sparse file

@@ -13,9 +13,9 @@ use bcow::{BlockDevice, Space, WritableDevice};
 use bcow_union::NodeId;
 use bcow_union::errors::{ErrorKind, ErrorLog, Failure};
 use fuser::{
-    FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags,
-    ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
-    Request, WriteFlags,
+    BsdFileFlags, FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
+    OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use rustix::io::Errno;
 
@@ -126,6 +126,25 @@ impl DiskFile {
             Device::ReadOnly(_) => Err(Errno::ROFS),
         }
     }
+
+    /// Grows the disk to `bytes` bytes. A file system above it still has its old size.
+    fn grow(&self, bytes: u64) -> Result<(), Errno> {
+        let Device::Writable(disk) = &self.device else {
+            return Err(Errno::ROFS);
+        };
+        match bytes {
+            _ if bytes < disk.size() || !bytes.is_multiple_of(BLOCK_BYTES.into()) => {
+                Err(Errno::INVAL)
+            }
+            _ if bytes > disk.largest_size() => Err(Errno::FBIG),
+            _ if bytes == disk.size() => Ok(()),
+            // An error leaves the disk as it was, so no data is lost.
+            _ => disk.resize(bytes).map_err(|error| {
+                tracing::warn!("cannot grow the disk to {bytes} bytes: {error}");
+                errno(&error)
+            }),
+        }
+    }
 }
 
 /// The errno for a failed request to a disk.
@@ -168,6 +187,33 @@ impl fuser::Filesystem for DiskFile {
             _ => self.directory(),
         };
         reply::attributes(Ok(attributes), reply);
+    }
+
+    /// Grows the disk. Only the size can be set; see [`crate::growth`].
+    fn setattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        _atime: Option<TimeOrNow>,
+        _mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        _handle: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let _running = self.stats.time(Operation::SetAttributes, id(ino));
+        let set = match (size, mode.or(uid).or(gid)) {
+            (Some(size), None) if ino == FILE => self.grow(size).map(|()| self.file()),
+            _ => Err(Errno::PERM),
+        };
+        reply::attributes(set, reply);
     }
 
     fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {

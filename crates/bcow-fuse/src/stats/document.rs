@@ -4,7 +4,7 @@
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-use bcow::CacheFigures;
+use bcow::{BlockDevice, CacheFigures};
 use bcow_union::SyncPolicy;
 use bcow_union::errors::{self, ErrorKind, ErrorLog, RecordedError};
 use bcow_union::fs::Report;
@@ -183,6 +183,9 @@ pub struct DiskFigures {
     pub upper: Option<String>,
     /// Size of the address space in bytes.
     pub size_bytes: u64,
+    /// The largest size in bytes to which a writable disk can grow.
+    #[serde(default)]
+    pub largest_bytes: Option<u64>,
     /// The file system that the kernel has mounted.
     pub filesystem: String,
     /// The loop device below the file system.
@@ -451,7 +454,9 @@ impl DiskFigures {
                 .upper
                 .as_ref()
                 .map(|upper| upper.to_string_lossy().into_owned()),
-            size_bytes: disk.size,
+            // A disk can grow while it is mounted.
+            size_bytes: open.as_ref().map_or(disk.size, |disk| disk.size()),
+            largest_bytes: open.as_ref().map(|disk| disk.largest_size()),
             filesystem: disk.filesystem.to_owned(),
             loop_device: disk.loop_device.to_string_lossy().into_owned(),
             sync: match disk.barriers {

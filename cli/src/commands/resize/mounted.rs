@@ -1,0 +1,146 @@
+//! Growth of a disk that is mounted at the kernel door.
+
+use std::path::Path;
+
+use bcow_fuse::growth::{self, GrowError};
+use bcow_fuse::{Door, MountError, MountedImage};
+
+use super::Args;
+use crate::ask;
+use crate::commands::mount::failure;
+use crate::error::{CommandError, Context};
+use crate::kernel_upper::is_kernel_upper;
+use crate::running::{self, Server, Service};
+use crate::size::{Human, plural};
+use crate::ui::Ui;
+
+/// The mount at the kernel door that the user means by `path`: its mountpoint, its upper or its
+/// disk. `None` for a disk that is not mounted.
+pub fn find(path: &Path) -> Result<Option<MountedImage>, CommandError> {
+    if !path.is_dir() {
+        return match mount_of(path, |service| {
+            service.upper.is_none().then_some(&service.image)
+        }) {
+            Some(server) => visible(path, server).map(Some),
+            None => Ok(None),
+        };
+    }
+    match bcow_fuse::mounted_image(path) {
+        Ok(mount) if mount.door == Door::Fuse => Err(CommandError::new(format!(
+            "{} is mounted at the FUSE door, and has no disk",
+            path.display()
+        ))
+        .hint("`--size-limit` of the next mount changes the limit of its upper")),
+        Ok(mount) => Ok(Some(mount)),
+        Err(MountError::NotMounted(_)) => find_upper(path).map(Some),
+        Err(error) => Err(failure(&error)),
+    }
+}
+
+fn find_upper(path: &Path) -> Result<MountedImage, CommandError> {
+    let shown = path.display();
+    if let Some(server) = mount_of(path, |service| service.upper.as_ref()) {
+        return visible(path, server);
+    }
+    Err(match is_kernel_upper(path) {
+        true => CommandError::new(format!("the upper {shown} is not mounted"))
+            .hint("its next mount grows it: `bcow mount IMG DIR --upper UPPER -s SIZE`"),
+        false => CommandError::new(format!("cannot resize {shown}"))
+            .caused_by_text("it is a directory, and no mount or upper of the kernel door"),
+    })
+}
+
+/// The process that serves a mount at the kernel door, and the mount's device number. `part` is the
+/// path of a service that `path` must be.
+fn mount_of(path: &Path, part: impl Fn(&Service) -> Option<&String>) -> Option<(Server, String)> {
+    let path = path.canonicalize().ok()?;
+    let is_path = |text: &String| {
+        Path::new(text)
+            .canonicalize()
+            .is_ok_and(|found| found == path)
+    };
+    running::servers().into_iter().find_map(|server| {
+        let mut services = server.services.iter();
+        let service = services.find(|service| {
+            let is_at_kernel_door = service.kind == "mount" && service.descriptor.is_some();
+            is_at_kernel_door && part(service).is_some_and(is_path)
+        })?;
+        let device = service.device.clone()?;
+        Some((server, device))
+    })
+}
+
+/// The mount with this device number, if this process can see it.
+fn visible(path: &Path, server: (Server, String)) -> Result<MountedImage, CommandError> {
+    let (server, device) = server;
+    let mounts = bcow_fuse::mounted_images().unwrap_or_default();
+    let mount = mounts.into_iter().find(|mount| mount.device == device);
+    mount.ok_or_else(|| {
+        CommandError::new(format!(
+            "{} is mounted in another mount namespace",
+            path.display()
+        ))
+        .hint(format!(
+            "`nsenter -t {} -m` enters the namespace of its process",
+            server.pid
+        ))
+    })
+}
+
+/// Grows the disk and the file system on it.
+pub fn grow(args: &Args, mount: &MountedImage, ui: &Ui) -> Result<(), CommandError> {
+    let (shown, place) = (args.disk.display(), mount.path.display());
+    let cannot = || CommandError::new(format!("cannot resize {shown}, mounted at {place}"));
+    if !rustix::process::geteuid().is_root() {
+        return Err(cannot().caused_by_text("only root can resize a mounted disk"));
+    }
+    let json = ask::statistics(&mount.path, mount, ask::ANSWERS_WITHIN)?;
+    let Some(disk) = ask::read(&mount.path, &json)?.disk else {
+        return Err(cannot().caused_by_text("its process serves no disk"));
+    };
+    if !disk.is_writable || !mount.is_writable {
+        return Err(cannot().caused_by_text("it is mounted read-only"));
+    }
+    let new = args.new_size(disk.size_bytes)?;
+    if new < disk.size_bytes {
+        return Err(cannot()
+            .caused_by_text(format!(
+                "it has {}, and a mounted file system cannot shrink",
+                plural(disk.size_bytes, "byte")
+            ))
+            .hint("a new upper can be smaller: `bcow commit` keeps the changes of this one"));
+    }
+    if let Some(largest) = disk.largest_bytes.filter(|largest| new > *largest) {
+        return Err(cannot().caused_by_text(format!(
+            "this disk can have at most {}: its regions were chosen for a smaller one",
+            plural(largest, "byte")
+        )));
+    }
+    let hidden = ask::hidden_mount(mount).map_err(std::io::Error::from);
+    let hidden = hidden.context(|| format!("cannot resize {shown}, mounted at {place}"))?;
+    growth::grow(mount, &hidden, new).map_err(|error| {
+        let (cannot, error) = match &error {
+            GrowError::Nothing(error) => (cannot(), error),
+            GrowError::Disk(error) => (
+                CommandError::new(format!(
+                    "the disk of {place} has {} now, but its {} has not grown",
+                    plural(new, "byte"),
+                    disk.filesystem
+                )),
+                error,
+            ),
+        };
+        let cannot = cannot.caused_by(error);
+        match error.hint() {
+            Some(hint) => cannot.hint(hint),
+            None => cannot,
+        }
+    })?;
+    ui.status(format_args!(
+        "{shown}: disk of {} ({}), with its {}",
+        Human(new),
+        plural(new, "byte"),
+        disk.filesystem
+    ));
+    Ok(())
+}
