@@ -27,6 +27,7 @@ mod push;
 mod remote;
 mod rewrite;
 mod running;
+mod s3;
 mod size;
 mod stat;
 mod stores;

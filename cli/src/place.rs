@@ -39,7 +39,7 @@ const BY_SKOPEO: &str =
 /// The hint for destinations on web servers.
 const BY_UPLOAD: &str = "write a file, and copy it to the server";
 
-const TRANSPORTS: [Transport; 15] = [
+const TRANSPORTS: [Transport; 16] = [
     Transport::both("bcow"),
     Transport::both("oci"),
     Transport::both("oci-archive"),
@@ -65,6 +65,10 @@ const TRANSPORTS: [Transport; 15] = [
     },
     Transport {
         name: "http",
+        uses: Uses::Source(BY_UPLOAD),
+    },
+    Transport {
+        name: "s3",
         uses: Uses::Source(BY_UPLOAD),
     },
     Transport::both("docker"),
@@ -291,7 +295,7 @@ impl Source {
         match split(name) {
             Some(("raw", path)) => Source::Raw(path.into()),
             Some(("qcow2", path)) => Source::Qcow2(path.into()),
-            Some(("bcow" | "https" | "http" | "docker", _)) => Source::Bcow(name.into()),
+            Some(("bcow" | "https" | "http" | "s3" | "docker", _)) => Source::Bcow(name.into()),
             Some(("oci", _)) if is_in_bcow_form(name) => Source::Bcow(name.into()),
             None if begins_as_bcow(Path::new(name)) => Source::Bcow(name.into()),
             _ => Source::Files,

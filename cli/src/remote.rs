@@ -15,12 +15,13 @@ use bcow_oci::{
 };
 use bcow_remote::{
     Address, Cache, Credentials, Keychain, Options, Problem, Reference, Registry, Remote,
-    RemoteError, RemoteFile, Root,
+    RemoteError, RemoteFile, Root, S3Name,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
 use crate::cache;
 use crate::error::{CommandError, Context};
+use crate::s3;
 use crate::size::{self, Human};
 
 /// Options for images on other machines.
@@ -161,6 +162,13 @@ impl RemoteArgs {
         })
     }
 
+    fn root_of(&self, pinned: Pinned) -> Option<Root> {
+        match pinned {
+            Pinned::AsAsked => self.root_hash,
+            Pinned::Never => None,
+        }
+    }
+
     /// The same without a cache.
     pub fn uncached(&self) -> RemoteArgs {
         RemoteArgs {
@@ -240,20 +248,38 @@ pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage,
     if url.starts_with("docker://") {
         return open_in_registry(url, args, pinned);
     }
+    if url.starts_with("s3://") {
+        return open_in_s3(url, args, pinned);
+    }
     let address = Address::parse(url).map_err(|problem| {
         CommandError::usage(format!("invalid URL: {problem}"))
             .hint("write https://HOST/PATH; a query may follow")
     })?;
     let name = address.to_string();
+    open_file(name, args, |remote| {
+        remote.open(&address, args.root_of(pinned))
+    })
+}
+
+fn open_in_s3(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
+    let name: S3Name = url.parse().map_err(|problem| {
+        CommandError::usage(format!("invalid image name {url:?}: {problem}"))
+            .hint("write s3://BUCKET/KEY")
+    })?;
+    let server = s3::server()?;
+    open_file(name.to_string(), args, |remote| {
+        remote.open_in_s3(&server, &name, args.root_of(pinned))
+    })
+}
+
+/// Opens an image of one file.
+fn open_file(
+    name: String,
+    args: &RemoteArgs,
+    open: impl FnOnce(&Remote) -> Result<RemoteFile, RemoteError>,
+) -> Result<RemoteImage, CommandError> {
     let client = args.client(&name)?;
-    let root = match pinned {
-        Pinned::AsAsked => args.root_hash,
-        Pinned::Never => None,
-    };
-    let file = client
-        .remote
-        .open(&address, root)
-        .map_err(|error| cannot_open(&name, &error))?;
+    let file = open(&client.remote).map_err(|error| cannot_open(&name, &error))?;
     Ok(RemoteImage {
         name: name.into(),
         storage: client.add(file) as Arc<dyn Storage>,
@@ -582,7 +608,8 @@ pub fn hint(problem: &Problem) -> Option<&'static str> {
         Problem::NoTree => "`bcow seal` makes a disk immutable, with a hash tree",
         Problem::Denied { .. } => {
             "for images in registries, `skopeo login`, `docker login` or `podman login` stores \
-             credentials"
+             credentials; for those in S3, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and \
+             AWS_SECRET_ACCESS_KEY"
         }
         Problem::NoSubject => "copy the ordinary image there first, with `skopeo copy`",
         Problem::NotKept(_) => {

@@ -34,7 +34,8 @@ pub use device::{NbdDevice, driver_failure};
 /// The command needs root and the kernel's nbd driver.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The device: /dev/nbdN

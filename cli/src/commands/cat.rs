@@ -18,7 +18,8 @@ use crate::{names, stat};
 /// incomplete, but it never has wrong data.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Paths of regular files in the image

@@ -39,6 +39,7 @@ use crate::ui::Ui;
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///     https://HOST/PATH         a BCoW image on a web server
+///     s3://BUCKET/KEY           a BCoW image in S3
 ///     docker://HOST/REPO[:TAG]  an image in a registry, in any form
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of

@@ -34,6 +34,7 @@ use crate::ui::Ui;
 ///     oci-archive:FILE[:REF]    the same image in a tar archive
 ///     docker://HOST/REPO[:TAG]  an image in BCoW form in a registry
 ///     https://HOST/PATH         a BCoW file on a web server
+///     s3://BUCKET/KEY           a BCoW file in S3
 ///
 /// DST is one of FILE, bcow:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] and
 /// docker://HOST/REPO[:TAG].
@@ -49,7 +50,8 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// What to copy: a file, oci:DIR[:REF], oci-archive:FILE[:REF], docker://... or https://...
+    /// What to copy: a file, oci:DIR[:REF], oci-archive:FILE[:REF], docker://..., s3://... or
+    /// https://...
     #[arg(value_name = "SRC", value_hint = clap::ValueHint::FilePath)]
     source: PathBuf,
     /// Where to: a file, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]

@@ -53,7 +53,8 @@ Exit status, as in diff(1):
   2  error: an unreadable image, a damaged block, an invalid command line"
 )]
 pub struct Args {
-    /// The first image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The first image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
     a: PathBuf,
     /// The second image

@@ -49,7 +49,8 @@ use crate::ui::{Progress, Ui};
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Form of the output: tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG],

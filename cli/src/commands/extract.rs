@@ -37,7 +37,8 @@ use crate::ui::{Progress, Ui};
 #[derive(Debug, clap::Args)]
 #[command(override_usage = "bcow extract [OPTIONS] <IMG> [PATH] <DIR>")]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// A path in the image [default: its root], and the directory to extract into

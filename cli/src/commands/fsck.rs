@@ -55,8 +55,8 @@ Exit status, as in fsck(8):
   8   the check failed: the file is missing, unreadable, not a BCoW file, or of a newer version
   16  the command line is invalid")]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...; or the
-    /// directory of an upper
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...; or the directory of an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The image of an upper [default: the path recorded in the upper]

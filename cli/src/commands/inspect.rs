@@ -38,7 +38,8 @@ use crate::ui::{Output, Ui};
 /// fields, but never move them. Sizes are in bytes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Print JSON (schema bcow.inspect/1)

@@ -25,7 +25,8 @@ use crate::{names, stat};
 /// `"path_hex"` has all its bytes in hexadecimal. Times are in UTC.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// A path in the image [default: the root]

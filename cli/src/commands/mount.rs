@@ -81,7 +81,8 @@ mount ends when the last open file is closed, or at a second signal. SIGHUP unmo
 foreground."
 )]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The directory to mount on; after the layers, if there are any

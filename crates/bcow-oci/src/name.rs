@@ -29,8 +29,8 @@ pub enum ImageName {
         /// The file's digest.
         digest: Digest,
     },
-    /// An image on another machine: `https://...`, `http://...` or `docker://...`. This crate does
-    /// not read it.
+    /// An image on another machine: `https://...`, `http://...`, `s3://...` or `docker://...`. This
+    /// crate does not read it.
     Remote(String),
 }
 
@@ -45,7 +45,8 @@ pub struct NameSyntax {
 impl NameSyntax {
     /// A hint for the user.
     pub fn hint(&self) -> &'static str {
-        "images are FILE, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... and docker://..."
+        "images are FILE, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... and \
+         docker://..."
     }
 }
 
@@ -53,7 +54,7 @@ const TRANSPORT: &[u8] = b"oci:";
 /// The transport of a file whose name looks like another transport.
 const FILE: &[u8] = b"bcow:";
 /// The begin of the names of images on other machines.
-const REMOTE: [&[u8]; 3] = [b"https://", b"http://", b"docker://"];
+const REMOTE: [&[u8]; 4] = [b"https://", b"http://", b"docker://", b"s3://"];
 
 impl ImageName {
     /// Parses an image name. A name without a transport is a file.

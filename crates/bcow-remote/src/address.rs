@@ -78,6 +78,12 @@ impl Address {
         Address::parse(&format!("{scheme}://{authority}{path}?{before}{fields}"))
     }
 
+    /// The same address with this path behind its own, and without a query.
+    pub(crate) fn with_path(&self, path: &str) -> Result<Address, Problem> {
+        let base = self.0.path().trim_end_matches('/');
+        Address::parse(&format!("{}{base}{path}", self.origin()))
+    }
+
     /// Refuses plain HTTP, unless it is allowed.
     pub(crate) fn check(&self, transport: Transport) -> Result<(), Problem> {
         match transport == Transport::PlainToo || self.is_encrypted() {

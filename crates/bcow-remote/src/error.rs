@@ -103,6 +103,15 @@ pub enum Problem {
     },
 }
 
+/// Longest text of a server in a message.
+const TEXT_CHARS: usize = 300;
+
+/// A server's text, short enough for a message and without control characters.
+pub(crate) fn printable(text: &str) -> String {
+    let clean = text.chars().map(|c| if c.is_control() { ' ' } else { c });
+    clean.take(TEXT_CHARS).collect()
+}
+
 fn busy(status: u16) -> String {
     match status {
         429 => "the server limits the number of requests (status 429)".to_owned(),
@@ -195,5 +204,16 @@ impl Problem {
             problem: self,
             retry: Retry::Soon,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_of_a_server_is_made_harmless() {
+        assert_eq!(printable("a\u{1b}[2Jb"), "a [2Jb");
+        assert_eq!(printable(&"x".repeat(5000)).len(), TEXT_CHARS);
     }
 }

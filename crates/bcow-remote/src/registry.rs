@@ -15,7 +15,7 @@ use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
 use crate::remote::Remote;
 use crate::shared::Shared;
-use crate::source::Source;
+use crate::source::{Access, Source};
 use crate::tree::Root;
 
 /// Largest size of a blob that is read whole because no root hash is known for it.
@@ -309,7 +309,8 @@ impl Registry {
     fn source(&self, path: &str) -> Result<Source, RemoteError> {
         let client = Arc::clone(&self.shared.client);
         let address = self.address(path)?;
-        Ok(Source::with_auth(client, address, Arc::clone(&self.auth)))
+        let access = Access::Registry(Arc::clone(&self.auth));
+        Ok(Source::new(client, address, access))
     }
 }
 

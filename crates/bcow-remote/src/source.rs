@@ -1,12 +1,14 @@
 //! The bytes of one file on a server, in ranges. They are not checked here.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::SystemTime;
 
 use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
 use crate::patience::Patience;
+use crate::s3::{Refusal, Signer};
 
 /// Redirects, one after the other.
 const MOST_REDIRECTS: u32 = 5;
@@ -15,11 +17,19 @@ pub(crate) struct Source {
     client: Arc<Client>,
     address: Address,
     /// Access to the server of `address`. No other server gets what it returns.
-    auth: Option<Arc<Auth>>,
+    access: Access,
     /// The address to which the server redirected the last request. Asking the server again for
     /// each range would cost a request more. The lock is held to copy the address only.
     redirected: Mutex<Option<Address>>,
     version: OnceLock<Version>,
+}
+
+/// The access to a server.
+pub(crate) enum Access {
+    /// Everyone has it.
+    Open,
+    Registry(Arc<Auth>),
+    S3(Signer),
 }
 
 /// What a server says of the version of a file.
@@ -51,20 +61,13 @@ pub(crate) enum Ranged {
 }
 
 impl Source {
-    pub(crate) fn new(client: Arc<Client>, address: Address) -> Self {
+    pub(crate) fn new(client: Arc<Client>, address: Address, access: Access) -> Self {
         Source {
             client,
             address,
-            auth: None,
+            access,
             redirected: Mutex::new(None),
             version: OnceLock::new(),
-        }
-    }
-
-    pub(crate) fn with_auth(client: Arc<Client>, address: Address, auth: Arc<Auth>) -> Self {
-        Source {
-            auth: Some(auth),
-            ..Source::new(client, address)
         }
     }
 
@@ -150,8 +153,13 @@ impl Source {
         headers: &[(&str, &str)],
         patience: &Patience,
     ) -> Result<Answer, Fault> {
-        let auth = self.auth.as_ref();
-        let Some(auth) = auth.filter(|_| address.same_server(&self.address)) else {
+        let auth = match &self.access {
+            _ if !address.same_server(&self.address) => None,
+            Access::Open => None,
+            Access::Registry(auth) => Some(auth),
+            Access::S3(signer) => return self.send_signed(signer, address, headers, patience),
+        };
+        let Some(auth) = auth else {
             return self.client.get(address, headers, patience);
         };
         let send = |authorization: Option<&str>| {
@@ -171,6 +179,36 @@ impl Source {
         auth.accept_challenge(&challenge, sent, &self.client, &self.address, patience)?;
         let authorization = auth.header(&self.client, &self.address, patience)?;
         send(authorization.as_deref())
+    }
+
+    /// Sends a signed request; once more with other credentials, if those have expired.
+    fn send_signed(
+        &self,
+        signer: &Signer,
+        address: &Address,
+        headers: &[(&str, &str)],
+        patience: &Patience,
+    ) -> Result<Answer, Fault> {
+        let checked = address.check(self.client.transport);
+        checked.map_err(Problem::for_good)?;
+        let mut is_second = false;
+        loop {
+            let signed = signer.sign(address, headers, SystemTime::now())?;
+            let pairs: Vec<_> = signed
+                .headers
+                .iter()
+                .map(|(name, value)| (name.as_str(), value.as_str()))
+                .collect();
+            let answer = self.client.get(address, &pairs, patience)?;
+            if !matches!(answer.status, 301 | 400 | 401 | 403) {
+                return Ok(answer);
+            }
+            match signer.refused(answer, signed.credentials.as_ref()) {
+                Refusal::Again if !is_second => is_second = true,
+                Refusal::Again => return Err(Signer::not_accepted()),
+                Refusal::Final(fault) => return Err(fault),
+            }
+        }
     }
 
     /// Requests a whole document.

@@ -19,13 +19,13 @@ use crate::address::Address;
 use crate::auth::{Auth, Keychain, encode};
 use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::client::Content;
-use crate::error::{Fault, Problem, RemoteError};
+use crate::error::{Fault, Problem, RemoteError, printable};
 use crate::patience::Patience;
 use crate::registry::{ACCEPT, INDEX, Reference, referrers_tag};
 use crate::remote::Remote;
 use crate::source::is_redirect;
 use access::Access;
-use refusal::{printable, refusal};
+use refusal::refusal;
 use session::{Blob, Ended, Session, location};
 
 pub use session::Open;

@@ -21,7 +21,7 @@ use crate::ui::Ui;
 /// --root-hash.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image: https://... or docker://...
+    /// The image: https://..., s3://... or docker://...
     #[arg(value_name = "IMG")]
     image: PathBuf,
     /// Number of requests at a time

@@ -3,12 +3,10 @@
 use serde::Deserialize;
 
 use crate::client::Answer;
-use crate::error::{Fault, Problem};
+use crate::error::{Fault, Problem, printable};
 
 /// Largest size of the text with which a registry explains an error.
 const EXPLANATION_BYTES: u64 = 16 << 10;
-/// Longest explanation in a message.
-const EXPLANATION_CHARS: usize = 300;
 
 /// The error of an answer, with the explanation of the registry.
 pub(super) fn refusal(mut answer: Answer) -> Fault {
@@ -49,21 +47,4 @@ fn explanation(answer: &mut Answer) -> Option<String> {
         (code, message) => format!("{code}: {message}"),
     };
     Some(printable(&text))
-}
-
-/// A server's text, short enough for a message and without control characters.
-pub(super) fn printable(text: &str) -> String {
-    let clean = text.chars().map(|c| if c.is_control() { ' ' } else { c });
-    clean.take(EXPLANATION_CHARS).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn text_of_a_server_is_made_harmless() {
-        assert_eq!(printable("a\u{1b}[2Jb"), "a [2Jb");
-        assert_eq!(printable(&"x".repeat(5000)).len(), EXPLANATION_CHARS);
-    }
 }

@@ -1,0 +1,320 @@
+"""Images in S3: `s3://BUCKET/KEY`, with signatures that the server checks.
+
+The server is these tests' own: it computes each signature by itself, from the request that arrived,
+and refuses what differs, what is too old, and what is not signed. versitygw is a second one, if
+this machine has it. Every command and every wait has a time limit.
+"""
+
+import datetime
+import hashlib
+import hmac
+import http.server
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+import unittest
+import urllib.parse
+
+import test_remote
+from support import WORK, assert_same_tree, bcow, need, until
+from test_remote import TIMEOUT, make_certificates
+
+KEY_ID, SECRET = "AKIATESTSOFBCOW", "geheim/4711+Schluessel"
+REGION = "eu-test-1"
+BUCKET = "images"
+EMPTY = hashlib.sha256(b"").hexdigest()
+CREDENTIAL = re.compile(r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d{8})/([^/]+)/s3/aws4_request, "
+                        r"SignedHeaders=([a-z0-9;-]+), Signature=([0-9a-f]{64})")
+
+
+def mac(key, text):
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+
+
+def signature(secret, method, target, headers, names, day, region):
+    """The signature of a request (AWS Signature Version 4), from what arrived of it."""
+    path, _, query = target.partition("?")
+    pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
+    query = "&".join(f"{urllib.parse.quote(name, safe='-_.~')}="
+                     f"{urllib.parse.quote(value, safe='-_.~')}" for name, value in sorted(pairs))
+    path = urllib.parse.quote(urllib.parse.unquote(path), safe="/-_.~")
+    lines = [method, path, query]
+    lines += [f"{name}:{' '.join((headers.get(name) or '').split())}" for name in names]
+    lines += ["", ";".join(names), headers["x-amz-content-sha256"]]
+    request = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    scope = f"{day}/{region}/s3/aws4_request"
+    key = ("AWS4" + secret).encode()
+    for part in day, region, "s3", "aws4_request":
+        key = mac(key, part)
+    text = f"AWS4-HMAC-SHA256\n{headers['x-amz-date']}\n{scope}\n{request}"
+    return mac(key, text).hex()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Sends objects of one bucket to clients that sign as they should."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = TIMEOUT
+
+    def refusal(self):
+        """The status and the code of an error; None for a request that is right."""
+        server, headers = self.server, self.headers
+        if server.public:
+            return None
+        found = CREDENTIAL.fullmatch(headers.get("Authorization", ""))
+        if not found:
+            return 403, "AccessDenied"
+        key_id, day, region, names, sent = found.groups()
+        names = names.split(";")
+        if key_id not in server.keys:
+            return 403, "InvalidAccessKeyId"
+        secret, token = server.keys[key_id]
+        if headers.get("x-amz-security-token") != token:
+            return 403, "ExpiredToken"
+        if region != REGION:
+            return 400, "AuthorizationHeaderMalformed"
+        wanted = {name.lower() for name in headers
+                  if name.lower() in ("host", "range") or name.lower().startswith("x-amz-")}
+        if sorted(names) != names or not wanted <= set(names) or "host" not in wanted:
+            return 403, "AccessDenied"
+        time = datetime.datetime.strptime(headers["x-amz-date"], "%Y%m%dT%H%M%SZ")
+        now = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+        if abs((now - time).total_seconds()) > 900 or not headers["x-amz-date"].startswith(day):
+            return 403, "RequestTimeTooSkewed"
+        if headers["x-amz-content-sha256"] != EMPTY:
+            return 400, "XAmzContentSHA256Mismatch"
+        right = signature(secret, self.command, self.path, headers, names, day, region)
+        return None if hmac.compare_digest(sent, right) else (403, "SignatureDoesNotMatch")
+
+    def do_GET(self):
+        server = self.server
+        refused = self.refusal()
+        with server.lock:
+            server.asked.append((self.path, refused and refused[1]))
+        if refused:
+            status, code = refused
+            text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
+            wrong_region = code == "AuthorizationHeaderMalformed"
+            self.answer(status, text.encode(),
+                        {"x-amz-bucket-region": REGION} if wrong_region else {})
+            return
+        data = server.objects.get(urllib.parse.unquote(self.path))
+        if data is None:
+            self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not asked:
+            self.answer(200, data)
+            return
+        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        self.answer(206, data[first:last + 1],
+                    {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
+
+    def answer(self, status, body, headers=None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A bucket for the length of a with block."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, objects, context):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.objects = {f"/{BUCKET}/{key}": data for key, data in objects.items()}
+        self.keys = {KEY_ID: (SECRET, None)}
+        self.public, self.asked, self.lock = False, [], threading.Lock()
+        self.socket = context.wrap_socket(self.socket, server_side=True,
+                                          do_handshake_on_connect=False)
+
+    def handle_error(self, *_):
+        # A client that ends closes its connection.
+        pass
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class Bucket(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("openssl", root=True, fuse=True)
+        cls.directory = tempfile.mkdtemp(prefix="s3-", dir=WORK)
+        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        make_certificates(cls.directory)
+        cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
+        cls.tree = cls.path("tree")
+        for n in range(20):
+            os.makedirs(os.path.join(cls.tree, f"dir-{n}"))
+            with open(os.path.join(cls.tree, f"dir-{n}", "file"), "wb") as out:
+                out.write(os.urandom(100_000))
+        cls.image = cls.path("image.bcow")
+        bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
+        with open(cls.image, "rb") as file:
+            data = file.read()
+        cls.key = "team x/\u00e9+=&.bcow"
+        cls.objects = {"image.bcow": data, cls.key: data}
+
+    path = classmethod(test_remote.Remote.path.__func__)
+    bcow, mounted = test_remote.Remote.bcow, test_remote.Remote.mounted
+
+    def setUp(self):
+        test_remote.Remote.setUp(self)
+        home = tempfile.mkdtemp(prefix="home-", dir=self.directory)
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            self.addCleanup(os.environ.__setitem__, name, os.environ.pop(name))
+        self.env.update(HOME=home, AWS_REGION=REGION, AWS_ACCESS_KEY_ID=KEY_ID,
+                        AWS_SECRET_ACCESS_KEY=SECRET)
+
+    def server(self):
+        server = Server(self.objects, self.context)
+        self.env["AWS_ENDPOINT_URL"] = f"https://localhost:{server.server_address[1]}"
+        return server
+
+    def credentials(self, text):
+        """Keys in a file instead of the environment."""
+        for name in "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY":
+            self.env.pop(name, None)
+        os.makedirs(os.path.join(self.env["HOME"], ".aws"), exist_ok=True)
+        with open(os.path.join(self.env["HOME"], ".aws", "credentials"), "w") as out:
+            out.write(text)
+
+    def test_image_reads_and_mounts_with_signed_requests(self):
+        local = bcow("ls", "-R", self.image, timeout=TIMEOUT).out
+        with self.server() as server:
+            for key in self.objects:
+                self.assertEqual(self.bcow("ls", "-R", f"s3://{BUCKET}/{key}").out, local)
+            name = f"s3://{BUCKET}/image.bcow"
+            self.bcow("fsck", "--data", name)
+            with self.mounted(name) as where:
+                assert_same_tree(self, self.tree, where)
+            copy = os.path.join(self.cache, "copy")
+            self.bcow("copy", name, copy)
+            with open(copy, "rb") as file:
+                self.assertTrue(file.read() == self.objects["image.bcow"], "the copy")
+            self.assertEqual({code for _, code in server.asked}, {None})
+
+    def test_wrong_missing_and_refused_keys_are_errors_without_secrets(self):
+        with self.server() as server:
+            def failure(*arguments):
+                failed = self.bcow("-vv", "ls", *arguments, check=False)
+                self.assertEqual(failed.code, 1)
+                self.assertNotIn(SECRET.encode(), failed.err)
+                return failed.err.decode()
+
+            name = f"s3://{BUCKET}/image.bcow"
+            self.assertIn("status 404", failure(f"s3://{BUCKET}/none.bcow"))
+            self.env["AWS_SECRET_ACCESS_KEY"] = "falsch"
+            self.assertIn("SignatureDoesNotMatch", failure(name))
+            self.env["AWS_ACCESS_KEY_ID"] = "AKIANONE"
+            self.assertIn("InvalidAccessKeyId", failure(name))
+            self.env.update(AWS_ACCESS_KEY_ID=KEY_ID, AWS_SECRET_ACCESS_KEY=SECRET,
+                            AWS_REGION="us-east-1")
+            self.assertIn(f"the bucket is in the region {REGION}", failure(name))
+            del self.env["AWS_ACCESS_KEY_ID"], self.env["AWS_SECRET_ACCESS_KEY"]
+            self.assertIn("AWS_ACCESS_KEY_ID", failure(name))
+            # Without keys, a public bucket is read without signatures.
+            server.public = True
+            self.bcow("ls", name)
+
+    def test_keys_come_from_the_profile_in_the_file(self):
+        with self.server():
+            self.credentials(f"[default]\naws_access_key_id = x\naws_secret_access_key = y\n\n"
+                             f"[work]\naws_access_key_id = {KEY_ID}\n"
+                             f"aws_secret_access_key = {SECRET}\n")
+            name = f"s3://{BUCKET}/image.bcow"
+            self.assertEqual(self.bcow("ls", name, check=False).code, 1)
+            self.env["AWS_PROFILE"] = "work"
+            self.bcow("ls", name)
+            self.env["AWS_PROFILE"] = "none"
+            failed = self.bcow("ls", name, check=False)
+            self.assertIn(b"no keys for the profile", failed.err)
+
+    def test_expired_keys_are_read_again(self):
+        def keys(token):
+            self.credentials(f"[default]\naws_access_key_id = {KEY_ID}\n"
+                             f"aws_secret_access_key = {SECRET}\naws_session_token = {token}\n")
+
+        with self.server() as server:
+            server.keys[KEY_ID] = (SECRET, "token-1")
+            keys("token-1")
+            with self.mounted(f"s3://{BUCKET}/image.bcow") as where:
+                os.listdir(where)
+                server.keys[KEY_ID] = (SECRET, "token-2")
+                keys("token-2")
+                assert_same_tree(self, self.tree, where)
+            self.assertIn("ExpiredToken", {code for _, code in server.asked})
+
+    def test_plain_http_needs_permission_and_other_hosts_get_no_keys(self):
+        self.env["AWS_ENDPOINT_URL"] = "http://s3.invalid"
+        name = f"s3://{BUCKET}/image.bcow"
+        self.assertIn(b"--insecure", self.bcow("ls", name, check=False).err)
+        failed = self.bcow("ls", "--insecure", name, check=False)
+        self.assertIn(b"not sent to s3.invalid without encryption", failed.err)
+
+    def test_writing_is_refused(self):
+        with self.server():
+            for command in "convert", "copy":
+                failed = self.bcow(command, self.image, f"s3://{BUCKET}/new.bcow", check=False)
+                self.assertEqual(failed.code, 2)
+                self.assertIn(b"hint: ", failed.err)
+
+    def test_versitygw_accepts_the_signatures(self):
+        if not shutil.which("versitygw"):
+            self.skipTest("versitygw is not installed; the other tests have a server of their own")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        posix = tempfile.mkdtemp(prefix="posix-", dir=self.directory)
+        for key, data in self.objects.items():
+            at = os.path.join(posix, BUCKET, key)
+            os.makedirs(os.path.dirname(at), exist_ok=True)
+            with open(at, "wb") as out:
+                out.write(data)
+        with tempfile.TemporaryFile() as log:
+            server = subprocess.Popen(
+                ["versitygw", "--access", KEY_ID, "--secret", SECRET, "--region", REGION,
+                 "--port", f"127.0.0.1:{port}", "--cert", self.path("leaf.pem"), "--key",
+                 self.path("leaf.key"), "posix", posix],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            try:
+                def answers():
+                    self.assertIsNone(server.poll(), "versitygw ended")
+                    with socket.socket() as probe:
+                        return probe.connect_ex(("127.0.0.1", port)) == 0
+                until(answers, "versitygw answers", 30)
+                self.env["AWS_ENDPOINT_URL_S3"] = f"https://localhost:{port}"
+                for key in self.objects:
+                    self.bcow("fsck", "--data", "--no-cache", f"s3://{BUCKET}/{key}")
+                with self.mounted(f"s3://{BUCKET}/image.bcow") as where:
+                    assert_same_tree(self, self.tree, where)
+                self.env["AWS_SECRET_ACCESS_KEY"] = "falsch"
+                failed = self.bcow("ls", f"s3://{BUCKET}/image.bcow", check=False)
+                self.assertIn(b"SignatureDoesNotMatch", failed.err)
+            finally:
+                server.kill()
+                server.wait(30)
+
+
+if __name__ == "__main__":
+    unittest.main()
