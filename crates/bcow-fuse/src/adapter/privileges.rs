@@ -105,6 +105,9 @@ pub(super) fn drop_set_id_of_content(
 
 /// The attributes of a file that has set-id bits; `None` for other files and for directories.
 fn set_id_attributes(fs: &UnionFs, node: NodeId) -> Result<Option<Attributes>, Errno> {
+    if !fs.may_be_privileged(node)? {
+        return Ok(None);
+    }
     let attributes = fs.attributes(node)?;
     let is_set_id = attributes.permissions & (SET_UID | SET_GID) != 0;
     Ok((attributes.kind != FileType::Directory && is_set_id).then_some(attributes))

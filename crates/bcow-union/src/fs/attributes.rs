@@ -170,6 +170,11 @@ impl UnionFs {
         })
     }
 
+    /// Whether the file may have set-id bits or capabilities. `false` is certain.
+    pub fn may_be_privileged(&self, id: NodeId) -> Result<bool, Errno> {
+        Ok(self.node(id)?.may_be_privileged.load(Ordering::Acquire))
+    }
+
     /// Changes the given attributes and gives all attributes afterwards.
     pub fn set_attributes(&self, id: NodeId, changes: &Changes) -> Result<Attributes, Errno> {
         let node = self.node(id)?;
@@ -386,7 +391,8 @@ fn stat_sketch(sketch: &dyn Sketch, file: &File) -> Result<Stat, Errno> {
     stat
 }
 
-fn attributes_above(node: &Node, stat: &Stat) -> Attributes {
+/// The attributes of a node as the host has them.
+pub(super) fn attributes_above(node: &Node, stat: &Stat) -> Attributes {
     let (atime, mtime) = host::times(stat);
     Attributes {
         node: node.id,

@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_N
 use rustix::io::Errno;
 
 use super::types::SetTime;
-use crate::upper::{OverrideKind, set_noatime};
+use crate::upper::{OverrideKind, set_noatime_new};
 
 /// Opens `name` in `directory` with `O_PATH`; `None` if there is no such name.
 pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File>, Errno> {
@@ -33,7 +33,7 @@ pub(super) fn open_directory(directory: impl AsFd, name: &[u8]) -> Result<File, 
         OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
         Mode::empty(),
     )?;
-    set_noatime(&opened);
+    set_noatime_new(&opened);
     Ok(File::from(opened))
 }
 
@@ -76,10 +76,12 @@ pub(super) fn link(file: &File, directory: impl AsFd, name: &[u8]) -> Result<(),
 
 /// Sets permission bits. Not for symlinks.
 pub(super) fn set_mode(file: &File, permissions: u16) -> Result<(), Errno> {
-    rustix::fs::chmod(
-        proc_path(file),
-        Mode::from_raw_mode(u32::from(permissions) & 0o7777),
-    )
+    let mode = Mode::from_raw_mode(u32::from(permissions) & 0o7777);
+    match rustix::fs::fchmod(file, mode) {
+        // The file is open with `O_PATH`.
+        Err(Errno::BADF) => rustix::fs::chmod(proc_path(file), mode),
+        other => other,
+    }
 }
 
 /// Sets the owner. Does not follow a symlink.

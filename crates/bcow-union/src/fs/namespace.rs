@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::FileType;
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
+use super::attributes::attributes_above;
 use super::attributes::decode_device;
 use super::charge::{MARKS_BYTES, NAME_BYTES};
 use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
-use super::nodes::{Content, Node, Place, State, Upper};
+use super::nodes::{Capabilities, Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
 use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
@@ -20,7 +21,7 @@ use crate::account::{self, Reservation};
 use crate::blocks::BLOCK_BYTES;
 use crate::node::NodeId;
 use crate::upper::{
-    ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, Temporary, XattrMode, set_noatime,
+    ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, Temporary, XattrMode, set_noatime_new,
 };
 
 /// Set-group-ID bit.
@@ -41,7 +42,24 @@ struct NewOwner {
     permissions: u16,
     /// The parent's default ACL, which the new inode inherits.
     acl: Option<Vec<u8>>,
+    /// The group that the host gives to an inode in the parent, if the host's directory determines
+    /// it, and if that is known.
+    host_group: HostGroup,
 }
+
+/// The group of an inode that the host makes in a directory.
+#[derive(Debug, Clone, Copy)]
+enum HostGroup {
+    /// Only the host's directory shows it.
+    Unknown,
+    /// That of this process.
+    OfProcess,
+    /// That of the directory.
+    Inherited(u32),
+}
+
+/// A new node, and its attributes on the host if they are those of the node.
+type Made = (Arc<Node>, Option<Stat>);
 
 impl UnionFs {
     /// Creates an empty regular file and gives its attributes. This and the functions below count
@@ -114,19 +132,74 @@ impl UnionFs {
         let parent = self.node(parent)?;
         check_new_name(name)?;
         self.ensure_directory(&parent)?;
-        let node = {
+        let (node, stat) = {
             let _names = parent.lock_names();
-            let new_name = self.new_name(&parent, name)?;
-            let owned = self.owned_in(caller, &parent, permissions, new)?;
-            let mut room = self.room_for_new(new, &owned, &new_name)?;
-            let made = self.make_at(&parent, &new_name, name, &owned, new);
-            self.recount_overhead_in(&*new_name.directory, &mut room);
-            let file = made?;
-            self.count_new(&file, &mut room);
-            parent.names_have_changed();
-            self.new_node(&parent, name, new, &owned, file)?
+            match self.make_named(caller, &parent, name, permissions, new) {
+                // The name exists, or it has a whiteout.
+                Err(Errno::EXIST) => {
+                    let new_name = self.new_name(&parent, name)?;
+                    self.make_in(caller, &parent, &new_name, name, permissions, new)?
+                }
+                made => made?,
+            }
         };
-        self.hold(&node)
+        match stat {
+            Some(stat) => {
+                let attributes = attributes_above(&node, &stat);
+                self.table.hold(&node);
+                self.limit_descriptors();
+                Ok(attributes)
+            }
+            None => self.hold(&node),
+        }
+    }
+
+    /// Makes an object of a name that neither the image nor the upper has; `EEXIST` otherwise. The
+    /// kernel looked the name up before, so this is the usual case, and the host checks the name in
+    /// the upper when it makes the object.
+    fn make_named(
+        &self,
+        caller: &Caller,
+        parent: &Arc<Node>,
+        name: &[u8],
+        permissions: u16,
+        new: &New<'_>,
+    ) -> Result<Made, Errno> {
+        if self.is_reserved(parent, name) {
+            return Err(Errno::PERM);
+        }
+        if self.lookup_lower(parent, name)?.is_some() {
+            return Err(Errno::EXIST);
+        }
+        let new_name = NewName {
+            directory: self.open_upper(parent, Access::Directory)?,
+            is_whited_out: false,
+        };
+        self.make_in(caller, parent, &new_name, name, permissions, new)
+    }
+
+    fn make_in(
+        &self,
+        caller: &Caller,
+        parent: &Arc<Node>,
+        new_name: &NewName,
+        name: &[u8],
+        permissions: u16,
+        new: &New<'_>,
+    ) -> Result<Made, Errno> {
+        let owned = self.owned_in(caller, parent, permissions, new)?;
+        let mut room = self.room_for_new(new, &owned, new_name)?;
+        let made = self.make_at(parent, new_name, name, &owned, new);
+        self.recount_overhead_in(&*new_name.directory, &mut room);
+        let (file, stat) = made?;
+        self.count_new(&file, &mut room);
+        parent.names_have_changed();
+        let host_inode = match &stat {
+            Some(stat) => stat.st_ino,
+            None => rustix::fs::fstat(&file)?.st_ino,
+        };
+        let node = self.new_node(parent, name, new, &owned, file, host_inode)?;
+        Ok((node, stat))
     }
 
     /// Reserves room for a new inode in a directory.
@@ -195,6 +268,11 @@ impl UnionFs {
         if inherits_group && matches!(new, New::Directory) {
             permissions |= SET_GID;
         }
+        let host_group = match (self.keeps_owner(parent), inherits_group) {
+            (true, _) => HostGroup::Unknown,
+            (false, true) => HostGroup::Inherited(above.gid),
+            (false, false) => HostGroup::OfProcess,
+        };
         Ok(NewOwner {
             uid: caller.uid,
             gid: if inherits_group {
@@ -204,6 +282,7 @@ impl UnionFs {
             },
             permissions,
             acl,
+            host_group,
         })
     }
 
@@ -226,7 +305,7 @@ impl UnionFs {
         name: &[u8],
         owned: &NewOwner,
         new: &New<'_>,
-    ) -> Result<File, Errno> {
+    ) -> Result<(File, Option<Stat>), Errno> {
         if !new_name.is_whited_out
             && owned.acl.is_none()
             && self.inherits_right_owner(new_name, owned)?
@@ -252,7 +331,7 @@ impl UnionFs {
             self.set_mark(&file, Mark::Opaque, b"y")?;
         }
         place(temporary, new_name, name, matches!(new, New::Directory))?;
-        Ok(file)
+        Ok((file, None))
     }
 
     /// Whether an inode that the host creates in this place has the right owner at once. Then a
@@ -261,10 +340,21 @@ impl UnionFs {
         if self.uses_override() || owned.uid != rustix::process::geteuid().as_raw() {
             return Ok(false);
         }
-        let stat = rustix::fs::fstat(&*new_name.directory)?;
-        Ok(match stat.st_mode & u32::from(SET_GID) {
-            0 => owned.gid == rustix::process::getegid().as_raw(),
-            _ => owned.gid == stat.st_gid,
+        let group = match owned.host_group {
+            HostGroup::Unknown => {
+                let stat = rustix::fs::fstat(&*new_name.directory)?;
+                match stat.st_mode & u32::from(SET_GID) {
+                    0 => HostGroup::OfProcess,
+                    _ => HostGroup::Inherited(stat.st_gid),
+                }
+            }
+            known => known,
+        };
+        Ok(match group {
+            HostGroup::Inherited(gid) => owned.gid == gid,
+            HostGroup::OfProcess | HostGroup::Unknown => {
+                owned.gid == rustix::process::getegid().as_raw()
+            }
         })
     }
 
@@ -273,17 +363,17 @@ impl UnionFs {
         new_name: &NewName,
         name: &[u8],
         owned: &NewOwner,
-    ) -> Result<File, Errno> {
+    ) -> Result<(File, Option<Stat>), Errno> {
         let file = File::from(rustix::fs::openat(
             &*new_name.directory,
             name,
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
             first_mode(owned),
         )?);
-        set_noatime(&file);
+        set_noatime_new(&file);
         let undo = || rustix::fs::unlinkat(&*new_name.directory, name, AtFlags::empty());
-        self.set_owner_in_place(&file, owned, &New::File, undo)?;
-        Ok(file)
+        let stat = self.set_owner_in_place(&file, owned, &New::File, undo)?;
+        Ok((file, stat))
     }
 
     fn make_directory_in_place(
@@ -291,7 +381,7 @@ impl UnionFs {
         new_name: &NewName,
         name: &[u8],
         owned: &NewOwner,
-    ) -> Result<File, Errno> {
+    ) -> Result<(File, Option<Stat>), Errno> {
         rustix::fs::mkdirat(&*new_name.directory, name, first_mode(owned))?;
         let undo = || rustix::fs::unlinkat(&*new_name.directory, name, AtFlags::REMOVEDIR);
         let file = match host::open_directory(&*new_name.directory, name) {
@@ -301,8 +391,8 @@ impl UnionFs {
                 return Err(errno);
             }
         };
-        self.set_owner_in_place(&file, owned, &New::Directory, undo)?;
-        Ok(file)
+        let stat = self.set_owner_in_place(&file, owned, &New::Directory, undo)?;
+        Ok((file, stat))
     }
 
     fn set_owner_in_place(
@@ -311,14 +401,16 @@ impl UnionFs {
         owned: &NewOwner,
         new: &New<'_>,
         undo: impl Fn() -> Result<(), Errno>,
-    ) -> Result<(), Errno> {
+    ) -> Result<Option<Stat>, Errno> {
         self.own(file, owned, new).inspect_err(|_| {
             let _ = undo();
         })
     }
 
-    fn own(&self, file: &File, owned: &NewOwner, new: &New<'_>) -> Result<(), Errno> {
+    /// Sets owner, mode and ACL. Gives the attributes on the host if nothing had to be set.
+    fn own(&self, file: &File, owned: &NewOwner, new: &New<'_>) -> Result<Option<Stat>, Errno> {
         let is_symlink = matches!(new, New::Symlink(_));
+        let mut unchanged = None;
         if self.uses_override() {
             if !is_symlink {
                 let device = match new {
@@ -335,18 +427,22 @@ impl UnionFs {
             }
         } else {
             let stat = rustix::fs::fstat(file)?;
-            if (stat.st_uid, stat.st_gid) != (owned.uid, owned.gid) {
+            let has_owner = (stat.st_uid, stat.st_gid) == (owned.uid, owned.gid);
+            let has_mode = is_symlink || stat.st_mode & 0o7777 == u32::from(owned.permissions);
+            if !has_owner {
                 host::set_owner(file, Some(owned.uid), Some(owned.gid))?;
             }
             // After the owner: a change of owner removes set-id bits.
-            if !is_symlink && stat.st_mode & 0o7777 != u32::from(owned.permissions) {
+            if !has_mode {
                 host::set_mode(file, owned.permissions)?;
             }
+            unchanged = (has_owner && has_mode).then_some(stat);
         }
         if let Some(default) = &owned.acl {
             self.inherit_acl(file, owned, new, default)?;
+            unchanged = None;
         }
-        Ok(())
+        Ok(unchanged)
     }
 
     /// Gives a new inode the ACL that it inherits from its directory, limited by the requested
@@ -395,8 +491,8 @@ impl UnionFs {
         new: &New<'_>,
         owned: &NewOwner,
         file: File,
+        host_inode: u64,
     ) -> Result<Arc<Node>, Errno> {
-        let host_inode = rustix::fs::fstat(&file)?.st_ino;
         let id = NodeId(UPPER_ONLY | host_inode);
         let kind = new.kind();
         let state = State {
@@ -432,6 +528,7 @@ impl UnionFs {
             let is_privileged = owned.permissions & 0o6000 != 0;
             node.may_be_privileged
                 .store(is_privileged, Ordering::Release);
+            *node.lock_capabilities() = Capabilities::None;
             if let Some(state) = state.take() {
                 *node.write_state() = state;
             }

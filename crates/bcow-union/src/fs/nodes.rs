@@ -105,7 +105,7 @@ pub(super) enum Capabilities {
     /// The file may have some.
     #[default]
     Unknown,
-    /// A read found none, and none were set since.
+    /// The file is new or a read found none, and none were set since.
     None,
 }
 
@@ -314,6 +314,11 @@ impl Node {
 
     pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {
         self.capabilities.lock()
+    }
+
+    /// As [`Node::lock_capabilities`], but does not wait.
+    pub(super) fn try_lock_capabilities(&self) -> Option<MutexGuard<'_, Capabilities>> {
+        self.capabilities.try_lock()
     }
 
     /// As [`Node::lock_names`], outside the lock order and so without waiting. The kernel permits

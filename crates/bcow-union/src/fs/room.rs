@@ -6,6 +6,7 @@
 //! a full disk that write would fail, although its program has just freed space. So a request that
 //! finds no space waits for the files that are about to be freed.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -20,11 +21,14 @@ const SOON: Duration = Duration::from_millis(250);
 /// Upper bound of the time that the host takes to free a file, and so of the wait of a request.
 const FREEING: Duration = Duration::from_secs(5);
 
-/// Counts files that lost their last name, and how far they are freed. The lock is a leaf, held for
-/// a few instructions.
+/// Counts files that lost their last name, and how far they are freed.
 #[derive(Debug, Default)]
 pub(super) struct PendingFrees {
+    /// A leaf, held for a few instructions: by removals, and by requests that find no space.
     counts: Mutex<Counts>,
+    /// A copy of [`Counts::freed`], which each request reads before its attempt. It changes only
+    /// under the lock.
+    freed_files: AtomicU64,
     freed: Condvar,
 }
 
@@ -65,12 +69,15 @@ impl PendingFrees {
     pub(super) fn forgotten(&self, free: impl FnOnce()) {
         self.counts.lock().forgotten += 1;
         free();
-        self.counts.lock().freed += 1;
+        let mut counts = self.counts.lock();
+        counts.freed += 1;
+        self.freed_files.store(counts.freed, Ordering::Release);
+        drop(counts);
         self.freed.notify_all();
     }
 
     fn count(&self) -> u64 {
-        self.counts.lock().freed
+        self.freed_files.load(Ordering::Acquire)
     }
 
     /// The bounds of the wait of a request that finds no space now.

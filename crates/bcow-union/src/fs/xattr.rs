@@ -25,7 +25,29 @@ const VALUE_MAX: usize = 64 << 10;
 impl UnionFs {
     /// The value of an extended attribute; `ENODATA` if the node does not have it.
     pub fn xattr(&self, id: NodeId, name: &[u8]) -> Result<Vec<u8>, Errno> {
-        self.xattr_of(&*self.node(id)?, name)?.ok_or(Errno::NODATA)
+        let node = self.node(id)?;
+        let value = match name {
+            CAPABILITIES => self.capabilities_of(&node)?,
+            _ => self.xattr_of(&node, name)?,
+        };
+        value.ok_or(Errno::NODATA)
+    }
+
+    /// The capabilities of a file. The kernel asks for them before the first write to a file, and
+    /// again after each request for its attributes.
+    fn capabilities_of(&self, node: &Node) -> Result<Option<Vec<u8>>, Errno> {
+        let Some(mut known) = node.try_lock_capabilities() else {
+            // A write or a change is in progress.
+            return self.xattr_of(node, CAPABILITIES);
+        };
+        if *known == Capabilities::None {
+            return Ok(None);
+        }
+        let value = self.xattr_of(node, CAPABILITIES)?;
+        if value.is_none() {
+            *known = Capabilities::None;
+        }
+        Ok(value)
     }
 
     pub(super) fn xattr_of(&self, node: &Node, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {

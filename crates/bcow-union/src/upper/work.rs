@@ -111,6 +111,11 @@ pub(crate) fn set_noatime(file: impl AsFd) {
         .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME));
 }
 
+/// As [`set_noatime`], for a file that was just opened without any flag that can be changed later.
+pub(crate) fn set_noatime_new(file: impl AsFd) {
+    let _ = rustix::fs::fcntl_setfl(file, OFlags::NOATIME);
+}
+
 /// Makes the names in a directory durable.
 pub fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::fs::fsync(dir)
