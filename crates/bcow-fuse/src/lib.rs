@@ -30,6 +30,7 @@ mod mount;
 mod mountinfo;
 pub mod options;
 mod outcome;
+mod readers;
 pub mod session;
 pub mod signals;
 pub mod stats;

@@ -14,6 +14,7 @@ use crate::fs::ImageFs;
 use crate::mount::{self, Mount, Unmounted};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
+use crate::readers::Readers;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 
@@ -97,19 +98,22 @@ impl Session {
             },
         );
         let mut config = fuser::Config::default();
-        config.n_threads = Some(threads.max(1));
+        let threads = threads.max(1);
+        let readers = Readers::new(threads);
+        // One thread more than answer requests: see `Readers`.
+        config.n_threads = Some(threads + 1);
         // The kernel itself refuses other users (see `Access`), so fuser need not.
         let all = fuser::SessionACL::All;
         let (fuse, union) = match content {
             Content::Image(fs) => {
-                let adapter = ReadOnly::new(fs, stats, options.permissions());
+                let adapter = ReadOnly::new(fs, stats, readers, options.permissions());
                 let fuse = fuser::Session::from_fd(adapter, connection, all, config);
                 (fuse.map(Fuse::ReadOnly), None)
             }
             Content::Union(fs) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&fs), outcome.descriptor());
-                let adapter = Writable::new(Arc::clone(&fs), stats, options.write_cache());
+                let adapter = Writable::new(Arc::clone(&fs), stats, readers, options.write_cache());
                 let fuse = fuser::Session::from_fd(adapter, connection, all, config);
                 let union = Closing { union: fs, outcome };
                 (fuse.map(Fuse::Writable), Some(union))

@@ -11,6 +11,7 @@ mod reply;
 pub(crate) mod writable;
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bcow_erofs::reader::FileType;
@@ -18,7 +19,8 @@ use bcow_erofs::tree::{DeviceNumber, Timestamp};
 use bcow_union::NodeId;
 use fuser::{FileAttr, Generation, INodeNo, InitFlags, KernelConfig};
 
-use crate::stats::STATS_XATTR;
+use crate::readers::{Kind, Readers, Turn};
+use crate::stats::{MountStats, Operation, Running, STATS_XATTR};
 
 /// How long the kernel may cache a name or an attribute: without a limit in practice. The content
 /// of an image cannot change, and that of a writable mount changes only through the kernel. Ten
@@ -58,6 +60,33 @@ fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
         wanted & offered
     );
     offered
+}
+
+/// A request that this thread answers. The drop ends the measurement, and then the thread may be
+/// parked.
+struct Answering<'a> {
+    _running: Running<'a>,
+    _turn: Turn<'a>,
+}
+
+impl<'a> Answering<'a> {
+    fn begin(
+        readers: &'a Arc<Readers>,
+        stats: &'a Arc<MountStats>,
+        operation: Operation,
+        node: NodeId,
+    ) -> Self {
+        let kind = match operation {
+            Operation::Sync => Kind::Slow,
+            _ => Kind::Brief,
+        };
+        // The turn first: from then on another thread can be called.
+        let turn = readers.begin(kind);
+        Answering {
+            _running: stats.time(operation, node),
+            _turn: turn,
+        }
+    }
 }
 
 fn id(ino: INodeNo) -> NodeId {

@@ -14,16 +14,19 @@ use fuser::{
 };
 
 use super::{
-    NO_INODE, damaged, encode_device, file_type, id, is_stats, negotiate, reply, system_time,
+    Answering, NO_INODE, damaged, encode_device, file_type, id, is_stats, negotiate, reply,
+    system_time,
 };
 use crate::fs::{AccessKind, ImageFs, Node, TrustedNames};
 use crate::options::Permissions;
+use crate::readers::Readers;
 use crate::stats::{MountStats, Operation};
 
 /// Implements fuser's trait for an [`ImageFs`].
 pub(crate) struct ReadOnly {
     fs: ImageFs,
     stats: Arc<MountStats>,
+    readers: Arc<Readers>,
     permissions: Permissions,
     /// Whether the kernel opens files and directories without a request.
     opens: Opens,
@@ -36,16 +39,26 @@ struct Opens {
 }
 
 impl ReadOnly {
-    pub(crate) fn new(fs: ImageFs, stats: Arc<MountStats>, permissions: Permissions) -> Self {
+    pub(crate) fn new(
+        fs: ImageFs,
+        stats: Arc<MountStats>,
+        readers: Arc<Readers>,
+        permissions: Permissions,
+    ) -> Self {
         ReadOnly {
             fs,
             stats,
+            readers,
             permissions,
             opens: Opens {
                 files_unasked: false,
                 directories_unasked: false,
             },
         }
+    }
+
+    fn begin(&self, operation: Operation, node: NodeId) -> Answering<'_> {
+        Answering::begin(&self.readers, &self.stats, operation, node)
     }
 }
 
@@ -66,7 +79,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _running = self.stats.time(Operation::Lookup, id(parent));
+        let _running = self.begin(Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
         reply::found(found.map(|node| node.map(attributes)), reply);
     }
@@ -78,12 +91,12 @@ impl fuser::Filesystem for ReadOnly {
         _handle: Option<FileHandle>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::Stat, id(ino));
+        let _running = self.begin(Operation::Stat, id(ino));
         reply::attributes(self.fs.node(id(ino)).map(attributes), reply);
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _running = self.stats.time(Operation::ReadLink, id(ino));
+        let _running = self.begin(Operation::ReadLink, id(ino));
         reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
@@ -106,7 +119,7 @@ impl fuser::Filesystem for ReadOnly {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.stats.time(Operation::Read, id(ino));
+        let _running = self.begin(Operation::Read, id(ino));
         reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
@@ -125,7 +138,7 @@ impl fuser::Filesystem for ReadOnly {
         cookie: u64,
         reply: ReplyDirectory,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
+        let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing(reply, |each| self.fs.read_dir(id(ino), cookie, each));
     }
 
@@ -137,7 +150,7 @@ impl fuser::Filesystem for ReadOnly {
         cookie: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
+        let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
             self.fs.read_dir(id(ino), cookie, &mut |entry| {
                 let attributes = match self.fs.node(entry.node) {
@@ -150,7 +163,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let _running = self.stats.time(Operation::StatFs, NodeId::ROOT);
+        let _running = self.begin(Operation::StatFs, NodeId::ROOT);
         let figures = self.fs.statistics();
         reply.statfs(
             figures.blocks,
@@ -172,7 +185,7 @@ impl fuser::Filesystem for ReadOnly {
         size: u32,
         reply: ReplyXattr,
     ) {
-        let _running = self.stats.time(Operation::GetXattr, id(ino));
+        let _running = self.begin(Operation::GetXattr, id(ino));
         let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
@@ -182,7 +195,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _running = self.stats.time(Operation::GetXattr, id(ino));
+        let _running = self.begin(Operation::GetXattr, id(ino));
         let trusted = match request.uid() {
             0 => TrustedNames::Shown,
             _ => TrustedNames::Hidden,
@@ -248,7 +261,7 @@ impl fuser::Filesystem for ReadOnly {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        let _running = self.stats.time(Operation::Seek, id(ino));
+        let _running = self.begin(Operation::Seek, id(ino));
         reply::seek(offset, whence, reply, |offset, seek| {
             self.fs.seek(id(ino), offset, seek)
         });

@@ -26,8 +26,9 @@ use super::convert::{
     set_how, without_trusted,
 };
 use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
-use super::{GENERATION, damaged, id, is_stats, negotiate, reply};
+use super::{Answering, GENERATION, damaged, id, is_stats, negotiate, reply};
 use crate::options::WriteCache;
+use crate::readers::{Kind, Readers};
 use crate::stats::{MountStats, Operation};
 
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
@@ -41,6 +42,7 @@ const COPY_BYTES: u64 = 1 << 30;
 pub(crate) struct Writable {
     fs: Arc<UnionFs>,
     stats: Arc<MountStats>,
+    readers: Arc<Readers>,
     write_cache: WriteCache,
     /// Whether the kernel opens files without a request.
     opens_unasked: bool,
@@ -49,10 +51,16 @@ pub(crate) struct Writable {
 }
 
 impl Writable {
-    pub(crate) fn new(fs: Arc<UnionFs>, stats: Arc<MountStats>, write_cache: WriteCache) -> Self {
+    pub(crate) fn new(
+        fs: Arc<UnionFs>,
+        stats: Arc<MountStats>,
+        readers: Arc<Readers>,
+        write_cache: WriteCache,
+    ) -> Self {
         Writable {
             fs,
             stats,
+            readers,
             write_cache,
             opens_unasked: false,
             drops_set_id: false,
@@ -65,6 +73,10 @@ impl Writable {
             true => drop_set_id_of_content(&self.fs, request, node),
             false => Ok(()),
         }
+    }
+
+    fn begin(&self, operation: Operation, node: NodeId) -> Answering<'_> {
+        Answering::begin(&self.readers, &self.stats, operation, node)
     }
 }
 
@@ -88,12 +100,14 @@ impl fuser::Filesystem for Writable {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _running = self.stats.time(Operation::Lookup, id(parent));
+        let _running = self.begin(Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
         reply::found(found.map(|found| found.map(encoded)), reply);
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
+        // A batch of forgets is one request, and each can free a large file.
+        let _turn = self.readers.begin(Kind::InBatch);
         self.fs.forget(id(ino), count);
     }
 
@@ -104,7 +118,7 @@ impl fuser::Filesystem for Writable {
         _handle: Option<FileHandle>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::Stat, id(ino));
+        let _running = self.begin(Operation::Stat, id(ino));
         reply::attributes(self.fs.attributes(id(ino)).map(encoded), reply);
     }
 
@@ -127,7 +141,7 @@ impl fuser::Filesystem for Writable {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::SetAttributes, id(ino));
+        let _running = self.begin(Operation::SetAttributes, id(ino));
         let node = id(ino);
         let mut changes = Changes {
             permissions: mode.map(permissions),
@@ -147,7 +161,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _running = self.stats.time(Operation::ReadLink, id(ino));
+        let _running = self.begin(Operation::ReadLink, id(ino));
         reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
@@ -161,7 +175,7 @@ impl fuser::Filesystem for Writable {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::MakeNode, id(parent));
+        let _running = self.begin(Operation::MakeNode, id(parent));
         let caller = caller(request, umask);
         let made = self
             .fs
@@ -178,7 +192,7 @@ impl fuser::Filesystem for Writable {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::MakeDirectory, id(parent));
+        let _running = self.begin(Operation::MakeDirectory, id(parent));
         let caller = caller(request, umask);
         let made = self.fs.with_room(|fs| {
             fs.make_directory(&caller, id(parent), name.as_bytes(), permissions(mode))
@@ -187,7 +201,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.stats.time(Operation::Unlink, id(parent));
+        let _running = self.begin(Operation::Unlink, id(parent));
         let removed = self
             .fs
             .with_room(|fs| fs.unlink(id(parent), name.as_bytes()));
@@ -195,7 +209,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.stats.time(Operation::RemoveDirectory, id(parent));
+        let _running = self.begin(Operation::RemoveDirectory, id(parent));
         let removed = self
             .fs
             .with_room(|fs| fs.remove_directory(id(parent), name.as_bytes()));
@@ -210,7 +224,7 @@ impl fuser::Filesystem for Writable {
         target: &Path,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::Symlink, id(parent));
+        let _running = self.begin(Operation::Symlink, id(parent));
         let caller = caller(request, 0);
         let made = self.fs.with_room(|fs| {
             fs.make_symlink(
@@ -233,7 +247,7 @@ impl fuser::Filesystem for Writable {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Rename, id(parent));
+        let _running = self.begin(Operation::Rename, id(parent));
         let Some(how) = rename_how(flags) else {
             return reply.error(fuser::Errno::EINVAL);
         };
@@ -257,7 +271,7 @@ impl fuser::Filesystem for Writable {
         new_name: &OsStr,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::Link, id(ino));
+        let _running = self.begin(Operation::Link, id(ino));
         let linked = self
             .fs
             .with_room(|fs| fs.link(id(ino), id(new_parent), new_name.as_bytes()));
@@ -279,7 +293,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.stats.time(Operation::Read, id(ino));
+        let _running = self.begin(Operation::Read, id(ino));
         reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
@@ -297,7 +311,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _running = self.stats.time(Operation::Write, id(ino));
+        let _running = self.begin(Operation::Write, id(ino));
         let is_cached = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = self.fs.with_room(|fs| match self.write_cache {
             WriteCache::Back if is_cached => fs.write_back(id(ino), offset, data),
@@ -327,7 +341,7 @@ impl fuser::Filesystem for Writable {
         data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Sync, id(ino));
+        let _running = self.begin(Operation::Sync, id(ino));
         let what = match data_only {
             true => SyncScope::Data,
             false => SyncScope::All,
@@ -336,7 +350,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        let _running = self.stats.time(Operation::OpenDirectory, id(ino));
+        let _running = self.begin(Operation::OpenDirectory, id(ino));
         match self.fs.open_directory(id(ino)) {
             Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
             Err(errno) => reply.error(reply::to_fuser(errno)),
@@ -351,7 +365,7 @@ impl fuser::Filesystem for Writable {
         cookie: u64,
         reply: ReplyDirectory,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
+        let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing(reply, |each| self.fs.read_directory(handle.0, cookie, each));
     }
 
@@ -363,7 +377,7 @@ impl fuser::Filesystem for Writable {
         cookie: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
+        let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
             self.fs.read_directory_plus(handle.0, cookie, &mut |entry| {
                 let attributes = match entry.attributes {
@@ -395,12 +409,12 @@ impl fuser::Filesystem for Writable {
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Sync, id(ino));
+        let _running = self.begin(Operation::Sync, id(ino));
         reply::empty(self.fs.sync_directory(id(ino)), reply);
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let _running = self.stats.time(Operation::StatFs, NodeId::ROOT);
+        let _running = self.begin(Operation::StatFs, NodeId::ROOT);
         match self.fs.statistics() {
             Ok(figures) => reply.statfs(
                 figures.blocks,
@@ -426,7 +440,7 @@ impl fuser::Filesystem for Writable {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::SetXattr, id(ino));
+        let _running = self.begin(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -452,7 +466,7 @@ impl fuser::Filesystem for Writable {
         size: u32,
         reply: ReplyXattr,
     ) {
-        let _running = self.stats.time(Operation::GetXattr, id(ino));
+        let _running = self.begin(Operation::GetXattr, id(ino));
         let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
@@ -462,7 +476,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _running = self.stats.time(Operation::GetXattr, id(ino));
+        let _running = self.begin(Operation::GetXattr, id(ino));
         let names = self
             .fs
             .xattr_names(id(ino))
@@ -475,7 +489,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.stats.time(Operation::SetXattr, id(ino));
+        let _running = self.begin(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -496,7 +510,7 @@ impl fuser::Filesystem for Writable {
         _flags: i32,
         reply: ReplyCreate,
     ) {
-        let _running = self.stats.time(Operation::Create, id(parent));
+        let _running = self.begin(Operation::Create, id(parent));
         let caller = caller(request, umask);
         let made = self
             .fs
@@ -526,7 +540,7 @@ impl fuser::Filesystem for Writable {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Allocate, id(ino));
+        let _running = self.begin(Operation::Allocate, id(ino));
         let Some(how) = allocate_how(mode) else {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         };
@@ -548,7 +562,7 @@ impl fuser::Filesystem for Writable {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        let _running = self.stats.time(Operation::Seek, id(ino));
+        let _running = self.begin(Operation::Seek, id(ino));
         if self.write_cache == WriteCache::Back {
             // Data that the kernel has not written back yet would look like a hole. After ENOSYS
             // the kernel treats the whole file as data.
@@ -572,7 +586,7 @@ impl fuser::Filesystem for Writable {
         flags: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        let _running = self.stats.time(Operation::CopyRange, id(to));
+        let _running = self.begin(Operation::CopyRange, id(to));
         if !flags.is_empty() {
             return reply.error(fuser::Errno::EINVAL);
         }

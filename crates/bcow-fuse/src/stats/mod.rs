@@ -24,7 +24,8 @@ pub use document::{Document, ServedBy};
 pub(crate) use latency::Operation;
 
 use document::{Cache, DiskFigures, Errors, Image, OperationFigures, Process, Remote, Upper};
-use latency::{Latencies, Running};
+use latency::Latencies;
+pub(crate) use latency::Running;
 
 /// The extended attribute of the root directory that contains the [`Document`] as JSON. `listxattr`
 /// does not list it.

@@ -1,0 +1,441 @@
+//! The threads that wait for requests.
+//!
+//! The kernel gives a request to the thread that has waited longest. So if several threads wait,
+//! the requests of one program go to all of them in turn, and most wake a thread on another CPU
+//! than the program's. One waiting thread stays on the CPU of the program, and each request costs a
+//! fraction (docs/benchmarks.md).
+//!
+//! So only the threads that are needed wait in the kernel; the others are *parked*: they wait here.
+//! One parked thread is the *watcher*. It looks at fixed intervals whether a thread waits in the
+//! kernel. If none does, and none has begun a request since the last look, all threads wait for
+//! something (the disk, a lock, another program): the watcher takes their place. If at most looks
+//! no thread waits, the CPU time of the threads is the limit, and one more thread takes part. While
+//! no requests come, the watcher sleeps.
+//!
+//! A thread that is parked cannot see the end of the mount. But each thread that waits in the
+//! kernel sees it, and ends; its end releases the parked threads. Only threads that have answered a
+//! request count, because only these are known here.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The interval of the watcher. A request waits at most twice as long for a thread.
+const INTERVAL: Duration = Duration::from_millis(2);
+/// The number of looks after which the watcher decides about the number of threads.
+const LOOKS: u32 = 16;
+/// The number of looks at which no thread waited, from which one more thread takes part.
+const MOST_BUSY: u32 = 14;
+/// The number of such looks below which one thread less takes part.
+const FEW_BUSY: u32 = 8;
+/// The number of looks without a request after which the watcher sleeps.
+const QUIET_LOOKS: u32 = 10;
+
+/// Counts the threads of one mount that wait for requests, and parks the others.
+#[derive(Debug)]
+pub(crate) struct Readers {
+    /// Threads that wait for a request in the kernel, or are about to.
+    waiting: AtomicUsize,
+    /// Known threads that are not parked.
+    active: AtomicUsize,
+    /// The number of threads that should be active, at least 1.
+    wanted: AtomicUsize,
+    most: usize,
+    /// The number of requests that have begun.
+    begun: AtomicU64,
+    /// Whether the watcher sleeps until a request begins.
+    watcher_sleeps: AtomicBool,
+    /// Whether the mount has ended, so that no thread may be parked.
+    ended: AtomicBool,
+    /// Held to park and to release threads, and by the watcher when it looks. No other lock is
+    /// acquired inside.
+    parked: Mutex<Parked>,
+    /// Wakes the watcher.
+    watcher: Condvar,
+    /// Wakes another parked thread.
+    others: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Parked {
+    count: usize,
+    /// The number of parked threads that must become active.
+    called: usize,
+    has_watcher: bool,
+    /// The looks since the last decision, and those among them at which no thread waited.
+    looks: u32,
+    busy: u32,
+}
+
+/// A request in progress. The drop, after the reply, may park the thread.
+#[must_use]
+pub(crate) struct Turn<'a> {
+    readers: &'a Readers,
+    kind: Kind,
+}
+
+/// What the number of threads depends on in a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// It usually takes less time than it takes to wake another thread.
+    Brief,
+    /// It waits for the disk.
+    Slow,
+    /// A brief one of a batch: the thread has more to do after it, so it is not parked.
+    InBatch,
+}
+
+/// A thread that has answered a request. The drop, at the end of the thread, releases the parked
+/// threads.
+struct Member {
+    readers: Arc<Readers>,
+}
+
+thread_local! {
+    static MEMBER: RefCell<Option<Member>> = const { RefCell::new(None) };
+}
+
+impl Readers {
+    /// For a mount at which up to `most` threads answer requests at a time. The mount needs one
+    /// thread more, for the watcher.
+    pub(crate) fn new(most: usize) -> Arc<Readers> {
+        Arc::new(Readers {
+            waiting: AtomicUsize::new(0),
+            active: AtomicUsize::new(0),
+            wanted: AtomicUsize::new(1),
+            most: most.max(1),
+            begun: AtomicU64::new(0),
+            watcher_sleeps: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            parked: Mutex::default(),
+            watcher: Condvar::new(),
+            others: Condvar::new(),
+        })
+    }
+
+    /// Begins a request that this thread has received.
+    pub(crate) fn begin(self: &Arc<Self>, kind: Kind) -> Turn<'_> {
+        let is_known = MEMBER.with_borrow_mut(|member| match member {
+            Some(member) if Arc::ptr_eq(&member.readers, self) => true,
+            member => {
+                *member = Some(Member {
+                    readers: Arc::clone(self),
+                });
+                false
+            }
+        });
+        let left = match is_known {
+            true => self.waiting.fetch_sub(1, Ordering::SeqCst) - 1,
+            false => {
+                self.active.fetch_add(1, Ordering::SeqCst);
+                self.waiting.load(Ordering::SeqCst)
+            }
+        };
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        if kind == Kind::Slow && left == 0 {
+            self.call_one();
+        }
+        // The watcher sets this first and then looks at `begun`, so one of the two sees the other.
+        if self.watcher_sleeps.load(Ordering::SeqCst) {
+            let _parked = self.lock();
+            self.watcher.notify_one();
+        }
+        Turn {
+            readers: self,
+            kind,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Parked> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a parked thread active, if there is one.
+    fn call_one(&self) {
+        let mut parked = self.lock();
+        if parked.called >= parked.count {
+            return;
+        }
+        parked.called += 1;
+        match parked.count - usize::from(parked.has_watcher) >= parked.called {
+            true => self.others.notify_one(),
+            false => self.watcher.notify_one(),
+        }
+    }
+
+    /// Ends a request: parks the thread if it is not needed.
+    fn end_turn(&self, kind: Kind) {
+        let is_surplus = |active: usize| {
+            (kind != Kind::InBatch
+                && active > self.wanted.load(Ordering::SeqCst)
+                && self.waiting.load(Ordering::SeqCst) > 0)
+                .then(|| active - 1)
+        };
+        let left = self
+            .active
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, is_surplus);
+        if left.is_ok() {
+            self.park();
+            self.active.fetch_add(1, Ordering::SeqCst);
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Waits until the thread is needed.
+    fn park(&self) {
+        let mut parked = self.lock();
+        parked.count += 1;
+        while !self.ended.load(Ordering::SeqCst) {
+            if parked.called > 0 {
+                parked.called -= 1;
+                break;
+            }
+            if parked.has_watcher {
+                parked = wait(&self.others, parked);
+                continue;
+            }
+            parked.has_watcher = true;
+            let is_needed;
+            (parked, is_needed) = self.watch(parked);
+            parked.has_watcher = false;
+            if is_needed {
+                break;
+            }
+        }
+        parked.count -= 1;
+        if parked.count > 0 && !parked.has_watcher {
+            // Another parked thread becomes the watcher.
+            self.others.notify_one();
+        }
+    }
+
+    /// Watches. Returns `true` if this thread is needed, and `false` if another reason to wake a
+    /// parked thread came first.
+    fn watch<'a>(&self, mut parked: MutexGuard<'a, Parked>) -> (MutexGuard<'a, Parked>, bool) {
+        let mut seen = self.begun.load(Ordering::SeqCst);
+        let mut quiet = 0;
+        while parked.called == 0 && !self.ended.load(Ordering::SeqCst) {
+            if quiet == QUIET_LOOKS {
+                parked = self.sleep(parked, seen);
+                quiet = 0;
+                seen = self.begun.load(Ordering::SeqCst);
+                continue;
+            }
+            let waited = self.watcher.wait_timeout(parked, INTERVAL);
+            let timeout;
+            (parked, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            if !timeout.timed_out() {
+                continue;
+            }
+            let begun = self.begun.load(Ordering::SeqCst);
+            let is_busy = self.waiting.load(Ordering::SeqCst) == 0;
+            if is_busy && begun == seen {
+                // All threads wait for something. More of them may follow.
+                let wanted = self.wanted.load(Ordering::SeqCst);
+                self.want(wanted * 2);
+                return (parked, true);
+            }
+            if begun == seen {
+                quiet += 1;
+                continue;
+            }
+            (seen, quiet) = (begun, 0);
+            if self.look(&mut parked, is_busy) {
+                return (parked, true);
+            }
+        }
+        (parked, false)
+    }
+
+    /// Sleeps until a request begins, or the watcher is needed for another reason.
+    fn sleep<'a>(&self, parked: MutexGuard<'a, Parked>, seen: u64) -> MutexGuard<'a, Parked> {
+        self.watcher_sleeps.store(true, Ordering::SeqCst);
+        let parked = match self.begun.load(Ordering::SeqCst) == seen {
+            true => wait(&self.watcher, parked),
+            false => parked,
+        };
+        self.watcher_sleeps.store(false, Ordering::SeqCst);
+        parked
+    }
+
+    /// Counts a look, and decides after some of them. Returns whether one more thread is needed.
+    fn look(&self, parked: &mut Parked, is_busy: bool) -> bool {
+        parked.looks += 1;
+        parked.busy += u32::from(is_busy);
+        if parked.looks < LOOKS {
+            return false;
+        }
+        let busy = std::mem::take(&mut parked.busy);
+        parked.looks = 0;
+        let wanted = self.wanted.load(Ordering::SeqCst);
+        if busy < FEW_BUSY {
+            self.want(wanted - 1);
+        } else if busy >= MOST_BUSY {
+            self.want(wanted + 1);
+            return self.active.load(Ordering::SeqCst) < self.wanted.load(Ordering::SeqCst);
+        }
+        false
+    }
+
+    /// Only the watcher calls this.
+    fn want(&self, threads: usize) {
+        self.wanted
+            .store(threads.clamp(1, self.most), Ordering::SeqCst);
+    }
+
+    /// Releases all parked threads, because the mount has ended.
+    fn end(&self) {
+        let _parked = self.lock();
+        self.ended.store(true, Ordering::SeqCst);
+        self.watcher.notify_all();
+        self.others.notify_all();
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.readers.end_turn(self.kind);
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.readers.end();
+    }
+}
+
+fn wait<'a>(condition: &Condvar, parked: MutexGuard<'a, Parked>) -> MutexGuard<'a, Parked> {
+    condition
+        .wait(parked)
+        .unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread;
+
+    /// A request. The answering thread reports that it has begun, and then waits for its end.
+    struct Request {
+        kind: Kind,
+        begun: Sender<()>,
+        end: Receiver<()>,
+    }
+
+    /// The kernel's queue, at which each waiting thread receives requests.
+    #[derive(Default)]
+    struct Queue {
+        requests: Mutex<(Vec<Request>, bool)>,
+        changed: Condvar,
+    }
+
+    impl Queue {
+        fn receive(&self) -> Option<Request> {
+            let mut requests = self.requests.lock().unwrap();
+            loop {
+                if let Some(request) = requests.0.pop() {
+                    return Some(request);
+                }
+                if requests.1 {
+                    return None;
+                }
+                requests = self.changed.wait(requests).unwrap();
+            }
+        }
+
+        /// Queues a request; returns what shows its begin and what ends it.
+        fn send(&self, kind: Kind) -> (Receiver<()>, Sender<()>) {
+            let (begun, has_begun) = channel();
+            let (ends, end) = channel();
+            let request = Request { kind, begun, end };
+            self.requests.lock().unwrap().0.insert(0, request);
+            self.changed.notify_one();
+            (has_begun, ends)
+        }
+
+        fn end(&self) {
+            self.requests.lock().unwrap().1 = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Runs a mount with `most` + 1 threads. Returns only when all have ended.
+    fn mount(most: usize, test: impl FnOnce(&Queue, &Readers)) {
+        let (queue, readers) = (Queue::default(), Readers::new(most));
+        thread::scope(|scope| {
+            for _ in 0..=most {
+                scope.spawn(|| {
+                    while let Some(request) = queue.receive() {
+                        let _turn = readers.begin(request.kind);
+                        request.begun.send(()).unwrap();
+                        // An error: the test needs no more of the request.
+                        let _ = request.end.recv();
+                    }
+                });
+            }
+            test(&queue, &readers);
+            queue.end();
+        });
+    }
+
+    fn answered(queue: &Queue, kind: Kind) {
+        let (begun, end) = queue.send(kind);
+        begun.recv().unwrap();
+        drop(end);
+    }
+
+    #[test]
+    fn requests_one_at_a_time_leave_one_thread_waiting() {
+        mount(3, |queue, readers| {
+            // Each thread that is not parked yet may receive some of them.
+            while readers.lock().count < 3 {
+                answered(queue, Kind::Brief);
+            }
+            assert!(readers.active.load(Ordering::SeqCst) <= 1);
+        });
+    }
+
+    #[test]
+    fn waiting_requests_do_not_delay_others() {
+        for kind in [Kind::Brief, Kind::Slow] {
+            mount(3, |queue, readers| {
+                while readers.lock().count < 3 {
+                    answered(queue, Kind::Brief);
+                }
+                // All threads at a time, and none of the requests ends before.
+                let all: Vec<_> = (0..4).map(|_| queue.send(kind)).collect();
+                for (begun, _) in &all {
+                    begun.recv().unwrap();
+                }
+                drop(all);
+                answered(queue, kind);
+            });
+        }
+    }
+
+    #[test]
+    fn request_after_a_pause_finds_a_watcher() {
+        mount(1, |queue, readers| {
+            while readers.lock().count < 1 {
+                answered(queue, Kind::Brief);
+            }
+            while !readers.watcher_sleeps.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+            let first = queue.send(Kind::Brief);
+            first.0.recv().unwrap();
+            answered(queue, Kind::Brief);
+        });
+    }
+
+    #[test]
+    fn end_of_the_mount_releases_parked_threads() {
+        mount(8, |queue, readers| {
+            while readers.lock().count < 8 {
+                answered(queue, Kind::Brief);
+            }
+        });
+    }
+}
