@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 14] = [
+const MAY_USE: [(&str, &[&str]); 15] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -39,6 +39,8 @@ const MAY_USE: [(&str, &[&str]); 14] = [
     ("bcow-foreign", &["bcow"]),
     ("bcow-remote", &["bcow"]),
     ("bcow-testkit", &["bcow"]),
+    // It runs the program `bcow`.
+    ("bcow-snapshotter", &[]),
     (
         "bcow-cli",
         &[

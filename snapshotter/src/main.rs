@@ -1,0 +1,165 @@
+//! `bcow-snapshotter`: a proxy snapshotter for containerd.
+//!
+//! The path through it: [`service`] decodes a request of containerd ([`protocol`] has the
+//! messages), [`snapshots`] does the operation and keeps its directory consistent, [`tool`] runs
+//! `bcow` for the layers, and [`mount`] says what containerd mounts.
+
+mod error;
+mod filter;
+mod mount;
+mod notify;
+mod protocol;
+mod record;
+mod service;
+mod snapshots;
+mod tool;
+mod usage;
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io::{ErrorKind, IsTerminal};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Parser;
+use tokio::net::UnixListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+
+use crate::error::{At, Error};
+use crate::service::SnapshotService;
+use crate::snapshots::Snapshots;
+use crate::tool::Tool;
+
+/// Requests that run at the same time; more wait.
+const THREADS: usize = 64;
+
+/// A proxy snapshotter for containerd: container roots on BCoW images
+///
+/// containerd unpacks the layers of an image into snapshots. Each layer becomes a BCoW layer once,
+/// and all containers on this machine share it. A container's root is a mount by mount.bcow: the
+/// layers, and an upper with the container's changes.
+#[derive(Debug, Parser)]
+#[command(name = "bcow-snapshotter", version, max_term_width = 100)]
+struct Args {
+    /// Directory for layers, uppers and records. Only one process can use it
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/bcow-snapshotter")]
+    root: PathBuf,
+    /// Unix socket for containerd; created with its directory
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "/run/bcow-snapshotter/bcow-snapshotter.sock"
+    )]
+    socket: PathBuf,
+    /// The program bcow [default: beside this program, else in PATH]
+    #[arg(long, value_name = "PATH")]
+    bcow: Option<PathBuf>,
+    /// Option for each mount of layers, as in fstab(5): writeback, cache_size=128M (repeatable)
+    #[arg(long, value_name = "OPTION")]
+    mount_option: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    use tracing_subscriber::EnvFilter;
+
+    let args = Args::parse();
+    let filter = EnvFilter::try_from_env("BCOW_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        .with_target(false)
+        .init();
+    match serve(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(args: &Args) -> Result<(), Error> {
+    let tool = Tool::new(args.bcow.clone().unwrap_or_else(own_bcow))?;
+    for option in &args.mount_option {
+        if option.is_empty() || option.contains(',') {
+            return Err(Error::Invalid(format!(
+                "--mount-option {option:?} is not one option"
+            )));
+        }
+    }
+    let snapshots = Snapshots::open(&args.root, tool, args.mount_option.clone())?;
+    for helper in ["mount.fuse3", "mount.bcow"] {
+        if !is_in_path(helper) {
+            tracing::warn!("{helper} is not in PATH: containerd needs it to mount snapshots");
+        }
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(THREADS)
+        .build()
+        .at("start threads for", &args.socket)?;
+    runtime.block_on(listen(&args.socket, SnapshotService::new(snapshots)))
+}
+
+async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
+    let listener = bind(socket)?;
+    let mut terminate = signal(SignalKind::terminate()).at("catch signals for", socket)?;
+    let mut interrupt = signal(SignalKind::interrupt()).at("catch signals for", socket)?;
+    tracing::info!("serving at {}", socket.display());
+    notify::notify("READY=1");
+    let ended = async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        notify::notify("STOPPING=1");
+    };
+    Server::builder()
+        .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), ended)
+        .await
+        .map_err(std::io::Error::other)
+        .at("serve at", socket)
+}
+
+/// Listens at `socket`. The lock on the directory of the snapshots guarantees that a socket which
+/// is there has no listener of the same snapshots.
+fn bind(socket: &Path) -> Result<UnixListener, Error> {
+    if let Some(directory) = socket.parent().filter(|path| !path.as_os_str().is_empty()) {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)
+            .at("create", directory)?;
+    }
+    if std::os::unix::net::UnixStream::connect(socket).is_ok() {
+        return Err(Error::State(format!(
+            "another process listens at {}",
+            socket.display()
+        )));
+    }
+    match fs::remove_file(socket) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        removed => removed.at("remove", socket)?,
+    }
+    let listener = UnixListener::bind(socket).at("listen at", socket)?;
+    fs::set_permissions(socket, Permissions::from_mode(0o600)).at("protect", socket)?;
+    Ok(listener)
+}
+
+/// `bcow` beside this program, or else the one in PATH.
+fn own_bcow() -> PathBuf {
+    let beside = std::env::current_exe().ok();
+    let beside = beside.and_then(|path| Some(path.parent()?.join("bcow")));
+    beside
+        .filter(|path| path.is_file())
+        .unwrap_or_else(|| PathBuf::from("bcow"))
+}
+
+fn is_in_path(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
+}

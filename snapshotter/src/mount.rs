@@ -1,0 +1,76 @@
+//! What containerd mounts for a snapshot.
+
+use std::path::Path;
+
+/// A mount, in containerd's form.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// The type of the file system; `fuse3.NAME` is a helper that mount.fuse3(8) calls.
+    pub kind: &'static str,
+    /// The directory or image.
+    pub source: String,
+    /// Options, as in fstab(5).
+    pub options: Vec<String>,
+}
+
+/// Whether a mount can be written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access<'p> {
+    /// Read-only.
+    Read,
+    /// Changes go to this directory.
+    Write(&'p Path),
+}
+
+/// The mount of a directory of the host.
+pub fn of_directory(directory: &Path, is_writable: bool) -> Mount {
+    let access = if is_writable { "rw" } else { "ro" };
+    Mount {
+        kind: "bind",
+        source: text(directory),
+        options: vec![access.to_owned(), "rbind".to_owned()],
+    }
+}
+
+/// The mount of layers, the lowest first, by the helper `mount.bcow`. `None` without a layer.
+pub fn of_layers(layers: &[&Path], access: Access<'_>, extra: &[String]) -> Option<Mount> {
+    let (lowest, rest) = layers.split_first()?;
+    let mut options = vec!["allow_other".to_owned()];
+    match access {
+        Access::Read => options.push("ro".to_owned()),
+        Access::Write(upper) => options.push(format!("upper={}", text(upper))),
+    }
+    options.extend(rest.iter().map(|layer| format!("layer={}", text(layer))));
+    options.extend_from_slice(extra);
+    Some(Mount {
+        kind: "fuse3.mount.bcow",
+        source: text(lowest),
+        options,
+    })
+}
+
+/// Paths are in UTF-8: `Place` refuses a root that is not.
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_mounted_from_the_lowest() {
+        let layers = ["/r/layers/1.bcow", "/r/layers/4.bcow"].map(Path::new);
+        let upper = Path::new("/r/snapshots/5/upper");
+        let extra = ["writeback".to_owned()];
+        let mount = of_layers(&layers, Access::Write(upper), &extra).unwrap();
+        assert_eq!(mount.source, "/r/layers/1.bcow");
+        assert_eq!(
+            mount.options.join(","),
+            "allow_other,upper=/r/snapshots/5/upper,layer=/r/layers/4.bcow,writeback"
+        );
+        let view = of_layers(&layers[..1], Access::Read, &[]).unwrap();
+        assert_eq!(view.options.join(","), "allow_other,ro");
+        assert_eq!(of_layers(&[], Access::Read, &[]), None);
+    }
+}

@@ -1,0 +1,148 @@
+//! The messages of containerd's snapshot service, version 1, and the message types that they use.
+//!
+//! The numbers of the fields are those of `api/services/snapshots/v1/snapshots.proto` and
+//! `api/types/mount.proto` of containerd. The field `snapshotter` of each request, which names the
+//! plugin inside containerd, is not needed here; a reader of Protocol Buffers skips it.
+
+use std::collections::HashMap;
+
+use prost::{Enumeration, Message};
+
+/// The service's name in the paths of requests.
+pub const SERVICE: &str = "containerd.services.snapshots.v1.Snapshots";
+
+/// `containerd.types.Mount`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Mount {
+    #[prost(string, tag = "1")]
+    pub kind: String,
+    #[prost(string, tag = "2")]
+    pub source: String,
+    // Field 3 is a target below the mount point.
+    #[prost(string, repeated, tag = "4")]
+    pub options: Vec<String>,
+}
+
+/// The answer to Prepare, View and Mounts.
+#[derive(Clone, PartialEq, Message)]
+pub struct Mounts {
+    #[prost(message, repeated, tag = "1")]
+    pub mounts: Vec<Mount>,
+}
+
+/// The request of Prepare and View.
+#[derive(Clone, PartialEq, Message)]
+pub struct Create {
+    #[prost(string, tag = "2")]
+    pub key: String,
+    #[prost(string, tag = "3")]
+    pub parent: String,
+    #[prost(map = "string, string", tag = "4")]
+    pub labels: HashMap<String, String>,
+}
+
+/// The request of Mounts, Remove, Stat and Usage.
+#[derive(Clone, PartialEq, Message)]
+pub struct Key {
+    #[prost(string, tag = "2")]
+    pub key: String,
+}
+
+/// The request of Commit.
+#[derive(Clone, PartialEq, Message)]
+pub struct Commit {
+    #[prost(string, tag = "2")]
+    pub name: String,
+    #[prost(string, tag = "3")]
+    pub key: String,
+    #[prost(map = "string, string", tag = "4")]
+    pub labels: HashMap<String, String>,
+    #[prost(string, tag = "5")]
+    pub parent: String,
+}
+
+/// `Kind`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Enumeration)]
+#[repr(i32)]
+pub enum Kind {
+    Unknown = 0,
+    View = 1,
+    Active = 2,
+    Committed = 3,
+}
+
+/// `google.protobuf.Timestamp`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Timestamp {
+    #[prost(int64, tag = "1")]
+    pub seconds: i64,
+    #[prost(int32, tag = "2")]
+    pub nanos: i32,
+}
+
+/// `Info`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Info {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(string, tag = "2")]
+    pub parent: String,
+    #[prost(enumeration = "Kind", tag = "3")]
+    pub kind: i32,
+    #[prost(message, optional, tag = "4")]
+    pub created_at: Option<Timestamp>,
+    #[prost(message, optional, tag = "5")]
+    pub updated_at: Option<Timestamp>,
+    #[prost(map = "string, string", tag = "6")]
+    pub labels: HashMap<String, String>,
+}
+
+/// The answer to Stat and Update.
+#[derive(Clone, PartialEq, Message)]
+pub struct InfoAnswer {
+    #[prost(message, optional, tag = "1")]
+    pub info: Option<Info>,
+}
+
+/// `google.protobuf.FieldMask`.
+#[derive(Clone, PartialEq, Message)]
+pub struct FieldMask {
+    #[prost(string, repeated, tag = "1")]
+    pub paths: Vec<String>,
+}
+
+/// The request of Update.
+#[derive(Clone, PartialEq, Message)]
+pub struct Update {
+    #[prost(message, optional, tag = "2")]
+    pub info: Option<Info>,
+    #[prost(message, optional, tag = "3")]
+    pub mask: Option<FieldMask>,
+}
+
+/// The request of List.
+#[derive(Clone, PartialEq, Message)]
+pub struct List {
+    #[prost(string, repeated, tag = "2")]
+    pub filters: Vec<String>,
+}
+
+/// One message of the answer to List.
+#[derive(Clone, PartialEq, Message)]
+pub struct Listed {
+    #[prost(message, repeated, tag = "1")]
+    pub info: Vec<Info>,
+}
+
+/// The answer to Usage.
+#[derive(Clone, PartialEq, Message)]
+pub struct Usage {
+    #[prost(int64, tag = "1")]
+    pub size: i64,
+    #[prost(int64, tag = "2")]
+    pub inodes: i64,
+}
+
+/// A message without fields: the request of Cleanup, and several answers.
+#[derive(Clone, PartialEq, Message)]
+pub struct Empty {}

@@ -1,0 +1,168 @@
+//! What the snapshotter records of one snapshot, as a line of JSON.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+/// The form of the record. A reader refuses any other.
+const SCHEMA: &str = "bcow.snapshot/1";
+
+/// The kind of a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// Read-only, for a reader.
+    View,
+    /// Writable.
+    Active,
+    /// Immutable; it can be a parent.
+    Committed,
+}
+
+impl Kind {
+    /// The name in filters and records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::View => "view",
+            Kind::Active => "active",
+            Kind::Committed => "committed",
+        }
+    }
+}
+
+/// The number of a snapshot. It names the files of the snapshot, and never changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Id(pub u64);
+
+impl std::fmt::Display for Id {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Labels of a snapshot.
+pub type Labels = BTreeMap<String, String>;
+
+/// The record of a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    schema: String,
+    /// The number.
+    pub id: Id,
+    /// The kind.
+    pub kind: Kind,
+    /// The name by which containerd knows the snapshot.
+    pub name: String,
+    /// The name of the parent, a committed snapshot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+    /// When the snapshot was prepared or committed, in nanoseconds since 1970.
+    pub created_ns: u64,
+    /// When the record was last changed, likewise.
+    pub updated_ns: u64,
+    /// containerd's labels.
+    #[serde(default)]
+    pub labels: Labels,
+    /// Whether the snapshot has a layer. One that was committed without a change has none.
+    #[serde(default)]
+    pub has_layer: bool,
+}
+
+impl Record {
+    /// The record of a new snapshot.
+    pub fn new(id: Id, kind: Kind, name: String, parent: Option<String>, labels: Labels) -> Self {
+        let now = now_ns();
+        Record {
+            schema: SCHEMA.to_owned(),
+            id,
+            kind,
+            name,
+            parent,
+            created_ns: now,
+            updated_ns: now,
+            labels,
+            has_layer: false,
+        }
+    }
+
+    /// The record of this active snapshot after its commit. It has only the new labels.
+    pub fn committed(&self, name: String, labels: Labels, has_layer: bool) -> Self {
+        let parent = self.parent.clone();
+        Record {
+            has_layer,
+            ..Record::new(self.id, Kind::Committed, name, parent, labels)
+        }
+    }
+
+    /// This record with other labels.
+    pub fn relabelled(&self, labels: Labels) -> Self {
+        Record {
+            labels,
+            updated_ns: now_ns(),
+            ..self.clone()
+        }
+    }
+
+    /// The line of JSON, with its newline.
+    pub fn encode(&self) -> serde_json::Result<Vec<u8>> {
+        let mut line = serde_json::to_vec(self)?;
+        line.push(b'\n');
+        Ok(line)
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote. The error says what is wrong.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let record: Record = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        if record.schema != SCHEMA {
+            return Err(format!("unsupported schema {:?}", record.schema));
+        }
+        if record.name.is_empty() {
+            return Err("the name is empty".to_owned());
+        }
+        Ok(record)
+    }
+}
+
+fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let nanoseconds = since.unwrap_or(Duration::ZERO).as_nanos();
+    u64::try_from(nanoseconds).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_read_as_it_was_written() {
+        let labels = Labels::from([("a\"b".to_owned(), "ü\n".to_owned())]);
+        for (kind, parent) in [
+            (Kind::View, None),
+            (Kind::Active, Some("p".to_owned())),
+            (Kind::Committed, Some("sha256:x".to_owned())),
+        ] {
+            let record = Record::new(Id(7), kind, "k8s.io/1/x".into(), parent, labels.clone());
+            let line = record.encode().unwrap();
+            assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
+            assert_eq!(Record::decode(&line).unwrap(), record);
+        }
+    }
+
+    #[test]
+    fn damaged_and_newer_records_are_refused() {
+        let record = Record::new(Id(1), Kind::Active, "a".into(), None, Labels::new());
+        let line = String::from_utf8(record.encode().unwrap()).unwrap();
+        for (bad, expected) in [
+            ("", "EOF"),
+            (&line[..line.len() / 2], "EOF"),
+            (&line.replace("shot/1", "shot/2")[..], "unsupported schema"),
+            (&line.replace("\"a\"", "\"\""), "the name is empty"),
+            (&line.replace("active", "other"), "unknown variant"),
+        ] {
+            let error = Record::decode(bad.as_bytes()).unwrap_err();
+            assert!(error.contains(expected), "{bad}: {error}");
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The records of all snapshots, in memory, and which of them an operation is changing.
+
+use std::collections::{BTreeMap, HashSet};
+
+use crate::error::Error;
+use crate::record::{Id, Kind, Labels, Record};
+
+/// The snapshots by name.
+#[derive(Default)]
+pub struct Index {
+    entries: BTreeMap<String, Entry>,
+    /// Names that an operation holds.
+    held: HashSet<String>,
+    /// The number of the next snapshot.
+    next: u64,
+}
+
+struct Entry {
+    record: Record,
+    /// Whether the snapshot is on the disk. Until then only its claim on the parent counts.
+    is_made: bool,
+}
+
+impl Index {
+    /// An index of records on the disk. `next` is above all numbers in use.
+    pub fn new(records: Vec<Record>, next: u64) -> Result<Self, Error> {
+        let mut index = Index {
+            next,
+            ..Index::default()
+        };
+        for record in records {
+            let name = record.name.clone();
+            let id = record.id;
+            let entry = Entry {
+                record,
+                is_made: true,
+            };
+            if let Some(other) = index.entries.insert(name.clone(), entry) {
+                let other = other.record.id;
+                return Err(Error::State(format!(
+                    "snapshots {other} and {id} have the same name {name:?}"
+                )));
+            }
+        }
+        Ok(index)
+    }
+
+    /// Whether an operation holds the name.
+    pub fn is_held(&self, name: &str) -> bool {
+        self.held.contains(name)
+    }
+
+    /// Lets an operation hold the name.
+    pub fn hold(&mut self, name: &str) {
+        self.held.insert(name.to_owned());
+    }
+
+    /// Ends the hold. A snapshot that was begun under it and not finished is forgotten.
+    pub fn release(&mut self, name: &str) {
+        self.held.remove(name);
+        if self.entries.get(name).is_some_and(|entry| !entry.is_made) {
+            self.entries.remove(name);
+        }
+    }
+
+    /// The record of a snapshot.
+    pub fn get(&self, name: &str) -> Result<&Record, Error> {
+        let entry = self.entries.get(name).filter(|entry| entry.is_made);
+        entry
+            .map(|entry| &entry.record)
+            .ok_or_else(|| Error::NotFound(name.to_owned()))
+    }
+
+    /// All records, by name.
+    pub fn all(&self) -> impl Iterator<Item = &Record> {
+        let made = self.entries.values().filter(|entry| entry.is_made);
+        made.map(|entry| &entry.record)
+    }
+
+    /// The layers of a committed snapshot, the lowest first.
+    pub fn chain(&self, name: &str) -> Result<Vec<Id>, Error> {
+        let mut layers = Vec::new();
+        let mut next = Some(name);
+        while let Some(name) = next {
+            let record = self.get(name)?;
+            if record.has_layer {
+                layers.push(record.id);
+            }
+            next = record.parent.as_deref();
+        }
+        layers.reverse();
+        Ok(layers)
+    }
+
+    /// Whether the snapshot is the parent of another one.
+    pub fn has_children(&self, name: &str) -> bool {
+        let mut entries = self.entries.values();
+        entries.any(|entry| entry.record.parent.as_deref() == Some(name))
+    }
+
+    /// Fails if there is a snapshot of this name.
+    pub fn require_free(&self, name: &str) -> Result<(), Error> {
+        match self.entries.contains_key(name) {
+            true => Err(Error::Exists(name.to_owned())),
+            false => Ok(()),
+        }
+    }
+
+    /// Begins a new snapshot: gives it a number, and keeps its parent from being removed.
+    pub fn begin(
+        &mut self,
+        kind: Kind,
+        name: &str,
+        parent: Option<&str>,
+        labels: Labels,
+    ) -> Result<Record, Error> {
+        if let Some(parent) = parent
+            && self.get(parent)?.kind != Kind::Committed
+        {
+            return Err(Error::Invalid(format!(
+                "the parent {parent:?} is not a committed snapshot"
+            )));
+        }
+        self.require_free(name)?;
+        let id = Id(self.next);
+        self.next += 1;
+        let parent = parent.map(str::to_owned);
+        let record = Record::new(id, kind, name.to_owned(), parent, labels);
+        let entry = Entry {
+            record: record.clone(),
+            is_made: false,
+        };
+        self.entries.insert(name.to_owned(), entry);
+        Ok(record)
+    }
+
+    /// Records a snapshot that is on the disk, in place of the one that was named `old`.
+    pub fn put(&mut self, old: &str, record: Record) {
+        self.entries.remove(old);
+        let entry = Entry {
+            is_made: true,
+            record,
+        };
+        self.entries.insert(entry.record.name.clone(), entry);
+    }
+
+    /// Forgets a snapshot that is no longer on the disk.
+    pub fn remove(&mut self, name: &str) {
+        self.entries.remove(name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn begin(index: &mut Index, name: &str, parent: Option<&str>) -> Result<Record, Error> {
+        index.begin(Kind::Active, name, parent, Labels::new())
+    }
+
+    fn commit(index: &mut Index, name: &str, parent: Option<&str>, has_layer: bool) -> Id {
+        let record = begin(index, "key", parent).unwrap();
+        let record = record.committed(name.to_owned(), Labels::new(), has_layer);
+        let id = record.id;
+        index.put("key", record);
+        id
+    }
+
+    #[test]
+    fn a_snapshot_that_is_being_made_is_hidden_and_keeps_its_parent() {
+        let mut index = Index::default();
+        commit(&mut index, "p", None, true);
+        begin(&mut index, "a", Some("p")).unwrap();
+        assert!(matches!(index.get("a"), Err(Error::NotFound(_))));
+        assert!(matches!(index.require_free("a"), Err(Error::Exists(_))));
+        assert!(index.has_children("p"));
+        index.hold("a");
+        index.release("a");
+        index.require_free("a").unwrap();
+        assert!(!index.has_children("p"));
+    }
+
+    #[test]
+    fn a_chain_has_the_layers_from_the_lowest() {
+        let mut index = Index::default();
+        let low = commit(&mut index, "low", None, true);
+        commit(&mut index, "same", Some("low"), false);
+        let high = commit(&mut index, "high", Some("same"), true);
+        assert_eq!(index.chain("high").unwrap(), [low, high]);
+        assert_eq!(index.chain("same").unwrap(), [low]);
+        assert!(matches!(index.chain("none"), Err(Error::NotFound(_))));
+    }
+
+    #[test]
+    fn a_parent_must_be_committed() {
+        let mut index = Index::default();
+        let record = begin(&mut index, "a", None).unwrap();
+        index.put("a", record);
+        let error = begin(&mut index, "b", Some("a")).unwrap_err();
+        assert!(matches!(error, Error::Invalid(_)), "{error}");
+        let error = begin(&mut index, "b", Some("c")).unwrap_err();
+        assert!(matches!(error, Error::NotFound(_)), "{error}");
+        index.require_free("b").unwrap();
+    }
+
+    #[test]
+    fn two_records_of_one_name_are_refused() {
+        let record = |id| Record::new(Id(id), Kind::Active, "a".to_owned(), None, Labels::new());
+        let error = Index::new(vec![record(1), record(2)], 3).err().unwrap();
+        assert!(error.to_string().contains("1 and 2"), "{error}");
+    }
+}

@@ -1,0 +1,325 @@
+//! The snapshots, and the operations of containerd's contract on them.
+//!
+//! A committed snapshot is one BCoW layer, which `bcow` makes at the commit; it is durable before
+//! the commit returns. An active snapshot without a parent is a plain directory, into which
+//! containerd unpacks the lowest layer of an image. An active snapshot with a parent is a mount of
+//! the parent's layers with an upper. containerd makes the mounts by a helper, and each mount has a
+//! process of its own, so nothing of them is in this process.
+
+mod index;
+mod place;
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use self::index::Index;
+use self::place::Place;
+use crate::error::Error;
+use crate::filter::Filters;
+use crate::mount::{self, Access, Mount};
+use crate::record::{Id, Kind, Labels, Record};
+use crate::tool::Tool;
+use crate::usage::{self, Usage};
+
+/// How long a removed snapshot waits for the next sweep, if a process still used its upper.
+const SWEEP_PAUSE: Duration = Duration::from_millis(500);
+
+/// All snapshots in one directory of the host.
+pub struct Snapshots {
+    place: Place,
+    tool: Tool,
+    /// Options of each mount of layers.
+    mount_options: Vec<String>,
+    /// Protects the records in memory. An operation that changes a snapshot holds its name in the
+    /// index while it works on the disk, and does not hold this lock then.
+    index: Mutex<Index>,
+    /// Signals that a name is no longer held.
+    released: Condvar,
+    /// Wakes the sweeper.
+    removed: Sender<()>,
+}
+
+impl Snapshots {
+    /// Opens the snapshots in `root`. Removes what a crash left there.
+    pub fn open(root: &Path, tool: Tool, mount_options: Vec<String>) -> Result<Arc<Self>, Error> {
+        let (place, found) = Place::open(root)?;
+        let count = found.records.len();
+        let index = Index::new(found.records, found.next)?;
+        let (removed, wakes) = channel();
+        let snapshots = Arc::new(Snapshots {
+            place,
+            tool,
+            mount_options,
+            index: Mutex::new(index),
+            released: Condvar::new(),
+            removed,
+        });
+        tracing::info!("{}: snapshots: {count}", root.display());
+        let weak = Arc::downgrade(&snapshots);
+        std::thread::spawn(move || sweep_when_removed(&weak, &wakes));
+        // What an earlier process removed.
+        let _ = snapshots.removed.send(());
+        Ok(snapshots)
+    }
+
+    /// The record of a snapshot.
+    pub fn stat(&self, name: &str) -> Result<Record, Error> {
+        self.index.lock().get(name).cloned()
+    }
+
+    /// The records that the filters select.
+    pub fn list(&self, filters: &Filters) -> Vec<Record> {
+        let index = self.index.lock();
+        let selected = index.all().filter(|record| filters.select(record));
+        selected.cloned().collect()
+    }
+
+    /// What the snapshot takes on the disk, without its parents.
+    pub fn usage(&self, name: &str) -> Result<Usage, Error> {
+        let record = self.stat(name)?;
+        match (record.kind, record.has_layer) {
+            (Kind::Committed, true) => usage::of(&self.place.layer(record.id)),
+            (Kind::Active, _) => usage::of(&self.place.files(&record)),
+            _ => Ok(Usage::default()),
+        }
+    }
+
+    /// What containerd mounts for an active snapshot or a view.
+    pub fn mounts(&self, name: &str) -> Result<Vec<Mount>, Error> {
+        let index = self.index.lock();
+        let record = index.get(name)?.clone();
+        if record.kind == Kind::Committed {
+            return Err(Error::State(format!(
+                "snapshot {name:?} is neither active nor a view"
+            )));
+        }
+        let chain = chain_below(&index, &record)?;
+        drop(index);
+        self.describe(&record, &chain)
+    }
+
+    /// Makes an active snapshot, or a view, of a committed one or of nothing.
+    pub fn create(
+        &self,
+        kind: Kind,
+        key: &str,
+        parent: Option<&str>,
+        labels: Labels,
+    ) -> Result<Vec<Mount>, Error> {
+        require_name(key)?;
+        let settled = [key, parent.unwrap_or(key)];
+        let ((record, chain), _hold) = self.hold(&[key], &settled, |index| {
+            let record = index.begin(kind, key, parent, labels)?;
+            let chain = chain_below(index, &record)?;
+            Ok((record, chain))
+        })?;
+        self.place.create(&record)?;
+        self.index.lock().put(key, record.clone());
+        self.describe(&record, &chain)
+    }
+
+    /// Makes an active snapshot an immutable one with the name `name`. It must not be mounted.
+    pub fn commit(
+        &self,
+        name: &str,
+        key: &str,
+        parent: Option<&str>,
+        labels: Labels,
+    ) -> Result<(), Error> {
+        require_name(name)?;
+        let ((active, chain), _hold) = self.hold(&[name, key], &[name, key], |index| {
+            index.require_free(name)?;
+            let active = index.get(key)?.clone();
+            if active.kind != Kind::Active {
+                return Err(Error::State(format!("snapshot {key:?} is not active")));
+            }
+            require_same_parent(&active, parent)?;
+            let chain = chain_below(index, &active)?;
+            Ok((active, chain))
+        })?;
+        let has_layer = match active.parent {
+            None => true,
+            Some(_) => {
+                self.place.wait_for_unmount(&active);
+                !self.place.is_untouched(&active)?
+            }
+        };
+        if has_layer {
+            self.place
+                .make_layer(active.id, |layer| self.write_layer(&active, &chain, layer))?;
+        }
+        let committed = active.committed(name.to_owned(), labels, has_layer);
+        self.place.replace(&committed)?;
+        self.index.lock().put(key, committed);
+        self.place.drop_files(&active);
+        self.wake_sweeper();
+        Ok(())
+    }
+
+    /// Changes the labels of a snapshot.
+    pub fn update(
+        &self,
+        name: &str,
+        change: impl FnOnce(&Labels) -> Result<Labels, Error>,
+    ) -> Result<Record, Error> {
+        let (record, _hold) = self.hold(&[name], &[name], |index| {
+            let record = index.get(name)?;
+            Ok(record.relabelled(change(&record.labels)?))
+        })?;
+        self.place.replace(&record)?;
+        self.index.lock().put(name, record.clone());
+        Ok(record)
+    }
+
+    /// Removes a snapshot without children. Its files are removed in the background.
+    pub fn remove(&self, name: &str) -> Result<(), Error> {
+        let (id, _hold) = self.hold(&[name], &[name], |index| {
+            let id = index.get(name)?.id;
+            match index.has_children(name) {
+                true => Err(Error::State(format!(
+                    "cannot remove snapshot {name:?}: it has children"
+                ))),
+                false => Ok(id),
+            }
+        })?;
+        self.place.remove(id)?;
+        self.index.lock().remove(name);
+        self.wake_sweeper();
+        Ok(())
+    }
+
+    /// Removes the files of removed snapshots.
+    pub fn clean_up(&self) -> Result<(), Error> {
+        self.place.sweep().map(drop)
+    }
+
+    fn wake_sweeper(&self) {
+        // The sweeper ends only when this is dropped.
+        let _ = self.removed.send(());
+    }
+
+    fn write_layer(&self, active: &Record, chain: &[Id], layer: &Path) -> Result<(), Error> {
+        let files = self.place.files(active);
+        match active.parent {
+            None => self.tool.convert(&files, layer),
+            Some(_) => self.tool.commit(&self.layers(chain), &files, layer),
+        }
+    }
+
+    fn layers(&self, chain: &[Id]) -> Vec<PathBuf> {
+        chain.iter().map(|&id| self.place.layer(id)).collect()
+    }
+
+    fn describe(&self, record: &Record, chain: &[Id]) -> Result<Vec<Mount>, Error> {
+        let files = self.place.files(record);
+        let is_writable = record.kind == Kind::Active;
+        if record.parent.is_none() {
+            return Ok(vec![mount::of_directory(&files, is_writable)]);
+        }
+        let access = match is_writable {
+            true => Access::Write(&files),
+            false => Access::Read,
+        };
+        let layers = self.layers(chain);
+        let layers: Vec<&Path> = layers.iter().map(PathBuf::as_path).collect();
+        let mount = mount::of_layers(&layers, access, &self.mount_options);
+        let mount = mount.ok_or_else(|| {
+            Error::State(format!("snapshot {:?} has no layer below", record.name))
+        })?;
+        Ok(vec![mount])
+    }
+
+    /// Waits until no operation holds one of `settled`, and holds `names` if `check` succeeds.
+    fn hold<T>(
+        &self,
+        names: &[&str],
+        settled: &[&str],
+        check: impl FnOnce(&mut Index) -> Result<T, Error>,
+    ) -> Result<(T, Hold<'_>), Error> {
+        let mut index = self.index.lock();
+        while settled.iter().any(|name| index.is_held(name)) {
+            self.released.wait(&mut index);
+        }
+        let checked = check(&mut index)?;
+        for name in names {
+            index.hold(name);
+        }
+        let hold = Hold {
+            snapshots: self,
+            names: names.iter().map(|&name| name.to_owned()).collect(),
+        };
+        Ok((checked, hold))
+    }
+}
+
+/// Names that an operation holds; other operations on them wait until it is dropped.
+struct Hold<'s> {
+    snapshots: &'s Snapshots,
+    names: Vec<String>,
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        let mut index = self.snapshots.index.lock();
+        for name in &self.names {
+            index.release(name);
+        }
+        self.snapshots.released.notify_all();
+    }
+}
+
+/// The layers below a snapshot.
+fn chain_below(index: &Index, record: &Record) -> Result<Vec<Id>, Error> {
+    match &record.parent {
+        None => Ok(Vec::new()),
+        Some(parent) => index.chain(parent),
+    }
+}
+
+fn require_name(name: &str) -> Result<(), Error> {
+    match name.is_empty() {
+        true => Err(Error::Invalid("the name of a snapshot is empty".to_owned())),
+        false => Ok(()),
+    }
+}
+
+/// A commit can name the parent. A snapshot without a parent would be moved onto it: containerd
+/// asks that only of snapshotters with the capability `rebase`.
+fn require_same_parent(active: &Record, parent: Option<&str>) -> Result<(), Error> {
+    match (active.parent.as_deref(), parent) {
+        (_, None) => Ok(()),
+        (Some(own), Some(parent)) if own == parent => Ok(()),
+        (Some(_), Some(_)) => Err(Error::Invalid(format!(
+            "cannot change the parent of snapshot {:?}",
+            active.name
+        ))),
+        (None, Some(_)) => Err(Error::Unsupported(
+            "a commit onto a parent that was not prepared".to_owned(),
+        )),
+    }
+}
+
+/// Sweeps after each removal, and again while files are left.
+fn sweep_when_removed(snapshots: &Weak<Snapshots>, wakes: &Receiver<()>) {
+    let mut left = 0;
+    loop {
+        let woken = match left {
+            0 => wakes.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            _ => wakes.recv_timeout(SWEEP_PAUSE),
+        };
+        if woken == Err(RecvTimeoutError::Disconnected) {
+            return;
+        }
+        let Some(snapshots) = snapshots.upgrade() else {
+            return;
+        };
+        left = snapshots.place.sweep().unwrap_or_else(|error| {
+            tracing::warn!("{error}");
+            1
+        });
+    }
+}

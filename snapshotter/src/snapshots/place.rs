@@ -1,0 +1,491 @@
+//! The snapshotter's directory on the disk.
+//!
+//! ```text
+//! ROOT/lock              locked by the process that uses ROOT
+//! ROOT/snapshots/ID/     one directory for each snapshot
+//!     record.json        its record
+//!     fs/                active or a view, without a parent: the files
+//!     upper/             active, with a parent: the upper of its mount
+//! ROOT/layers/ID.bcow    the layer of a committed snapshot
+//! ROOT/new/              what is being made; the next start empties it
+//! ROOT/trash/            what is removed; a sweep empties it
+//! ```
+//!
+//! One rename is the moment at which a snapshot begins to exist, is changed, or ceases to exist.
+//! Everything that it depends on is durable before, and the rename is durable before the operation
+//! returns. So after a crash each record is complete, and everything without a record is garbage.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, OFlags, flock};
+
+use crate::error::{At, Error};
+use crate::record::{Id, Kind, Record};
+
+/// How long the process of a mount may take to notice the unmount, on a busy machine.
+const UNMOUNTS_WITHIN: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// The snapshotter's directory, locked.
+pub struct Place {
+    root: PathBuf,
+    /// Serializes sweeps.
+    sweeping: parking_lot::Mutex<()>,
+    _lock: File,
+}
+
+/// What a start finds.
+pub struct Found {
+    /// The records.
+    pub records: Vec<Record>,
+    /// A number above all numbers in use.
+    pub next: u64,
+}
+
+impl Place {
+    /// Opens the directory, creates what is missing, and removes what a crash left.
+    pub fn open(root: &Path) -> Result<(Self, Found), Error> {
+        require_plain(root)?;
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(root)
+            .at("create", root)?;
+        let path = root.join("lock");
+        let lock = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(&path)
+            .at("open", &path)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| Error::State(format!("another process uses {}", root.display())))?;
+        let place = Place {
+            root: root.to_owned(),
+            sweeping: parking_lot::Mutex::new(()),
+            _lock: lock,
+        };
+        for name in ["snapshots", "layers", "new", "trash"] {
+            let path = root.join(name);
+            match DirBuilder::new().mode(0o700).create(&path) {
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                made => made.at("create", &path)?,
+            }
+        }
+        sync(root)?;
+        let found = place.recover()?;
+        Ok((place, found))
+    }
+
+    fn recover(&self) -> Result<Found, Error> {
+        for path in entries(&self.root.join("new"))? {
+            remove_all(&path)?;
+        }
+        let mut records = Vec::new();
+        for path in entries(&self.root.join("snapshots"))? {
+            let record = read_record(&path)?;
+            self.tidy(&path, &record)?;
+            records.push(record);
+        }
+        let mut next = records.iter().map(|record| record.id.0).max();
+        for path in entries(&self.root.join("trash"))? {
+            next = next.max(number(&path));
+        }
+        for path in entries(&self.root.join("layers"))? {
+            next = next.max(number(&path));
+            let id = number(&path).map(Id);
+            let is_used = |record: &&Record| record.has_layer && Some(record.id) == id;
+            match records.iter().find(is_used) {
+                Some(_) => {}
+                None => remove_all(&path)?,
+            }
+        }
+        for record in records.iter().filter(|record| record.has_layer) {
+            let layer = self.layer(record.id);
+            if !layer.is_file() {
+                tracing::error!("the layer {} of {:?} is lost", layer.display(), record.name);
+            }
+        }
+        let next = next.map_or(1, |last| last + 1);
+        Ok(Found { records, next })
+    }
+
+    /// Removes what a crash left in the directory of a snapshot.
+    fn tidy(&self, path: &Path, record: &Record) -> Result<(), Error> {
+        for path in entries(path)? {
+            let is_files = path == self.files(record);
+            let is_kept =
+                path.ends_with("record.json") || (is_files && record.kind != Kind::Committed);
+            if !is_kept {
+                remove_all(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The directory with the files of a snapshot without a parent, or the upper of one with a
+    /// parent.
+    pub fn files(&self, record: &Record) -> PathBuf {
+        self.directory(record.id).join(match record.parent {
+            None => "fs",
+            Some(_) => "upper",
+        })
+    }
+
+    /// The layer of a committed snapshot.
+    pub fn layer(&self, id: Id) -> PathBuf {
+        self.root.join("layers").join(format!("{id}.bcow"))
+    }
+
+    fn directory(&self, id: Id) -> PathBuf {
+        self.root.join("snapshots").join(id.to_string())
+    }
+
+    fn in_new(&self, name: &str) -> PathBuf {
+        self.root.join("new").join(name)
+    }
+
+    /// Makes the directory of a new snapshot.
+    pub fn create(&self, record: &Record) -> Result<(), Error> {
+        let new = self.in_new(&record.id.to_string());
+        let made = self.make(record, &new);
+        if made.is_err()
+            && let Err(error) = remove_all(&new)
+        {
+            tracing::warn!("{error}; the next start removes it");
+        }
+        made
+    }
+
+    fn make(&self, record: &Record, new: &Path) -> Result<(), Error> {
+        make_directory(new, 0o700)?;
+        match (&record.parent, record.kind) {
+            // The container's root directory.
+            (None, _) => make_directory(&new.join("fs"), 0o755)?,
+            (Some(_), Kind::Active) => make_directory(&new.join("upper"), 0o700)?,
+            (Some(_), _) => {}
+        }
+        write_record(&new.join("record.json"), record)?;
+        sync(new)?;
+        let directory = self.directory(record.id);
+        fs::rename(new, &directory).at("create", &directory)?;
+        sync(&self.root.join("snapshots"))
+    }
+
+    /// Replaces the record of a snapshot.
+    pub fn replace(&self, record: &Record) -> Result<(), Error> {
+        let directory = self.directory(record.id);
+        let (new, path) = (
+            directory.join("record.json.new"),
+            directory.join("record.json"),
+        );
+        write_record(&new, record)?;
+        fs::rename(&new, &path).at("write", &path)?;
+        sync(&directory)
+    }
+
+    /// Lets `write` make the layer of a snapshot at the path that it gets, and keeps the layer.
+    pub fn make_layer(
+        &self,
+        id: Id,
+        write: impl FnOnce(&Path) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        // A directory of its own: a `bcow` that survives this process cannot write after the next
+        // start, as the directory is gone.
+        let new = self.in_new(&format!("{id}-layer"));
+        make_directory(&new, 0o700)?;
+        let layer = new.join(format!("{id}.bcow"));
+        let kept = write(&layer).and_then(|()| self.keep_layer(id, &layer));
+        if let Err(error) = remove_all(&new) {
+            tracing::warn!("{error}; the next start removes it");
+        }
+        kept
+    }
+
+    fn keep_layer(&self, id: Id, new: &Path) -> Result<(), Error> {
+        sync(new)?;
+        let layer = self.layer(id);
+        fs::rename(new, &layer).at("create", &layer)?;
+        sync(&self.root.join("layers"))
+    }
+
+    /// Waits until the process of a mount that has just ended no longer uses the upper. After some
+    /// seconds `bcow` finds out whether the upper is mounted, and says by which process.
+    pub fn wait_for_unmount(&self, record: &Record) {
+        let end = Instant::now() + UNMOUNTS_WITHIN;
+        let files = self.files(record);
+        while lock_of(&files).is_err() && Instant::now() < end {
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Whether the upper of an active snapshot was never mounted.
+    pub fn is_untouched(&self, record: &Record) -> Result<bool, Error> {
+        let path = self.files(record);
+        Ok(entries(&path)?.is_empty())
+    }
+
+    /// Removes the files of a snapshot that has been committed. If that fails, the next start
+    /// does it.
+    pub fn drop_files(&self, record: &Record) {
+        let trash = self.root.join("trash").join(format!("{}-files", record.id));
+        let files = self.files(record);
+        if let Err(error) = fs::rename(&files, trash) {
+            tracing::warn!("cannot remove {}: {error}", files.display());
+        }
+    }
+
+    /// Removes a snapshot. A sweep removes its files.
+    pub fn remove(&self, id: Id) -> Result<(), Error> {
+        let trash = self.root.join("trash").join(id.to_string());
+        let directory = self.directory(id);
+        fs::rename(&directory, &trash).at("remove", &directory)?;
+        sync(&self.root.join("snapshots"))?;
+        let layer = self.layer(id);
+        match fs::remove_file(&layer) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                tracing::warn!("cannot remove {}: {error}", layer.display());
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Removes the files of removed snapshots, but for uppers that a process uses: its mount is
+    /// ending, or the container still runs. Returns how many are left.
+    pub fn sweep(&self) -> Result<usize, Error> {
+        let _one = self.sweeping.lock();
+        let mut left = 0;
+        for path in entries(&self.root.join("trash"))? {
+            let uppers = [path.join("upper"), path.clone()];
+            let locks = uppers.each_ref().map(|upper| lock_of(upper));
+            if locks.iter().any(Result::is_err) {
+                left += 1;
+                continue;
+            }
+            if let Err(error) = remove_all(&path) {
+                tracing::warn!("{error}");
+                left += 1;
+            }
+        }
+        Ok(left)
+    }
+}
+
+/// Locks an upper against mounts, if it is one. The error says that a process uses it.
+fn lock_of(upper: &Path) -> Result<Option<File>, ()> {
+    let opened = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+        .open(upper.join(".bcow/lock"));
+    match opened {
+        Ok(lock) => match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(lock)),
+            Err(_) => Err(()),
+        },
+        Err(_) => Ok(None),
+    }
+}
+
+/// Paths below ROOT are in options of mounts, where some characters have a meaning.
+fn require_plain(root: &Path) -> Result<(), Error> {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+@:=".contains(c);
+    match root.to_str() {
+        Some(text) if root.is_absolute() && text.chars().all(is_plain) => Ok(()),
+        _ => Err(Error::Invalid(format!(
+            "{:?} is not an absolute path of letters, digits and /._-+@:=",
+            root.display()
+        ))),
+    }
+}
+
+fn make_directory(path: &Path, mode: u32) -> Result<(), Error> {
+    fs::create_dir(path).at("create", path)?;
+    // Independent of the umask.
+    fs::set_permissions(path, Permissions::from_mode(mode)).at("create", path)
+}
+
+fn read_record(directory: &Path) -> Result<Record, Error> {
+    let path = directory.join("record.json");
+    let unusable = |problem: String| Error::Record {
+        path: path.clone(),
+        problem,
+    };
+    let bytes = fs::read(&path).map_err(|error| unusable(error.to_string()))?;
+    let record = Record::decode(&bytes).map_err(unusable)?;
+    if number(directory) != Some(record.id.0) {
+        return Err(unusable(format!("it is of snapshot {}", record.id)));
+    }
+    Ok(record)
+}
+
+fn write_record(path: &Path, record: &Record) -> Result<(), Error> {
+    let line = record.encode().at("write", path)?;
+    let mut file = File::create(path).at("create", path)?;
+    file.write_all(&line)
+        .and_then(|()| file.sync_all())
+        .at("write", path)
+}
+
+/// Makes a file, or the names in a directory, durable.
+fn sync(path: &Path) -> Result<(), Error> {
+    File::open(path)
+        .and_then(|file| file.sync_all())
+        .at("synchronize", path)
+}
+
+fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let list = fs::read_dir(directory).at("list", directory)?;
+    let paths = list.map(|entry| entry.map(|entry| entry.path()));
+    paths.collect::<Result<_, _>>().at("list", directory)
+}
+
+/// The number at the begin of a name: `7`, `7.bcow` or `7-files`.
+fn number(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?;
+    let end = name.find(['.', '-']).unwrap_or(name.len());
+    name[..end].parse().ok()
+}
+
+fn remove_all(path: &Path) -> Result<(), Error> {
+    // A process that is ending may still add names.
+    const ATTEMPTS: usize = 20;
+    let is_directory = path.symlink_metadata().is_ok_and(|found| found.is_dir());
+    for attempt in 1.. {
+        let removed = match is_directory {
+            true => fs::remove_dir_all(path),
+            false => fs::remove_file(path),
+        };
+        match removed {
+            Err(error) if error.kind() == ErrorKind::NotFound => break,
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty && attempt < ATTEMPTS => {}
+            removed => return removed.at("remove", path),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::Labels;
+
+    fn record(id: u64, parent: Option<&str>) -> Record {
+        let parent = parent.map(str::to_owned);
+        Record::new(
+            Id(id),
+            Kind::Active,
+            format!("s{id}"),
+            parent,
+            Labels::new(),
+        )
+    }
+
+    fn names(path: &Path) -> Vec<String> {
+        let paths = entries(path).unwrap();
+        let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
+        let mut names: Vec<String> = paths.iter().map(name).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_start_removes_everything_without_a_record() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let (place, _) = Place::open(root).unwrap();
+        let (committed, active) = (record(1, None), record(2, Some("s1")));
+        for record in [&committed, &active] {
+            place.create(record).unwrap();
+        }
+        place
+            .make_layer(Id(1), |path| fs::write(path, "layer").at("write", path))
+            .unwrap();
+        let committed = committed.committed("c".into(), Labels::new(), true);
+        place.replace(&committed).unwrap();
+        fs::create_dir_all(root.join("new/9/fs/d")).unwrap();
+        fs::create_dir(root.join("trash/8")).unwrap();
+        fs::write(root.join("layers/7.bcow"), "").unwrap();
+        fs::write(root.join("layers/2.bcow"), "of an active snapshot").unwrap();
+        fs::write(root.join("snapshots/2/record.json.new"), "{").unwrap();
+        drop(place);
+
+        let (place, found) = Place::open(root).unwrap();
+        assert_eq!(found.next, 9);
+        let mut records = found.records;
+        records.sort_by_key(|record| record.id);
+        assert_eq!(records, [committed, active]);
+        assert_eq!(names(&root.join("layers")), ["1.bcow"]);
+        assert_eq!(names(&root.join("new")), [""; 0]);
+        assert_eq!(names(&root.join("snapshots/1")), ["record.json"]);
+        assert_eq!(names(&root.join("snapshots/2")), ["record.json", "upper"]);
+        assert_eq!(place.sweep().unwrap(), 0);
+        assert_eq!(names(&root.join("trash")), [""; 0]);
+    }
+
+    #[test]
+    fn a_failed_layer_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let (place, _) = Place::open(directory.path()).unwrap();
+        let failed = place.make_layer(Id(3), |path| {
+            fs::write(path, "half").at("write", path)?;
+            Err(Error::State("no space".to_owned()))
+        });
+        assert_eq!(failed.unwrap_err().to_string(), "no space");
+        assert_eq!(names(&directory.path().join("new")), [""; 0]);
+        assert_eq!(names(&directory.path().join("layers")), [""; 0]);
+    }
+
+    #[test]
+    fn an_upper_in_use_outlives_sweeps() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let (place, _) = Place::open(root).unwrap();
+        place.create(&record(1, Some("p"))).unwrap();
+        fs::create_dir(root.join("snapshots/1/upper/.bcow")).unwrap();
+        let lock = File::create(root.join("snapshots/1/upper/.bcow/lock")).unwrap();
+        flock(&lock, FlockOperation::LockExclusive).unwrap();
+        place.remove(Id(1)).unwrap();
+        assert_eq!(place.sweep().unwrap(), 1);
+        assert_eq!(names(&root.join("trash/1")), ["record.json", "upper"]);
+        drop(lock);
+        assert_eq!(place.sweep().unwrap(), 0);
+        assert_eq!(names(&root.join("trash")), [""; 0]);
+    }
+
+    #[test]
+    fn a_directory_has_one_user_and_a_plain_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = Place::open(directory.path()).unwrap();
+        let error = Place::open(directory.path()).err().unwrap();
+        assert!(error.to_string().contains("another process"), "{error}");
+        drop(place);
+        for bad in ["relative", "/a,b", "/a b", "/a#b", "/a\"b"] {
+            let error = Place::open(Path::new(bad)).err().unwrap();
+            assert!(matches!(error, Error::Invalid(_)), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_record_stops_the_start_and_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let (place, _) = Place::open(root).unwrap();
+        place.create(&record(1, None)).unwrap();
+        drop(place);
+        fs::write(root.join("snapshots/1/record.json"), "{").unwrap();
+        let error = Place::open(root).err().unwrap().to_string();
+        assert!(error.contains("snapshots/1/record.json"), "{error}");
+        fs::rename(root.join("snapshots/1"), root.join("snapshots/2")).unwrap();
+        let line = record(1, None).encode().unwrap();
+        fs::write(root.join("snapshots/2/record.json"), line).unwrap();
+        let error = Place::open(root).err().unwrap().to_string();
+        assert!(error.contains("it is of snapshot 1"), "{error}");
+    }
+}

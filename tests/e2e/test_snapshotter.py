@@ -1,0 +1,531 @@
+"""bcow-snapshotter: containerd's contract over its socket, crashes, and containers of containerd.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import unittest
+
+import support
+from support import need, run
+
+try:
+    import snapshots
+    from snapshots import ACTIVE, CODES, COMMITTED, VIEW
+except ImportError:
+    snapshots = None
+
+SEED = int(os.environ.get("BCOW_SEED", "0")) or random.randrange(1 << 32)
+KILLS = int(os.environ.get("BCOW_KILLS", "12"))
+# The engine: containerd with its shim and runc, and skopeo for the archive of the image.
+ENGINE = ["containerd", "ctr", "containerd-shim-runc-v2", "runc", "skopeo"]
+CONFIG = """
+version = 2
+root = "{place}/lib"
+state = "{place}/run"
+disabled_plugins = [
+    "io.containerd.grpc.v1.cri", "io.containerd.snapshotter.v1.btrfs",
+    "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
+    "io.containerd.internal.v1.tracing", "io.containerd.tracing.processor.v1.otlp",
+    "io.containerd.internal.v1.opt"]
+[grpc]
+address = "{place}/c"
+[ttrpc]
+address = "{place}/t"
+[proxy_plugins.bcow]
+type = "snapshot"
+address = "{place}/sock"
+"""
+
+
+def need_snapshotter():
+    need("mount.fuse3", root=True, fuse=True)
+    if snapshots is None:
+        support.missing("python3-grpcio and python3-protobuf are not installed")
+
+
+class WithSnapshotter(support.Scratch):
+    @classmethod
+    def setUpClass(cls):
+        need_snapshotter()
+        super().setUpClass()
+        # The name by which mount.fuse3 runs bcow.
+        helpers = cls.path("helpers")
+        os.mkdir(helpers)
+        os.symlink(support.BCOW, os.path.join(helpers, "mount.bcow"))
+        cls.environment = {"PATH": helpers + os.pathsep + os.environ["PATH"]}
+        path = os.environ["PATH"]
+        os.environ["PATH"] = cls.environment["PATH"]
+        cls.addClassCleanup(os.environ.__setitem__, "PATH", path)
+
+    def setUp(self):
+        # The path of a socket has at most 108 bytes.
+        self.place = tempfile.mkdtemp(prefix="s", dir=support.WORK)
+        self.addCleanup(shutil.rmtree, self.place, ignore_errors=True)
+        self.root = os.path.join(self.place, "root")
+
+    def start(self, *options):
+        one = snapshots.Snapshotter(self.root, os.path.join(self.place, "sock"), *options)
+        self.addCleanup(one.end, signal.SIGKILL)
+        return one
+
+    @contextlib.contextmanager
+    def mounted(self, answer):
+        """The mount of an answer, made as containerd makes it."""
+        where = tempfile.mkdtemp(prefix="m", dir=self.place)
+        [mount] = answer.mounts
+        options = ",".join(mount.options)
+        if mount.type == "bind":
+            run("mount", "--bind", "-o", options, mount.source, where)
+            if "ro" in mount.options:
+                run("mount", "-o", "remount,bind,ro", where)
+        else:
+            kind = mount.type.removeprefix("fuse3.")
+            run("mount.fuse3", mount.source, where, "-o", options, "-t", kind)
+        try:
+            yield where
+        finally:
+            run("umount", where)
+            os.rmdir(where)
+
+    def names(self, *parts):
+        return sorted(os.listdir(os.path.join(self.root, *parts)))
+
+    def assert_only(self, client):
+        """Nothing is on the disk but what the records need."""
+        client.Cleanup()
+        infos = client.List()
+        records = {}
+        for name in self.names("snapshots"):
+            with open(os.path.join(self.root, "snapshots", name, "record.json")) as file:
+                record = json.load(file)
+            records[record["name"]] = record
+            files = {"committed": [], "view": ["fs"], "active": ["fs"]}[record["kind"]]
+            if files and "parent" in record:
+                files = ["upper"] if record["kind"] == "active" else []
+            self.assertEqual(self.names("snapshots", name), sorted(files + ["record.json"]))
+        self.assertEqual(set(records), {info.name for info in infos})
+        layers = [f"{record['id']}.bcow" for record in records.values() if record["has_layer"]]
+        self.assertEqual(self.names("layers"), sorted(layers))
+        self.assertEqual(self.names("new"), [])
+        self.assertEqual(self.names("trash"), [])
+
+    def refused(self, code, call, **fields):
+        with self.assertRaises(snapshots.RpcError) as caught:
+            call(**fields)
+        self.assertEqual(caught.exception.code(), code, caught.exception.details())
+        return caught.exception.details()
+
+    def wrapper(self, script):
+        """A program that runs a script before bcow."""
+        path = os.path.join(self.place, "wrapper")
+        with open(path, "w") as file:
+            file.write(f'#!/bin/sh\n{script}\nexec "{support.BCOW}" "$@"\n')
+        os.chmod(path, 0o755)
+        return path
+
+
+class Contract(WithSnapshotter):
+    def test_layers_are_stacked_and_shared(self):
+        client = self.start().client
+        with self.mounted(client.Prepare(key="a")) as root:
+            self.assertEqual(os.stat(root).st_mode & 0o7777, 0o755)
+            for name, data in (("both", b"low"), ("low", os.urandom(1 << 20)), ("gone", b"")):
+                with open(os.path.join(root, name), "wb") as file:
+                    file.write(data)
+            os.chmod(root, 0o711)
+        client.Commit(name="low", key="a")
+        with self.mounted(client.Prepare(key="b", parent="low")) as root:
+            self.assertEqual(os.stat(root).st_mode & 0o7777, 0o711)
+            os.remove(os.path.join(root, "gone"))
+            with open(os.path.join(root, "both"), "wb") as file:
+                file.write(b"high")
+            with open(os.path.join(root, "low"), "r+b") as file:
+                file.seek(500_000)
+                file.write(b"changed")
+            expected = support.tree.dump(root)
+        client.Commit(name="high", key="b")
+        # A snapshot without a change has no layer, and the root's mode stays.
+        client.Prepare(key="c", parent="high")
+        client.Commit(name="same", key="c")
+        self.assertEqual(len(self.names("layers")), 2)
+        for parent in ("high", "same"):
+            with self.mounted(client.View(key=f"v-{parent}", parent=parent)) as root:
+                support.assert_same_tree(self, expected, root)
+                with self.assertRaises(OSError):
+                    open(os.path.join(root, "new"), "w")
+        # Only the changed block is in the upper layer.
+        self.assertLess(client.Usage(key="high").size, 100_000)
+        self.assertGreater(client.Usage(key="low").size, 1 << 20)
+        self.assertEqual(client.Usage(key="same").size, 0)
+        self.assertEqual(client.Usage(key="v-high").size, 0)
+        self.assert_only(client)
+
+    def test_containers_share_layers_and_keep_their_changes(self):
+        one = self.start()
+        client = one.client
+        with self.mounted(client.Prepare(key="a")) as root:
+            with open(os.path.join(root, "file"), "w") as file:
+                file.write("image")
+        client.Commit(name="image", key="a")
+        with contextlib.ExitStack() as stack:
+            roots = [stack.enter_context(self.mounted(client.Prepare(key=f"c{n}", parent="image")))
+                     for n in range(3)]
+            # The mounts outlive the snapshotter.
+            self.assertEqual(one.end(signal.SIGKILL), -9)
+            for n, root in enumerate(roots):
+                with open(os.path.join(root, "file"), "a") as file:
+                    file.write(f" of {n}")
+            one.start()
+            client = one.client
+            # A container that still runs keeps its files until it ends.
+            client.Remove(key="c2")
+            client.Cleanup()
+            self.assertEqual(len(self.names("trash")), 1)
+            with open(os.path.join(roots[2], "file")) as file:
+                self.assertEqual(file.read(), "image of 2")
+        for n in range(2):
+            with self.mounted(client.Mounts(key=f"c{n}")) as root:
+                with open(os.path.join(root, "file")) as file:
+                    self.assertEqual(file.read(), f"image of {n}")
+        support.until(lambda: not self.names("trash"), "the sweep after the end of a mount")
+        self.assert_only(client)
+        self.assertEqual(one.end(), 0)
+
+    def test_each_refusal_has_its_code(self):
+        client = self.start().client
+        client.Prepare(key="a")
+        client.Commit(name="p", key="a")
+        client.Prepare(key="active", parent="p")
+        client.View(key="view", parent="p")
+        for code, call, fields in [
+            (CODES.NOT_FOUND, client.Stat, {"key": "none"}),
+            (CODES.NOT_FOUND, client.Stat, {"key": "a"}),
+            (CODES.NOT_FOUND, client.Usage, {"key": "none"}),
+            (CODES.NOT_FOUND, client.Mounts, {"key": "none"}),
+            (CODES.NOT_FOUND, client.Remove, {"key": "none"}),
+            (CODES.NOT_FOUND, client.Update, {"info": {"name": "none"}}),
+            (CODES.NOT_FOUND, client.Prepare, {"key": "x", "parent": "none"}),
+            (CODES.NOT_FOUND, client.Commit, {"name": "x", "key": "none"}),
+            (CODES.ALREADY_EXISTS, client.Prepare, {"key": "active", "parent": "p"}),
+            (CODES.ALREADY_EXISTS, client.View, {"key": "p"}),
+            (CODES.ALREADY_EXISTS, client.Commit, {"name": "p", "key": "active"}),
+            (CODES.ALREADY_EXISTS, client.Commit, {"name": "active", "key": "active"}),
+            (CODES.FAILED_PRECONDITION, client.Mounts, {"key": "p"}),
+            (CODES.FAILED_PRECONDITION, client.Remove, {"key": "p"}),
+            (CODES.FAILED_PRECONDITION, client.Commit, {"name": "x", "key": "view"}),
+            (CODES.INVALID_ARGUMENT, client.Prepare, {"key": "x", "parent": "active"}),
+            (CODES.INVALID_ARGUMENT, client.Prepare, {"key": ""}),
+            (CODES.INVALID_ARGUMENT, client.Commit, {"name": "", "key": "active"}),
+            (CODES.INVALID_ARGUMENT, client.Commit,
+             {"name": "x", "key": "active", "parent": "other"}),
+            (CODES.INVALID_ARGUMENT, client.List, {"filters": ["name="]}),
+            (CODES.INVALID_ARGUMENT, client.Update,
+             {"info": {"name": "p"}, "update_mask": {"paths": ["kind"]}}),
+            (CODES.INVALID_ARGUMENT, client.Update, {}),
+        ]:
+            with self.subTest(call=fields):
+                self.refused(code, call, **fields)
+        unknown = client.channel.unary_unary("/containerd.services.snapshots.v1.Snapshots/Other")
+        with self.assertRaisesRegex(Exception, "UNIMPLEMENTED"):
+            unknown(b"")
+        self.assertIn("children", self.refused(CODES.FAILED_PRECONDITION, client.Remove, key="p"))
+        self.assert_only(client)
+
+    def test_a_mounted_snapshot_is_not_committed(self):
+        client = self.start().client
+        client.Prepare(key="a")
+        client.Commit(name="p", key="a")
+        with self.mounted(client.Prepare(key="b", parent="p")) as root:
+            with open(os.path.join(root, "file"), "w") as file:
+                file.write("kept")
+            details = self.refused(CODES.INTERNAL, client.Commit, name="n", key="b")
+            self.assertIn("it is being written by", details)
+        client.Commit(name="n", key="b")
+        with self.mounted(client.View(key="v", parent="n")) as root:
+            with open(os.path.join(root, "file")) as file:
+                self.assertEqual(file.read(), "kept")
+
+    def test_records_outlive_restarts(self):
+        one = self.start()
+        one.client.Prepare(key="ü", labels={"one": "1", "two": "2"})
+        one.client.Commit(name="base", key="ü", labels={"three": "3"})
+        one.client.View(key="view", parent="base", labels={"containerd.io/gc.root": "now"})
+        one.client.Update(info={"name": "view", "labels": {"l": "5", "m": "6"}},
+                          update_mask={"paths": ["labels.l"]})
+        before = one.client.List()
+        kinds = {info.name: info.kind for info in before}
+        self.assertEqual(kinds, {"base": COMMITTED, "view": VIEW})
+        labels = {info.name: dict(info.labels) for info in before}
+        self.assertEqual(labels, {"base": {"three": "3"},
+                                  "view": {"containerd.io/gc.root": "now", "l": "5"}})
+        self.assertEqual(one.end(), 0)
+        one.start()
+        self.assertEqual(one.client.List(), before)
+        self.assertEqual([info.name for info in one.client.List(
+            filters=['kind==view,labels."containerd.io/gc.root"~=/^n/', "name==none"])], ["view"])
+
+    def test_a_long_list_comes_in_parts(self):
+        client = self.start().client
+        labels = {f"label-{n}": "x" * 4000 for n in range(60)}
+        for n in range(30):
+            client.Prepare(key=f"k{n}", labels=labels)
+        self.assertEqual(sorted(info.name for info in client.List()),
+                         sorted(f"k{n}" for n in range(30)))
+
+    def test_parallel_requests_for_one_name_have_one_winner(self):
+        client = self.start().client
+        client.Prepare(key="a")
+        client.Commit(name="p", key="a")
+        for call, fields in ((client.Prepare, {"key": "same", "parent": "p"}),
+                             (client.Commit, {"key": "same", "name": "done"}),
+                             (client.Remove, {"key": "done"})):
+            results = []
+
+            def attempt():
+                try:
+                    call(**fields)
+                    results.append(True)
+                except Exception:
+                    results.append(False)
+            threads = [threading.Thread(target=attempt) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertEqual(sorted(results), [False] * 7 + [True], fields)
+        self.assert_only(client)
+
+    def test_a_second_process_is_refused(self):
+        one = self.start()
+        for socket, expected in (("other", "another process uses"), ("sock", "another process")):
+            refused = run(snapshots.PROGRAM, "--root", self.root, "--socket",
+                          os.path.join(self.place, socket), check=False)
+            support.assert_refused(self, refused, expected)
+        refused = run(snapshots.PROGRAM, "--root", self.root + "2", "--socket", one.socket,
+                      check=False)
+        support.assert_refused(self, refused, "another process listens")
+        refused = run(snapshots.PROGRAM, "--root", self.root + "3", "--socket", one.socket,
+                      "--bcow", "/nonexistent", check=False)
+        support.assert_refused(self, refused, "/nonexistent version failed")
+        one.client.List()
+
+    def test_the_guide_has_the_options(self):
+        page = os.path.join(support.TOP, "docs", "guide", "snapshotter.md")
+        with open(page) as file:
+            self.assertIn(run(snapshots.PROGRAM, "-h").out.decode(), file.read())
+
+    def test_a_failed_commit_can_be_repeated(self):
+        wrapper = self.wrapper('case "$*" in *convert*) [ -e "$0.works" ] || exit 5 ;; esac')
+        client = self.start("--bcow", wrapper).client
+        client.Prepare(key="a", labels={"kept": "1"})
+        self.assertIn("exit status: 5", self.refused(CODES.INTERNAL, client.Commit, name="n",
+                                                     key="a"))
+        self.assert_only(client)
+        self.assertEqual(dict(client.Stat(key="a").info.labels), {"kept": "1"})
+        with open(wrapper + ".works", "w"):
+            pass
+        client.Commit(name="n", key="a")
+        self.assertEqual(client.Stat(key="n").info.kind, COMMITTED)
+
+
+class Crashes(WithSnapshotter):
+    """The snapshotter is killed; the next one finds each snapshot complete, or not at all."""
+
+    def test_killed_before_and_after_the_layer_is_written(self):
+        for moment, script in (
+                ("before", 'case "$*" in *convert*) kill -9 $PPID; sleep 0.2 ;; esac'),
+                ("after", f'case "$*" in *convert*) "{support.BCOW}" "$@"; kill -9 $PPID; '
+                          'exit ;; esac')):
+            with self.subTest(moment):
+                self.root = os.path.join(self.place, moment)
+                one = self.start("--bcow", self.wrapper(script))
+                one.client.Prepare(key="a")
+                self.refused(CODES.UNAVAILABLE, one.client.Commit, name="n", key="a")
+                self.assertEqual(one.process.wait(timeout=60), -9)
+                one.client.close()
+                one.options = ()
+                one.start()
+                self.assertEqual([info.name for info in one.client.List()], ["a"])
+                self.assert_only(one.client)
+                one.client.Commit(name="n", key="a")
+                self.assert_only(one.client)
+                self.assertEqual(one.end(), 0)
+
+    def test_killed_at_random_moments(self):
+        choose = random.Random(SEED)
+        one = self.start()
+        # Names and kinds of all snapshots, and what the request that was cut off changes.
+        known, pending = {}, None
+        for kill in range(KILLS):
+            timer = threading.Timer(choose.uniform(0.0, 0.3), one.process.kill)
+            timer.start()
+            number = 0
+            while True:
+                number += 1
+                pending = self.next_request(choose, known, f"{kill}-{number}")
+                call, fields, removed, added = pending
+                try:
+                    getattr(one.client, call)(**fields)
+                except Exception:
+                    break
+                known = self.after(known, removed, added)
+            timer.join()
+            self.assertEqual(one.process.wait(timeout=60), -9, f"seed {SEED}: {pending}")
+            one.client.close()
+            one.start()
+            found = {info.name: info.kind for info in one.client.List()}
+            possible = (known, self.after(known, removed, added))
+            self.assertIn(found, possible, f"seed {SEED}: {pending}")
+            known = found
+            self.assert_only(one.client)
+        for name in self.names("layers"):
+            support.bcow("fsck", "--data", os.path.join(self.root, "layers", name))
+
+    @staticmethod
+    def after(known, removed, added):
+        return {**{name: kind for name, kind in known.items() if name != removed}, **added}
+
+    @staticmethod
+    def next_request(choose, known, new):
+        active = sorted(name for name, kind in known.items() if kind == ACTIVE)
+        committed = sorted(name for name, kind in known.items() if kind == COMMITTED)
+        kind = choose.choice(("Prepare", "Prepare", "Commit", "View", "Update", "Remove"))
+        if kind == "Commit" and active:
+            old = choose.choice(active)
+            return kind, {"name": f"c{new}", "key": old}, old, {f"c{new}": COMMITTED}
+        if kind == "Remove" and active:
+            old = choose.choice(active)
+            return kind, {"key": old}, old, {}
+        if kind == "Update" and known:
+            name = choose.choice(sorted(known))
+            return kind, {"info": {"name": name, "labels": {"n": new}}}, None, {}
+        parent = choose.choice(committed) if committed else ""
+        if kind == "View":
+            return kind, {"key": f"v{new}", "parent": parent}, None, {f"v{new}": VIEW}
+        parent = choose.choice((parent, ""))
+        return "Prepare", {"key": f"a{new}", "parent": parent}, None, {f"a{new}": ACTIVE}
+
+
+class Containers(WithSnapshotter):
+    """containerd runs containers of an ordinary image."""
+
+    @classmethod
+    def setUpClass(cls):
+        need(*ENGINE)
+        super().setUpClass()
+        cls.archive = cls.path("small.tar")
+        layout, tag = support.image("small")
+        run("skopeo", "copy", "--insecure-policy", f"oci:{layout}:{tag}",
+            f"docker-archive:{cls.archive}:bcow.test/small:1")
+
+    def setUp(self):
+        super().setUp()
+        self.snapshotter = self.start()
+        with open(os.path.join(self.place, "config.toml"), "w") as file:
+            file.write(CONFIG.format(place=self.place))
+        self.addCleanup(self.stop_all)
+        self.containerd = None
+        self.start_containerd()
+
+    def start_containerd(self):
+        log = os.path.join(self.place, "containerd.log")
+        with open(log, "ab") as out:
+            self.containerd = subprocess.Popen(
+                ["containerd", "--config", os.path.join(self.place, "config.toml")],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+        def answers():
+            if self.containerd.poll() is not None:
+                with open(log, errors="replace") as text:
+                    raise AssertionError(f"containerd ended: {text.read()[-4000:]}")
+            return self.ctr("version", check=False).code == 0
+        support.until(answers, "containerd answers")
+
+    def stop_containerd(self, how=signal.SIGTERM):
+        self.containerd.send_signal(how)
+        self.containerd.wait(timeout=60)
+
+    def stop_all(self):
+        """Ends what a failed test has left: containers, their shims, mounts."""
+        if self.containerd.poll() is None:
+            for name in self.listed("tasks"):
+                self.ctr("tasks", "rm", "-f", name, check=False)
+            self.stop_containerd()
+        with open("/proc/self/mounts") as table:
+            places = [line.split()[1] for line in table]
+        for place in reversed(places):
+            if place.startswith(self.place + "/"):
+                subprocess.run(["umount", "-l", place], check=False)
+
+    def ctr(self, *arguments, **options):
+        return run("ctr", "--address", os.path.join(self.place, "c"), *arguments, **options)
+
+    def listed(self, what):
+        return self.ctr(what, "ls", "-q").out.decode().split()
+
+    def run_in(self, name, script, *options):
+        """Runs a script as a new container; returns its output. The container stays."""
+        done = self.ctr("run", "--snapshotter", "bcow", *options, "bcow.test/small:1", name,
+                        "/bin/sh", "-ec", script)
+        return done.out.decode()
+
+    def test_containers_write_and_outlive_restarts(self):
+        self.ctr("images", "import", "--snapshotter", "bcow", self.archive)
+        client = self.snapshotter.client
+        committed = [info for info in client.List() if info.kind == COMMITTED]
+        self.assertEqual(len(committed), self.layers())
+        # The tree is that of umoci. containerd gives the root directory no time.
+        [top] = {info.name for info in committed} - {info.parent for info in committed}
+        with self.mounted(client.View(key="tree", parent=top)) as root:
+            _, expected = support.unpacked("small")
+            support.assert_same_tree(self, expected, root, ignore={"mtime:."})
+        client.Remove(key="tree")
+        self.assertEqual(self.run_in("one", "python3 -c 'print(6 * 7)'; echo 1 >/written; "
+                                     "rm /etc/motd; echo more >>/etc/passwd; exit 0",
+                                     "--rm"), "42\n")
+        # A container runs while the snapshotter and containerd are killed and start again.
+        script = ("echo begun >/state; until [ -e /go ]; do sleep 0.1; done; cat /state /go")
+        self.ctr("run", "--detach", "--snapshotter", "bcow", "bcow.test/small:1", "two", "/bin/sh",
+                 "-ec", script)
+        self.assertEqual(self.snapshotter.end(signal.SIGKILL), -9)
+        self.stop_containerd(signal.SIGKILL)
+        self.snapshotter.start()
+        client = self.snapshotter.client
+        self.start_containerd()
+        self.assertEqual(self.listed("tasks"), ["two"])
+        self.ctr("tasks", "exec", "--exec-id", "e", "two", "/bin/sh", "-c", "echo went on >/go")
+
+        def has_ended():
+            return b"STOPPED" in self.ctr("tasks", "ls").out
+        support.until(has_ended, "the container ends")
+        self.ctr("tasks", "rm", "two")
+        # Its root is there as it was left.
+        [active] = [info.name for info in client.List() if info.kind == ACTIVE]
+        with self.mounted(client.Mounts(key=active)) as root:
+            self.assertEqual(sorted({"go", "state"} & set(os.listdir(root))), ["go", "state"])
+            self.assertNotIn("written", os.listdir(root))
+            with open(os.path.join(root, "go")) as file:
+                self.assertEqual(file.read(), "went on\n")
+        self.ctr("containers", "rm", "two")
+        # containerd's garbage collection removes the layers with the image.
+        self.ctr("images", "rm", "--sync", "bcow.test/small:1")
+        support.until(lambda: not client.List(), "containerd removes all snapshots")
+        self.assert_only(client)
+        self.assertEqual(self.names("layers"), [])
+        self.stop_containerd()
+        self.assertEqual(self.snapshotter.end(), 0)
+
+    def layers(self):
+        result = run("skopeo", "inspect", f"docker-archive:{self.archive}")
+        return len(json.loads(result.out)["Layers"])
+
+
+if __name__ == "__main__":
+    unittest.main()
