@@ -41,6 +41,10 @@ address = "{place}/t"
 [proxy_plugins.bcow]
 type = "snapshot"
 address = "{place}/sock"
+# For containerd 2.x; older versions do not read it.
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+platform = "linux"
+snapshotter = "bcow"
 """
 
 
