@@ -323,7 +323,9 @@ class Contract(WithSnapshotter):
     def test_the_guide_has_the_options(self):
         page = os.path.join(support.TOP, "docs", "guide", "snapshotter.md")
         with open(page) as file:
-            self.assertIn(run(snapshots.PROGRAM, "-h").out.decode(), file.read())
+            text = file.read()
+        shown = run(snapshots.PROGRAM, "-h", env={"COLUMNS": "100"})
+        self.assertIn(shown.out.decode(), text)
 
     def test_a_failed_commit_can_be_repeated(self):
         wrapper = self.wrapper('case "$*" in *convert*) [ -e "$0.works" ] || exit 5 ;; esac')
