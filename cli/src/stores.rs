@@ -137,7 +137,7 @@ pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
 pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError {
     let failure = CommandError::new(format!("cannot open {}", name.display()));
     let failure = match error {
-        // "cannot open at byte 0" would not help the user.
+        // The message begins with "cannot open" already.
         Error::Io {
             action: "open",
             source,

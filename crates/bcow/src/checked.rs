@@ -51,7 +51,7 @@ impl CheckedFile {
 pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
     let length = storage
         .len()
-        .map_err(|source| Error::io("read the length, not a", 0, source))?;
+        .map_err(|source| Error::io("get the length", 0, source))?;
     let mut area = [0; HEADER_AREA_BYTES];
     let there = length.min(HEADER_AREA_BYTES as u64) as usize;
     storage

@@ -7,11 +7,11 @@ use std::io;
 #[non_exhaustive]
 pub enum Error {
     /// The host failed to read or write.
-    #[error("cannot {action} at byte {offset}: {source}")]
+    #[error("cannot {action}{}: {source}", at_byte(action, *offset))]
     Io {
         /// The failed operation: "read", "write", "sync".
         action: &'static str,
-        /// Byte offset in the file.
+        /// Byte offset in the file; 0 for an operation on the whole file.
         offset: u64,
         /// The error of the host.
         source: io::Error,
@@ -87,6 +87,16 @@ pub enum Error {
     /// The caller requested something that the format or this version does not support.
     #[error("{0}")]
     Unsupported(String),
+}
+
+/// Operations on a whole file: their errors name no offset.
+const WHOLE_FILE: [&str; 3] = ["get the length", "open", "sync"];
+
+fn at_byte(action: &str, offset: u64) -> String {
+    match WHOLE_FILE.contains(&action) {
+        true => String::new(),
+        false => format!(" at byte {offset}"),
+    }
 }
 
 /// The mismatch between a stored block and its table entry.

@@ -38,7 +38,7 @@ impl Replayed {
 pub(crate) fn replay(storage: &dyn Storage, header: &Header) -> Result<Replayed, Error> {
     let length = storage
         .len()
-        .map_err(|source| Error::io("read the length, not a", 0, source))?;
+        .map_err(|source| Error::io("get the length", 0, source))?;
     let mut replayed = Replayed {
         next_sequence: 1,
         file_bytes: header.file_bytes,

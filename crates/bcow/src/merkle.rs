@@ -196,9 +196,9 @@ impl Verifier {
         })
     }
 
-    /// Whether `chunk` is what the tree says of chunk `index`. The tree is read from `storage`;
+    /// Whether `chunk` matches the tree's hash of chunk `index`. The tree is read from `storage`;
     /// `chunk` may come from another copy of the file.
-    pub(crate) fn holds(
+    pub(crate) fn matches(
         &self,
         storage: &dyn Storage,
         index: u64,

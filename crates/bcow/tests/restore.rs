@@ -2,12 +2,13 @@
 //! that no copy has intact stays as it is and is reported.
 
 use std::fs;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, RestoreError, Restored, check, restore};
 use bcow::format::choose_header;
-use bcow::{Compression, ImageWriter, MemoryStorage, Storage, WriterOptions};
+use bcow::{Compression, Image, ImageWriter, MemoryStorage, OpenOptions, Storage, WriterOptions};
 use proptest::prelude::*;
 
 /// A sealed image whose content does not repeat.
@@ -76,7 +77,7 @@ fn the_tree_of_any_copy_confirms_the_bytes_of_all() {
     let mut damaged = file.clone();
     damaged[5000..6000].fill(0xAA);
     let (after, result) = restored(&damaged, None, &[&without_tree]);
-    assert_eq!(result.unwrap().left, []);
+    assert_eq!(result.unwrap().unrestored, []);
     assert!(after == file);
 }
 
@@ -87,10 +88,10 @@ fn two_damaged_copies_make_each_other_whole() {
     one[300_000..300_100].fill(0xAA);
     two[700_000..900_000].fill(0xAA);
     let (first, result) = restored(&one, None, &[&two]);
-    assert_eq!(result.unwrap().left, []);
+    assert_eq!(result.unwrap().unrestored, []);
     assert!(first == file);
     let (second, result) = restored(&two, None, &[&one]);
-    assert_eq!(result.unwrap().left, []);
+    assert_eq!(result.unwrap().unrestored, []);
     assert!(second == file);
 }
 
@@ -104,8 +105,8 @@ fn a_range_that_no_copy_has_is_reported_and_stays() {
     copy[300_001] ^= 1;
     let (after, result) = restored(&damaged, None, &[&copy]);
     let result = result.unwrap();
-    assert_eq!((result.written.len(), result.left.len()), (1, 1));
-    assert!(result.left[0].contains(&300_000), "{result:?}");
+    assert_eq!((result.written.len(), result.unrestored.len()), (1, 1));
+    assert!(result.unrestored[0].contains(&300_000), "{result:?}");
     let mut expected = file;
     expected[300_000] ^= 1;
     assert!(after == expected);
@@ -134,13 +135,13 @@ fn a_lost_header_needs_the_root_from_elsewhere() {
     let mut damaged = file.clone();
     damaged[..1024].fill(0);
     let (after, result) = restored(&damaged, None, &[&file]);
-    assert!(matches!(result, Err(RestoreError::Unknown)));
+    assert!(matches!(result, Err(RestoreError::UnknownRoot)));
     assert!(after == damaged);
     let (after, result) = restored(&damaged, Some(root(&file)), &[&file]);
     assert_eq!(result.unwrap().written, vec![0..1024]);
     assert!(after == file);
     let (_, result) = restored(b"short", Some(root(&file)), &[&file]);
-    assert_eq!(result.unwrap().left, []);
+    assert_eq!(result.unwrap().unrestored, []);
 }
 
 #[test]
@@ -165,13 +166,60 @@ fn a_file_gets_its_length_back() {
     let file = two_levels();
     for cut in [1024, 5000, file.len() - 1] {
         let (after, result) = restored(&file[..cut], None, &[&file]);
-        assert_eq!(result.unwrap().left, [], "{cut}");
+        assert_eq!(result.unwrap().unrestored, [], "{cut}");
         assert!(after == file, "{cut}");
     }
     let longer = [&file[..], b"more"].concat();
     let (after, result) = restored(&longer, None, &[&file]);
-    assert_eq!(result.unwrap().written.len(), 1);
+    let result = result.unwrap();
+    assert_eq!((&result.written[..], result.cut_off), (&[][..], 4));
     assert!(after == file);
+}
+
+#[test]
+fn each_restored_byte_is_counted_once() {
+    let file = image(10);
+    // The header slots and every chunk are damaged.
+    let damaged = vec![0xAA; file.len()];
+    let (after, result) = restored(&damaged, Some(root(&file)), &[&file]);
+    let result = result.unwrap();
+    assert!(after == file);
+    assert_eq!(result.written, vec![0..file.len() as u64]);
+    assert_eq!(result.written_bytes(), file.len() as u64);
+}
+
+/// A storage whose length the host does not tell.
+struct NoLength;
+
+impl Storage for NoLength {
+    fn len(&self) -> io::Result<u64> {
+        Err(io::Error::other("no such device"))
+    }
+    fn read_at(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+    fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn set_len(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn an_error_of_the_length_names_no_offset() {
+    let file = image(9);
+    let error = restore(&NoLength, Some(root(&file)), &copies(&[&file]), 1).unwrap_err();
+    assert_eq!(error.to_string(), "cannot get the length: no such device");
+    let error = Image::open_storage(Arc::new(NoLength), &OpenOptions::default()).err();
+    let error = error.map(|error| error.to_string());
+    assert_eq!(
+        error.as_deref(),
+        Some("cannot get the length: no such device")
+    );
 }
 
 #[test]
@@ -206,12 +254,12 @@ proptest! {
         }
         let (after, result) = restored(&versions[0], None, &[&versions[1], &versions[2]]);
         let result = result.unwrap();
-        prop_assert_eq!(after == file, result.left.is_empty());
+        prop_assert_eq!(after == file, result.unrestored.is_empty());
         for (at, (have, right)) in after.iter().zip(&file).enumerate() {
-            let reported = result.left.iter().any(|range| range.contains(&(at as u64)));
+            let reported = result.unrestored.iter().any(|range| range.contains(&(at as u64)));
             prop_assert!(have == right || reported, "byte {}", at);
         }
         let report = check(Arc::new(MemoryStorage::new(after)), &CheckOptions::FULL).unwrap();
-        prop_assert_eq!(report.is_sound(), result.left.is_empty());
+        prop_assert_eq!(report.is_sound(), result.unrestored.is_empty());
     }
 }

@@ -1,6 +1,5 @@
 //! `bcow fsck --repair --from COPY`
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -132,7 +131,7 @@ impl Restoring<'_> {
             Ok(restored) => restored,
             Err(RestoreError::NoCopy { .. }) => return Ok(()),
             Err(RestoreError::File(error)) => return Err(error).context(|| cannot(path)),
-            Err(error @ RestoreError::Unknown) => {
+            Err(error @ RestoreError::UnknownRoot) => {
                 return Err(CommandError::new(format!("{}: {error}", cannot(path)))
                     .hint("name the original by --root-hash, or copy the whole file again"));
             }
@@ -141,19 +140,25 @@ impl Restoring<'_> {
             }
         };
         self.found = true;
-        if !restored.written.is_empty() {
-            self.lines.push(format!(
-                "{}: {} in {} restored from {}",
-                printable(name),
-                Human(total(&restored.written)),
-                plural(restored.written.len() as u64, "range"),
-                printable(&shown_name(self.from).to_string_lossy())
-            ));
+        if restored.is_changed() {
+            let mut done = Vec::new();
+            if !restored.written.is_empty() {
+                done.push(format!(
+                    "{} in {} restored from {}",
+                    Human(restored.written_bytes()),
+                    plural(restored.written.len() as u64, "range"),
+                    printable(&shown_name(self.from).to_string_lossy())
+                ));
+            }
+            if restored.cut_off > 0 {
+                done.push(format!(
+                    "{} beyond the end cut off",
+                    plural(restored.cut_off, "byte")
+                ));
+            }
+            let name = printable(name);
+            self.lines.push(format!("{name}: {}", done.join(", ")));
         }
         Ok(())
     }
-}
-
-fn total(ranges: &[Range<u64>]) -> u64 {
-    ranges.iter().map(|range| range.end - range.start).sum()
 }

@@ -93,7 +93,7 @@ impl CopyFile {
             RestoreError::File(error) => failed(io::Error::other(error)),
             error => ConvertError::layout(&self.name, error),
         })?;
-        if let Some(wrong) = restored.left.first() {
+        if let Some(wrong) = restored.unrestored.first() {
             return Err(ConvertError::layout(
                 &self.name,
                 format!(
@@ -109,11 +109,7 @@ impl CopyFile {
             .map_err(|error| self.unreadable(error))?;
         Storage::write_at(file, 0, &slots).map_err(failed)?;
         Storage::set_len(file, self.bytes).map_err(failed)?;
-        Ok(restored
-            .written
-            .iter()
-            .map(|range| range.end - range.start)
-            .sum())
+        Ok(restored.written_bytes())
     }
 
     /// Checks that the source has the digest, if it does not check what it reads.

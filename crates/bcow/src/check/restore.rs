@@ -14,13 +14,31 @@ use crate::{BlockCache, Error, threads};
 /// The result of [`restore`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Restored {
-    /// Ranges of the file that were written, in file order, adjacent ones merged.
+    /// The restored ranges, in file order, adjacent ones merged: the header slots, damaged chunks
+    /// behind them, and damaged pieces of the tree.
     pub written: Vec<Range<u64>>,
-    /// Damaged ranges that no copy has intact.
-    pub left: Vec<Range<u64>>,
+    /// Damaged ranges that no copy has intact, in the same form.
+    pub unrestored: Vec<Range<u64>>,
+    /// Bytes beyond the end that were cut off.
+    pub cut_off: u64,
 }
 
-/// A file cannot be restored. Nothing was written, except for [`RestoreError::File`].
+impl Restored {
+    /// Whether the file was changed.
+    pub fn is_changed(&self) -> bool {
+        !self.written.is_empty() || self.cut_off > 0
+    }
+
+    /// The number of bytes that were written.
+    pub fn written_bytes(&self) -> u64 {
+        self.written
+            .iter()
+            .map(|range| range.end - range.start)
+            .sum()
+    }
+}
+
+/// A file cannot be restored. Nothing was written, unless the error is [`RestoreError::File`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
@@ -29,8 +47,8 @@ pub enum RestoreError {
     NoTree,
     /// Both header slots are damaged, and the caller does not know the root hash either.
     #[error("both header slots are damaged, so the original content of the file is unknown")]
-    Unknown,
-    /// No copy has the Merkle root of the file.
+    UnknownRoot,
+    /// No copy with the Merkle root of the file can be used.
     #[error("no copy has the content of the file (Merkle root {})", hex(root))]
     NoCopy {
         /// The root hash of the file.
@@ -45,19 +63,27 @@ fn hex(root: &[u8; 32]) -> String {
     root.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Another file with the same Merkle tree.
-struct Copy<'c> {
+/// A file with the wanted Merkle tree: a copy, or the file itself.
+struct Source<'c> {
     storage: &'c dyn Storage,
     header: Header,
     verifier: Verifier,
 }
 
-/// Makes the sealed file in `file` whole again, with bytes of `copies`. `root` is its Merkle root,
-/// if another file names it; it is needed only if both header slots are damaged. A copy with
-/// another root is ignored, and a copy may be damaged itself: every byte is checked against the
-/// tree before it is written.
+/// Damaged bytes of the file.
+struct Damage {
+    range: Range<u64>,
+    is_restored: bool,
+}
+
+/// Restores the damaged bytes of the sealed file `file` from `copies`. `root` is its Merkle root as
+/// recorded elsewhere; it is used only if both header slots of `file` are damaged. A copy with
+/// another root is ignored. A copy may be damaged itself: every chunk and every piece of the tree
+/// is checked before it is written. Header slots are copied from a copy whose header the tree
+/// confirms; its second slot is not checked.
 ///
-/// Only wrong bytes are written, in place. An interruption leaves the file no worse than before.
+/// Only damaged chunks, damaged pieces of the tree and lost header slots are written, in place. An
+/// interruption leaves the file no worse than before.
 pub fn restore(
     file: &dyn Storage,
     root: Option<[u8; 32]>,
@@ -70,16 +96,15 @@ pub fn restore(
     let wanted = match (&header, root) {
         (Some(header), _) => header.merkle.as_ref().ok_or(RestoreError::NoTree)?.root,
         (None, Some(root)) => root,
-        (None, None) => return Err(RestoreError::Unknown),
+        (None, None) => return Err(RestoreError::UnknownRoot),
     };
-    let tree_of = |header: &Header| header.merkle.clone();
-    let copies: Vec<Copy<'_>> = copies
+    let copies: Vec<Source<'_>> = copies
         .iter()
         .filter_map(|storage| same_content(&**storage, wanted))
         .filter(|copy| match &header {
-            Some(header) => tree_of(header) == tree_of(&copy.header),
-            // Nothing else says where the tree is.
-            None => copy.header_is_covered(),
+            Some(header) => header.merkle == copy.header.merkle,
+            // The position of the tree is taken from the copy, so the tree must confirm it.
+            None => copy.header_is_verified(),
         })
         .collect();
     let [first, ..] = &copies[..] else {
@@ -95,24 +120,25 @@ pub fn restore(
     }
 
     let mut restored = Restored::default();
-    let covered = copies.iter().find(|copy| copy.header_is_covered());
+    let verified = copies.iter().find(|copy| copy.header_is_verified());
     // The file's own tree confirms its sound chunks even where the tree of each copy is damaged.
     let own = header.as_ref().and_then(|header| {
         let verifier = Verifier::new(header, FileId::next(), &BlockCache::default())?;
-        let is_sound = covered.is_none_or(|copy| copy.header.canonical() == header.canonical());
-        is_sound.then(|| Copy {
+        let is_sound = verified.is_none_or(|copy| copy.header.canonical() == header.canonical());
+        is_sound.then(|| Source {
             storage: file,
             header: header.clone(),
             verifier,
         })
     });
-    let trusted: Vec<&Copy<'_>> = own.iter().chain(&copies).collect();
-    let mut tree = tree(file, &trusted, shape)?;
+    let sources: Vec<&Source<'_>> = own.iter().chain(&copies).collect();
+    let mut tree = restore_tree(file, &sources, shape)?;
     tree.reverse();
-    let mut found = chunks(file, &trusted, shape, thread_count)?;
+    let mut found = restore_chunks(file, &sources, shape, thread_count)?;
     found.append(&mut tree);
-    // Slots of the same content may have other generations, so sound slots stay.
-    if let Some(copy) = covered
+    // Slots that differ from those of the copy only outside the canonical header (generation, root,
+    // checksum) stay. `repair` rewrites a single damaged slot.
+    if let Some(copy) = verified
         && header
             .as_ref()
             .is_none_or(|header| header.canonical() != copy.header.canonical())
@@ -123,109 +149,117 @@ pub fn restore(
         write(file, 0, &slots)?;
         restored.written.push(0..HEADER_AREA_BYTES as u64);
     }
-    for (range, written) in found {
-        let list = match written {
+    for Damage { range, is_restored } in found {
+        let list = match is_restored {
             true => &mut restored.written,
-            false => &mut restored.left,
+            false => &mut restored.unrestored,
         };
         match list.last_mut() {
             Some(last) if last.end == range.start => last.end = range.end,
             _ => list.push(range),
         }
     }
-    if length > end && restored.left.is_empty() {
+    if length > end && restored.unrestored.is_empty() {
         file.set_len(end)
             .map_err(|source| Error::io("truncate", end, source))?;
-        restored.written.push(end..length);
+        restored.cut_off = length - end;
     }
     file.sync().map_err(|source| Error::io("sync", 0, source))?;
     Ok(restored)
 }
 
-impl Copy<'_> {
-    /// Whether the tree confirms the header, and so the shape of the tree.
-    fn header_is_covered(&self) -> bool {
+impl Source<'_> {
+    /// Whether chunk 0, which includes the canonical header, matches the tree. Then the position
+    /// and the chunk size of the tree, which the header states, are right too.
+    fn header_is_verified(&self) -> bool {
         self.verifier.read_at(self.storage, 0, &mut [0]).is_ok()
     }
 }
 
-fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<Copy<'_>> {
+fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<Source<'_>> {
     let header = read_header(storage).ok()?;
     let verifier = Verifier::new(&header, FileId::next(), &BlockCache::default())?;
-    (header.merkle.as_ref()?.root == root).then_some(Copy {
+    (header.merkle.as_ref()?.root == root).then_some(Source {
         storage,
         header,
         verifier,
     })
 }
 
-/// Restores the covered bytes. Returns the damaged ranges in file order, with whether each one was
-/// restored. The tree of any copy, and of the file itself, can confirm the bytes of any copy.
-fn chunks(
+/// Restores the covered bytes behind the header slots. Returns the damage in file order. The tree
+/// of any source can confirm the bytes of any source.
+fn restore_chunks(
     file: &dyn Storage,
-    copies: &[&Copy<'_>],
+    sources: &[&Source<'_>],
     shape: &MerkleShape,
     thread_count: usize,
-) -> Result<Vec<(Range<u64>, bool)>, Error> {
+) -> Result<Vec<Damage>, Error> {
     let found = threads::map_indexed(shape.chunks(), thread_count, |index| {
         let start = index * shape.chunk_bytes;
-        let range = start..shape.covered_bytes.min(start + shape.chunk_bytes);
-        let mut have = vec![0; (range.end - range.start) as usize];
+        let end = shape.covered_bytes.min(start + shape.chunk_bytes);
+        // `restore` writes the header slots, which the tree does not cover.
+        let skip = match index {
+            0 => HEADER_AREA_BYTES,
+            _ => 0,
+        };
+        let mut stored = vec![0; (end - start) as usize];
         // An unreadable sector of the host counts as damage: writing often makes it readable.
-        let readable = file.read_at(start, &mut have).is_ok();
-        for judge in copies {
-            let holds = |chunk| judge.verifier.holds(judge.storage, index, chunk);
-            match holds(have.clone()) {
+        let readable = file.read_at(start, &mut stored).is_ok();
+        let mut damage = Damage {
+            range: start + skip as u64..end,
+            is_restored: false,
+        };
+        // The first source whose tree is intact for this chunk decides.
+        for with_tree in sources {
+            let matches = |chunk| with_tree.verifier.matches(with_tree.storage, index, chunk);
+            match matches(stored.clone()) {
                 Ok(true) if readable => return Ok(None),
                 Ok(_) => {}
-                // The tree of this copy is damaged here.
                 Err(_) => continue,
             }
-            for copy in copies {
-                let mut bytes = vec![0; have.len()];
-                if copy.storage.read_at(start, &mut bytes).is_ok()
-                    && holds(bytes.clone()).unwrap_or(false)
+            for source in sources {
+                let mut bytes = vec![0; stored.len()];
+                if source.storage.read_at(start, &mut bytes).is_ok()
+                    && matches(bytes.clone()).unwrap_or(false)
                 {
-                    // The header area is not chosen here.
-                    let skip = match index {
-                        0 => HEADER_AREA_BYTES,
-                        _ => 0,
-                    };
-                    write(file, start + skip as u64, &bytes[skip..])?;
-                    return Ok(Some((range, true)));
+                    write(file, damage.range.start, &bytes[skip..])?;
+                    damage.is_restored = true;
+                    break;
                 }
             }
             break;
         }
-        Ok::<_, Error>(Some((range, false)))
+        Ok::<_, Error>(Some(damage))
     })?;
     Ok(found.into_iter().flatten().collect())
 }
 
 /// Restores the stored tree, from the root downwards, so that each restored level can confirm the
-/// next one. Returns the damaged ranges in reverse order, with whether each one was restored.
-fn tree(
+/// next one. Returns the damage in reverse file order.
+fn restore_tree(
     file: &dyn Storage,
-    copies: &[&Copy<'_>],
+    sources: &[&Source<'_>],
     shape: &MerkleShape,
-) -> Result<Vec<(Range<u64>, bool)>, Error> {
+) -> Result<Vec<Damage>, Error> {
     let mut found = Vec::new();
     for (level, (_, bytes)) in shape.levels.iter().enumerate().rev() {
         for index in (0..bytes.div_ceil(shape.chunk_bytes)).rev() {
-            let range = copies[0].verifier.piece_range(level, index);
-            let right = copies
+            let range = sources[0].verifier.piece_range(level, index);
+            let correct = sources
                 .iter()
-                .find_map(|copy| copy.verifier.piece(copy.storage, level, index).ok());
-            let mut have = vec![0; (range.end - range.start) as usize];
-            let readable = file.read_at(range.start, &mut have).is_ok();
-            match right {
-                Some(right) if readable && *right == have => {}
-                Some(right) => {
-                    write(file, range.start, &right)?;
-                    found.push((range, true));
+                .find_map(|source| source.verifier.piece(source.storage, level, index).ok());
+            let mut stored = vec![0; (range.end - range.start) as usize];
+            let readable = file.read_at(range.start, &mut stored).is_ok();
+            if let Some(correct) = &correct {
+                if readable && **correct == stored {
+                    continue;
                 }
-                None => found.push((range, false)),
+                write(file, range.start, correct)?;
             }
+            found.push(Damage {
+                range,
+                is_restored: correct.is_some(),
+            });
         }
     }
     Ok(found)
@@ -233,7 +267,7 @@ fn tree(
 
 fn length(file: &dyn Storage) -> Result<u64, Error> {
     file.len()
-        .map_err(|source| Error::io("read the length, not a", 0, source))
+        .map_err(|source| Error::io("get the length", 0, source))
 }
 
 fn write(file: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), Error> {
