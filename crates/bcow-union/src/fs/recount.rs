@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::host;
 use crate::account::{Account, ChargeError, DataBlocks, HostInodes};
 use crate::blocks::BLOCK_BYTES;
-use crate::upper::beneath::open_beneath;
+use crate::upper::beneath::open_directory_beneath;
 use crate::upper::{
     Attribute, Instance, META, Mark, SketchKind, SketchMark, XattrMode, is_whiteout,
 };
@@ -51,7 +51,7 @@ impl Count<'_> {
         // By path: there may be more directories than descriptors.
         let mut todo = vec![Vec::new()];
         while let Some(path) = todo.pop() {
-            let directory = open_beneath(upper.root(), &path, OFlags::RDONLY | OFlags::DIRECTORY)?;
+            let directory = open_directory_beneath(upper.root(), &path)?;
             self.overhead(&directory, 0)?;
             for entry in Dir::read_from(&directory)? {
                 let entry = entry?;

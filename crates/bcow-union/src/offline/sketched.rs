@@ -16,11 +16,11 @@ use super::error::Problem;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::sketch::Damage;
 use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
-use crate::upper::beneath::{is_not_regular, open_regular, open_regular_beneath};
+use crate::upper::beneath::{is_not_regular_error, open_regular, open_regular_beneath};
 use crate::upper::{META, SketchKind, SketchMark, UpperReader, entry_name};
 
 /// Bytes of one read.
-const PIECE_BYTES: usize = 256 << 10;
+const READ_BYTES: usize = 256 << 10;
 
 /// The host's file of a sketch.
 pub(super) struct HostFile<'a> {
@@ -237,7 +237,7 @@ impl Pieces {
 /// Reads all data of the host's file at `path`, of `size` bytes.
 pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<(), Errno> {
     let file = open_regular_beneath(upper.root(), path)?;
-    let mut buffer = vec![0; PIECE_BYTES];
+    let mut buffer = vec![0; READ_BYTES];
     let mut at = 0;
     for run in data_runs(&file, size)? {
         while at < run.end && run.source == Source::Own {
@@ -311,7 +311,7 @@ fn read_map(
         .ok_or_else(missing)?;
     let file = match open_regular(maps.as_fd(), &name, OFlags::RDONLY) {
         Err(Errno::NOENT) => return Err(missing()),
-        Err(errno) if is_not_regular(errno) => return Err(damaged(0, &Damage::NoFile)),
+        Err(errno) if is_not_regular_error(errno) => return Err(damaged(0, &Damage::NoFile)),
         other => other?,
     };
     let mut file = std::io::BufReader::with_capacity(64 << 10, File::from(file));

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::Seek;
 use crate::host::HostFile;
-use crate::upper::beneath::{is_not_regular, open_regular};
+use crate::upper::beneath::{is_not_regular_error, open_regular};
 use crate::upper::{
     Attribute, Mark, Metacopy, Namespace, REDIRECT_NOWHERE, SketchMark, entry_name,
 };
@@ -154,7 +154,7 @@ impl MapStore for MapDirectory {
         match open_regular(self.maps.as_fd(), &entry_name(id), OFlags::RDWR) {
             Ok(file) => Ok(Some(Arc::new(File::from(file)))),
             Err(Errno::NOENT) => Ok(None),
-            Err(errno) if is_not_regular(errno) => Err(io::ErrorKind::InvalidData.into()),
+            Err(errno) if is_not_regular_error(errno) => Err(io::ErrorKind::InvalidData.into()),
             Err(errno) => Err(errno.into()),
         }
     }

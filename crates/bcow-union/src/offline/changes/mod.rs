@@ -14,13 +14,13 @@ use std::sync::Arc;
 use bcow::BlockDevice;
 use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
 use bcow_erofs::tree::{DeviceNumber, Directory, LayerTree, Node, NodeId, NodeKind};
-use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
 use super::builder::{Builder, join};
 use super::error::{ChangesError, Problem, at};
 use super::splice::{Place, Store};
-use crate::upper::beneath::open_beneath;
+use crate::upper::beneath::open_directory_beneath;
 use crate::upper::{
     Attribute, META, Marks, Names, Redirect, UpperReader, is_whiteout, parse_entry_name, work,
 };
@@ -68,8 +68,8 @@ impl Changes {
             path: Vec::new(),
             problem,
         };
-        let root = open_beneath(upper.root(), b"", OFlags::RDONLY | OFlags::DIRECTORY)
-            .map_err(|errno| root_error(errno.into()))?;
+        let root =
+            open_directory_beneath(upper.root(), b"").map_err(|errno| root_error(errno.into()))?;
         let known = index_of(upper).map_err(at(INDEX))?;
         let mut reader = Reader {
             upper,
@@ -275,8 +275,7 @@ impl Reader<'_> {
     fn directory(&mut self, dir: Pending) -> Result<(), ChangesError> {
         let mut seen: BTreeSet<Vec<u8>> = BTreeSet::new();
         if dir.in_upper {
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-            let fd = open_beneath(self.upper.root(), &dir.path, flags)
+            let fd = open_directory_beneath(self.upper.root(), &dir.path)
                 .map_err(|errno| at(&dir.path)(errno.into()))?;
             let mut names = work::list(fd.as_fd()).map_err(|errno| at(&dir.path)(errno.into()))?;
             names.sort_unstable();

@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
-use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
 pub use bcow::check::Severity;
 
 use super::sketched::{self, HostFile};
-use crate::upper::beneath::open_beneath;
+use crate::upper::beneath::open_directory_beneath;
 use crate::upper::xattr::each_name;
 use crate::upper::{
     Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
@@ -301,8 +301,7 @@ impl Checker<'_> {
     }
 
     fn directory(&mut self, path: &[u8], lower: Option<Inode>) -> Result<(), Errno> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let listed = open_beneath(self.upper.root(), path, flags)
+        let listed = open_directory_beneath(self.upper.root(), path)
             .and_then(|fd| Ok((work::list(fd.as_fd())?, fd)));
         let (mut names, fd) = match listed {
             Ok(listed) => listed,
