@@ -1,4 +1,5 @@
-//! Stores file tails until their inodes are written.
+//! Keeps file tails until the inodes are written, after all other content. A tail is the last
+//! partial block of a file, or a small file as a whole; EROFS stores it behind the inode.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -15,31 +16,44 @@ const MEMORY_BYTES: usize = 8 << 20;
 /// Bytes per read from the file: tails are read in about the order in which they were stored.
 const READ_BYTES: usize = 256 << 10;
 
-/// Tails in memory, and beyond 8 MiB in an unnamed file.
+/// Longest tail in bytes: a whole block is not stored behind an inode.
+const MAX_TAIL: u16 = 4095;
+
+/// Tails: the newest, up to 8 MiB, in memory; all older ones in an unnamed file.
 pub(crate) struct TailStore {
     directory: PathBuf,
     file: Option<File>,
     /// Bytes in the file; memory has the bytes that follow.
     spilled: u64,
     memory: Vec<u8>,
-    read_back: Mutex<(u64, Vec<u8>)>,
+    /// The last read from the file: its offset and its bytes.
+    read_ahead: Mutex<(u64, Vec<u8>)>,
 }
 
 impl TailStore {
-    /// `directory` is the directory of the file.
+    /// `directory` is the directory in which the unnamed file is created, if one is needed.
     pub(crate) fn new(directory: &Path) -> Self {
         TailStore {
             directory: directory.to_owned(),
             file: None,
             spilled: 0,
             memory: Vec::new(),
-            read_back: Mutex::default(),
+            read_ahead: Mutex::default(),
         }
     }
 
-    /// Stores a tail, given in two pieces.
+    /// Stores a tail of 1 to 4095 bytes, given as two slices. Other lengths are errors.
     pub(crate) fn push(&mut self, first: &[u8], second: &[u8]) -> Result<Tail, ConvertError> {
         let length = first.len() + second.len();
+        let stored = u16::try_from(length).ok();
+        let Some(stored) = stored.filter(|length| (1..=MAX_TAIL).contains(length)) else {
+            let source = io::Error::other(format!("it has {length} bytes"));
+            return Err(ConvertError::write(
+                "keep a file tail for",
+                &self.directory,
+                source,
+            ));
+        };
         // Whole tails are spilled, so that no tail is partly in the file.
         if self.memory.len() + length > MEMORY_BYTES {
             self.spill().map_err(|source| {
@@ -51,7 +65,7 @@ impl TailStore {
         self.memory.extend_from_slice(second);
         Ok(Tail {
             offset,
-            length: length as u16,
+            length: stored,
         })
     }
 
@@ -81,7 +95,7 @@ impl TailSource for TailStore {
             buf.copy_from_slice(bytes);
             return Ok(());
         };
-        let mut cache = self.read_back.lock().unwrap_or_else(|e| e.into_inner());
+        let mut cache = self.read_ahead.lock().unwrap_or_else(|e| e.into_inner());
         let (start, bytes) = &mut *cache;
         if offset < *start || end > *start + bytes.len() as u64 {
             bytes.resize(
@@ -105,6 +119,16 @@ impl TailSource for TailStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_lengths_are_refused() {
+        let mut store = TailStore::new(&std::env::temp_dir());
+        for (first, second) in [(0, 0), (4096, 0), (1, 4095), (65_536, 1)] {
+            let pushed = store.push(&vec![0; first], &vec![0; second]);
+            assert!(pushed.is_err(), "{first} + {second}");
+        }
+        assert_eq!(store.push(&[1], &[0; 4094]).unwrap().length, 4095);
+    }
 
     #[test]
     fn tails_read_back_from_memory_and_from_the_file() {
