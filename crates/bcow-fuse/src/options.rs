@@ -185,6 +185,12 @@ impl MountOptions {
         self.source.as_deref().unwrap_or(OsStr::new("bcow"))
     }
 
+    /// Whether [`MountOptions::apply`] knows the option `option`, also if it refuses the option.
+    pub fn is_known(option: &OsStr) -> bool {
+        let applied = MountOptions::default().apply_one(option);
+        !matches!(applied, Err(MountError::UnknownOption(_)))
+    }
+
     fn apply_one(&mut self, option: &OsStr) -> Result<(), MountError> {
         let shown = || option.to_string_lossy().into_owned();
         let bytes = option.as_bytes();

@@ -1,21 +1,24 @@
 //! `mount.bcow`: the helper that mount(8) calls for `mount -t bcow` and for lines of fstab(5).
 //!
-//! The same program under another name, so that a symbolic link /sbin/mount.bcow suffices. mount(8)
-//! passes `IMG DIR [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]`; the helper translates that into
-//! a command line of `bcow mount`.
+//! It is the program `bcow` itself, called by another name, so that a symbolic link
+//! /sbin/mount.bcow suffices. mount(8) passes `IMG DIR [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t
+//! TYPE]`; the helper translates that into a command line of `bcow mount`.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
+use bcow_fuse::MountOptions;
+
 use crate::error::{CommandError, exit};
 
-/// Whether this process was called by that name.
+/// Whether `name`, argument 0 of the process, is `mount.bcow`.
 pub fn is_called(name: Option<&OsStr>) -> bool {
     name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new("mount.bcow")))
 }
 
-/// The exit statuses of mount(8), which hands on those of its helpers.
+/// Translates an exit status of bcow into one of mount(8), which passes on the status of its
+/// helper.
 pub fn exit_status(of_bcow: u8) -> u8 {
     const USAGE: u8 = 1;
     const INTERRUPTED: u8 = 8;
@@ -69,7 +72,8 @@ const WITH_VALUE: [(&[u8], &str); 16] = [
     (b"size", "--size"),
 ];
 
-/// Options of mount(8) and similar programs.
+/// Options that the helper drops: those for mount(8), systemd and similar programs, and those that
+/// change nothing in a bcow mount.
 const FOR_OTHERS: [&[u8]; 16] = [
     b"auto",
     b"noauto",
@@ -92,36 +96,11 @@ const FOR_OTHERS: [&[u8]; 16] = [
 /// Prefixes of such options.
 const FOR_OTHERS_PREFIXES: [&[u8]; 5] = [b"x-", b"X-", b"comment=", b"user=", b"uhelper="];
 
-/// Options that `bcow mount` knows.
-const KNOWN: [&[u8]; 22] = [
-    b"ro",
-    b"rw",
-    b"defaults",
-    b"allow_other",
-    b"allow_root",
-    b"default_permissions",
-    b"suid",
-    b"nosuid",
-    b"dev",
-    b"nodev",
-    b"exec",
-    b"noexec",
-    b"atime",
-    b"noatime",
-    b"relatime",
-    b"diratime",
-    b"nodiratime",
-    b"writeback",
-    b"nowriteback",
-    b"subtype=bcow",
-    b"sync",
-    b"async",
-];
-
 /// The user who calls the helper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
-    /// Root. mount(8) does not pass `suid` and `dev`, which are root's defaults.
+    /// Root. mount(8) does not pass `suid` and `dev`, which are root's defaults; the helper adds
+    /// them.
     Root,
     /// An ordinary user, who may use neither.
     Other,
@@ -213,7 +192,8 @@ impl Arguments {
         if self.fake {
             command.push("--fake".into());
         }
-        // Of two opposites the last holds.
+        // `bcow mount` lets the last of two contradicting options win, so root's defaults come
+        // first.
         let mut kept: Vec<u8> = match caller {
             Caller::Root => b"suid,dev,".to_vec(),
             Caller::Other => Vec::new(),
@@ -244,7 +224,7 @@ impl Arguments {
                 }
                 _ if is_for_others(&option) => {}
                 _ if self.sloppy && !is_known(&option) => {}
-                // The list of options would split it.
+                // `bcow mount -o` would split it at the comma.
                 _ if option.contains(&b',') => {
                     return Err(usage(format!(
                         "option {} must not contain a comma",
@@ -257,7 +237,8 @@ impl Arguments {
                 }
             }
         }
-        // mount(8) passes `rw` for every mount that is not read-only.
+        // mount(8) passes `rw` for every mount that is not read-only. Without an upper, `bcow
+        // mount` refuses it.
         if !has_upper {
             kept = without_rw(&kept);
         }
@@ -278,8 +259,10 @@ fn is_for_others(option: &[u8]) -> bool {
             .any(|prefix| option.starts_with(prefix))
 }
 
+/// Whether `bcow mount` knows the option. With `-s`, the helper drops all others.
 fn is_known(option: &[u8]) -> bool {
-    KNOWN.contains(&option) || option.starts_with(b"fsname=")
+    WITH_VALUE.iter().any(|(known, _)| *known == option)
+        || MountOptions::is_known(OsStr::from_bytes(option))
 }
 
 fn without_rw(list: &[u8]) -> Vec<u8> {
@@ -430,6 +413,26 @@ mod tests {
         assert_eq!(
             command(&["a", "m", "-o", "surprise,upper"]).as_deref(),
             Ok("bcow mount -o surprise,upper -- a m")
+        );
+    }
+
+    #[test]
+    fn sloppy_mounts_drop_unknown_options_only() {
+        let known = "ro,discard,nodiscard,fsname=x,noatime,allow_other,subtype=bcow";
+        assert_eq!(
+            command(&[
+                "a",
+                "m",
+                "-s",
+                "-o",
+                &format!("surprise,{known},size=8G,x=y")
+            ]),
+            Ok(format!("bcow mount --size=8G -o {known} -- a m"))
+        );
+        // The command refuses an option that lacks its value.
+        assert_eq!(
+            command(&["a", "m", "-s", "-o", "upper"]).as_deref(),
+            Ok("bcow mount -o upper -- a m")
         );
     }
 
