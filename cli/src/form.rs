@@ -16,7 +16,7 @@ pub enum Form {
     Squashfs,
 }
 
-/// The apparent format of a file. It only serves hints: a raw disk may begin with any bytes.
+/// The apparent format of a file. It is a guess: a raw disk may begin with any bytes.
 pub fn form(path: &Path) -> Option<Form> {
     let mut start = Vec::new();
     let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;

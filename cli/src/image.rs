@@ -160,16 +160,17 @@ impl OpenImage {
         if layers.is_empty() {
             return Ok(base);
         }
+        let shown = shown_name(name);
         let cannot = |layer: &Path| {
             CommandError::new(format!(
                 "cannot put {} on top of {}",
-                layer.display(),
-                name.display()
+                shown_name(layer).display(),
+                shown.display()
             ))
         };
         if base.image().header().purpose != Use::Image {
             return Err(cannot(&layers[0])
-                .caused_by_text(format!("{} is a disk, and has no layers", name.display())));
+                .caused_by_text(format!("{} is a disk, and has no layers", shown.display())));
         }
         let mut parts = vec![base];
         for layer in layers {

@@ -73,6 +73,7 @@ Environment:
   BCOW_STORE         directories to search for layers, separated by colons (see also --store)
   BCOW_CACHE         directory that keeps what is read of images on other machines (see --cache-dir)
   BCOW_CACHE_LIMIT   limit of that directory, as a size (see --cache-limit)
+  BCOW_VIEWS         directory that keeps the ext4 metadata of images (see `bcow help create`)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970
@@ -238,7 +239,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Ps(args) => commands::ps::run(args, ui),
         Command::Serve(args) => commands::serve::run(args, ui),
         Command::Attach(args) => commands::attach::run(args, ui),
-        Command::Detach(args) => commands::detach::run(args, ui),
+        Command::Detach(args) => commands::detach::run(args),
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),

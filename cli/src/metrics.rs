@@ -19,7 +19,7 @@ use rustix::net::{SocketFlags, accept_with};
 use crate::error::{CommandError, Context};
 
 /// Limit of the duration of a connection.
-const PATIENCE: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 5000 });
+const CONNECTION_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 5000 });
 /// Limit of a request in bytes.
 const REQUEST_BYTES: usize = 8 << 10;
 /// Limit of the connections at a time. Further connections are closed.
@@ -119,7 +119,7 @@ impl Drop for Seat {
 }
 
 fn serve(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + CONNECTION_TIMEOUT;
     let mut stream = File::from(connection);
     let mut request = Vec::new();
     let mut piece = [0; 1024];
@@ -289,7 +289,7 @@ mod tests {
             if read.is_ok() && answer.contains("200 OK") {
                 break;
             }
-            assert!(start.elapsed() < 100 * PATIENCE, "{answer}");
+            assert!(start.elapsed() < 100 * CONNECTION_TIMEOUT, "{answer}");
             std::thread::sleep(Duration::from_millis(50));
         }
         let endless = [b'a'; 4 * REQUEST_BYTES];

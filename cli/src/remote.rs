@@ -32,7 +32,7 @@ pub struct RemoteArgs {
     #[arg(long, value_name = "HEX", hide_short_help = true, help_heading = HEADING)]
     pub root_hash: Option<Root>,
     /// Keep what is read of images on other machines in DIR [default: $BCOW_CACHE, or
-    /// /var/cache/bcow for root, or ~/.cache/bcow]
+    /// /var/cache/bcow for root, or $XDG_CACHE_HOME/bcow, or ~/.cache/bcow]
     #[arg(long, value_name = "DIR", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_hint = clap::ValueHint::DirPath)]
     cache_dir: Option<PathBuf>,

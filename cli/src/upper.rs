@@ -15,7 +15,7 @@ use crate::ui::Ui;
 /// process has noticed the unmount.
 pub const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 /// After this time, a message tells the user the reason of the delay.
-const PATIENCE: Duration = Duration::from_millis(500);
+const MESSAGE_AFTER: Duration = Duration::from_millis(500);
 pub const PAUSE: Duration = Duration::from_millis(10);
 
 /// The begin of the note in the lock of an upper; the number of the process follows.
@@ -49,7 +49,7 @@ pub fn when_free<T>(
             Err(error) if ends_soon(&error, start.elapsed()) => error,
             other => return other,
         };
-        if start.elapsed() > PATIENCE && !is_reported {
+        if start.elapsed() > MESSAGE_AFTER && !is_reported {
             is_reported = true;
             ui.status(format_args!(
                 "waiting for the end of another mount: {error}"

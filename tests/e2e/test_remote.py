@@ -22,7 +22,7 @@ import threading
 import time
 import unittest
 
-from support import WORK, assert_same_tree, bcow, image, mounted, need, run, until
+from support import WORK, assert_same_tree, bcow, image, mounted, need, run, served, until
 
 TIMEOUT = 60
 
@@ -346,6 +346,12 @@ class Remote(unittest.TestCase):
                 with open("/proc/self/mounts") as mounts:
                     self.assertNotIn("geheim", mounts.read())
                 running = bcow("ps", "--json", timeout=TIMEOUT).out
+            # Clients see the names of exports: the second export makes them a part of the URIs.
+            with served(url, "--export", f"other={url}", "--socket", self.path("nbd"),
+                        exports=2, env={**os.environ, **self.env}) as exports:
+                self.assertIn("/image.bcow?", exports.uris[0])
+                running += bcow("ps", "--json", timeout=TIMEOUT).out
+                running += exports.output().encode() + " ".join(exports.uris).encode()
         for result in (*shown, failed):
             self.assertNotIn(b"geheim", result.out + result.err)
         self.assertNotIn(b"geheim", running)

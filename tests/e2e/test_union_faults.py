@@ -134,6 +134,14 @@ class Space(UnionCase):
     mounts = False
     tools = ("mkfs.ext4",)
 
+    def write_once(self, name, data):
+        """Writes a new file with one system call; returns the number of written bytes."""
+        fd = self.open(name, os.O_WRONLY | os.O_CREAT)
+        try:
+            return os.write(fd, data)
+        finally:
+            os.close(fd)
+
     def fill(self, name, total, data=b"f" * 65_536):
         """Writes a new file of up to `total` bytes, until the disk is full; returns the number of
         bytes."""
@@ -266,8 +274,9 @@ class Space(UnionCase):
 
     @promise("`--size-limit` limits what the upper stores, counted in blocks of 4 KiB: data, "
              "directories, maps, and those link targets and attributes that do not fit into an "
-             "inode. A write that exceeds the limit fails with ENOSPC and changes nothing. "
-             "Removing files or data makes room again.")
+             "inode. A write for which there is no space fails with ENOSPC and changes nothing. "
+             "A write for which there is space in part is short. Removing files or data makes room "
+             "again.")
     def test_a_limit(self):
         limit = 4 << 20
         self.mount.options.append(f"--size-limit={limit}")
@@ -312,6 +321,10 @@ class Space(UnionCase):
         self.wait_for_room(again + taken - (256 << 10))
         more = self.fill("filler", 1 << 30, b"f" * PAGE)
         self.assertGreater(more, again + taken - (256 << 10))
+        os.unlink(self.at("filler"))
+        self.wait_for_room(more - (256 << 10))
+        # There is space for a part of this write only.
+        self.assertIn(self.write_once("filler", b"f" * 2 * limit), range(PAGE, limit))
 
     def test_a_limit_counts_whatever_the_host_stores(self):
         limit = 1 << 20

@@ -15,7 +15,7 @@ use bcow_nbd::{Exports, Server, ServerOptions};
 
 use super::mount::failure as daemon_failure;
 use super::serve::failure as nbd_failure;
-use super::serve::open::{Access, Opening, Served};
+use super::serve::open::{Access, DeviceOptions, Served};
 use super::serve::ready::Signals;
 use crate::error::{CommandError, Context};
 use crate::heap;
@@ -80,7 +80,7 @@ fn block_size(text: &str) -> Result<u64, String> {
 
 /// Attaches the device. Returns when the device is ready; in the foreground, when it is detached.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    heap::share();
+    heap::use_one_arena();
     let readiness = match args.foreground {
         true => None,
         false => match daemon::started_by_launch() {
@@ -93,7 +93,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     device.refuse_attached()?;
     let mut driver = Driver::open().map_err(|error| driver_failure(&error))?;
     let mut served = Served::default();
-    let opening = Opening {
+    let opening = DeviceOptions {
         stores: &args.stores,
         cache: BlockCache::new(args.cache_size),
         access: Access::of_options(args.read_only, args.snapshot),
@@ -194,7 +194,7 @@ fn attached(
 ) -> Result<(), CommandError> {
     let ours = device.clone();
     // Should that fail, the device is still there for another try.
-    signals.at_first(move || drop(ours.detach()))?;
+    signals.on_first(move || drop(ours.detach()))?;
     match readiness {
         Some(readiness) => readiness.announce().map_err(|error| daemon_failure(&error)),
         None => {

@@ -36,7 +36,7 @@ enum Command {
 #[derive(Debug, clap::Args)]
 struct DirectoryArgs {
     /// The directory of the cache [default: $BCOW_CACHE, or /var/cache/bcow for root, or
-    /// ~/.cache/bcow]
+    /// $XDG_CACHE_HOME/bcow, or ~/.cache/bcow]
     #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     cache_dir: Option<PathBuf>,
 }

@@ -33,11 +33,11 @@ use crate::ui::Ui;
 ///                      the same in a registry; layers that the registry has are not sent
 ///
 /// With --merge, FILE.bcow is a complete image of what the mount showed; unchanged data is still
-/// read from IMG. With --flatten, FILE.bcow is a complete image that needs no other file. For a
-/// layer or image that needs IMG, bcow looks for the file name of IMG in the directory of the new
-/// file, and for its file name or digest under --store. The command changes neither the upper nor
-/// IMG. No process may write to the upper during the command. A disk that was not unmounted is read
-/// with the changes in the journal of its file system.
+/// read from IMG. With --flatten, FILE.bcow is a complete image that needs no other file. When a
+/// layer or image that needs IMG is opened later, bcow looks for IMG by its file name in the
+/// directory of that layer or image, and by its file name or digest under --store. The command
+/// changes neither the upper nor IMG. No process may write to the upper during the command. A disk
+/// that was not unmounted is read with the changes in the journal of its file system.
 ///
 /// Without --upper, the command commits a disk. With NEW, it writes a sealed disk that has
 /// the same backing and contains only the disk's own data. The disk does not change.
@@ -56,7 +56,8 @@ pub struct Args {
     /// oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     new: Option<PathBuf>,
-    /// Commit the changes in this upper of a writable mount of IMG, or in this disk
+    /// Commit the changes in this upper of a writable mount of IMG, or in this disk of `bcow create
+    /// --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Write a complete image, IMG with the changes; unchanged data is still read from IMG

@@ -61,10 +61,10 @@ use crate::ui::Ui;
 /// --writable, it is a writable disk. A raw or qcow2 SRC needs its prefix, because bcow does not
 /// detect these formats.
 ///
-/// The command needs no privilege, daemon or loop device, and a network only for https: and
-/// docker:. It compares the bytes of each layer with their digest while it reads them. Into an OCI
-/// layout, it converts only layers that are neither in the layout nor in the cache. Into a
-/// registry, it sends only what the registry does not have.
+/// The command needs no privilege, no daemon and no loop device. It uses the network only for
+/// https: and docker:. It compares the bytes of each layer with their digest while it reads them.
+/// Into an OCI layout, it converts only layers that are neither in the layout nor in the cache.
+/// Into a registry, it sends only what the registry does not have.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
 /// complete and verified. Without --force, a BCoW image replaces only an empty file or a BCoW image
@@ -107,7 +107,8 @@ pub struct Args {
     /// only over the same lower layers (into an OCI layout only)
     #[arg(long)]
     dedup_lower: bool,
-    /// Attach the new image to SRC in the repository of DST: the name of SRC then finds it
+    /// Attach the new image to the image SRC, as an OCI referrer, in the repository of DST:
+    /// commands that open SRC by its name then use the new image
     #[arg(long, hide_short_help = true)]
     referrer: bool,
     /// Replace DST even if it is a disk, the backing of a disk, or not a BCoW file

@@ -39,9 +39,10 @@ use crate::ui::Ui;
 /// DST is one of FILE, bcow:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] and
 /// docker://HOST/REPO[:TAG].
 ///
-/// An image keeps its manifest, and so its digest. A file becomes an image whose stack is the file;
-/// files that it names by digest become its layers. An image with layers does not become a file:
-/// `bcow convert` makes one file of it.
+/// An image keeps its manifest, and so its digest. If SRC is one file and DST is a layout, an
+/// archive or a registry, the file becomes the stack of a new image, and files that it names by
+/// digest become the layers of that image. An image with layers cannot be copied to one file: use
+/// `bcow convert`.
 ///
 /// The command compares everything with the Merkle trees, or with the digests. It does not copy
 /// blobs that DST has. In a file or a directory, an interrupted copy stays under a temporary name

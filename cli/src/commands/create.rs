@@ -34,10 +34,10 @@ use crate::views::{UserViews, cannot_view};
 ///                   small write over a backing copies more
 ///     space         4 KiB blocks everywhere
 ///
-/// With --fs ext4, the disk shows the tree of an image as an ext4 file system, which the kernel of
-/// a virtual machine mounts for writing. The content of files stays in the image. bcow generates
-/// the metadata once per image, and keeps it in $BCOW_VIEWS [default: $XDG_CACHE_HOME/bcow/views,
-/// or /var/cache/bcow/views for root].
+/// With --fs ext4, the disk shows the tree of the image given by -b as an ext4 file system. A
+/// virtual machine, or `bcow mount` on this machine, mounts it for writing. The content of files
+/// stays in the image. bcow generates the metadata once per image, and keeps it in $BCOW_VIEWS
+/// [default: $XDG_CACHE_HOME/bcow/views or ~/.cache/bcow/views; for root, /var/cache/bcow/views].
 ///
 /// The command never overwrites an existing file.
 #[derive(Debug, clap::Args)]

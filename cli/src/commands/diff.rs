@@ -35,7 +35,7 @@ use crate::{names, stat};
 /// the same file.
 ///
 /// For two disks, the command compares the whole content, including their backings, and prints the
-/// byte ranges that differ: first byte and length, in whole sectors of 4096 bytes.
+/// byte ranges that differ: first byte and length, both multiples of 4096 bytes.
 ///
 /// With --upper, B is the image A with the changes in the upper of a writable mount of A, or in a
 /// disk of `bcow create --fs ext4` that shows A. The command reads only directories that the upper
@@ -61,7 +61,8 @@ pub struct Args {
     #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
     #[arg(required_unless_present = "upper", conflicts_with = "upper")]
     b: Option<PathBuf>,
-    /// Compare A with the changes in this upper of a writable mount of A, or in this disk
+    /// Compare A with the changes in this upper of a writable mount of A, or in this disk of `bcow
+    /// create --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Compare only types, content, link targets and device numbers

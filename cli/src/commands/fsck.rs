@@ -38,9 +38,9 @@ use crate::ui::{Output, Ui};
 /// The command also checks the upper of a writable mount, if no process is writing to the upper:
 /// its marks, its sketches (partly written files) and their maps, and orphan files. If BELOW or the
 /// recorded path names the upper's image, the command also checks the upper's references to that
-/// image. If the upper was mounted with layers, name them with --layer. Of an upper of the kernel
-/// door, the command checks the record, the disk and the view below the disk; e2fsck(8) checks the
-/// file system on the disk.
+/// image. If the upper was mounted with layers, name them with --layer. For an upper of the kernel
+/// door (`bcow mount --door kernel`), the command checks instance.json and the disk, and whether
+/// the disk opens over the view of the image; e2fsck(8) checks the file system on the disk.
 ///
 /// The command prints one line for each finding: severity, code, place and description. Codes are
 /// stable. Section 12 of the format specification lists the codes of the format. Codes of the file
@@ -170,6 +170,7 @@ struct Checked {
 }
 
 impl Checked {
+    /// Omitted findings count as errors: their severity is not recorded.
     fn errors(&self) -> u64 {
         self.findings.iter().filter(|f| f.error).count() as u64 + self.omitted
     }

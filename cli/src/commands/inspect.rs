@@ -26,9 +26,9 @@ use crate::ui::{Output, Ui};
 /// content and metadata, the source of the image with its layers, and properties of the file
 /// system. It reads the tables, but not the data.
 ///
-/// For a stack, the command also shows each layer: the size of its file, the names and bytes that
-/// the layer adds to the merged tree, the part of lower layers that it hides, the part of the layer
-/// that upper layers hide, and the size of the content that it references in lower layers.
+/// For a stack, the command also shows each layer: the size of its file; the names and bytes that
+/// it adds to the merged tree; how much of lower layers it hides; how much of it upper layers hide;
+/// and the size of the content of lower layers to which it refers.
 ///
 /// For a disk, the command shows its chain of backings. For a writable disk, it also shows the
 /// layout, the record log, the free space in the file, and the process that is writing to the disk

@@ -18,12 +18,13 @@ use crate::ui::{Output, Ui};
 /// The command prints one line per stored block, and one line per run of adjacent zeros, holes, or
 /// windows onto one layer. The columns are the first byte in the address space (LBA), the length,
 /// and the kind; for a stored block also its first byte in the file (UBA) and its size in the file.
-/// For a window or a backing, the last columns are the index of the referenced file, counted from 0
-/// as in `bcow inspect`, and the first byte in the address space of that file.
+/// For a window, a fragment or a backing, the last columns are the index of the referenced file,
+/// counted from 0 as in `bcow inspect`, and the first byte in the address space of that file.
 ///
 /// Kinds: `raw` (stored uncompressed), `zstd` (stored compressed), `zero` (zeros), `hole` (never
-/// written; reads as zeros), `window` (a range of another file), `backing` (the same range of the
-/// backing), `open` (stored uncompressed, and overwritten in place).
+/// written; reads as zeros), `window` (a range of another file), `fragment` (some bytes of another
+/// file, followed by zeros), `backing` (the same range of the backing), `open` (stored
+/// uncompressed, and overwritten in place).
 ///
 /// For a disk with a backing, each line ends with the file of the chain that has the data: its
 /// position (0 is the disk) and its name.

@@ -30,7 +30,7 @@ use crate::ui::Ui;
 use door::Way;
 use upper::UpperArgs;
 
-/// Mount an image, read-only or with an upper that stores changes
+/// Mount an image, read-only or with an upper that stores changes, or a disk
 ///
 /// The command returns when programs can use the mount. A background process serves the mount. The
 /// process ends when the mount is unmounted with `bcow umount`, umount(8) or `fusermount3 -u`.
@@ -39,6 +39,10 @@ use upper::UpperArgs;
 /// default, only the user who mounts can access the mount, and set-user-ID files and devices do not
 /// work (see -o). To stack layers of `bcow commit --upper` on top of the image, list the layers
 /// between IMG and DIR, the lowest first.
+///
+/// IMG can also be a disk that contains ext4, xfs or btrfs. The kernel's own driver mounts it, at
+/// the kernel door. Only root can mount there, and every user can access the mount as far as owners
+/// and modes of the files allow.
 ///
 /// The mount is read-only unless --upper names a directory for the changes. The upper has the form
 /// of an overlayfs upper; of a large file of the image, it stores only the written blocks. With
@@ -81,7 +85,7 @@ mount ends when the last open file is closed, or at a second signal. SIGHUP unmo
 foreground."
 )]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
@@ -91,9 +95,10 @@ pub struct Args {
     /// More arguments: DIR is then a layer, and the last of these is the directory
     #[arg(hide = true)]
     more: Vec<PathBuf>,
-    /// How programs reach the content: through FUSE, or through a file system of the kernel on a
-    /// disk (ext4, xfs, btrfs), for root only. With auto, an upper is mounted at the door of its
-    /// first mount, a disk with such a file system by the kernel, everything else through FUSE
+    /// How programs reach the content. fuse: through FUSE. kernel: through a file system of the
+    /// kernel (ext4, xfs or btrfs of a disk, ext4 over an image with --upper, EROFS of an image),
+    /// for root only. auto: an existing upper uses the door with which it began, a disk with ext4,
+    /// xfs or btrfs uses kernel, everything else uses fuse
     #[arg(long, value_name = "DOOR", default_value = "auto")]
     door: DoorChoice,
     /// Serve the mount in the foreground

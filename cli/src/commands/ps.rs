@@ -25,7 +25,7 @@ pub struct Args {
 }
 
 /// How long a mount without a visible process may take to answer.
-const PATIENCE: Duration = Duration::from_secs(1);
+const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
 /// A service, and its process.
 struct Row {
@@ -100,7 +100,7 @@ fn without_process(mount: &MountedImage) -> Row {
     let mode = if mount.is_writable { "rw" } else { "ro" };
     Row {
         server: None,
-        state: match ask::ask(mount, PATIENCE) {
+        state: match ask::ask(mount, ANSWERS_WITHIN) {
             Answer::NotServed => Some("dead"),
             _ => None,
         },

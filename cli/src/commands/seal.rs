@@ -17,9 +17,9 @@ use crate::ui::Ui;
 
 /// Make a disk immutable
 ///
-/// A sealed disk has compressed blocks, a checksum for every block, and a hash tree over the whole
-/// file. It has no record log and never changes. It keeps its backing and stores only the disk's
-/// own data; with --flatten, it stores all data in one file.
+/// A sealed disk has compressed blocks, a checksum for every block, and a Merkle tree over the
+/// whole file. It has no record log and never changes. It keeps its backing and stores only the
+/// disk's own data; with --flatten, it stores all data in one file.
 ///
 /// Without -o, the sealed disk replaces the disk after it is complete and verified.
 #[derive(Debug, clap::Args)]

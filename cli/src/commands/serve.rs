@@ -9,14 +9,15 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen, activation};
+use bcow_oci::ImageName;
 
 use crate::error::CommandError;
 use crate::heap;
-use crate::image::StoreArgs;
+use crate::image::{StoreArgs, parse_name};
 use crate::names;
 use crate::running;
 use crate::ui::Ui;
-use open::{Access, Opening, Served};
+use open::{Access, DeviceOptions, Served};
 use place::Scheme;
 use ready::{PidFile, Signals};
 
@@ -38,7 +39,8 @@ TLS needs a certificate and a key (PEM). With --tls-ca, each client also needs a
 by one of the certificates in that file. Without TLS, every client that can reach a TCP address can
 read all exports and write to writable exports.")]
 pub struct Args {
-    /// The images and disks: files, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    /// The images and disks: files, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or
+    /// docker://...
     #[arg(
         value_name = "IMG",
         value_hint = clap::ValueHint::FilePath,
@@ -48,7 +50,8 @@ pub struct Args {
     /// Serve an image under NAME instead of its file name (repeatable)
     #[arg(long = "export", value_name = "NAME=IMG")]
     exports: Vec<String>,
-    /// Description of an export in lists of exports (repeatable: one for each export, in order)
+    /// Description of an export in lists of exports (repeatable: first those of IMG, then those of
+    /// --export)
     #[arg(long = "description", value_name = "TEXT")]
     descriptions: Vec<String>,
     /// Make all exports read-only
@@ -153,14 +156,14 @@ enum TlsChoice {
     Allow,
 }
 
-/// Serves until a signal comes.
+/// Serves until a signal comes, or until no client has connected for the time of --exit-on-idle.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    heap::share();
+    heap::use_one_arena();
     let signals = Signals::block()?;
     let named = named_images(args)?;
     let mut options = server_options(args)?;
     let mut served = Served::default();
-    let opening = Opening {
+    let opening = DeviceOptions {
         stores: &args.stores,
         cache: BlockCache::new(args.cache_size),
         access: Access::of_options(args.read_only, args.snapshot),
@@ -177,8 +180,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => Scheme::Plain,
     };
     let result = serve(args, ui, signals, exports, options, &served, scheme);
-    // Also after a failure of the server: data that clients know to be durable is flushed already,
-    // and a further flush does no harm.
+    // The disks are closed after a failure of the server, too. That is safe: clients' flushes are
+    // complete, and one more does no harm.
     let closed = served.close();
     result.and(closed)
 }
@@ -195,23 +198,23 @@ fn serve(
     let listeners = place::listeners(args.listen.socket.as_ref(), &args.listen.addresses)?;
     let server = Server::new(exports, options).map_err(|error| failure(&error))?;
     let stopper = server.stopper();
-    signals.at_first(move || {
+    signals.on_first(move || {
         let _ = activation::notify("STOPPING=1");
         stopper.stop();
     })?;
-    warn_of_open_doors(&listeners, scheme, ui);
+    warn_of_plain_addresses(&listeners, scheme, ui);
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
-    // A single export needs no name.
+    // The empty name also selects a single export, so its URI is shorter without the name.
     let is_only = served.exports.len() == 1;
     let uri = |listener: &Listener, name: &str| {
         place::uri(listener.place(), if is_only { "" } else { name }, scheme)
     };
     // Before the URIs: a program that has read one finds the server in `bcow ps`.
     let _published = running::publish(served.services("serve", |name| {
-        let places = listeners.iter();
-        places.filter_map(|listener| uri(listener, name)).collect()
+        let uris = listeners.iter().filter_map(|listener| uri(listener, name));
+        uris.collect()
     }));
     for listener in &listeners {
         for export in &served.exports {
@@ -225,7 +228,8 @@ fn serve(
     server.serve(&listeners).map_err(|error| failure(&error))
 }
 
-fn warn_of_open_doors(listeners: &[Listener], scheme: Scheme, ui: &Ui) {
+/// Warns of each TCP address that is not loopback and is served without TLS.
+fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, ui: &Ui) {
     for listener in listeners {
         if let Place::Tcp(address) = listener.place()
             && !address.ip().is_loopback()
@@ -239,11 +243,12 @@ fn warn_of_open_doors(listeners: &[Listener], scheme: Scheme, ui: &Ui) {
     }
 }
 
-/// Names of the exports, and their images.
+/// The exports as (name, image): first each IMG, then each --export. Descriptions are matched in
+/// this order.
 fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
     let mut named = Vec::new();
     for image in &args.images {
-        named.push((default_name(image), image.clone()));
+        named.push((default_name(image)?, image.clone()));
     }
     for export in &args.exports {
         match export.split_once('=') {
@@ -264,13 +269,18 @@ fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
     Ok(named)
 }
 
-/// The name of the file; for a source that is not a file, its whole name.
-fn default_name(image: &Path) -> String {
-    let text = image.to_string_lossy();
-    match (text.starts_with("oci:"), image.file_name()) {
-        (false, Some(name)) => name.to_string_lossy().into_owned(),
-        _ => text.into_owned(),
-    }
+/// The last component of a path or URL; for other images, the whole name. The query of a URL, which
+/// can have a signature that gives access, is left out: every client can list the names.
+fn default_name(image: &Path) -> Result<String, CommandError> {
+    let path = match parse_name(image)? {
+        ImageName::File(path) => path,
+        ImageName::Remote(url) => url.split('?').next().unwrap_or_default().into(),
+        ImageName::Layout { .. } | ImageName::Blob { .. } => {
+            return Ok(image.to_string_lossy().into_owned());
+        }
+    };
+    let name = path.file_name().unwrap_or(path.as_os_str());
+    Ok(name.to_string_lossy().into_owned())
 }
 
 fn server_options(args: &Args) -> Result<ServerOptions, CommandError> {
@@ -303,7 +313,7 @@ fn tls(args: &TlsArgs) -> Result<Option<Tls>, CommandError> {
     tls.map(Some).map_err(|error| failure(&error))
 }
 
-/// The error of the library as that of the command.
+/// Converts an error of bcow-nbd, with control characters escaped.
 pub fn failure(error: &bcow_nbd::Error) -> CommandError {
     let failure = CommandError::new(names::printable(&error.to_string()).into_owned());
     match std::error::Error::source(error) {
@@ -318,13 +328,26 @@ mod tests {
 
     #[test]
     fn exports_are_called_like_their_files() {
-        assert_eq!(
-            default_name(Path::new("/images/debian.bcow")),
-            "debian.bcow"
-        );
-        assert_eq!(
-            default_name(Path::new("oci:store:small")),
-            "oci:store:small"
-        );
+        for (image, name) in [
+            ("/images/debian.bcow", "debian.bcow"),
+            ("bcow:oci:x", "oci:x"),
+            ("..", ".."),
+            ("oci:store:small", "oci:store:small"),
+            ("docker://host/team/debian:12", "debian:12"),
+        ] {
+            assert_eq!(default_name(Path::new(image)).unwrap(), name);
+        }
+    }
+
+    #[test]
+    fn export_names_lack_the_query_of_a_url() {
+        for url in [
+            "https://host/a.bcow",
+            "https://host/dir/a.bcow?signature=secret",
+            "https://host/a.bcow?path=/b&signature=sec/ret",
+            "http://host/a.bcow?",
+        ] {
+            assert_eq!(default_name(Path::new(url)).unwrap(), "a.bcow", "{url}");
+        }
     }
 }

@@ -10,7 +10,7 @@ use crate::{Ext4Error, InodeProblem, acl};
 /// Bytes behind an inode's fields.
 pub(crate) const IN_INODE_BYTES: usize = INODE_BYTES - size_of::<RawInode>();
 
-/// The names are stored with a number in place of the prefix.
+/// Prefixes of names, and the numbers that ext4 stores in their place.
 pub(crate) const PREFIXES: [(&[u8], u8); 5] = [
     (b"user.", 1),
     (ACCESS, ACCESS_INDEX),
@@ -28,9 +28,11 @@ pub(crate) const DEFAULT_INDEX: u8 = 3;
 const ENTRY: usize = size_of::<XattrEntry>();
 const END: usize = 4;
 
-/// Extended attributes, in two parts.
+/// Where the attributes of an inode are stored.
 pub(crate) struct Stored {
+    /// The bytes behind the inode's fields.
     pub in_inode: [u8; IN_INODE_BYTES],
+    /// The block of the attributes that do not fit there.
     pub block: Option<u64>,
 }
 
@@ -51,7 +53,8 @@ impl Attribute<'_> {
         self.entry_bytes() + self.value.len().next_multiple_of(4)
     }
 
-    /// Some versions of ext4 take bytes of names as signed here. All accept that.
+    /// The hash of the name and the value. Some versions of Linux take the bytes of the name as
+    /// unsigned here; all accept the hash of signed bytes.
     fn hash(&self) -> u32 {
         let name = self.rest.iter().fold(0u32, |hash, &byte| {
             hash.rotate_left(5) ^ i32::from(byte as i8) as u32
@@ -64,7 +67,8 @@ impl Attribute<'_> {
     }
 }
 
-/// Stores the attributes of an inode. The errors have no number of an inode.
+/// Stores the attributes of an inode. The inner error is a problem of the attributes; the caller
+/// adds the number of the inode.
 pub(crate) fn store(
     xattrs: &[Xattr<'_>],
     output: &mut Output<'_>,

@@ -3,7 +3,7 @@
 use bcow::{BlockDevice, Content, Error};
 
 /// Most bytes of one read.
-const PIECE_BYTES: u64 = 4 << 20;
+const READ_BYTES: u64 = 4 << 20;
 
 /// A piece of a device.
 pub enum Piece<'a> {
@@ -63,7 +63,7 @@ fn data<E>(
     let end = start + length;
     let mut at = start;
     while at < end {
-        let n = PIECE_BYTES.min(end - at);
+        let n = READ_BYTES.min(end - at);
         let mut offset = at;
         let mut consumed = Ok(());
         device

@@ -26,7 +26,7 @@ use crate::output::Output;
 use crate::space::{BLOCK_BYTES, REGION_BYTES};
 
 /// Bytes per read.
-const PIECE_BYTES: u64 = 1 << 20;
+const READ_BYTES: u64 = 1 << 20;
 /// The first bytes of the first block belong to the header slots of a file; the superblock follows.
 const SUPERBLOCK_FROM: u64 = 1024;
 
@@ -171,7 +171,7 @@ impl Recoding<'_> {
                     there
                 }
                 Content::Data => {
-                    let length = there.min(PIECE_BYTES);
+                    let length = there.min(READ_BYTES);
                     buffer.resize(length as usize, 0);
                     self.image.read_at(at, &mut buffer).map_err(Stop::Read)?;
                     writer.append(&buffer).map_err(Stop::Write)?;

@@ -2,12 +2,14 @@
 //!
 //! An image names the files below it by digest. The finder looks a digest up in the layout that
 //! contains the image, then in the stores that the user names. Where the image also has a file name
-//! for a digest, the finder looks for that name: in the directory of the image, in the directories
-//! that the user names, then in the stores. No path is read from an image.
+//! for a digest, the finder looks for that name: in the directory of that image, in the directories
+//! that the user names, then in the stores. Last come the files that the user named, and the
+//! repository from which the image comes. No path is read from an image.
 //!
-//! The finder checks each file that it finds against the image's metadata: the length of the file
-//! and the root of its hash tree, both from the file's header. If the metadata does not describe
-//! the file, the finder hashes the whole file.
+//! The finder compares the header of each file that it finds (length of the file, Merkle root) with
+//! the image's metadata. If the metadata does not describe the file, the finder compares the digest
+//! of the whole file. In both cases, it compares the size of the address space with the backing
+//! entry.
 
 mod candidate;
 mod error;
@@ -39,9 +41,10 @@ pub use remote::{RemoteFailure, RemoteFiles};
 pub struct Opened {
     /// The address space.
     pub image: Arc<Image>,
-    /// The path of the image's file.
+    /// The path of the image's file; for an image of another machine, its name for messages.
     pub path: PathBuf,
-    /// The layers of a stack, lowest first; empty for an image that is not a stack.
+    /// The layers that the image's metadata describes, lowest first; empty if there are none or the
+    /// metadata cannot be read.
     pub layers: Vec<StackLayer>,
     /// Every file below the image that was found, each once: first the layers in their order, then
     /// the other files in the order of their digests.
@@ -71,7 +74,7 @@ impl Opened {
         }
     }
 
-    /// Whether the image is a stack of layers.
+    /// Whether the image's metadata describes layers.
     pub fn is_stack(&self) -> bool {
         !self.layers.is_empty()
     }
@@ -81,7 +84,8 @@ impl Opened {
 /// image, then in `places`.
 ///
 /// A layer that is missing or wrong is not an error of this function: [`Opened::problems`] lists
-/// it. With [`Verify::Merkle`] the function also checks the digest of a layout's blob.
+/// it. If `name` is an image or a blob of a layout, [`Verify::Merkle`] also checks the digest of
+/// its file.
 pub fn open(
     name: &ImageName,
     places: Places<'_>,
@@ -97,7 +101,7 @@ pub fn open(
 }
 
 /// Opens the image in `storage`, which comes from another machine and is called `name` in messages.
-/// As [`open`] otherwise. Files are looked up by name only in the directories that the user names.
+/// As [`open`] otherwise, but the image has no directory in which files are looked up by name.
 pub fn open_remote(
     name: PathBuf,
     storage: Arc<dyn Storage>,
@@ -137,11 +141,11 @@ fn open_found(
         Image::open_with_backings(storage.clone(), options, &FinderResolver::new(&finder, 0))
             .map_err(cannot_open)?;
     let below = finder.below(&facts);
-    let known = finder.lookups.into_inner();
+    let lookups = finder.lookups.into_inner();
     let layers = facts
         .into_iter()
         .map(|facts| StackLayer {
-            file: match known.get(&facts.digest) {
+            file: match lookups.get(&facts.digest) {
                 Some(Lookup::Open(file, _)) => Some(file.clone()),
                 _ => None,
             },

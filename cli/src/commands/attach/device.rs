@@ -77,8 +77,8 @@ impl NbdDevice {
         }
     }
 
-    /// The user of the device: a mount, swap, or another device on top.
-    pub fn user(&self) -> Option<String> {
+    /// What uses the device: a mount, swap, or another device on top.
+    pub fn in_use_by(&self) -> Option<String> {
         let name = format!("nbd{}", self.index);
         let block = PathBuf::from("/sys/block").join(&name);
         let mut parts = vec![block.clone()];

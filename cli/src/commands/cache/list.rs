@@ -9,7 +9,7 @@ use crate::names::{hex, printable};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
-/// List the files of the cache, the one used last first
+/// List the files of the cache, the most recently used first
 ///
 /// The list shows the size of each file, how much of it is present, the time of its last use,
 /// whether a process uses it, its root hash, and the URL from which it was last fetched, if that is

@@ -12,8 +12,8 @@ use crate::ui::Ui;
 
 /// Remove files from the cache
 ///
-/// Files that a process uses are kept, so mounts need no server for what they have. The limit of a
-/// mount (--cache-limit) also evicts from files in use.
+/// The command keeps files that a process uses, so existing mounts keep their cached data.
+/// (--cache-limit, in contrast, also evicts parts of files in use.)
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("which").required(true))]
 pub struct Args {
@@ -23,7 +23,8 @@ pub struct Args {
     /// Remove files that were not used for this time: 90s, 30m, 12h, 7d or 4w
     #[arg(long, group = "which", value_name = "TIME", value_parser = parse_time)]
     older_than: Option<Duration>,
-    /// Remove the files that were not used for the longest time, until the cache has SIZE
+    /// Remove the files that were not used for the longest time, until the cache is not larger than
+    /// SIZE
     #[arg(long, group = "which", value_name = "SIZE", value_parser = size::parse)]
     limit: Option<u64>,
     /// Print JSON (schema bcow.cache-prune/1)

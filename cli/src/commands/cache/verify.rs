@@ -13,7 +13,7 @@ use crate::ui::Ui;
 /// Compare what the cache has with the Merkle trees, and remove what is wrong
 ///
 /// The command reads every cached byte. Damaged chunks are punched out of their files, and fetched
-/// again when they are needed. Files that do not belong to the cache are named, and stay.
+/// again when they are needed. Files that do not belong to the cache are reported and kept.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.cache-verify/1)

@@ -17,8 +17,8 @@ use crate::ui::Ui;
 ///
 /// The command fetches what the cache does not have of the image and its layers, and checks all of
 /// it. After an interruption, the next call fetches the rest. Layers that --store has are not
-/// fetched. The image is then readable without its server, if its name has a digest or with
-/// --root-hash.
+/// fetched. Afterwards the image can be read without its server, if its name contains a digest or
+/// if --root-hash is given.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: https://..., s3://... or docker://...

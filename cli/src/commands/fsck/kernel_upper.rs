@@ -1,6 +1,8 @@
-//! `bcow fsck` of an upper of the kernel door: its record, its disk, and the view below the disk.
+//! `bcow fsck` of an upper of the kernel door: its record, its disk, and whether the disk opens
+//! over the view of the image.
 //!
-//! The ext4 on the disk is the kernel's and e2fsck's. They also replay its journal.
+//! The ext4 on the disk is not checked here: e2fsck(8) checks it, and e2fsck and the kernel replay
+//! its journal.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +21,7 @@ use crate::size::{Count, Human, plural};
 use crate::ui::Ui;
 use crate::upper::{cannot_use, when_free};
 
-/// The place of findings about the disk.
+/// The name of the disk's file in META.
 const DISK: &str = "disk.bcow";
 
 /// The result of a check.
@@ -32,7 +34,7 @@ struct Found {
     bytes_read: u64,
     /// Size of the file system in bytes, if the upper is complete.
     size: Option<u64>,
-    /// The image with which the disk was checked.
+    /// The image of the upper, if it was opened.
     image: Option<PathBuf>,
 }
 
@@ -46,6 +48,7 @@ impl Found {
         });
     }
 
+    /// Omitted findings count as errors: their severity is not recorded.
     fn errors(&self) -> u64 {
         self.findings.iter().filter(|found| found.error).count() as u64 + self.omitted
     }
@@ -55,7 +58,7 @@ impl Found {
     }
 }
 
-/// Checks; returns the exit status.
+/// Repairs the disk if asked, checks the upper, prints the result, and returns the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let progress = ui.progress();
     let mut repaired = Vec::new();
@@ -68,8 +71,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     drop(progress);
     match args.json {
         true => ui.print_json(&as_json(args, &found, &repaired))?,
-        false => tell(args, ui, &found, &repaired)?,
+        false => print_text(args, ui, &found, &repaired)?,
     }
+    // A repair often follows an accident, which may have damaged data too.
     if found.errors() == 0 && found.size.is_some() && args.repair && !args.data {
         ui.hint(format_args!(
             "the content of blocks was not checked: `bcow fsck --data {}` reads it too",
@@ -152,7 +156,7 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     Ok(found)
 }
 
-/// Checks that the disk shows the file system of the record.
+/// Checks the size of the disk against the record, and that the content is an ext4.
 fn check_disk(disk: &Image, reader: &DiskReader, found: &mut Found) {
     let size = reader.record().size;
     // A disk that has grown while it was mounted gets its record at the next mount.
@@ -197,7 +201,7 @@ fn open_image(
     }
 }
 
-fn word(finding: &Finding) -> &'static str {
+fn severity(finding: &Finding) -> &'static str {
     match finding.error {
         true => "error",
         false => "warning",
@@ -212,7 +216,7 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
         .map(|finding| {
             json!({
                 "code": finding.code,
-                "severity": word(finding),
+                "severity": severity(finding),
                 "file": name,
                 "place": finding.place,
                 "message": finding.message,
@@ -240,7 +244,12 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
     })
 }
 
-fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), CommandError> {
+fn print_text(
+    args: &Args,
+    ui: &Ui,
+    found: &Found,
+    repaired: &[String],
+) -> Result<(), CommandError> {
     let mut out = ui.output();
     for line in repaired {
         writeln!(out, "repaired: {}", printable(line))?;
@@ -249,7 +258,7 @@ fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), 
         writeln!(
             out,
             "{} {}: {}: {}",
-            word(finding),
+            severity(finding),
             finding.code,
             printable(&finding.place),
             printable(&finding.message)

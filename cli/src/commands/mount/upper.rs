@@ -30,23 +30,24 @@ pub struct UpperArgs {
     size: Option<u64>,
     /// How to store changed blocks of a file of the image: at their own offset in a sparse file
     /// (sparse), in write order in a BCoW file (packed), or in the form that suits the host's file
-    /// system (auto)
+    /// system (auto); FUSE door only
     #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
     sketch: SketchWhat,
-    /// When data copied from the image becomes durable: each file at once (strict), N files
-    /// together (batch=N), or never (volatile; fsync then has no effect). At the kernel door:
-    /// strict or volatile
+    /// When a file that is copied whole becomes durable: each file separately and as soon as
+    /// possible (strict), or in groups of N (batch=N; FUSE door only). With volatile, fsync has no
+    /// effect, and a crash of the machine loses the upper
     #[arg(long, value_name = "POLICY", default_value = "strict")]
     #[arg(value_parser = parse_sync)]
     sync: SyncPolicy,
-    /// Limit of the bytes that the upper may store [default: the space of its file system]
+    /// Limit of the bytes that the upper may store; FUSE door only [default: the space of its file
+    /// system]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size_limit: Option<u64>,
-    /// Limit of the inodes in the upper: files, directories and links [default: with --size-limit,
-    /// one per 16 KiB of that limit, and at least 4096]
+    /// Limit of the inodes in the upper: files, directories and links; FUSE door only [default:
+    /// with --size-limit, one per 16 KiB of that limit, and at least 4096]
     #[arg(long, value_name = "N", value_parser = parse_count, requires = "upper")]
     inode_limit: Option<u64>,
-    /// Threads that complete partly written blocks in the background
+    /// Threads that complete partly written blocks in the background; FUSE door only
     #[arg(long, value_name = "N", default_value = "1", requires = "upper")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     fillers: u16,

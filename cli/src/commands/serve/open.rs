@@ -11,7 +11,7 @@ use bcow_union::log::{self, Severity};
 
 use crate::disks::{is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::image::{OpenImage, StoreArgs, parse_name, shown_name};
 use crate::running::{self, Service};
 
 /// Access of clients.
@@ -37,7 +37,7 @@ impl Access {
 }
 
 /// How devices are opened.
-pub struct Opening<'a> {
+pub struct DeviceOptions<'a> {
     /// Where layers are looked up.
     pub stores: &'a StoreArgs,
     /// Shared by all devices.
@@ -51,7 +51,7 @@ pub struct Opening<'a> {
 /// The served devices, and the disks to close afterwards.
 #[derive(Default)]
 pub struct Served {
-    /// In the order of the command line.
+    /// In the order in which they were added.
     pub exports: Vec<Export>,
     /// One for each export.
     described: Vec<Described>,
@@ -111,7 +111,7 @@ impl Served {
         path: &Path,
         name: String,
         description: String,
-        opening: &Opening<'_>,
+        opening: &DeviceOptions<'_>,
     ) -> Result<(), CommandError> {
         let options = OpenOptions {
             cache: opening.cache.clone(),
@@ -133,7 +133,8 @@ impl Served {
             }
             Access::AsFile | Access::ReadOnly => Device::ReadOnly(image()?),
             Access::Snapshot => Device::Writable(Arc::new(
-                snapshot(image()?, &options).map_err(|error| error.context_of(path))?,
+                snapshot(image()?, &options)
+                    .map_err(|error| error.context_of(&shown_name(path)))?,
             )),
         };
         self.described.push(Described {

@@ -8,7 +8,7 @@ use bcow_nbd::{Listener, Place, activation};
 use super::failure;
 use crate::error::{CommandError, Context};
 
-/// Whether URIs say TLS.
+/// The scheme of the URIs: with TLS or without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
     /// `nbd`
@@ -17,8 +17,8 @@ pub enum Scheme {
     Tls,
 }
 
-/// Listens at the places of the command line, or on sockets of a service manager, or on a socket
-/// of its own.
+/// Takes the sockets that a service manager passed; otherwise listens on those of the command line;
+/// without any, on [`default_socket`]. Sockets from both are an error.
 pub fn listeners(
     socket: Option<&PathBuf>,
     addresses: &[String],
@@ -70,7 +70,8 @@ fn default_socket() -> Result<PathBuf, CommandError> {
     Ok(directory.join(format!("serve-{}.sock", std::process::id())))
 }
 
-/// The URI of an export; `None` if the socket has no name.
+/// The URI of an export; `None` if clients cannot address the socket, or if its path cannot be made
+/// absolute.
 pub fn uri(place: &Place, export: &str, scheme: Scheme) -> Option<String> {
     let export = percent_encoded(export.as_bytes());
     let scheme = match scheme {

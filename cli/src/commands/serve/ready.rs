@@ -25,7 +25,7 @@ impl Signals {
     }
 
     /// The first signal calls `end`; the second one ends the process.
-    pub fn at_first(self, end: impl FnOnce() + Send + 'static) -> Result<(), CommandError> {
+    pub fn on_first(self, end: impl FnOnce() + Send + 'static) -> Result<(), CommandError> {
         std::thread::Builder::new()
             .name("signals".into())
             .spawn(move || {

@@ -1,4 +1,4 @@
-//! Files that may be the right ones: on this machine, and on others.
+//! Candidates: files, here or on another machine, that may have the digest that is looked up.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use crate::blob::open_regular;
 use crate::digest::Digest;
 use crate::error::ConvertError;
 
-/// A file that may be the right one.
+/// A file that may have the digest that is looked up.
 pub(super) enum Candidate {
-    /// A path made of a directory of the user's choice and of the digest.
+    /// A file named by the digest, in the image's layout or in a store.
     Path(PathBuf),
     /// A name in a directory. Symbolic links are not followed, because the name comes from an image
     /// file.
     Named(PathBuf, String),
-    /// A file that the user named, perhaps for a different purpose.
+    /// A file that the user named. It is tried for every digest, so its errors are not reported.
     UserFile(PathBuf),
     /// A file of another machine.
     Remote {
@@ -31,6 +31,7 @@ pub(super) enum Candidate {
 }
 
 impl Candidate {
+    /// The path, for messages; of a file of another machine, its name.
     pub(super) fn path(&self) -> PathBuf {
         match self {
             Candidate::Remote { files, digest } => files.name(digest),
@@ -55,8 +56,8 @@ impl Candidate {
         match self {
             Candidate::Remote { files, digest } => match facts {
                 Some(facts) => files.open(digest, facts),
-                // Its bytes could be checked only by reading all of them.
-                None => Err("the image does not record its root hash".into()),
+                // Without the root hash, the whole file would have to be fetched to check it.
+                None => Err("the image does not record the root hash of this file".into()),
             },
             Candidate::Path(path) | Candidate::UserFile(path) => match open_regular(path) {
                 Ok(Some(blob)) => Ok(blob.file().map(|file| file as Arc<dyn Storage>)),

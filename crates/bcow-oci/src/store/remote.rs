@@ -1,4 +1,4 @@
-//! Places on other machines that have files of images.
+//! Stores on other machines, such as registry repositories.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,12 +8,13 @@ use bcow::Storage;
 use super::facts::LayerFacts;
 use crate::digest::Digest;
 
-/// A place on another machine that has files by digest.
+/// A content-addressed store on another machine, such as a repository of a registry.
 pub trait RemoteFiles: Send + Sync {
-    /// The name of the file with this digest, for messages.
+    /// The name of the file with this digest. A `PathBuf`, because errors show it where they show
+    /// paths.
     fn name(&self, digest: &Digest) -> PathBuf;
 
-    /// Opens the file with this digest; `None` if the place does not have it. Every byte that the
+    /// Opens the file with this digest; `None` if the store does not have it. Every byte that the
     /// storage returns is checked against the root hash in `facts`.
     fn open(
         &self,
@@ -22,5 +23,5 @@ pub trait RemoteFiles: Send + Sync {
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure>;
 }
 
-/// The cause for which a file of another machine does not open.
+/// Why a file does not open.
 pub type RemoteFailure = Box<dyn std::error::Error + Send + Sync>;

@@ -1,4 +1,4 @@
-//! Modules of a crate depend on each other without circles.
+//! Modules of a crate depend on each other without cycles.
 //!
 //! A module depends on the modules that its `use` declarations and its paths name. Names are
 //! followed through re-exports to the module that defines them. A module may use its ancestors.
@@ -32,16 +32,16 @@ fn modules_have_no_circles() {
     let mut found = super::Broken::new();
     for crate_root in crate_roots() {
         let edges = edges(&load_crate(&super::root().join(&crate_root)));
-        let circles = circles(&edges);
-        let places: Vec<String> = circles
+        let cycles = cycles(&edges);
+        let places: Vec<String> = cycles
             .iter()
-            .flat_map(|circle| circle.iter().map(|at| describe(at, &edges, circle)))
+            .flat_map(|cycle| cycle.iter().map(|at| describe(at, &edges, cycle)))
             .collect();
         if !places.is_empty() {
             found.insert(crate_root.display().to_string(), places);
         }
     }
-    super::expect_none("circle", &found);
+    super::expect_none("cycle", &found);
 }
 
 #[test]
@@ -61,8 +61,8 @@ fn a_circle_is_found() {
         "pub struct Shared; #[cfg(test)] mod tests { use crate::a::one; }",
     );
     let edges = edges(&load_crate(&directory.path().join("lib.rs")));
-    let circle = BTreeSet::from([vec!["a".to_owned()], vec!["b".to_owned()]]);
-    assert_eq!(circles(&edges), [circle]);
+    let cycle = BTreeSet::from([vec!["a".to_owned()], vec!["b".to_owned()]]);
+    assert_eq!(cycles(&edges), [cycle]);
 }
 
 /// `lib.rs`, or `main.rs`, of each crate of the workspace, below the root of the repository.
@@ -283,22 +283,22 @@ fn defining_module(
 }
 
 /// The groups of modules each of which reaches all others of its group.
-fn circles(edges: &Edges) -> Vec<BTreeSet<ModulePath>> {
+fn cycles(edges: &Edges) -> Vec<BTreeSet<ModulePath>> {
     let reached: BTreeMap<_, _> = edges.keys().map(|at| (at, reachable(edges, at))).collect();
-    let mut circles = Vec::new();
+    let mut cycles = Vec::new();
     let mut done = BTreeSet::new();
     for (at, from_here) in &reached {
         if !from_here.contains(*at) || done.contains(*at) {
             continue;
         }
-        let circle = from_here
+        let cycle = from_here
             .iter()
             .filter(|other| reached[other].contains(*at));
-        let circle: BTreeSet<ModulePath> = circle.cloned().collect();
-        done.extend(circle.iter().cloned());
-        circles.push(circle);
+        let cycle: BTreeSet<ModulePath> = cycle.cloned().collect();
+        done.extend(cycle.iter().cloned());
+        cycles.push(cycle);
     }
-    circles
+    cycles
 }
 
 fn reachable(edges: &Edges, from: &ModulePath) -> BTreeSet<ModulePath> {
@@ -314,9 +314,9 @@ fn reachable(edges: &Edges, from: &ModulePath) -> BTreeSet<ModulePath> {
     seen
 }
 
-fn describe(at: &ModulePath, edges: &Edges, circle: &BTreeSet<ModulePath>) -> String {
+fn describe(at: &ModulePath, edges: &Edges, cycle: &BTreeSet<ModulePath>) -> String {
     let used: Vec<String> = edges[at]
-        .intersection(circle)
+        .intersection(cycle)
         .map(|path| path.join("::"))
         .collect();
     format!("{} uses {}", at.join("::"), used.join(", "))

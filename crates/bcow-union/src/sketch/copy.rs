@@ -6,20 +6,21 @@ use std::os::unix::fs::FileExt;
 use super::{Sketch, SketchError};
 use crate::Seek;
 
-const PIECE_BYTES: u64 = 256 << 10;
+/// Bytes of one read and write.
+const COPY_BYTES: u64 = 256 << 10;
 
 /// Writes the data of a sketch into an empty file, sets the file's size, and returns the number of
 /// bytes written.
 pub(super) fn copy_out(sketch: &dyn Sketch, to: &File) -> Result<u64, SketchError> {
     let failed = SketchError::host("write a copy of a sketch");
-    let mut buf = vec![0; PIECE_BYTES as usize];
+    let mut buf = vec![0; COPY_BYTES as usize];
     let mut copied = 0;
     let mut at = 0;
     while let Some(start) = sketch.seek(at, Seek::Data)? {
         let end = sketch.seek(start, Seek::Hole)?.unwrap_or(start);
         at = start;
         while at < end {
-            let piece = &mut buf[..(end - at).min(PIECE_BYTES) as usize];
+            let piece = &mut buf[..(end - at).min(COPY_BYTES) as usize];
             let read = sketch.read_at(at, piece)?;
             if read == 0 {
                 break;

@@ -47,7 +47,7 @@ pub(super) fn probe(work: BorrowedFd<'_>) -> Result<Names, Refused> {
     Ok(names)
 }
 
-/// Whether the host lets this user store marks and owners as `names` require.
+/// Whether the host lets this user store marks, and owners, as `names` require.
 pub(super) fn permits(found: Names, names: Names) -> (bool, bool) {
     let namespace = names.namespace == Namespace::User || found.namespace == Namespace::Trusted;
     let ownership = names.ownership == Ownership::Override || found.ownership == Ownership::Native;

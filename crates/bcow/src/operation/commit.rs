@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use bcow_format::{BackingEntry, BackingName};
 
-use super::{Monitor, OperationError, PIECE_BYTES, Phase, step};
+use super::{Monitor, OperationError, Phase, STEP_BYTES, step};
 use crate::chain::{ChainProblem, Opener, Policy};
 use crate::locked::{LockFileError, LockedFile};
 use crate::{
@@ -238,7 +238,7 @@ fn copy(disk: &Disk, backing: &Disk, monitor: &dyn Monitor) -> Result<u64, Opera
         let extent = disk.map(at).map_err(OperationError::Read)?;
         let end = extent.offset + extent.length;
         while at < end {
-            let length = PIECE_BYTES.min(end - at);
+            let length = STEP_BYTES.min(end - at);
             match extent.mapping {
                 Mapping::Backing { .. } | Mapping::Hole => {}
                 Mapping::Zero => {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bcow_format::SECTOR_BYTES;
 
-use super::PIECE_BYTES;
+use super::STEP_BYTES;
 use crate::{BlockDevice, Content, Error, Image, Status, known_same};
 
 /// The reason why a comparison ended early.
@@ -44,7 +44,7 @@ pub fn compare<E>(
                 continue;
             }
         }
-        let length = PIECE_BYTES.min(size - at);
+        let length = STEP_BYTES.min(size - at);
         let first = status_or_hole(a, at, length).map_err(CompareError::First)?;
         let second = status_or_hole(b, at, first.length).map_err(CompareError::Second)?;
         let length = second.length;

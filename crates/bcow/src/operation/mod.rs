@@ -44,7 +44,7 @@ pub use rebase::{rebase, rebase_reference};
 pub use rewrite::{RewriteOptions, WRITABLE_LOG_BYTES, rewrite};
 
 /// Bytes per step of an operation.
-const PIECE_BYTES: u64 = 1 << 20;
+const STEP_BYTES: u64 = 1 << 20;
 
 /// A part of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bcow_format::BackingEntry;
 
 use super::compare::{differing_sectors, read_or_zeros, status_or_hole};
-use super::{Monitor, OperationError, PIECE_BYTES, Phase, step};
+use super::{Monitor, OperationError, Phase, STEP_BYTES, step};
 use crate::{
     BlockDevice, Content, Disk, Error, OpenOptions, Space, Storage, UnreadBackings, WritableDevice,
 };
@@ -26,7 +26,7 @@ pub fn rebase(
     let (mut at, mut written) = (0, 0);
     let mut buffers = [Vec::new(), Vec::new()];
     while at < disk.size() {
-        let length = PIECE_BYTES.min(disk.size() - at);
+        let length = STEP_BYTES.min(disk.size() - at);
         let (done, kept) = keep_piece(&disk, &*shown, at, length, &mut buffers)?;
         at += done;
         written += kept;

@@ -13,7 +13,7 @@ const MAX_REGION_SHIFT: u8 = 30;
 /// at scattered addresses, and each such read decodes a block.
 const AUTO_DISK_SHIFT: u8 = 16;
 /// Bytes per read of the source.
-const PIECE_BYTES: u64 = 1 << 20;
+const READ_BYTES: u64 = 1 << 20;
 
 /// Properties of a disk that an image does not have.
 #[derive(Debug, Clone, Default)]
@@ -240,7 +240,7 @@ fn append_data<E: From<Error>>(
 ) -> Result<(), E> {
     let mut done = 0;
     while done < run.length {
-        let n = PIECE_BYTES.min(run.length - done);
+        let n = READ_BYTES.min(run.length - done);
         buffer.resize(n as usize, 0);
         device.read_at(run.offset + done, buffer)?;
         writer.append(buffer)?;
