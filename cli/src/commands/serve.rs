@@ -39,7 +39,7 @@ TLS needs a certificate and a key (PEM). With --tls-ca, each client also needs a
 by one of the certificates in that file. Without TLS, every client that can reach a TCP address can
 read all exports and write to writable exports.")]
 pub struct Args {
-    /// The images and disks: files, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or
+    /// The images and disks: files, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(
         value_name = "IMG",
