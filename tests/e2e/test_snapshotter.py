@@ -14,6 +14,7 @@ import unittest
 
 import support
 from support import need, run
+from test_union_crash import Disk
 
 try:
     import snapshots
@@ -363,6 +364,50 @@ class Crashes(WithSnapshotter):
                 one.client.Commit(name="n", key="a")
                 self.assert_only(one.client)
                 self.assertEqual(one.end(), 0)
+
+    def test_what_was_answered_survives_a_power_cut(self):
+        need("mkfs.ext4", "mount")
+        disk = Disk(self.place)
+        self.addCleanup(disk.remove)
+        self.root = os.path.join(disk.where, "root")
+        one = self.start()
+        content = random.Random(SEED).randbytes(3 << 20)
+
+        def change(answer, name):
+            with self.mounted(answer) as root:
+                with open(os.path.join(root, name), "wb") as file:
+                    file.write(content)
+
+        def update(client):
+            client.Update(info={"name": "high", "labels": {"new": "1"}})
+        steps = [lambda client: change(client.Prepare(key="a"), "low"),
+                 lambda client: client.Commit(name="low", key="a", labels={"old": "1"}),
+                 lambda client: change(client.Prepare(key="b", parent="low"), "high"),
+                 lambda client: client.Commit(name="high", key="b"),
+                 update,
+                 lambda client: client.View(key="v", parent="high"),
+                 lambda client: client.Remove(key="v")]
+        for number, step in enumerate(steps):
+            with self.subTest(step=number):
+                if number in (1, 3):
+                    # What a power cut took from an active snapshot is written once more.
+                    key, name = ("a", "low") if number == 1 else ("b", "high")
+                    change(one.client.Mounts(key=key), name)
+                step(one.client)
+                before = one.client.List()
+                self.assertEqual(one.end(signal.SIGKILL), -9)
+                disk.cut()
+                one.start()
+                self.assertEqual(one.client.List(), before)
+                self.assert_only(one.client)
+        for name in self.names("layers"):
+            support.bcow("fsck", "--data", os.path.join(self.root, "layers", name))
+        with self.mounted(one.client.View(key="w", parent="high")) as root:
+            for name in ("low", "high"):
+                with open(os.path.join(root, name), "rb") as file:
+                    self.assertEqual(file.read(), content)
+        one.client.Remove(key="w")
+        self.assertEqual(one.end(), 0)
 
     def test_killed_at_random_moments(self):
         choose = random.Random(SEED)
