@@ -373,6 +373,9 @@ impl OpenImage {
             let remote = remote::open(url, &stores.remote, pinned)?;
             return OpenImage::open_remote(remote, given, stores, options);
         }
+        if pinned == Pinned::AsAsked {
+            stores.remote.refuse_unsigned(&name.display().to_string())?;
+        }
         if let ImageName::File(path) = &parsed
             && disks::is_disk(path)
         {

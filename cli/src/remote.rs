@@ -14,8 +14,8 @@ use bcow_oci::{
     BcowImage, ConvertError, Digest, OrdinaryImage, Platform, RegistryImage, Repository,
 };
 use bcow_remote::{
-    Address, Cache, Credentials, Keychain, Options, Problem, Reference, Registry, Remote,
-    RemoteError, RemoteFile, Root, S3Name,
+    Address, Cache, Credentials, Keychain, Options, Problem, PublicKey, Reference, Registry,
+    Remote, RemoteError, RemoteFile, Root, S3Name,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
@@ -44,6 +44,13 @@ pub struct RemoteArgs {
     #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = size::parse)]
     cache_limit: Option<u64>,
+    /// Ask this server first, for bytes whose hash is known (repeatable) [default: $BCOW_MIRRORS]
+    #[arg(long = "mirror", value_name = "URL", hide_short_help = true, help_heading = HEADING)]
+    mirrors: Vec<String>,
+    /// Accept an image of a registry only if its manifest has a cosign signature by this key
+    #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = HEADING)]
+    #[arg(value_hint = clap::ValueHint::FilePath)]
+    verify_key: Option<PathBuf>,
     /// Longest wait for a server that sends nothing, in seconds [default: 30]
     #[arg(long, value_name = "SECONDS", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=86400))]
@@ -129,6 +136,9 @@ impl Client {
     }
 }
 
+/// Largest size of a file with a key.
+const KEY_BYTES: u64 = 64 << 10;
+
 /// The heading of these options in the help.
 const HEADING: &str = "Images on other machines";
 
@@ -158,6 +168,7 @@ impl RemoteArgs {
                 Duration::from_secs(seconds.into())
             }),
             cache: self.cache()?,
+            mirrors: self.mirrors()?,
             ..defaults
         })
     }
@@ -166,6 +177,48 @@ impl RemoteArgs {
         match pinned {
             Pinned::AsAsked => self.root_hash,
             Pinned::Never => None,
+        }
+    }
+
+    fn mirrors(&self) -> Result<Vec<Address>, CommandError> {
+        let variable = std::env::var("BCOW_MIRRORS").unwrap_or_default();
+        let named = match self.mirrors.is_empty() {
+            true => variable.split_whitespace().map(str::to_owned).collect(),
+            false => self.mirrors.clone(),
+        };
+        let parsed = named.iter().map(|url| {
+            Address::parse(url).map_err(|problem| {
+                CommandError::usage(format!("invalid mirror: {problem}"))
+                    .hint("write https://HOST[:PORT][/PATH]")
+            })
+        });
+        parsed.collect()
+    }
+
+    /// The key that must have signed the manifests of images in registries.
+    fn verify_key(&self) -> Result<Option<PublicKey>, CommandError> {
+        let Some(path) = &self.verify_key else {
+            return Ok(None);
+        };
+        let cannot = || format!("cannot use the key {}", path.display());
+        let mut text = String::new();
+        let opened = std::fs::File::open(path).context(cannot)?;
+        io::Read::read_to_string(&mut io::Read::take(opened, KEY_BYTES), &mut text)
+            .context(cannot)?;
+        let key = PublicKey::parse_pem(&text)
+            .map_err(|why| CommandError::new(cannot()).caused_by_text(why))?;
+        Ok(Some(key))
+    }
+
+    /// Fails for an image without a manifest, which has no signature, if one is required.
+    pub fn refuse_unsigned(&self, name: &str) -> Result<(), CommandError> {
+        match &self.verify_key {
+            None => Ok(()),
+            Some(_) => Err(CommandError::usage(format!(
+                "--verify-key cannot be used with {name}: only images of registries have \
+                 signatures"
+            ))
+            .hint("--root-hash HEX accepts one image only, from anywhere")),
         }
     }
 
@@ -278,6 +331,7 @@ fn open_file(
     args: &RemoteArgs,
     open: impl FnOnce(&Remote) -> Result<RemoteFile, RemoteError>,
 ) -> Result<RemoteImage, CommandError> {
+    args.refuse_unsigned(&name)?;
     let client = args.client(&name)?;
     let file = open(&client.remote).map_err(|error| cannot_open(&name, &error))?;
     Ok(RemoteImage {
@@ -323,6 +377,7 @@ fn open_in_registry(
         .map_err(|error| cannot_convert(&error, &format!("cannot open {name}")))?;
     match attached {
         Some(attached) => {
+            place.verify(&attached)?;
             tracing::info!("{name} is an ordinary image; opened what is attached to it");
             place.open(&attached, args, pinned)
         }
@@ -353,6 +408,7 @@ struct Place {
     name: String,
     registry: Arc<Registry>,
     client: Arc<Client>,
+    key: Option<Arc<PublicKey>>,
 }
 
 impl Place {
@@ -365,6 +421,7 @@ impl Place {
             name,
             registry,
             client,
+            key: args.verify_key()?.map(Arc::new),
         })
     }
 
@@ -372,7 +429,18 @@ impl Place {
         Arc::new(InRepository {
             registry: Arc::clone(&self.registry),
             client: Arc::clone(&self.client),
+            key: self.key.clone(),
         })
+    }
+
+    /// Checks the signature of an image that no signed manifest has led to.
+    fn verify(&self, image: &BcowImage) -> Result<(), CommandError> {
+        let Some(key) = &self.key else {
+            return Ok(());
+        };
+        let digest = Digest::of(&image.manifest).to_string();
+        let verified = self.registry.verify(&digest, key);
+        verified.map_err(|error| cannot_open(&self.name, &error))
     }
 
     fn find(&self, platform: Option<&Platform>) -> Result<RegistryImage, CommandError> {
@@ -481,6 +549,8 @@ pub fn of_server<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e
 pub struct InRepository {
     registry: Arc<Registry>,
     client: Arc<Client>,
+    /// The key that must have signed what the name leads to.
+    key: Option<Arc<PublicKey>>,
 }
 
 impl Repository for InRepository {
@@ -491,7 +561,14 @@ impl Repository for InRepository {
     fn manifest(&self, digest: Option<&Digest>) -> io::Result<Vec<u8>> {
         Ok(match digest {
             Some(digest) => self.registry.manifest_with_digest(&digest.to_string())?,
-            None => self.registry.manifest()?,
+            None => {
+                let manifest = self.registry.manifest()?;
+                if let Some(key) = &self.key {
+                    let digest = Digest::of(&manifest).to_string();
+                    self.registry.verify(&digest, key)?;
+                }
+                manifest
+            }
         })
     }
 
@@ -610,6 +687,9 @@ pub fn hint(problem: &Problem) -> Option<&'static str> {
             "for images in registries, `skopeo login`, `docker login` or `podman login` stores \
              credentials; for those in S3, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and \
              AWS_SECRET_ACCESS_KEY"
+        }
+        Problem::Signature(_) => {
+            "`cosign sign --key` signs an image; name the key that belongs to it with --verify-key"
         }
         Problem::NoSubject => "copy the ordinary image there first, with `skopeo copy`",
         Problem::NotKept(_) => {

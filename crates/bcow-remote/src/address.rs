@@ -127,6 +127,16 @@ impl Address {
         format!("{scheme}://{authority}")
     }
 
+    /// The path, as it is sent.
+    pub(crate) fn path(&self) -> &str {
+        self.0.path()
+    }
+
+    /// All of the address, with a query that can be secret.
+    pub(crate) fn with_secrets(&self) -> String {
+        self.0.to_string()
+    }
+
     pub(crate) fn uri(&self) -> &Uri {
         &self.0
     }

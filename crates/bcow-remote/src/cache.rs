@@ -7,6 +7,7 @@
 
 mod bound;
 mod entries;
+mod names;
 mod verify;
 
 use std::fmt;

@@ -341,15 +341,11 @@ fn fault(error: &ureq::Error, silence: Duration) -> Fault {
                 Problem::Timeout(silence).for_now()
             }
             // rustls reports a certificate that it refuses in this form.
-            io::ErrorKind::InvalidData => {
-                Problem::Connection(format!("TLS failed: {error}")).for_good()
-            }
+            io::ErrorKind::InvalidData => Problem::Tls(error.to_string()).for_good(),
             _ => Problem::Connection(format!("no connection to the server: {error}")).for_now(),
         },
-        ureq::Error::Rustls(error) => {
-            Problem::Connection(format!("TLS failed: {error}")).for_good()
-        }
-        ureq::Error::Tls(why) => Problem::Connection(format!("TLS failed: {why}")).for_good(),
+        ureq::Error::Rustls(error) => Problem::Tls(error.to_string()).for_good(),
+        ureq::Error::Tls(why) => Problem::Tls((*why).to_owned()).for_good(),
         ureq::Error::Protocol(error) => Problem::Answer(error.to_string()).for_now(),
         ureq::Error::LargeResponseHeader(..) => {
             Problem::Answer(format!("its headers have more than {HEADER_BYTES} bytes")).for_good()

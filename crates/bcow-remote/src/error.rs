@@ -29,6 +29,20 @@ pub enum Problem {
     /// No connection, or a connection that broke.
     #[error("{0}")]
     Connection(String),
+    /// The connection is not safe: a wrong certificate, for example.
+    #[error("TLS failed: {0}")]
+    Tls(String),
+    /// The server cannot be reached, and the cache does not help.
+    #[error("{problem}; {explanation}")]
+    Offline {
+        /// Why the server cannot be reached.
+        problem: Box<Problem>,
+        /// What is missing in the cache.
+        explanation: String,
+    },
+    /// The manifest is not signed as it must be.
+    #[error("the signature cannot be accepted: {0}")]
+    Signature(String),
     /// The server did not answer in time, or stopped in the middle of an answer.
     #[error("the server did not answer within {} s", .0.as_secs_f32())]
     Timeout(Duration),
@@ -147,9 +161,23 @@ impl Problem {
             Problem::Connection(_) => "connection",
             Problem::Denied { .. } => "denied",
             Problem::NotFound(_) => "not-found",
+            Problem::Offline { problem, .. } => problem.kind(),
             Problem::Timeout(_) => "timeout",
             Problem::WrongBytes => "wrong-bytes",
             _ => "other",
+        }
+    }
+
+    /// Whether no server has answered. A server that refuses has answered.
+    pub(crate) fn is_unreachable(&self) -> bool {
+        matches!(self, Problem::Connection(_) | Problem::Timeout(_))
+    }
+
+    /// The same for a name of which the cache does not have enough.
+    pub(crate) fn and_not_cached(self, explanation: &str) -> Problem {
+        Problem::Offline {
+            problem: Box::new(self),
+            explanation: explanation.to_owned(),
         }
     }
 

@@ -15,6 +15,7 @@ use crate::cache::CacheFile;
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem, RemoteError};
 use crate::flights::{Claim, Flights};
+use crate::mirrors::Sources;
 use crate::patience::Patience;
 use crate::shared::{MemoryKey, Shared};
 use crate::source::{Ranged, Source};
@@ -37,7 +38,7 @@ const ATTEMPTS_AT_WRONG_BYTES: u32 = 2;
 /// A file on a server, open for reading.
 pub struct RemoteFile {
     shared: Arc<Shared>,
-    source: Source,
+    sources: Sources,
     /// Distinguishes the file in the shared memory.
     number: u64,
     file_bytes: u64,
@@ -75,32 +76,43 @@ struct Stream {
     bytes: u64,
 }
 
+/// What a file is made of, before it is open.
+type Parts = Box<(Sources, Arc<Shared>)>;
+
 impl RemoteFile {
     pub(crate) fn open(
         shared: Arc<Shared>,
-        source: Source,
+        sources: Sources,
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
-        let cache = shared.options.cache.as_ref();
-        let cached = pin.and_then(|root| Some((root, cache?.file(&root)?)));
-        let (source, shared) = match cached {
-            Some((root, cached)) => match RemoteFile::open_cached(shared, source, &root, cached) {
+        let (sources, shared) = match pin {
+            Some(root) => match RemoteFile::open_cached(shared, sources, &root) {
                 ControlFlow::Break(file) => return Ok(*file),
                 ControlFlow::Continue(parts) => *parts,
             },
-            None => (source, shared),
+            None => (sources, shared),
         };
-        RemoteFile::open_from_server(shared, source, pin)
+        let (sources, shared) = match pin {
+            Some(root) => match RemoteFile::open_from_mirrors(shared, sources, root) {
+                ControlFlow::Break(file) => return Ok(*file),
+                ControlFlow::Continue(parts) => *parts,
+            },
+            None => (sources, shared),
+        };
+        RemoteFile::open_from_server(shared, sources, pin)
     }
 
     /// Opens a file by the beginning of its cache file. Gives the parts back if that is missing or
     /// damaged.
-    fn open_cached(
+    pub(crate) fn open_cached(
         shared: Arc<Shared>,
-        source: Source,
+        sources: Sources,
         root: &Hash,
-        cached: CacheFile,
-    ) -> ControlFlow<Box<Self>, Box<(Source, Arc<Shared>)>> {
+    ) -> ControlFlow<Box<Self>, Parts> {
+        let cache = shared.options.cache.as_ref();
+        let Some(cached) = cache.and_then(|cache| cache.file(root)) else {
+            return ControlFlow::Continue(Box::new((sources, shared)));
+        };
         let mut slots = [0; HEADER_AREA_BYTES];
         let header = match cached.read(0, &mut slots) {
             true => choose_header(&slots).ok(),
@@ -110,47 +122,96 @@ impl RemoteFile {
             let found = header.merkle.as_ref().map(|tree| &tree.root);
             found == Some(root)
         }) else {
-            return ControlFlow::Continue(Box::new((source, shared)));
+            return ControlFlow::Continue(Box::new((sources, shared)));
         };
-        match RemoteFile::with_header(shared, source, &header, slots, Some(cached)) {
+        match RemoteFile::with_header(shared, sources, &header, slots, Some(cached)) {
             Ok(file) => match file.check_first_chunk() {
                 Ok(()) => ControlFlow::Break(Box::new(file)),
                 Err(error) => {
                     tracing::debug!("the cache does not have the header: {error}");
-                    ControlFlow::Continue(Box::new((file.source, file.shared)))
+                    ControlFlow::Continue(Box::new((file.sources, file.shared)))
                 }
             },
             Err((_, parts)) => ControlFlow::Continue(parts),
         }
     }
 
+    /// Opens a file by its beginning on a mirror. Gives the parts back if no mirror has it.
+    fn open_from_mirrors(
+        shared: Arc<Shared>,
+        sources: Sources,
+        root: Hash,
+    ) -> ControlFlow<Box<Self>, Parts> {
+        let patience = shared.of_mirror();
+        let head = sources.usable().find_map(|copy| {
+            let head = match copy.source.range(0, HEAD_BYTES, &patience) {
+                Ok(Ranged::Part {
+                    bytes, total, body, ..
+                }) => head_of_part(bytes, total, body, Some(root)),
+                Ok(Ranged::Whole { .. }) => {
+                    Err(Problem::NoRanges("it is a mirror".to_owned()).for_good())
+                }
+                Err(fault) => Err(fault),
+            };
+            head.map_err(|fault| {
+                patience.give_up(&fault.problem);
+                copy.failed(&fault.problem, &copy.source.address().to_string());
+            })
+            .ok()
+        });
+        match head {
+            None => ControlFlow::Continue(Box::new((sources, shared))),
+            Some(head) => match RemoteFile::with_head(shared, sources, head) {
+                Ok(file) => ControlFlow::Break(Box::new(file)),
+                Err((error, parts)) => {
+                    tracing::warn!("what a mirror sent as the header is wrong: {error}");
+                    ControlFlow::Continue(parts)
+                }
+            },
+        }
+    }
+
     fn open_from_server(
         shared: Arc<Shared>,
-        source: Source,
+        sources: Sources,
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
-        let place = source.address().to_string();
+        let place = sources.address().to_string();
         let mut patience = shared.opening();
         let head = loop {
-            match read_head(&shared, &source, &patience, pin) {
+            match read_head(&shared, &sources.origin, &patience, pin) {
                 Ok(head) => break head,
                 Err(fault) => patience
                     .wait(fault)
                     .map_err(|problem| problem.at(place.as_str()))?,
             }
         };
+        RemoteFile::with_head(shared, sources, head).map_err(|(error, _)| error)
+    }
+
+    /// Opens a file by its beginning, which may be wrong.
+    fn with_head(
+        shared: Arc<Shared>,
+        sources: Sources,
+        head: Head,
+    ) -> Result<Self, (RemoteError, Parts)> {
         let Head {
             bytes,
             header,
             slots,
             cached,
         } = head;
+        let place = sources.address().to_string();
         let root = header.merkle.as_ref().map(|tree| tree.root);
         let cached = cached.or_else(|| shared.options.cache.as_ref()?.file(&root?));
-        let file = RemoteFile::with_header(shared, source, &header, slots, cached)
-            .map_err(|(problem, _)| problem.at(place))?;
-        file.keep_head(&bytes)?;
-        file.check_first_chunk()?;
+        let file = RemoteFile::with_header(shared, sources, &header, slots, cached)
+            .map_err(|(problem, parts)| (problem.at(place), parts))?;
+        let checked = file
+            .keep_head(&bytes)
+            .and_then(|()| file.check_first_chunk());
+        if let Err(error) = checked {
+            return Err((error, Box::new((file.sources, file.shared))));
+        }
         if let Some(cached) = &file.cached {
             cached.record_origin(&file.name());
             cached.keep_limit();
@@ -158,16 +219,15 @@ impl RemoteFile {
         Ok(file)
     }
 
-    #[expect(clippy::type_complexity)]
     fn with_header(
         shared: Arc<Shared>,
-        source: Source,
+        sources: Sources,
         header: &Header,
         slots: [u8; HEADER_AREA_BYTES],
         cached: Option<CacheFile>,
-    ) -> Result<Self, (Problem, Box<(Source, Arc<Shared>)>)> {
+    ) -> Result<Self, (Problem, Parts)> {
         let Some(tree) = &header.merkle else {
-            return Err((Problem::NoTree, Box::new((source, shared))));
+            return Err((Problem::NoTree, Box::new((sources, shared))));
         };
         Ok(RemoteFile {
             number: shared.file_number(),
@@ -179,7 +239,7 @@ impl RemoteFile {
             cached,
             flights: Flights::default(),
             streams: Mutex::default(),
-            source,
+            sources,
             shared,
         })
     }
@@ -200,7 +260,7 @@ impl RemoteFile {
 
     /// The address, without its query.
     pub fn name(&self) -> String {
-        self.source.address().to_string()
+        self.sources.address().to_string()
     }
 
     /// As [`Storage::read_at`] inside the file, with an error of this crate.
@@ -445,10 +505,16 @@ impl RemoteFile {
 
     /// `bytes A..B of ADDRESS`.
     fn place(&self, first: Chunk, count: u64) -> String {
+        let range = self.range(first, count);
+        format!("bytes {range} of {}", self.sources.address())
+    }
+
+    /// `A..B`
+    fn range(&self, first: Chunk, count: u64) -> String {
         let start = self.chunks.start(first);
         let last = first.after(count.saturating_sub(1));
         let end = self.chunks.start(last) + self.chunks.length(last) as u64;
-        format!("bytes {start}..{end} of {}", self.source.address())
+        format!("{start}..{end}")
     }
 
     /// Fetches a run of chunks. Returns the number that arrived: all that are wanted, or more.
@@ -489,10 +555,35 @@ impl RemoteFile {
         Ok(done)
     }
 
-    /// Sends one request for what is left of a run. `done` counts the chunks that arrived and are
-    /// right.
+    /// Requests what is left of a run: once from each mirror, then once from the server. `done`
+    /// counts the chunks that arrived and are right.
     fn request(
         &self,
+        run: &Run<'_>,
+        done: &mut u64,
+        patience: &Patience,
+        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
+    ) -> Result<(), Fault> {
+        for copy in self.sources.usable() {
+            let of_mirror = self.shared.of_mirror();
+            let Err(fault) = self.request_from(&copy.source, run, done, &of_mirror, sink) else {
+                return Ok(());
+            };
+            of_mirror.give_up(&fault.problem);
+            let left = run.hashes.len() as u64 - *done;
+            let range = self.range(run.first.after(*done), left);
+            copy.failed(
+                &fault.problem,
+                &format!("bytes {range} of {}", copy.source.address()),
+            );
+        }
+        self.request_from(&self.sources.origin, run, done, patience, sink)
+    }
+
+    /// Sends one request for what is left of a run.
+    fn request_from(
+        &self,
+        source: &Source,
         run: &Run<'_>,
         done: &mut u64,
         patience: &Patience,
@@ -502,7 +593,7 @@ impl RemoteFile {
         let start = self.chunks.start(run.first.after(*done));
         let end = self.chunks.start(last) + self.chunks.length(last) as u64;
         tracing::debug!("{}: fetching {start}..{end}", self.name());
-        let (mut left, has_changed, mut body) = match self.source.range(start, end, patience) {
+        let (mut left, has_changed, mut body) = match source.range(start, end, patience) {
             Ok(Ranged::Part {
                 bytes,
                 has_changed,
@@ -574,23 +665,9 @@ fn read_head(
         Ok(Ranged::Part {
             bytes: length,
             total,
-            mut body,
+            body,
             ..
-        }) => {
-            let mut bytes = vec![0; length as usize];
-            body.read_exact(&mut bytes)?;
-            let (header, slots) = parse_head(&bytes, pin)?;
-            if let Some(total) = total {
-                let is_whole = header.check_file_length(total);
-                is_whole.map_err(|error| Problem::Format(error).for_good())?;
-            }
-            Ok(Head {
-                bytes,
-                header,
-                slots,
-                cached: None,
-            })
-        }
+        }) => head_of_part(length, total, body, pin),
         Ok(Ranged::Whole { length, body }) => fetch_whole(shared, length, body, pin),
         // A file without a first byte.
         Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
@@ -598,6 +675,27 @@ fn read_head(
         }
         Err(fault) => Err(fault),
     }
+}
+
+fn head_of_part(
+    length: u64,
+    total: Option<u64>,
+    mut body: AnswerBody,
+    pin: Option<Hash>,
+) -> Result<Head, Fault> {
+    let mut bytes = vec![0; length as usize];
+    body.read_exact(&mut bytes)?;
+    let (header, slots) = parse_head(&bytes, pin)?;
+    if let Some(total) = total {
+        let is_whole = header.check_file_length(total);
+        is_whole.map_err(|error| Problem::Format(error).for_good())?;
+    }
+    Ok(Head {
+        bytes,
+        header,
+        slots,
+        cached: None,
+    })
 }
 
 fn parse_head(bytes: &[u8], pin: Option<Hash>) -> Result<(Header, [u8; HEADER_AREA_BYTES]), Fault> {

@@ -69,6 +69,11 @@ impl Patience {
         self.attempts = 0;
     }
 
+    /// Counts a failed attempt after which another server is asked.
+    pub(crate) fn give_up(&self, problem: &Problem) {
+        self.counters.failed(problem);
+    }
+
     /// Waits before the next attempt; fails if no time is left.
     pub(crate) fn wait(&mut self, fault: Fault) -> Result<(), Problem> {
         self.attempts += 1;

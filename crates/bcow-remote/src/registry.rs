@@ -13,6 +13,7 @@ use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::download::Download;
 use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
+use crate::mirrors::{Mirror, Sources};
 use crate::remote::Remote;
 use crate::shared::Shared;
 use crate::source::{Access, Source};
@@ -182,15 +183,28 @@ pub struct Registry {
     shared: Arc<Shared>,
     reference: Reference,
     auth: Arc<Auth>,
+    /// The mirrors, and the access to each.
+    mirrors: Vec<(Arc<Mirror>, Arc<Auth>)>,
 }
 
 impl Registry {
     /// The repository of an image. No connection is made.
     pub fn new(remote: &Remote, reference: Reference, keychain: Arc<dyn Keychain>) -> Self {
-        let key = reference.key().to_owned();
+        let auth = |server: &str| {
+            let keychain = Arc::clone(&keychain);
+            Arc::new(Auth::new(
+                server.to_owned(),
+                &reference.repository,
+                keychain,
+            ))
+        };
+        let mirrors = remote.shared.mirrors.iter();
         Registry {
             shared: Arc::clone(&remote.shared),
-            auth: Arc::new(Auth::new(key, &reference.repository, keychain)),
+            auth: auth(reference.key()),
+            mirrors: mirrors
+                .map(|mirror| (Arc::clone(mirror), auth(mirror.server())))
+                .collect(),
             reference,
         }
     }
@@ -200,8 +214,8 @@ impl Registry {
     pub fn manifest(&self) -> Result<Vec<u8>, RemoteError> {
         match (&self.reference.digest, &self.reference.tag) {
             (Some(digest), _) => self.manifest_with_digest(digest),
-            (None, Some(tag)) => self.fetch_manifest(tag),
-            (None, None) => self.fetch_manifest("latest"),
+            (None, Some(tag)) => self.tagged(tag),
+            (None, None) => self.tagged("latest"),
         }
     }
 
@@ -218,29 +232,122 @@ impl Registry {
         {
             return Ok(bytes);
         }
-        let bytes = self.fetch_manifest(digest)?;
-        if sha256(&bytes) != digest {
-            let found = sha256(&bytes);
-            let problem = Problem::Answer(format!("the digest of the manifest is {found}"));
+        self.fetch_document("manifests", digest, &[("accept", ACCEPT)], MANIFEST_BYTES)
+            .map_err(|problem| problem.at(place()))
+    }
+
+    /// The manifest that a tag leads to; without the registry, the one that it led to last.
+    pub(crate) fn tagged(&self, tag: &str) -> Result<Vec<u8>, RemoteError> {
+        let source = self.source(&format!("manifests/{tag}"))?;
+        let place = format!("manifest {tag} of {}", self.reference);
+        self.fetch_named(&source, &place, &[("accept", ACCEPT)])
+    }
+
+    /// The bytes of a small blob, which match the digest.
+    pub(crate) fn document(&self, digest: &str, most_bytes: u64) -> Result<Vec<u8>, RemoteError> {
+        let place = || format!("blob {digest} of {}", self.reference);
+        if !is_digest(digest) {
+            let problem = Problem::Answer("its digest is not sha256: and 64 digits".into());
             return Err(problem.at(place()));
         }
-        if let Some(cache) = cache {
+        let cache = self.shared.options.cache.as_ref();
+        if let Some(bytes) = cache.and_then(|cache| cache.document(digest, most_bytes))
+            && sha256(&bytes) == digest
+        {
+            return Ok(bytes);
+        }
+        self.fetch_document("blobs", digest, &[], most_bytes)
+            .map_err(|problem| problem.at(place()))
+    }
+
+    /// Fetches a document, compares it with its digest, and keeps it. The mirrors are asked first.
+    fn fetch_document(
+        &self,
+        kind: &str,
+        digest: &str,
+        headers: &[(&str, &str)],
+        most_bytes: u64,
+    ) -> Result<Vec<u8>, Problem> {
+        let path = format!("{kind}/{digest}");
+        let check = |bytes: Vec<u8>| match sha256(&bytes) {
+            found if found == digest => Ok(bytes),
+            found => Err(Problem::Answer(format!(
+                "the digest of the document is {found}"
+            ))),
+        };
+        let sources = self.sources(&path).map_err(|error| error.problem)?;
+        let from_mirror = sources.usable().find_map(|copy| {
+            let patience = self.shared.of_mirror();
+            let sent = copy.source.document(headers, most_bytes, &patience);
+            sent.map_err(|fault| fault.problem)
+                .and_then(check)
+                .map_err(|problem| {
+                    patience.give_up(&problem);
+                    copy.failed(&problem, &copy.source.address().to_string());
+                })
+                .ok()
+        });
+        let bytes = match from_mirror {
+            Some(bytes) => bytes,
+            None => check(self.fetch(&sources.origin, headers, most_bytes)?)?,
+        };
+        if let Some(cache) = &self.shared.options.cache {
             cache.keep_document(digest, &bytes);
         }
         Ok(bytes)
     }
 
-    fn fetch_manifest(&self, which: &str) -> Result<Vec<u8>, RemoteError> {
-        let source = self.source(&format!("manifests/{which}"))?;
-        let place = || format!("manifest {which} of {}", self.reference);
-        self.fetch(&source, &[("accept", ACCEPT)])
-            .map_err(|problem| problem.at(place()))
+    /// Fetches a document that may change; without the registry, it is the last one.
+    fn fetch_named(
+        &self,
+        source: &Source,
+        place: &str,
+        headers: &[(&str, &str)],
+    ) -> Result<Vec<u8>, RemoteError> {
+        let fetched = self.fetch(source, headers, MANIFEST_BYTES);
+        let Some(cache) = &self.shared.options.cache else {
+            return fetched.map_err(|problem| problem.at(place));
+        };
+        let name = source.address().with_secrets();
+        let problem = match fetched {
+            Ok(bytes) => {
+                let digest = sha256(&bytes);
+                cache.keep_document(&digest, &bytes);
+                cache.keep_name(&name, &source.address().to_string(), &digest);
+                return Ok(bytes);
+            }
+            Err(problem) if problem.is_unreachable() => problem,
+            Err(problem) => return Err(problem.at(place)),
+        };
+        let known = cache.known(&name).filter(|known| is_digest(&known.target));
+        let Some(known) = known else {
+            let why = "the cache does not know what the name means";
+            return Err(problem.and_not_cached(why).at(place));
+        };
+        match cache.document(&known.target, MANIFEST_BYTES) {
+            Some(bytes) if sha256(&bytes) == known.target => {
+                tracing::warn!(
+                    "{place}: {problem}; using what the name meant {} ago",
+                    known.age
+                );
+                Ok(bytes)
+            }
+            _ => {
+                let why = format!("{} is not in the cache", known.target);
+                Err(problem.and_not_cached(&why).at(place))
+            }
+        }
     }
 
-    fn fetch(&self, source: &Source, headers: &[(&str, &str)]) -> Result<Vec<u8>, Problem> {
+    fn fetch(
+        &self,
+        source: &Source,
+        headers: &[(&str, &str)],
+        most_bytes: u64,
+    ) -> Result<Vec<u8>, Problem> {
         let mut patience = self.shared.opening();
         loop {
-            match source.document(headers, MANIFEST_BYTES, &patience) {
+            match source.document(headers, most_bytes, &patience) {
                 Ok(bytes) => return Ok(bytes),
                 Err(fault) => patience.wait(fault)?,
             }
@@ -257,11 +364,12 @@ impl Registry {
     ) -> Result<Option<Vec<u8>>, RemoteError> {
         let query = encode(&[("artifactType", artifact_type)]);
         let source = self.source(&format!("referrers/{digest}?{query}"))?;
-        match self.fetch(&source, &[("accept", INDEX)]) {
+        let place = format!("referrers of {digest} of {}", self.reference);
+        match self.fetch_named(&source, &place, &[("accept", INDEX)]) {
             Ok(bytes) => return Ok(Some(bytes)),
-            Err(problem) => tracing::debug!("no list of referrers: {problem}"),
+            Err(error) => tracing::debug!("no list of referrers: {error}"),
         }
-        match self.fetch_manifest(&referrers_tag(digest)) {
+        match self.tagged(&referrers_tag(digest)) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
             Err(error) => Err(error),
@@ -271,9 +379,13 @@ impl Registry {
     /// Opens the blob with a digest (`sha256:HEX`), which is a BCoW file with this root hash.
     /// Without a root hash, the whole blob is read and compared with the digest.
     pub fn blob(&self, digest: &str, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
-        let source = self.source(&format!("blobs/{digest}"))?;
+        let path = format!("blobs/{digest}");
+        let sources = match root {
+            Some(_) => self.sources(&path)?,
+            None => Sources::new(self.source(&path)?),
+        };
         let shared = Arc::clone(&self.shared);
-        let file = RemoteFile::open(shared, source, root.map(|root| root.0))?;
+        let file = RemoteFile::open(shared, sources, root.map(|root| root.0))?;
         if root.is_none() {
             check_whole(&file, digest)?;
         }
@@ -304,6 +416,21 @@ impl Registry {
         let base = self.reference.base(&self.shared)?;
         let joined = base.join(path);
         joined.map_err(|problem| problem.at(self.reference.to_string()))
+    }
+
+    /// The registry and its mirrors.
+    fn sources(&self, path: &str) -> Result<Sources, RemoteError> {
+        let mut sources = Sources::new(self.source(path)?);
+        for (mirror, auth) in &self.mirrors {
+            let place = format!("/v2/{}/{path}", self.reference.repository);
+            let address = mirror.address(&place);
+            let address = address.map_err(|problem| problem.at(self.reference.to_string()))?;
+            let access = Access::Registry(Arc::clone(auth));
+            let client = Arc::clone(&self.shared.client);
+            let source = Source::new(client, address, access);
+            sources.add(Arc::clone(mirror), source);
+        }
+        Ok(sources)
     }
 
     fn source(&self, path: &str) -> Result<Source, RemoteError> {

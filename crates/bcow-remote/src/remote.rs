@@ -1,15 +1,17 @@
 //! Opens remote files.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use crate::address::Address;
 use crate::error::{Problem, RemoteError};
 use crate::figures::Figures;
 use crate::file::RemoteFile;
+use crate::mirrors::Sources;
 use crate::s3::{S3, S3Name};
 use crate::shared::{Options, Shared};
 use crate::source::{Access, Source};
-use crate::tree::{Hash, Root};
+use crate::tree::Root;
 
 /// Opens remote files, which share connections, memory and the cache.
 pub struct Remote {
@@ -26,10 +28,7 @@ impl Remote {
     /// Opens the file at an address. With a root hash, only the file with this root is opened, and
     /// the server is not asked if the cache has enough of it.
     pub fn open(&self, address: &Address, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
-        let pin: Option<Hash> = root.map(|root| root.0);
-        let client = Arc::clone(&self.shared.client);
-        let source = Source::new(client, address.clone(), Access::Open);
-        RemoteFile::open(Arc::clone(&self.shared), source, pin)
+        self.open_named(address, root, || Access::Open)
     }
 
     /// As [`Remote::open`], for a file in S3.
@@ -39,12 +38,70 @@ impl Remote {
         name: &S3Name,
         root: Option<Root>,
     ) -> Result<RemoteFile, RemoteError> {
-        let pin: Option<Hash> = root.map(|root| root.0);
-        let client = Arc::clone(&self.shared.client);
         let address = server.address(name);
         let address = address.map_err(|problem| problem.at(name.to_string()))?;
-        let source = Source::new(client, address, Access::S3(server.signer()));
-        RemoteFile::open(Arc::clone(&self.shared), source, pin)
+        self.open_named(&address, root, || Access::S3(server.signer()))
+    }
+
+    /// Opens the file at an address. Without a root hash and without the server, it is the file
+    /// that the address led to last.
+    fn open_named(
+        &self,
+        address: &Address,
+        root: Option<Root>,
+        access: impl Fn() -> Access,
+    ) -> Result<RemoteFile, RemoteError> {
+        let shared = &self.shared;
+        let sources = || {
+            let client = || Arc::clone(&shared.client);
+            let mut sources = Sources::new(Source::new(client(), address.clone(), access()));
+            for mirror in &shared.mirrors {
+                let place = mirror.address(address.path());
+                let place = place.map_err(|problem| problem.at(address.to_string()))?;
+                let source = Source::new(client(), place, Access::Open);
+                sources.add(Arc::clone(mirror), source);
+            }
+            Ok(sources)
+        };
+        let opened = RemoteFile::open(Arc::clone(shared), sources()?, root.map(|root| root.0));
+        let cache = shared.options.cache.as_ref().filter(|_| root.is_none());
+        let (Some(cache), name) = (cache, address.with_secrets()) else {
+            return opened;
+        };
+        let error = match opened {
+            Ok(file) => {
+                cache.keep_name(&name, &address.to_string(), &file.root().to_string());
+                return Ok(file);
+            }
+            Err(error) if error.problem.is_unreachable() => error,
+            Err(error) => return Err(error),
+        };
+        let missing = |why: &str| {
+            error
+                .problem
+                .clone()
+                .and_not_cached(why)
+                .at(error.place.as_str())
+        };
+        let known = cache.known(&name);
+        let known = known.and_then(|known| Some((known.target.parse::<Root>().ok()?, known.age)));
+        let Some((Root(root), age)) = known else {
+            return Err(missing("the cache does not know which file the name means"));
+        };
+        match RemoteFile::open_cached(Arc::clone(shared), sources()?, &root) {
+            ControlFlow::Break(file) => {
+                let here = file.presence();
+                tracing::warn!(
+                    "{address}: {}; using the file that the name meant {age} ago; the cache has \
+                     {} KiB of its {} KiB",
+                    error.problem,
+                    here.held_bytes >> 10,
+                    here.file_bytes.div_ceil(1024)
+                );
+                Ok(*file)
+            }
+            ControlFlow::Continue(_) => Err(missing("the header of the file is not in the cache")),
+        }
     }
 
     /// The counters.

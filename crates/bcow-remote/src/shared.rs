@@ -7,11 +7,12 @@ use std::time::Duration;
 use quick_cache::sync::{Cache as MemoryCache, DefaultLifecycle};
 use quick_cache::{DefaultHashBuilder, OptionsBuilder, Weighter};
 
-use crate::address::Transport;
+use crate::address::{Address, Transport};
 use crate::cache::Cache;
 use crate::client::Client;
 use crate::error::Problem;
 use crate::figures::Figures;
+use crate::mirrors::Mirror;
 use crate::patience::Patience;
 use crate::tree::Chunk;
 
@@ -29,6 +30,9 @@ pub struct Options {
     pub timeout: Duration,
     /// Where fetched chunks are kept.
     pub cache: Option<Cache>,
+    /// Other servers that may have what a server has. They are asked first, in this order, for
+    /// bytes whose hash is known.
+    pub mirrors: Vec<Address>,
     /// The longest file that is fetched whole if the server does not send ranges.
     pub whole_bytes: u64,
 }
@@ -39,6 +43,7 @@ impl Default for Options {
             insecure: false,
             timeout: Duration::from_secs(30),
             cache: None,
+            mirrors: Vec::new(),
             whole_bytes: 4 << 30,
         }
     }
@@ -48,6 +53,7 @@ impl Default for Options {
 pub(crate) struct Shared {
     pub(crate) options: Options,
     pub(crate) client: Arc<Client>,
+    pub(crate) mirrors: Vec<Arc<Mirror>>,
     pub(crate) memory: MemoryCache<MemoryKey, Arc<[u8]>, ByLength>,
     pub(crate) fetched_bytes: AtomicU64,
     pub(crate) cached_bytes: AtomicU64,
@@ -78,6 +84,11 @@ impl Shared {
             true => Transport::PlainToo,
             false => Transport::TlsOnly,
         };
+        let mirrors = options.mirrors.iter().map(|mirror| {
+            mirror.check(transport)?;
+            Ok(Arc::new(Mirror::new(mirror.clone())))
+        });
+        let mirrors = mirrors.collect::<Result<_, Problem>>()?;
         let memory = OptionsBuilder::new()
             .estimated_items_capacity((MEMORY_BYTES >> 14) as usize)
             .weight_capacity(MEMORY_BYTES)
@@ -92,6 +103,7 @@ impl Shared {
         );
         Ok(Shared {
             client: Arc::new(Client::new(transport)?),
+            mirrors,
             options,
             memory,
             fetched_bytes: AtomicU64::new(0),
@@ -117,6 +129,11 @@ impl Shared {
     /// The patience of the first request for a file.
     pub(crate) fn opening(&self) -> Patience {
         Patience::opening(self.options.timeout, &self.client.counters)
+    }
+
+    /// The patience of the only request to a mirror: the other servers need time too.
+    pub(crate) fn of_mirror(&self) -> Patience {
+        Patience::reading(self.options.timeout / 4, &self.client.counters)
     }
 
     /// A number for a file that is opened.

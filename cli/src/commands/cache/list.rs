@@ -44,6 +44,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             "held_bytes": held,
             "files": of(|kind| matches!(kind, EntryKind::File(_))),
             "manifests": of(|kind| matches!(kind, EntryKind::Manifest(_))),
+            "names": of(|kind| matches!(kind, EntryKind::Name(_))),
             "unknown": of(|kind| *kind == EntryKind::Unknown),
         }));
     }
@@ -108,7 +109,7 @@ fn document(entry: &CacheEntry) -> Value {
         EntryKind::Manifest(digest) => {
             document["digest"] = format!("sha256:{}", hex(&digest)).into();
         }
-        EntryKind::Unknown => {}
+        EntryKind::Name(_) | EntryKind::Unknown => {}
     }
     document["held_bytes"] = entry.held_bytes.into();
     document["last_use"] = bcow::rfc3339(entry.last_use).into();

@@ -49,6 +49,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                         }
                         continue;
                     }
+                    EntryKind::Name(_) => continue,
                     EntryKind::Unknown => {
                         unknown.push(entry.name);
                         continue;

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use bcow::format::{HEADER_AREA_BYTES, choose_header};
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
 
+use super::names::NOTE;
 use super::{Cache, ENDING, ORIGIN, ORIGIN_BYTES};
 use crate::tree::Root;
 
@@ -40,6 +41,8 @@ pub enum EntryKind {
     File(Root),
     /// A manifest of a registry, with its digest.
     Manifest([u8; 32]),
+    /// A note of what a name has led to, with a hash of the name.
+    Name([u8; 32]),
     /// Not a file of the cache.
     Unknown,
 }
@@ -91,11 +94,12 @@ impl EntryKind {
         if let Some(root) = name.strip_suffix(ENDING).and_then(hash) {
             return EntryKind::File(root);
         }
-        let digest = name
-            .strip_suffix(DOCUMENT_ENDING)
-            .and_then(|name| name.strip_prefix("sha256-"));
-        match digest.and_then(hash) {
-            Some(Root(digest)) => EntryKind::Manifest(digest),
+        let document = |start| name.strip_suffix(DOCUMENT_ENDING)?.strip_prefix(start);
+        if let Some(Root(digest)) = document("sha256-").and_then(hash) {
+            return EntryKind::Manifest(digest);
+        }
+        match document(NOTE).and_then(hash) {
+            Some(Root(name)) => EntryKind::Name(name),
             None => EntryKind::Unknown,
         }
     }
@@ -247,6 +251,7 @@ mod tests {
         for (name, kind) in [
             (format!("{hex}.bcow"), EntryKind::File(Root(root))),
             (format!("sha256-{hex}.json"), EntryKind::Manifest(root)),
+            (format!("name-{hex}.json"), EntryKind::Name(root)),
             (format!("{hex}.json"), EntryKind::Unknown),
             (format!("sha256:{hex}.bcow"), EntryKind::Unknown),
             ("notes.bcow".to_owned(), EntryKind::Unknown),
