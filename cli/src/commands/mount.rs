@@ -74,9 +74,9 @@ Mount options (-o, separated by commas; of two opposite options the last one app
   subtype=bcow, defaults  accepted without effect
 
 With --upper, the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
-returns when all data is in the file system of the upper, and fails if that file system did not
-accept all data. If the process of an earlier mount of the same upper is still ending, a new mount
-waits for that process.
+returns when all data is durable (with --sync volatile: in the file system of the upper), and fails
+if that file system did not accept all data. If the process of an earlier mount of the same upper is
+still ending, a new mount waits for that process.
 
 The background process logs to the system log; a foreground mount logs to standard error. Both also
 log to the file of --log-file, and `bcow stats` shows the last errors. SIGTERM and SIGINT unmount.

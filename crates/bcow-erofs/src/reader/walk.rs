@@ -36,7 +36,7 @@ impl<'f> Walk<'f> {
     /// a directory whose names cannot be read.
     #[allow(
         clippy::should_implement_trait,
-        reason = "fails, and lends the path beside what it gives"
+        reason = "an iterator could not return an error at each step and lend the path"
     )]
     pub fn next(&mut self) -> Result<Option<Inode>, ErofsError> {
         if !self.is_started {

@@ -18,7 +18,7 @@ use crate::layout;
 /// A file that was found by its digest or its name.
 #[derive(Clone)]
 pub struct LayerFile {
-    /// The path of the file.
+    /// The path of the file; of a file of another machine, its name for messages.
     pub path: PathBuf,
     /// The bytes of the file.
     pub storage: Arc<dyn Storage>,
@@ -35,7 +35,7 @@ pub struct BelowFile {
     pub name: String,
     /// The digest of the file.
     pub digest: Digest,
-    /// The path of the file.
+    /// The path of the file; of a file of another machine, its name for messages.
     pub path: PathBuf,
     /// The bytes of the file.
     pub storage: Arc<dyn Storage>,
@@ -50,7 +50,7 @@ pub struct Places<'p> {
     pub named: &'p [PathBuf],
     /// Files that the user named. Each is a candidate for every digest.
     pub files: &'p [PathBuf],
-    /// The place on another machine from which the image comes. It is searched last.
+    /// The store on another machine from which the image comes. It is searched last.
     pub remote: Option<&'p Arc<dyn RemoteFiles>>,
 }
 
@@ -242,7 +242,7 @@ impl Finder {
                     set(Lookup::Open(file.clone(), height));
                     return Some((file, height));
                 }
-                // The user named this file for a different purpose.
+                // The file is tried for every digest.
                 Err(_) if matches!(candidate, Candidate::UserFile(_)) => {}
                 Err(problem) => {
                     first_problem.get_or_insert(problem);

@@ -203,7 +203,7 @@ impl DiskInstance {
         };
         record.write(self.meta.as_fd(), &self.path)?;
         work::make_durable(self.root.as_fd())
-            .map_err(|errno| UpperError::io(&self.path, "synchronise it", errno))?;
+            .map_err(|errno| UpperError::io(&self.path, "synchronize it", errno))?;
         self.record = Some(record);
         Ok(())
     }

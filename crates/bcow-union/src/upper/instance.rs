@@ -133,7 +133,7 @@ impl Instance {
                 }
                 record.write(opening.meta.as_fd(), path)?;
                 work::make_durable(opening.root.as_fd())
-                    .map_err(|errno| UpperError::io(path, "synchronise it", errno))?;
+                    .map_err(|errno| UpperError::io(path, "synchronize it", errno))?;
                 let begun = match is_empty {
                     true => Provenance::Created,
                     false => Provenance::Adopted,

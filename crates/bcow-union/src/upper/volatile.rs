@@ -50,7 +50,7 @@ pub(super) fn refuse_after_volatile(
         SyncPolicy::Strict | SyncPolicy::Batch(_) if !was_volatile => Ok(()),
         SyncPolicy::Strict | SyncPolicy::Batch(_) => {
             // Data of the earlier volatile use becomes durable only by this sync.
-            rustix::fs::syncfs(root).map_err(failed("synchronise it"))?;
+            rustix::fs::syncfs(root).map_err(failed("synchronize it"))?;
             forget(meta).map_err(failed("remove a note from it"))
         }
     }
