@@ -5,6 +5,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use bcow::{MemoryStorage, Storage};
@@ -21,6 +22,7 @@ pub struct PowerCut {
     operations: Mutex<Vec<Operation>>,
     /// Number of changes that still succeed; `None` for all.
     left: Mutex<Option<u64>>,
+    prefers_written_space: AtomicBool,
 }
 
 /// A recorded operation.
@@ -67,6 +69,11 @@ impl PowerCut {
     /// all.
     pub fn stop_after(&self, changes: Option<u64>) {
         *lock(&self.left) = changes;
+    }
+
+    /// Lets a disk on this storage initialise space ahead.
+    pub fn prefer_written_space(&self) {
+        self.prefers_written_space.store(true, Ordering::Relaxed);
     }
 
     fn pass(&self) -> io::Result<()> {
@@ -293,6 +300,9 @@ impl Storage for PowerCut {
         self.pass()?;
         self.record(Operation::Sync);
         Ok(())
+    }
+    fn prefers_written_space(&self) -> bool {
+        self.prefers_written_space.load(Ordering::Relaxed)
     }
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
         self.pass()?;

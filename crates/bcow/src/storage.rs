@@ -31,6 +31,12 @@ pub trait Storage: Send + Sync {
         let _ = (offset, bytes);
         Ok(())
     }
+    /// Whether new space is much more expensive to make durable than space that was written before:
+    /// the host then has to make metadata durable as well. A disk that is often flushed writes
+    /// zeros ahead in such a storage.
+    fn prefers_written_space(&self) -> bool {
+        false
+    }
     /// Calls `work`, which writes in the background, without a request of the user, and does not
     /// change the visible content. A storage with a modification time may preserve it. The caller
     /// holds no lock.
@@ -74,6 +80,14 @@ impl Storage for File {
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+    fn prefers_written_space(&self) -> bool {
+        // ext2, ext3 and ext4 share a number. File systems that never overwrite data in place, and
+        // those in memory, gain nothing.
+        const EXT4: u64 = 0xef53;
+        const XFS: u64 = 0x5846_5342;
+        let kind = rustix::fs::fstatfs(self).map(|found| found.f_type as u64);
+        kind.is_ok_and(|kind| [EXT4, XFS].contains(&kind))
     }
     fn identity(&self) -> Option<FileIdentity> {
         let metadata = self.metadata().ok()?;

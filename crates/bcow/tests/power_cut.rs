@@ -36,6 +36,8 @@ struct Plan {
     steps: u64,
     /// How many times the whole disk is written first, to get free space that later writes reuse.
     churn: u64,
+    /// Number of flushes of one block first, after which space is initialised ahead.
+    small_flushes: u32,
 }
 
 fn options(size: u64, layout: Layout, block_bytes: Option<u32>) -> CreateOptions {
@@ -57,6 +59,7 @@ fn plans() -> Vec<Plan> {
         longest: 32 << 10,
         steps: 40,
         churn: 0,
+        small_flushes: 0,
     };
     // The backing ends inside the disk, and inside a block.
     let backing = Some(tagged(&vec![7; (MIB as usize - 40960) / SECTOR_BYTES]));
@@ -78,8 +81,14 @@ fn plans() -> Vec<Plan> {
         churn: 20,
         ..over(space.clone(), "")
     };
+    let ahead = Plan {
+        name: "space initialised ahead",
+        small_flushes: 8,
+        ..over(space.clone(), "")
+    };
     vec![
         reuse,
+        ahead,
         over(space.clone(), "space over a backing"),
         over(performance.clone(), "performance over a backing"),
         over(blocks.clone(), "blocks of 16 KiB over a backing"),
@@ -102,6 +111,12 @@ impl Plan {
     fn open(&self, storage: Arc<dyn Storage>) -> Disk {
         Disk::open(storage, &OpenOptions::default(), &self.resolver())
             .unwrap_or_else(|error| panic!("{}: does not open: {error}", self.name))
+    }
+
+    fn set_up(&self, storage: &PowerCut) {
+        if self.small_flushes > 0 {
+            storage.prefer_written_space();
+        }
     }
 
     /// The content of a new disk.
@@ -129,12 +144,18 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(plan: &'a Plan, seed: u64) -> Self {
         let storage = Arc::new(PowerCut::default());
+        plan.set_up(&storage);
         let options = OpenOptions::default();
         let disk = Disk::create(storage.clone(), &plan.options, plan.below(), &options).unwrap();
         let mut base = plan.base();
         for tag in 0..plan.churn as u32 {
             base.fill(10 + tag);
             disk.write_at(0, &tagged(&base)).unwrap();
+            disk.flush().unwrap();
+        }
+        for tag in 0..plan.small_flushes {
+            base[..8].fill(50 + tag);
+            disk.write_at(0, &tagged(&base[..8])).unwrap();
             disk.flush().unwrap();
         }
         let mut history = History::new(plan.unit, base.clone());
@@ -155,6 +176,7 @@ impl<'a> Run<'a> {
     /// Opens the file that a power cut left.
     fn again(plan: &'a Plan, image: Vec<u8>, seed: u64) -> Self {
         let storage = Arc::new(PowerCut::new(image));
+        plan.set_up(&storage);
         let disk = plan.open(storage.clone());
         let held = tags(&disk).into_iter().map(|tag| tag.unwrap_or(u32::MAX));
         let mut history = History::new(plan.unit, held.clone().collect());
@@ -504,6 +526,11 @@ fn a_record_whose_write_is_said_to_have_failed_names_no_block_of_another() {
 #[test]
 fn space() {
     run("space");
+}
+
+#[test]
+fn space_initialised_ahead() {
+    run("space initialised ahead");
 }
 
 #[test]

@@ -86,6 +86,9 @@ impl Storage for Slow<Arc<MemoryStorage>> {
     fn sync(&self) -> io::Result<()> {
         self.around(|content| content.sync())
     }
+    fn prefers_written_space(&self) -> bool {
+        true
+    }
 }
 
 impl BlockDevice for Slow<Vec<u8>> {

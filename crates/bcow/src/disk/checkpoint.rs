@@ -8,6 +8,7 @@ use bcow_format::{
 };
 
 use super::blocks::Blocks;
+use super::commit::punched;
 use super::committer::{Committer, Taken};
 use super::extents::Extents;
 use super::locks::write;
@@ -67,7 +68,8 @@ impl Inner {
         committer.logged_bytes = 0;
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
         self.punch(&change.given_up);
-        self.space.free(change.freed);
+        self.space
+            .free_punched(change.freed, punched(&change.given_up));
         // The checkpoint is durable without this copy. If it fails, the next write or flush is
         // refused with the cause.
         let _ = self.write_other_slot(committer);

@@ -1,5 +1,7 @@
 //! Flush: one record, made durable (spec section 10, "Commit").
 
+use std::ops::Range;
+
 use bcow_format::{Entry, LogMapping, Record, Stored, crc32c, encode_record, record_bytes};
 
 use super::blocks::CHECKED_SHIFT;
@@ -96,13 +98,13 @@ impl Disk {
 }
 
 impl Inner {
-    pub(super) fn flush(&self, frame: &Frame) -> Result<(), Error> {
+    pub(super) fn flush(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
         self.check_alive()?;
         self.turns
             .take(|| self.commit(frame, &mut lock(&self.committer)))
     }
 
-    fn checkpoint_now(&self, frame: &Frame) -> Result<(), Error> {
+    fn checkpoint_now(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
         let mut committer = lock(&self.committer);
         self.commit(frame, &mut committer)?;
         if committer.tail == 0 {
@@ -112,7 +114,7 @@ impl Inner {
     }
 
     /// Flushes, writes a checkpoint, and truncates the file to its content.
-    pub(super) fn close(&self, frame: &Frame) -> Result<(), Error> {
+    pub(super) fn close(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
         self.checkpoint_now(frame)?;
         let committer = lock(&self.committer);
         let io = |source| Error::io("cut off the end", committer.file_bytes, source);
@@ -125,7 +127,11 @@ impl Inner {
     }
 
     /// Completes the blocks in transit, then records all complete pending blocks.
-    pub(super) fn commit(&self, frame: &Frame, committer: &mut Committer) -> Result<(), Error> {
+    pub(super) fn commit(
+        self: &Arc<Self>,
+        frame: &Frame,
+        committer: &mut Committer,
+    ) -> Result<(), Error> {
         self.check_alive()?;
         self.flush_queued.store(false, Ordering::Release);
         let touched = self.touched.swap(false, Ordering::AcqRel);
@@ -141,6 +147,7 @@ impl Inner {
             self.touched.store(true, Ordering::Release);
         }
         outcome.and(incomplete)?;
+        self.note_flush(committer, &taken);
         self.flushes.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -236,6 +243,7 @@ impl Inner {
         let at = committer.header.log.0 + committer.tail;
         self.write_storage(at, &bytes)
             .inspect_err(|error| self.unwrite(at, error))?;
+        self.write_log_ahead(committer, bytes.len() as u64);
         self.barrier()?;
         committer.tail += bytes.len() as u64;
         committer.sequence += 1;
@@ -266,8 +274,8 @@ impl Inner {
             }
         }
         self.punch(&given_up);
-        self.space
-            .free(freed.iter().map(|freed| sectors(freed.stored)));
+        let freed = freed.iter().map(|freed| sectors(freed.stored));
+        self.space.free_punched(freed, punched(&given_up));
         Ok(())
     }
 
@@ -300,11 +308,14 @@ impl Inner {
     /// Punches long free runs out of the file. The space of overwritten blocks is not punched,
     /// because writes reuse it soon.
     pub(super) fn punch(&self, free: &Extents) {
-        for run in free.iter() {
-            if run.end - run.start >= PUNCH_BYTES {
-                // An error is harmless: the host keeps the space until the bytes are written again.
-                let _ = self.file.storage.punch(run.start, run.end - run.start);
-            }
+        for run in punched(free) {
+            // An error is harmless: the host keeps the space until the bytes are written again.
+            let _ = self.file.storage.punch(run.start, run.end - run.start);
         }
     }
+}
+
+/// The ranges that are long enough to be punched.
+pub(super) fn punched(free: &Extents) -> impl Iterator<Item = Range<u64>> + '_ {
+    free.iter().filter(|run| run.end - run.start >= PUNCH_BYTES)
 }

@@ -28,6 +28,10 @@ pub(super) struct Committer {
     pub(super) logged: Vec<Arc<Region>>,
     /// Memory of the regions in `logged`, in bytes.
     pub(super) logged_bytes: u64,
+    /// Number of successive flushes of little data.
+    pub(super) small_flushes: u32,
+    /// Length in bytes of the part of the log that is known to have been written.
+    pub(super) written_log: u64,
 }
 
 impl Committer {

@@ -18,6 +18,11 @@ impl Extents {
         self.total
     }
 
+    /// The length of the longest range; 0 in an empty set.
+    pub(super) fn longest(&self) -> u64 {
+        self.by_length.last().map_or(0, |(length, _)| *length)
+    }
+
     pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = Range<u64>> + '_ {
         self.by_start.iter().map(|(&start, &end)| start..end)
     }

@@ -137,7 +137,7 @@ struct NextState {
 
 impl Inner {
     fn maintain(
-        &self,
+        self: &Arc<Self>,
         change: impl FnOnce(&Frame, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut closed: Closed<'_, Frame> = self.gate.close();
@@ -176,6 +176,7 @@ impl Inner {
         let io = |source| Error::io("cut off the end", end, source);
         self.file.storage.set_len(end).map_err(io)?;
         self.punch(&committer.free);
+        committer.small_flushes = 0;
         self.space.reset(committer.free.clone(), end);
         Ok(())
     }

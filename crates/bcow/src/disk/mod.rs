@@ -26,6 +26,7 @@
 //! No thread locks two regions at once. The only exclusive locks that all writers share are the
 //! leaf locks of 4, most of which are sharded.
 
+mod ahead;
 mod blocks;
 mod checkpoint;
 mod commit;
@@ -86,6 +87,8 @@ pub struct Statistics {
     pub unflushed_blocks: u64,
     /// Free bytes inside the file, which later writes reuse.
     pub free_bytes: u64,
+    /// Those of them that were filled with zeros, so that a flush of writes there is cheap.
+    pub ready_bytes: u64,
 }
 
 struct Inner {
@@ -109,6 +112,10 @@ struct Inner {
     touched: AtomicBool,
     /// Whether a flush is queued in the background.
     flush_queued: AtomicBool,
+    /// Whether [`Job::WriteAhead`] is queued or running; stays set if its writes fail.
+    ///
+    /// [`Job::WriteAhead`]: transit::Job::WriteAhead
+    ahead_queued: AtomicBool,
     /// Whether a record or checkpoint since the opening has changed the identity of the file.
     marked: AtomicBool,
     /// Cause of the failure after which the disk refuses to write: a barrier failed, or the write
@@ -176,6 +183,7 @@ impl Disk {
             waiting_blocks: inner.fills.waiting(),
             unflushed_blocks: inner.unflushed.load(Ordering::Relaxed),
             free_bytes: inner.space.free_bytes(),
+            ready_bytes: inner.space.ready_bytes(),
         }
     }
 

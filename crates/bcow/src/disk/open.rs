@@ -62,6 +62,8 @@ impl Disk {
             free,
             logged: Vec::new(),
             logged_bytes: 0,
+            small_flushes: 0,
+            written_log: 0,
             header,
         };
         committer.grow(replayed.file_bytes);
@@ -89,6 +91,7 @@ impl Disk {
             listed_bytes: AtomicU64::new(0),
             touched: AtomicBool::new(false),
             flush_queued: AtomicBool::new(false),
+            ahead_queued: AtomicBool::new(false),
             marked: AtomicBool::new(false),
             failed: OnceLock::new(),
             turns: Default::default(),

@@ -12,6 +12,7 @@ use bcow_format::{MAX_ADDRESS, SECTOR_BYTES, Stored};
 use super::extents::Extents;
 use super::locks::lock;
 use crate::Error;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, SMALL};
 
 const CHUNKS: usize = 16;
@@ -20,16 +21,36 @@ const CHUNK_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 1 << 20 };
 /// Free space is reused once there is this much of it, and a sixteenth of the file. Until then the
 /// file grows, because data that is written sequentially is also read so.
 const LEAST_REUSE_BYTES: u64 = 4 << 20;
+/// Bytes that are initialised ahead: a sixteenth of the file, within these limits.
+const LEAST_AHEAD_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 256 << 10 };
+const MOST_AHEAD_BYTES: u64 = 8 << 20;
+/// Shorter holes are not initialised ahead.
+const LEAST_HOLE_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 64 << 10 };
 
 pub(super) struct Space {
     chunks: [Mutex<Piece>; CHUNKS],
     pool: Mutex<Pool>,
+    /// Whether `ready` of the pool is not empty; changed under the lock of the pool.
+    has_ready: AtomicBool,
 }
 
 struct Pool {
+    /// Free ranges that the host stores, as far as is known.
     free: Extents,
+    /// Free ranges that the host probably does not store.
+    holes: Extents,
+    /// Free ranges that were filled with zeros. A write there changes no metadata of the host.
+    ready: Extents,
     /// All space from here on is free and reads as zeros.
     end: u64,
+}
+
+/// Space to initialise ahead, in bytes.
+enum Ahead {
+    /// A part of a hole, of at most this length.
+    Hole(u64),
+    /// At the end of the file.
+    End(u64),
 }
 
 /// An allocated range, in bytes.
@@ -39,6 +60,8 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
     /// Whether the range reads as zeros.
     pub(super) blank: bool,
+    /// Whether the host stores the range, as far as is known.
+    pub(super) stored: bool,
 }
 
 impl Piece {
@@ -59,10 +82,8 @@ impl Space {
     pub(super) fn new(free: Extents, end: u64) -> Self {
         Space {
             chunks: Default::default(),
-            pool: Mutex::new(Pool {
-                free,
-                end: end.next_multiple_of(SECTOR_BYTES),
-            }),
+            pool: Mutex::new(Pool::new(free, end)),
+            has_ready: AtomicBool::new(false),
         }
     }
 
@@ -70,11 +91,16 @@ impl Space {
     /// which is a multiple of the sector size. Calls with the same `near` get neighbouring ranges.
     pub(super) fn allocate(&self, near: u64, unit: u64, most: u64) -> Result<Piece, Error> {
         let mut chunk = lock(&self.chunks[near as usize % CHUNKS]);
-        if chunk.bytes < unit {
+        if chunk.bytes < unit || (!chunk.stored && self.has_ready.load(Ordering::Relaxed)) {
             let mut pool = lock(&self.pool);
             let left = std::mem::take(&mut *chunk);
-            pool.free.insert(left.range());
-            *chunk = pool.cut(unit, most.max(CHUNK_BYTES))?;
+            match left.stored {
+                true => pool.free.insert(left.range()),
+                false => pool.holes.insert(left.range()),
+            }
+            let cut = pool.cut(unit, most.max(CHUNK_BYTES));
+            self.note_ready(&pool);
+            *chunk = cut?;
         }
         let bytes = chunk.bytes.min(most) / unit * unit;
         Ok(chunk.cut(bytes))
@@ -90,9 +116,66 @@ impl Space {
                 start: range.start,
                 bytes,
                 blank: false,
+                stored: true,
             }),
-            None => pool.cut(bytes, bytes),
+            None => {
+                let cut = pool.cut(bytes, bytes);
+                self.note_ready(&pool);
+                cut
+            }
         }
+    }
+
+    /// Allocates space that the host does not store yet: the caller fills it with zeros, and then
+    /// calls [`Space::add_ready`] or frees it. `None` if there is enough.
+    pub(super) fn allocate_ahead(&self) -> Option<Range<u64>> {
+        let mut pool = lock(&self.pool);
+        match pool.wants_ahead()? {
+            Ahead::Hole(most) => pool.holes.take(SECTOR_BYTES, most),
+            Ahead::End(bytes) => {
+                let start = pool.end;
+                pool.end += bytes;
+                Some(start..pool.end)
+            }
+        }
+    }
+
+    /// Whether [`Space::allocate_ahead`] would allocate.
+    pub(super) fn wants_ahead(&self) -> bool {
+        lock(&self.pool).wants_ahead().is_some()
+    }
+
+    /// Frees ranges. The host no longer stores `holes`, which are parts of them.
+    pub(super) fn free_punched(
+        &self,
+        ranges: impl IntoIterator<Item = Range<u64>>,
+        holes: impl IntoIterator<Item = Range<u64>>,
+    ) {
+        let mut pool = lock(&self.pool);
+        for range in ranges {
+            pool.free.insert(range);
+        }
+        for hole in holes {
+            pool.free.remove(hole.clone());
+            pool.holes.insert(hole);
+        }
+    }
+
+    /// Makes a range available that reads as zeros because zeros were written.
+    pub(super) fn add_ready(&self, range: Range<u64>) {
+        let mut pool = lock(&self.pool);
+        pool.ready.insert(range);
+        self.note_ready(&pool);
+    }
+
+    fn note_ready(&self, pool: &Pool) {
+        let has_ready = pool.ready.total() > 0;
+        self.has_ready.store(has_ready, Ordering::Relaxed);
+    }
+
+    /// Free bytes that were filled with zeros.
+    pub(super) fn ready_bytes(&self) -> u64 {
+        lock(&self.pool).ready.total()
     }
 
     /// Frees ranges.
@@ -109,30 +192,79 @@ impl Space {
         for chunk in &self.chunks {
             *lock(chunk) = Piece::default();
         }
-        *lock(&self.pool) = Pool {
-            free,
-            end: end.next_multiple_of(SECTOR_BYTES),
-        };
+        let mut pool = lock(&self.pool);
+        *pool = Pool::new(free, end);
+        self.note_ready(&pool);
     }
 
     /// Free bytes before the end of the file.
     pub(super) fn free_bytes(&self) -> u64 {
         let in_chunks: u64 = self.chunks.iter().map(|chunk| lock(chunk).bytes).sum();
-        in_chunks + lock(&self.pool).free.total()
+        let pool = lock(&self.pool);
+        in_chunks + pool.free.total() + pool.holes.total() + pool.ready.total()
     }
 }
 
 impl Pool {
+    fn new(free: Extents, end: u64) -> Self {
+        // The end of the last use of the file released all long ranges.
+        let (mut stored, mut holes) = (Extents::default(), Extents::default());
+        for range in free.iter() {
+            match range.end - range.start >= LEAST_HOLE_BYTES {
+                true => holes.insert(range),
+                false => stored.insert(range),
+            }
+        }
+        Pool {
+            free: stored,
+            holes,
+            ready: Extents::default(),
+            end: end.next_multiple_of(SECTOR_BYTES),
+        }
+    }
+
+    /// Free space from which on the file does not grow, in bytes.
+    fn reuse_bytes(&self) -> u64 {
+        LEAST_REUSE_BYTES.max(self.end / 16)
+    }
+
+    /// The space to initialise ahead now, if any. Near the limit of reuse the file may grow again
+    /// soon, so up to twice the limit there is initialised space.
+    fn wants_ahead(&self) -> Option<Ahead> {
+        let wanted = (self.end / 16).clamp(LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES);
+        let wanted = wanted.next_multiple_of(SECTOR_BYTES);
+        if self.ready.total() >= wanted / 2 {
+            return None;
+        }
+        if self.holes.longest() >= LEAST_HOLE_BYTES {
+            return Some(Ahead::Hole(wanted));
+        }
+        let grows = self.free.total() < 2 * self.reuse_bytes();
+        (grows && self.end + wanted <= MAX_ADDRESS).then_some(Ahead::End(wanted))
+    }
+
     fn cut(&mut self, unit: u64, most: u64) -> Result<Piece, Error> {
         let most = most.next_multiple_of(unit);
-        if (SMALL || self.free.total() >= LEAST_REUSE_BYTES.max(self.end / 16))
-            && let Some(range) = self.free.take(unit, most)
-        {
-            return Ok(Piece {
-                start: range.start,
-                bytes: range.end - range.start,
-                blank: false,
-            });
+        let piece = |range: Range<u64>, blank, stored| Piece {
+            start: range.start,
+            bytes: range.end - range.start,
+            blank,
+            stored,
+        };
+        if let Some(range) = self.ready.take(unit, most) {
+            return Ok(piece(range, true, true));
+        }
+        if SMALL || self.free.total() + self.holes.total() >= self.reuse_bytes() {
+            let is_ample = self.free.longest() >= most;
+            if !is_ample
+                && self.holes.longest() >= LEAST_HOLE_BYTES
+                && let Some(range) = self.holes.take(unit, most)
+            {
+                return Ok(piece(range, false, false));
+            }
+            if let Some(range) = self.free.take(unit, most) {
+                return Ok(piece(range, false, true));
+            }
         }
         if self.end + most > MAX_ADDRESS {
             let full = io::Error::new(
@@ -147,6 +279,7 @@ impl Pool {
             start,
             bytes: most,
             blank: true,
+            stored: false,
         })
     }
 }
@@ -180,6 +313,50 @@ mod tests {
         space.free([large.range()]);
         let again = space.allocate(0, 4096, 4096).unwrap();
         assert!(large.range().contains(&again.start) && !again.blank);
+    }
+
+    #[test]
+    fn initialised_space_is_used_before_any_other() {
+        let space = Space::new(Extents::default(), 4096);
+        let first = space.allocate(0, 4096, 4096).unwrap();
+        let ready = space.allocate_ahead().unwrap();
+        assert_eq!(ready.end - ready.start, LEAST_AHEAD_BYTES);
+        space.add_ready(ready.clone());
+        assert!(!space.wants_ahead());
+        // The chunk that begins with `first` is left, although it has room.
+        let second = space.allocate(0, 4096, 4096).unwrap();
+        assert_eq!((second.start, second.blank), (ready.start, true));
+        assert!(first.start < second.start);
+        assert_eq!(
+            space.free_bytes(),
+            CHUNK_BYTES + LEAST_AHEAD_BYTES - 2 * 4096
+        );
+    }
+
+    #[test]
+    fn holes_are_initialised_before_the_file_grows() {
+        let space = Space::new(Extents::default(), 4096);
+        let large = space.allocate(0, 32 << 20, 32 << 20).unwrap().range();
+        let hole = large.start..large.start + (3 << 20);
+        let stored = hole.end..hole.end + (3 << 20);
+        space.free_punched([hole.start..stored.end], [hole.clone()]);
+        let mut initialised = 0;
+        while initialised < 3 << 20 {
+            let range = space.allocate_ahead().unwrap();
+            assert!(
+                hole.start <= range.start && range.end <= hole.end,
+                "{range:?}"
+            );
+            initialised += range.end - range.start;
+            space.add_ready(range.clone());
+            let used = space.allocate(0, 4096, range.end - range.start).unwrap();
+            assert_eq!((used.range(), used.blank), (range, true));
+        }
+        assert_eq!(space.free_bytes(), 3 << 20);
+        assert!(space.allocate_ahead().unwrap().start >= large.end);
+        // With much space that the host stores, none needs to be initialised.
+        space.free([large.end - (6 << 20)..large.end]);
+        assert!(!space.wants_ahead());
     }
 
     #[test]

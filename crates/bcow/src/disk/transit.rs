@@ -44,6 +44,8 @@ pub(super) enum Job {
     Fill(Arc<Region>, u32),
     /// Flush, because many blocks are pending.
     Flush,
+    /// Initialise space for later writes.
+    WriteAhead,
 }
 
 impl Fills {
@@ -144,12 +146,13 @@ impl Inner {
         }
     }
 
-    fn work(&self, job: Job) {
+    fn work(self: &Arc<Self>, job: Job) {
         let frame = self.enter();
         // An error is not reported here: the read or flush that needs the block meets it again.
         let _ = match job {
             Job::Fill(region, index) => self.complete(&frame, &region, index),
             Job::Flush => self.flush(&frame),
+            Job::WriteAhead => self.write_ahead(),
         };
     }
 

@@ -27,10 +27,10 @@ const WHOLE_BYTES: u64 = if SMALL { 4096 } else { 64 << 10 };
 ///
 /// They begin at a page. If the process is killed while the kernel loads a page of them, the kernel
 /// ends the write in front of that page, so no sector holds a part of the zeros.
-static ZEROS: Zeros = Zeros([0; 256 << 10]);
+pub(super) static ZEROS: Zeros = Zeros([0; 256 << 10]);
 
 #[repr(align(4096))]
-struct Zeros([u8; 256 << 10]);
+pub(super) struct Zeros(pub(super) [u8; 256 << 10]);
 /// Number of pending blocks at which a flush starts in the background. At four times as many, the
 /// writer flushes. Each pending block takes some hundred bytes of memory.
 const MANY_PENDING: u64 = if SMALL { 4 } else { 1 << 16 };
