@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use bcow::chain::ChainFile;
 use bcow::format::Use;
-use bcow::{Image, OpenOptions, Verify};
+use bcow::{BlockCache, BlockDevice, Image, OpenOptions, Verify};
 use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
 use bcow_oci::{ConvertError, ImageName};
 use bcow_remote::Root;
+use bcow_view::{Shown, ViewError};
 use serde_json::{Map, Value, json};
 
 use crate::disks::{self, Problem};
@@ -495,6 +496,40 @@ impl OpenImage {
         let filesystem = Filesystem::open(self.image().clone())
             .context(|| format!("cannot read the file system in {}", self.name.display()))?;
         Ok(Tree::new(&self.name, filesystem))
+    }
+}
+
+impl Shown for OpenImage {
+    fn image(&self) -> &Arc<Image> {
+        &self.opened.image
+    }
+
+    fn identity(&self) -> [u8; 32] {
+        OpenImage::identity(self)
+    }
+
+    fn verified(&self) -> Result<Arc<dyn BlockDevice>, ViewError> {
+        if self.parts.is_empty() {
+            return self.opened.image.verified();
+        }
+        let cache = BlockCache::new(16 << 20);
+        let parts = self.parts.iter().map(|part| {
+            let image = Image::verified(part.image.image(), &cache);
+            Ok::<_, ViewError>(JoinPart {
+                image: image.map_err(ViewError::Image)?,
+                name: part.image.name.display().to_string(),
+                form: part.image.form(),
+            })
+        });
+        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        let options = OpenOptions {
+            cache,
+            ..OpenOptions::default()
+        };
+        let joined = join(&parts, Map::new(), &options);
+        Ok(joined
+            .map_err(|error| ViewError::Layers(error.into()))?
+            .image)
     }
 }
 

@@ -90,7 +90,7 @@ pub fn read_disk(
     options: &OpenOptions,
 ) -> Result<Arc<Image>, CommandError> {
     let views = cache(image, options)?;
-    bcow_view::read_instance(reader.disk(), image.image(), &views, options)
+    bcow_view::read_instance(reader.disk(), image, &views, options)
         .map_err(|error| cannot_open_disk(reader.path(), &error))
 }
 
@@ -132,7 +132,7 @@ pub fn open_or_begin(
             path: path.to_owned(),
         }));
     };
-    let disk = bcow_view::open_instance(storage, image.image(), &views, options)
+    let disk = bcow_view::open_instance(storage, image, &views, options)
         .map_err(|error| cannot_open_disk(path, &error))?;
     let grows_to = grow(&disk, asked, path)?;
     let size = disk.header().size;
@@ -222,14 +222,14 @@ fn view_of(
     bytes: u64,
     options: &OpenOptions,
 ) -> Result<CachedView, CommandError> {
-    let view = UserViews::new(options).view(image.image(), bytes);
+    let view = UserViews::new(options).view(image, bytes);
     view.map_err(|error| cannot_view(image.path(), &error))
 }
 
 /// The entry by which other commands find the image of the disk, with `--backing-dir` for the
 /// directory of the image.
 fn entry_of(image: &OpenImage) -> BackingEntry {
-    let identity = image.image().identity_hash();
+    let identity = image.identity();
     let file = image
         .opened()
         .path

@@ -344,11 +344,12 @@ class Mounts(KernelDoor):
 
     def test_options_of_the_mount_hold(self):
         disk, where = self.make_disk(), self.point()
-        self.mount(disk, where, "-o", "ro,noexec,suid,dev,relatime,discard")
+        self.mount(disk, where, "-o", "ro,noexec,suid,dev,relatime,discard,commit=9")
         with open("/proc/self/mountinfo") as table:
             [options] = [line.split() for line in table if line.split()[4] == where]
         self.assertEqual(set(options[5].split(",")), {"ro", "noexec", "relatime"})
         self.assertIn("discard", options[-1])
+        self.assertIn("commit=9", options[-1])
         self.assertRaises(OSError, open, os.path.join(where, "file"), "w")
         self.umount(where)
         bcow("seal", disk)
@@ -364,7 +365,9 @@ class Mounts(KernelDoor):
                 (("--door", "kernel", "--sketch", "packed", "--upper", self.path("upper")),
                  "--sketch is not supported"),
                 (("-o", "fsname=x"), "fsname.* not supported at the kernel door"),
-                (("--door", "kernel", "--sync", "batch=3"), "not supported yet")):
+                (("-o", "commit=0"), "1 to 300"),
+                (("--door", "fuse", "-o", "commit=9"), "commit.* not supported at the FUSE door"),
+                (("--door", "kernel", "--sync", "batch=3"), "commit=SECONDS")):
             refused = self.mount(disk, where, *options, check=False)
             assert_refused(self, refused, reason, code=2)
         zeros = self.make_disk("zeros", make=None)

@@ -151,8 +151,8 @@ class Mounts(KernelUpper):
                 (self.image, self.upper, ["--inode-limit", "9"], "--inode-limit is not", 2),
                 (self.image, self.upper, ["--sketch", "packed"], "--sketch is not", 2),
                 (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
-                (self.image, self.upper, ["--sync", "batch=3"], "not supported yet", 2),
-                (self.image, self.upper, ["--layer", other], "layer .* not supported yet", 2),
+                (self.image, self.upper, ["--sync", "batch=3"], "commit=SECONDS", 2),
+                (self.image, self.upper, ["--layer", other], "it is no layer", 1),
                 (self.image, self.upper, ["-s", "4096"], "smaller than 8 MiB", 1),
                 (disk, self.upper, [], "this is a disk", 1),
                 (self.image, occupied, [], "not empty", 1)):
@@ -258,18 +258,74 @@ class Mounts(KernelUpper):
         self.assert_upper_clean()
 
     def test_deleted_space_returns_to_the_host(self):
-        self.begin(None, None, "-o", "discard")
-        data = os.path.join(self.where, "data")
-        run("dd", "if=/dev/urandom", f"of={data}", "bs=1M", "count=60", "conv=fsync",
-            timeout=SECONDS)
-        stored = os.stat(self.disk()).st_blocks * 512
-        self.assertGreater(stored, 60 * MEBIBYTE)
-        os.unlink(data)
-        run("sync", "-f", self.where, timeout=SECONDS)
-        until(lambda: os.stat(self.disk()).st_blocks * 512 < stored - 50 * MEBIBYTE,
-              "a smaller upper", SECONDS)
-        self.umount(self.where)
+        for option, command in (("discard", "true"), ("nodiscard", "fstrim")):
+            with self.subTest(option):
+                self.begin(None, None, "-o", option)
+                data = os.path.join(self.where, "data")
+                run("dd", "if=/dev/urandom", f"of={data}", "bs=1M", "count=60", "conv=fsync",
+                    timeout=SECONDS)
+                stored = os.stat(self.disk()).st_blocks * 512
+                self.assertGreater(stored, 60 * MEBIBYTE)
+                os.unlink(data)
+                run("sync", "-f", self.where, timeout=SECONDS)
+                run(command, self.where, timeout=SECONDS)
+                until(lambda: os.stat(self.disk()).st_blocks * 512 < stored - 50 * MEBIBYTE,
+                      "a smaller upper", SECONDS)
+                self.umount(self.where)
         self.assert_upper_clean()
+
+
+class Layers(KernelUpper):
+    """Layers on the command line, between the image and the mountpoint."""
+
+    def tree_at_the_fuse_door(self, *layers):
+        where = self.point("fuse")
+        bcow("mount", self.image, *layers, where, "-o", "suid,dev", timeout=SECONDS)
+        found = tree.dump(where)
+        self.umount(where)
+        return found
+
+    def test_an_upper_over_layers_keeps_changes_and_is_committed(self):
+        first, second = self.disk_path("first"), self.disk_path("second")
+        self.begin()
+        run("sh", "-c", 'cd "$0" && rm -r d0 && mv d1 moved && printf more >> d2/big && '
+            "mkdir new && echo one > new/file && chmod 600 top", self.where, timeout=SECONDS)
+        self.umount(self.where)
+        bcow("commit", self.image, "--upper", self.upper, first, timeout=SECONDS)
+        upper = self.upper_path("over")
+        over = [self.image, first, self.where, "--upper", upper, "-o", "suid,dev"]
+        bcow("mount", *over, "--door", "kernel", "-s", SIZE, timeout=SECONDS)
+        assert_same_tree(self, self.tree_at_the_fuse_door(first), self.where)
+        [service] = self.services()
+        self.assertEqual((service["image"], service["layers"]), (self.image, [first]))
+        run("sh", "-c", 'cd "$0" && rm new/file && echo two > new/other && mv moved d0 && '
+            "printf less >> d2/big && ln top hard", self.where, timeout=SECONDS)
+        before = tree.dump(self.where)
+        self.umount(self.where)
+        # The same layers, or an error.
+        for wrong in ([self.image, self.where], [self.image, first, first, self.where]):
+            refused = bcow("mount", *wrong, "--upper", upper, check=False, timeout=SECONDS)
+            self.assertEqual(refused.code, 1, str(refused))
+            self.assertRegex(refused.err.decode(), "belongs to the image|made over another image")
+        bcow("mount", *over, timeout=SECONDS)
+        assert_same_tree(self, before, self.where)
+        self.umount(self.where)
+        self.assert_ended()
+        bcow("fsck", "--data", upper, self.image, "--layer", first, timeout=SECONDS)
+        changed = bcow("diff", self.image, "--layer", first, "--upper", upper, check=False)
+        self.assertIn(b"new/other", changed.out)
+        bcow("commit", self.image, "--layer", first, "--upper", upper, second, timeout=SECONDS)
+        found = self.tree_at_the_fuse_door(first, second)
+        assert_same_tree(self, found, before)
+        # Read-only, the kernel's EROFS shows the layers.
+        bcow("mount", self.image, first, second, self.where, "--door", "kernel", "-o", "suid,dev",
+             timeout=SECONDS)
+        assert_same_tree(self, found, self.where)
+        self.umount(self.where)
+        self.assert_ended()
+        disk = self.make_disk()
+        refused = bcow("mount", disk, first, self.where, "--door", "kernel", check=False)
+        assert_refused(self, refused, "is a disk, and has no layers")
 
 
 class Failures(KernelUpper):

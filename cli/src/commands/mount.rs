@@ -65,6 +65,10 @@ Mount options (-o, separated by commas; of two opposite options the last one app
                           as in mount(8); only a writable mount has access times, and the file
                           system of the upper keeps them
   rw, ro                  a mount with --upper is writable (default), or read-only
+  discard, nodiscard      at the kernel door: space of deleted files is released at once, or not
+                          (default)
+  commit=SECONDS          at the kernel door: ext4 and btrfs make all changes durable at least this
+                          often [default: that of the kernel, 5 for ext4]
   sync, async             each write is durable before it returns, or not (default)
   writeback, nowriteback  the kernel collects writes in its page cache, or not (default). With
                           writeback, small writes take a quarter of the time, but errors such as
@@ -105,8 +109,8 @@ pub struct Args {
     #[arg(short, long)]
     foreground: bool,
     /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev,
-    /// nodev, exec, noexec, noatime, relatime, nodiratime, rw, ro, sync, async, writeback,
-    /// nowriteback, fsname=NAME, subtype=bcow, defaults
+    /// nodev, exec, noexec, noatime, relatime, nodiratime, rw, ro, sync, async, discard,
+    /// nodiscard, commit=SECONDS, writeback, nowriteback, fsname=NAME, subtype=bcow, defaults
     #[arg(short = 'o', long = "options", value_name = "OPTIONS")]
     options: Vec<OsString>,
     /// Size of the cache of decoded blocks
@@ -168,6 +172,16 @@ impl Args {
             layers.extend_from_slice(between);
         }
         layers
+    }
+
+    /// The layers by names that mean the same to other processes.
+    fn layer_names(&self) -> Result<Vec<String>, CommandError> {
+        let layers = self.layers();
+        let names = layers.iter().map(|layer| {
+            let name = parse_name(layer)?.absolute();
+            Ok(name.to_string_lossy().into_owned())
+        });
+        names.collect()
     }
 }
 
@@ -251,12 +265,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         },
     )?;
     let tree = image.tree()?.into_filesystem();
-    let absolute = |name: &Path| Ok::<_, CommandError>(parse_name(name)?.absolute());
-    let file = absolute(&args.image)?;
-    let layer_names = layers
-        .iter()
-        .map(|layer| Ok(absolute(layer)?.to_string_lossy().into_owned()))
-        .collect::<Result<_, CommandError>>()?;
+    let file = parse_name(&args.image)?.absolute();
     options.set_default_source(file.clone());
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
@@ -312,7 +321,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let service = Service {
         kind: "mount".to_owned(),
         image: file.to_string_lossy().into_owned(),
-        layers: layer_names,
+        layers: args.layer_names()?,
         export: None,
         upper: args.upper.path().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],

@@ -99,6 +99,12 @@ impl KernelSession {
             Device::ReadOnly(device) => detect(&**device)?,
         };
         let settings = options.for_kernel(&disk)?;
+        if settings.commit_seconds.is_some() && !matches!(found.kind, Kind::Ext4 | Kind::Btrfs) {
+            return Err(MountError::UnsupportedOption {
+                option: "commit".to_owned(),
+                reason: "only ext4 and btrfs have such an interval",
+            });
+        }
         let access = match disk.device {
             Device::Writable(_) => Access::ReadWrite,
             Device::ReadOnly(_) => Access::ReadOnly,

@@ -9,6 +9,9 @@ use rustix::mount::MountFlags;
 use crate::disk::{Barriers, Device, DiskMount};
 use crate::error::MountError;
 
+/// The longest interval between commits: ext4 and btrfs warn of longer ones.
+const MOST_SECONDS: u32 = 300;
+
 /// Which users may enter the mount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Access {
@@ -61,6 +64,8 @@ pub struct MountOptions {
     /// Whether an option asked for access times.
     access_times: bool,
     discard: bool,
+    /// Seconds between commits of the journal.
+    commit_seconds: Option<u32>,
     /// `Some(true)` for `ro`, `Some(false)` for `rw`; the last one given wins.
     read_only: Option<bool>,
 }
@@ -75,6 +80,7 @@ impl Default for MountOptions {
             write_cache: WriteCache::default(),
             access_times: false,
             discard: false,
+            commit_seconds: None,
             read_only: None,
         }
     }
@@ -130,6 +136,12 @@ impl MountOptions {
                 door: "FUSE",
             });
         }
+        if self.commit_seconds.is_some() {
+            return Err(MountError::NotAtDoor {
+                option: "commit",
+                door: "FUSE",
+            });
+        }
         match writing {
             Writing::ToUpper => {
                 self.permissions = Permissions::ByMode;
@@ -172,6 +184,7 @@ impl MountOptions {
             },
             sync: has(MountFlags::SYNCHRONOUS),
             discard: self.discard,
+            commit_seconds: self.commit_seconds,
             barriers: disk.barriers == Barriers::On,
         })
     }
@@ -203,6 +216,18 @@ impl MountOptions {
             }
             self.source = Some(OsStr::from_bytes(name).to_owned());
             return Ok(());
+        }
+        if let Some(seconds) = bytes.strip_prefix(b"commit=") {
+            let seconds = std::str::from_utf8(seconds).ok();
+            let seconds = seconds.and_then(|seconds| seconds.parse().ok());
+            self.commit_seconds = seconds.filter(|seconds| (1..=MOST_SECONDS).contains(seconds));
+            return match self.commit_seconds {
+                Some(_) => Ok(()),
+                None => Err(MountError::BadOption {
+                    option: shown(),
+                    problem: "the interval is a number of seconds, 1 to 300",
+                }),
+            };
         }
         match bytes {
             // These options are always in effect.

@@ -138,6 +138,8 @@ pub struct Settings {
     pub sync: bool,
     /// Freed blocks are discarded at once.
     pub discard: bool,
+    /// Seconds between commits of the journal; only ext4 and Btrfs have that setting.
+    pub commit_seconds: Option<u32>,
     /// The file system flushes the device where its journal needs that.
     pub barriers: bool,
 }
@@ -203,6 +205,9 @@ fn configure(
         }
         Kind::Btrfs if !settings.barriers => flags.push("nobarrier"),
         _ => {}
+    }
+    if let Some(seconds) = settings.commit_seconds {
+        fsconfig_set_string(configuration, "commit", seconds.to_string())?;
     }
     for flag in flags {
         fsconfig_set_flag(configuration, flag)?;

@@ -16,13 +16,17 @@ use bcow::format::{BackingEntry, BackingName};
 use bcow::{Image, NewFile, OneBacking, OpenOptions};
 use rustix::fs::{Mode, OFlags};
 
-use crate::ViewError;
+use crate::bound;
 use crate::file::{self, LAYOUT, hex};
+use crate::{Shown, ViewError};
 
+/// Most bytes that all views take on the disk: about a thousand images.
+const MOST_BYTES: u64 = 1 << 30;
 /// Permission bits with which other users can write.
 const OTHERS_WRITE: u32 = 0o022;
 
-/// A directory with views. A user can delete them at any time: missing views are made again.
+/// A directory with views. A user can delete them at any time: missing views are made again. The
+/// ones that were not used for the longest time are removed when all take more than a gibibyte.
 #[derive(Debug, Clone)]
 pub struct ViewCache {
     directory: PathBuf,
@@ -76,7 +80,7 @@ impl ViewCache {
     }
 
     /// The view of `image` as an ext4 of `bytes` bytes, from the cache or new.
-    pub fn view(&self, image: &Arc<Image>, bytes: u64) -> Result<CachedView, ViewError> {
+    pub fn view(&self, image: &dyn Shown, bytes: u64) -> Result<CachedView, ViewError> {
         let directory = self.open_directory()?;
         match self.cached(&directory, image, bytes) {
             Some(view) => Ok(view),
@@ -103,7 +107,7 @@ impl ViewCache {
     }
 
     /// The view in the cache. A file that does not belong there counts as missing, and is replaced.
-    fn cached(&self, directory: &File, image: &Arc<Image>, bytes: u64) -> Option<CachedView> {
+    fn cached(&self, directory: &File, image: &dyn Shown, bytes: u64) -> Option<CachedView> {
         let name = name(image, bytes);
         // Without O_NONBLOCK, the opening of a FIFO would wait for a writer.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
@@ -113,7 +117,8 @@ impl ViewCache {
         if !metadata.is_file() || !is_safe(&metadata) {
             return None;
         }
-        let below = OneBacking(Some(image.clone()));
+        bound::record_use(&file);
+        let below = OneBacking(Some(image.image().clone()));
         let view = Image::open_with_backings(Arc::new(file), &self.options, &below).ok()?;
         Some(CachedView {
             identity: file::identity_of(&view, image, bytes)?,
@@ -126,7 +131,7 @@ impl ViewCache {
     fn make(
         &self,
         directory: &File,
-        image: &Arc<Image>,
+        image: &dyn Shown,
         bytes: u64,
     ) -> Result<CachedView, ViewError> {
         let name = name(image, bytes);
@@ -148,13 +153,15 @@ impl ViewCache {
         let storage = Arc::new(new.file().try_clone().map_err(io)?);
         file::write(storage, image, bytes)?;
         new.complete().map_err(failed)?;
+        bound::evict(directory, &name, MOST_BYTES);
         self.cached(directory, image, bytes)
             .ok_or(ViewError::Replaced { path })
     }
 
-    fn find_wanted(
+    /// The view that a disk over it wants.
+    pub(crate) fn find_wanted(
         &self,
-        image: &Arc<Image>,
+        image: &dyn Shown,
         wanted: &WantedView,
     ) -> Result<CachedView, ViewError> {
         if wanted.layout != LAYOUT {
@@ -188,6 +195,6 @@ fn is_safe(metadata: &std::fs::Metadata) -> bool {
 }
 
 /// The name of a view's file.
-fn name(image: &Image, bytes: u64) -> String {
-    format!("{}-{bytes}-{LAYOUT}.bcow", hex(&image.identity_hash()))
+fn name(image: &dyn Shown, bytes: u64) -> String {
+    format!("{}-{bytes}-{LAYOUT}.bcow", hex(&image.identity()))
 }

@@ -45,6 +45,9 @@ pub enum ViewError {
     /// The image cannot be read.
     #[error("cannot read the image: {0}")]
     Image(#[source] bcow::Error),
+    /// Images that are shown as one cannot be read.
+    #[error("cannot read the image and its layers: {0}")]
+    Layers(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The file of the view cannot be written.
     #[error("cannot write the view: {0}")]
     Write(#[source] bcow::Error),

@@ -4,12 +4,12 @@ use std::io;
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, Use, compatible};
-use bcow::{BlockCache, BlockDevice, Composer, Composition, Compression, Image, Storage};
+use bcow::{BlockDevice, Composer, Composition, Compression, Image, Storage};
 use bcow_erofs::reader::Filesystem;
 use bcow_ext4::Sink;
 use serde_json::{Value, json};
 
-use crate::{BLOCK_BYTES, Options, ViewError, lay_out, region_shift};
+use crate::{BLOCK_BYTES, Options, Shown, ViewError, lay_out, region_shift};
 
 /// Version of the layout of views. Equal versions, images and sizes give equal content: a disk
 /// names its version, and its blocks belong to that content only. A change of the content needs
@@ -22,23 +22,12 @@ const BLOCK_SHIFT: u8 = 14;
 /// Writes the view of `image` to empty storage. Returns its identity.
 pub(crate) fn write(
     storage: Arc<dyn Storage>,
-    image: &Image,
+    image: &dyn Shown,
     bytes: u64,
 ) -> Result<[u8; 32], ViewError> {
-    check_kind(image)?;
-    // The view is used for every image of that identity, which a header could claim wrongly. So the
-    // tree is verified.
-    let verified = image
-        .verified(&BlockCache::new(16 << 20))
-        .map_err(ViewError::Image)?;
-    let fs = Filesystem::open(verified)?;
-    let mut composer = compose(
-        storage,
-        &fs,
-        backing_of(image),
-        image.identity_hash(),
-        bytes,
-    )?;
+    check_kind(image.image())?;
+    let fs = Filesystem::open(image.verified()?)?;
+    let mut composer = compose(storage, &fs, backing_of(image), image.identity(), bytes)?;
     let identity = composer.content_hash().map_err(ViewError::Write)?;
     composer
         .finish(&metadata(&identity))
@@ -99,14 +88,14 @@ fn check_kind(image: &Image) -> Result<(), ViewError> {
 
 /// The entry of the image in the file of its view. The name does not depend on the file of the
 /// image, as copies of the image share the view.
-fn backing_of(image: &Image) -> BackingEntry {
-    let identity = image.identity_hash();
+fn backing_of(image: &dyn Shown) -> BackingEntry {
+    let identity = image.identity();
     BackingEntry {
         name: BackingName::FileName {
             name: hex(&identity),
             identity: Some(identity),
         },
-        size: image.size(),
+        size: image.image().size(),
     }
 }
 
@@ -118,7 +107,7 @@ fn metadata(identity: &[u8; 32]) -> Value {
 }
 
 /// The identity of the view in an open file, if it is a view of `image` of this layout and size.
-pub(crate) fn identity_of(view: &Image, image: &Image, bytes: u64) -> Option<[u8; 32]> {
+pub(crate) fn identity_of(view: &Image, image: &dyn Shown, bytes: u64) -> Option<[u8; 32]> {
     let mut backings = view.backings();
     let is_of_image = backings.next() == Some(&backing_of(image)) && backings.next().is_none();
     let metadata = view.metadata().ok()?;

@@ -21,6 +21,7 @@
 //! fragments, and keeps it for all disks over that image. [`create_instance`] makes such a disk.
 //! [`Compared`] finds out which inodes such a disk has changed.
 
+mod bound;
 mod cache;
 mod compare;
 mod error;
@@ -29,6 +30,7 @@ mod instance;
 mod numbers;
 mod place;
 mod ranges;
+mod shown;
 mod survey;
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode};
@@ -43,6 +45,7 @@ pub use error::ViewError;
 pub use instance::{DEFAULT_BYTES, create_instance, open_instance, read_instance};
 pub use numbers::{Numbers, ViewName};
 pub use place::{Fragment, Window};
+pub use shown::Shown;
 
 use place::{Layout, Pieces};
 use survey::{Survey, kind};

@@ -94,18 +94,11 @@ fn select_without_upper(args: &Args) -> Result<Way, CommandError> {
 }
 
 fn refuse_what_only_fuse_has(args: &Args) -> Result<(), CommandError> {
-    let not_yet = |what: &str| {
-        CommandError::usage(format!("{what} is not supported yet at the kernel door"))
-            .hint("`--door fuse` has it")
-    };
-    if !args.layers().is_empty() {
-        return Err(not_yet("a layer on top of the image").hint(
-            "`bcow commit --merge` makes one image of an image and a layer; so does `bcow convert \
-             IMG oci:DIR` of several layers",
-        ));
-    }
     if matches!(args.upper.sync(), SyncPolicy::Batch(_)) {
-        return Err(not_yet("--sync batch"));
+        return Err(CommandError::usage(
+            "--sync batch is for the FUSE door, where files are copied to the upper",
+        )
+        .hint("`-o commit=SECONDS` is the interval in which ext4 makes all changes durable"));
     }
     match args.upper.only_for_fuse() {
         None => Ok(()),

@@ -59,7 +59,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     let options = open_options(args, cache);
-    let opened = match is_writable_disk(&args.image) {
+    let opened = match args.layers().is_empty() && is_writable_disk(&args.image) {
         true => open_writable(running, &options)?,
         false => open_sealed(args, &options)?,
     };
@@ -120,7 +120,7 @@ pub fn open_upper(
     // The process changes its directory later, and publishes the path of the upper.
     let path =
         std::path::absolute(upper).context(|| format!("cannot use upper {}", upper.display()))?;
-    let image = OpenImage::open_with(&args.image, &args.stores, &options)?;
+    let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, &options)?;
     running
         .signals
         .let_through()
@@ -246,7 +246,7 @@ fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDev
 }
 
 fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
-    let image = OpenImage::open_with(&args.image, &args.stores, options)?;
+    let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, options)?;
     let identity = image.identity();
     Ok((Device::ReadOnly(image.image().clone()), identity, None))
 }
@@ -337,7 +337,7 @@ pub fn run(
     let service = Service {
         kind: "mount".to_owned(),
         image: file.to_string_lossy().into_owned(),
-        layers: Vec::new(),
+        layers: args.layer_names()?,
         export: None,
         upper: upper.as_deref().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],
@@ -369,9 +369,9 @@ fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
                 None => cannot,
             }
         }
-        MountError::NotAtDoor { .. } | MountError::SealedDisk(_) => {
-            failure(error).exit_with(exit::USAGE)
-        }
+        MountError::NotAtDoor { .. }
+        | MountError::UnsupportedOption { .. }
+        | MountError::SealedDisk(_) => failure(error).exit_with(exit::USAGE),
         error => failure(error),
     }
 }
