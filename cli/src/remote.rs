@@ -140,7 +140,7 @@ impl Client {
 const KEY_BYTES: u64 = 64 << 10;
 
 /// The heading of these options in the help.
-const HEADING: &str = "Images on other machines";
+pub const HEADING: &str = "Images on other machines";
 
 /// Whether `--root-hash` applies to an image: it names one image of a command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

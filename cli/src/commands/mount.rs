@@ -1,5 +1,6 @@
 //! `bcow mount`
 
+mod ahead;
 mod door;
 pub mod helper;
 mod kernel;
@@ -27,6 +28,7 @@ use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
 use crate::metrics::Metrics;
 use crate::running::{self, Service};
 use crate::ui::Ui;
+use ahead::CompleteWhen;
 use door::Way;
 use upper::UpperArgs;
 
@@ -134,6 +136,11 @@ pub struct Args {
     /// Also append log messages to FILE, with the time: for machines without a system log
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     log_file: Option<PathBuf>,
+    /// When to fetch the rest of an image on another machine into the cache: always, while no
+    /// program waits for the server (idle), or never [default: never]
+    #[arg(long, value_name = "WHEN", hide_short_help = true)]
+    #[arg(help_heading = crate::remote::HEADING)]
+    complete: Option<CompleteWhen>,
     /// Check the command line only
     #[arg(long, hide = true)]
     fake: bool,
@@ -264,6 +271,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             },
         },
     )?;
+    let _fetching = ahead::start(args, &image);
     let tree = image.tree()?.into_filesystem();
     let file = parse_name(&args.image)?.absolute();
     options.set_default_source(file.clone());

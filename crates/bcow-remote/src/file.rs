@@ -1,5 +1,6 @@
 //! A remote file: every byte is checked against its hash tree before use.
 
+mod ahead;
 mod warm;
 
 use std::io;
@@ -14,7 +15,8 @@ use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, Header, choose_header};
 use crate::cache::CacheFile;
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem, RemoteError};
-use crate::flights::{Claim, Flights};
+use crate::figures::Waiting;
+use crate::flights::{Claim, Flights, Until};
 use crate::mirrors::Sources;
 use crate::patience::Patience;
 use crate::shared::{MemoryKey, Shared};
@@ -34,6 +36,17 @@ const MOST_BYTES: u64 = 2 << 20;
 const STREAMS: usize = 8;
 /// Attempts at a chunk whose bytes are wrong. A second attempt helps if the network damaged them.
 const ATTEMPTS_AT_WRONG_BYTES: u32 = 2;
+
+/// Why chunks are loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// A read needs them. If reads follow each other, more is fetched than is needed.
+    Read,
+    /// Reads will probably need them soon.
+    Ahead,
+    /// The cache shall be complete. Memory is for chunks that are read.
+    Complete,
+}
 
 /// A file on a server, open for reading.
 pub struct RemoteFile {
@@ -277,7 +290,7 @@ impl RemoteFile {
             let start = self.chunks.start(chunk);
             let wanted = (end - start).div_ceil(self.chunks.chunk_bytes());
             let mut reached = at;
-            self.load(chunk, wanted, &mut |loaded, bytes| {
+            self.load(chunk, wanted, Purpose::Read, &mut |loaded, bytes| {
                 let start = self.chunks.start(loaded);
                 if start >= end {
                     return;
@@ -297,7 +310,7 @@ impl RemoteFile {
     /// Checks the chunk that contains the header. Until then, what the header says is a claim of
     /// the server.
     fn check_first_chunk(&self) -> Result<(), RemoteError> {
-        self.load(Chunk::FIRST, 1, &mut |_, _| {})?;
+        self.load(Chunk::FIRST, 1, Purpose::Read, &mut |_, _| {})?;
         if let Some(cached) = &self.cached {
             // So a complete cache file has the bytes of the file.
             cached.write(self.chunks.root_offset(), self.chunks.root());
@@ -316,7 +329,7 @@ impl RemoteFile {
             };
             let hash = self.hash(chunk)?;
             if self.matches(chunk, first, &hash) {
-                self.keep(chunk, first.to_vec());
+                self.keep(chunk, first.to_vec(), Purpose::Read);
             }
             if self.chunks.siblings(chunk) == 1 {
                 break;
@@ -346,7 +359,7 @@ impl RemoteFile {
             return Ok(bytes);
         }
         let mut found = None;
-        self.load(chunk, 1, &mut |loaded, bytes| {
+        self.load(chunk, 1, Purpose::Read, &mut |loaded, bytes| {
             if loaded == chunk {
                 found = Some(Arc::clone(bytes));
             }
@@ -364,25 +377,32 @@ impl RemoteFile {
         &self,
         chunk: Chunk,
         wanted: u64,
+        purpose: Purpose,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<u64, RemoteError> {
         // The hashes are known before a fetch is claimed: a thread that has claimed one never waits
         // for another.
         let hash = self.hash(chunk)?;
+        let mut until = Until::Arrival;
         loop {
             if let Some(bytes) = self.present(chunk, &hash) {
                 sink(chunk, &bytes);
                 return Ok(1);
             }
-            let count = self.request_length(chunk, wanted);
+            let count = match purpose {
+                Purpose::Read => self.request_length(chunk, wanted),
+                Purpose::Ahead | Purpose::Complete => self.exact_length(chunk, wanted),
+            };
             let hashes = (0..count)
                 .map(|n| self.hash(chunk.after(n)))
                 .collect::<Result<Vec<_>, _>>()?;
             let (flight, end) = match self.flights.claim(chunk, chunk.after(count)) {
                 Claim::Mine(flight, end) => (flight, end),
                 Claim::Other(wait) => {
-                    let _waiting = self.shared.client.counters.wait();
-                    wait.wait(self.shared.options.timeout)?;
+                    let _waiting = self.counted_wait(purpose);
+                    wait.wait(until, self.shared.options.timeout)?;
+                    // A chunk that has arrived may be evicted at once.
+                    until = Until::End;
                     continue;
                 }
             };
@@ -404,11 +424,20 @@ impl RemoteFile {
                 first: chunk,
                 hashes: &hashes[..count as usize],
                 wanted: wanted.min(count),
+                purpose,
             };
-            let waiting = self.shared.client.counters.wait();
-            let result = self.fetch(&run, sink);
-            drop(waiting);
-            flight.land(result.clone().map(drop));
+            let waiting = self.counted_wait(purpose);
+            let demand = (purpose == Purpose::Read).then(|| self.shared.demand.enter());
+            let result = self.fetch(&run, &mut |chunk, bytes| {
+                flight.arrived(chunk.after(1));
+                sink(chunk, bytes);
+            });
+            drop((waiting, demand));
+            flight.land(match purpose {
+                Purpose::Read => result.clone().map(drop),
+                // A read that waits tries it itself, for as long as a read may.
+                Purpose::Ahead | Purpose::Complete => Ok(()),
+            });
             if let Some(cached) = &self.cached {
                 cached.keep_limit();
             }
@@ -448,6 +477,17 @@ impl RemoteFile {
         count
     }
 
+    /// Counts a wait of a read.
+    fn counted_wait(&self, purpose: Purpose) -> Option<Waiting<'_>> {
+        (purpose == Purpose::Read).then(|| self.shared.client.counters.wait())
+    }
+
+    /// The number of chunks of a request for `wanted` chunks from `chunk` on, and no others.
+    fn exact_length(&self, chunk: Chunk, wanted: u64) -> u64 {
+        let most = (MOST_BYTES / self.chunks.chunk_bytes()).max(1);
+        wanted.clamp(1, most).min(self.chunks.siblings(chunk))
+    }
+
     /// The chunk, if memory or the cache has it.
     fn present(&self, chunk: Chunk, hash: &Hash) -> Option<Arc<[u8]>> {
         if let Some(bytes) = self.shared.memory.get(&self.key(chunk)) {
@@ -456,7 +496,7 @@ impl RemoteFile {
         let bytes = self.cached_chunk(chunk, hash)?;
         let counter = &self.shared.cached_bytes;
         counter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        Some(self.remember(chunk, bytes))
+        Some(self.remember(chunk, bytes, Purpose::Read))
     }
 
     /// The chunk as the cache has it, if it is right there.
@@ -471,25 +511,26 @@ impl RemoteFile {
         tree::matches(chunk, bytes, hash, &self.canonical)
     }
 
-    /// Keeps a checked chunk in memory.
-    fn remember(&self, chunk: Chunk, mut bytes: Vec<u8>) -> Arc<[u8]> {
+    /// Keeps a checked chunk in memory, if it is for reads.
+    fn remember(&self, chunk: Chunk, mut bytes: Vec<u8>, purpose: Purpose) -> Arc<[u8]> {
         if chunk == Chunk::FIRST {
             // The tree does not cover every byte of the slots; these are the ones that were read
             // when the file was opened.
             bytes[..HEADER_AREA_BYTES].copy_from_slice(&self.slots);
         }
         let bytes: Arc<[u8]> = bytes.into();
-        self.shared
-            .memory
-            .insert(self.key(chunk), Arc::clone(&bytes));
+        if purpose != Purpose::Complete {
+            let memory = &self.shared.memory;
+            memory.insert(self.key(chunk), Arc::clone(&bytes));
+        }
         bytes
     }
 
     /// Keeps a fetched and checked chunk in memory and in the cache.
-    fn keep(&self, chunk: Chunk, bytes: Vec<u8>) -> Arc<[u8]> {
+    fn keep(&self, chunk: Chunk, bytes: Vec<u8>, purpose: Purpose) -> Arc<[u8]> {
         let counter = &self.shared.fetched_bytes;
         counter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        let bytes = self.remember(chunk, bytes);
+        let bytes = self.remember(chunk, bytes, purpose);
         if let Some(cached) = &self.cached {
             cached.write(self.chunks.start(chunk), &bytes);
         }
@@ -523,7 +564,10 @@ impl RemoteFile {
         run: &Run<'_>,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<u64, RemoteError> {
-        let mut patience = self.shared.reading();
+        let mut patience = match run.purpose {
+            Purpose::Read => self.shared.reading(),
+            Purpose::Ahead | Purpose::Complete => self.shared.in_background(),
+        };
         let mut done = 0;
         let mut wrong = 0;
         while done < run.hashes.len() as u64 {
@@ -626,7 +670,7 @@ impl RemoteFile {
                     false => Problem::WrongBytes.for_now(),
                 });
             }
-            sink(chunk, &self.keep(chunk, bytes));
+            sink(chunk, &self.keep(chunk, bytes, run.purpose));
             *done += 1;
         }
         match *done > first {
@@ -643,6 +687,7 @@ struct Run<'h> {
     hashes: &'h [Hash],
     /// The number of chunks that a read needs; the others are read ahead.
     wanted: u64,
+    purpose: Purpose,
 }
 
 /// The beginning of a file.

@@ -24,9 +24,16 @@ struct Running {
 /// The outcome of one fetch, for the threads that wait for it.
 #[derive(Default)]
 struct Outcome {
-    /// The lock is held to set or copy the result.
-    result: Mutex<Option<Result<(), RemoteError>>>,
-    done: Condvar,
+    /// The lock is held to change or copy the state.
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// The chunks before this one are present.
+    arrived: Option<Chunk>,
+    result: Option<Result<(), RemoteError>>,
 }
 
 /// The answer to a claim.
@@ -45,8 +52,20 @@ pub(crate) struct Flight<'f> {
     landed: bool,
 }
 
-/// A fetch of another thread.
-pub(crate) struct Wait(Arc<Outcome>);
+/// A fetch of another thread, which has this chunk among others.
+pub(crate) struct Wait {
+    outcome: Arc<Outcome>,
+    chunk: Chunk,
+}
+
+/// How long to wait for a fetch of another thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Until {
+    /// To the arrival of the chunk. The rest of a long fetch does not delay a read.
+    Arrival,
+    /// To the end of the fetch.
+    End,
+}
 
 impl Flights {
     /// Claims the chunks from `first` to before `end`, or as many of them, from the first on, as no
@@ -56,7 +75,10 @@ impl Flights {
         if let Some((_, before)) = running.range(..=first).next_back()
             && before.end > first
         {
-            return Claim::Other(Wait(Arc::clone(&before.outcome)));
+            return Claim::Other(Wait {
+                outcome: Arc::clone(&before.outcome),
+                chunk: first,
+            });
         }
         let end = match running.range(first..).next() {
             Some((next, _)) if *next < end => *next,
@@ -86,6 +108,12 @@ impl Flights {
 }
 
 impl Flight<'_> {
+    /// The chunks before `next` are present.
+    pub(crate) fn arrived(&self, next: Chunk) {
+        self.outcome.state().arrived = Some(next);
+        self.outcome.changed.notify_all();
+    }
+
     /// Ends the fetch, and gives its result to the threads that wait for it.
     pub(crate) fn land(mut self, result: Result<(), RemoteError>) {
         self.end(result);
@@ -96,8 +124,8 @@ impl Flight<'_> {
             return;
         }
         self.flights.running().remove(&self.first);
-        *self.outcome.result() = Some(result);
-        self.outcome.done.notify_all();
+        self.outcome.state().result = Some(result);
+        self.outcome.changed.notify_all();
     }
 }
 
@@ -110,21 +138,25 @@ impl Drop for Flight<'_> {
 }
 
 impl Outcome {
-    fn result(&self) -> MutexGuard<'_, Option<Result<(), RemoteError>>> {
-        self.result.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Wait {
-    /// Waits until the other thread has fetched its chunks. `Ok(false)`: it is still busy.
-    pub(crate) fn wait(self, longest: Duration) -> Result<bool, RemoteError> {
-        let outcome = &self.0;
-        let (result, _) = outcome
-            .done
-            .wait_timeout_while(outcome.result(), longest, |result| result.is_none())
+    /// Waits for the other thread. `Ok(false)`: the time is over.
+    pub(crate) fn wait(self, until: Until, longest: Duration) -> Result<bool, RemoteError> {
+        let is_busy = |state: &mut State| {
+            let is_there = state.arrived.is_some_and(|next| self.chunk < next);
+            state.result.is_none() && !(until == Until::Arrival && is_there)
+        };
+        let outcome = &self.outcome;
+        let (state, timeout) = outcome
+            .changed
+            .wait_timeout_while(outcome.state(), longest, is_busy)
             .unwrap_or_else(PoisonError::into_inner);
-        match &*result {
-            None => Ok(false),
+        match &state.result {
+            None => Ok(!timeout.timed_out()),
             Some(result) => result.clone().map(|()| true),
         }
     }
@@ -167,8 +199,35 @@ mod tests {
         let Claim::Other(second) = flights.claim(chunk(0), chunk(1)) else {
             panic!("chunk 0 is claimed");
         };
-        assert!(!first.wait(Duration::from_millis(1)).expect("no result yet"));
+        assert!(
+            !first
+                .wait(Until::End, Duration::from_millis(1))
+                .expect("no result yet")
+        );
         flight.land(Err(Problem::WrongBytes.at("here")));
-        second.wait(Duration::from_secs(60)).expect_err("failed");
+        let waited = second.wait(Until::End, Duration::from_secs(60));
+        waited.expect_err("failed");
+    }
+
+    #[test]
+    fn a_read_waits_for_its_chunk_and_not_for_the_chunks_behind() {
+        let flights = Flights::default();
+        let Claim::Mine(flight, _) = flights.claim(chunk(0), chunk(9)) else {
+            panic!("no other fetch is running");
+        };
+        let wait = |index| match flights.claim(chunk(index), chunk(9)) {
+            Claim::Other(wait) => wait,
+            Claim::Mine(..) => panic!("chunk {index} is claimed"),
+        };
+        flight.arrived(chunk(4));
+        assert!(
+            wait(3)
+                .wait(Until::Arrival, Duration::from_secs(60))
+                .expect("chunk 3 is there")
+        );
+        let short = Duration::from_millis(1);
+        assert!(!wait(4).wait(Until::Arrival, short).expect("no result yet"));
+        assert!(!wait(3).wait(Until::End, short).expect("no result yet"));
+        flight.land(Ok(()));
     }
 }

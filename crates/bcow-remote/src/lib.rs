@@ -13,10 +13,12 @@
 //! of the manifest, so the manifest's digest covers every byte.
 
 mod address;
+mod ahead;
 mod auth;
 mod cache;
 mod client;
 mod cosign;
+mod demand;
 mod download;
 mod error;
 mod figures;
@@ -33,6 +35,7 @@ mod tree;
 mod upload;
 
 pub use address::Address;
+pub use ahead::{Ahead, AheadEvent, Complete, Part};
 pub use auth::{Credentials, Keychain};
 pub use cache::{Cache, CacheEntry, CacheProblem, EntryKind, Prune, Pruned, Verified};
 pub use cosign::PublicKey;

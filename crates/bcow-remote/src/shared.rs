@@ -10,6 +10,7 @@ use quick_cache::{DefaultHashBuilder, OptionsBuilder, Weighter};
 use crate::address::{Address, Transport};
 use crate::cache::Cache;
 use crate::client::Client;
+use crate::demand::Demand;
 use crate::error::Problem;
 use crate::figures::Figures;
 use crate::mirrors::Mirror;
@@ -57,6 +58,8 @@ pub(crate) struct Shared {
     pub(crate) memory: MemoryCache<MemoryKey, Arc<[u8]>, ByLength>,
     pub(crate) fetched_bytes: AtomicU64,
     pub(crate) cached_bytes: AtomicU64,
+    /// The reads of programs that wait for a server.
+    pub(crate) demand: Demand,
     next_file: AtomicU64,
 }
 
@@ -108,6 +111,7 @@ impl Shared {
             memory,
             fetched_bytes: AtomicU64::new(0),
             cached_bytes: AtomicU64::new(0),
+            demand: Demand::default(),
             next_file: AtomicU64::new(0),
         })
     }
@@ -134,6 +138,12 @@ impl Shared {
     /// The patience of the only request to a mirror: the other servers need time too.
     pub(crate) fn of_mirror(&self) -> Patience {
         Patience::reading(self.options.timeout / 4, &self.client.counters)
+    }
+
+    /// The patience of a fetch in the background. A read may wait for this fetch before it begins
+    /// its own, so the time is shorter.
+    pub(crate) fn in_background(&self) -> Patience {
+        Patience::opening(self.options.timeout / 4, &self.client.counters)
     }
 
     /// A number for a file that is opened.

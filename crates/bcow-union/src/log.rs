@@ -22,6 +22,8 @@ pub enum Severity {
     Error = 3,
     /// A problem that is not an error of one file, such as a shortage of space.
     Warning = 4,
+    /// No problem, but something that the user wants to know.
+    Notice = 5,
 }
 
 static SYSLOG: OnceLock<UnixDatagram> = OnceLock::new();
@@ -71,6 +73,7 @@ fn to_file(path: &Path, severity: Severity, message: &str) {
         match severity {
             Severity::Error => "error",
             Severity::Warning => "warning",
+            Severity::Notice => "notice",
         },
         message.replace('\n', " ")
     );
@@ -91,6 +94,7 @@ pub fn log(severity: Severity, message: &str) {
         None => match severity {
             Severity::Error => tracing::error!(target: "bcow", "{message}"),
             Severity::Warning => tracing::warn!(target: "bcow", "{message}"),
+            Severity::Notice => tracing::info!(target: "bcow", "{message}"),
         },
     }
 }

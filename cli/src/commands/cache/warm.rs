@@ -58,6 +58,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         let warm = Warm {
             connections: args.connections.into(),
             stop: &stop,
+            before: &|| {},
             progress: &|bytes| progress.advance(bytes),
         };
         for file in &files {

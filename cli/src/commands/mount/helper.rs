@@ -48,12 +48,12 @@ Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. OPTIONS are those o
 those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
-  door=DOOR, size=SIZE
+  door=DOOR, size=SIZE, complete=WHEN
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 16] = [
+const WITH_VALUE: [(&[u8], &str); 17] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -70,6 +70,7 @@ const WITH_VALUE: [(&[u8], &str); 16] = [
     (b"log_file", "--log-file"),
     (b"door", "--door"),
     (b"size", "--size"),
+    (b"complete", "--complete"),
 ];
 
 /// Options that the helper drops: those for mount(8), systemd and similar programs, and those that

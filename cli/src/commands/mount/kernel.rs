@@ -16,6 +16,7 @@ use bcow_mount::Writeback;
 use bcow_oci::ImageName;
 use bcow_union::{DiskInstance, SyncPolicy};
 
+use super::ahead::{self, Fetching};
 use super::{Args, DoorChoice, Running, VerifyWhat, failure, refuse_mounted, threads};
 use crate::commands::create::disk_size;
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
@@ -41,6 +42,7 @@ pub struct Opened {
     grows_to: Option<u64>,
     /// Dropped after the disk.
     keeper: Keeper,
+    _fetching: Option<Fetching>,
 }
 
 /// Holds the locks of a disk.
@@ -63,7 +65,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
         true => open_writable(running, &options)?,
         false => open_sealed(args, &options)?,
     };
-    let device: &dyn BlockDevice = match &opened.0 {
+    let device: &dyn BlockDevice = match &opened.device {
         Device::Writable(disk) => &**disk,
         Device::ReadOnly(device) => &**device,
     };
@@ -76,11 +78,16 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
         (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
     if kind == Kind::Erofs {
-        require_sound(args, &opened.0)?;
+        require_sound(args, &opened.device)?;
     }
     require_root(&args.image, kind)?;
     require_no_deadlock(&args.image, &writeback)?;
-    let (device, identity, lock) = opened;
+    let OpenDevice {
+        device,
+        identity,
+        lock,
+        fetching,
+    } = opened;
     Ok(Some(Opened {
         device,
         identity,
@@ -94,6 +101,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
             Some(file) => Keeper::Disk { _file: file },
             None => Keeper::None,
         },
+        _fetching: fetching,
     }))
 }
 
@@ -155,6 +163,7 @@ pub fn open_upper(
         path: instance.disk_path(),
         grows_to,
         keeper: Keeper::Upper(instance),
+        _fetching: ahead::start(args, &image),
     })
 }
 
@@ -234,7 +243,12 @@ fn require_sound(args: &Args, device: &Device) -> Result<(), CommandError> {
     }
 }
 
-type OpenDevice = (Device, [u8; 32], Option<LockedFile>);
+struct OpenDevice {
+    device: Device,
+    identity: [u8; 32],
+    lock: Option<LockedFile>,
+    fetching: Option<Fetching>,
+}
 
 fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
     let args = running.args;
@@ -242,13 +256,22 @@ fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDev
     let file = lock_when_free(running)?;
     let disk: Disk = below.open_disk(&args.image, &file)?;
     let identity = disk.identity_hash();
-    Ok((Device::Writable(Arc::new(disk)), identity, Some(file)))
+    Ok(OpenDevice {
+        device: Device::Writable(Arc::new(disk)),
+        identity,
+        lock: Some(file),
+        fetching: None,
+    })
 }
 
 fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
     let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, options)?;
-    let identity = image.identity();
-    Ok((Device::ReadOnly(image.image().clone()), identity, None))
+    Ok(OpenDevice {
+        device: Device::ReadOnly(image.image().clone()),
+        identity: image.identity(),
+        lock: None,
+        fetching: ahead::start(args, &image),
+    })
 }
 
 /// Locks the disk. Waits for a process that is ending an earlier mount of it.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::{MOST_BYTES, RemoteFile};
+use super::{MOST_BYTES, Purpose, RemoteFile};
 use crate::error::{Problem, RemoteError};
 use crate::tree::Chunk;
 
@@ -16,6 +16,8 @@ pub struct Warm<'w> {
     pub connections: usize,
     /// Ends the work soon when it is set.
     pub stop: &'w AtomicBool,
+    /// Called before each request; may wait.
+    pub before: &'w (dyn Fn() + Sync),
     /// Gets the number of bytes that were found or arrived.
     pub progress: &'w (dyn Fn(u64) + Sync),
 }
@@ -111,11 +113,15 @@ impl RemoteFile {
                 return Err(Problem::NotKept(why).at(self.place(chunk, 1)));
             }
             attempts += 1;
+            (warm.before)();
+            if warm.stop.load(Ordering::Relaxed) {
+                return Ok(());
+            }
             let known = self.shared.memory.get(&self.key(chunk));
             match (known, &self.cached) {
                 (Some(bytes), Some(cached)) => cached.write(self.chunks.start(chunk), &bytes),
                 // What arrives is written, and found by the next look.
-                _ => drop(self.load(chunk, end - index, &mut |_, _| {})?),
+                _ => drop(self.load(chunk, end - index, Purpose::Complete, &mut |_, _| {})?),
             }
         }
         Ok(())

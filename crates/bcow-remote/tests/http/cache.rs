@@ -53,6 +53,7 @@ fn warm(file: &RemoteFile) -> Result<u64, bcow_remote::RemoteError> {
     file.warm(&Warm {
         connections: 4,
         stop: &stop,
+        before: &|| {},
         progress: &|bytes| {
             done.fetch_add(bytes, Ordering::Relaxed);
         },
@@ -315,6 +316,7 @@ fn warm_goes_on_where_it_was_stopped() {
         .warm(&Warm {
             connections: 1,
             stop: &stop,
+            before: &|| {},
             progress: &|count| {
                 let before = done.fetch_add(count, Ordering::Relaxed);
                 stop.store(before + count > 1 << 20, Ordering::Relaxed);
