@@ -293,6 +293,8 @@ pub(super) fn sectors(stored: Stored) -> Range<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::iter;
+
     use super::*;
 
     #[test]
@@ -339,7 +341,8 @@ mod tests {
         let large = space.allocate(0, 32 << 20, 32 << 20).unwrap().range();
         let hole = large.start..large.start + (3 << 20);
         let stored = hole.end..hole.end + (3 << 20);
-        space.free_punched([hole.start..stored.end], [hole.clone()]);
+        let whole = hole.start..stored.end;
+        space.free_punched(iter::once(whole), iter::once(hole.clone()));
         let mut initialised = 0;
         while initialised < 3 << 20 {
             let range = space.allocate_ahead().unwrap();
@@ -355,7 +358,7 @@ mod tests {
         assert_eq!(space.free_bytes(), 3 << 20);
         assert!(space.allocate_ahead().unwrap().start >= large.end);
         // With much space that the host stores, none needs to be initialised.
-        space.free([large.end - (6 << 20)..large.end]);
+        space.free(iter::once(large.end - (6 << 20)..large.end));
         assert!(!space.wants_ahead());
     }
 
