@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import unittest
 
 import subjects
 import support
+from promises import promise
 from support import assert_refused, assert_same_tree, bcow, is_mounted, run, until
 from test_kernel_door import KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDoor
 import tree
@@ -256,6 +258,37 @@ class Mounts(KernelUpper):
         self.umount(self.where)
         self.assert_ended()
         self.assert_upper_clean()
+
+    @promise("Ten to twenty seconds after the last request it gives this memory back")
+    def test_a_mount_at_rest_gives_its_memory_back(self):
+        content = os.urandom(20 * MEBIBYTE).hex().encode()
+        tree_of_it = self.point("tree")
+        with open(os.path.join(tree_of_it, "file"), "wb") as file:
+            file.write(content)
+        image = self.disk_path("large")
+        bcow("convert", f"dir:{tree_of_it}", image, timeout=SECONDS)
+        for door in ("kernel", "fuse"):
+            where = self.point(f"at-{door}")
+            self.mount(image, where, "--door", door, "--upper", self.upper_path(door))
+            process = self.stats(where)["process"]["pid"]
+
+            def resident():
+                with open(f"/proc/{process}/status") as status:
+                    return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) << 10
+
+            def read():
+                with open(os.path.join(where, "file"), "rb") as file:
+                    return file.read() == content
+
+            self.assertTrue(read())
+            held = self.stats(where)["cache"]["held_bytes"]
+            self.assertGreater(held, 30 * MEBIBYTE)
+            until(lambda: resident() < 32 * MEBIBYTE, f"memory returned, {door}", SECONDS)
+            self.assertEqual(self.stats(where)["cache"]["held_bytes"], 0)
+            with open("/proc/sys/vm/drop_caches", "w") as drop:
+                drop.write("3")
+            self.assertTrue(read())
+            self.umount(where)
 
     def test_deleted_space_returns_to_the_host(self):
         for option, command in (("discard", "true"), ("nodiscard", "fstrim")):

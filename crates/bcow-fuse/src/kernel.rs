@@ -25,6 +25,7 @@ use crate::adapter::disk::DiskFile;
 use crate::disk::Lifetime;
 use crate::error::MountError;
 use crate::growth;
+use crate::idle;
 use crate::mount::{Unmounted, unmount_places, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::MountOptions;
@@ -163,6 +164,7 @@ impl KernelSession {
             attach.block_bytes,
             device.has_direct_io()
         );
+        idle::watch(&stats);
         Ok(KernelSession {
             mount: Arc::new(mount),
             service,

@@ -25,6 +25,7 @@ mod error;
 pub mod fs;
 pub mod growth;
 mod helper;
+mod idle;
 pub mod kernel;
 mod mount;
 mod mountinfo;

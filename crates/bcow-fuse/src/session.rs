@@ -11,6 +11,7 @@ use crate::adapter::readonly::ReadOnly;
 use crate::adapter::writable::Writable;
 use crate::error::MountError;
 use crate::fs::ImageFs;
+use crate::idle;
 use crate::mount::{self, Mount, Unmounted};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
@@ -97,6 +98,7 @@ impl Session {
                 Content::Union(fs) => fs.errors(),
             },
         );
+        idle::watch(&stats);
         let mut config = fuser::Config::default();
         let threads = threads.max(1);
         let readers = Readers::new(threads);

@@ -29,5 +29,5 @@ pub use error::Error;
 pub use growth::{grow, may_grow, set_size};
 pub use hidden::HiddenMount;
 pub use loop_device::{Access, Attach, LoopDevice, backing_of, is_served};
-pub use memory::{Writeback, serve_writeback};
+pub use memory::{Writeback, release_heap, serve_writeback};
 pub use name::HiddenName;

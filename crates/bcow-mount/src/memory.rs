@@ -1,9 +1,10 @@
-//! Memory of a process through which the kernel writes dirty pages back.
+//! Memory of a process that serves a mount, and through which the kernel may write dirty pages
+//! back.
 //!
-//! When such a process allocates memory, the kernel may wait for the writeback of pages, which only
-//! this process can do. Two rules of the kernel prevent the deadlock: a process that has declared
-//! itself (PR_SET_IO_FLUSHER) never waits, and only the reclaim of a limited group of version 1 of
-//! the memory controller waits at all.
+//! When a process of the second kind allocates memory, the kernel may wait for the writeback of
+//! pages, which only this process can do. Two rules of the kernel prevent the deadlock: a process
+//! that has declared itself (PR_SET_IO_FLUSHER) never waits, and only the reclaim of a limited group
+//! of version 1 of the memory controller waits at all.
 
 use std::path::{Path, PathBuf};
 
@@ -40,6 +41,37 @@ pub fn serve_writeback() -> Writeback {
         _ => Writeback::NotLimited,
     }
 }
+
+/// Runs `release`, and returns the memory that it and others have freed to the kernel. The allocator
+/// of glibc keeps such memory otherwise, above all that of threads.
+pub fn release_heap(release: impl FnOnce()) {
+    /// The end of a thread's heap is returned if it has this length in bytes.
+    const SHORT: i32 = 64 << 10;
+    /// As long as requests come, memory is used again soon.
+    const LONG: i32 = 32 << 20;
+    set_trim_threshold(SHORT);
+    release();
+    #[cfg(target_env = "gnu")]
+    #[allow(unsafe_code)]
+    // SAFETY: the function takes no pointer, and other threads may allocate meanwhile.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+    set_trim_threshold(LONG);
+}
+
+#[cfg(target_env = "gnu")]
+#[allow(unsafe_code)]
+fn set_trim_threshold(bytes: i32) {
+    // SAFETY: the function takes no pointer, and other threads may allocate meanwhile. If it fails,
+    // the threshold stays as it was.
+    unsafe {
+        libc::mallopt(libc::M_TRIM_THRESHOLD, bytes);
+    }
+}
+
+#[cfg(not(target_env = "gnu"))]
+fn set_trim_threshold(_: i32) {}
 
 /// The directory of the process's group in version 1 of the memory controller.
 fn legacy_group(groups: &str, mounts: &str) -> Option<PathBuf> {

@@ -111,6 +111,13 @@ impl BlockCache {
         })
     }
 
+    /// Drops everything in the cache. Later reads fill it again.
+    pub fn release(&self) {
+        self.0.blocks.retain(|_, _| false);
+        self.0.tables.retain(|_, _| false);
+        self.0.pieces.retain(|_, _| false);
+    }
+
     /// Returns the counters and the state.
     pub fn figures(&self) -> CacheFigures {
         // In this order, so that misses never exceed lookups.
@@ -228,6 +235,20 @@ mod tests {
         }
         let held = cache.0.blocks.weight();
         assert!((1 << 19..=1 << 20).contains(&held), "{held}");
+    }
+
+    #[test]
+    fn released_cache_is_empty_and_fills_again() {
+        let cache = BlockCache::default();
+        let key = key(FileId::next());
+        let read = || Ok::<_, ()>(vec![7; 4096]);
+        for misses in 1..=2 {
+            assert_eq!(*cache.block(key, read).unwrap(), [7; 4096]);
+            assert_eq!(cache.figures().misses, misses);
+            assert!(cache.figures().held_bytes >= 4096);
+            cache.release();
+            assert_eq!(cache.figures().held_bytes, 0);
+        }
     }
 
     #[test]

@@ -174,6 +174,22 @@ impl MountStats {
         self.latencies.time(operation)
     }
 
+    /// The number of requests that were answered.
+    pub(crate) fn requests(&self) -> u64 {
+        Operation::all()
+            .map(|operation| self.latencies.counts(operation).count())
+            .sum()
+    }
+
+    /// Releases memory that only speeds up requests.
+    pub(crate) fn release_memory(&self) {
+        if let Some(disk) = self.disk.get().and_then(|used| used.disk.upgrade()) {
+            // The next flush meets an error again.
+            let _ = disk.release_memory();
+        }
+        self.about.cache.release();
+    }
+
     /// All statistics at this moment.
     pub fn document(&self) -> Document {
         let mounted = self.mounted.get();

@@ -23,6 +23,9 @@ use crate::root::Root;
 use crate::sync::Arc;
 use crate::{BlockDevice, Error};
 
+/// Memory in bytes that tables which are newer than the file may take in a disk at rest.
+const MOST_IDLE_BYTES: u64 = 4 << 20;
+
 impl Disk {
     /// Writes everything into the tables and truncates the file to its content. The file does not
     /// change again until the next write, not even when it is opened.
@@ -30,6 +33,15 @@ impl Disk {
     /// Waits for all operations to end, and makes everything durable.
     pub fn rest(&self) -> Result<(), Error> {
         self.inner.maintain(|_, _, _| Ok(()))
+    }
+
+    /// Releases memory that the disk needs only for speed. If much of it is needed until the next
+    /// checkpoint, this writes one.
+    pub fn release_memory(&self) -> Result<(), Error> {
+        let many = lock(&self.inner.committer).logged_bytes > MOST_IDLE_BYTES;
+        let written = if many { self.checkpoint() } else { Ok(()) };
+        self.inner.regions.clear_clean();
+        written
     }
 
     /// Changes the size of the address space to `size` bytes. Added space reads as zeros, even

@@ -118,6 +118,15 @@ impl Regions {
         *write(&self.root) = root;
     }
 
+    /// Evicts all clean regions that no operation uses.
+    pub(super) fn clear_clean(&self) {
+        for shard in &self.shards {
+            let mut shard = lock(shard);
+            shard.retain(|_, region| Arc::strong_count(region) > 1 || !region.is_clean());
+            shard.shrink_to_fit();
+        }
+    }
+
     /// Evicts all regions. The caller knows that the root table and the tables are complete.
     pub(super) fn clear(&self) {
         for shard in &self.shards {
