@@ -3,8 +3,8 @@
 //!
 //! When a process of the second kind allocates memory, the kernel may wait for the writeback of
 //! pages, which only this process can do. Two rules of the kernel prevent the deadlock: a process
-//! that has declared itself (PR_SET_IO_FLUSHER) never waits, and only the reclaim of a limited group
-//! of version 1 of the memory controller waits at all.
+//! that has declared itself (PR_SET_IO_FLUSHER) never waits, and only the reclaim of a limited
+//! group of version 1 of the memory controller waits at all.
 
 use std::path::{Path, PathBuf};
 
@@ -42,8 +42,8 @@ pub fn serve_writeback() -> Writeback {
     }
 }
 
-/// Runs `release`, and returns the memory that it and others have freed to the kernel. The allocator
-/// of glibc keeps such memory otherwise, above all that of threads.
+/// Runs `release`, and returns the memory that it and others have freed to the kernel. The
+/// allocator of glibc keeps such memory otherwise, above all that of threads.
 pub fn release_heap(release: impl FnOnce()) {
     /// The end of a thread's heap is returned if it has this length in bytes.
     const SHORT: i32 = 64 << 10;
