@@ -127,7 +127,7 @@ class Completion(Ahead):
                 server.broken = True
                 for n in range(64):
                     self.assertEqual(self.read(where, f"file-{n:02}"), self.own(f"file-{n:02}"))
-        (cached,) = os.listdir(self.cache)
+        (cached,) = [name for name in os.listdir(self.cache) if name.endswith(".bcow")]
         with open(os.path.join(self.cache, cached), "rb") as file, open(self.image, "rb") as image:
             self.assertTrue(file.read() == image.read(), "the cache file has the bytes of the file")
 
