@@ -22,7 +22,7 @@ pub fn open(
     let cannot = || CommandError::new(format!("cannot use the disk {}", path.display()));
     if !disks::is_disk(path) {
         return Err(cannot()
-            .caused_by_text("it is no disk")
+            .caused_by_text("it is not a disk")
             .hint("--upper takes the directory of a writable mount, or a disk of `bcow create`"));
     }
     let chain = disks::open_chain(path, path, stores, &OpenOptions::default())?;

@@ -458,8 +458,8 @@ class Changes(Scratch):
         bcow("create", "-s", "64M", plain)
         for image, disk, *words in ((other, self.disk, "does not show .*other.bcow"),
                                     (self.base, plain, "does not show an image"),
-                                    (self.base, other, "it is no disk"),
-                                    (self.base, "/etc/hostname", "it is no disk")):
+                                    (self.base, other, "it is not a disk"),
+                                    (self.base, "/etc/hostname", "it is not a disk")):
             with self.subTest(disk):
                 refused = bcow("commit", image, "--upper", disk, self.path("no.bcow"), check=False)
                 assert_refused(self, refused, *words)

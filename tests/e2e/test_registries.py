@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import socket
-import socketserver
 import subprocess
 import tarfile
 import tempfile
@@ -26,6 +25,7 @@ import unittest.mock
 from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, mounted, need,
                      run, until)
 from test_remote import make_certificates, registry
+from web import WebServer
 
 TIMEOUT = 240
 
@@ -135,31 +135,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """A server for the length of a with block, without TLS."""
-
-    daemon_threads = True
-    block_on_close = False
+class Server(WebServer):
+    """A registry without TLS."""
 
     def __init__(self, content, fault=None):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.fault, self.lock, self.asked = content, fault, threading.Lock(), []
+        super().__init__(Handler)
+        self.content, self.fault, self.asked = content, fault, []
         self.silence = threading.Event()
 
     def name(self, end=":1"):
         return f"docker://127.0.0.1:{self.server_address[1]}/team/image{end}"
 
-    def handle_error(self, *_):
-        pass
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
+    def __exit__(self, *details):
         self.silence.set()
-        self.shutdown()
-        self.server_close()
+        super().__exit__(*details)
 
 
 class Sources(Scratch):

@@ -18,11 +18,11 @@ import socket
 import ssl
 import subprocess
 import tempfile
-import threading
 import time
 import unittest
 
 from support import WORK, assert_same_tree, bcow, image, mounted, need, run, served, until
+from web import WebServer
 
 TIMEOUT = 60
 
@@ -69,35 +69,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A server for the length of a with block."""
-
-    daemon_threads = True
-    block_on_close = False
+class Server(WebServer):
+    """Serves the files of a directory, and counts what it sends."""
 
     def __init__(self, directory, context=None):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.directory, self.lock = directory, threading.Lock()
+        super().__init__(Handler, context)
+        self.directory = directory
         self.sent, self.broken, self.pause = 0, False, 0
-        if context is not None:
-            self.socket = context.wrap_socket(self.socket, server_side=True,
-                                              do_handshake_on_connect=False)
-        self.scheme = "http" if context is None else "https"
 
     def url(self, name):
         return f"{self.scheme}://localhost:{self.server_address[1]}/{name}"
-
-    def handle_error(self, *_):
-        # A client that ends, or refuses the certificate, closes its connection.
-        pass
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-        self.server_close()
 
 
 def make_certificates(directory):

@@ -10,18 +10,17 @@ import http.server
 import json
 import os
 import shutil
-import socketserver
 import ssl
 import subprocess
 import tarfile
 import tempfile
-import threading
 import time
 import unittest
 import urllib.parse
 
 from support import BCOW, UNPRIVILEGED, Scratch, bcow, for_everyone, need, run
 from test_remote import PASSWORD, USER, make_certificates, registry
+from web import WebServer
 
 TIMEOUT = 240
 SERVICE, ISSUER = "bcow tests", "bcow test tokens"
@@ -81,19 +80,14 @@ class TokenHandler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Tokens(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """A token server with TLS, for the length of a with block."""
-
-    daemon_threads = True
-    block_on_close = False
+class Tokens(WebServer):
+    """A token server with TLS."""
 
     def __init__(self, directory):
-        super().__init__(("127.0.0.1", 0), TokenHandler)
-        self.directory, self.given, self.lock = directory, [], threading.Lock()
+        self.directory, self.given = directory, []
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.at("leaf.pem"), self.at("leaf.key"))
-        self.socket = context.wrap_socket(self.socket, server_side=True,
-                                          do_handshake_on_connect=False)
+        super().__init__(TokenHandler, context)
         # A key of its own, because RSA signatures have the form that tokens need.
         run("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", self.at("token.key"),
             "-out", self.at("token.csr"), "-subj", "/CN=tokens", timeout=TIMEOUT)
@@ -125,18 +119,6 @@ class Tokens(socketserver.ThreadingMixIn, http.server.HTTPServer):
                                 input=text.encode(), stdout=subprocess.PIPE, check=True,
                                 timeout=TIMEOUT)
         return f"{text}.{url64(signed.stdout)}"
-
-    def handle_error(self, *_):
-        # A client that ends closes its connection.
-        pass
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-        self.server_close()
 
 
 class Start(Scratch):

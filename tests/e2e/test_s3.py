@@ -16,13 +16,13 @@ import socket
 import ssl
 import subprocess
 import tempfile
-import threading
 import unittest
 import urllib.parse
 
 import test_remote
 from support import WORK, assert_same_tree, bcow, need, until
 from test_remote import TIMEOUT, make_certificates
+from web import WebServer
 
 KEY_ID, SECRET = "AKIATESTSOFBCOW", "geheim/4711+Schluessel"
 REGION = "eu-test-1"
@@ -127,31 +127,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A bucket for the length of a with block."""
-
-    daemon_threads = True
-    block_on_close = False
+class Server(WebServer):
+    """A bucket."""
 
     def __init__(self, objects, context):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler, context)
         self.objects = {f"/{BUCKET}/{key}": data for key, data in objects.items()}
         self.keys = {KEY_ID: (SECRET, None)}
-        self.public, self.asked, self.lock = False, [], threading.Lock()
-        self.socket = context.wrap_socket(self.socket, server_side=True,
-                                          do_handshake_on_connect=False)
-
-    def handle_error(self, *_):
-        # A client that ends closes its connection.
-        pass
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-        self.server_close()
+        self.public, self.asked = False, []
 
 
 class Bucket(unittest.TestCase):
