@@ -35,7 +35,7 @@ pub struct Place {
     root: PathBuf,
     /// Serializes sweeps.
     sweeping: parking_lot::Mutex<()>,
-    _lock: File,
+    lock: File,
 }
 
 /// What a start finds.
@@ -44,6 +44,14 @@ pub struct Found {
     pub records: Vec<Record>,
     /// A number above all numbers in use.
     pub next: u64,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Closing the file would not do: a child that another thread has just forked keeps a copy
+        // of the descriptor until its exec. If this fails, the lock ends with that copy.
+        let _ = flock(&self.lock, FlockOperation::Unlock);
+    }
 }
 
 impl Place {
@@ -68,7 +76,7 @@ impl Place {
         let place = Place {
             root: root.to_owned(),
             sweeping: parking_lot::Mutex::new(()),
-            _lock: lock,
+            lock,
         };
         for name in ["snapshots", "layers", "new", "trash"] {
             let path = root.join(name);
@@ -454,7 +462,8 @@ mod tests {
         place.remove(Id(1)).unwrap();
         assert_eq!(place.sweep().unwrap(), 1);
         assert_eq!(names(&root.join("trash/1")), ["record.json", "upper"]);
-        drop(lock);
+        // Not only closed, because a child of another test may have a copy of the descriptor.
+        flock(&lock, FlockOperation::Unlock).unwrap();
         assert_eq!(place.sweep().unwrap(), 0);
         assert_eq!(names(&root.join("trash")), [""; 0]);
     }
@@ -465,7 +474,11 @@ mod tests {
         let place = Place::open(directory.path()).unwrap();
         let error = Place::open(directory.path()).err().unwrap();
         assert!(error.to_string().contains("another process"), "{error}");
+        // The copy that a forked child has until its exec.
+        let copy = place.0.lock.try_clone().unwrap();
         drop(place);
+        drop(Place::open(directory.path()).unwrap());
+        drop(copy);
         for bad in ["relative", "/a,b", "/a b", "/a#b", "/a\"b"] {
             let error = Place::open(Path::new(bad)).err().unwrap();
             assert!(matches!(error, Error::Invalid(_)), "{bad}: {error}");
