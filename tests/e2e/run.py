@@ -44,6 +44,7 @@ class Suite:
         # Commands without privilege work below it.
         os.chmod(self.scratch, 0o755)
         self.begin = time.monotonic()
+        self.cpu = 0
         path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": path, "BCOW_E2E": self.scratch}
         with open(self.log, "wb") as log:
@@ -57,8 +58,11 @@ class Suite:
 
     def result(self):
         """What ended the suite, or None while it runs."""
-        code = self.process.poll()
-        if code is not None:
+        pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if pid:
+            code = self.process.returncode = os.waitstatus_to_exitcode(status)
+            # Of the suite and its children; daemons are not counted.
+            self.cpu = usage.ru_utime + usage.ru_stime
             return "passed" if code == 0 else f"failed with {code}"
         if time.monotonic() < self.end:
             return None
@@ -153,7 +157,7 @@ def run(names, options, scratch):
                 continue
             running.remove(suite)
             print(f"[{time.monotonic() - begin:5.0f} s] {suite.name}: {result}, "
-                  f"{suite.seconds():.0f} s", flush=True)
+                  f"{suite.seconds():.0f} s, CPU {suite.cpu:.0f} s", flush=True)
             suite.clear()
             if result != "passed":
                 failed.append(suite.name)
