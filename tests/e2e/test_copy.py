@@ -4,7 +4,6 @@ The registry is Debian's docker-registry with TLS and a password, the web server
 test_remote, and skopeo is the peer. Every command and every wait has a time limit.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -12,43 +11,26 @@ import ssl
 import tempfile
 import unittest
 
-from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, mounted, need,
-                     run)
+from support import UNPRIVILEGED, assert_refused, assert_same_tree, bcow, mounted, run
 import test_registries
-from test_remote import Server, make_certificates, registry
+from test_remote import Server
 
 TIMEOUT = 240
 
 
-class Copies(Scratch):
+class Copies(test_registries.WithRegistry):
     @classmethod
     def setUpClass(cls):
-        need("openssl", "skopeo", "docker-registry", root=True, fuse=True)
         super().setUpClass()
-        make_certificates(cls.directory)
-        cls.use_image("small")
-        stack = contextlib.ExitStack()
-        cls.addClassCleanup(stack.close)
-        cls.address = stack.enter_context(registry(cls.directory))
-        cls.auth = cls.path("auth.json")
-        os.chmod(cls.auth, 0o644)
         cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
-        cls.layout, cls.served = cls.path("layout"), cls.path("served")
-        bcow("convert", cls.source, f"oci:{cls.layout}:tag", timeout=TIMEOUT)
+        cls.served = cls.path("served")
         os.mkdir(cls.served)
         cls.file = os.path.join(cls.served, "image.bcow")
         bcow("convert", cls.source, cls.file, timeout=TIMEOUT)
 
-    name = classmethod(test_registries.Registries.name.__func__)
-    skopeo = classmethod(test_registries.Registries.skopeo.__func__)
-    digest = classmethod(test_registries.Registries.digest.__func__)
-    digest_in_registry = test_registries.Registries.digest_in_registry
-
     def setUp(self):
-        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "REGISTRY_AUTH_FILE": self.auth,
-                    "BCOW_CACHE": self.path("cache"), "NO_PROXY": "localhost",
-                    "no_proxy": "localhost"}
+        super().setUp()
         self.here = tempfile.mkdtemp(prefix="copy-", dir=self.directory)
 
     def at(self, name):

@@ -464,12 +464,12 @@ class Cutter:
                 client.sendall(data)
 
 
-class Registries(Scratch):
-    """docker-registry, skopeo and umoci as peers."""
+class WithRegistry(Scratch):
+    """A registry with TLS and a password; the small image converted into an OCI layout."""
 
     @classmethod
     def setUpClass(cls):
-        need("openssl", "skopeo", "umoci", "docker-registry", root=True, fuse=True)
+        need("openssl", "skopeo", "docker-registry", root=True, fuse=True)
         super().setUpClass()
         make_certificates(cls.directory)
         cls.use_image("small")
@@ -478,9 +478,13 @@ class Registries(Scratch):
         cls.address = stack.enter_context(registry(cls.directory))
         cls.auth = cls.path("auth.json")
         os.chmod(cls.auth, 0o644)
-        cls.skopeo("copy", cls.source, cls.name("ordinary"))
         cls.layout = cls.path("layout")
         bcow("convert", cls.source, f"oci:{cls.layout}:tag", timeout=TIMEOUT)
+
+    def setUp(self):
+        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "REGISTRY_AUTH_FILE": self.auth,
+                    "BCOW_CACHE": self.path("cache"), "NO_PROXY": "localhost",
+                    "no_proxy": "localhost"}
 
     @classmethod
     def name(cls, repository, tag="1"):
@@ -503,10 +507,19 @@ class Registries(Scratch):
         raw = self.skopeo("inspect", "--raw", name).out
         return digest_of(raw), json.loads(raw)
 
+
+class Registries(WithRegistry):
+    """docker-registry, skopeo and umoci as peers."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("umoci")
+        super().setUpClass()
+        cls.skopeo("copy", cls.source, cls.name("ordinary"))
+
     def setUp(self):
-        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "REGISTRY_AUTH_FILE": self.auth,
-                    "BCOW_CACHE": self.path("cache"), "NO_PROXY": "localhost",
-                    "no_proxy": "localhost", "TMPDIR": self.path("scratch")}
+        super().setUp()
+        self.env["TMPDIR"] = self.path("scratch")
         os.makedirs(self.path("scratch"), exist_ok=True)
 
     def bcow(self, *arguments, **options):

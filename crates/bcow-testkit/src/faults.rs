@@ -137,12 +137,7 @@ impl Storage for Faulty {
         self.content.sync()
     }
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
-        let end = (offset + bytes).min(self.content.len()?);
-        if offset < end {
-            self.content
-                .write_at(offset, &vec![0; (end - offset) as usize])?;
-        }
-        Ok(())
+        self.content.punch(offset, bytes)
     }
 }
 

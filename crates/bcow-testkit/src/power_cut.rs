@@ -308,12 +308,7 @@ impl Storage for PowerCut {
         self.pass()?;
         let mut log = self.log();
         log.push(Operation::Punch(offset, bytes));
-        let end = (offset + bytes).min(self.content.len()?);
-        if offset < end {
-            self.content
-                .write_at(offset, &vec![0; (end - offset) as usize])?;
-        }
-        Ok(())
+        self.content.punch(offset, bytes)
     }
 }
 

@@ -160,4 +160,12 @@ impl Storage for MemoryStorage {
     fn sync(&self) -> io::Result<()> {
         Ok(())
     }
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        let mut all = self.bytes_mut();
+        let end = offset.saturating_add(bytes).min(all.len() as u64);
+        if offset < end {
+            all[offset as usize..end as usize].fill(0);
+        }
+        Ok(())
+    }
 }

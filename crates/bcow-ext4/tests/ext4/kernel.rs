@@ -13,8 +13,8 @@ use bcow_testkit::{has_program, lacks};
 use proptest::prelude::*;
 
 use super::programs::random_tree;
-use super::tree::of_all_kinds;
 use super::tree::{BLOCK, Image, Kind, Tree, block_content, check, directory, file, image};
+use super::tree::{large_directory, of_all_kinds};
 
 /// A mounted image.
 struct Mount {
@@ -221,15 +221,7 @@ fn the_kernel_finds_and_inserts_names_in_a_hash_tree() {
     if without_root() {
         return;
     }
-    let mut tree = Tree::new();
-    let large = tree.add(0, "large", directory());
-    let target = tree.add(0, "target", file(1));
-    let second = tree.add(0, "second", file(1));
-    for n in 0..120_000 {
-        let inode = if n % 2 == 0 { target } else { second };
-        tree.link(large, format!("entry number {n}"), inode);
-    }
-    let image = image(&tree, 256 << 20);
+    let image = image(&large_directory(), 256 << 20);
     let mount = Mount::new(&image, "rw,noatime");
     let path = |n: u32| mount.path().join(format!("large/entry number {n}"));
     let first = fs::metadata(path(0)).expect("an entry").ino();

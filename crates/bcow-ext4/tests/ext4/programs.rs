@@ -5,7 +5,9 @@ use std::process::Command;
 use bcow_testkit::{has_program, lacks};
 use proptest::prelude::*;
 
-use super::tree::{BLOCK, Inode, Kind, Tree, check, directory, file, image, inode, of_all_kinds};
+use super::tree::{
+    BLOCK, Inode, Kind, Tree, check, directory, file, image, inode, large_directory, of_all_kinds,
+};
 
 fn without_e2fsprogs() -> bool {
     lacks("e2fsck", has_program("e2fsck")) || lacks("debugfs", has_program("debugfs"))
@@ -87,16 +89,7 @@ fn a_directory_of_120_000_entries_has_a_hash_tree() {
     if without_e2fsprogs() {
         return;
     }
-    let mut tree = Tree::new();
-    let large = tree.add(0, "large", directory());
-    let target = tree.add(0, "target", file(1));
-    // A file has at most 65,000 names.
-    let second = tree.add(0, "second", file(1));
-    for n in 0..120_000 {
-        let inode = if n % 2 == 0 { target } else { second };
-        tree.link(large, format!("entry number {n}"), inode);
-    }
-    let image = image(&tree, 256 << 20);
+    let image = image(&large_directory(), 256 << 20);
     check(&image);
     let dump = debugfs(image.file.path(), "htree_dump /large");
     assert!(dump.contains("Indirect levels: 1"), "{}", &dump[..500]);

@@ -72,6 +72,20 @@ pub fn inode(kind: Kind) -> Inode {
     }
 }
 
+/// A directory `large` with 120,000 names of two files, so that its hash tree has two levels.
+pub fn large_directory() -> Tree {
+    let mut tree = Tree::new();
+    let large = tree.add(0, "large", directory());
+    let target = tree.add(0, "target", file(1));
+    // A file has at most 65,000 names.
+    let second = tree.add(0, "second", file(1));
+    for n in 0..120_000 {
+        let inode = if n % 2 == 0 { target } else { second };
+        tree.link(large, format!("entry number {n}"), inode);
+    }
+    tree
+}
+
 pub fn directory() -> Inode {
     inode(Kind::Directory(BTreeMap::new()))
 }

@@ -21,7 +21,7 @@ use self::origin::Origins;
 use super::builder::{Builder, join};
 use super::changes::{Changes, Scope};
 use super::error::{ChangesError, Problem, at};
-use super::splice::{Place, Store};
+use super::splice::Place;
 use crate::upper::DiskReader;
 
 /// A directory that `e2fsck` makes, for files without a name.
@@ -72,34 +72,13 @@ impl Changes {
             max_names: usize::try_from(max_inodes).unwrap_or(usize::MAX),
         };
         reader.run()?;
-        let layer = reader.builder.take();
-        if scope == Scope::Touched {
-            reader.builder.touched(&layer)?;
-        }
-        let Builder {
-            tree,
-            bodies,
-            segments,
-            dropped_xattrs,
-            ..
-        } = reader.builder;
-        Ok(Changes {
-            layer,
-            touched: tree,
-            index: BTreeMap::new(),
-            dropped_xattrs,
-            store: Arc::new(Store {
-                lower,
-                device,
-                place: Place::Disk {
-                    compared,
-                    _lock: disk.lock,
-                },
-                bodies,
-                segments,
-                open: Default::default(),
-            }),
-        })
+        let builder = reader.builder;
+        let place = Place::Disk {
+            compared: compared.clone(),
+            _lock: disk.lock,
+        };
+        let index = BTreeMap::new();
+        Changes::of(builder, scope, lower.clone(), device, place, index)
     }
 }
 

@@ -81,36 +81,43 @@ impl Changes {
             pending: Vec::new(),
         };
         reader.run()?;
-        let layer = reader.builder.take();
         let changed = reader.index.iter().filter_map(|(nid, inode)| {
             let node = reader.hosts.get(inode)?;
             Some((*nid, *node))
         });
         let index = changed.collect();
+        let place = Place::Upper {
+            root,
+            _lock: upper.lock(),
+        };
+        Changes::of(reader.builder, scope, lower.clone(), device, place, index)
+    }
+
+    /// The changes that `builder` has read, over the file system `lower` on `device`. `place` has
+    /// the content that is not the image's.
+    pub(super) fn of(
+        mut builder: Builder<'_>,
+        scope: Scope,
+        lower: Arc<Filesystem>,
+        device: Arc<dyn BlockDevice>,
+        place: Place,
+        index: BTreeMap<u64, NodeId>,
+    ) -> Result<Changes, ChangesError> {
+        let layer = builder.take();
         if scope == Scope::Touched {
-            reader.builder.touched(&layer)?;
+            builder.touched(&layer)?;
         }
-        let Builder {
-            tree,
-            bodies,
-            segments,
-            dropped_xattrs,
-            ..
-        } = reader.builder;
         Ok(Changes {
             layer,
-            touched: tree,
+            touched: builder.tree,
             index,
-            dropped_xattrs,
+            dropped_xattrs: builder.dropped_xattrs,
             store: Arc::new(Store {
                 lower,
                 device,
-                place: Place::Upper {
-                    root,
-                    _lock: upper.lock(),
-                },
-                bodies,
-                segments,
+                place,
+                bodies: builder.bodies,
+                segments: builder.segments,
                 open: Default::default(),
             }),
         })
