@@ -24,6 +24,8 @@ pub enum Answer {
     Statistics(Vec<u8>),
     /// The process of the mount is dead.
     NotServed,
+    /// The mount has no process: the kernel reads the image by itself.
+    NoProcess,
     /// This user may not read the statistics, or the mount has none.
     Refused(Errno),
     /// The mount does not answer in time.
@@ -36,6 +38,9 @@ pub enum Answer {
 /// only the end of the requesting process cancels the request. For root, that process runs as the
 /// only user who may access the mount.
 pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
+    if let Door::Direct(_) = mount.door {
+        return Answer::NoProcess;
+    }
     let mut command = Command::new("/proc/self/exe");
     command
         .args(["stats", "--direct", "--"])
@@ -102,7 +107,7 @@ pub fn print_statistics(directory: &Path) -> ! {
 /// behind it.
 fn place_of_statistics(directory: &Path) -> Result<PathBuf, Errno> {
     match bcow_fuse::mounted_image(directory) {
-        Ok(mount) if mount.door != Door::Fuse => hidden_mount(&mount),
+        Ok(mount) if matches!(mount.door, Door::Kernel(_)) => hidden_mount(&mount),
         _ => Ok(directory.to_owned()),
     }
 }
@@ -182,6 +187,9 @@ pub fn statistics(
                 "`bcow umount` removes the mount; a new mount with the same upper recovers the \
                  changes",
             )),
+        Answer::NoProcess => {
+            Err(cannot().caused_by_text("the kernel reads the image without a process"))
+        }
         Answer::Refused(Errno::NODATA) => {
             Err(cannot()
                 .caused_by_text("the version of bcow that serves the mount has no statistics"))

@@ -23,6 +23,7 @@ mod names;
 mod new_file;
 mod over_view;
 mod place;
+mod plain;
 mod push;
 mod remote;
 mod rewrite;

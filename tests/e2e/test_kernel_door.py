@@ -69,9 +69,12 @@ def hidden_connections(pid):
 
 
 class KernelDoor(unittest.TestCase):
+    # Where the directory of a test is.
+    top = support.WORK
+
     def setUp(self):
         need("mkfs.ext4", "e2fsck", "losetup", "umount", root=True, fuse=True)
-        self.dir = tempfile.mkdtemp(prefix="door-", dir=support.WORK)
+        self.dir = tempfile.mkdtemp(prefix="door-", dir=self.top)
         self.tag = f"t{os.getpid()}{random.randrange(1 << 32):08x}"
         self.addCleanup(self.clean_up)
 
@@ -572,14 +575,16 @@ class Images(KernelDoor):
 
     def test_an_image_shows_the_same_tree_at_both_doors(self):
         where, other = self.point(), self.point("other")
-        for name, options in (("compressed", ()), ("plain", ("--plain",))):
+        # The kernel reads a plain image by itself unless it shall be verified.
+        for name, options, checks in (("compressed", (), ()),
+                                      ("plain", ("--plain",), ("--verify", "checksums"))):
             with self.subTest(name):
                 image = self.disk_path(name)
                 bcow("convert", f"dir:{self.source}", image, *options, timeout=SECONDS)
                 # The kernel mounts an image only on request.
                 self.mount(image, other)
                 self.assertEqual(self.stats(other)["door"]["name"], "fuse")
-                self.mount(image, where, "--door", "kernel")
+                self.mount(image, where, "--door", "kernel", *checks)
                 statistics = self.stats(where)
                 self.assertEqual(statistics["door"]["name"], "kernel")
                 self.assertEqual(statistics["disk"]["filesystem"], "erofs")
@@ -616,6 +621,177 @@ class Images(KernelDoor):
         self.assert_ended()
         upper = self.mount(image, where, "--door", "kernel", "-o", "rw", check=False)
         assert_refused(self, upper, "is sealed", code=2)
+
+
+class PlainImages(KernelDoor):
+    """Plain images, which the kernel reads without a process of bcow."""
+
+    # All directories above it are root's: another user could replace a file elsewhere.
+    top = "/var/tmp"
+
+    def setUp(self):
+        super().setUp()
+        self.source = os.path.join(support.TOP, "crates", "bcow-nbd")
+        self.where = self.point()
+
+    def plain(self, name="plain"):
+        image = self.disk_path(name)
+        bcow("convert", "--plain", f"dir:{self.source}", image, timeout=SECONDS)
+        return image
+
+    def mount_directly(self, image, *options):
+        self.mount(image, self.where, "--door", "kernel", *options)
+        self.assert_direct()
+
+    def assert_direct(self):
+        """Fails unless the kernel serves the mount by itself."""
+        statistics = self.stats(self.where)
+        self.assertEqual((statistics["process"], statistics["door"]["name"]), (None, "kernel"))
+        listed = json.loads(bcow("ps", "--json", timeout=SECONDS).out)["services"]
+        [mount] = [one for one in listed if one["at"] == [self.where]]
+        self.assertEqual((mount["pid"], mount["state"], mount["mode"], mount["image"]),
+                         (None, "kernel", "ro", statistics["image"]["file"]))
+        # The process that has mounted ends soon after it has reported success.
+        until(lambda: not any(self.commands()), "the end of the process that mounts")
+
+    def commands(self):
+        """The command lines of processes that name the mount."""
+        for path in glob.glob("/proc/[0-9]*/cmdline"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                line = file.read()
+                if os.fsencode(self.where) in line:
+                    yield line
+
+    def assert_ended(self):
+        super().assert_ended()
+        self.assertFalse(is_mounted(self.where))
+
+    def test_the_tree_is_that_of_umoci_for_an_image_and_for_a_stack(self):
+        need("umoci", "fsck.erofs")
+        source = "oci:" + ":".join(support.image("small"))
+        _, reference = support.unpacked("small")
+        image, layout = self.disk_path("small"), self.path("layout")
+        bcow("convert", "--plain", source, image, timeout=SECONDS)
+        run("fsck.erofs", image, timeout=SECONDS)
+        bcow("convert", "--plain", source, f"oci:{layout}:{self.tag}", timeout=SECONDS)
+        for name in (image, f"oci:{layout}:{self.tag}"):
+            with self.subTest(name):
+                self.mount_directly(name, "-o", "suid,dev")
+                support.assert_same_tree(self, reference, self.where)
+                self.umount(self.where)
+        self.assert_ended()
+
+    def test_a_file_that_the_kernel_cannot_mount_gets_a_loop_device(self):
+        # EROFS reads files of tmpfs only through a device, so far.
+        small = self.point("small")
+        run("mount", "-t", "tmpfs", "-o", "size=64M", f"tmpfs-{self.tag}", small, timeout=SECONDS)
+        layout = f"oci:{small}/{self.tag}:tag"
+        tar = self.path("a.tar")
+        run("tar", "-C", self.source, "-cf", tar, ".", timeout=SECONDS)
+        bcow("convert", "--plain", f"tar:{tar}", layout, timeout=SECONDS)
+        image = os.path.join(small, f"{self.tag}.bcow")
+        shutil.move(self.plain(), image)
+        for name in (image, layout):
+            with self.subTest(name):
+                self.mount_directly(name)
+                run("diff", "-r", self.source, self.where, timeout=SECONDS)
+                run("umount", self.where, timeout=SECONDS)
+                self.assert_ended()
+
+    def test_the_mount_outlives_the_name_of_its_file(self):
+        # A read-only medium, too.
+        medium = self.point("medium")
+        image, kept = self.plain(), self.path("kept")
+        shutil.copyfile(image, kept)
+        run("mount", "--bind", self.dir, medium, timeout=SECONDS)
+        run("mount", "-o", "remount,bind,ro", medium, timeout=SECONDS)
+        self.mount_directly(os.path.join(medium, os.path.basename(image)))
+        self.umount(self.where)
+        self.mount_directly(image)
+        changed = self.path("changed")
+        os.mkdir(changed)
+        bcow("convert", "--plain", f"dir:{changed}", self.path("other"), timeout=SECONDS)
+        os.rename(self.path("other"), image)
+        for _ in range(2):
+            run("diff", "-r", self.source, self.where, timeout=SECONDS)
+            refused = self.mount(kept, self.where, "--door", "kernel", check=False)
+            assert_refused(self, refused, "already mounted")
+            self.assert_direct()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(image)
+        with open(os.path.join(self.where, "Cargo.toml")) as file:
+            assert_refused(self, self.umount(self.where, check=False), "is in use")
+            self.umount(self.where, "--lazy")
+            self.assertIn("bcow-nbd", file.read())
+        self.assert_ended()
+
+    def test_what_needs_a_process_gets_one(self):
+        image, foreign = self.plain(), self.plain("foreign")
+        os.chown(foreign, support.UNPRIVILEGED, support.UNPRIVILEGED)
+        shared = self.path("shared")
+        os.mkdir(shared)
+        os.chmod(shared, 0o777)
+        inside = shutil.copy(image, shared)
+        root = json.loads(bcow("inspect", "--json", image).out)["merkle"]["root"]
+        for name, options, reason in (
+                (image, ("--verify", "merkle"), "--verify"),
+                (image, ("--root-hash", root), "--root-hash"),
+                (image, ("--metrics", f"unix:{self.path('metrics')}"), "--metrics"),
+                (foreign, (), f"{foreign}, which another user can change"),
+                (inside, (), f"{inside}, which another user can change")):
+            with self.subTest(reason):
+                self.mount(name, self.where, "--door", "kernel", *options)
+                statistics = self.stats(self.where)
+                self.assertEqual(statistics["door"]["name"], "kernel")
+                self.assertIn(reason, statistics["door"]["reason"])
+                self.assertEqual([statistics["process"]["pid"]], self.processes())
+                run("diff", "-r", self.source, self.where, timeout=SECONDS)
+                self.umount(self.where)
+        self.assert_ended()
+
+    def test_options_hold_and_others_are_refused(self):
+        image = self.plain()
+        for option, reason in (("rw", "is sealed"), ("commit=9", "only ext4 and btrfs"),
+                               ("fsname=x", "not supported at the kernel door")):
+            refused = self.mount(image, self.where, "--door", "kernel", "-o", option, check=False)
+            assert_refused(self, refused, reason, code=2)
+        with open(self.path("log"), "wb") as log:
+            process = subprocess.Popen([support.BCOW, "mount", "-f", "--door", "kernel", image,
+                                        self.where], stdin=subprocess.DEVNULL, stderr=log)
+        try:
+            until(lambda: is_mounted(self.where) and self.processes(), "the mount")
+            process.send_signal(signal.SIGTERM)
+            self.assertEqual(process.wait(timeout=SECONDS), 0)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait(timeout=SECONDS)
+        helper = self.path("mount.bcow")
+        os.symlink(support.BCOW, helper)
+        run(helper, image, self.where, "-o", "rw,door=kernel,nodev,noexec,relatime", timeout=SECONDS)
+        self.assert_direct()
+        with open("/proc/self/mountinfo") as table:
+            [line] = [line.split() for line in table if line.split()[4] == self.where]
+        self.assertEqual(set(line[5].split(",")), {"ro", "nodev", "noexec", "relatime"})
+        assert_refused(self, bcow("resize", self.where, "9G", check=False), "never changes")
+        run("umount", self.where, timeout=SECONDS)
+        os.chmod(self.dir, 0o755)
+        os.chown(self.where, support.UNPRIVILEGED, support.UNPRIVILEGED)
+        refused = bcow("mount", "--door", "kernel", support.for_everyone(image),
+                       support.for_everyone(self.where), user=support.UNPRIVILEGED, check=False,
+                       timeout=SECONDS)
+        assert_refused(self, refused, "only root can mount")
+        self.assert_ended()
+
+    def test_damaged_metadata_never_reaches_the_kernel(self):
+        image = self.plain()
+        with open(image, "r+b") as file:
+            at = file.read().index(b"hostile.rs")
+            file.seek(at)
+            file.write(b"z")
+        refused = self.mount(image, self.where, "--door", "kernel", check=False)
+        assert_refused(self, refused, "damaged|checksum")
+        self.assert_ended()
 
 
 class Work(KernelDoor):

@@ -1,6 +1,7 @@
 //! `bcow mount`
 
 mod ahead;
+mod direct;
 mod door;
 pub mod helper;
 mod kernel;
@@ -119,8 +120,9 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
     /// What to verify on every read: checksums of tables and blocks, or also the Merkle tree
-    #[arg(long, value_name = "WHAT", default_value = "checksums")]
-    verify: VerifyWhat,
+    /// [default: checksums; nothing in a plain image at the kernel door, which the kernel reads]
+    #[arg(long, value_name = "WHAT")]
+    verify: Option<VerifyWhat>,
     /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with
     /// --upper; 16 for an image on another machine]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -179,6 +181,14 @@ impl Args {
             layers.extend_from_slice(between);
         }
         layers
+    }
+
+    /// What each read of bcow verifies.
+    fn verify(&self) -> Verify {
+        match self.verify {
+            None | Some(VerifyWhat::Checksums) => Verify::Checksums,
+            Some(VerifyWhat::Merkle) => Verify::Merkle,
+        }
     }
 
     /// The layers by names that mean the same to other processes.
@@ -265,10 +275,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         &args.stores,
         &OpenOptions {
             cache: cache.clone(),
-            verify: match args.verify {
-                VerifyWhat::Checksums => Verify::Checksums,
-                VerifyWhat::Merkle => Verify::Merkle,
-            },
+            verify: args.verify(),
         },
     )?;
     let _fetching = ahead::start(args, &image);
@@ -426,7 +433,7 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
     let already = MountError::AlreadyMounted(directory.to_owned());
     match ask::ask(&mount, ask::ANSWERS_WITHIN) {
         Answer::NotServed => Ok(()),
-        Answer::Statistics(..) | Answer::Refused(_) => Err(failure(&already)),
+        Answer::Statistics(..) | Answer::Refused(_) | Answer::NoProcess => Err(failure(&already)),
         Answer::Timeout => Err(CommandError::new(already.to_string())
             .caused_by_text(ask::explain_timeout(&mount).0)
             .hint("`bcow umount --lazy` detaches the mount at once")),

@@ -16,7 +16,8 @@ use crate::ui::Ui;
 /// The command lists the processes of `bcow mount`, `bcow serve` and `bcow attach`. Root sees the
 /// processes of all users and containers; other users see their own. The command sends no request
 /// to these processes, so it also lists a process that hangs. If it finds no process of a mount, it
-/// shows what the kernel reports about the mount, and whether the process of the mount has died.
+/// shows what the kernel reports about the mount, and whether the process of the mount has died. The
+/// state of a plain image that the kernel reads without a process is `kernel`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.ps/1)
@@ -102,17 +103,19 @@ fn without_process(mount: &MountedImage) -> Row {
         server: None,
         state: match ask::ask(mount, ANSWERS_WITHIN) {
             Answer::NotServed => Some("dead"),
+            Answer::NoProcess => Some("kernel"),
             _ => None,
         },
         uid: match mount.door {
             Door::Fuse => mount.owner.map(|(uid, _)| uid),
-            Door::Kernel(_) => Some(0),
+            Door::Kernel(_) | Door::Direct(_) => Some(0),
         },
         service: Service {
             kind: "mount".to_owned(),
             image: match &mount.door {
                 Door::Fuse => mount.source.to_string_lossy().into_owned(),
                 Door::Kernel(name) => name.disk.clone(),
+                Door::Direct(file) => file.to_string_lossy().into_owned(),
             },
             layers: Vec::new(),
             export: None,

@@ -1,9 +1,13 @@
 //! `bcow stats`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bcow_fuse::stats::document::{DiskFigures, Document, Errors, OperationFigures, Remote, Upper};
+use bcow_fuse::stats::document::{
+    DiskFigures, Document, Errors, OperationFigures, Remote, SCHEMA, Upper,
+};
+use bcow_fuse::{Door, MountedImage};
+use serde_json::json;
 
 use crate::ask::{self, ANSWERS_WITHIN};
 use crate::commands::mount::failure;
@@ -39,6 +43,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ask::print_statistics(&args.directory);
     }
     let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
+    if let Door::Direct(file) = &mount.door {
+        return print_direct(&mount, file, args.json, ui);
+    }
     let patience = args.timeout.map_or(ANSWERS_WITHIN, |seconds| {
         Duration::from_secs(seconds.into())
     });
@@ -51,6 +58,41 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let document = ask::read(&args.directory, &json)?;
     let mut out = ui.output();
     print(&document, &mut out)?;
+    out.finish()
+}
+
+/// Prints what is known of a mount that has no process.
+fn print_direct(
+    mount: &MountedImage,
+    file: &Path,
+    as_json: bool,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    const REASON: &str = "the image is plain";
+    let file = file.to_string_lossy();
+    if as_json {
+        return ui.print_json(&json!({
+            "schema": SCHEMA,
+            "image": { "name": file, "identity": null, "file": file },
+            "mountpoint": mount.path.to_string_lossy(),
+            "process": null,
+            "cache": null,
+            "upper": null,
+            "disk": null,
+            "remote": null,
+            "door": { "name": "kernel", "reason": REASON },
+            "errors": null,
+            "operations": [],
+        }));
+    }
+    let mut out = ui.output();
+    writeln!(out, "image:       {}", printable(&file))?;
+    writeln!(out, "served by:   the kernel, no process")?;
+    writeln!(out, "door:        kernel: {REASON}")?;
+    writeln!(
+        out,
+        "checked:     metadata, before the mount; nothing on reads"
+    )?;
     out.finish()
 }
 

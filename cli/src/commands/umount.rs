@@ -55,7 +55,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // Before the process ends.
     let ending = document.as_ref().and_then(Document::ending);
     let unresponsive = match (&answer, &document) {
-        (Answer::NotServed, _) | (_, Some(_)) => None,
+        (Answer::NotServed | Answer::NoProcess, _) | (_, Some(_)) => None,
         _ => Some(Unresponsive::examine(&mount)),
     };
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;

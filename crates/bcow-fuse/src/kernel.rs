@@ -28,7 +28,7 @@ use crate::growth;
 use crate::idle;
 use crate::mount::{Unmounted, unmount_places, usable_mountpoint};
 use crate::mountinfo;
-use crate::options::MountOptions;
+use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
 use crate::session::{CLOSING, abort_on_panic};
 use crate::signals::Signals;
@@ -101,10 +101,7 @@ impl KernelSession {
         };
         let settings = options.for_kernel(&disk)?;
         if settings.commit_seconds.is_some() && !matches!(found.kind, Kind::Ext4 | Kind::Btrfs) {
-            return Err(MountError::UnsupportedOption {
-                option: "commit".to_owned(),
-                reason: "only ext4 and btrfs have such an interval",
-            });
+            return Err(no_interval());
         }
         let access = match disk.device {
             Device::Writable(_) => Access::ReadWrite,

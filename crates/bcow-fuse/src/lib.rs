@@ -20,6 +20,7 @@
 
 mod adapter;
 pub mod daemon;
+mod direct;
 mod disk;
 mod error;
 pub mod fs;
@@ -38,6 +39,7 @@ pub mod stats;
 mod unmount;
 
 pub use bcow_union::NodeId;
+pub use direct::mount_files;
 pub use error::MountError;
 pub use fs::ImageFs;
 pub use kernel::KernelSession;

@@ -114,6 +114,7 @@ fn is_dead(target: &Path, entry: &MountEntry, door: &Door) -> bool {
             rustix::fs::statfs(target),
             Err(Errno::NOTCONN | Errno::CONNABORTED)
         ),
+        Door::Direct(_) => false,
         Door::Kernel(_) => !bcow_mount::is_served(Path::new(&entry.source)),
     }
 }

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 use bcow_mount::filesystem::Kind;
-use bcow_mount::{HiddenName, backing_of};
+use bcow_mount::{HiddenName, backing_of, file_of_source};
 use bcow_union::unescape;
 
 /// The file-system type of bcow mounts in `/proc/self/mountinfo`.
@@ -40,6 +40,8 @@ pub enum Door {
     /// The kernel has a file system of its own on a loop device, and the process serves the file
     /// behind the device.
     Kernel(HiddenName),
+    /// The kernel has a file system of its own in this file, and no process serves the mount.
+    Direct(PathBuf),
 }
 
 impl MountEntry {
@@ -50,10 +52,16 @@ impl MountEntry {
         }
         // Ordinary users can choose the source of a mount, but not of one of these types.
         let is_of_disks = Kind::ALL.iter().any(|kind| kind.name() == self.fs_type);
-        match is_of_disks {
-            true => backing_of(Path::new(&self.source)).map(Door::Kernel),
-            false => None,
+        if !is_of_disks {
+            return None;
         }
+        let source = Path::new(&self.source);
+        if self.fs_type == Kind::Erofs.name()
+            && let Some(file) = file_of_source(source)
+        {
+            return Some(Door::Direct(file));
+        }
+        backing_of(source).map(Door::Kernel)
     }
 }
 
@@ -148,6 +156,17 @@ mod tests {
         assert_eq!(visible(&mounts, "0:50"), [Path::new("/c")]);
         assert_eq!(visible(&mounts, "0:51"), [Path::new("/b")]);
         assert!(visible(&mounts, "0:52").is_empty());
+    }
+
+    #[test]
+    fn direct_mount_is_known_by_its_type_and_source() {
+        let door = |line: &str| parse(line.as_bytes()).unwrap().door();
+        let file = Path::new("/images/a b.bcow").to_owned();
+        let direct = r"1 2 0:3 / /m ro - erofs /./images/a\040b.bcow ro";
+        assert_eq!(door(direct), Some(Door::Direct(file)));
+        // Users can choose the source of other types.
+        assert_eq!(door(&direct.replace("erofs", "fuse.x")), None);
+        assert_eq!(door("1 2 0:3 / /m ro - erofs /images/a.bcow ro"), None);
     }
 
     #[test]

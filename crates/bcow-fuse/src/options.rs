@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use bcow_mount::filesystem::{AccessTimes, Settings};
 use rustix::mount::MountFlags;
@@ -42,6 +43,21 @@ pub enum WriteCache {
     /// In the kernel's page cache. The kernel writes them back later, at the latest when a file is
     /// closed (`writeback`).
     Back,
+}
+
+/// Whether the content of a mount at the kernel door can change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Content {
+    Sealed,
+    Writable,
+}
+
+/// The error of an interval between commits for a file system that has none.
+pub(crate) fn no_interval() -> MountError {
+    MountError::UnsupportedOption {
+        option: "commit".to_owned(),
+        reason: "only ext4 and btrfs have such an interval",
+    }
 }
 
 /// Whether a mount can be writable.
@@ -161,10 +177,32 @@ impl MountOptions {
     /// permissions of the files allow, and the kernel always collects writes in its page cache.
     /// Access times are off unless an option asks for them: each update is a write.
     pub(crate) fn for_kernel(&self, disk: &DiskMount) -> Result<Settings, MountError> {
+        let content = match disk.device {
+            Device::ReadOnly(_) => Content::Sealed,
+            Device::Writable(_) => Content::Writable,
+        };
+        self.settings(content, &disk.path, disk.barriers)
+    }
+
+    /// The settings of a mount of an image, the file `image`, that the kernel reads by itself.
+    pub(crate) fn for_image(&self, image: &Path) -> Result<Settings, MountError> {
+        let settings = self.settings(Content::Sealed, image, Barriers::On)?;
+        match settings.commit_seconds {
+            None => Ok(settings),
+            Some(_) => Err(no_interval()),
+        }
+    }
+
+    fn settings(
+        &self,
+        content: Content,
+        path: &Path,
+        barriers: Barriers,
+    ) -> Result<Settings, MountError> {
         let has = |flag| self.flags.contains(flag);
-        let is_sealed = matches!(disk.device, Device::ReadOnly(_));
+        let is_sealed = content == Content::Sealed;
         if is_sealed && self.read_only == Some(false) {
-            return Err(MountError::SealedDisk(disk.path.clone()));
+            return Err(MountError::SealedDisk(path.to_owned()));
         }
         if self.source.is_some() {
             return Err(MountError::NotAtDoor {
@@ -185,7 +223,7 @@ impl MountOptions {
             sync: has(MountFlags::SYNCHRONOUS),
             discard: self.discard,
             commit_seconds: self.commit_seconds,
-            barriers: disk.barriers == Barriers::On,
+            barriers: barriers == Barriers::On,
         })
     }
 

@@ -91,7 +91,7 @@ impl MountedImage {
             is_writable: entry.is_writable,
             owner: match door {
                 Door::Fuse => entry.owner,
-                Door::Kernel(_) => None,
+                Door::Kernel(_) | Door::Direct(_) => None,
             },
             door,
         }

@@ -39,6 +39,14 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
+    /// A file that holds a file system cannot be read.
+    #[error("cannot read {}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The host's error.
+        source: io::Error,
+    },
     /// The content is not a file system that can be mounted at the kernel door.
     #[error("it holds {found}, not ext4, xfs or btrfs")]
     NoFileSystem {

@@ -1,7 +1,7 @@
 //! File systems of the kernel: which one a device holds, and its mount.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -144,8 +144,33 @@ pub struct Settings {
     pub barriers: bool,
 }
 
+/// What holds a file system.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source<'a> {
+    /// A block device, or a file with an EROFS.
+    pub(crate) source: &'a Path,
+    /// Further devices of an EROFS.
+    pub(crate) devices: &'a [PathBuf],
+    /// Whether the kernel bypasses the page cache of a file, if it can.
+    pub(crate) direct_io: bool,
+}
+
 /// Mounts the file system of `device`, the path of a block device, on the directory `target`.
 pub fn mount(device: &Path, kind: Kind, target: &Path, settings: Settings) -> Result<(), Error> {
+    let source = Source {
+        source: device,
+        devices: &[],
+        direct_io: false,
+    };
+    mount_source(source, kind, target, settings)
+}
+
+pub(crate) fn mount_source(
+    source: Source<'_>,
+    kind: Kind,
+    target: &Path,
+    settings: Settings,
+) -> Result<(), Error> {
     let directory_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let failed = |log: Vec<String>| {
         move |errno: Errno| Error::Mount {
@@ -159,7 +184,7 @@ pub fn mount(device: &Path, kind: Kind, target: &Path, settings: Settings) -> Re
         rustix::fs::open(target, directory_flags, Mode::empty()).map_err(failed(Vec::new()))?;
     let configuration =
         fsopen(kind.name(), FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed(Vec::new()))?;
-    let mount = configure(&configuration, device, kind, settings)
+    let mount = configure(&configuration, source, kind, settings)
         .and_then(|()| {
             fsmount(
                 &configuration,
@@ -180,11 +205,21 @@ pub fn mount(device: &Path, kind: Kind, target: &Path, settings: Settings) -> Re
 
 fn configure(
     configuration: &OwnedFd,
-    device: &Path,
+    source: Source<'_>,
     kind: Kind,
     settings: Settings,
 ) -> rustix::io::Result<()> {
-    fsconfig_set_string(configuration, "source", device)?;
+    fsconfig_set_string(configuration, "source", source.source)?;
+    for device in source.devices {
+        fsconfig_set_string(configuration, "device", device)?;
+    }
+    if source.direct_io {
+        match fsconfig_set_flag(configuration, "directio") {
+            // Linux before 6.15 does not know it.
+            Ok(()) | Err(Errno::INVAL) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
     let mut flags = Vec::new();
     if settings.read_only {
         flags.push("ro");

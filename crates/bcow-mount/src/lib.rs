@@ -11,10 +11,13 @@
 //! the process of the mount
 //! ```
 //!
+//! A file that holds an EROFS needs none of that below the file system: [`mount_files`].
+//!
 //! The crate knows nothing of disks. Its user serves the requests, and must do so before it
 //! attaches the loop device: the kernel reads the attributes of the file then.
 
 mod apart;
+mod direct;
 mod error;
 pub mod filesystem;
 mod growth;
@@ -25,6 +28,7 @@ mod memory;
 mod name;
 
 pub use apart::run_apart;
+pub use direct::{file_of_source, mount_files};
 pub use error::Error;
 pub use growth::{grow, may_grow, set_size};
 pub use hidden::HiddenMount;

@@ -210,6 +210,13 @@ pub fn is_served(source: &Path) -> bool {
     }
 }
 
+/// The file behind the loop device `source` (`/dev/loopN`), as the kernel shows its path.
+pub(crate) fn file_behind(source: &Path) -> Option<PathBuf> {
+    let number = number_in(source.to_str()?.strip_prefix("/dev/")?)?;
+    let text = sysfs(number, "backing_file")?;
+    Some(text.strip_suffix('\n').unwrap_or(&text).into())
+}
+
 fn sysfs(number: u32, attribute: &str) -> Option<String> {
     std::fs::read_to_string(format!("/sys/block/loop{number}/loop/{attribute}")).ok()
 }

@@ -5,17 +5,16 @@ use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use bcow::format::incompatible;
-use bcow::{Image, Mapping};
 use bcow_erofs::account::{LayerAccount, account};
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::store::{Opened, StackLayer};
+use bcow_oci::store::Opened;
 use serde_json::{Value, json};
 
 use super::Storage;
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
 use crate::names;
+use crate::plain;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
@@ -283,31 +282,7 @@ pub fn print_mount_command(
     opened
         .require_all()
         .map_err(|error| crate::image::cannot_open(image.path(), &error))?;
-    let mut files = vec![(&*opened.image, opened.path.as_path())];
-    let tree = image.tree()?;
-    let windows = Windows::new(opened);
-    for &start in &tree.filesystem().superblock().devices {
-        let (layer, path) = windows.device_at(start).ok_or_else(|| {
-            CommandError::new(format!(
-                "no layer matches the device at byte {start} of {}",
-                image.path().display()
-            ))
-            .hint("convert the image again")
-        })?;
-        files.push((layer, path));
-    }
-    let has_windows = opened
-        .image
-        .header()
-        .features
-        .has_incompatible(incompatible::WINDOWS);
-    let is_plain = |image: &Image| {
-        image
-            .header()
-            .features
-            .has_incompatible(incompatible::PLAIN)
-    };
-    if !files.iter().all(|(image, _)| is_plain(image)) || (has_windows && files.len() == 1) {
+    let Some(files) = plain::files(image)? else {
         return Err(CommandError::new(format!(
             "the kernel cannot mount {} by itself",
             image.path().display()
@@ -317,20 +292,17 @@ pub fn print_mount_command(
             "`bcow mount` mounts every image; `bcow convert --plain` writes an image that the \
              kernel mounts too",
         ));
-    }
-    let quoted = |path: &Path| {
-        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        names::quoted(path.as_os_str().as_bytes())
     };
+    let quoted = |path: &Path| names::quoted(path.as_os_str().as_bytes());
     let target = names::quoted(directory.as_os_str().as_bytes());
     let mut out = ui.output();
     match &files[..] {
-        [(_, file)] => writeln!(out, "mount -t erofs -o ro,loop {} {target}", quoted(file))?,
-        [(_, stack), layers @ ..] => {
+        [file] => writeln!(out, "mount -t erofs -o ro,loop {} {target}", quoted(file))?,
+        [stack, layers @ ..] => {
             // mount(8) creates a loop device for one file, but refuses files as further devices.
             let device = |path: &Path| format!("\"$(losetup -rf --show {})\"", quoted(path));
             write!(out, "mount -t erofs -o ro")?;
-            for (_, layer) in layers {
+            for layer in layers {
                 write!(out, ",device={}", device(layer))?;
             }
             writeln!(out, " {} {target}", device(stack))?;
@@ -347,41 +319,4 @@ pub fn print_mount_command(
         [] => {}
     }
     out.finish()
-}
-
-/// The layers of a stack, by their windows in the address space.
-struct Windows<'o> {
-    image: &'o Image,
-    /// Digests of the backings, by index.
-    backings: Vec<String>,
-    layers: HashMap<String, &'o StackLayer>,
-}
-
-impl<'o> Windows<'o> {
-    fn new(opened: &'o Opened) -> Self {
-        let by_digest = |layer: &'o StackLayer| (layer.facts.digest.to_string(), layer);
-        Windows {
-            image: &opened.image,
-            backings: opened
-                .image
-                .backings()
-                .map(|backing| backing.name.to_string())
-                .collect(),
-            layers: opened.layers.iter().map(by_digest).collect(),
-        }
-    }
-
-    /// The layer whose first byte is at the byte `start` of the address space.
-    fn device_at(&self, start: u64) -> Option<(&'o Image, &'o Path)> {
-        let extent = self.image.map(start).ok()?;
-        let Mapping::Backing {
-            index, offset: 0, ..
-        } = extent.mapping
-        else {
-            return None;
-        };
-        let layer = self.layers.get(self.backings.get(index as usize)?)?;
-        let file = layer.file.as_ref()?;
-        (extent.offset == start).then_some((&*file.image, file.path.as_path()))
-    }
 }

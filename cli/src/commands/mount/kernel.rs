@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow::lock::LockError;
-use bcow::{BlockCache, BlockDevice, Disk, LockFileError, LockedFile, OpenOptions, Verify};
+use bcow::{BlockCache, BlockDevice, Disk, LockFileError, LockedFile, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::kernel::{self, Barriers, Device, DiskMount, Kind};
@@ -17,7 +17,7 @@ use bcow_oci::ImageName;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
-use super::{Args, DoorChoice, Running, VerifyWhat, failure, refuse_mounted, threads};
+use super::{Args, DoorChoice, Running, direct, failure, refuse_mounted, threads};
 use crate::commands::create::disk_size;
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
@@ -38,6 +38,8 @@ pub struct Opened {
     reason: String,
     /// The file of the disk.
     path: PathBuf,
+    /// The files of an image that the kernel reads by itself.
+    files: Option<Vec<PathBuf>>,
     /// The size in bytes to which the file system is to grow.
     grows_to: Option<u64>,
     /// Dropped after the disk.
@@ -81,21 +83,33 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
         require_sound(args, &opened.device)?;
     }
     require_root(&args.image, kind)?;
-    require_no_deadlock(&args.image, &writeback)?;
     let OpenDevice {
         device,
         identity,
         lock,
         fetching,
+        direct,
     } = opened;
+    let (files, why_not) = match (kind, direct) {
+        (Kind::Erofs, Some(Ok(files))) => (Some(files), None),
+        (Kind::Erofs, Some(Err(reason))) => (None, Some(reason)),
+        _ => (None, None),
+    };
+    if files.is_none() {
+        require_no_deadlock(&args.image, &writeback)?;
+    }
     Ok(Some(Opened {
         device,
         identity,
         reason: match args.door {
-            DoorChoice::Kernel => "as --door says".to_owned(),
+            DoorChoice::Kernel => match why_not {
+                None => "as --door says".to_owned(),
+                Some(why_not) => format!("as --door says; {why_not}"),
+            },
             _ => format!("the disk holds {}", kind.name()),
         },
         path: parse_name(&args.image)?.absolute().into(),
+        files,
         grows_to: None,
         keeper: match lock {
             Some(file) => Keeper::Disk { _file: file },
@@ -161,6 +175,7 @@ pub fn open_upper(
         identity: image.identity(),
         reason,
         path: instance.disk_path(),
+        files: None,
         grows_to,
         keeper: Keeper::Upper(instance),
         _fetching: ahead::start(args, &image),
@@ -210,10 +225,7 @@ fn cannot(image: &Path) -> CommandError {
 fn open_options(args: &Args, cache: &BlockCache) -> OpenOptions {
     OpenOptions {
         cache: cache.clone(),
-        verify: match args.verify {
-            VerifyWhat::Checksums => Verify::Checksums,
-            VerifyWhat::Merkle => Verify::Merkle,
-        },
+        verify: args.verify(),
     }
 }
 
@@ -248,6 +260,8 @@ struct OpenDevice {
     identity: [u8; 32],
     lock: Option<LockedFile>,
     fetching: Option<Fetching>,
+    /// The files that the kernel can read by itself, or why it cannot.
+    direct: Option<Result<Vec<PathBuf>, String>>,
 }
 
 fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
@@ -261,6 +275,7 @@ fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDev
         identity,
         lock: Some(file),
         fetching: None,
+        direct: None,
     })
 }
 
@@ -271,6 +286,7 @@ fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, Command
         identity: image.identity(),
         lock: None,
         fetching: ahead::start(args, &image),
+        direct: Some(direct::files(args, &image)),
     })
 }
 
@@ -315,6 +331,9 @@ pub fn run(
 ) -> Result<(), CommandError> {
     let args = running.args;
     refuse_mounted(args.directory())?;
+    if let Some(files) = &opened.files {
+        return direct::run(files, running, &options);
+    }
     let file = PathBuf::from(parse_name(&args.image)?.absolute());
     let upper = match &opened.keeper {
         Keeper::Upper(instance) => Some(instance.path().to_owned()),
@@ -381,7 +400,7 @@ pub fn run(
     })
 }
 
-fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
+pub fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
     match error {
         MountError::Kernel(_) | MountError::ReadDisk(_) => {
             let name = image.display();

@@ -31,6 +31,14 @@ pub fn find(path: &Path) -> Result<Option<MountedImage>, CommandError> {
             path.display()
         ))
         .hint("`--size-limit` of the next mount changes the limit of its upper")),
+        Ok(MountedImage {
+            door: Door::Direct(file),
+            ..
+        }) => Err(CommandError::new(format!(
+            "{} is a mount of {}, an image, which never changes",
+            path.display(),
+            file.display()
+        ))),
         Ok(mount) => Ok(Some(mount)),
         Err(MountError::NotMounted(_)) => find_upper(path).map(Some),
         Err(error) => Err(failure(&error)),

@@ -1,0 +1,79 @@
+//! Images that the kernel reads by itself.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use bcow::format::incompatible;
+use bcow::{Image, Mapping};
+use bcow_oci::store::{Opened, StackLayer};
+
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
+
+/// The files with which the kernel alone mounts an image: the file that begins with its EROFS, and
+/// those of its further devices, in the order of the devices. `None` if the image is not plain.
+pub fn files(image: &OpenImage) -> Result<Option<Vec<PathBuf>>, CommandError> {
+    let opened = image.opened();
+    let mut files = vec![(&*opened.image, opened.path.as_path())];
+    let tree = image.tree()?;
+    let windows = Windows::new(opened);
+    for &start in &tree.filesystem().superblock().devices {
+        let (layer, path) = windows.device_at(start).ok_or_else(|| {
+            CommandError::new(format!(
+                "no layer matches the device at byte {start} of {}",
+                image.path().display()
+            ))
+            .hint("convert the image again")
+        })?;
+        files.push((layer, path));
+    }
+    let has = |image: &Image, feature| image.header().features.has_incompatible(feature);
+    let are_plain = files.iter().all(|(file, _)| has(file, incompatible::PLAIN));
+    let has_windows = has(&opened.image, incompatible::WINDOWS);
+    if !are_plain || (has_windows && files.len() == 1) {
+        return Ok(None);
+    }
+    let canonical = |path: &Path| {
+        path.canonicalize()
+            .context(|| format!("cannot find {}", path.display()))
+    };
+    let paths = files.iter().map(|(_, path)| canonical(path));
+    paths.collect::<Result<_, _>>().map(Some)
+}
+
+/// The layers of a stack, by their windows in the address space.
+struct Windows<'o> {
+    image: &'o Image,
+    /// Digests of the backings, by index.
+    backings: Vec<String>,
+    layers: HashMap<String, &'o StackLayer>,
+}
+
+impl<'o> Windows<'o> {
+    fn new(opened: &'o Opened) -> Self {
+        let by_digest = |layer: &'o StackLayer| (layer.facts.digest.to_string(), layer);
+        Windows {
+            image: &opened.image,
+            backings: opened
+                .image
+                .backings()
+                .map(|backing| backing.name.to_string())
+                .collect(),
+            layers: opened.layers.iter().map(by_digest).collect(),
+        }
+    }
+
+    /// The layer whose first byte is at the byte `start` of the address space.
+    fn device_at(&self, start: u64) -> Option<(&'o Image, &'o Path)> {
+        let extent = self.image.map(start).ok()?;
+        let Mapping::Backing {
+            index, offset: 0, ..
+        } = extent.mapping
+        else {
+            return None;
+        };
+        let layer = self.layers.get(self.backings.get(index as usize)?)?;
+        let file = layer.file.as_ref()?;
+        (extent.offset == start).then_some((&*file.image, file.path.as_path()))
+    }
+}
