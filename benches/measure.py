@@ -79,6 +79,13 @@ def process_rss(pid):
     return 0
 
 
+def process_resident(pid):
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def daemon_of(marker):
     """The newest process with the mount point in its command line; 0 for a kernel mount."""
     newest = 0

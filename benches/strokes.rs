@@ -134,6 +134,21 @@ fn touch(arguments: &Arguments) -> io::Result<String> {
     })
 }
 
+/// Writes a block in place and makes it durable, at another place each time, in one open file.
+fn durable(arguments: &Arguments) -> io::Result<String> {
+    let file = writable(Path::new(arguments.text("file")?))?;
+    let blocks = file.metadata()?.len() / BLOCK;
+    if blocks == 0 {
+        return Err(io::Error::other("the file has no whole block"));
+    }
+    let data = vec![b'd'; BLOCK as usize];
+    let mut random = Random(1 << 40 | 7);
+    timed(arguments.number("count", 1)? as usize, |_| {
+        file.write_all_at(&data, random.next() % blocks * BLOCK)?;
+        file.sync_data()
+    })
+}
+
 /// As the papers' write-many: for each block, open, seek, write some bytes, close.
 fn strew(arguments: &Arguments) -> io::Result<String> {
     let path = PathBuf::from(arguments.text("file")?);
@@ -247,6 +262,7 @@ fn main() -> io::Result<()> {
     let answer = match what.as_str() {
         "make" => make(&arguments),
         "touch" => touch(&arguments),
+        "durable" => durable(&arguments),
         "strew" => strew(&arguments),
         "probe" => probe(&arguments),
         "append" => append(&arguments),

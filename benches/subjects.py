@@ -115,6 +115,8 @@ class Subject:
     has_daemon = False
     # Whether the size of an upper is measured by the free space of its file system.
     by_free_space = False
+    # Whether an instance was mounted already.
+    has_started = False
 
     def __init__(self, bench):
         self.bench, self.lowers, self.count = bench, {}, 0

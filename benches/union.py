@@ -34,13 +34,14 @@ from measure import Failed, machine, run
 from results import Results
 
 HERE = pathlib.Path(__file__).resolve().parent
-PARTS = {"write-once": workloads.write_once, "write-many": workloads.write_many,
-         "fio": workloads.fio, "storms": workloads.storms, "unpack": workloads.unpack,
-         "instances": workloads.instances,
-         "append": workloads.append, "sync": workloads.sync,
+PARTS = {"start": workloads.start, "write-once": workloads.write_once,
+         "write-many": workloads.write_many, "fio": workloads.fio, "storms": workloads.storms,
+         "unpack": workloads.unpack, "instances": workloads.instances,
+         "append": workloads.append, "sync": workloads.sync, "fsync": workloads.fsync,
          "postgres": lambda bench: databases.measure(bench, databases.Postgres),
          "mariadb": lambda bench: databases.measure(bench, databases.MariaDb),
          "tools": tools.measure}
+
 
 def size_of(text):
     return (int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]] if text[-1] in "KMG"
@@ -175,6 +176,7 @@ def main():
     parser.add_argument("--append-size", type=size_of, default=size_of("16M"),
                         help="the paper's: 2G")
     parser.add_argument("--sync-files", type=int, default=500)
+    parser.add_argument("--fsyncs", type=int, default=300)
     parser.add_argument("--scale", type=int, default=5,
                         help="of the databases: pgbench's scale, and the number of 10,000 rows in "
                              "each of sysbench's 8 tables")

@@ -10,7 +10,7 @@ import tempfile
 import time
 
 import papers
-from measure import MIB, Failed, drop_caches, have, run, table
+from measure import MIB, Failed, drop_caches, have, process_resident, run, table
 from results import mib, shown
 
 
@@ -63,6 +63,61 @@ def write_once(bench):
 
         bench.rounds(each)
     bench.results.show("write-once", "Write-once: open, write 1 byte, close", bench.measured)
+
+
+def start(bench):
+    """The time from a mount to its first listing, and the memory of the daemon then."""
+    directories, files = bench.args.storm_files // 100, 100
+    with bench.tree("start") as tree:
+        bench.small_files(tree, directories, files, 3000)
+        bench.prepare(tree)
+
+        def each(subject):
+            # It is a copy, and has no mount.
+            if subject.name == "native":
+                return
+
+            def note(row, unit, value):
+                bench.results.note("start", row, unit, subject, value)
+
+            # What is made once for each image, and kept, is made by the first mount of all.
+            first = not subject.has_started
+            subject.has_started = True
+            for row in (["first mount of the image, and ls, cold"] * first +
+                        ["mount of a new upper, and ls, cold", "mount of a new upper, and ls"]):
+                if row.endswith("cold"):
+                    drop_caches()
+                begin = time.monotonic()
+                with subject.instance(tree) as one:
+                    run(["ls", one.path])
+                    note(row, "ms", (time.monotonic() - begin) * 1e3)
+                    if row == "mount of a new upper, and ls" and one.daemon:
+                        note("daemon: peak memory after it", "MiB", one.rss() / MIB)
+                        # Its caches are given back after ten seconds without a request.
+                        time.sleep(12)
+                        note("daemon: memory at rest", "MiB", process_resident(one.daemon) / MIB)
+
+        bench.rounds(each)
+    bench.results.show("start", f"Mounting an image of {bench.args.storm_files:,} files",
+                       bench.measured)
+
+
+def fsync(bench):
+    """Blocks of 4 KiB in place in a file, each made durable."""
+    count = bench.args.fsyncs
+    with bench.tree("fsync") as tree:
+        bench.stroke("make", file=tree / "data", size=64 * MIB)
+        bench.prepare(tree)
+
+        def each(subject):
+            with subject.instance(tree) as one:
+                for when in ("first", "next"):
+                    done = bench.stroke("durable", file=one.path / "data", count=count)
+                    bench.results.note("fsync", f"write of 4 KiB and fdatasync, {when} {count:,}",
+                                       "per s", subject, done["count"] / done["seconds"])
+
+        bench.rounds(each)
+    bench.results.show("fsync", "Durable writes in place, a file of 64 MiB", bench.measured)
 
 
 def write_many(bench):
