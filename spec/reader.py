@@ -275,8 +275,8 @@ USES = {1: "image", 2: "disk", 3: "sketch"}
 STATES = {0: "writable", 1: "sealed"}
 
 INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows", 4: "plain", 5: "fragments",
-                6: "views"}
-ZSTD, BACKING, RECORDS, WINDOWS, PLAIN, FRAGMENTS, VIEWS = (1 << bit for bit in INCOMPATIBLE)
+                6: "views", 7: "urls"}
+ZSTD, BACKING, RECORDS, WINDOWS, PLAIN, FRAGMENTS, VIEWS, URLS = (1 << bit for bit in INCOMPATIBLE)
 MERKLE = 1 << 0  # read-only-compatible
 
 HEADER = struct.Struct(
@@ -576,7 +576,7 @@ def decode_backing(table, index, header, count=None):
     must(start + 64 <= len(table), "the entry ends behind the table")
     (kind, reserved, name_bytes, name_offset, size, layout, reserved_20,
      digest) = BACKING_ENTRY.unpack_from(table, start)
-    must(kind in (1, 2) or kind == 3 and count is None, f"kind {kind}")
+    must(kind in (1, 2, 4) or kind == 3 and count is None, f"kind {kind}")
     must(reserved == 0 and reserved_20 == bytes(12), "reserved bytes")
     must(kind == 3 or layout == 0, "a layout in an entry that is no view")
     must(size % SECTOR == 0 and size <= 1 << 48, f"size {size}")
@@ -591,14 +591,32 @@ def decode_backing(table, index, header, count=None):
         must(layout >= 1 and digest != bytes(32), "a view without layout or identity")
         image = decode_backing(table[name_offset : name_offset + name_bytes], index, header, 1)
         return Backing(kind, size, digest, f"view of {image}")
-    must(header.use != 1, "an image with a backing by file name")
-    must(1 <= name_bytes <= 255, f"name_bytes {name_bytes}")
+    if kind == 2:
+        must(header.use != 1, "an image with a backing by file name")
+        must(1 <= name_bytes <= 255, f"name_bytes {name_bytes}")
+    else:
+        must(header.use == 2, "a URL in a file that is no disk")
+        must(header.incompatible & URLS, "a URL without the feature urls")
+        must(digest != bytes(32), "a URL without a Merkle root")
+        must(1 <= name_bytes <= 2048, f"name_bytes {name_bytes}")
     try:
         name = table[name_offset : name_offset + name_bytes].decode("utf-8")
     except UnicodeDecodeError:
         raise Rejected("backing-entry", place, "the name is not UTF-8") from None
-    must(is_file_name(name), f"the name {name!r}")
+    must(is_file_name(name) if kind == 2 else is_url(name), f"the name {name!r}")
     return Backing(kind, size, digest, name)
+
+
+def is_url(name):
+    """Section 8: the rules of URLs."""
+    scheme, separator, rest = name.partition("://")
+    if not separator or any(c < " " or c == "\x7f" for c in name):
+        return False
+    if scheme == "s3":
+        return rest != ""
+    server = rest.split("/")[0]
+    return (scheme in ("https", "http", "docker") and server != "" and "@" not in server
+            and "?" not in rest and "#" not in rest)
 
 
 def is_file_name(name):
@@ -826,6 +844,8 @@ class Bcow:
             raise Rejected("backing-entry", place, "the chain of backings is more than 64 deep")
         if wanted.kind == 3:
             raise Unable(f"{self.path}: {place} is a {wanted.name}; this reader makes no views")
+        if wanted.kind == 4:
+            raise Unable(f"{self.path}: {place} is {wanted.name}; this reader has no network")
         if wanted.kind == 1:
             digest = wanted.digest.hex()
             candidates = [
@@ -1201,7 +1221,7 @@ def full_check(file):
     # Beyond section 12, and only if the user gave directories: check the backings' identity.
     if file.stores or file.names:
         for index, backing in enumerate(file.backings):
-            if backing.kind != 3:
+            if backing.kind in (1, 2):
                 file.backing(index)
 
 

@@ -4,16 +4,21 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::chain::{self, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share};
-use bcow::format::{FormatError, State, Use};
+use bcow::chain::{
+    self, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share, UrlFailure, Urls,
+};
+use bcow::format::{BackingName, FormatError, State, Use};
 use bcow::lock::FileLock;
 use bcow::{Disk, Error, Image, LockFileError, LockedFile, OpenOptions, header_of};
 use bcow_oci::ImageName;
-use bcow_oci::store::{Places, Stores};
+use bcow_oci::store::{Opened, Places, Stores};
+use bcow_remote::Root;
 
 use crate::error::{CommandError, Context};
+use crate::given::Given;
+use crate::remote::{self, Pinned};
 use crate::running;
-use crate::stores::{StoreArgs, cannot_open_file, parse_name, refuse_what_is_no_file};
+use crate::stores::{StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file};
 use crate::views::UserViews;
 
 /// A disk, open for reading, with the files below it.
@@ -60,7 +65,8 @@ pub fn lock_note(command: &str) -> String {
 }
 
 /// Finds the files below a disk as the command line allows.
-pub struct Below {
+pub struct Below<'a> {
+    args: &'a StoreArgs,
     directories: Vec<PathBuf>,
     stores: Stores,
     views: UserViews,
@@ -68,8 +74,8 @@ pub struct Below {
     options: OpenOptions,
 }
 
-impl Below {
-    pub fn new(args: &StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
+impl<'a> Below<'a> {
+    pub fn new(args: &'a StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
         let directories = args.backing_dirs()?.to_vec();
         let stores = args.directories()?;
         let places = Places {
@@ -78,6 +84,7 @@ impl Below {
             ..Places::default()
         };
         Ok(Below {
+            args,
             stores: Stores::new(places, options.clone()),
             views: UserViews::new(options),
             directories,
@@ -90,10 +97,21 @@ impl Below {
         Policy {
             directories: &self.directories,
             digests: &self.stores,
+            urls: self,
             views: &self.views,
             share: self.share,
             options: self.options.clone(),
         }
+    }
+
+    fn open_url(&self, url: &str, root: Root) -> Result<Opened, CommandError> {
+        let remote = remote::open(url, &self.args.remote, Pinned::To(root))?;
+        let opened = self
+            .args
+            .open_remote(&remote, &Given::default(), &self.options)?;
+        let all = opened.require_all();
+        all.map_err(|error| cannot_open(&remote.name, &error))?;
+        Ok(opened)
     }
 
     /// For the disk at `path`.
@@ -151,11 +169,61 @@ impl Below {
     }
 }
 
+impl Urls for Below<'_> {
+    fn find(&self, url: &str, merkle_root: &[u8; 32]) -> Result<(Arc<Image>, u32), UrlFailure> {
+        let failed = |text: &str, hint: Option<String>| {
+            Box::new(Problem {
+                text: text.to_owned(),
+                hint,
+            })
+        };
+        if !self.args.allows_url(url) {
+            let server = url.split('/').take(3).collect::<Vec<_>>().join("/");
+            return Err(failed(
+                "it is on another machine, and its URL is not allowed",
+                Some(format!(
+                    "--backing-url {server} allows the backings there; so does the variable \
+                     BCOW_BACKING_URLS"
+                )),
+            ));
+        }
+        let opened = self.open_url(url, Root(*merkle_root)).map_err(|error| {
+            let text = match error.causes() {
+                [] => error.message().to_owned(),
+                causes => causes.join(": "),
+            };
+            failed(&text, error.hint_text().map(str::to_owned))
+        })?;
+        let image = opened.image;
+        let above = image.disk_backing().map(|entry| &entry.name);
+        if let Some(name) = above.filter(|name| !matches!(name, BackingName::Digest(_))) {
+            let text = format!("it is a disk over {name}, which is not supported yet");
+            return Err(failed(&text, None));
+        }
+        Ok((image, opened.height))
+    }
+}
+
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for Problem {}
+
 impl Problem {
     fn of(problem: &ChainProblem) -> Self {
+        let of_url = match problem {
+            ChainProblem::Url { source, .. } => source.downcast_ref::<Problem>(),
+            _ => None,
+        };
         Problem {
             text: problem.to_string(),
-            hint: hint(problem).map(str::to_owned),
+            hint: match of_url {
+                Some(problem) => problem.hint.clone(),
+                None => hint(problem).map(str::to_owned),
+            },
         }
     }
 
@@ -180,10 +248,12 @@ fn hint(problem: &ChainProblem) -> Option<&'static str> {
             "name the directory that has it with --backing-dir, or another backing with \
              `bcow rebase --unsafe`",
         ),
-        ChainProblem::Changed { .. } | ChainProblem::Size { .. } => Some(
-            "the backing has changed, and its data no longer matches this disk; \
+        ChainProblem::Changed { .. } | ChainProblem::Size { .. } | ChainProblem::UrlSize { .. } => {
+            Some(
+                "the backing has changed, and its data no longer matches this disk; \
              if the change is intended, `bcow rebase --unsafe` accepts it",
-        ),
+            )
+        }
         ChainProblem::NoDigest { .. } => Some("name a directory that has it with --store"),
         ChainProblem::InUse { .. } => {
             Some("end the program that writes to it, or read the file anyway with --force-share")

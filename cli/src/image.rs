@@ -17,6 +17,7 @@ use serde_json::{Map, Value, json};
 
 use crate::disks::{self, Problem};
 use crate::error::{CommandError, Context};
+use crate::given::{Given, OpenFiles};
 use crate::place::Layout;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::size::Count;
@@ -46,6 +47,8 @@ pub struct OpenImage {
     problems: Vec<Problem>,
     /// The images that are shown as one, if this one was opened with layers; the lowest first.
     parts: Vec<ImagePart>,
+    /// Where the image comes from, if that is another machine.
+    remote: Option<RemoteImage>,
 }
 
 /// An image that is shown with others as one.
@@ -68,13 +71,13 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        OpenImage::find(name, &[], stores, Pinned::AsAsked, options)?.complete()
+        OpenImage::find(name, &Given::default(), stores, Pinned::AsAsked, options)?.complete()
     }
 
     /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
     pub fn open_second(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
-        OpenImage::find(name, &[], stores, Pinned::Never, &options)?.complete()
+        OpenImage::find(name, &Given::default(), stores, Pinned::Never, &options)?.complete()
     }
 
     /// The image, if nothing is missing of it.
@@ -153,7 +156,7 @@ impl OpenImage {
     ) -> Result<Self, CommandError> {
         let base = check(OpenImage::find(
             name,
-            &[],
+            &Given::default(),
             stores,
             Pinned::AsAsked,
             options,
@@ -176,7 +179,7 @@ impl OpenImage {
         let mut parts = vec![base];
         for layer in layers {
             // The layer finds the images below it among these files.
-            let given: Vec<PathBuf> = parts.iter().flat_map(OpenImage::files).collect();
+            let given = given(&parts);
             let image = check(OpenImage::find(
                 layer,
                 &given,
@@ -245,7 +248,18 @@ impl OpenImage {
             chain: Vec::new(),
             problems: Vec::new(),
             parts: Vec::new(),
+            remote: None,
         }
+    }
+
+    /// The URL by which a file may name this image of another machine.
+    pub fn lasting_url(&self) -> Option<&str> {
+        self.remote.as_ref()?.lasting_url.as_deref()
+    }
+
+    /// The place on another machine from which the image comes.
+    pub fn remote(&self) -> Option<&RemoteImage> {
+        self.remote.as_ref()
     }
 
     /// The images that are shown as one, if this one was opened with layers; the lowest first.
@@ -281,17 +295,13 @@ impl OpenImage {
 
     fn find(
         name: &Path,
-        given: &[PathBuf],
+        given: &Given,
         stores: &StoreArgs,
         pinned: Pinned,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let begun = std::time::Instant::now();
-        let root = match pinned {
-            Pinned::AsAsked => stores.remote.root_hash,
-            Pinned::Never => None,
-        };
-        let image = match root {
+        let image = match stores.remote.root_of(pinned) {
             None => OpenImage::look(name, given, stores, pinned, options)?,
             // Opened with this root only, and always verified.
             Some(_) if matches!(parse_name(name)?, ImageName::Remote(_)) => {
@@ -362,7 +372,7 @@ impl OpenImage {
 
     fn look(
         name: &Path,
-        given: &[PathBuf],
+        given: &Given,
         stores: &StoreArgs,
         pinned: Pinned,
         options: &OpenOptions,
@@ -389,8 +399,8 @@ impl OpenImage {
         let places = Places {
             stores: &directories,
             named: stores.backing_dirs()?,
-            files: given,
-            remote: None,
+            files: &given.files,
+            remote: given.remote.as_ref(),
         };
         let opened =
             store::open(&parsed, places, options).map_err(|error| cannot_open(name, &error))?;
@@ -399,26 +409,22 @@ impl OpenImage {
 
     /// Opens an image of another machine, which was found already, with all its layers.
     pub fn of_remote(remote: RemoteImage, stores: &StoreArgs) -> Result<Self, CommandError> {
-        OpenImage::open_remote(remote, &[], stores, &OpenOptions::default())?.complete()
+        OpenImage::open_remote(remote, &Given::default(), stores, &OpenOptions::default())?
+            .complete()
     }
 
     fn open_remote(
         remote: RemoteImage,
-        given: &[PathBuf],
+        given: &Given,
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        let directories = stores.directories()?;
-        let places = Places {
-            stores: &directories,
-            named: stores.backing_dirs()?,
-            files: given,
-            remote: remote.files.as_ref(),
-        };
-        let name = remote.name;
-        let opened = store::open_remote(name.clone(), remote.storage, places, options)
-            .map_err(|error| cannot_open(&name, &error))?;
-        Ok(OpenImage::of(&name, opened))
+        let opened = stores.open_remote(&remote, given, options)?;
+        let image = OpenImage::of(&remote.name, opened);
+        Ok(OpenImage {
+            remote: Some(remote),
+            ..image
+        })
     }
 
     /// The files below a disk that were found, the nearest first; none of an image.
@@ -533,6 +539,22 @@ impl Shown for OpenImage {
     }
 }
 
+/// The files of images, for a layer on top of them.
+fn given(images: &[OpenImage]) -> Given {
+    let mut open = OpenFiles::default();
+    for remote in images.iter().filter_map(OpenImage::remote) {
+        open.files.push(Arc::clone(&remote.storage));
+        open.places.extend(remote.files.clone());
+    }
+    Given {
+        files: images.iter().flat_map(OpenImage::files).collect(),
+        remote: match open.files.is_empty() {
+            true => None,
+            false => Some(Arc::new(open)),
+        },
+    }
+}
+
 /// An image of one file.
 fn opened_alone(image: Arc<Image>, path: PathBuf) -> Opened {
     Opened {
@@ -541,6 +563,7 @@ fn opened_alone(image: Arc<Image>, path: PathBuf) -> Opened {
         layers: Vec::new(),
         below: Vec::new(),
         problems: Vec::new(),
+        height: 1,
     }
 }
 

@@ -14,6 +14,7 @@ mod cpus;
 mod disks;
 mod error;
 mod form;
+mod given;
 mod heap;
 mod image;
 mod interrupt;
@@ -74,6 +75,8 @@ Environment:
   BCOW_STORE         directories to search for layers, separated by colons (see also --store)
   BCOW_CACHE         directory that keeps what is read of images on other machines (see --cache-dir)
   BCOW_CACHE_LIMIT   limit of that directory, as a size (see --cache-limit)
+  BCOW_MIRRORS       servers that are asked first, between spaces (see --mirror)
+  BCOW_BACKING_URLS  allowed URLs of backings, between spaces (see --backing-url)
   BCOW_VIEWS         directory that keeps the ext4 metadata of images (see `bcow help create`)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour

@@ -1,7 +1,6 @@
 //! Destinations in registries.
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use bcow_oci::{Digest, LayoutForm, OpenContent};
@@ -11,9 +10,6 @@ use serde_json::Value;
 use crate::error::CommandError;
 use crate::place::{Destination, Layout};
 use crate::remote::{self, RemoteArgs};
-
-/// The directory for images until they are sent. /tmp is in memory on many machines.
-const SCRATCH: &str = "/var/tmp";
 
 /// Makes a destination in a registry one that images are written to; any other stays. `from` is the
 /// name of the image that is read, whose blobs may be in the same registry.
@@ -28,14 +24,9 @@ pub fn resolve(
     let upload = upload(&url, args, from)?;
     Ok(Destination::Layout(Layout {
         form: LayoutForm::Registry(upload),
-        path: scratch(),
+        path: remote::scratch(),
         reference: None,
     }))
-}
-
-fn scratch() -> PathBuf {
-    let named = std::env::var_os("TMPDIR").filter(|path| !path.is_empty());
-    named.map_or_else(|| PathBuf::from(SCRATCH), PathBuf::from)
 }
 
 /// The place that `docker://...` names, for writing.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bcow::Storage;
+use bcow::format::is_plain_url;
 use bcow_fuse::stats::RemoteReport;
 use bcow_fuse::stats::document::{self, KindCount};
 use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
@@ -139,6 +140,9 @@ impl Client {
 /// Largest size of a file with a key.
 const KEY_BYTES: u64 = 64 << 10;
 
+/// The default of [`scratch`]. /tmp is in memory on many machines.
+const SCRATCH: &str = "/var/tmp";
+
 /// The heading of these options in the help.
 pub const HEADING: &str = "Images on other machines";
 
@@ -147,6 +151,8 @@ pub const HEADING: &str = "Images on other machines";
 pub enum Pinned {
     AsAsked,
     Never,
+    /// The file above records the root hash.
+    To(Root),
 }
 
 /// An image on another machine.
@@ -157,6 +163,11 @@ pub struct RemoteImage {
     pub storage: Arc<dyn Storage>,
     /// The files below the image, if it comes from a place with several.
     pub files: Option<Arc<dyn RemoteFiles>>,
+    /// The URL that a file may record: without secrets, and in a registry with the digest of the
+    /// manifest. `None` if the URL has a query.
+    pub lasting_url: Option<String>,
+    /// The digest of the file, if a registry has it.
+    pub digest: Option<Digest>,
 }
 
 impl RemoteArgs {
@@ -169,14 +180,16 @@ impl RemoteArgs {
             }),
             cache: self.cache()?,
             mirrors: self.mirrors()?,
+            scratch: scratch(),
             ..defaults
         })
     }
 
-    fn root_of(&self, pinned: Pinned) -> Option<Root> {
+    pub fn root_of(&self, pinned: Pinned) -> Option<Root> {
         match pinned {
             Pinned::AsAsked => self.root_hash,
             Pinned::Never => None,
+            Pinned::To(root) => Some(root),
         }
     }
 
@@ -309,7 +322,8 @@ pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage,
             .hint("write https://HOST/PATH; a query may follow")
     })?;
     let name = address.to_string();
-    open_file(name, args, |remote| {
+    let lasting = Some(name.clone()).filter(|name| is_plain_url(name));
+    open_file(name, lasting, args, |remote| {
         remote.open(&address, args.root_of(pinned))
     })
 }
@@ -320,7 +334,8 @@ fn open_in_s3(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImag
             .hint("write s3://BUCKET/KEY")
     })?;
     let server = s3::server()?;
-    open_file(name.to_string(), args, |remote| {
+    let lasting = Some(name.to_string()).filter(|name| is_plain_url(name));
+    open_file(name.to_string(), lasting, args, |remote| {
         remote.open_in_s3(&server, &name, args.root_of(pinned))
     })
 }
@@ -328,6 +343,7 @@ fn open_in_s3(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImag
 /// Opens an image of one file.
 fn open_file(
     name: String,
+    lasting_url: Option<String>,
     args: &RemoteArgs,
     open: impl FnOnce(&Remote) -> Result<RemoteFile, RemoteError>,
 ) -> Result<RemoteImage, CommandError> {
@@ -338,6 +354,8 @@ fn open_file(
         name: name.into(),
         storage: client.add(file) as Arc<dyn Storage>,
         files: None,
+        lasting_url,
+        digest: None,
     })
 }
 
@@ -366,7 +384,7 @@ fn open_in_registry(
             .caused_by_text("it is an ordinary OCI image")
     };
     // The digest of an ordinary image does not cover what is attached to it.
-    let is_covered = pinned == Pinned::AsAsked && args.root_hash.is_some();
+    let is_covered = args.root_of(pinned).is_some();
     if place.registry.reference().digest().is_some() && !is_covered {
         return Err(ordinary().hint(
             "its digest does not cover a BCoW image that is attached to it: name its tag, or that \
@@ -458,10 +476,7 @@ impl Place {
     ) -> Result<RemoteImage, CommandError> {
         let failed = |error: RemoteError| cannot_open(&self.name, &error);
         let of_manifest = image.stack.merkle_root.map(Root);
-        let root = match (pinned, args.root_hash) {
-            (Pinned::AsAsked, Some(root)) => Some(root),
-            _ => of_manifest,
-        };
+        let root = args.root_of(pinned).or(of_manifest);
         if let (Some(root), Some(found)) = (root, of_manifest)
             && root != found
         {
@@ -480,6 +495,14 @@ impl Place {
             storage: self.client.add(file) as Arc<dyn Storage>,
             files: Some(self.repository() as Arc<dyn RemoteFiles>),
             name: self.name.clone().into(),
+            lasting_url: Some(format!(
+                "docker://{}/{}@{}",
+                self.registry.reference().server(),
+                self.registry.reference().repository(),
+                Digest::of(&image.manifest)
+            ))
+            .filter(|url| is_plain_url(url)),
+            digest: Some(image.stack.digest.clone()),
         })
     }
 }
@@ -647,6 +670,12 @@ fn found(
         }
         Err(_) => Err("the stored credentials are invalid, or their helper does not work".into()),
     }
+}
+
+/// The directory for files that are sent, or that come from a mirror.
+pub fn scratch() -> PathBuf {
+    let named = std::env::var_os("TMPDIR").filter(|path| !path.is_empty());
+    named.map_or_else(|| PathBuf::from(SCRATCH), PathBuf::from)
 }
 
 /// A client with these options. `name` is what is opened, for messages.

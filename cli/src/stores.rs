@@ -3,15 +3,16 @@
 
 use std::path::{Path, PathBuf};
 
-use bcow::Error;
 use bcow::chain::Share;
 use bcow::format::FormatError;
+use bcow::{Error, OpenOptions};
 use bcow_oci::ImageName;
-use bcow_oci::store::StoreError;
+use bcow_oci::store::{self, Opened, Places, StoreError};
 
 use crate::error::{CommandError, Context};
 use crate::form::guess;
-use crate::remote::RemoteArgs;
+use crate::given::Given;
+use crate::remote::{HEADING, RemoteArgs, RemoteImage};
 
 /// Directories in which the layers of an image are looked up, in addition to the layout of the
 /// image.
@@ -24,6 +25,11 @@ pub struct StoreArgs {
     /// Also look for backing files in this directory (repeatable)
     #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     backing_dirs: Vec<PathBuf>,
+    /// Also open backings whose URL is PREFIX, or begins with PREFIX and a slash (repeatable)
+    /// [default: $BCOW_BACKING_URLS]
+    #[arg(long = "backing-url", value_name = "PREFIX", hide_short_help = true)]
+    #[arg(help_heading = HEADING)]
+    backing_urls: Vec<String>,
     /// Read a disk without a lock, even while another process writes to the disk; reads may be
     /// inconsistent
     #[arg(short = 'U', long)]
@@ -34,6 +40,8 @@ pub struct StoreArgs {
 
 /// Stores for every command, as in PATH.
 const STORES: &str = "BCOW_STORE";
+/// Beginnings of URLs of backings that may be opened, between spaces.
+const BACKING_URLS: &str = "BCOW_BACKING_URLS";
 
 impl StoreArgs {
     /// The directories, those of the command line first.
@@ -58,6 +66,46 @@ impl StoreArgs {
     pub fn backing_dirs(&self) -> Result<&[PathBuf], CommandError> {
         require_directories(&self.backing_dirs, "backings")?;
         Ok(&self.backing_dirs)
+    }
+
+    /// Opens an image of another machine, with those files below it that are available.
+    pub fn open_remote(
+        &self,
+        image: &RemoteImage,
+        given: &Given,
+        options: &OpenOptions,
+    ) -> Result<Opened, CommandError> {
+        let directories = self.directories()?;
+        let places = Places {
+            stores: &directories,
+            named: self.backing_dirs()?,
+            files: &given.files,
+            remote: image.files.as_ref().or(given.remote.as_ref()),
+        };
+        store::open_remote(image.name.clone(), image.storage.clone(), places, options)
+            .map_err(|error| cannot_open(&image.name, &error))
+    }
+
+    /// Whether the user allows a file to name a backing by this URL.
+    pub fn allows_url(&self, url: &str) -> bool {
+        let variable = std::env::var(BACKING_URLS).unwrap_or_default();
+        let by_variable = variable
+            .split_whitespace()
+            .filter(|_| self.backing_urls.is_empty());
+        let named = self.backing_urls.iter().map(String::as_str);
+        named.chain(by_variable).any(|prefix| {
+            let prefix = prefix.trim_end_matches('/');
+            let Some((scheme, place)) = prefix.split_once("://") else {
+                return false;
+            };
+            let rest = url.strip_prefix(prefix).filter(|_| !place.is_empty());
+            rest.is_some_and(|rest| match rest.bytes().next() {
+                None | Some(b'/') => true,
+                // The digest behind the name of a repository.
+                Some(b'@') => scheme == "docker" && place.contains('/'),
+                _ => false,
+            })
+        })
     }
 }
 

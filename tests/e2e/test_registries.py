@@ -211,6 +211,37 @@ class Sources(Scratch):
         self.assertEqual(self.cat("/large"), self.noise)
         self.assertEqual(len(blobs), len(set(blobs)), "a blob was fetched twice")
 
+    def test_layers_come_from_mirrors_first_and_wrong_bytes_are_not_used(self):
+        def wrong(handler, _):
+            if self.large not in handler.path:
+                return False
+            data = bytearray(self.content.blobs[self.large])
+            data[len(data) // 2] ^= 1
+            handler.answer(200, bytes(data))
+            return True
+
+        def blobs(server):
+            return {path for path, _ in server.asked if "/blobs/" in path}
+
+        with Server(self.content) as origin, Server(self.content) as good, \
+                Server(self.content, wrong) as liar, Server(Content()) as empty:
+            def mirrors(*servers):
+                return [f"--mirror=http://127.0.0.1:{one.server_address[1]}" for one in servers]
+
+            self.convert(origin.name(), "--no-cache", *mirrors(empty, good))
+            self.assertEqual((blobs(origin), len(blobs(good)), len(blobs(empty))), (set(), 4, 4))
+            result = self.convert(origin.name(), "--no-cache", "--force", *mirrors(liar, good))
+            self.assertIn(b"this mirror is not asked for 600 s", result.err)
+            self.assertEqual(blobs(origin), set())
+            self.assertEqual(self.cat("/large"), self.noise)
+            address = empty.server_address[1]
+        with Server(self.content) as origin:
+            result = self.convert(origin.name(), "--no-cache", "--force",
+                                  f"--mirror=http://127.0.0.1:{address}")
+            self.assertIn(b"this mirror is not asked for 60 s", result.err)
+            self.assertEqual(len(blobs(origin)), 4)
+            self.assertEqual(self.cat("/large"), self.noise)
+
     def test_platform_selects_from_an_index(self):
         with Server(self.content) as server:
             self.convert(server.name(":index"), "--platform", "linux/arm64")

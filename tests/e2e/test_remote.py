@@ -277,6 +277,53 @@ class Remote(unittest.TestCase):
         with mounted(self.image) as where:
             self.assertIsNone(self.statistics(where))
 
+    def damaged(self, name, chunks):
+        """A copy of the image on the server, in which these chunks are zeros."""
+        with open(self.image, "rb") as file:
+            data = bytearray(file.read())
+        for chunk in chunks:
+            data[chunk << 14:(chunk + 1) << 14] = bytes(1 << 14)
+        with open(os.path.join(self.served, name), "wb") as file:
+            file.write(data)
+
+    def test_fsck_names_the_files_of_all_wrong_chunks(self):
+        with self.server() as server:
+            self.damaged("damaged.bcow", (40, 300, 301, 900))
+            url = server.url("damaged.bcow")
+            checked = self.bcow("fsck", "--data", "--json", url, check=False)
+            self.assertEqual(checked.code, 4, str(checked))
+            found = json.loads(checked.out)
+            codes = {finding["code"] for finding in found["findings"]}
+            self.assertLessEqual({"merkle", "file-data"}, codes)
+            local = json.loads(bcow("fsck", "--data", "--json",
+                                    os.path.join(self.served, "damaged.bcow"), check=False,
+                                    timeout=TIMEOUT).out)
+
+            def files(document):
+                return sorted(f["place"] for f in document["findings"] if f["code"] == "file-data")
+            self.assertEqual(files(found), files(local))
+            self.assertGreaterEqual(len(files(found)), 3)
+            shown = self.bcow("fsck", "--data", url, check=False)
+            self.assertIn(b"hint: replace the damaged file on the server", shown.err)
+
+    def test_damaged_and_missing_bytes_are_restored_from_the_server(self):
+        broken = os.path.join(self.cache, "broken.bcow")
+        with self.server() as server:
+            shutil.copy(self.image, broken)
+            with open(broken, "r+b") as file:
+                for place in 5000, 1 << 20, self.bytes - 9:
+                    file.seek(place)
+                    file.write(b"wrong")
+            self.bcow("fsck", "--repair", "--from", server.url("image.bcow"), broken, check=False)
+            run("cmp", broken, self.image, timeout=TIMEOUT)
+            with open(broken, "r+b") as file:
+                file.truncate(self.bytes // 2)
+            sent = server.sent
+            self.bcow("fsck", "--repair", "--no-cache", "--from", server.url("image.bcow"), broken,
+                      check=False)
+            run("cmp", broken, self.image, timeout=TIMEOUT)
+            self.assertLess(server.sent - sent, self.bytes * 3 // 4)
+
     def test_unknown_certificate_is_refused(self):
         del self.env["SSL_CERT_FILE"]
         with self.server() as server:
@@ -523,6 +570,22 @@ class Registry(unittest.TestCase):
             self.assertIn(b"denies access", failed.err)
             self.assertNotIn(b"falsch", failed.err)
             self.assertNotIn(base64.b64encode(b"alice:falsch-0815"), failed.err)
+
+    def test_layers_are_restored_from_the_registry(self):
+        broken = os.path.join(self.cache, "layout")
+        shutil.copytree(self.layout, broken)
+        blobs = os.path.join(broken, "blobs", "sha256")
+        largest = max((os.path.join(blobs, name) for name in os.listdir(blobs)),
+                      key=os.path.getsize)
+        with open(largest, "rb") as file:
+            whole = file.read()
+        with open(largest, "r+b") as file:
+            file.seek(len(whole) // 3)
+            file.write(b"wrong")
+            file.truncate(len(whole) - 20_000)
+        self.bcow("fsck", "--repair", "--from", self.name, f"oci:{broken}:tag", check=False)
+        with open(largest, "rb") as file:
+            self.assertTrue(file.read() == whole, "the layer")
 
     def test_missing_image_is_not_found(self):
         failed = self.bcow("ls", f"docker://{self.address}/team/none:1", check=False)

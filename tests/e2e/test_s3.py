@@ -195,6 +195,13 @@ class Bucket(unittest.TestCase):
             self.bcow("copy", name, copy)
             with open(copy, "rb") as file:
                 self.assertTrue(file.read() == self.objects["image.bcow"], "the copy")
+            with open(copy, "r+b") as file:
+                file.seek(300_000)
+                file.write(b"wrong")
+                file.truncate(len(self.objects["image.bcow"]) - 50_000)
+            self.bcow("fsck", "--repair", "--from", name, copy, check=False)
+            with open(copy, "rb") as file:
+                self.assertTrue(file.read() == self.objects["image.bcow"], "the restored file")
             self.assertEqual({code for _, code in server.asked}, {None})
 
     def test_wrong_missing_and_refused_keys_are_errors_without_secrets(self):

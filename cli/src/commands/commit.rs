@@ -145,6 +145,9 @@ fn failure(args: &Args, below: &Below, error: CommitError) -> CommandError {
         CommitError::BackingByDigest => CommandError::new(cannot())
             .caused_by(&error)
             .hint("`bcow commit DISK NEW` makes a layer on top of it"),
+        CommitError::Url(_) => CommandError::new(cannot())
+            .caused_by(&error)
+            .hint("`bcow commit DISK NEW` makes a layer on top of it, and `bcow copy` copies it"),
         CommitError::View => CommandError::new(cannot())
             .caused_by(&error)
             .hint("`bcow commit DISK NEW` makes a layer of the disk on top of the view"),

@@ -26,6 +26,10 @@ use crate::views::{UserViews, cannot_view};
 /// --backing-dir; or by its digest, in stores given by --store. If the backing has changed, the
 /// disk does not open.
 ///
+/// A disk over an image of another machine records the URL and the root hash of the image, and of
+/// an image in a registry also the digest of its manifest. The commands that use the disk open such
+/// a backing only if --backing-url, or $BCOW_BACKING_URLS, allows its URL.
+///
 /// Layouts:
 ///
 ///     auto          4 KiB blocks for small writes, larger blocks for large writes; the first write
@@ -46,7 +50,8 @@ pub struct Args {
     /// The disk to create
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     new: PathBuf,
-    /// Backing image for unwritten blocks: a BCoW file, or oci:DIR[:REF]
+    /// Backing image for unwritten blocks: a BCoW file, oci:DIR[:REF], or an image on another
+    /// machine, such as docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
     backing: Option<PathBuf>,
     /// Record the backing by the digest of its file instead of its name; the backing must be
@@ -191,6 +196,7 @@ pub fn backing(
     let size = device.size();
     let parsed = parse_name(name)?;
     match &parsed {
+        ImageName::Remote(_) => Ok((by_url(&image, by_digest)?, device)),
         ImageName::File(path) if !by_digest => {
             let entry = by_name(path, disk, stores, options, &image)?;
             Ok((entry, device))
@@ -221,6 +227,30 @@ pub fn backing(
             Ok((entry, device))
         }
     }
+}
+
+/// The entry that names an image of another machine by its URL.
+fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandError> {
+    let name = image.path().display();
+    let cannot = format!("cannot make {name} a backing");
+    if by_digest {
+        return Err(CommandError::usage(format!("{cannot} by its digest"))
+            .caused_by_text("it is on another machine")
+            .hint("leave out --by-digest: the disk records the root hash of the image"));
+    }
+    let header = image.image().header();
+    let (Some(url), Some(tree)) = (image.lasting_url(), &header.merkle) else {
+        return Err(CommandError::new(cannot)
+            .caused_by_text("a disk records no URL with a query, which can be a secret")
+            .hint("name a URL without a query, or `bcow copy` the image to this machine"));
+    };
+    Ok(BackingEntry {
+        name: BackingName::Url {
+            url: url.to_owned(),
+            merkle_root: tree.root,
+        },
+        size: header.size,
+    })
 }
 
 /// The entry that names the backing at `path` by its file name.

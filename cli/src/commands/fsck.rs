@@ -2,6 +2,7 @@
 
 mod kernel_upper;
 mod restore;
+mod tolerant;
 mod upper;
 
 use std::path::{Path, PathBuf};
@@ -28,6 +29,7 @@ use crate::names::{self, printable};
 use crate::remote::{self, Pinned};
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
+use tolerant::tolerant;
 
 /// Check an image, a disk or an upper, and repair it
 ///
@@ -225,7 +227,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let found = match &remote {
         Some(remote) => Found {
             path: remote.name.clone(),
-            storage: Arc::clone(&remote.storage),
+            storage: tolerant(Arc::clone(&remote.storage)),
             file: None,
             digest: None,
         },
@@ -286,7 +288,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let opening = OpenOptions::default();
     let opened = match remote.as_ref() {
         Some(image) => {
-            let storage = Arc::clone(&image.storage);
+            let storage = Arc::clone(&files[0].target.file);
             store::open_remote(image.name.clone(), storage, places, &opening)
         }
         None => store::open(&name, places, &opening),
@@ -307,7 +309,10 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
                 name: layer.name,
                 label: layer.label,
                 path: layer.path,
-                file: layer.storage,
+                file: match remote {
+                    Some(_) => tolerant(layer.storage),
+                    None => layer.storage,
+                },
                 digest: Some(layer.digest),
                 digest_code: "backing-entry",
             };
@@ -373,7 +378,12 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
         return;
     }
     match name {
-        ImageName::File(_) | ImageName::Remote(_) => {
+        ImageName::Remote(_) => ui.hint(
+            "replace the damaged file on the server: `bcow fsck --repair --from COPY FILE` \
+             restores a copy on this machine, and `bcow convert` creates the image again from its \
+             source",
+        ),
+        ImageName::File(_) => {
             ui.hint("`bcow convert` creates the image again from its source");
             if args.from.is_none() && header_of(&*top.target.file).is_some() {
                 ui.hint(format_args!(

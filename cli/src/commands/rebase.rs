@@ -27,7 +27,7 @@ pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// The new backing: a BCoW file, or an image as oci:DIR[:REF]
+    /// The new backing: a BCoW file, an image as oci:DIR[:REF], or an image on another machine
     #[arg(
         short,
         long,

@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS};
+use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS, MAX_URL_BYTES};
 use crate::{
     FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches, incompatible,
 };
@@ -44,13 +44,21 @@ pub enum BackingName {
         /// The identity of the backing (spec section 8), if the file records it.
         identity: Option<[u8; 32]>,
     },
+    /// The URL of a sealed file on another machine. A reader asks only servers that the user
+    /// allows. Disks only.
+    Url {
+        /// The URL, as [`is_plain_url`] accepts it.
+        url: String,
+        /// The root of the file's Merkle tree.
+        merkle_root: [u8; 32],
+    },
     /// The view of an image, which a reader makes itself (spec section 8). Disks only.
     View {
         /// Version of the layout of the view.
         layout: u32,
         /// Identity of the view.
         identity: [u8; 32],
-        /// The image, by digest or by file name.
+        /// The image, by digest, by file name or by URL.
         image: Box<BackingEntry>,
     },
 }
@@ -63,6 +71,7 @@ impl std::fmt::Display for BackingName {
                 digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
             }
             BackingName::FileName { name, .. } => f.write_str(name),
+            BackingName::Url { url, .. } => f.write_str(url),
             BackingName::View { image, .. } => write!(f, "the ext4 view of {}", image.name),
         }
     }
@@ -71,8 +80,9 @@ impl std::fmt::Display for BackingName {
 impl BackingEntry {
     /// The incompatible features of a file whose absent ranges show this backing.
     pub fn features(&self) -> u64 {
-        match self.name {
-            BackingName::View { .. } => incompatible::BACKING | incompatible::VIEWS,
+        match &self.name {
+            BackingName::View { image, .. } => incompatible::VIEWS | image.features(),
+            BackingName::Url { .. } => incompatible::BACKING | incompatible::URLS,
             BackingName::Digest(_) | BackingName::FileName { .. } => incompatible::BACKING,
         }
     }
@@ -166,6 +176,25 @@ fn decode_one(
                 image: Box::new(image),
             }
         }
+        4 => {
+            if header.purpose != Use::Disk {
+                return Err("a URL, in a file that is no disk".into());
+            }
+            if !header.features.has_incompatible(incompatible::URLS) {
+                return Err("a URL without the feature `urls`".into());
+            }
+            if raw.digest == [0; 32] {
+                return Err("a URL without the root of a Merkle tree".into());
+            }
+            let url = std::str::from_utf8(name_at()?).map_err(|_| "its URL is not UTF-8")?;
+            if !is_plain_url(url) {
+                return Err("its URL is not of the allowed form".into());
+            }
+            BackingName::Url {
+                url: url.to_owned(),
+                merkle_root: raw.digest,
+            }
+        }
         kind => return Err(format!("kind {kind}")),
     };
     Ok(BackingEntry { name, size })
@@ -174,6 +203,23 @@ fn decode_one(
 /// Whether `name` is a valid file name without directories, of 1 to 255 bytes.
 pub fn is_plain_name(name: &str) -> bool {
     (1..=255).contains(&name.len()) && !name.contains(['/', '\0']) && name != "." && name != ".."
+}
+
+/// Whether `url` may name a backing (spec section 8): it has a known scheme, and no place for a
+/// secret (user, password, query).
+pub fn is_plain_url(url: &str) -> bool {
+    let is_text = url.len() <= MAX_URL_BYTES && !url.chars().any(|c| c < ' ' || c == '\x7f');
+    let Some((scheme, rest)) = url.split_once("://").filter(|_| is_text) else {
+        return false;
+    };
+    let server = rest.split('/').next().unwrap_or_default();
+    match scheme {
+        "s3" => !rest.is_empty(),
+        "https" | "http" | "docker" => {
+            !server.is_empty() && !server.contains('@') && !rest.contains(['?', '#'])
+        }
+        _ => false,
+    }
 }
 
 /// Encodes a backing table.
@@ -190,6 +236,7 @@ pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
                 identity.unwrap_or_default(),
                 name.clone().into_bytes(),
             ),
+            BackingName::Url { url, merkle_root } => (4, 0, *merkle_root, url.clone().into_bytes()),
             BackingName::View {
                 layout,
                 identity,

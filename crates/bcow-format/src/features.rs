@@ -30,7 +30,10 @@ pub mod incompatible {
     pub const FRAGMENTS: u64 = 1 << 5;
     /// Backings may be views of images.
     pub const VIEWS: u64 = 1 << 6;
-    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS | PLAIN | FRAGMENTS | VIEWS;
+    /// Backings may be named by URL.
+    pub const URLS: u64 = 1 << 7;
+    pub(super) const KNOWN: u64 =
+        ZSTD | BACKING | RECORDS | WINDOWS | PLAIN | FRAGMENTS | VIEWS | URLS;
 }
 
 /// Bits of [`Features::read_only_compatible`].
@@ -82,6 +85,7 @@ impl Features {
                     "plain",
                     "fragments",
                     "views",
+                    "urls",
                 ],
             ),
             (

@@ -20,6 +20,8 @@ pub const MAX_LOG_BYTES: u64 = 64 << 20;
 pub const MAX_FREE_BYTES: u32 = 16 << 20;
 /// Limit of the size of an address space or file in bytes.
 pub const MAX_ADDRESS: u64 = 1 << 48;
+/// Limit of the URL of a backing in bytes.
+pub const MAX_URL_BYTES: usize = 2048;
 /// Limit of the entries of a backing table.
 pub const MAX_BACKINGS: u32 = 65536;
 /// Size of an entry of a root or sub-block table in bytes.

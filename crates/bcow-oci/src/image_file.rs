@@ -147,7 +147,9 @@ impl BackingResolver for ImagesByDigest {
                 let image = self.0.get(digest).cloned();
                 image.map(|image| image as Arc<dyn BlockDevice>)
             }
-            BackingName::FileName { .. } | BackingName::View { .. } => None,
+            BackingName::FileName { .. } | BackingName::Url { .. } | BackingName::View { .. } => {
+                None
+            }
         })
     }
 }

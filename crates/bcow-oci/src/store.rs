@@ -52,6 +52,8 @@ pub struct Opened {
     /// The problems of the files below the image, in the order of the lookups. A read of a block
     /// that such a file has to supply fails.
     pub problems: Vec<Arc<LayerProblem>>,
+    /// Number of files on the longest path from the image downwards, the image included.
+    pub height: u32,
 }
 
 /// A layer of a stack.
@@ -137,9 +139,10 @@ fn open_found(
         })
         .map_err(cannot_open)?;
     finder.record_layers(&facts);
+    let resolver = FinderResolver::new(&finder, 0);
     let image =
-        Image::open_with_backings(storage.clone(), options, &FinderResolver::new(&finder, 0))
-            .map_err(cannot_open)?;
+        Image::open_with_backings(storage.clone(), options, &resolver).map_err(cannot_open)?;
+    let height = resolver.height() + 1;
     let below = finder.below(&facts);
     let lookups = finder.lookups.into_inner();
     let layers = facts
@@ -158,6 +161,7 @@ fn open_found(
         layers,
         below,
         problems: finder.problems.into_inner(),
+        height,
     })
 }
 

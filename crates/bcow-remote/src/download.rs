@@ -1,13 +1,20 @@
 //! A whole blob, read in order. A connection that breaks is continued where it broke.
 //!
-//! The bytes are not checked here: the caller knows the digest of the whole.
+//! The bytes are not checked here: the caller knows the digest of the whole. Only those of a mirror
+//! are: a blob of a mirror is stored in a file without a name and compared with its digest before
+//! its first byte is returned, so that another server can be asked if it is wrong.
 
-use std::io::{self, Read};
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
 use std::sync::Arc;
 use std::time::Instant;
 
+use data_encoding::HEXLOWER;
+use sha2::{Digest, Sha256};
+
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem};
+use crate::mirrors::{Mirror, Sources};
 use crate::patience::Patience;
 use crate::shared::Shared;
 use crate::source::{Ranged, Source};
@@ -19,6 +26,8 @@ const PROGRESS_BYTES: u64 = 64 << 10;
 const MOST_RESTARTS: u32 = 5;
 /// Bytes per read of what is skipped.
 const SKIP_BYTES: usize = 64 << 10;
+/// Bytes per read of what comes from a mirror.
+const MIRROR_BYTES: usize = 256 << 10;
 
 /// The bytes of a blob, from the first to the last.
 pub struct Download {
@@ -36,12 +45,33 @@ pub struct Download {
     left_at: Instant,
     restarts: u32,
     is_complete: bool,
+    /// `sha256:HEX`.
+    digest: String,
+    /// The copies on mirrors that were not asked yet, the next one last.
+    mirrors: Vec<(Arc<Mirror>, Source)>,
+    /// The blob of a mirror, which has the digest, at the next byte of the caller.
+    from_mirror: Option<File>,
 }
 
 impl Download {
-    /// The blob at `source`, which must have `length` bytes. No connection is made.
-    pub(crate) fn new(shared: Arc<Shared>, source: Source, length: u64) -> Self {
+    /// The blob with this digest, which must have `length` bytes. No connection is made.
+    pub(crate) fn new(shared: Arc<Shared>, sources: Sources, digest: &str, length: u64) -> Self {
+        let (source, mut mirrors) = sources.into_parts();
+        mirrors.reverse();
         Download {
+            digest: digest.to_owned(),
+            mirrors,
+            from_mirror: None,
+            ..Download::from_one(shared, source, length)
+        }
+    }
+
+    /// The blob of one server.
+    fn from_one(shared: Arc<Shared>, source: Source, length: u64) -> Self {
+        Download {
+            digest: String::new(),
+            mirrors: Vec::new(),
+            from_mirror: None,
             patience: shared.opening(),
             shared,
             source,
@@ -155,6 +185,60 @@ impl Download {
         Ok(body)
     }
 
+    /// Looks for the blob on the mirrors.
+    fn ask_mirrors(&mut self) {
+        while let Some((mirror, source)) = self.mirrors.pop() {
+            if !mirror.is_usable() {
+                continue;
+            }
+            let place = source.address().to_string();
+            let blob = Download::from_one(Arc::clone(&self.shared), source, self.length);
+            match blob.into_file(&self.digest) {
+                Ok(file) => {
+                    tracing::debug!("{place}: used in place of {}", self.source.address());
+                    self.from_mirror = Some(file);
+                    self.mirrors.clear();
+                }
+                Err(NotKept::Mirror(Problem::NotFound(_))) => {
+                    tracing::debug!("{place}: the mirror does not have it");
+                }
+                Err(NotKept::Mirror(problem)) => {
+                    self.patience.give_up(&problem);
+                    mirror.failed(&problem, &place);
+                }
+                Err(NotKept::Here(error)) => {
+                    let scratch = self.shared.options.scratch.display();
+                    tracing::warn!(
+                        "mirrors are not asked: cannot store a blob in {scratch}: {error}"
+                    );
+                    self.mirrors.clear();
+                }
+            }
+        }
+    }
+
+    /// Stores the blob of a mirror, and checks its digest.
+    fn into_file(mut self, digest: &str) -> Result<File, NotKept> {
+        let mut file =
+            tempfile::tempfile_in(&self.shared.options.scratch).map_err(NotKept::Here)?;
+        let mut hasher = Sha256::new();
+        let mut buf = vec![0; MIRROR_BYTES];
+        self.patience = self.shared.of_mirror();
+        while self.at < self.length {
+            let wanted = (self.length - self.at).min(buf.len() as u64) as usize;
+            let count = self.some(&mut buf[..wanted]).map_err(NotKept::Mirror)?;
+            hasher.update(&buf[..count]);
+            file.write_all(&buf[..count]).map_err(NotKept::Here)?;
+        }
+        self.complete().map_err(NotKept::Mirror)?;
+        let found = format!("sha256:{}", HEXLOWER.encode(&hasher.finalize()));
+        if found != digest {
+            return Err(NotKept::Mirror(Problem::WrongDigest(found)));
+        }
+        file.rewind().map_err(NotKept::Here)?;
+        Ok(file)
+    }
+
     /// Checks that the server has no byte more.
     fn complete(&mut self) -> Result<(), Problem> {
         if let Some((mut body, _)) = self.body.take() {
@@ -172,11 +256,28 @@ impl Download {
     }
 }
 
+/// Why there is no copy of a mirror's blob.
+enum NotKept {
+    Mirror(Problem),
+    /// The file for it cannot be written.
+    Here(io::Error),
+}
+
 impl Read for Download {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let wanted = (self.length - self.at).min(buf.len() as u64) as usize;
         if buf.is_empty() || self.is_complete {
             return Ok(0);
+        }
+        if self.at == 0 && !self.mirrors.is_empty() {
+            self.ask_mirrors();
+            self.left_at = Instant::now();
+            self.patience = self.shared.opening();
+        }
+        if let Some(file) = &mut self.from_mirror {
+            let count = file.read(&mut buf[..wanted])?;
+            self.at += count as u64;
+            return Ok(count);
         }
         self.patience.shift(self.left_at.elapsed());
         let result = match wanted {

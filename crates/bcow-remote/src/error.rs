@@ -98,6 +98,9 @@ pub enum Problem {
     /// The bytes of the server do not match the hash tree.
     #[error("the bytes that the server sent do not match the hash tree of the file")]
     WrongBytes,
+    /// The bytes of a mirror have another digest.
+    #[error("the bytes that the server sent have the digest {0}")]
+    WrongDigest(String),
     /// The server now has another file under this address.
     #[error("the file on the server has changed since it was opened")]
     Changed,
@@ -163,7 +166,7 @@ impl Problem {
             Problem::NotFound(_) => "not-found",
             Problem::Offline { problem, .. } => problem.kind(),
             Problem::Timeout(_) => "timeout",
-            Problem::WrongBytes => "wrong-bytes",
+            Problem::WrongBytes | Problem::WrongDigest(_) => "wrong-bytes",
             _ => "other",
         }
     }
@@ -193,7 +196,9 @@ impl Problem {
 impl From<RemoteError> for std::io::Error {
     fn from(error: RemoteError) -> Self {
         let kind = match error.problem {
-            Problem::WrongBytes | Problem::Changed => std::io::ErrorKind::InvalidData,
+            Problem::WrongBytes | Problem::WrongDigest(_) | Problem::Changed => {
+                std::io::ErrorKind::InvalidData
+            }
             Problem::Timeout(_) => std::io::ErrorKind::TimedOut,
             Problem::NotFound(_) => std::io::ErrorKind::NotFound,
             _ => std::io::ErrorKind::Other,

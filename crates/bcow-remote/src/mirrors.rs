@@ -50,9 +50,10 @@ impl Mirror {
     /// Reacts to a failure at `place`, which names the mirror.
     pub(crate) fn failed(&self, problem: &Problem, place: &str) {
         let pause = match problem {
-            Problem::WrongBytes | Problem::Changed | Problem::WrongRoot { .. } => {
-                PAUSE_AFTER_WRONG_BYTES
-            }
+            Problem::WrongBytes
+            | Problem::Changed
+            | Problem::WrongRoot { .. }
+            | Problem::WrongDigest(_) => PAUSE_AFTER_WRONG_BYTES,
             _ => PAUSE,
         };
         tracing::warn!(
@@ -104,6 +105,13 @@ impl Sources {
         self.mirrors
             .iter()
             .filter(|copy| !copy.is_absent.load(Ordering::Relaxed) && copy.mirror.is_usable())
+    }
+
+    /// The file on the server that its name leads to, and the copies on mirrors.
+    pub(crate) fn into_parts(self) -> (Source, Vec<(Arc<Mirror>, Source)>) {
+        let copies = self.mirrors.into_iter();
+        let copies = copies.map(|copy| (copy.mirror, copy.source)).collect();
+        (self.origin, copies)
     }
 
     /// The address on the server that the name leads to.

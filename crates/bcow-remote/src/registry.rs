@@ -393,10 +393,12 @@ impl Registry {
     }
 
     /// The bytes of the blob with a digest (`sha256:HEX`), which has this length. They are not
-    /// checked: the caller compares them with the digest. No connection is made yet.
+    /// checked: the caller compares them with the digest. Mirrors are asked first, at the first
+    /// read. No connection is made yet.
     pub fn download(&self, digest: &str, length: u64) -> Result<Download, RemoteError> {
-        let source = self.source(&format!("blobs/{digest}"))?;
-        Ok(Download::new(Arc::clone(&self.shared), source, length))
+        let sources = self.sources(&format!("blobs/{digest}"))?;
+        let shared = Arc::clone(&self.shared);
+        Ok(Download::new(shared, sources, digest, length))
     }
 
     /// The name of the image, for messages.

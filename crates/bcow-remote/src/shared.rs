@@ -1,5 +1,6 @@
 //! What all remote files of a process share: options, connections, memory and counters.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -34,6 +35,8 @@ pub struct Options {
     /// Other servers that may have what a server has. They are asked first, in this order, for
     /// bytes whose hash is known.
     pub mirrors: Vec<Address>,
+    /// The directory for files without a name.
+    pub scratch: PathBuf,
     /// The longest file that is fetched whole if the server does not send ranges.
     pub whole_bytes: u64,
 }
@@ -45,6 +48,7 @@ impl Default for Options {
             timeout: Duration::from_secs(30),
             cache: None,
             mirrors: Vec::new(),
+            scratch: std::env::temp_dir(),
             whole_bytes: 4 << 30,
         }
     }

@@ -3,7 +3,8 @@
 //! A disk names its backing by file name or by digest. A file name is looked up only in the
 //! directory of the file that contains it and in the directories of the user. The name has no
 //! directory part, and symbolic links are not followed. The file that is found must be a BCoW file
-//! with the recorded size and identity. Digests are resolved by an implementation of [`Digests`].
+//! with the recorded size and identity. Digests are resolved by an implementation of [`Digests`],
+//! and URLs by one of [`Urls`].
 //! The view of an image is made by an implementation of [`Views`], and never looked up.
 
 use std::cell::{Cell, RefCell};
@@ -44,6 +45,26 @@ pub struct NoDigests;
 impl Digests for NoDigests {
     fn find(&self, _: &BackingEntry, _: u32) -> Option<(Arc<Image>, u32)> {
         None
+    }
+}
+
+/// Resolves backings that are named by URL.
+pub trait Urls {
+    /// Returns the file at `url` if it is the one with this Merkle root, and the number of files on
+    /// the longest path from it downwards, itself included. Fails if the user does not allow the
+    /// URL.
+    fn find(&self, url: &str, merkle_root: &[u8; 32]) -> Result<(Arc<Image>, u32), UrlFailure>;
+}
+
+/// The reason why a file on another machine is not open.
+pub type UrlFailure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Resolves no URL.
+pub struct NoUrls;
+
+impl Urls for NoUrls {
+    fn find(&self, _: &str, _: &[u8; 32]) -> Result<(Arc<Image>, u32), UrlFailure> {
+        Err("this program reads no files of other machines".into())
     }
 }
 
@@ -102,6 +123,8 @@ pub struct Policy<'a> {
     pub directories: &'a [PathBuf],
     /// Resolves digests.
     pub digests: &'a dyn Digests,
+    /// Resolves URLs.
+    pub urls: &'a dyn Urls,
     /// Makes views.
     pub views: &'a dyn Views,
     /// Whether files are locked.
@@ -202,6 +225,24 @@ pub enum ChainProblem {
         /// The cause.
         source: ViewFailure,
     },
+    /// The file at a URL cannot be opened.
+    #[error("backing {name}: {source}")]
+    Url {
+        /// The URL.
+        name: String,
+        /// The cause.
+        source: UrlFailure,
+    },
+    /// The address space of the file at a URL has another size.
+    #[error("backing {name} has {found} bytes, not {expected} as when it was made the backing")]
+    UrlSize {
+        /// The URL.
+        name: String,
+        /// Size of the address space in bytes.
+        found: u64,
+        /// Size that the file above records, in bytes.
+        expected: u64,
+    },
     /// The backing is named by a digest that is not available.
     #[error("backing {name} is in no store")]
     NoDigest {
@@ -222,6 +263,8 @@ impl ChainProblem {
             | ChainProblem::Changed { name, .. }
             | ChainProblem::TooDeep { name }
             | ChainProblem::View { name, .. }
+            | ChainProblem::Url { name, .. }
+            | ChainProblem::UrlSize { name, .. }
             | ChainProblem::NoDigest { name } => name,
         }
     }
@@ -230,9 +273,10 @@ impl ChainProblem {
     pub fn code(&self) -> &'static str {
         match self {
             ChainProblem::Missing { .. } | ChainProblem::NoDigest { .. } => "backing-missing",
-            ChainProblem::Open { .. } | ChainProblem::InUse { .. } | ChainProblem::View { .. } => {
-                "backing-unreadable"
-            }
+            ChainProblem::Open { .. }
+            | ChainProblem::InUse { .. }
+            | ChainProblem::Url { .. }
+            | ChainProblem::View { .. } => "backing-unreadable",
             _ => "backing-entry",
         }
     }
@@ -380,6 +424,22 @@ impl Level<'_> {
                 if identity.is_some_and(|identity| identity != image.identity_hash()) {
                     return Err(Some(ChainProblem::Changed { name, path }));
                 }
+                (image, height)
+            }
+            BackingName::Url { url, merkle_root } => {
+                let found = self.opener.policy.urls.find(url, merkle_root);
+                let (image, height) = found.map_err(|source| {
+                    let name = name.clone();
+                    Some(ChainProblem::Url { name, source })
+                })?;
+                if image.size() != backing.size {
+                    return Err(Some(ChainProblem::UrlSize {
+                        name,
+                        found: image.size(),
+                        expected: backing.size,
+                    }));
+                }
+                self.add(&name, None, &image);
                 (image, height)
             }
             BackingName::View {

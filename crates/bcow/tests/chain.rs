@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::chain::{ChainProblem, NoDigests, NoViews, Opener, Policy, Share};
+use bcow::chain::{ChainProblem, NoDigests, NoUrls, NoViews, Opener, Policy, Share};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{
     BlockDevice, CreateOptions, Disk, Error, Image, MemoryStorage, OpenOptions, WritableDevice,
@@ -16,6 +16,7 @@ fn policy(directories: &[PathBuf]) -> Policy<'_> {
     Policy {
         directories,
         digests: &NoDigests,
+        urls: &NoUrls,
         views: &NoViews,
         share: Share::Lock,
         options: OpenOptions::default(),

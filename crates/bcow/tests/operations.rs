@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use bcow::chain::{ChainProblem, NoDigests, NoViews, Policy, Share};
+use bcow::chain::{ChainProblem, NoDigests, NoUrls, NoViews, Policy, Share};
 use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName, Use};
 use bcow::operation::{
@@ -346,6 +346,7 @@ fn policy<'a>() -> Policy<'a> {
     Policy {
         directories: &[],
         digests: &NoDigests,
+        urls: &NoUrls,
         views: &NoViews,
         share: Share::Lock,
         options: options(),

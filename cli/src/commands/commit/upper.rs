@@ -331,8 +331,15 @@ fn file_name(image: &OpenImage) -> Option<String> {
     is_plain_name(name).then(|| name.to_owned())
 }
 
-/// The digest of the file of the image: known in a layout, else computed.
+/// The digest of the file of the image: known in a layout or a registry, else computed.
 fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
+    if let Some(remote) = image.remote() {
+        let digest = match &remote.digest {
+            Some(digest) => digest.clone(),
+            None => Digest::of_storage(&*remote.storage, Algorithm::Sha256)?,
+        };
+        return Ok(digest.sha256().unwrap_or_default());
+    }
     let name = parse_name(image.path()).ok();
     let located = name.and_then(|name| store::locate(&name).ok());
     let known = located.and_then(|located| located.digest?.sha256());

@@ -386,7 +386,7 @@ impl Finder {
                 size.to_string(),
             ));
         }
-        let height = below.height.get() + 1;
+        let height = below.height() + 1;
         if height > MAX_DEPTH {
             return Err(LayerProblem::TooDeep {
                 name: self.name(digest),
@@ -417,6 +417,11 @@ impl<'f> FinderResolver<'f> {
             depth,
             height: Cell::new(0),
         }
+    }
+
+    /// Length of the longest chain of files among the backings that were resolved.
+    pub(super) fn height(&self) -> u32 {
+        self.height.get()
     }
 }
 

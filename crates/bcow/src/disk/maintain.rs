@@ -84,7 +84,7 @@ impl Disk {
             };
             next.header.backing_count = backing.is_some().into();
             let bits = &mut next.header.features.incompatible;
-            *bits &= !(incompatible::BACKING | incompatible::VIEWS);
+            *bits &= !(incompatible::BACKING | incompatible::VIEWS | incompatible::URLS);
             if let Some((entry, _)) = &backing {
                 *bits |= entry.features();
             }

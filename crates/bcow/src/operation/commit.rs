@@ -48,6 +48,9 @@ pub enum CommitError {
     /// The backing is named by digest. Such a backing never changes.
     #[error("its backing is named by digest, and never changes")]
     BackingByDigest,
+    /// The backing is on another machine, and only read from there.
+    #[error("the backing {0} is on another machine, where bcow writes no disk")]
+    Url(String),
     /// The backing is the view of an image, which does not change.
     #[error("the backing is a view of an image, and never changes")]
     View,
@@ -99,6 +102,7 @@ pub fn commit_into_backing(
     let identity = match entry.name {
         BackingName::FileName { identity, .. } => identity,
         BackingName::Digest(_) => return Err(CommitError::BackingByDigest),
+        BackingName::Url { ref url, .. } => return Err(CommitError::Url(url.clone())),
         BackingName::View { .. } => return Err(CommitError::View),
     };
     // Opened for reading first: an error of the backing comes before any write.
@@ -218,7 +222,7 @@ fn record(
 ) -> Result<(), Error> {
     let name = match entry.map(|entry| &entry.name) {
         Some(BackingName::FileName { name, .. }) => name.clone(),
-        Some(BackingName::Digest(_) | BackingName::View { .. }) => {
+        Some(BackingName::Digest(_) | BackingName::Url { .. } | BackingName::View { .. }) => {
             let problem = "a commit into a backing that cannot change";
             return Err(Error::Unsupported(problem.into()));
         }
