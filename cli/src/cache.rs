@@ -7,8 +7,8 @@ use bcow_remote::{Cache, CacheProblem};
 use crate::error::CommandError;
 use crate::size;
 
-/// Opens the cache, which is made if it is missing. A directory that the user names must be usable;
-/// without the usual one, reading goes on.
+/// Opens the cache, and creates it if it is missing. A directory that the user names must be
+/// usable; if no default directory is usable, the result is `None`.
 pub fn open(argument: Option<&Path>) -> Result<Option<Cache>, CommandError> {
     if let Some(named) = named(argument) {
         let hint = "name another directory with --cache-dir, or use --no-cache";
@@ -70,8 +70,8 @@ fn named(argument: Option<&Path>) -> Option<PathBuf> {
         .or_else(|| variable().map(PathBuf::from))
 }
 
-/// The directories without any option; the first one that can be used is used. Root of a user
-/// namespace cannot write to that of the machine's root.
+/// The default directories; the first usable one is used. Root has two, because root of a user
+/// namespace cannot write to /var/cache.
 fn usual() -> Vec<PathBuf> {
     let is_root = rustix::process::geteuid().is_root();
     let of_root = is_root.then(|| PathBuf::from("/var/cache/bcow"));

@@ -1,11 +1,11 @@
-//! What containerd mounts for a snapshot.
+//! The mounts of a snapshot.
 
 use std::path::Path;
 
 /// A mount, in containerd's form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// The type of the file system; `fuse3.NAME` is a helper that mount.fuse3(8) calls.
+    /// The type of the file system. For `fuse3.NAME`, mount.fuse3(8) runs the helper NAME.
     pub kind: &'static str,
     /// The directory or image.
     pub source: String,
@@ -32,7 +32,8 @@ pub fn of_directory(directory: &Path, is_writable: bool) -> Mount {
     }
 }
 
-/// The mount of layers, the lowest first, by the helper `mount.bcow`. `None` without a layer.
+/// The mount of layers, the lowest first, by the helper `mount.bcow`. `None` if there are no
+/// layers.
 pub fn of_layers(layers: &[&Path], access: Access<'_>, extra: &[String]) -> Option<Mount> {
     let (lowest, rest) = layers.split_first()?;
     let mut options = vec!["allow_other".to_owned()];

@@ -290,7 +290,7 @@ fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), C
     Ok(())
 }
 
-/// The file systems of a stack's layers, lowest first; none of other images.
+/// The file systems of a stack's layers, lowest first; empty for other images.
 pub fn layers_of_stack(
     image: &OpenImage,
     metadata: &Value,

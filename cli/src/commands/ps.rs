@@ -16,8 +16,8 @@ use crate::ui::Ui;
 /// The command lists the processes of `bcow mount`, `bcow serve` and `bcow attach`. Root sees the
 /// processes of all users and containers; other users see their own. The command sends no request
 /// to these processes, so it also lists a process that hangs. If it finds no process of a mount, it
-/// shows what the kernel reports about the mount, and whether the process of the mount has died. The
-/// state of a plain image that the kernel reads without a process is `kernel`.
+/// shows what the kernel reports about the mount, and whether the process of the mount has died.
+/// The state of a plain image that the kernel reads without a process is `kernel`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.ps/1)
@@ -30,7 +30,7 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
 /// A service, and its process.
 struct Row {
-    /// `None` if the process is dead, or cannot be examined.
+    /// `None` if there is no process, or it is dead or cannot be examined.
     server: Option<Server>,
     state: Option<&'static str>,
     uid: Option<u32>,
@@ -96,7 +96,7 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// A mount whose process is dead or cannot be examined: the data that the kernel has.
+/// A mount without a process that can be examined: the data that the kernel has.
 fn without_process(mount: &MountedImage) -> Row {
     let mode = if mount.is_writable { "rw" } else { "ro" };
     Row {
@@ -166,7 +166,7 @@ fn columns(row: &Row) -> [String; 7] {
     ]
 }
 
-/// Since when; `None` if that is not known.
+/// The start time; `None` if it is not known.
 fn time(service: &Service) -> Option<String> {
     let since = i64::try_from(service.since)
         .ok()

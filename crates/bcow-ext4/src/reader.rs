@@ -1,8 +1,8 @@
-//! Reads a file system, as a kernel that mounts it next would show it.
+//! Reads an ext4 file system in the state that its next mount would show.
 //!
-//! Each structure is compared with its checksum. What a file system of a guest can contain decides
-//! about errors only, never about memory: a loop in it is an error, and lists are no longer than
-//! the metadata that was read for them.
+//! If the file system has checksums, the reader compares each structure with its checksum, except
+//! block bitmaps. A guest that crafts a file system can cause errors, but not unbounded use of
+//! memory: a loop is an error, and a list is never longer than the metadata that was read for it.
 
 mod directory;
 mod error;
@@ -31,7 +31,7 @@ pub use error::{Place, ReadError};
 pub use extents::{Extents, MappedExtent};
 pub use inode::Inode;
 
-/// The features that a reader must know, and that this one knows.
+/// The incompatible features that this reader supports.
 const KNOWN: u32 = incompatible::FILE_TYPE
     | incompatible::RECOVER
     | incompatible::META_BLOCK_GROUPS
@@ -43,7 +43,7 @@ const KNOWN: u32 = incompatible::FILE_TYPE
     | incompatible::CHECKSUM_SEED
     | incompatible::LARGE_DIRECTORIES;
 
-/// The features without which a file system has another form than those of this crate.
+/// The incompatible features that this reader requires.
 const NEEDED: u32 = incompatible::FILE_TYPE | incompatible::EXTENTS | incompatible::BITS_64;
 
 /// The bytes of a file system.
@@ -55,16 +55,16 @@ pub trait Source: Send + Sync {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 }
 
-/// A file system, open for reading. The file system does not change meanwhile.
+/// A file system, open for reading. The file system must not change meanwhile.
 pub struct Reader {
     source: Box<dyn Source>,
     blocks: u64,
     inodes: u32,
     inodes_per_group: u32,
     first_meta_group: u64,
-    /// The seed of checksums, if there are any.
+    /// The seed of the checksums, if the file system has checksums.
     seed: Option<Checksum>,
-    /// Blocks whose content is in the journal.
+    /// Blocks whose content is in the journal, and the place of the content there.
     replayed: HashMap<u64, journal::Copy>,
 }
 
@@ -92,12 +92,12 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Blocks of the file system.
+    /// Number of blocks.
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// Inodes of the file system, with those that are free.
+    /// Number of inodes, including free ones.
     pub fn inodes(&self) -> u32 {
         self.inodes
     }
@@ -158,8 +158,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads content at byte `offset` of a file with these extents. What is in no extent, and what
-    /// was allocated but not written, are zeros.
+    /// Reads content at byte `offset` of a file with these extents. Holes and unwritten extents
+    /// read as zeros.
     pub fn read(&self, extents: &Extents, offset: u64, buf: &mut [u8]) -> Result<(), ReadError> {
         let mut done = 0;
         while done < buf.len() {
@@ -206,7 +206,7 @@ impl Reader {
         Ok(target)
     }
 
-    /// Reads the bytes of an inode in its table. They are zeros where no inode was ever.
+    /// Reads the bytes of an inode in its table. An inode that was never used has zeros.
     pub fn raw_inode(&self, number: InodeNumber) -> Result<[u8; INODE_BYTES], ReadError> {
         let index = number
             .0
@@ -220,7 +220,7 @@ impl Reader {
         Ok(inodes[(within % INODES_PER_BLOCK) as usize])
     }
 
-    /// The seed of the checksums of what belongs to an inode.
+    /// The seed of the checksums of an inode and of its metadata blocks.
     fn seed_of(&self, number: InodeNumber, generation: u32) -> Option<Checksum> {
         Some(self.seed?.of_generation(number.0, generation))
     }
@@ -242,7 +242,7 @@ impl Reader {
         }
     }
 
-    /// Takes what the superblock says.
+    /// Checks the superblock, and takes the geometry and the seed from it.
     fn take(&mut self, superblock: &SuperBlock) -> Result<(), ReadError> {
         use zerocopy::IntoBytes;
         let damaged = |problem| Place::Superblock.damaged(problem);
@@ -299,7 +299,7 @@ impl Reader {
     }
 
     /// The blocks of the file system itself: superblocks, descriptors, bitmaps, inode tables and
-    /// the journal. Some may occur twice.
+    /// the journal. Ranges may overlap.
     pub fn own_blocks(&self) -> Result<Vec<BlockRange>, ReadError> {
         let mut own: Vec<BlockRange> = Vec::new();
         let groups = self.blocks.div_ceil(BLOCKS_PER_GROUP);
@@ -313,7 +313,8 @@ impl Reader {
             }
             let nth = group / DESCRIPTORS_PER_BLOCK;
             if nth >= self.first_meta_group {
-                // Two blocks, as a backup may be in front. Behind the view there are no others.
+                // At most a backup of the superblock and one block of descriptors. Only some groups
+                // have them; a view has none of these groups.
                 own.push(BlockRange { start, count: 2 });
             }
             let descriptor = self.descriptor(group as u32)?;

@@ -26,8 +26,8 @@ pub(crate) fn record_use(view: &File) {
     }
 }
 
-/// Removes the views that were not used for the longest time, until all take at most `most_bytes`
-/// on the disk, without `kept`. A view that cannot be removed does no harm.
+/// Removes the least recently used views, except `kept`, until all take at most `most_bytes` on the
+/// disk. A view that cannot be removed does no harm.
 pub(crate) fn evict(directory: &File, kept: &str, most_bytes: u64) {
     let Ok(entries) = Dir::read_from(directory.as_fd()) else {
         return;

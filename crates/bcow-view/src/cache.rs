@@ -1,8 +1,8 @@
-//! The cache of views: a directory of this user's with one file per view.
+//! The cache of views: a directory of the user, with one file per view.
 //!
 //! A disk over a view may be mounted by the kernel, which trusts the metadata of a file system. So
-//! a view is made here and never fetched, and a file of the cache counts only if no other user,
-//! except root, could have written it. The file of an image says nothing about its views.
+//! bcow makes each view on this machine, and uses a file of the cache only if no user except this
+//! one and root could have written it.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -20,13 +20,13 @@ use crate::bound;
 use crate::file::{self, LAYOUT, hex};
 use crate::{Shown, ViewError};
 
-/// Most bytes that all views take on the disk: about a thousand images.
+/// Limit of the bytes of all views on the disk. About a thousand views fit.
 const MOST_BYTES: u64 = 1 << 30;
 /// Permission bits with which other users can write.
 const OTHERS_WRITE: u32 = 0o022;
 
-/// A directory with views. A user can delete them at any time: missing views are made again. The
-/// ones that were not used for the longest time are removed when all take more than a gibibyte.
+/// A directory with views. The user can delete them at any time: bcow makes missing views again.
+/// When all views take more than 1 GiB, bcow removes the least recently used ones.
 #[derive(Debug, Clone)]
 pub struct ViewCache {
     directory: PathBuf,
@@ -127,7 +127,8 @@ impl ViewCache {
         })
     }
 
-    /// Makes the view. Several makers do no harm: each gives the same content a name at its end.
+    /// Makes the view. Concurrent makers do no harm: each gives the name to a file with the same
+    /// content.
     fn make(
         &self,
         directory: &File,
@@ -136,7 +137,7 @@ impl ViewCache {
     ) -> Result<CachedView, ViewError> {
         let name = name(image, bytes);
         let path = self.directory.join(&name);
-        // By the open directory: the path could lead to another one by now.
+        // Through the open directory: the path may lead to another one by now.
         let within = PathBuf::from(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()));
         let failed = |source| ViewError::File {
             path: path.clone(),
@@ -158,7 +159,7 @@ impl ViewCache {
             .ok_or(ViewError::Replaced { path })
     }
 
-    /// The view that a disk over it wants.
+    /// The view that a disk names as its backing.
     pub(crate) fn find_wanted(
         &self,
         image: &dyn Shown,

@@ -3,8 +3,8 @@
 //! A committed snapshot is one BCoW layer, which `bcow` makes at the commit; it is durable before
 //! the commit returns. An active snapshot without a parent is a plain directory, into which
 //! containerd unpacks the lowest layer of an image. An active snapshot with a parent is a mount of
-//! the parent's layers with an upper. containerd makes the mounts by a helper, and each mount has a
-//! process of its own, so nothing of them is in this process.
+//! the parent's layers with an upper. containerd mounts through the helper `mount.bcow`. Each mount
+//! has its own process, so this process has no state of mounts.
 
 mod index;
 mod place;
@@ -25,7 +25,7 @@ use crate::record::{Id, Kind, Labels, Record};
 use crate::tool::Tool;
 use crate::usage::{self, Usage};
 
-/// How long a removed snapshot waits for the next sweep, if a process still used its upper.
+/// Pause before the next sweep, if a process still used the upper of a removed snapshot.
 const SWEEP_PAUSE: Duration = Duration::from_millis(500);
 
 /// All snapshots in one directory of the host.
@@ -61,7 +61,7 @@ impl Snapshots {
         tracing::info!("{}: snapshots: {count}", root.display());
         let weak = Arc::downgrade(&snapshots);
         std::thread::spawn(move || sweep_when_removed(&weak, &wakes));
-        // What an earlier process removed.
+        // Sweeps the snapshots that an earlier process removed.
         let _ = snapshots.removed.send(());
         Ok(snapshots)
     }
@@ -78,7 +78,7 @@ impl Snapshots {
         selected.cloned().collect()
     }
 
-    /// What the snapshot takes on the disk, without its parents.
+    /// Disk usage of a snapshot, without its parents.
     pub fn usage(&self, name: &str) -> Result<Usage, Error> {
         let record = self.stat(name)?;
         match (record.kind, record.has_layer) {
@@ -88,7 +88,7 @@ impl Snapshots {
         }
     }
 
-    /// What containerd mounts for an active snapshot or a view.
+    /// The mounts that containerd makes for an active snapshot or a view.
     pub fn mounts(&self, name: &str) -> Result<Vec<Mount>, Error> {
         let index = self.index.lock();
         let record = index.get(name)?.clone();
@@ -102,7 +102,7 @@ impl Snapshots {
         self.describe(&record, &chain)
     }
 
-    /// Makes an active snapshot, or a view, of a committed one or of nothing.
+    /// Creates an active snapshot or a view, on a committed parent or without a parent.
     pub fn create(
         &self,
         kind: Kind,
@@ -122,7 +122,7 @@ impl Snapshots {
         self.describe(&record, &chain)
     }
 
-    /// Makes an active snapshot an immutable one with the name `name`. It must not be mounted.
+    /// Commits the active snapshot `key` as `name`. The snapshot must not be mounted.
     pub fn commit(
         &self,
         name: &str,
@@ -256,7 +256,7 @@ impl Snapshots {
     }
 }
 
-/// Names that an operation holds; other operations on them wait until it is dropped.
+/// Names that an operation holds. Other operations on them wait until the hold is dropped.
 struct Hold<'s> {
     snapshots: &'s Snapshots,
     names: Vec<String>,
@@ -272,7 +272,7 @@ impl Drop for Hold<'_> {
     }
 }
 
-/// The layers below a snapshot.
+/// The layers below a snapshot, lowest first.
 fn chain_below(index: &Index, record: &Record) -> Result<Vec<Id>, Error> {
     match &record.parent {
         None => Ok(Vec::new()),
@@ -287,8 +287,8 @@ fn require_name(name: &str) -> Result<(), Error> {
     }
 }
 
-/// A commit can name the parent. A snapshot without a parent would be moved onto it: containerd
-/// asks that only of snapshotters with the capability `rebase`.
+/// Checks the parent that a commit names. Only a snapshotter with the capability `rebase` can
+/// commit a snapshot without a parent onto one.
 fn require_same_parent(active: &Record, parent: Option<&str>) -> Result<(), Error> {
     match (active.parent.as_deref(), parent) {
         (_, None) => Ok(()),

@@ -13,7 +13,7 @@ use crate::error::{CommandError, Context};
 pub struct Signals(SigSet);
 
 impl Signals {
-    /// Must be called before other threads start.
+    /// Blocks the signals. Call this before other threads start: they inherit the mask.
     pub fn block() -> Result<Self, CommandError> {
         let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
             .into_iter()

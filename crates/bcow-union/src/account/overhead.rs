@@ -28,13 +28,14 @@ const ATTRIBUTES_INSIDE: u64 = 88;
 /// The bytes that an attribute takes beside its name and value.
 const ENTRY_BYTES: u64 = 16;
 
-/// The number of shards of the table. Shards keep changes from waiting for each other.
+/// The number of shards of the table. Changes in different shards do not wait for each other.
 const SHARDS: usize = 16;
 
 /// The bytes beside the data, by inode number. Inodes with zero bytes have no entry.
 #[derive(Debug)]
 pub struct Overhead {
-    /// Held while an inode is examined, so that the last examination determines the figure. A leaf.
+    /// Held while an inode is examined, so that the last examination determines the figure. A leaf
+    /// lock.
     shards: [Mutex<HashMap<u64, u64>>; SHARDS],
     host: OnceLock<HostInodes>,
 }
@@ -59,7 +60,7 @@ pub struct HostInodes {
 }
 
 impl Overhead {
-    /// Sets the host's properties. To be called once, before any inode is examined.
+    /// Sets the host's properties. Call this once, before any inode is examined.
     pub fn set_host_inodes(&self, host: HostInodes) {
         let _ = self.host.set(host);
     }

@@ -32,8 +32,8 @@ pub(super) fn check(
     if used.incomplete {
         return;
     }
-    // Finds space before the end of the file in the header that no table, record or list names.
-    // Behind that end, a writer treats all space as free that no record names.
+    // Leaked space is below the header's `file_bytes`, and no table, record or list names it. From
+    // `file_bytes` on, a writer treats all space as free that no record names.
     let mut named = settled;
     named.extend(&free);
     named.extend(used.replaced.iter().map(range));
@@ -63,7 +63,7 @@ fn range(stored: &Stored) -> Range {
 }
 
 /// The sections that the header names, as ranges of the file. The first is the sector of the
-/// header, unless it is a block of a plain file.
+/// header, except in a plain file, where a block contains it.
 fn sections(header: &Header) -> Vec<Range> {
     let mut ranges = Vec::new();
     if !header.features.has_incompatible(incompatible::PLAIN) {

@@ -7,8 +7,9 @@ pub enum Layout {
     /// write of at least 128 KiB, else 4 KiB.
     #[default]
     Auto,
-    /// One level of about a thousand blocks: 4 KiB in a file of 4 MiB, 4 MiB in one of 4 GiB. There
-    /// are few entries and no tables to look up, but a small write over a backing copies more.
+    /// One level of at most 1024 blocks: 4 KiB in a file of 4 MiB, 4 MiB in one of 4 GiB. From 16
+    /// GiB on, the blocks have 16 MiB, and there are more. There are few entries and no tables to
+    /// look up, but a small write over a backing copies more.
     Performance,
     /// Two levels, with blocks of 4 KiB in regions of 4 MiB: a small write takes 4 KiB of space.
     Space,
