@@ -20,7 +20,7 @@ use crate::error::{CommandError, Context};
 use crate::given::{Given, OpenFiles};
 use crate::place::Layout;
 use crate::remote::{self, Pinned, RemoteImage};
-use crate::size::Count;
+use crate::size::{Count, plural};
 use crate::ui::Ui;
 
 pub use crate::stores::{
@@ -176,7 +176,11 @@ impl OpenImage {
             return Err(cannot(&layers[0])
                 .caused_by_text(format!("{} is a disk, and has no layers", shown.display())));
         }
-        let mut parts = vec![base];
+        let shown_base = base.name.clone();
+        let mut parts = match base.parts.is_empty() {
+            true => vec![base],
+            false => base.parts.into_iter().map(|part| part.image).collect(),
+        };
         for layer in layers {
             // The layer finds the images below it among these files.
             let given = given(&parts);
@@ -210,11 +214,42 @@ impl OpenImage {
             }
             parts.push(image);
         }
-        OpenImage::joined(parts, options)
+        OpenImage::joined(&shown_base, parts, options)
             .map_err(|error| cannot(&layers[layers.len() - 1]).caused_by(&error))
     }
 
-    fn joined(images: Vec<OpenImage>, options: &OpenOptions) -> Result<Self, ConvertError> {
+    /// The `count` lowest layers of this stack as an image.
+    fn lowest(self, count: usize, options: &OpenOptions) -> Result<Self, CommandError> {
+        let layers = &self.opened.layers;
+        let shown = self.name.display();
+        let cannot = || CommandError::new(format!("cannot open {shown}#layers={count}"));
+        if count > layers.len() {
+            let has = plural(layers.len() as u64, "layer");
+            return Err(cannot().caused_by_text(format!("the image has {has}")));
+        }
+        if count == layers.len() {
+            return Ok(self);
+        }
+        let files = layers[..count].iter().map(|layer| {
+            let file = layer.file.as_ref();
+            let file = file.ok_or_else(|| match self.opened.require_all() {
+                Err(error) => cannot().caused_by(&error),
+                Ok(()) => cannot().caused_by_text("a layer is missing"),
+            })?;
+            let opened = opened_alone(file.image.clone(), file.path.clone());
+            Ok(OpenImage::of(&file.path, opened))
+        });
+        let files = files.collect::<Result<Vec<_>, CommandError>>()?;
+        let name = PathBuf::from(format!("{shown}#layers={count}"));
+        OpenImage::joined(&name, files, options).map_err(|error| cannot().caused_by(&error))
+    }
+
+    /// Shows `images`, the lowest first, as one image with this name.
+    fn joined(
+        name: &Path,
+        images: Vec<OpenImage>,
+        options: &OpenOptions,
+    ) -> Result<Self, ConvertError> {
         let parts: Vec<JoinPart> = images
             .iter()
             .map(|image| JoinPart {
@@ -233,7 +268,7 @@ impl OpenImage {
         }
         let Joined { image, starts } = join(&parts, described, options)?;
         let opened = opened_alone(image, images[0].opened.path.clone());
-        let mut joined = OpenImage::of(&images[0].name, opened);
+        let mut joined = OpenImage::of(name, opened);
         let parts = starts.into_iter().zip(images);
         joined.parts = parts
             .map(|(start, image)| ImagePart { start, image })
@@ -271,6 +306,7 @@ impl OpenImage {
     pub fn identity(&self) -> [u8; 32] {
         match &self.parts[..] {
             [] => self.image().identity_hash(),
+            [part] => part.image.identity(),
             parts => {
                 let parts: Vec<_> = parts.iter().map(|part| part.image.identity()).collect();
                 joined_identity(&parts)
@@ -381,8 +417,13 @@ impl OpenImage {
         let parsed = parse_name(name)?;
         refuse_what_is_no_file(&parsed)?;
         if let ImageName::Remote(url) = &parsed {
+            let (url, lowest) = remote::split_lowest(url)?;
             let remote = remote::open(url, &stores.remote, pinned)?;
-            return OpenImage::open_remote(remote, given, stores, options);
+            let image = OpenImage::open_remote(remote, given, stores, options)?;
+            return match lowest {
+                None => Ok(image),
+                Some(count) => image.lowest(count, options),
+            };
         }
         if pinned == Pinned::AsAsked {
             stores.remote.refuse_unsigned(&name.display().to_string())?;

@@ -52,6 +52,11 @@ pub struct RemoteArgs {
     #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_hint = clap::ValueHint::FilePath)]
     verify_key: Option<PathBuf>,
+    /// The file with the credentials for registries, in the form of docker's config.json [default:
+    /// what `docker login`, `podman login` or `skopeo login` have stored]
+    #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = HEADING)]
+    #[arg(value_hint = clap::ValueHint::FilePath)]
+    auth_file: Option<PathBuf>,
     /// Longest wait for a server that sends nothing, in seconds [default: 30]
     #[arg(long, value_name = "SECONDS", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=86400))]
@@ -168,6 +173,8 @@ pub struct RemoteImage {
     pub lasting_url: Option<String>,
     /// The digest of the file, if a registry has it.
     pub digest: Option<Digest>,
+    /// The manifest, if the image is in a registry.
+    pub manifest: Option<Vec<u8>>,
 }
 
 impl RemoteArgs {
@@ -221,6 +228,13 @@ impl RemoteArgs {
         let key = PublicKey::parse_pem(&text)
             .map_err(|why| CommandError::new(cannot()).caused_by_text(why))?;
         Ok(Some(key))
+    }
+
+    /// The credentials for registries.
+    pub fn keys(&self) -> Keys {
+        Keys {
+            file: self.auth_file.clone(),
+        }
     }
 
     /// Fails for an image without a manifest, which has no signature, if one is required.
@@ -328,6 +342,25 @@ pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage,
     })
 }
 
+/// Splits `#layers=N` from the name of an image in a registry: the N lowest layers are meant.
+pub fn split_lowest(url: &str) -> Result<(&str, Option<usize>), CommandError> {
+    let Some((name, part)) = url.rsplit_once('#') else {
+        return Ok((url, None));
+    };
+    // Elsewhere, a number sign is an ordinary character.
+    if !name.starts_with("docker://") {
+        return Ok((url, None));
+    }
+    let count = part.strip_prefix("layers=").and_then(|n| n.parse().ok());
+    match count.filter(|&count| count > 0) {
+        Some(count) => Ok((name, Some(count))),
+        None => Err(
+            CommandError::usage(format!("invalid image name {url:?}: #{part}"))
+                .hint("#layers=N behind the name means the N lowest layers, 1 or more"),
+        ),
+    }
+}
+
 fn open_in_s3(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
     let name: S3Name = url.parse().map_err(|problem| {
         CommandError::usage(format!("invalid image name {url:?}: {problem}"))
@@ -356,6 +389,7 @@ fn open_file(
         files: None,
         lasting_url,
         digest: None,
+        manifest: None,
     })
 }
 
@@ -383,12 +417,13 @@ fn open_in_registry(
         CommandError::new(format!("cannot open {name}"))
             .caused_by_text("it is an ordinary OCI image")
     };
-    // The digest of an ordinary image does not cover what is attached to it.
-    let is_covered = args.root_of(pinned).is_some();
+    // The digest of an ordinary image does not cover what is attached to it. A signature does: the
+    // signed manifest names the digest.
+    let is_covered = args.root_of(pinned).is_some() || place.key.is_some();
     if place.registry.reference().digest().is_some() && !is_covered {
         return Err(ordinary().hint(
             "its digest does not cover a BCoW image that is attached to it: name its tag, or that \
-             image with --root-hash",
+             image with --root-hash, or the key of its signature with --verify-key",
         ));
     }
     let attached = bcow_oci::find_attached(&image)
@@ -434,7 +469,8 @@ impl Place {
         let reference = reference(url)?;
         let name = reference.to_string();
         let client = args.client(&name)?;
-        let registry = Arc::new(Registry::new(&client.remote, reference, Arc::new(Keys)));
+        let keys = Arc::new(args.keys());
+        let registry = Arc::new(Registry::new(&client.remote, reference, keys));
         Ok(Place {
             name,
             registry,
@@ -503,6 +539,7 @@ impl Place {
             ))
             .filter(|url| is_plain_url(url)),
             digest: Some(image.stack.digest.clone()),
+            manifest: Some(image.manifest.clone()),
         })
     }
 }
@@ -628,10 +665,24 @@ impl RemoteFiles for InRepository {
 }
 
 /// The credentials that `docker login`, `podman login` and `skopeo login` store.
-pub struct Keys;
+pub struct Keys {
+    /// The file with the credentials, instead of the usual ones. It is read for each server, so it
+    /// can change while an image is mounted; a missing file has no credentials.
+    file: Option<PathBuf>,
+}
 
 impl Keychain for Keys {
     fn credentials(&self, server: &str) -> Result<Option<Credentials>, String> {
+        if let Some(path) = &self.file {
+            let file = match std::fs::File::open(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                opened => opened.map_err(|error| format!("{}: {error}", path.display()))?,
+            };
+            let reader = io::BufReader::new(file);
+            return found(docker_credential::get_credential_from_reader(
+                reader, server,
+            ));
+        }
         let directory = |name: &str| std::env::var_os(name).map(PathBuf::from);
         let podman = directory("REGISTRY_AUTH_FILE")
             .or_else(|| Some(directory("XDG_RUNTIME_DIR")?.join("containers/auth.json")));

@@ -1,6 +1,7 @@
 //! `bcow inspect`
 
 mod disk;
+mod resolve;
 mod stack;
 
 use std::collections::BTreeMap;
@@ -51,12 +52,19 @@ pub struct Args {
     #[arg(default_missing_value = "/mnt", conflicts_with = "json")]
     #[arg(value_hint = clap::ValueHint::DirPath)]
     mount_command: Option<PathBuf>,
+    /// Print only the name, with a digest, of the image in BCoW form to which a name in a registry
+    /// leads; with --json, also its layers (schema bcow.resolve/1)
+    #[arg(long, conflicts_with = "mount_command")]
+    resolve: bool,
     #[command(flatten)]
     stores: StoreArgs,
 }
 
 /// Inspects. For a damaged image, shows the readable part, and then fails.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    if args.resolve {
+        return resolve::run(args, ui);
+    }
     let image =
         OpenImage::open_without_content(&args.image, &LayerArgs::default(), &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {

@@ -262,12 +262,20 @@ impl UpperCommit<'_> {
         })
     }
 
-    /// The images below, each with its place in the address space below the changes.
+    /// The images below, each with its place in the address space below the changes. What the
+    /// changes need of a layer that a part of an image on another machine has is copied: no file
+    /// can name that layer alone.
     fn bases(&self) -> Vec<Base<'_>> {
-        match self.image.parts() {
-            [] => vec![base(0, self.image)],
-            parts => parts.iter().map(|p| base(p.start, &p.image)).collect(),
-        }
+        let has_name = |image: &OpenImage| {
+            image.remote().is_some()
+                || !matches!(parse_name(image.path()), Ok(ImageName::Remote(_)))
+        };
+        let all = match self.image.parts() {
+            [] => vec![(0, self.image)],
+            parts => parts.iter().map(|part| (part.start, &part.image)).collect(),
+        };
+        let named = all.into_iter().filter(|(_, image)| has_name(image));
+        named.map(|(start, image)| base(start, image)).collect()
     }
 
     fn described(&self, extent: Extent) -> Result<Map<String, Value>, CommandError> {

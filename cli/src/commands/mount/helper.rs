@@ -48,12 +48,13 @@ Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. OPTIONS are those o
 those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
-  door=DOOR, size=SIZE, complete=WHEN
+  door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
+  server_timeout=SECONDS, insecure
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 17] = [
+const WITH_VALUE: [(&[u8], &str); 22] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -71,7 +72,15 @@ const WITH_VALUE: [(&[u8], &str); 17] = [
     (b"door", "--door"),
     (b"size", "--size"),
     (b"complete", "--complete"),
+    (b"cache_dir", "--cache-dir"),
+    (b"cache_limit", "--cache-limit"),
+    (b"auth_file", "--auth-file"),
+    (b"mirror", "--mirror"),
+    (b"server_timeout", "--server-timeout"),
 ];
+
+/// Options without a value that are options of `bcow mount` on their own.
+const WITHOUT_VALUE: [(&[u8], &str); 1] = [(b"insecure", "--insecure")];
 
 /// Options that the helper drops: those for mount(8), systemd and similar programs, and those that
 /// change nothing in a bcow mount.
@@ -209,6 +218,10 @@ impl Arguments {
                 .iter()
                 .find(|(known, _)| *known == name)
                 .map(|(_, long)| *long);
+            if let Some((_, long)) = WITHOUT_VALUE.iter().find(|(known, _)| *known == option) {
+                command.push(long.into());
+                continue;
+            }
             match (long, value) {
                 (Some(long), Some(value)) => {
                     has_upper |= long == "--upper";
@@ -262,7 +275,8 @@ fn is_for_others(option: &[u8]) -> bool {
 
 /// Whether `bcow mount` knows the option. With `-s`, the helper drops all others.
 fn is_known(option: &[u8]) -> bool {
-    WITH_VALUE.iter().any(|(known, _)| *known == option)
+    let own = WITH_VALUE.iter().chain(&WITHOUT_VALUE);
+    own.map(|(known, _)| known).any(|known| *known == option)
         || MountOptions::is_known(OsStr::from_bytes(option))
 }
 
@@ -364,6 +378,15 @@ mod tests {
             (
                 &["a", "m", "-o", "upper=/u,door=kernel,size=8G,discard"],
                 "bcow mount --upper=/u --door=kernel --size=8G -o discard -- a m",
+            ),
+            (
+                &[
+                    "docker://h/r:t",
+                    "m",
+                    "-o",
+                    "ro,insecure,cache_dir=/c,mirror=https://m",
+                ],
+                "bcow mount --insecure --cache-dir=/c --mirror=https://m -o ro -- docker://h/r:t m",
             ),
             (&["a", "m", "-fo", "rw,nofail"], "bcow mount --fake -- a m"),
             (&["-h"], "help"),
