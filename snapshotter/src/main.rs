@@ -1,8 +1,9 @@
 //! `bcow-snapshotter`: a proxy snapshotter for containerd.
 //!
 //! The path through it: [`service`] decodes a request of containerd ([`protocol`] has the
-//! messages), [`snapshots`] does the operation and keeps its directory consistent, [`tool`] runs
-//! `bcow` for the layers, and [`mount`] says what containerd mounts.
+//! messages), [`snapshots`] does the operation and keeps its directory consistent, [`remote`] finds
+//! layers in registries, [`tool`] runs `bcow` for the layers, and [`mount`] says what containerd
+//! mounts.
 
 mod error;
 mod filter;
@@ -10,6 +11,7 @@ mod mount;
 mod notify;
 mod protocol;
 mod record;
+mod remote;
 mod service;
 mod snapshots;
 mod tool;
@@ -28,6 +30,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
 use crate::error::{At, Error};
+use crate::remote::RemoteArgs;
 use crate::service::SnapshotService;
 use crate::snapshots::Snapshots;
 use crate::tool::Tool;
@@ -59,6 +62,8 @@ struct Args {
     /// Option for each mount of layers, as in fstab(5): writeback, cache_size=128M (repeatable)
     #[arg(long, value_name = "OPTION")]
     mount_option: Vec<String>,
+    #[command(flatten)]
+    remote: RemoteArgs,
 }
 
 fn main() -> ExitCode {
@@ -91,7 +96,7 @@ fn serve(args: &Args) -> Result<(), Error> {
             )));
         }
     }
-    let snapshots = Snapshots::open(&args.root, tool, args.mount_option.clone())?;
+    let snapshots = Snapshots::open(&args.root, tool, &args.remote, args.mount_option.clone())?;
     for helper in ["mount.fuse3", "mount.bcow"] {
         if !is_in_path(helper) {
             tracing::warn!("{helper} is not in PATH: containerd needs it to mount snapshots");

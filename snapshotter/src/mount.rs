@@ -34,24 +34,24 @@ pub fn of_directory(directory: &Path, is_writable: bool) -> Mount {
 
 /// The mount of layers, the lowest first, by the helper `mount.bcow`. `None` if there are no
 /// layers.
-pub fn of_layers(layers: &[&Path], access: Access<'_>, extra: &[String]) -> Option<Mount> {
+pub fn of_layers(layers: &[String], access: Access<'_>, extra: &[String]) -> Option<Mount> {
     let (lowest, rest) = layers.split_first()?;
     let mut options = vec!["allow_other".to_owned()];
     match access {
         Access::Read => options.push("ro".to_owned()),
         Access::Write(upper) => options.push(format!("upper={}", text(upper))),
     }
-    options.extend(rest.iter().map(|layer| format!("layer={}", text(layer))));
+    options.extend(rest.iter().map(|layer| format!("layer={layer}")));
     options.extend_from_slice(extra);
     Some(Mount {
         kind: "fuse3.mount.bcow",
-        source: text(lowest),
+        source: lowest.clone(),
         options,
     })
 }
 
 /// Paths are in UTF-8: `Place` refuses a root that is not.
-fn text(path: &Path) -> String {
+pub fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn layers_are_mounted_from_the_lowest() {
-        let layers = ["/r/layers/1.bcow", "/r/layers/4.bcow"].map(Path::new);
+        let layers = ["/r/layers/1.bcow", "/r/layers/4.bcow"].map(str::to_owned);
         let upper = Path::new("/r/snapshots/5/upper");
         let extra = ["writeback".to_owned()];
         let mount = of_layers(&layers, Access::Write(upper), &extra).unwrap();

@@ -5,8 +5,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// The form of the record. A reader refuses any other.
+/// The form of the record. A reader refuses any other than these.
 const SCHEMA: &str = "bcow.snapshot/1";
+/// The form of the record of a layer in a registry, which the first release cannot mount.
+const SCHEMA_REMOTE: &str = "bcow.snapshot/2";
 
 /// The kind of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,6 +70,35 @@ pub struct Record {
     /// Whether the snapshot has a layer. One that was committed without a change has none.
     #[serde(default)]
     pub has_layer: bool,
+    /// The layer in a registry, instead of one on the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteLayer>,
+}
+
+/// A layer of an image in BCoW form in a registry.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteLayer {
+    /// The name of the image, with the digest of its manifest.
+    pub image: String,
+    /// The number of the layer, from 1. The snapshot shows this layer and those below it.
+    pub layers: usize,
+    /// The root hashes of the files of the image: the stack, then the layers from the lowest.
+    pub files: Vec<String>,
+}
+
+impl RemoteLayer {
+    /// The name that shows this layer and those below it.
+    pub fn name(&self) -> String {
+        match self.is_whole() {
+            true => self.image.clone(),
+            false => format!("{}#layers={}", self.image, self.layers),
+        }
+    }
+
+    /// Whether this is the uppermost layer of the image.
+    pub fn is_whole(&self) -> bool {
+        self.layers + 1 == self.files.len()
+    }
 }
 
 impl Record {
@@ -84,6 +115,17 @@ impl Record {
             updated_ns: now,
             labels,
             has_layer: false,
+            remote: None,
+        }
+    }
+
+    /// This new record as that of a committed layer in a registry.
+    pub fn in_registry(self, remote: RemoteLayer) -> Self {
+        Record {
+            schema: SCHEMA_REMOTE.to_owned(),
+            kind: Kind::Committed,
+            remote: Some(remote),
+            ..self
         }
     }
 
@@ -115,7 +157,11 @@ impl Record {
     /// Reads what [`encode`](Self::encode) wrote. The error says what is wrong.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let record: Record = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        if record.schema != SCHEMA {
+        let expected = match record.remote {
+            None => SCHEMA,
+            Some(_) => SCHEMA_REMOTE,
+        };
+        if record.schema != expected {
             return Err(format!("unsupported schema {:?}", record.schema));
         }
         if record.name.is_empty() {
@@ -148,6 +194,28 @@ mod tests {
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
             assert_eq!(Record::decode(&line).unwrap(), record);
         }
+    }
+
+    #[test]
+    fn a_layer_in_a_registry_has_a_schema_of_its_own() {
+        let remote = RemoteLayer {
+            image: "docker://h/r@sha256:a".to_owned(),
+            layers: 1,
+            files: vec!["s".into(), "1".into(), "2".into()],
+        };
+        assert_eq!(remote.name(), "docker://h/r@sha256:a#layers=1");
+        let whole = RemoteLayer {
+            layers: 2,
+            ..remote.clone()
+        };
+        assert_eq!(whole.name(), "docker://h/r@sha256:a");
+        let record = Record::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
+        let record = record.in_registry(remote);
+        let line = String::from_utf8(record.encode().unwrap()).unwrap();
+        assert!(line.contains("bcow.snapshot/2"), "{line}");
+        assert_eq!(Record::decode(line.as_bytes()).unwrap(), record);
+        let error = Record::decode(line.replace("shot/2", "shot/1").as_bytes()).unwrap_err();
+        assert!(error.contains("unsupported schema"), "{error}");
     }
 
     #[test]

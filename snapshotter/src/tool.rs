@@ -1,4 +1,4 @@
-//! Runs `bcow`, which makes the layers.
+//! Runs `bcow`, which makes the layers, and finds those in registries.
 //!
 //! A process of its own makes each layer: a damaged directory, or a lack of memory, then fails one
 //! commit and not the snapshotter.
@@ -22,7 +22,7 @@ impl Tool {
     /// The program at this path, or of this name in PATH. Fails if it does not run.
     pub fn new(program: PathBuf) -> Result<Self, Error> {
         let tool = Tool { program };
-        tool.run("version", &[])?;
+        tool.run("version", &[]).map(drop)?;
         Ok(tool)
     }
 
@@ -31,12 +31,20 @@ impl Tool {
         let mut source = OsString::from("dir:");
         source.push(files);
         self.run("convert", &["--".into(), source, layer.into()])
+            .map(drop)
     }
 
     /// Writes the changes in an upper to `below`, the lowest layer and the layers on it, as a
-    /// further layer, a new file.
-    pub fn commit(&self, below: &[PathBuf], upper: &Path, layer: &Path) -> Result<(), Error> {
-        let mut arguments = vec!["--upper".into(), upper.into()];
+    /// further layer, a new file. `options` are for layers in a registry.
+    pub fn commit(
+        &self,
+        below: &[String],
+        options: &[String],
+        upper: &Path,
+        layer: &Path,
+    ) -> Result<(), Error> {
+        let mut arguments: Vec<OsString> = options.iter().map(OsString::from).collect();
+        arguments.extend(["--upper".into(), upper.into()]);
         let (lowest, rest) = below.split_first().ok_or_else(|| {
             Error::State(format!("the upper {} has no layer below", upper.display()))
         })?;
@@ -44,10 +52,20 @@ impl Tool {
             arguments.extend(["--layer".into(), layer.into()]);
         }
         arguments.extend(["--".into(), lowest.into(), layer.into()]);
-        self.run("commit", &arguments)
+        self.run("commit", &arguments).map(drop)
     }
 
-    fn run(&self, command: &str, arguments: &[OsString]) -> Result<(), Error> {
+    /// Finds the image in BCoW form to which a name in a registry leads; returns its description in
+    /// JSON.
+    pub fn resolve(&self, name: &str, options: &[String]) -> Result<Vec<u8>, Error> {
+        let mut arguments: Vec<OsString> = vec!["--resolve".into(), "--json".into()];
+        arguments.extend(options.iter().map(OsString::from));
+        arguments.extend(["--".into(), name.into()]);
+        self.run("inspect", &arguments)
+    }
+
+    /// Runs a command; returns what it has printed.
+    fn run(&self, command: &str, arguments: &[OsString]) -> Result<Vec<u8>, Error> {
         let failure = |message: String| Error::Tool {
             command: format!("{} {command}", self.program.display()),
             message,
@@ -57,11 +75,10 @@ impl Tool {
             .arg(command)
             .args(arguments)
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
             .output()
             .map_err(|error| failure(error.to_string()))?;
         if output.status.success() {
-            return Ok(());
+            return Ok(output.stdout);
         }
         let from = output.stderr.len().saturating_sub(MESSAGE_BYTES);
         let text = String::from_utf8_lossy(&output.stderr[from..]);

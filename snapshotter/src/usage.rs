@@ -16,6 +16,15 @@ pub struct Usage {
     pub inodes: u64,
 }
 
+impl std::iter::Sum for Usage {
+    fn sum<I: Iterator<Item = Usage>>(all: I) -> Usage {
+        all.fold(Usage::default(), |sum, one| Usage {
+            bytes: sum.bytes + one.bytes,
+            inodes: sum.inodes + one.inodes,
+        })
+    }
+}
+
 /// The usage of a file, or of a directory with everything in it. Files that disappear meanwhile do
 /// not count: programs may be writing.
 pub fn of(path: &Path) -> Result<Usage, Error> {

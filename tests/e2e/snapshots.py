@@ -1,5 +1,5 @@
-"""A client of containerd's snapshot service, written from the published protocol alone, and a
-running bcow-snapshotter."""
+"""A client of containerd's snapshot service, written from the published protocol alone, a running
+bcow-snapshotter, and the part that clients of other services need."""
 
 import os
 import signal
@@ -41,11 +41,12 @@ METHODS = {"Prepare": ("Create", "Mounts"), "View": ("Create", "Mounts"),
            "Usage": ("Key", "Usage"), "Cleanup": ("Empty", "Empty")}
 
 
-def message_classes():
+def message_classes(messages):
     Field = descriptor_pb2.FieldDescriptorProto
-    scalars = {"string": Field.TYPE_STRING, "int64": Field.TYPE_INT64, "int32": Field.TYPE_INT32}
+    scalars = {"string": Field.TYPE_STRING, "bytes": Field.TYPE_BYTES, "int64": Field.TYPE_INT64,
+               "int32": Field.TYPE_INT32}
     file = descriptor_pb2.FileDescriptorProto(name="t.proto", package="t", syntax="proto3")
-    for name, fields in MESSAGES.items():
+    for name, fields in messages.items():
         message = file.message_type.add(name=name)
         for field, (number, kind) in fields.items():
             added = message.field.add(name=field, number=number)
@@ -68,13 +69,13 @@ def message_classes():
     pool.Add(file)
     factory = message_factory.MessageFactory(pool)
     return {name: factory.GetPrototype(pool.FindMessageTypeByName(f"t.{name}"))
-            for name in MESSAGES}
+            for name in messages}
 
 
 class Client:
     """Calls the service at a socket; each method takes the fields of its request."""
 
-    CLASSES = message_classes()
+    CLASSES = message_classes(MESSAGES)
 
     def __init__(self, socket):
         self.channel = grpc.insecure_channel(f"unix:{socket}")

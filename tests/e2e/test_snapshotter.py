@@ -464,26 +464,11 @@ class Crashes(WithSnapshotter):
         return "Prepare", {"key": f"a{new}", "parent": parent}, None, {f"a{new}": ACTIVE}
 
 
-class Containers(WithSnapshotter):
-    """containerd runs containers of an ordinary image."""
+class WithContainerd(WithSnapshotter):
+    """A containerd of the test's own."""
 
-    @classmethod
-    def setUpClass(cls):
-        need(*ENGINE)
-        super().setUpClass()
-        cls.archive = cls.path("small.tar")
-        layout, tag = support.image("small")
-        run("skopeo", "copy", "--insecure-policy", f"oci:{layout}:{tag}",
-            f"docker-archive:{cls.archive}:bcow.test/small:1")
-
-    def setUp(self):
-        super().setUp()
-        self.snapshotter = self.start()
-        with open(os.path.join(self.place, "config.toml"), "w") as file:
-            file.write(CONFIG.format(place=self.place))
-        self.addCleanup(self.stop_all)
-        self.containerd = None
-        self.start_containerd()
+    containerd = None
+    namespace = "default"
 
     def start_containerd(self):
         log = os.path.join(self.place, "containerd.log")
@@ -505,7 +490,7 @@ class Containers(WithSnapshotter):
 
     def stop_all(self):
         """Ends what a failed test has left: containers, their shims, mounts."""
-        if self.containerd.poll() is None:
+        if self.containerd and self.containerd.poll() is None:
             for name in self.listed("tasks"):
                 self.ctr("tasks", "rm", "-f", name, check=False)
             self.stop_containerd()
@@ -516,10 +501,32 @@ class Containers(WithSnapshotter):
                 subprocess.run(["umount", "-l", place], check=False)
 
     def ctr(self, *arguments, **options):
-        return run("ctr", "--address", os.path.join(self.place, "c"), *arguments, **options)
+        return run("ctr", "--address", os.path.join(self.place, "c"), "--namespace",
+                   self.namespace, *arguments, **options)
 
     def listed(self, what):
         return self.ctr(what, "ls", "-q").out.decode().split()
+
+
+class Containers(WithContainerd):
+    """containerd runs containers of an ordinary image."""
+
+    @classmethod
+    def setUpClass(cls):
+        need(*ENGINE)
+        super().setUpClass()
+        cls.archive = cls.path("small.tar")
+        layout, tag = support.image("small")
+        run("skopeo", "copy", "--insecure-policy", f"oci:{layout}:{tag}",
+            f"docker-archive:{cls.archive}:bcow.test/small:1")
+
+    def setUp(self):
+        super().setUp()
+        self.snapshotter = self.start()
+        with open(os.path.join(self.place, "config.toml"), "w") as file:
+            file.write(CONFIG.format(place=self.place))
+        self.addCleanup(self.stop_all)
+        self.start_containerd()
 
     def run_in(self, name, script, *options):
         """Runs a script as a new container; returns its output. The container stays."""

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use crate::error::Error;
-use crate::record::{Id, Kind, Labels, Record};
+use crate::record::{Id, Kind, Labels, Record, RemoteLayer};
 
 /// The snapshots by name.
 #[derive(Default)]
@@ -13,6 +13,15 @@ pub struct Index {
     held: HashSet<String>,
     /// The number of the next snapshot.
     next: u64,
+}
+
+/// The layers that a snapshot shows.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Chain {
+    /// The lowest layers, if they are in a registry.
+    pub remote: Option<RemoteLayer>,
+    /// The layers on the disk, from the lowest.
+    pub layers: Vec<Id>,
 }
 
 struct Entry {
@@ -77,19 +86,24 @@ impl Index {
         made.map(|entry| &entry.record)
     }
 
-    /// The layers of a committed snapshot, the lowest first.
-    pub fn chain(&self, name: &str) -> Result<Vec<Id>, Error> {
-        let mut layers = Vec::new();
+    /// The layers of a committed snapshot.
+    pub fn chain(&self, name: &str) -> Result<Chain, Error> {
+        let mut chain = Chain::default();
         let mut next = Some(name);
         while let Some(name) = next {
             let record = self.get(name)?;
+            if let Some(remote) = &record.remote {
+                // It shows the layers below it, too.
+                chain.remote = Some(remote.clone());
+                break;
+            }
             if record.has_layer {
-                layers.push(record.id);
+                chain.layers.push(record.id);
             }
             next = record.parent.as_deref();
         }
-        layers.reverse();
-        Ok(layers)
+        chain.layers.reverse();
+        Ok(chain)
     }
 
     /// Whether the snapshot is the parent of another one.
@@ -186,9 +200,28 @@ mod tests {
         let low = commit(&mut index, "low", None, true);
         commit(&mut index, "same", Some("low"), false);
         let high = commit(&mut index, "high", Some("same"), true);
-        assert_eq!(index.chain("high").unwrap(), [low, high]);
-        assert_eq!(index.chain("same").unwrap(), [low]);
+        assert_eq!(index.chain("high").unwrap().layers, [low, high]);
+        assert_eq!(index.chain("same").unwrap().layers, [low]);
         assert!(matches!(index.chain("none"), Err(Error::NotFound(_))));
+    }
+
+    #[test]
+    fn a_layer_in_a_registry_shows_what_is_below_it() {
+        let mut index = Index::default();
+        commit(&mut index, "low", None, true);
+        let remote = RemoteLayer {
+            image: "docker://h/r@sha256:a".to_owned(),
+            layers: 2,
+            files: vec![String::new(); 4],
+        };
+        let record = begin(&mut index, "middle", Some("low")).unwrap();
+        index.put("middle", record.in_registry(remote.clone()));
+        let high = commit(&mut index, "high", Some("middle"), true);
+        let expected = Chain {
+            remote: Some(remote),
+            layers: vec![high],
+        };
+        assert_eq!(index.chain("high").unwrap(), expected);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The snapshots, and the operations of containerd's contract on them.
 //!
 //! A committed snapshot is one BCoW layer, which `bcow` makes at the commit; it is durable before
-//! the commit returns. An active snapshot without a parent is a plain directory, into which
+//! the commit returns. Or it is a layer of a BCoW image in a registry, of which nothing is fetched
+//! here. An active snapshot without a parent is a plain directory, into which
 //! containerd unpacks the lowest layer of an image. An active snapshot with a parent is a mount of
 //! the parent's layers with an upper. containerd mounts through the helper `mount.bcow`. Each mount
 //! has its own process, so this process has no state of mounts.
@@ -9,19 +10,20 @@
 mod index;
 mod place;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use self::index::Index;
+use self::index::{Chain, Index};
 use self::place::Place;
 use crate::error::Error;
 use crate::filter::Filters;
 use crate::mount::{self, Access, Mount};
-use crate::record::{Id, Kind, Labels, Record};
+use crate::record::{Kind, Labels, Record, RemoteLayer};
+use crate::remote::{self, Remote, RemoteArgs};
 use crate::tool::Tool;
 use crate::usage::{self, Usage};
 
@@ -32,6 +34,7 @@ const SWEEP_PAUSE: Duration = Duration::from_millis(500);
 pub struct Snapshots {
     place: Place,
     tool: Tool,
+    remote: Remote,
     /// Options of each mount of layers.
     mount_options: Vec<String>,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
@@ -45,14 +48,21 @@ pub struct Snapshots {
 
 impl Snapshots {
     /// Opens the snapshots in `root`. Removes what a crash left there.
-    pub fn open(root: &Path, tool: Tool, mount_options: Vec<String>) -> Result<Arc<Self>, Error> {
+    pub fn open(
+        root: &Path,
+        tool: Tool,
+        remote: &RemoteArgs,
+        mount_options: Vec<String>,
+    ) -> Result<Arc<Self>, Error> {
         let (place, found) = Place::open(root)?;
+        let remote = Remote::new(remote, tool.clone(), &place.cache())?;
         let count = found.records.len();
         let index = Index::new(found.records, found.next)?;
         let (removed, wakes) = channel();
         let snapshots = Arc::new(Snapshots {
             place,
             tool,
+            remote,
             mount_options,
             index: Mutex::new(index),
             released: Condvar::new(),
@@ -81,6 +91,12 @@ impl Snapshots {
     /// Disk usage of a snapshot, without its parents.
     pub fn usage(&self, name: &str) -> Result<Usage, Error> {
         let record = self.stat(name)?;
+        if let Some(remote) = &record.remote {
+            // What is in the cache: of the layer, and of the stack with the uppermost one.
+            let stack = remote.files.first().filter(|_| remote.is_whole());
+            let files = remote.files.get(remote.layers).into_iter().chain(stack);
+            return files.map(|root| usage::of(&self.place.cached(root))).sum();
+        }
         match (record.kind, record.has_layer) {
             (Kind::Committed, true) => usage::of(&self.place.layer(record.id)),
             (Kind::Active, _) => usage::of(&self.place.files(&record)),
@@ -102,7 +118,9 @@ impl Snapshots {
         self.describe(&record, &chain)
     }
 
-    /// Creates an active snapshot or a view, on a committed parent or without a parent.
+    /// Creates an active snapshot or a view, on a committed parent or without a parent. For a layer
+    /// that is in a registry in BCoW form, creates the committed snapshot, and fails with
+    /// [`Error::Exists`].
     pub fn create(
         &self,
         kind: Kind,
@@ -111,6 +129,14 @@ impl Snapshots {
         labels: Labels,
     ) -> Result<Vec<Mount>, Error> {
         require_name(key)?;
+        if kind == Kind::Active
+            && let Some(layer) = self.remote.find(&labels)
+        {
+            return Err(match self.register(key, parent, labels, layer) {
+                Ok(()) => Error::Exists(key.to_owned()),
+                Err(error) => error,
+            });
+        }
         let settled = [key, parent.unwrap_or(key)];
         let ((record, chain), _hold) = self.hold(&[key], &settled, |index| {
             let record = index.begin(kind, key, parent, labels)?;
@@ -120,6 +146,36 @@ impl Snapshots {
         self.place.create(&record)?;
         self.index.lock().put(key, record.clone());
         self.describe(&record, &chain)
+    }
+
+    /// Creates a committed snapshot of a layer in a registry, unless there is one. containerd finds
+    /// it by its parent and by its label.
+    fn register(
+        &self,
+        key: &str,
+        parent: Option<&str>,
+        labels: Labels,
+        layer: RemoteLayer,
+    ) -> Result<(), Error> {
+        let settled = [key, parent.unwrap_or(key)];
+        let (record, _hold) = self.hold(&[key], &settled, |index| {
+            let is_same = |record: &Record| {
+                record.remote.is_some()
+                    && record.parent.as_deref() == parent
+                    && record.labels.get(remote::REF) == labels.get(remote::REF)
+            };
+            if index.all().any(is_same) {
+                return Ok(None);
+            }
+            let record = index.begin(Kind::Committed, key, parent, labels)?;
+            Ok(Some(record.in_registry(layer)))
+        })?;
+        let Some(record) = record else {
+            return Ok(());
+        };
+        self.place.create(&record)?;
+        self.index.lock().put(key, record);
+        Ok(())
     }
 
     /// Commits the active snapshot `key` as `name`. The snapshot must not be mounted.
@@ -194,7 +250,7 @@ impl Snapshots {
 
     /// Removes the files of removed snapshots.
     pub fn clean_up(&self) -> Result<(), Error> {
-        self.place.sweep().map(drop)
+        self.sweep().map(drop)
     }
 
     fn wake_sweeper(&self) {
@@ -202,19 +258,39 @@ impl Snapshots {
         let _ = self.removed.send(());
     }
 
-    fn write_layer(&self, active: &Record, chain: &[Id], layer: &Path) -> Result<(), Error> {
+    /// Removes the files of removed snapshots, and what the cache has of removed layers. Returns
+    /// how many of the former are in use.
+    fn sweep(&self) -> Result<usize, Error> {
+        let left = self.place.sweep()?;
+        let remote = |record: &Record| record.remote.clone();
+        let used: Vec<RemoteLayer> = self.index.lock().all().filter_map(remote).collect();
+        self.place.sweep_cache(&used)?;
+        Ok(left)
+    }
+
+    fn write_layer(&self, active: &Record, chain: &Chain, layer: &Path) -> Result<(), Error> {
         let files = self.place.files(active);
+        let options = match chain.remote {
+            Some(_) => self.remote.command_options(),
+            None => &[],
+        };
         match active.parent {
             None => self.tool.convert(&files, layer),
-            Some(_) => self.tool.commit(&self.layers(chain), &files, layer),
+            Some(_) => self
+                .tool
+                .commit(&self.layers(chain), options, &files, layer),
         }
     }
 
-    fn layers(&self, chain: &[Id]) -> Vec<PathBuf> {
-        chain.iter().map(|&id| self.place.layer(id)).collect()
+    /// The names of the layers, from the lowest.
+    fn layers(&self, chain: &Chain) -> Vec<String> {
+        let remote = chain.remote.iter().map(RemoteLayer::name);
+        let own = chain.layers.iter();
+        let own = own.map(|&id| mount::text(&self.place.layer(id)));
+        remote.chain(own).collect()
     }
 
-    fn describe(&self, record: &Record, chain: &[Id]) -> Result<Vec<Mount>, Error> {
+    fn describe(&self, record: &Record, chain: &Chain) -> Result<Vec<Mount>, Error> {
         let files = self.place.files(record);
         let is_writable = record.kind == Kind::Active;
         if record.parent.is_none() {
@@ -224,9 +300,11 @@ impl Snapshots {
             true => Access::Write(&files),
             false => Access::Read,
         };
-        let layers = self.layers(chain);
-        let layers: Vec<&Path> = layers.iter().map(PathBuf::as_path).collect();
-        let mount = mount::of_layers(&layers, access, &self.mount_options);
+        let mut options = self.mount_options.clone();
+        if chain.remote.is_some() {
+            options.extend_from_slice(self.remote.mount_options());
+        }
+        let mount = mount::of_layers(&self.layers(chain), access, &options);
         let mount = mount.ok_or_else(|| {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
@@ -273,9 +351,9 @@ impl Drop for Hold<'_> {
 }
 
 /// The layers below a snapshot, lowest first.
-fn chain_below(index: &Index, record: &Record) -> Result<Vec<Id>, Error> {
+fn chain_below(index: &Index, record: &Record) -> Result<Chain, Error> {
     match &record.parent {
-        None => Ok(Vec::new()),
+        None => Ok(Chain::default()),
         Some(parent) => index.chain(parent),
     }
 }
@@ -317,7 +395,7 @@ fn sweep_when_removed(snapshots: &Weak<Snapshots>, wakes: &Receiver<()>) {
         let Some(snapshots) = snapshots.upgrade() else {
             return;
         };
-        left = snapshots.place.sweep().unwrap_or_else(|error| {
+        left = snapshots.sweep().unwrap_or_else(|error| {
             tracing::warn!("{error}");
             1
         });

@@ -7,6 +7,7 @@
 //!     fs/                active or a view, without a parent: the files
 //!     upper/             active, with a parent: the upper of its mount
 //! ROOT/layers/ID.bcow    the layer of a committed snapshot
+//! ROOT/cache/            what mounts have read of layers in registries: the cache of `bcow`
 //! ROOT/new/              what is being made; the next start empties it
 //! ROOT/trash/            what is removed; a sweep empties it
 //! ```
@@ -15,6 +16,7 @@
 //! Everything that it depends on is durable before, and the rename is durable before the operation
 //! returns. So after a crash each record is complete, and everything without a record is garbage.
 
+use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -24,7 +26,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use crate::error::{At, Error};
-use crate::record::{Id, Kind, Record};
+use crate::record::{Id, Kind, Record, RemoteLayer};
 
 /// How long the process of a mount may take to notice the unmount, on a busy machine.
 const UNMOUNTS_WITHIN: Duration = Duration::from_secs(10);
@@ -150,6 +152,40 @@ impl Place {
         self.root.join("layers").join(format!("{id}.bcow"))
     }
 
+    /// The cache of the layers in registries.
+    pub fn cache(&self) -> PathBuf {
+        self.root.join("cache")
+    }
+
+    /// The part of a file of an image in a registry that is on the disk.
+    pub fn cached(&self, root: &str) -> PathBuf {
+        self.cache().join(format!("{root}.bcow"))
+    }
+
+    /// Removes from the cache what is of no layer in `used`. A mount that is ending keeps the files
+    /// that it has open.
+    pub fn sweep_cache(&self, used: &[RemoteLayer]) -> Result<(), Error> {
+        let cache = self.cache();
+        if !cache.is_dir() {
+            return Ok(());
+        }
+        let files = used.iter().flat_map(|layer| &layer.files);
+        let mut kept: HashSet<String> = files.map(|root| format!("{root}.bcow")).collect();
+        let digests = used
+            .iter()
+            .filter_map(|layer| layer.image.rsplit_once("@sha256:"));
+        kept.extend(digests.map(|(_, digits)| format!("sha256-{digits}.json")));
+        for path in entries(&cache)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            // Other files are not of the cache.
+            let is_cached = name.ends_with(".bcow") || name.ends_with(".json");
+            if is_cached && !kept.contains(&*name) {
+                remove_all(&path)?;
+            }
+        }
+        Ok(())
+    }
+
     fn directory(&self, id: Id) -> PathBuf {
         self.root.join("snapshots").join(id.to_string())
     }
@@ -173,6 +209,7 @@ impl Place {
     fn make(&self, record: &Record, new: &Path) -> Result<(), Error> {
         make_directory(new, 0o700)?;
         match (&record.parent, record.kind) {
+            (_, Kind::Committed) => {}
             // The container's root directory.
             (None, _) => make_directory(&new.join("fs"), 0o755)?,
             (Some(_), Kind::Active) => make_directory(&new.join("upper"), 0o700)?,
@@ -435,6 +472,36 @@ mod tests {
         assert_eq!(names(&root.join("snapshots/2")), ["record.json", "upper"]);
         assert_eq!(place.sweep().unwrap(), 0);
         assert_eq!(names(&root.join("trash")), [""; 0]);
+    }
+
+    #[test]
+    fn the_cache_keeps_what_a_layer_needs() {
+        let directory = tempfile::tempdir().unwrap();
+        let (place, _) = Place::open(directory.path()).unwrap();
+        let used = RemoteLayer {
+            image: "docker://h/r@sha256:ab".to_owned(),
+            layers: 1,
+            files: vec!["1".into(), "2".into()],
+        };
+        place.sweep_cache(&[]).unwrap();
+        fs::create_dir(place.cache()).unwrap();
+        for name in [
+            "1.bcow",
+            "2.bcow",
+            "3.bcow",
+            "sha256-ab.json",
+            "name-c.json",
+            "README",
+        ] {
+            fs::write(place.cache().join(name), "").unwrap();
+        }
+        place.sweep_cache(&[used]).unwrap();
+        assert_eq!(
+            names(&place.cache()),
+            ["1.bcow", "2.bcow", "README", "sha256-ab.json"]
+        );
+        place.sweep_cache(&[]).unwrap();
+        assert_eq!(names(&place.cache()), ["README"]);
     }
 
     #[test]

@@ -1,0 +1,519 @@
+"""bcow-snapshotter with images in BCoW form in a registry: containers start before the image is
+here.
+
+The registry is Debian's docker-registry with TLS and a password. The image has busybox, and a large
+file that no program reads.
+"""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import unittest
+
+import cri
+import snapshots
+import support
+from sequences import ocilib
+from snapshots import CODES, COMMITTED
+from support import bcow, need, run
+from test_remote import PASSWORD, USER, make_certificates, registry
+from test_snapshotter import WithContainerd, WithSnapshotter
+
+LABEL = "containerd.io/snapshot"
+LARGE = random.Random(7).randbytes(16 << 20)
+APPLETS = ["sh", "cat", "echo", "sleep", "ls", "rm", "true"]
+CONFIG = """
+root = "{place}/lib"
+state = "{place}/run"
+disabled_plugins = [
+    "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper",
+    "io.containerd.snapshotter.v1.zfs", "io.containerd.internal.v1.tracing",
+    "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.opt"]
+[grpc]
+address = "{place}/c"
+[ttrpc]
+address = "{place}/t"
+[proxy_plugins.bcow]
+type = "snapshot"
+address = "{place}/sock"
+"""
+# containerd 1.6 and 1.7.
+CONFIG_2 = """
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "{pause}"
+stream_server_port = "0"
+disable_apparmor = true
+restrict_oom_score_adj = true
+[plugins."io.containerd.grpc.v1.cri".containerd]
+snapshotter = "bcow"
+disable_snapshot_annotations = false
+[plugins."io.containerd.grpc.v1.cri".cni]
+bin_dir = "{place}/cni"
+conf_dir = "{place}/cni"
+[plugins."io.containerd.grpc.v1.cri".registry]
+config_path = "{place}/certs.d"
+"""
+# containerd 2.x.
+CONFIG_3 = """
+[proxy_plugins.bcow.exports]
+enable_remote_snapshot_annotations = "true"
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+platform = "linux"
+snapshotter = "bcow"
+[plugins."io.containerd.grpc.v1.cri"]
+stream_server_port = "0"
+[plugins."io.containerd.cri.v1.images"]
+snapshotter = "bcow"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{pause}"
+[plugins."io.containerd.cri.v1.images".registry]
+config_path = "{place}/certs.d"
+[plugins."io.containerd.cri.v1.runtime"]
+disable_apparmor = true
+restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dirs = ["{place}/cni"]
+conf_dir = "{place}/cni"
+"""
+
+
+def libraries(program):
+    """The files that the loader maps for a program."""
+    # ldd fails for a static program, which has none.
+    listed = run("ldd", program, check=False).out.decode()
+    return re.findall(r"(/\S+) \(0x", listed)
+
+
+def directories(path):
+    """The directories above a path, the highest first."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[:n + 1]) for n in range(len(parts))]
+
+
+def image_layers():
+    """Three layers, as names with data; None is a whiteout, a tuple a symbolic link."""
+    program = os.path.realpath(shutil.which("busybox"))
+    low = {"bin/busybox": program, "gone": b"1", "both": b"low", "large": LARGE}
+    low.update({name.lstrip("/"): name for name in libraries(program)})
+    low.update({f"bin/{name}": ("busybox",) for name in APPLETS})
+    return [low, {"gone": None, "both": b"middle", "etc/motd": b"hello"}, {"top": b"3"}]
+
+
+def archive(files):
+    """A layer as a tar archive."""
+    made, out = set(), []
+    for name, data in files.items():
+        for directory in directories(name):
+            if directory not in made:
+                made.add(directory)
+                out.append(ocilib.entry(directory.encode() + b"/", ocilib.DIR))
+        if data is None:
+            out.append(ocilib.entry(f".wh.{name}".encode()))
+        elif isinstance(data, tuple):
+            out.append(ocilib.entry(name.encode(), ocilib.SYM, link=data[0].encode()))
+        elif isinstance(data, bytes):
+            out.append(ocilib.entry(name.encode(), data=data))
+        else:
+            with open(data, "rb") as file:
+                out.append(ocilib.entry(name.encode(), data=file.read(), mode=0o755))
+    return b"".join(out) + ocilib.END
+
+
+def chain_ids(diff_ids):
+    """As the OCI image specification defines them."""
+    chain = diff_ids[:1]
+    for diff_id in diff_ids[1:]:
+        chain.append(ocilib.digest_of(f"{chain[-1]} {diff_id}".encode()))
+    return chain
+
+
+def allocated(directory):
+    """Bytes that the files in a directory take up. A file may be removed meanwhile."""
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return total
+
+
+class WithRegistry:
+    """A registry with an ordinary image, the BCoW form attached to it, and another image over its
+    lowest two layers without one."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("busybox", "ldd", "docker-registry", "openssl", "skopeo")
+        super().setUpClass()
+        make_certificates(cls.directory)
+        layout = ocilib.Layout(cls.path("image"))
+        tars = [archive(files) for files in image_layers()]
+        other = archive({"other": b"4"})
+        cls.diff_ids = [ocilib.digest_of(data) for data in tars]
+        cls.chain = chain_ids(cls.diff_ids)
+        blobs = [layout.blob(ocilib.gz(data), ocilib.MEDIA_TAR_GZIP) for data in [*tars, other]]
+        config = {"Cmd": ["sleep", "1000000"], "Env": ["PATH=/bin"]}
+        first = layout.manifest(blobs[:3], cls.diff_ids, config)
+        over = [*cls.diff_ids[:2], ocilib.digest_of(other)]
+        second = layout.manifest([*blobs[:2], blobs[3]], over, config)
+        layout.index([(first, "image", None), (second, "over", None)])
+        cls.manifest = first["digest"]
+        cls.bytes = sum(len(data) for data in tars)
+        cls.registry = contextlib.ExitStack()
+        cls.addClassCleanup(cls.registry.close)
+        cls.address = cls.registry.enter_context(registry(cls.directory))
+        cls.auth = cls.path("auth.json")
+        # For the mounts, too: they are processes of containerd and of these tests.
+        certificate = os.environ.get("SSL_CERT_FILE")
+        os.environ["SSL_CERT_FILE"] = cls.path("ca.pem")
+        cls.addClassCleanup(cls.restore, certificate)
+        for name in "image", "over":
+            run("skopeo", "--insecure-policy", "copy", "--dest-tls-verify=false", "--dest-authfile",
+                cls.auth, f"oci:{layout.path}:{name}", f"docker://{cls.address}/team/{name}:1")
+        cls.name = f"{cls.address}/team/image:1"
+        bcow("convert", "--referrer", "--auth-file", cls.auth, f"oci:{layout.path}:image",
+             f"docker://{cls.name}", env={"BCOW_CACHE": cls.path("unused")})
+        cls.resolved = bcow("inspect", "--resolve", "--auth-file", cls.auth, "--no-cache",
+                            f"docker://{cls.name}").out.decode().strip()
+
+    @staticmethod
+    def restore(certificate):
+        if certificate is None:
+            del os.environ["SSL_CERT_FILE"]
+        else:
+            os.environ["SSL_CERT_FILE"] = certificate
+
+    def start(self, *options):
+        return super().start("--auth-file", self.auth, *options)
+
+    def cached(self):
+        return allocated(os.path.join(self.root, "cache"))
+
+    def assert_nothing_is_left(self):
+        support.until(lambda: not self.cached() and not self.names("trash"), "all is removed")
+        self.assertEqual(self.names("layers"), [])
+        self.assertEqual(self.names("snapshots"), [])
+
+
+class Registered(WithRegistry, WithSnapshotter):
+    """Layers in a registry, by the socket of the snapshotter."""
+
+    def labels(self, number, **changes):
+        labels = {f"{LABEL}.ref": self.chain[number],
+                  f"{LABEL}/cri.image-ref": self.name,
+                  f"{LABEL}/cri.manifest-digest": self.manifest, f"{LABEL}/x": "kept"}
+        return {**labels, **{f"{LABEL}/{name}": value for name, value in changes.items()}}
+
+    def find(self, client, number, parent):
+        """The snapshot of a layer, as containerd finds it."""
+        found = client.List(filters=[f'labels."{LABEL}.ref"=={self.chain[number]},'
+                                     f'parent=="{parent}"'])
+        [one] = found
+        self.assertEqual(one.kind, COMMITTED)
+        return one.name
+
+    def register(self, client, key="k", count=3):
+        """The names of the snapshots of the lowest layers, which the snapshotter does not let
+        containerd fetch."""
+        names = []
+        for number in range(count):
+            parent = names[-1] if names else ""
+            self.refused(CODES.ALREADY_EXISTS, client.Prepare, key=f"{key}{number}", parent=parent,
+                         labels=self.labels(number))
+            names.append(self.find(client, number, parent))
+        return names
+
+    def shown(self, root):
+        """The small files in the root directory."""
+        shown = {}
+        for name in sorted(os.listdir(root)):
+            path = os.path.join(root, name)
+            if name != "large" and os.path.isfile(path):
+                with open(path, "rb") as file:
+                    shown[name] = file.read()
+        return shown
+
+    def test_layers_are_registered_and_read_when_they_are_used(self):
+        one = self.start()
+        names = self.register(one.client)
+        self.assertEqual(self.names("layers"), [])
+        self.assertEqual(one.client.Stat(key=names[1]).info.labels[f"{LABEL}/x"], "kept")
+        for key, parent, expected in (
+                ("v0", names[0], {"both": b"low", "gone": b"1"}),
+                ("v1", names[1], {"both": b"middle"}),
+                ("v2", names[2], {"both": b"middle", "top": b"3"})):
+            with self.mounted(one.client.View(key=key, parent=parent)) as root:
+                self.assertEqual(self.shown(root), expected)
+            one.client.Remove(key=key)
+        mounts = one.client.Prepare(key="c", parent=names[2])
+        self.assertEqual(mounts.mounts[0].source, self.resolved)
+        self.assertEqual(one.end(signal.SIGKILL), -9)
+        with self.mounted(mounts) as root:
+            with open(os.path.join(root, "both"), "a") as file:
+                file.write(" and more")
+            os.remove(os.path.join(root, "top"))
+        one.start()
+        self.assertEqual({info.name for info in one.client.List()}, {*names, "c"})
+        with self.mounted(one.client.Mounts(key="c")) as root:
+            self.assertEqual(self.shown(root), {"both": b"middle and more"})
+        usage = sum(one.client.Usage(key=name).size for name in names)
+        self.assertLess(0, usage)
+        self.assertLessEqual(usage, self.cached())
+        self.assertLess(self.cached(), self.bytes // 8)
+        # What was registered for another namespace of containerd is the same snapshot.
+        self.assertEqual(self.register(one.client, "again"), names)
+        for name in ["c", *reversed(names)]:
+            one.client.Remove(key=name)
+        self.assert_nothing_is_left()
+
+    def test_changes_of_remote_layers_are_committed(self):
+        client = self.start().client
+        names = self.register(client)
+        for name, parent in (("whole", names[2]), ("part", names[1]), ("lowest", names[0])):
+            with self.subTest(name):
+                with self.mounted(client.Prepare(key="a", parent=parent)) as root:
+                    before = self.shown(root)
+                    with open(os.path.join(root, "both"), "a") as file:
+                        file.write("+")
+                    with open(os.path.join(root, "large"), "r+b") as file:
+                        file.seek(1 << 20)
+                        file.write(b"changed")
+                client.Commit(name=name, key="a")
+                expected = {**before, "both": before["both"] + b"+"}
+                # A further layer over both.
+                with self.mounted(client.Prepare(key="b", parent=name)) as root:
+                    self.assertEqual(self.shown(root), expected)
+                    with open(os.path.join(root, "large"), "rb") as file:
+                        file.seek((1 << 20) - 10)
+                        self.assertEqual(file.read(27),
+                                         LARGE[(1 << 20) - 10:1 << 20] + b"changed"
+                                         + LARGE[(1 << 20) + 7:(1 << 20) + 17])
+                    os.remove(os.path.join(root, "both"))
+                client.Commit(name=f"{name}2", key="b")
+                with self.mounted(client.View(key="v", parent=f"{name}2")) as root:
+                    self.assertNotIn("both", self.shown(root))
+                for key in "v", f"{name}2", name:
+                    client.Remove(key=key)
+        for name in reversed(names):
+            client.Remove(key=name)
+        self.assert_nothing_is_left()
+
+    def test_without_a_bcow_image_containerd_fetches_the_layer(self):
+        key = self.path("key.pem")
+        run("openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key)
+        run("openssl", "ec", "-in", key, "-pubout", "-out", key + ".pub")
+        other = "sha256:" + "0" * 64
+        for number, (options, changes) in enumerate([
+                ((), {"cri.manifest-digest": other}),
+                ((), {"cri.image-ref": f"{self.address}/team/over:1"}),
+                ((), {"cri.image-ref": f"{self.address}/team/none:1"}),
+                # The digest of the ordinary image does not cover what is attached to it.
+                ((), {"cri.image-ref": f"{self.name}@{self.manifest}"}),
+                (("--no-remote",), {}),
+                (("--verify-key", key + ".pub"), {})]):
+            with self.subTest(options=options, changes=changes):
+                self.root = os.path.join(self.place, f"root{number}")
+                one = self.start(*options)
+                [mount] = one.client.Prepare(key="a", labels=self.labels(0, **changes)).mounts
+                self.assertEqual(mount.type, "bind")
+                one.client.Remove(key="a")
+                self.assertEqual(one.end(), 0)
+        one.start()
+        wrong = {**self.labels(0), f"{LABEL}.ref": other}
+        self.assertEqual(one.client.Prepare(key="a", labels=wrong).mounts[0].type, "bind")
+
+    def test_the_lowest_layers_have_a_name(self):
+        options = ["--auth-file", self.auth, "--cache-dir", os.path.join(self.place, "cache")]
+
+        def small(name):
+            listed = bcow("ls", name, *options).out.decode().split()
+            return {path.strip("/") for path in listed} & {"both", "gone", "top", "etc"}
+        for count, expected in ((1, {"both", "gone"}), (2, {"both", "etc"}),
+                                (3, {"both", "etc", "top"})):
+            self.assertEqual(small(f"docker://{self.name}#layers={count}"), expected)
+        for end, code, mention in (("#layers=4", 1, "the image has 3 layers"),
+                                   ("#layers=0", 2, "#layers=0"), ("#x", 2, "#x")):
+            failed = bcow("ls", self.resolved + end, *options, check=False)
+            support.assert_refused(self, failed, mention, code=code)
+        failed = bcow("inspect", "--resolve", self.directory, check=False)
+        support.assert_refused(self, failed, "is not in a registry", code=2)
+
+    def test_killed_before_and_after_the_image_is_found(self):
+        for moment, script in (
+                ("before", 'case "$*" in *resolve*) kill -9 $PPID; sleep 0.2 ;; esac'),
+                ("after", f'case "$*" in *resolve*) "{support.BCOW}" "$@"; kill -9 $PPID; '
+                          'exit ;; esac')):
+            with self.subTest(moment):
+                self.root = os.path.join(self.place, moment)
+                one = self.start("--bcow", self.wrapper(script))
+                self.refused(CODES.UNAVAILABLE, one.client.Prepare, key="a",
+                             labels=self.labels(0))
+                self.assertEqual(one.process.wait(timeout=60), -9)
+                one.client.close()
+                one.options = ("--auth-file", self.auth)
+                one.start()
+                self.assertEqual(one.client.List(), [])
+                # The part of the image that was read is removed: no snapshot needs it.
+                support.until(lambda: not self.cached(), "the cache is empty")
+                [name] = self.register(one.client, count=1)
+                one.client.Remove(key=name)
+                self.assert_nothing_is_left()
+                self.assertEqual(one.end(), 0)
+
+    def test_a_complete_image_starts_without_the_registry(self):
+        one = self.start("--complete", "always")
+        names = self.register(one.client)
+        with self.mounted(one.client.Prepare(key="a", parent=names[2])):
+            support.until(lambda: self.cached() > len(LARGE), "the image is complete")
+            # The last bytes may still be on their way.
+            bcow("cache", "warm", self.resolved, "--cache-dir", os.path.join(self.root, "cache"),
+                 "--auth-file", self.auth)
+        self.registry.close()
+        try:
+            self.assertEqual(one.end(), 0)
+            one.start()
+            with self.mounted(one.client.Prepare(key="b", parent=names[2])) as root:
+                with open(os.path.join(root, "large"), "rb") as file:
+                    self.assertEqual(file.read(), LARGE)
+            # Without the cache, the mount fails, and names the image.
+            shutil.rmtree(os.path.join(self.root, "cache"))
+            [mount] = one.client.Mounts(key="b").mounts
+            options = ",".join([*mount.options, "server_timeout=1"])
+            failed = run(os.path.join(self.path("helpers"), "mount.bcow"), mount.source,
+                         self.path("helpers"), "-o", options, check=False)
+            support.assert_refused(self, failed, mount.source, code=32)
+        finally:
+            self.restart_registry()
+
+    def restart_registry(self):
+        """The same registry at the same address, for the other tests."""
+        server = subprocess.Popen(["docker-registry", "serve", self.path("registry.yml")],
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                  stderr=subprocess.DEVNULL)
+        self.registry.callback(server.wait, 30)
+        self.registry.callback(server.kill)
+        host, port = self.address.split(":")
+
+        def answers():
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, int(port)), 5).close()
+                return True
+            return False
+        support.until(answers, "docker-registry answers")
+
+
+class Pods(WithRegistry, WithContainerd):
+    """containerd starts containers from the image, as Kubernetes asks it to."""
+
+    namespace = "k8s.io"
+
+    @classmethod
+    def setUpClass(cls):
+        need("containerd", "ctr", "containerd-shim-runc-v2", "runc")
+        super().setUpClass()
+
+    def setUp(self):
+        super().setUp()
+        self.snapshotter = self.start()
+        version = run("containerd", "--version").out.decode()
+        is_new = re.search(r" v?(\d+)\.", version)[1] != "1"
+        config = f"version = {3 if is_new else 2}" + CONFIG + (CONFIG_3 if is_new else CONFIG_2)
+        with open(os.path.join(self.place, "config.toml"), "w") as file:
+            file.write(config.format(place=self.place, pause=self.name))
+        hosts = os.path.join(self.place, "certs.d", self.address)
+        os.makedirs(hosts)
+        with open(os.path.join(hosts, "hosts.toml"), "w") as file:
+            file.write(f'[host."https://{self.address}"]\nca = "{self.path("ca.pem")}"\n')
+        self.addCleanup(self.stop_all)
+        self.start_containerd()
+        self.cri = cri.Client(os.path.join(self.place, "c"))
+        self.addCleanup(self.cri.close)
+
+    def pull(self, name):
+        return self.cri.PullImage(image={"image": name},
+                                  auth={"username": USER, "password": PASSWORD}).image_ref
+
+    def content(self):
+        """Bytes that containerd has fetched."""
+        return allocated(os.path.join(self.place, "lib", "io.containerd.content.v1.content"))
+
+    def run_in(self, name, script, *options):
+        done = self.ctr("run", "--snapshotter", "bcow", *options, self.name, name, "/bin/sh", "-ec",
+                        script)
+        return done.out.decode()
+
+    def test_containers_start_before_the_image_is_here(self):
+        self.pull(self.name)
+        self.assertLess(self.content(), 100_000)
+        self.assertEqual(self.names("layers"), [])
+        self.assertEqual(self.run_in("one", "cat both; echo", "--rm"), "middle\n")
+        self.assertLess(self.cached(), self.bytes // 8)
+        # An ordinary image over the same layers.
+        self.pull(f"{self.address}/team/over:1")
+        self.assertEqual(len(self.names("layers")), 1)
+        script = "echo begun >/state; until [ -e /go ]; do sleep 0.1; done; cat /state /go"
+        self.ctr("run", "--detach", "--snapshotter", "bcow", self.name, "two", "/bin/sh", "-ec",
+                 script)
+        self.assertEqual(self.snapshotter.end(signal.SIGKILL), -9)
+        self.stop_containerd(signal.SIGKILL)
+        self.snapshotter.start()
+        self.start_containerd()
+        self.ctr("tasks", "exec", "--exec-id", "e", "two", "/bin/sh", "-c",
+                 "rm /both; echo went on >/go")
+        support.until(lambda: b"STOPPED" in self.ctr("tasks", "ls").out, "the container ends")
+        self.ctr("tasks", "rm", "two")
+        client = self.snapshotter.client
+        [active] = [info.name for info in client.List() if info.name.endswith("/two")]
+        with self.mounted(client.Mounts(key=active)) as root:
+            self.assertNotIn("both", os.listdir(root))
+            with open(os.path.join(root, "go")) as file:
+                self.assertEqual(file.read(), "went on\n")
+        self.ctr("containers", "rm", "two")
+        for name in self.listed("images"):
+            self.ctr("images", "rm", "--sync", name)
+        support.until(lambda: not client.List(), "containerd removes all snapshots")
+        self.assert_nothing_is_left()
+        self.stop_containerd()
+        self.assertEqual(self.snapshotter.end(), 0)
+
+    def test_a_pod(self):
+        images = [self.name, f"{self.address}/team/over:1"]
+        for name in images:
+            self.pull(name)
+        node = {"network": 2, "pid": 1, "ipc": 2}
+        config = {"metadata": {"name": "p", "uid": "u", "namespace": "n"}, "log_directory": "",
+                  "linux": {"security_context": {"namespace_options": node}}}
+        pod = self.cri.RunPodSandbox(config=config).pod_sandbox_id
+        try:
+            for name, image, expected in (("a", images[0], b"3"), ("b", images[1], b"4")):
+                container = {"metadata": {"name": name}, "image": {"image": image},
+                             "command": ["/bin/sleep", "1000000"],
+                             "linux": {"security_context": {"namespace_options": node}}}
+                made = self.cri.CreateContainer(pod_sandbox_id=pod, config=container,
+                                                sandbox_config=config).container_id
+                self.cri.StartContainer(container_id=made)
+                script = "echo 1 >/written; cat /written both; cat top other 2>/dev/null; true"
+                done = self.cri.ExecSync(container_id=made, cmd=["/bin/sh", "-c", script],
+                                         timeout=60)
+                self.assertEqual((done.exit_code, done.stdout), (0, b"1\nmiddle" + expected))
+                self.cri.StopContainer(container_id=made, timeout=0)
+                self.cri.RemoveContainer(container_id=made)
+        finally:
+            self.cri.StopPodSandbox(pod_sandbox_id=pod)
+            self.cri.RemovePodSandbox(pod_sandbox_id=pod)
+        for name in images:
+            self.cri.RemoveImage(image={"image": name})
+        client = self.snapshotter.client
+        support.until(lambda: not client.List(), "containerd removes all snapshots")
+        self.assert_nothing_is_left()
+
+
+if snapshots is None:
+    raise unittest.SkipTest("python3-grpcio and python3-protobuf are not installed")
+if __name__ == "__main__":
+    unittest.main()
