@@ -9,8 +9,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use bcow::Storage;
 use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, Header, choose_header};
+use bcow::{Storage, Version};
 
 use crate::cache::CacheFile;
 use crate::client::AnswerBody;
@@ -859,5 +859,9 @@ impl Storage for RemoteFile {
 
     fn sync(&self) -> io::Result<()> {
         Ok(())
+    }
+
+    fn version(&self) -> Option<Version> {
+        Some(Version::Checked(self.root))
     }
 }

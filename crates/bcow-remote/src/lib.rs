@@ -44,7 +44,7 @@ pub use error::{Problem, RemoteError};
 pub use figures::{Figures, ServerFigures};
 pub use file::{Presence, RemoteFile, Warm};
 pub use registry::{Reference, Registry};
-pub use remote::Remote;
+pub use remote::{Remote, WeakRemote};
 pub use s3::{S3, S3Credentials, S3Keychain, S3Name};
 pub use shared::Options;
 pub use tree::Root;

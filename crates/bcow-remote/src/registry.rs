@@ -188,15 +188,14 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// The repository of an image. No connection is made.
+    /// The repository of an image. No connection is made. If images of the same repository are open
+    /// already, their token and their keychain are used.
     pub fn new(remote: &Remote, reference: Reference, keychain: Arc<dyn Keychain>) -> Self {
         let auth = |server: &str| {
-            let keychain = Arc::clone(&keychain);
-            Arc::new(Auth::new(
-                server.to_owned(),
-                &reference.repository,
-                keychain,
-            ))
+            let repository = &reference.repository;
+            remote.shared.access(server, repository, || {
+                Auth::new(server.to_owned(), repository, Arc::clone(&keychain))
+            })
         };
         let mirrors = remote.shared.mirrors.iter();
         Registry {

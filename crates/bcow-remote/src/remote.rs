@@ -1,7 +1,7 @@
 //! Opens remote files.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::address::Address;
 use crate::error::{Problem, RemoteError};
@@ -13,12 +13,30 @@ use crate::shared::{Options, Shared};
 use crate::source::{Access, Source};
 use crate::tree::Root;
 
-/// Opens remote files, which share connections, memory and the cache.
+/// Opens remote files, which share connections, tokens, memory and the cache. A clone shares them
+/// too.
+#[derive(Clone)]
 pub struct Remote {
     pub(crate) shared: Arc<Shared>,
 }
 
+/// A [`Remote`] that lives as long as its clones or its files do.
+pub struct WeakRemote(Weak<Shared>);
+
+impl WeakRemote {
+    /// The remote, as long as it lives.
+    pub fn upgrade(&self) -> Option<Remote> {
+        let shared = self.0.upgrade()?;
+        Some(Remote { shared })
+    }
+}
+
 impl Remote {
+    /// A reference that does not keep connections and memory.
+    pub fn downgrade(&self) -> WeakRemote {
+        WeakRemote(Arc::downgrade(&self.shared))
+    }
+
     /// Reads the certificates of this machine. No connection is made.
     pub fn new(options: Options) -> Result<Remote, Problem> {
         let shared = Arc::new(Shared::new(options)?);

@@ -1,14 +1,16 @@
 //! What all remote files of a process share: options, connections, memory and counters.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use quick_cache::sync::{Cache as MemoryCache, DefaultLifecycle};
 use quick_cache::{DefaultHashBuilder, OptionsBuilder, Weighter};
 
 use crate::address::{Address, Transport};
+use crate::auth::Auth;
 use crate::cache::Cache;
 use crate::client::Client;
 use crate::demand::Demand;
@@ -65,6 +67,9 @@ pub(crate) struct Shared {
     /// The reads of programs that wait for a server.
     pub(crate) demand: Demand,
     next_file: AtomicU64,
+    /// The access to repositories that are in use, by server and repository. The lock is held for a
+    /// lookup only.
+    accesses: Mutex<HashMap<(String, String), Weak<Auth>>>,
 }
 
 /// A checked chunk of an open file.
@@ -117,7 +122,27 @@ impl Shared {
             cached_bytes: AtomicU64::new(0),
             demand: Demand::default(),
             next_file: AtomicU64::new(0),
+            accesses: Mutex::default(),
         })
+    }
+
+    /// The access to a repository: that of the files that are open there, which has a token, or a
+    /// new one.
+    pub(crate) fn access(
+        &self,
+        server: &str,
+        repository: &str,
+        make: impl FnOnce() -> Auth,
+    ) -> Arc<Auth> {
+        let mut accesses = self.accesses.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = (server.to_owned(), repository.to_owned());
+        if let Some(access) = accesses.get(&name).and_then(Weak::upgrade) {
+            return access;
+        }
+        accesses.retain(|_, access| access.strong_count() > 0);
+        let access = Arc::new(make());
+        accesses.insert(name, Arc::downgrade(&access));
+        access
     }
 
     pub(crate) fn figures(&self) -> Figures {

@@ -9,13 +9,17 @@ use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 
 use crate::codec::Encoding;
+use crate::storage::Version;
 use crate::sync::Arc;
+use crate::verify::Verify;
 
 const DEFAULT_BYTES: u64 = 64 << 20;
 /// The budget of decoded sub-block tables is the block budget divided by this.
 const TABLE_SHARE: u64 = 8;
 /// The budget of verified pieces of Merkle trees is the block budget divided by this.
 const PIECE_SHARE: u64 = 16;
+/// Number of files whose identities a common cache remembers. A forgotten file gets a new one.
+const MOST_FILES: usize = 1 << 14;
 /// Least budget for these pieces in bytes. Without them each read would hash up to the root.
 const LEAST_PIECE_BYTES: u64 = 1 << 20;
 
@@ -33,7 +37,13 @@ struct Caches {
     blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
     tables: Cache<TableKey, Arc<SubBlockTable>, TableWeight>,
     pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
+    /// For a common cache: the files that were opened.
+    files: Option<Cache<OpenedAs, FileId>>,
 }
+
+/// What a sealed file was opened as. Blocks that were only checked by their checksums are not for a
+/// file that is verified.
+type OpenedAs = (Version, Verify);
 
 /// Counters and state of a [`BlockCache`], for decoded blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +99,18 @@ impl BlockCache {
     /// that for sub-block tables and, for files that are verified by a Merkle tree, up to a
     /// sixteenth (at least 1 MiB).
     pub fn new(bytes: u64) -> Self {
+        BlockCache::with_files(bytes, None)
+    }
+
+    /// A cache as that of [`BlockCache::new`], in which files that are opened several times are
+    /// cached once, as long as they are sealed and do not change.
+    pub fn common(bytes: u64) -> Self {
+        BlockCache::with_files(bytes, Some(Cache::new(MOST_FILES)))
+    }
+
+    fn with_files(bytes: u64, files: Option<Cache<OpenedAs, FileId>>) -> Self {
         BlockCache(Arc::new(Caches {
+            files,
             bytes,
             asked: AtomicU64::new(0),
             missed: AtomicU64::new(0),
@@ -97,6 +118,19 @@ impl BlockCache {
             tables: cache(bytes / TABLE_SHARE, TableWeight),
             pieces: cache((bytes / PIECE_SHARE).max(LEAST_PIECE_BYTES), BlockWeight),
         }))
+    }
+
+    /// The identity of a sealed file with this version.
+    pub(crate) fn sealed_file(&self, version: Option<Version>, verify: Verify) -> FileId {
+        match (&self.0.files, version) {
+            (Some(files), Some(version)) => {
+                let opened = files.get_or_insert_with(&(version, verify), || {
+                    Ok::<_, std::convert::Infallible>(FileId::next())
+                });
+                opened.unwrap_or_else(|never| match never {})
+            }
+            _ => FileId::next(),
+        }
     }
 
     pub(crate) fn block<E>(
@@ -222,6 +256,22 @@ mod tests {
             },
             encoding: Encoding::Raw,
             length: 4096,
+        }
+    }
+
+    #[test]
+    fn a_sealed_file_has_one_identity_in_a_common_cache() {
+        let version = |byte| Some(Version::Checked([byte; 32]));
+        let cache = BlockCache::common(1 << 20);
+        let first = cache.sealed_file(version(1), Verify::Checksums);
+        assert_eq!(first, cache.sealed_file(version(1), Verify::Checksums));
+        for other in [
+            cache.sealed_file(version(1), Verify::Merkle),
+            cache.sealed_file(version(2), Verify::Checksums),
+            cache.sealed_file(None, Verify::Checksums),
+            BlockCache::new(1 << 20).sealed_file(version(1), Verify::Checksums),
+        ] {
+            assert_ne!(first, other);
         }
     }
 

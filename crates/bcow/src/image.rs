@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, BlockShift, Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable,
+    BackingEntry, BlockShift, Entry, Header, SECTOR_BYTES, Section, State, Stored, SubBlockTable,
     check_fragments, decode_backings, incompatible,
 };
 use sha2::{Digest, Sha256};
@@ -24,6 +24,7 @@ use crate::merkle::Verifier;
 use crate::overlay::Overlay;
 use crate::root::{Root, check_windows};
 use crate::storage::Storage;
+use crate::verify::Verify;
 use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, ShownBy, Status};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
@@ -44,16 +45,6 @@ impl Default for OpenOptions {
             verify: Verify::Checksums,
         }
     }
-}
-
-/// Verification of reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verify {
-    /// Verifies the CRC32C of every table and block; detects accidental changes.
-    Checksums,
-    /// Verifies the Merkle tree too; detects deliberate changes, if the root hash is known to be
-    /// right. A file without a tree is rejected.
-    Merkle,
 }
 
 /// Resolves the backings of a file. Only backings that it returns are opened.
@@ -139,7 +130,12 @@ impl Image {
         resolver: &dyn BackingResolver,
     ) -> Result<Arc<Image>, Error> {
         let header = read_header(&*storage)?;
-        let id = FileId::next();
+        // The content of a file that is not sealed may change while it is open.
+        let version = match header.state {
+            State::Sealed => storage.version(),
+            State::Writable => None,
+        };
+        let id = options.cache.sealed_file(version, options.verify);
         let verifier = match options.verify {
             Verify::Checksums => None,
             Verify::Merkle => {

@@ -58,6 +58,7 @@ mod storage;
 #[doc(hidden)]
 pub mod sync;
 mod threads;
+mod verify;
 mod writer;
 
 pub use bcow_format as format;
@@ -67,14 +68,15 @@ pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use disk::{CreateOptions, Disk, Layout, Statistics};
 pub use error::{BlockProblem, Error};
 pub use image::{
-    BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, Verify, identity,
+    BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, identity,
 };
 pub use locked::{LockFileError, LockedFile, header_of};
 pub use map::{Extent, Mapping, ShownBy};
 pub use merkle::{leaf_hash, node_hash};
 pub use new_file::{NewFile, NewFileError};
 pub use same::known_same;
-pub use storage::{FileIdentity, MemoryStorage, Storage};
+pub use storage::{FileIdentity, MemoryStorage, Storage, Version};
+pub use verify::Verify;
 pub use writer::{
     Composer, Composition, Compression, DiskForm, ImageWriter, Keep, WriterOptions, Written,
     append_disk, verify_written,

@@ -48,6 +48,29 @@ pub trait Storage: Send + Sync {
     fn identity(&self) -> Option<FileIdentity> {
         None
     }
+    /// Identifies the bytes as they are now. Storages with the same version have the same bytes, as
+    /// long as none of them is written to. `None` if the storage cannot tell.
+    fn version(&self) -> Option<Version> {
+        None
+    }
+}
+
+/// Identifies the content of a storage at one moment; see [`Storage::version`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Version {
+    /// A file of the host.
+    File {
+        /// The file.
+        file: FileIdentity,
+        /// Its length in bytes.
+        bytes: u64,
+        /// When its bytes changed last: seconds and nanoseconds.
+        modified: (i64, i64),
+        /// When its bytes or its attributes changed last. No program can set this time.
+        changed: (i64, i64),
+    },
+    /// Bytes that are checked on every read against a Merkle tree with this root.
+    Checked([u8; 32]),
 }
 
 /// Identifies a file of the host by device and inode, independent of its name.
@@ -91,10 +114,25 @@ impl Storage for File {
     }
     fn identity(&self) -> Option<FileIdentity> {
         let metadata = self.metadata().ok()?;
-        Some(FileIdentity {
+        Some(FileIdentity::of(&metadata))
+    }
+    fn version(&self) -> Option<Version> {
+        let metadata = self.metadata().ok()?;
+        Some(Version::File {
+            file: FileIdentity::of(&metadata),
+            bytes: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        })
+    }
+}
+
+impl FileIdentity {
+    fn of(metadata: &std::fs::Metadata) -> Self {
+        FileIdentity {
             device: metadata.dev(),
             inode: metadata.ino(),
-        })
+        }
     }
 }
 
