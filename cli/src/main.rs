@@ -25,6 +25,7 @@ mod new_file;
 mod over_view;
 mod place;
 mod plain;
+mod pool;
 mod push;
 mod remote;
 mod rewrite;
@@ -41,9 +42,9 @@ mod views;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::mount::helper::{self, Caller, Request};
+use crate::commands::mount::helper;
 use crate::error::{CommandError, exit};
 use crate::ui::{ColorWhen, Ui, UiOptions};
 
@@ -77,6 +78,7 @@ Environment:
   BCOW_CACHE_LIMIT   limit of that directory, as a size (see --cache-limit)
   BCOW_MIRRORS       servers that are asked first, between spaces (see --mirror)
   BCOW_BACKING_URLS  allowed URLs of backings, between spaces (see --backing-url)
+  BCOW_POOLS         directory for the sockets of pools (see `bcow help pool`)
   BCOW_VIEWS         directory that keeps the ext4 metadata of images (see `bcow help create`)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour
@@ -133,6 +135,7 @@ enum Command {
     Umount(commands::umount::Args),
     Cache(commands::cache::Args),
     Stats(commands::stats::Args),
+    Pool(commands::pool::Args),
     Ps(commands::ps::Args),
     Serve(commands::serve::Args),
     Attach(commands::attach::Args),
@@ -144,7 +147,7 @@ enum Command {
 
 fn main() -> ExitCode {
     abort_on_panic();
-    let arguments = match command_line() {
+    let arguments = match helper::command_line() {
         Ok(Some(arguments)) => arguments,
         Ok(None) => return ExitCode::from(exit::DONE),
         Err(error) => {
@@ -196,27 +199,6 @@ fn exit_code(status: u8) -> ExitCode {
     }
 }
 
-/// The command line of the user or of mount(8); `None` if the request was for the help of the
-/// helper, which is printed here.
-fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
-    let mut arguments = std::env::args_os();
-    let name = arguments.next();
-    if !helper::is_called(name.as_deref()) {
-        return Ok(Some(name.into_iter().chain(arguments).collect()));
-    }
-    let caller = match rustix::process::geteuid().is_root() {
-        true => Caller::Root,
-        false => Caller::Other,
-    };
-    match helper::translate(arguments, caller)? {
-        Request::Run(command) => Ok(Some(command)),
-        Request::Help => {
-            print!("{}", helper::USAGE);
-            Ok(None)
-        }
-    }
-}
-
 fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
     match command {
         // fsck(8) and diff(1) have exit statuses of their own.
@@ -240,6 +222,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Umount(args) => commands::umount::run(args, ui),
         Command::Cache(args) => commands::cache::run(args, ui),
         Command::Stats(args) => commands::stats::run(args, ui),
+        Command::Pool(args) => commands::pool::run(args, parse_mount, ui),
         Command::Ps(args) => commands::ps::run(args, ui),
         Command::Serve(args) => commands::serve::run(args, ui),
         Command::Attach(args) => commands::attach::run(args, ui),
@@ -249,6 +232,14 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Version(args) => commands::version::run(args, ui),
     }
     .map(|()| exit::DONE)
+}
+
+/// Parses the command line of a mount that a pool was asked for.
+fn parse_mount(arguments: Vec<OsString>) -> Result<commands::mount::Args, clap::Error> {
+    match Cli::try_parse_from(arguments)?.command {
+        Command::Mount(args) => Ok(args),
+        _ => Err(Cli::command().error(clap::error::ErrorKind::InvalidSubcommand, "not a mount")),
+    }
 }
 
 /// A stack needs one descriptor per layer; `bcow extract` needs one per level of the tree.
@@ -294,7 +285,6 @@ fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_well_formed() {

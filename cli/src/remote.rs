@@ -16,7 +16,7 @@ use bcow_oci::{
 };
 use bcow_remote::{
     Address, Cache, Credentials, Keychain, Options, Problem, PublicKey, Reference, Registry,
-    Remote, RemoteError, RemoteFile, Root, S3Name,
+    Remote, RemoteError, RemoteFile, Root, S3Name, WeakRemote,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
@@ -200,12 +200,16 @@ impl RemoteArgs {
         }
     }
 
-    fn mirrors(&self) -> Result<Vec<Address>, CommandError> {
+    fn mirror_names(&self) -> Vec<String> {
         let variable = std::env::var("BCOW_MIRRORS").unwrap_or_default();
-        let named = match self.mirrors.is_empty() {
+        match self.mirrors.is_empty() {
             true => variable.split_whitespace().map(str::to_owned).collect(),
             false => self.mirrors.clone(),
-        };
+        }
+    }
+
+    fn mirrors(&self) -> Result<Vec<Address>, CommandError> {
+        let named = self.mirror_names();
         let parsed = named.iter().map(|url| {
             Address::parse(url).map_err(|problem| {
                 CommandError::usage(format!("invalid mirror: {problem}"))
@@ -232,8 +236,10 @@ impl RemoteArgs {
 
     /// The credentials for registries.
     pub fn keys(&self) -> Keys {
+        // The process of a mount changes its directory later.
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         Keys {
-            file: self.auth_file.clone(),
+            file: self.auth_file.as_ref().map(absolute),
         }
     }
 
@@ -297,14 +303,24 @@ impl RemoteArgs {
         if let Some(client) = self.client.0.get() {
             return Ok(Arc::clone(client));
         }
-        let remote = Remote::new(self.options()?).map_err(|problem| {
-            CommandError::new(format!("cannot open {name}")).caused_by_text(problem.to_string())
-        })?;
         let client = Arc::new(Client {
-            remote,
+            remote: shared_client(self, name)?,
             files: Mutex::default(),
         });
         Ok(Arc::clone(self.client.0.get_or_init(|| client)))
+    }
+
+    fn key(&self) -> Result<ClientKey, CommandError> {
+        let options = self.options()?;
+        let cache = options.cache.as_ref().map(|cache| cache.path().to_owned());
+        Ok(ClientKey {
+            insecure: options.insecure,
+            timeout: options.timeout,
+            cache: cache.map(|path| std::path::absolute(&path).unwrap_or(path)),
+            cache_limit: cache::limit(self.cache_limit)?,
+            mirrors: self.mirror_names(),
+            auth_file: self.keys().file,
+        })
     }
 
     fn cache(&self) -> Result<Option<Cache>, CommandError> {
@@ -727,6 +743,43 @@ fn found(
 pub fn scratch() -> PathBuf {
     let named = std::env::var_os("TMPDIR").filter(|path| !path.is_empty());
     named.map_or_else(|| PathBuf::from(SCRATCH), PathBuf::from)
+}
+
+/// What distinguishes the clients of a process: those with equal options send the same requests.
+#[derive(PartialEq, Eq)]
+struct ClientKey {
+    insecure: bool,
+    timeout: Duration,
+    cache: Option<PathBuf>,
+    cache_limit: Option<u64>,
+    mirrors: Vec<String>,
+    auth_file: Option<PathBuf>,
+}
+
+/// The clients that the mounts of this process use; `None` if each has its own. The lock is held to
+/// look for a client or to make one, which needs no connection.
+static SHARED: Mutex<Option<Vec<(ClientKey, WeakRemote)>>> = Mutex::new(None);
+
+/// Makes all later clients of this process with equal options share connections, tokens and memory.
+pub fn share_clients() {
+    let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    shared.get_or_insert_default();
+}
+
+fn shared_client(args: &RemoteArgs, name: &str) -> Result<Remote, CommandError> {
+    let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(shared) = &mut *shared else {
+        return client(args, name);
+    };
+    let key = args.key()?;
+    shared.retain(|(_, remote)| remote.upgrade().is_some());
+    let found = shared.iter().find(|(other, _)| *other == key);
+    if let Some(remote) = found.and_then(|(_, remote)| remote.upgrade()) {
+        return Ok(remote);
+    }
+    let remote = client(args, name)?;
+    shared.push((key, remote.downgrade()));
+    Ok(remote)
 }
 
 /// A client with these options. `name` is what is opened, for messages.

@@ -58,6 +58,9 @@ pub struct Service {
     /// statistics.
     #[serde(default)]
     pub descriptor: Option<i32>,
+    /// For a mount in a pool: the name of the pool, whose process has other mounts too.
+    #[serde(default)]
+    pub pool: Option<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -183,6 +186,18 @@ pub fn state(pid: u32) -> Option<State> {
         _ if name.as_bytes() == CLOSING.to_bytes() => State::Ending,
         'D' => State::Blocked,
         _ => State::Running,
+    })
+}
+
+/// Whether a thread of this process writes the remaining data of an unmounted mount to its upper.
+/// In the process of a pool that is the thread of the mount.
+pub fn has_closing_thread(pid: u32) -> bool {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return false;
+    };
+    threads.flatten().any(|thread| {
+        let name = std::fs::read(thread.path().join("comm"));
+        name.is_ok_and(|name| name.trim_ascii_end() == CLOSING.to_bytes())
     })
 }
 
@@ -392,6 +407,7 @@ mod tests {
             since: 7,
             device: Some("0:99".to_owned()),
             descriptor: None,
+            pool: None,
         }
     }
 

@@ -78,8 +78,13 @@ fn ends_soon(error: &UpperError, waited: Duration) -> bool {
 
 /// Whether a process is ending a writable mount. A stopped process is not.
 pub fn is_closing(pid: u32) -> bool {
-    running::state(pid) == Some(State::Ending)
+    match running::state(pid) {
+        Some(State::Ending) => true,
+        None | Some(State::Stopped) => false,
+        Some(State::Running | State::Blocked) => running::has_closing_thread(pid),
+    }
 }
+
 /// Opens an upper for reading, if no process writes to it and it belongs to `image`.
 pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, CommandError> {
     let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;

@@ -19,6 +19,7 @@ pub mod ls;
 pub mod man;
 pub mod map;
 pub mod mount;
+pub mod pool;
 pub mod ps;
 pub mod rebase;
 pub mod resize;

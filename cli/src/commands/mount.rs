@@ -3,21 +3,21 @@
 mod ahead;
 mod direct;
 mod door;
+pub mod fuse;
 pub mod helper;
 mod kernel;
+pub mod pooled;
 pub mod upper;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::{BlockCache, OpenOptions, Verify};
+use bcow::{BlockCache, Verify};
 use bcow_fuse::daemon::{self, Launch, Readiness};
 use bcow_fuse::options::{Access, Writing};
-use bcow_fuse::session::Content;
 use bcow_fuse::signals::{Ground, Signals};
-use bcow_fuse::stats::{About, ServedBy};
-use bcow_fuse::{ImageFs, MountError, MountOptions, MountStats, Session};
+use bcow_fuse::{MountError, MountOptions, MountStats};
 use bcow_nbd::Place;
 use bcow_oci::ImageName;
 use bcow_union::log::{self, Severity};
@@ -25,12 +25,14 @@ use bcow_union::log::{self, Severity};
 use crate::ask::{self, Answer};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
-use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
+use crate::image::{LayerArgs, StoreArgs, parse_name, shown_name};
 use crate::metrics::Metrics;
+use crate::pool::{self, PoolName};
 use crate::running::{self, Service};
 use crate::ui::Ui;
 use ahead::CompleteWhen;
 use door::Way;
+use fuse::Host;
 use upper::UpperArgs;
 
 /// Mount an image, read-only or with an upper that stores changes, or a disk
@@ -143,6 +145,10 @@ pub struct Args {
     #[arg(long, value_name = "WHEN", hide_short_help = true)]
     #[arg(help_heading = crate::remote::HEADING)]
     complete: Option<CompleteWhen>,
+    /// Let the process of this pool serve the mount (see `bcow pool`); FUSE door only
+    #[arg(long, value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(conflicts_with_all = ["foreground", "cache_size", "cpus", "metrics", "log_file"])]
+    pool: Option<PoolName>,
     /// Check the command line only
     #[arg(long, hide = true)]
     fake: bool,
@@ -205,24 +211,12 @@ impl Args {
 /// Mounts; returns when the mount is ready, or in the foreground when it has ended.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // A spelling mistake fails before any process is started.
-    let mut options = MountOptions::default();
-    for list in &args.options {
-        options.apply(list).map_err(|error| match error {
-            MountError::UnknownOption(_) | MountError::BadOption { .. } => {
-                failure(&error).exit_with(crate::error::exit::USAGE)
-            }
-            error => failure(&error),
-        })?;
-    }
-    let way = door::select(args)?;
-    if let Way::Fuse { .. } = way {
-        settle(args, &mut options)?;
-    }
-    if let Some(upper) = args.upper.path() {
-        upper::refuse_one_in_the_other(upper, args.directory())?;
-    }
+    let (way, mut options) = check(args)?;
     if args.fake {
         return Ok(());
+    }
+    if let Some(name) = &args.pool {
+        return pooled::request(name, ui);
     }
     let readiness = match args.foreground {
         true => None,
@@ -268,91 +262,41 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         },
     };
-    let layers = args.layers();
-    let image = OpenImage::open_layered(
-        &args.image,
-        &layers,
-        &args.stores,
-        &OpenOptions {
-            cache: cache.clone(),
-            verify: args.verify(),
-        },
-    )?;
-    let _fetching = ahead::start(args, &image);
-    let tree = image.tree()?.into_filesystem();
-    let file = parse_name(&args.image)?.absolute();
-    options.set_default_source(file.clone());
-    let stats = Arc::new(MountStats::new(About {
-        image: options.source().to_owned(),
-        file: file.clone().into(),
-        identity: image.identity(),
+    let host = Host {
         cache,
-        door: Some(ServedBy {
-            name: "fuse".to_owned(),
-            reason,
-        }),
-        remote: args.stores.remote.report(),
-    }));
-    let mut owner_is_needed = None;
-    let content = match args.upper.path() {
-        None => Content::from(ImageFs::new(Arc::new(tree))),
-        Some(upper) => {
-            let union =
-                args.upper
-                    .open(upper, args.directory(), &image, tree, &running.signals, ui)?;
-            owner_is_needed = upper::owner_who_is_needed(&union);
-            Content::from(union)
-        }
+        signals: Some(&running.signals),
+        pool: None,
     };
-    refuse_mounted(args.directory())?;
-    let threads = threads(args, args.upper.path().is_some());
-    let session = Session::mount(
-        content,
-        Arc::clone(&stats),
-        args.directory(),
-        &options,
-        threads,
-    )
-    .map_err(|error| failure(&error))?;
-    let (mountpoint, device) = session.place();
-    let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
-    if is_writable && let Some(owner) = owner_is_needed {
-        let shown = shown_name(&args.image);
-        upper::warn_of_owner(owner, &shown, args.directory(), args.foreground, ui);
-    }
-    running.answer_metrics(stats)?;
-    tracing::info!(
-        "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
-        mountpoint.display(),
-        options.source().to_string_lossy(),
-        threads,
-        args.cache_size,
-        match args.upper.path() {
-            Some(upper) => format!("upper {}", upper.display()),
-            None => "no upper".to_owned(),
-        },
-        device.as_deref().unwrap_or("unknown")
-    );
-    let service = Service {
-        kind: "mount".to_owned(),
-        image: file.to_string_lossy().into_owned(),
-        layers: args.layer_names()?,
-        export: None,
-        upper: args.upper.path().map(running::absolute),
-        at: vec![mountpoint.to_string_lossy().into_owned()],
-        mode: match is_writable {
-            true => "rw",
-            false => "ro",
-        }
-        .to_owned(),
-        since: running::now(),
-        device,
-        descriptor: None,
-    };
-    let access = options.access();
-    running.serve(service, access, |signals| {
+    let mount = fuse::mount(args, options, reason, &host, ui)?;
+    running.answer_metrics(mount.stats)?;
+    let session = mount.session;
+    running.serve(mount.service, mount.access, |signals| {
         session.serve_until_signal(signals)
     })
+}
+
+/// Checks the command line. Returns the way of the mount, and its mount options.
+fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
+    let mut options = MountOptions::default();
+    for list in &args.options {
+        options.apply(list).map_err(|error| match error {
+            MountError::UnknownOption(_) | MountError::BadOption { .. } => {
+                failure(&error).exit_with(crate::error::exit::USAGE)
+            }
+            error => failure(&error),
+        })?;
+    }
+    let way = door::select(args)?;
+    if args.pool.is_some() {
+        pooled::require_fuse(args, &way)?;
+    }
+    if let Way::Fuse { .. } = way {
+        settle(args, &mut options)?;
+    }
+    if let Some(upper) = args.upper.path() {
+        upper::refuse_one_in_the_other(upper, args.directory())?;
+    }
+    Ok((way, options))
 }
 
 /// Settles the options of a mount at the FUSE door.
@@ -452,7 +396,7 @@ fn announce(args: &Args, access: Access, ui: &Ui) {
     ));
 }
 
-fn in_background() -> Result<(), CommandError> {
+pub fn in_background() -> Result<(), CommandError> {
     match daemon::launch().map_err(|error| failure(&error))? {
         Launch::Ready => Ok(()),
         // The background process has printed the reason.

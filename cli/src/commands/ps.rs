@@ -125,6 +125,7 @@ fn without_process(mount: &MountedImage) -> Row {
             since: 0,
             device: Some(mount.device.clone()),
             descriptor: None,
+            pool: None,
         },
     }
 }
@@ -147,6 +148,9 @@ fn columns(row: &Row) -> [String; 7] {
     }
     if let Some(export) = &service.export {
         place += &format!(", export {}", printable(export));
+    }
+    if let Some(pool) = &service.pool {
+        place += &format!(", pool {}", printable(pool));
     }
     if server.as_ref().is_some_and(|server| server.is_elsewhere) {
         place += " (in another mount namespace)";
@@ -194,6 +198,7 @@ fn document(row: &Row) -> Value {
         "upper": service.upper,
         "at": service.at,
         "mode": service.mode,
+        "pool": service.pool,
         "since": time(service),
         "since_unix_seconds": (service.since > 0).then_some(service.since),
     })

@@ -81,6 +81,7 @@ fn print_direct(
             "disk": null,
             "remote": null,
             "door": { "name": "kernel", "reason": REASON },
+            "pool": null,
             "errors": null,
             "operations": [],
         }));
@@ -105,6 +106,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         disk,
         remote,
         door,
+        pool,
         errors,
         operations,
         ..
@@ -123,6 +125,10 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     if let Some(door) = door {
         let text = format!("{}: {}", printable(&door.name), printable(&door.reason));
         line("door", &text)?;
+    }
+    if let Some(pool) = pool {
+        let text = format!("{}, whose mounts share the cache", printable(pool));
+        line("pool", &text)?;
     }
     line(
         "cache",

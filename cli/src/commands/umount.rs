@@ -62,7 +62,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(document) = &document
         && let Some(store) = Store::of(document)
     {
-        match wait_for(&document.process) {
+        let waited = match (&document.pool, &ending) {
+            // Its process continues.
+            (Some(_), Some(ending)) => wait_for_mount(ending, &document.process),
+            (Some(_), None) => Waited::Ended,
+            (None, _) => wait_for(&document.process),
+        };
+        match waited {
             Waited::Ended => {
                 require_complete(&args.directory, &document.process, &store, ending, ui)?;
             }
@@ -209,7 +215,7 @@ impl Unresponsive {
     }
 }
 
-/// The result of a wait for the end of a process.
+/// The result of a wait for the end of a process, or of its mount.
 enum Waited {
     /// The process has ended, or is not visible.
     Ended,
@@ -217,6 +223,19 @@ enum Waited {
     Continues,
     /// A signal has stopped the process.
     Stopped,
+}
+
+/// Waits until a process that serves other mounts too has released the upper of this one.
+fn wait_for_mount(ending: &Ending, process: &Process) -> Waited {
+    while !ending.wait(NOTICES_WITHIN) {
+        if running::state(process.pid) == Some(State::Stopped) {
+            return Waited::Stopped;
+        }
+        if !is_closing(process.pid) {
+            return Waited::Continues;
+        }
+    }
+    Waited::Ended
 }
 
 /// Waits for the end of a process that ends its mount. A process that is not visible counts as

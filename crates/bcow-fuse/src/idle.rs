@@ -12,9 +12,24 @@ use crate::stats::MountStats;
 const REST: Duration = Duration::from_secs(10);
 
 /// Starts a thread that releases the caches whenever the mount comes to rest. The thread ends some
-/// time after the mount.
+/// time after the mount. The caches of a pool belong to all its mounts, so a mount in a pool has no
+/// such thread.
 pub(crate) fn watch(stats: &Arc<MountStats>) {
+    if stats.pool().is_some() {
+        return;
+    }
     let stats = Arc::downgrade(stats);
+    watch_all(move || {
+        let stats = stats.upgrade()?;
+        let requests = stats.requests();
+        Some((requests, move || stats.release_memory()))
+    });
+}
+
+/// Starts a thread that looks at the number of requests at intervals, and releases caches when it
+/// did not change. `look` returns that number and the function that releases; the thread ends with
+/// the first `None`.
+pub fn watch_all<F: FnOnce()>(look: impl Fn() -> Option<(u64, F)> + Send + 'static) {
     // Without the thread, the caches stay.
     let _ = std::thread::Builder::new()
         .name("idle".into())
@@ -23,14 +38,13 @@ pub(crate) fn watch(stats: &Arc<MountStats>) {
             let mut is_released = true;
             loop {
                 std::thread::sleep(REST);
-                let Some(stats) = stats.upgrade() else {
+                let Some((requests, release)) = look() else {
                     return;
                 };
-                let requests = stats.requests();
                 if requests != seen {
                     (seen, is_released) = (requests, false);
                 } else if !is_released {
-                    bcow_mount::release_heap(|| stats.release_memory());
+                    bcow_mount::release_heap(release);
                     is_released = true;
                 }
             }

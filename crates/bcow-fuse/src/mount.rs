@@ -218,7 +218,7 @@ fn receive_descriptor(socket: &UnixStream) -> rustix::io::Result<Option<OwnedFd>
 
 /// The result of an unmount, ordered from best to worst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Unmounted {
+pub enum Unmounted {
     /// The mount is gone.
     Gone,
     /// The mount was in use and is detached. No program can enter it, and the kernel ends it when
@@ -231,7 +231,7 @@ pub(crate) enum Unmounted {
 
 impl Unmounted {
     /// The warning of a mount at `target` that the signal `name` did not end.
-    pub(crate) fn warning(self, name: &str, target: &Path) -> Option<String> {
+    pub fn warning(self, name: &str, target: &Path) -> Option<String> {
         let target = target.display();
         match self {
             Unmounted::Gone => None,

@@ -12,7 +12,9 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
@@ -103,6 +105,18 @@ impl Ending {
         Ok(Ending(pipe.into()))
     }
 
+    /// Waits until the process has closed the upper and released it, or has ended. Returns whether
+    /// that was within `patience`.
+    pub fn wait(&self, patience: Duration) -> bool {
+        // The process writes the result, and closes the pipe when it has released the upper.
+        let mut pipe = [PollFd::new(&self.0, PollFlags::empty())];
+        let limit = Timespec::try_from(patience).ok();
+        match poll(&mut pipe, limit.as_ref()) {
+            Ok(_) => pipe[0].revents().contains(PollFlags::HUP),
+            Err(_) => false,
+        }
+    }
+
     /// The result that the process has written so far. Call this when the process has ended.
     pub fn read(&self) -> Ended {
         let mut text = Vec::new();
@@ -124,6 +138,17 @@ impl Ending {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_wait_ends_when_the_process_has_released_the_upper() {
+        let outcome = Outcome::new().unwrap();
+        let ending = Ending::open(std::process::id(), outcome.descriptor()).unwrap();
+        outcome.report(Ok(()));
+        assert!(!ending.wait(Duration::ZERO));
+        drop(outcome);
+        assert!(ending.wait(Duration::ZERO));
+        assert_eq!(ending.read(), Ended::Complete);
+    }
 
     #[test]
     fn the_first_result_is_read_after_the_end() {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bcow_union::fs::UnionFs;
 use bcow_union::log::{self, Severity};
@@ -12,12 +12,14 @@ use crate::adapter::writable::Writable;
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
-use crate::mount::{self, Mount, Unmounted};
+use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
 use crate::readers::Readers;
 use crate::signals::Signals;
 use crate::stats::MountStats;
+
+pub use crate::mount::Unmounted;
 
 /// Name that the process takes while it closes the upper of a writable mount. Commands that wait
 /// for its end recognise it by this name.
@@ -64,6 +66,13 @@ struct Closing {
 enum Fuse {
     ReadOnly(fuser::Session<ReadOnly>),
     Writable(fuser::Session<Writable>),
+}
+
+/// Closes the upper of a [`Session`] from another thread, before the process ends.
+#[derive(Debug, Clone)]
+pub struct Closer {
+    union: Weak<UnionFs>,
+    outcome: Weak<Outcome>,
 }
 
 /// Ends a [`Session`] from another thread.
@@ -142,6 +151,14 @@ impl Session {
         }
     }
 
+    /// A handle that closes the upper while the session is being served; `None` without an upper.
+    pub fn closer(&self) -> Option<Closer> {
+        self.union.as_ref().map(|closing| Closer {
+            union: Arc::downgrade(&closing.union),
+            outcome: Arc::downgrade(&closing.outcome),
+        })
+    }
+
     /// Answers requests until the mount is gone. Then the written data is durable, as far as the
     /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
@@ -205,6 +222,18 @@ impl Closing {
     }
 }
 
+impl Closer {
+    /// Makes the written data durable, as the end of the session does. The caller ends the process
+    /// afterwards.
+    pub fn close(&self) -> Result<(), MountError> {
+        match (self.union.upgrade(), self.outcome.upgrade()) {
+            (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
+            // The session has ended.
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Fuse {
     fn run(self) -> io::Result<()> {
         match self {
@@ -215,7 +244,8 @@ impl Fuse {
 }
 
 impl Unmounter {
-    pub(crate) fn unmount(&self) -> Unmounted {
+    /// Unmounts. If the mount is in use, unmounts lazily.
+    pub fn unmount(&self) -> Unmounted {
         self.mount
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -231,7 +261,7 @@ impl Unmounter {
 /// Makes the process abort on a panic. If only the thread ended, the program that waits for its
 /// reply would wait forever and could not be interrupted. When the process ends, the kernel fails
 /// the requests in flight.
-pub(crate) fn abort_on_panic() {
+pub fn abort_on_panic() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         default_hook(info);

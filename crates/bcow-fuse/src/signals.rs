@@ -50,7 +50,7 @@ impl Signals {
     }
 
     /// Waits for the next signal that requests an unmount, and returns its name.
-    pub(crate) fn wait(&self) -> &'static str {
+    pub fn wait(&self) -> &'static str {
         loop {
             match self.set.wait() {
                 Ok(Signal::SIGHUP) if self.ground == Ground::Background => {}

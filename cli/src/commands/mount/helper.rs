@@ -49,12 +49,12 @@ those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
   door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
-  server_timeout=SECONDS, insecure
+  server_timeout=SECONDS, insecure, pool=NAME
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 22] = [
+const WITH_VALUE: [(&[u8], &str); 23] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -77,6 +77,7 @@ const WITH_VALUE: [(&[u8], &str); 22] = [
     (b"auth_file", "--auth-file"),
     (b"mirror", "--mirror"),
     (b"server_timeout", "--server-timeout"),
+    (b"pool", "--pool"),
 ];
 
 /// Options without a value that are options of `bcow mount` on their own.
@@ -132,6 +133,27 @@ pub fn translate(
         }
     }
     parsed.into_command(caller)
+}
+
+/// The command line of this process in the form of `bcow`; `None` if mount(8) asked for the help of
+/// the helper, which is printed here.
+pub fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
+    let mut arguments = std::env::args_os();
+    let name = arguments.next();
+    if !is_called(name.as_deref()) {
+        return Ok(Some(name.into_iter().chain(arguments).collect()));
+    }
+    let caller = match rustix::process::geteuid().is_root() {
+        true => Caller::Root,
+        false => Caller::Other,
+    };
+    match translate(arguments, caller)? {
+        Request::Run(command) => Ok(Some(command)),
+        Request::Help => {
+            print!("{USAGE}");
+            Ok(None)
+        }
+    }
 }
 
 #[derive(Default)]
@@ -389,6 +411,10 @@ mod tests {
                 "bcow mount --insecure --cache-dir=/c --mirror=https://m -o ro -- docker://h/r:t m",
             ),
             (&["a", "m", "-fo", "rw,nofail"], "bcow mount --fake -- a m"),
+            (
+                &["a", "m", "-o", "pool=web"],
+                "bcow mount --pool=web -- a m",
+            ),
             (&["-h"], "help"),
         ] {
             assert_eq!(command(arguments).as_deref(), Ok(expected));

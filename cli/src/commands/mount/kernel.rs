@@ -349,6 +349,7 @@ pub fn run(
             reason: opened.reason,
         }),
         remote: args.stores.remote.report(),
+        pool: None,
     }));
     let is_sealed = matches!(opened.device, Device::ReadOnly(_));
     let disk = DiskMount {
@@ -387,6 +388,7 @@ pub fn run(
         since: running::now(),
         device,
         descriptor: session.descriptor(),
+        pool: None,
     };
     let keeper = opened.keeper;
     running.serve(service, Access::Owner, |signals| {

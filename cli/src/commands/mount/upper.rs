@@ -131,7 +131,7 @@ impl UpperArgs {
         directory: &Path,
         image: &OpenImage,
         tree: Filesystem,
-        signals: &Signals,
+        signals: Option<&Signals>,
         ui: &Ui,
     ) -> Result<Arc<UnionFs>, CommandError> {
         let options = self.options();
@@ -140,13 +140,12 @@ impl UpperArgs {
             .context(|| format!("cannot use upper {}", path.display()))?;
         let note = note(directory);
         let tree = Arc::new(tree);
-        signals
-            .let_through()
-            .map_err(|error| mount::failure(&error))?;
+        let let_through = || signals.map_or(Ok(()), Signals::let_through);
+        let_through().map_err(|error| mount::failure(&error))?;
         when_free(ui, || {
             // A wait for the end of another mount may be interrupted. Only the call that blocked
             // the signals can fail.
-            let _ = signals.let_through();
+            let _ = let_through();
             let lower = LowerImage {
                 fs: Arc::clone(&tree),
                 identity: image.identity(),
@@ -203,9 +202,9 @@ pub fn owner_who_is_needed(union: &UnionFs) -> Option<u32> {
     }
 }
 
-/// Warns that this user can change little in the mount. For a mount in the background, the hint is
-/// a command with which the user can change everything.
-pub fn warn_of_owner(owner: u32, image: &Path, directory: &Path, foreground: bool, ui: &Ui) {
+/// Warns that this user can change little in the mount. The hint is a command with which the user
+/// can change everything.
+pub fn warn_of_owner(owner: u32, image: &Path, directory: &Path, has_hint: bool, ui: &Ui) {
     let user = running::user_name(rustix::process::geteuid().as_raw());
     let owner = running::user_name(owner);
     ui.warning(format_args!(
@@ -214,7 +213,7 @@ pub fn warn_of_owner(owner: u32, image: &Path, directory: &Path, foreground: boo
         image.display()
     ));
     let mut words = std::env::args_os();
-    if foreground || helper::is_called(words.next().as_deref()) {
+    if !has_hint || helper::is_called(words.next().as_deref()) {
         return;
     }
     let words: Vec<String> = words.map(|word| names::quoted(word.as_bytes())).collect();

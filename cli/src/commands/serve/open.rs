@@ -85,6 +85,7 @@ impl Served {
                 since: running::now(),
                 device: None,
                 descriptor: None,
+                pool: None,
             })
             .collect()
     }

@@ -45,6 +45,10 @@ pub struct Document {
     /// The door, and the reason for it; `None` from versions that do not report it.
     #[serde(default)]
     pub door: Option<ServedBy>,
+    /// The pool whose process serves the mount, among others; `None` for a process of its own, and
+    /// from versions without pools.
+    #[serde(default)]
+    pub pool: Option<String>,
     /// Errors since the mount.
     #[serde(default)]
     pub errors: Errors,
@@ -433,7 +437,8 @@ impl std::fmt::Display for LastError {
 }
 
 impl Cache {
-    pub(super) fn of(figures: &CacheFigures) -> Self {
+    /// The figures of a cache.
+    pub fn of(figures: &CacheFigures) -> Self {
         Cache {
             limit_bytes: figures.limit_bytes,
             held_bytes: figures.held_bytes,

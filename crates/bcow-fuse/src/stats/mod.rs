@@ -49,6 +49,9 @@ pub struct About {
     pub door: Option<ServedBy>,
     /// The files of the image that are on other machines.
     pub remote: Option<RemoteReport>,
+    /// The pool whose process serves the mount. The process then has other mounts, which share the
+    /// cache.
+    pub pool: Option<String>,
 }
 
 /// Returns the counters of files on other machines at the moment of the call.
@@ -174,8 +177,13 @@ impl MountStats {
         self.latencies.time(operation)
     }
 
+    /// The pool whose process serves the mount.
+    pub(crate) fn pool(&self) -> Option<&str> {
+        self.about.pool.as_deref()
+    }
+
     /// The number of requests that were answered.
-    pub(crate) fn requests(&self) -> u64 {
+    pub fn requests(&self) -> u64 {
         Operation::all()
             .map(|operation| self.latencies.counts(operation).count())
             .sum()
@@ -212,6 +220,7 @@ impl MountStats {
             disk: self.disk.get().map(DiskFigures::of),
             remote: self.about.remote.as_ref().map(|report| report.0()),
             door: self.about.door.clone(),
+            pool: self.about.pool.clone(),
             errors: mounted.map_or_else(Errors::none, |mounted| Errors::of(&mounted.errors)),
             operations: Operation::all()
                 .filter_map(|operation| {

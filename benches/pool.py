@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Measures many mounts of one image: with a process for each, and in a pool.
+
+    benches/pool.py --image IMG.bcow [--bcow target/release/bcow] [--work DIR]
+                    [--mounts 20,50,100] [--seconds 10] [--upper] [--fill]
+                    [--only density|neighbour]
+
+Density: memory of all processes (PSS), time until all mounts are up, and CPU. Each mount is listed
+and reads one file (--file), so that its threads have worked; with --fill also the largest 20, which
+fill the caches. A process gives its caches back after ten seconds without a request.
+
+Neighbours: one mount is read as fast as possible by several processes, past the kernel's cache; the
+other reads 4 KiB at random at a fixed rate, and its p99 counts: alone, in one pool, in two pools,
+in two pools with --cpus. Needs root.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import subprocess
+import tempfile
+import time
+
+from measure import MIB, drop_caches, machine, process_cpu, table
+
+# Reads of the quiet mount per second.
+RATE = 200
+READ_BYTES = 4096
+# Processes that read the noisy mount.
+READERS = 4
+
+
+class Bench:
+    def __init__(self, options, directory):
+        self.bcow, self.image = str(options.bcow.resolve()), str(options.image.resolve())
+        self.directory, self.file, self.fill = directory, options.file, options.fill
+        self.env = {**os.environ, "BCOW_POOLS": str(directory / "pools")}
+        self.number = 0
+
+    def run(self, *arguments):
+        subprocess.run([self.bcow, *map(str, arguments)], check=True, env=self.env,
+                       stdin=subprocess.DEVNULL)
+
+    def place(self):
+        self.number += 1
+        where = self.directory / f"mnt{self.number}"
+        where.mkdir()
+        return where
+
+    def mount(self, *options, upper=False):
+        where = self.place()
+        if upper:
+            options = (*options, "--upper", self.directory / f"upper{self.number}")
+        self.run("mount", self.image, where, *options)
+        return where
+
+    def read(self, where):
+        if self.fill:
+            for path in large_files(where):
+                pathlib.Path(path).read_bytes()
+        (where / self.file).read_bytes()
+        os.listdir(where)
+
+    def processes(self):
+        """The processes of the mounts, as `bcow ps` lists them."""
+        listed = subprocess.run([self.bcow, "ps", "--json"], check=True, env=self.env,
+                                stdout=subprocess.PIPE).stdout
+        prefix = str(self.directory)
+        return {row["pid"] for row in json.loads(listed)["services"]
+                if row["at"][0].startswith(prefix)}
+
+    def end(self, places, pool):
+        if pool:
+            self.run("pool", "stop", "--force", pool)
+        for where in places:
+            if not pool:
+                self.run("umount", where)
+            where.rmdir()
+
+
+def pss(pid):
+    for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def density(bench, options):
+    rows = []
+    for count in options.mounts:
+        found = {}
+        for pool in (None, "density"):
+            drop_caches()
+            if pool:
+                bench.run("pool", "start", pool)
+            inside = ("--pool", pool) if pool else ()
+            begin = time.monotonic()
+            places = []
+            for _ in range(count):
+                where = bench.mount(*inside, upper=options.upper)
+                bench.read(where)
+                places.append(where)
+            seconds = time.monotonic() - begin
+            pids = bench.processes()
+            found[pool] = (sum(map(pss, pids)), seconds, sum(map(process_cpu, pids)), len(pids))
+            bench.end(places, pool)
+        alone, pooled = found[None], found["density"]
+        rows.append([str(count), f"{alone[0] / MIB / count:.2f}", f"{pooled[0] / MIB / count:.2f}",
+                     f"{pooled[0] / alone[0]:.2f}", f"{alone[1]:.1f}", f"{pooled[1]:.1f}",
+                     f"{pooled[1] / alone[1]:.2f}", f"{alone[2]:.1f}", f"{pooled[2]:.1f}"])
+    what = "with an upper each" if options.upper else "read-only"
+    what += ", caches filled" if options.fill else ""
+    table(f"### Mounts of one image, {what}: a process for each, and one pool",
+          ["mounts", "PSS a mount, alone, MiB", "in a pool", "ratio", "until all are up, alone, s",
+           "in a pool", "ratio", "CPU, alone, s", "in a pool"], rows)
+
+
+def large_files(where):
+    """Files for the readers: the largest of the image."""
+    found = sorted(((path.stat().st_size, path) for path in where.rglob("*")
+                    if path.is_file() and not path.is_symlink()), reverse=True)
+    return [str(path) for _, path in found[:20]]
+
+
+def noise(paths, seed):
+    """Reads for ever, without the kernel's page cache."""
+    source = random.Random(seed)
+    while True:
+        descriptor = os.open(source.choice(paths), os.O_RDONLY)
+        while os.read(descriptor, 1 << 20):
+            pass
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def quiet(paths, seconds):
+    """The times of reads at a fixed rate, in seconds; each begins when it is due."""
+    source = random.Random(1)
+    descriptors = [os.open(path, os.O_RDONLY) for path in paths]
+    sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    times = []
+    begin = time.monotonic()
+    for number in range(int(seconds * RATE)):
+        due = begin + number / RATE
+        time.sleep(max(0, due - time.monotonic()))
+        chosen = source.randrange(len(descriptors))
+        offset = source.randrange(sizes[chosen] // READ_BYTES) * READ_BYTES
+        os.posix_fadvise(descriptors[chosen], offset, READ_BYTES, os.POSIX_FADV_DONTNEED)
+        start = time.monotonic()
+        os.pread(descriptors[chosen], READ_BYTES, offset)
+        times.append(time.monotonic() - start)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return sorted(times)
+
+
+def neighbour(bench, options):
+    cpus = sorted(os.sched_getaffinity(0))
+    half = len(cpus) // 2
+    halves = [",".join(map(str, part)) for part in (cpus[:half] or cpus, cpus[half:] or cpus)]
+    rows, alone = [], None
+    for name, pools, noisy in [
+            ("alone", [("quiet", [])], False),
+            ("beside a noisy mount, one pool", [("both", [])], True),
+            ("two pools", [("quiet", []), ("noisy", [])], True),
+            ("two pools, each with half of the CPUs",
+             [("quiet", ["--cpus", halves[0]]), ("noisy", ["--cpus", halves[1]])], True)]:
+        drop_caches()
+        for pool, settings in pools:
+            bench.run("pool", "start", pool, "--memory", "32M", *settings)
+        places = [bench.mount("--pool", pools[0][0]), bench.mount("--pool", pools[-1][0])]
+        paths = large_files(places[0])
+        others = [str(places[1] / os.path.relpath(path, places[0])) for path in paths]
+        readers = [multiprocessing.Process(target=noise, args=(others, seed), daemon=True)
+                   for seed in range(READERS if noisy else 0)]
+        for reader in readers:
+            reader.start()
+        quiet(paths, 1)
+        times = quiet(paths, options.seconds)
+        for reader in readers:
+            reader.terminate()
+            reader.join()
+        p50, p99 = (times[int(len(times) * share)] * 1e3 for share in (0.5, 0.99))
+        alone = alone or p99
+        rows.append([name, f"{p50:.2f}", f"{p99:.2f}", f"{p99 / alone:.2f}"])
+        for pool, _ in pools:
+            bench.run("pool", "stop", "--force", pool)
+        for where in places:
+            where.rmdir()
+    table(f"### A quiet mount beside a noisy one ({RATE} reads of 4 KiB per second; {READERS} "
+          "readers)", ["", "p50 ms", "p99 ms", "p99 against alone"], rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", type=pathlib.Path, required=True)
+    parser.add_argument("--bcow", type=pathlib.Path, default=pathlib.Path("target/release/bcow"))
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp"))
+    parser.add_argument("--mounts", default="20,50,100",
+                        type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--file", default="etc/passwd", help="the file that each mount reads")
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--fill", action="store_true", help="each mount reads the largest files")
+    parser.add_argument("--upper", action="store_true", help="each mount has an upper")
+    parser.add_argument("--only", choices=["density", "neighbour"])
+    options = parser.parse_args()
+    print(machine())
+    with tempfile.TemporaryDirectory(prefix="pool-", dir=options.work) as directory:
+        bench = Bench(options, pathlib.Path(directory))
+        if options.only != "neighbour":
+            density(bench, options)
+        if options.only != "density":
+            neighbour(bench, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+//! A mount at the FUSE door, in a process of its own or in the process of a pool.
+
+use std::sync::Arc;
+
+use bcow::{BlockCache, OpenOptions};
+use bcow_fuse::options::Access;
+use bcow_fuse::session::Content;
+use bcow_fuse::signals::Signals;
+use bcow_fuse::stats::{About, ServedBy};
+use bcow_fuse::{ImageFs, MountOptions, MountStats, Session};
+
+use super::ahead::{self, Fetching};
+use super::{Args, failure, refuse_mounted, threads, upper};
+use crate::error::CommandError;
+use crate::image::{OpenImage, parse_name, shown_name};
+use crate::running::{self, Service};
+use crate::ui::Ui;
+
+/// The process in which a mount is made.
+pub struct Host<'a> {
+    /// The cache of decoded blocks.
+    pub cache: BlockCache,
+    /// The signals that may interrupt the mount while it is being made.
+    pub signals: Option<&'a Signals>,
+    /// The pool, if the process has several mounts.
+    pub pool: Option<InPool>,
+}
+
+/// What a mount gets from its pool.
+#[derive(Debug, Clone)]
+pub struct InPool {
+    /// The name of the pool.
+    pub name: String,
+    /// Threads that answer the requests of one mount.
+    pub threads: Option<usize>,
+}
+
+/// A mount that programs can use as soon as its session is served.
+pub struct Mounted {
+    pub session: Session,
+    pub stats: Arc<MountStats>,
+    /// The entry for `bcow ps`.
+    pub service: Service,
+    pub access: Access,
+    /// Ends with the mount.
+    pub fetching: Option<Fetching>,
+}
+
+/// Opens the image and the upper, and mounts.
+pub fn mount(
+    args: &Args,
+    mut options: MountOptions,
+    reason: String,
+    host: &Host<'_>,
+    ui: &Ui,
+) -> Result<Mounted, CommandError> {
+    let layers = args.layers();
+    let image = OpenImage::open_layered(
+        &args.image,
+        &layers,
+        &args.stores,
+        &OpenOptions {
+            cache: host.cache.clone(),
+            verify: args.verify(),
+        },
+    )?;
+    let fetching = ahead::start(args, &image);
+    let tree = image.tree()?.into_filesystem();
+    let file = parse_name(&args.image)?.absolute();
+    options.set_default_source(file.clone());
+    let stats = Arc::new(MountStats::new(About {
+        image: options.source().to_owned(),
+        file: file.clone().into(),
+        identity: image.identity(),
+        cache: host.cache.clone(),
+        door: Some(ServedBy {
+            name: "fuse".to_owned(),
+            reason,
+        }),
+        remote: args.stores.remote.report(),
+        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+    }));
+    let mut owner_is_needed = None;
+    let content = match args.upper.path() {
+        None => Content::from(ImageFs::new(Arc::new(tree))),
+        Some(upper) => {
+            let union = args
+                .upper
+                .open(upper, args.directory(), &image, tree, host.signals, ui)?;
+            owner_is_needed = upper::owner_who_is_needed(&union);
+            Content::from(union)
+        }
+    };
+    refuse_mounted(args.directory())?;
+    let threads = match (&host.pool, args.threads) {
+        (Some(pool), None) if pool.threads.is_some() => pool.threads.unwrap_or(1),
+        _ => threads(args, args.upper.path().is_some()),
+    };
+    let session = Session::mount(
+        content,
+        Arc::clone(&stats),
+        args.directory(),
+        &options,
+        threads,
+    )
+    .map_err(|error| failure(&error))?;
+    let (mountpoint, device) = session.place();
+    let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
+    if is_writable && let Some(owner) = owner_is_needed {
+        let shown = shown_name(&args.image);
+        // Only a process of its own has the command line of the mount, for a hint.
+        let has_hint = !args.foreground && host.pool.is_none();
+        upper::warn_of_owner(owner, &shown, args.directory(), has_hint, ui);
+    }
+    tracing::info!(
+        "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
+        mountpoint.display(),
+        options.source().to_string_lossy(),
+        threads,
+        host.cache.figures().limit_bytes,
+        match args.upper.path() {
+            Some(upper) => format!("upper {}", upper.display()),
+            None => "no upper".to_owned(),
+        },
+        device.as_deref().unwrap_or("unknown")
+    );
+    let service = Service {
+        kind: "mount".to_owned(),
+        image: file.to_string_lossy().into_owned(),
+        layers: args.layer_names()?,
+        export: None,
+        upper: args.upper.path().map(running::absolute),
+        at: vec![mountpoint.to_string_lossy().into_owned()],
+        mode: match is_writable {
+            true => "rw",
+            false => "ro",
+        }
+        .to_owned(),
+        since: running::now(),
+        device,
+        descriptor: None,
+        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+    };
+    Ok(Mounted {
+        session,
+        stats,
+        service,
+        access: options.access(),
+        fetching,
+    })
+}

@@ -1,0 +1,121 @@
+//! A mount in the process of a pool: the request for it, and its answer there.
+//!
+//! The command sends its command line and its directory, and the pool does the rest: it opens the
+//! files, and mounts. So a mount in a pool has all options, and the pool can open files again after
+//! the command has ended.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use bcow::BlockCache;
+use bcow_oci::ImageName;
+
+use super::door::Way;
+use super::fuse::{self, Host, InPool, Mounted};
+use super::{Args, check, helper};
+use crate::error::{CommandError, Context};
+use crate::image::{parse_name, shown_name};
+use crate::pool::protocol::{Request, View};
+use crate::pool::{PoolName, client};
+use crate::ui::Ui;
+
+/// Refuses a mount at the kernel door.
+pub fn require_fuse(args: &Args, way: &Way) -> Result<(), CommandError> {
+    let refused = |what: String| {
+        CommandError::usage(format!(
+            "{what} in a pool is not supported yet: a pool serves mounts at the FUSE door"
+        ))
+    };
+    match way {
+        Way::Fuse { .. } => Ok(()),
+        Way::Upper { .. } => Err(refused("an upper of the kernel door".to_owned())
+            .hint("leave --pool out, or use an upper of the FUSE door")),
+        Way::Content => Err(refused(format!(
+            "a mount of {} by a file system of the kernel",
+            shown_name(&args.image).display()
+        ))
+        .hint("leave --pool out; `--door fuse` mounts content that is EROFS")),
+    }
+}
+
+/// Lets the pool mount.
+pub fn request(name: &PoolName, ui: &Ui) -> Result<(), CommandError> {
+    let cannot = || format!("cannot mount in the pool {name}");
+    let arguments = match helper::command_line()? {
+        Some(arguments) => arguments,
+        None => return Ok(()),
+    };
+    let directory = std::env::current_dir().context(cannot)?;
+    let request = Request::Mount {
+        arguments: arguments
+            .iter()
+            .map(|argument| (&**argument).into())
+            .collect(),
+        directory: directory.as_os_str().into(),
+        view: View::own().context(cannot)?,
+    };
+    client::require(name)?.ask(&request, ui).map(drop)
+}
+
+/// The pool in which a mount is made.
+pub struct PoolHost<'a> {
+    pub cache: BlockCache,
+    pub pool: InPool,
+    /// The device numbers of the mounts of the pool.
+    pub devices: &'a [String],
+}
+
+/// Mounts in this process, which is a pool. The paths are relative to the directory of this thread.
+pub fn mount(args: &Args, host: PoolHost<'_>, ui: &Ui) -> Result<Mounted, CommandError> {
+    let (way, options) = check(args)?;
+    require_fuse(args, &way)?;
+    refuse_own_mounts(args, host.devices)?;
+    let Way::Fuse { reason } = way else {
+        return Err(CommandError::usage("this door is not supported in a pool"));
+    };
+    let host = Host {
+        cache: host.cache,
+        signals: None,
+        pool: Some(host.pool),
+    };
+    fuse::mount(args, options, reason, &host, ui)
+}
+
+/// Refuses files that the process would have to read from itself: at its end, the kernel would wait
+/// for answers of the process.
+fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError> {
+    let mut paths: Vec<PathBuf> = args.upper.path().map(Path::to_owned).into_iter().collect();
+    for name in std::iter::once(&args.image).chain(&args.layers()) {
+        paths.extend(match parse_name(name)? {
+            ImageName::File(path) => Some(path),
+            ImageName::Layout { directory, .. } | ImageName::Blob { directory, .. } => {
+                Some(directory)
+            }
+            ImageName::Remote(_) => None,
+        });
+    }
+    for path in paths {
+        // An upper that is missing will be on the file system of the directory that has it.
+        let existing = path
+            .ancestors()
+            .find_map(|path| match path.as_os_str().is_empty() {
+                true => std::fs::metadata(".").ok(),
+                false => std::fs::metadata(path).ok(),
+            });
+        let Some(metadata) = existing else { continue };
+        let device = metadata.dev();
+        let device = format!(
+            "{}:{}",
+            rustix::fs::major(device),
+            rustix::fs::minor(device)
+        );
+        if devices.contains(&device) {
+            return Err(CommandError::new(format!(
+                "{} is inside a mount of the same pool, which is not supported yet",
+                path.display()
+            ))
+            .hint("mount one of the two in another pool, or without --pool"));
+        }
+    }
+    Ok(())
+}

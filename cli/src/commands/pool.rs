@@ -1,0 +1,46 @@
+//! `bcow pool`
+
+mod list;
+mod server;
+mod start;
+mod stats;
+mod stop;
+
+use std::ffi::OsString;
+
+use crate::commands::mount;
+use crate::error::CommandError;
+use crate::ui::Ui;
+
+/// Serve many mounts with one process
+///
+/// A pool is a process that serves all mounts that `bcow mount --pool NAME` makes, at the FUSE
+/// door. Its mounts share one cache of decoded blocks, which has content that several of them show
+/// only once, and the connections to other machines. A pool belongs to the user who starts it;
+/// pools share nothing with each other.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    Start(start::Args),
+    List(list::Args),
+    Stats(stats::Args),
+    Stop(stop::Args),
+}
+
+/// Parses the command line of a mount.
+pub type ParseMount = fn(Vec<OsString>) -> Result<mount::Args, clap::Error>;
+
+/// Runs the subcommand. A pool parses the command lines of its mounts with `parse`.
+pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> {
+    match &args.command {
+        Command::Start(args) => start::run(args, parse, ui),
+        Command::List(args) => list::run(args, ui),
+        Command::Stats(args) => stats::run(args, ui),
+        Command::Stop(args) => stop::run(args, ui),
+    }
+}

@@ -1,0 +1,597 @@
+//! The process of a pool: its mounts, and the requests of clients.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use bcow::BlockCache;
+use bcow_fuse::MountStats;
+use bcow_fuse::session::{Closer, Session, Unmounted, Unmounter};
+use bcow_fuse::signals::Signals;
+use bcow_fuse::stats::document::Cache;
+use bcow_union::log::{self, Severity};
+use nix::sched::CloneFlags;
+use rustix::process::Pid;
+use serde_json::{Value, json};
+
+use super::ParseMount;
+use super::stats::{Document, Memory, Mount, SCHEMA};
+use crate::commands::mount::failure;
+use crate::commands::mount::fuse::{InPool, Mounted};
+use crate::commands::mount::pooled::{self, PoolHost};
+use crate::error::{CommandError, Context};
+use crate::pool::PoolName;
+use crate::pool::protocol::{
+    self, Answer, Bytes, Failure, Hello, MOST_REQUEST_BYTES, Outcome, Request, View,
+};
+use crate::running::{self, Published, Service};
+use crate::ui::Ui;
+
+/// Requests at a time. Further clients are refused.
+const AT_ONCE: usize = 64;
+/// Limit of the mounts of a pool: each has threads and descriptors.
+const MOST_MOUNTS: usize = 1000;
+/// How long a client may take to send its request.
+const ASKS_WITHIN: Duration = Duration::from_secs(10);
+/// Pause after a failed accept, which mostly means too few descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The options of a pool.
+pub struct Settings {
+    pub name: PoolName,
+    pub memory_bytes: u64,
+    /// Threads that answer the requests of one mount.
+    pub threads: Option<usize>,
+    pub parse: ParseMount,
+}
+
+/// A pool.
+pub struct Pool {
+    settings: Settings,
+    cache: BlockCache,
+    since: u64,
+    clients: AtomicUsize,
+    /// The lock is held to add, to remove and to list mounts; never during a request of a mount,
+    /// nor while a mount is made or ends.
+    state: Mutex<State>,
+    /// Signals that a mount has ended, or that the pool is to end.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// By the order in which they were made.
+    mounts: BTreeMap<u64, Entry>,
+    next: u64,
+    /// Mounts that are being made.
+    coming: usize,
+    is_ending: bool,
+    /// Clients that have ended the pool and have no answer yet.
+    unanswered: usize,
+    /// For `bcow ps`.
+    published: Option<Published>,
+}
+
+/// A mount.
+struct Entry {
+    service: Service,
+    /// Its counters refer to the upper, which the end of the mount releases.
+    stats: Weak<MountStats>,
+    unmounter: Unmounter,
+    closer: Option<Closer>,
+}
+
+impl Pool {
+    pub fn new(settings: Settings) -> Self {
+        Pool {
+            cache: BlockCache::common(settings.memory_bytes),
+            settings,
+            since: running::now(),
+            clients: AtomicUsize::new(0),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Releases the cache whenever no mount has received a request for some time.
+    pub fn watch_rest(self: &Arc<Self>) {
+        let pool = Arc::downgrade(self);
+        bcow_fuse::idle::watch_all(move || {
+            let pool = pool.upgrade()?;
+            let cache = pool.cache.clone();
+            Some((pool.requests(), move || cache.release()))
+        });
+    }
+
+    fn requests(&self) -> u64 {
+        let state = self.state();
+        let stats = state
+            .mounts
+            .values()
+            .filter_map(|entry| entry.stats.upgrade());
+        stats.map(|stats| stats.requests()).sum()
+    }
+
+    /// Ends the pool at SIGTERM and SIGINT, and at once at a second signal.
+    pub fn unmount_at_signals(self: &Arc<Self>, signals: Signals) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        let wait = move || {
+            let name = signals.wait();
+            pool.end(name);
+            signals.wait();
+            for closer in pool.closers() {
+                if let Err(error) = closer.close() {
+                    log_failure(&failure(&error));
+                }
+            }
+            // The kernel sees that the connections are closed, and fails the requests in flight.
+            std::process::exit(1);
+        };
+        thread::Builder::new()
+            .name("signals".into())
+            .spawn(wait)
+            .map(drop)
+    }
+
+    fn closers(&self) -> Vec<Closer> {
+        let state = self.state();
+        let mounts = state.mounts.values();
+        mounts.filter_map(|entry| entry.closer.clone()).collect()
+    }
+
+    /// Unmounts everything because of `reason`; the pool ends with its last mount. Returns the
+    /// number of mounts that are in use.
+    fn end(&self, reason: &str) -> u64 {
+        let mounts: Vec<(Unmounter, String)> = {
+            let mut state = self.state();
+            state.is_ending = true;
+            self.changed.notify_all();
+            let mounts = state.mounts.values();
+            let place = |entry: &Entry| entry.service.at.join(", ");
+            mounts
+                .map(|entry| (entry.unmounter.clone(), place(entry)))
+                .collect()
+        };
+        let mut in_use = 0;
+        for (unmounter, place) in mounts {
+            let unmounted = unmounter.unmount();
+            in_use += u64::from(unmounted != Unmounted::Gone);
+            if let Some(warning) = unmounted.warning(reason, Path::new(&place)) {
+                log::log(Severity::Warning, &warning);
+            }
+        }
+        in_use
+    }
+
+    /// Waits until the pool is to end, and its last mount has ended.
+    pub fn wait_for_end(&self) {
+        let mut state = self.state();
+        while !state.has_ended() {
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Takes requests from now on.
+    pub fn accept(self: &Arc<Self>, listener: UnixListener) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        let accept = move || {
+            loop {
+                let Ok((connection, _)) = listener.accept() else {
+                    thread::sleep(PAUSE);
+                    continue;
+                };
+                let client = Client::new(&pool);
+                // If no thread can be started, the connection closes.
+                let _ = thread::Builder::new()
+                    .name("request".into())
+                    .spawn(move || client.serve(&connection));
+            }
+        };
+        thread::Builder::new()
+            .name("accept".into())
+            .spawn(accept)
+            .map(drop)
+    }
+
+    fn hello(&self) -> Hello {
+        Hello {
+            version: protocol::VERSION,
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            pool: self.settings.name.to_string(),
+            pid: std::process::id(),
+            since: self.since,
+            mounts: self.state().mounts.len(),
+        }
+    }
+
+    /// Mounts, and serves the mount in a thread of its own. Returns its number.
+    fn mount(self: &Arc<Self>, arguments: Vec<Bytes>, ui: &Ui) -> Result<u64, CommandError> {
+        let arguments = arguments.into_iter().map(Into::into).collect();
+        let args = (self.settings.parse)(arguments).map_err(|error| {
+            CommandError::usage("the pool does not accept the command line of the mount")
+                .caused_by_text(error.kind().to_string())
+                .hint("the pool may be of another version of bcow: start it again")
+        })?;
+        let coming = Coming::new(self)?;
+        let mounted = pooled::mount(
+            &args,
+            PoolHost {
+                cache: self.cache.clone(),
+                pool: InPool {
+                    name: self.settings.name.to_string(),
+                    threads: self.settings.threads,
+                },
+                devices: &self.devices(),
+            },
+            ui,
+        )?;
+        coming.arrive(mounted)
+    }
+
+    /// The device numbers of the mounts.
+    fn devices(&self) -> Vec<String> {
+        let state = self.state();
+        let services = state.mounts.values().map(|entry| &entry.service);
+        services
+            .filter_map(|service| service.device.clone())
+            .collect()
+    }
+
+    /// Serves a mount to its end.
+    fn serve(&self, number: u64, session: Session) {
+        if let Err(error) = session.serve() {
+            log_failure(&failure(&error));
+        }
+        let mut state = self.state();
+        state.mounts.remove(&number);
+        state.publish();
+        self.changed.notify_all();
+    }
+
+    /// Unmounts a mount that no user knows of.
+    fn unmount(&self, number: u64) {
+        let unmounter = {
+            let state = self.state();
+            state
+                .mounts
+                .get(&number)
+                .map(|entry| entry.unmounter.clone())
+        };
+        if let Some(unmounter) = unmounter {
+            unmounter.unmount();
+        }
+    }
+
+    fn statistics(&self) -> Document {
+        let mounts: Vec<(Service, Weak<MountStats>)> = {
+            let state = self.state();
+            let mounts = state.mounts.values();
+            mounts
+                .map(|entry| (entry.service.clone(), Weak::clone(&entry.stats)))
+                .collect()
+        };
+        let mounts = mounts.into_iter().filter_map(|(service, stats)| {
+            let document = stats.upgrade()?.document();
+            let requests = document.operations.iter().map(|operation| operation.count);
+            Some(Mount {
+                requests: requests.sum(),
+                errors: document.errors.total,
+                image: service.image,
+                at: service.at.join(", "),
+                upper: service.upper,
+                mode: service.mode,
+                device: service.device,
+                since_unix_seconds: service.since,
+            })
+        });
+        Document {
+            schema: SCHEMA.to_owned(),
+            pool: self.settings.name.to_string(),
+            pid: std::process::id(),
+            since_unix_seconds: self.since,
+            mounts: mounts.collect(),
+            memory: memory(),
+            cache: Cache::of(&self.cache.figures()),
+            threads: status("Threads:").unwrap_or(0),
+            requests: self.requests(),
+        }
+    }
+
+    fn stop(&self, force: bool) -> Result<Value, CommandError> {
+        {
+            let mut state = self.state();
+            let mounts = state.mounts.len() + state.coming;
+            if mounts > 0 && !force {
+                let name = &self.settings.name;
+                return Err(CommandError::new(format!(
+                    "the pool {name} has {}",
+                    crate::size::plural(mounts as u64, "mount")
+                ))
+                .hint(format!(
+                    "`bcow umount` unmounts them one by one, `bcow pool stop --force {name}` all \
+                     at once"
+                )));
+            }
+            // Before the lock is released: another client may be about to mount.
+            state.is_ending = true;
+            state.unanswered += 1;
+        }
+        Ok(json!({ "in_use": self.end("bcow pool stop") }))
+    }
+}
+
+impl State {
+    fn has_ended(&self) -> bool {
+        self.is_ending && self.mounts.is_empty() && self.coming == 0 && self.unanswered == 0
+    }
+
+    /// Publishes the list of mounts for `bcow ps`.
+    fn publish(&mut self) {
+        let services = self.mounts.values().map(|entry| entry.service.clone());
+        // The old list stays until the new one can be read.
+        self.published = running::publish(services.collect());
+    }
+}
+
+/// A mount that is being made. Counts until it is dropped.
+struct Coming<'a>(&'a Arc<Pool>);
+
+impl<'a> Coming<'a> {
+    fn new(pool: &'a Arc<Pool>) -> Result<Self, CommandError> {
+        let mut state = pool.state();
+        let cannot = || CommandError::new(format!("cannot use the pool {}", pool.settings.name));
+        if state.is_ending {
+            return Err(cannot().caused_by_text("it is ending"));
+        }
+        if state.mounts.len() + state.coming >= MOST_MOUNTS {
+            return Err(cannot().caused_by_text(format!("it has {MOST_MOUNTS} mounts")));
+        }
+        state.coming += 1;
+        Ok(Coming(pool))
+    }
+
+    /// Adds the mount to those of the pool, and serves it.
+    fn arrive(self, mounted: Mounted) -> Result<u64, CommandError> {
+        let Mounted {
+            session,
+            stats,
+            service,
+            fetching,
+            ..
+        } = mounted;
+        let name = "cannot serve the mount";
+        let number = {
+            let mut state = self.0.state();
+            if state.is_ending {
+                return Err(CommandError::new(name).caused_by_text("the pool is ending"));
+            }
+            let number = state.next;
+            state.next += 1;
+            state.mounts.insert(
+                number,
+                Entry {
+                    service,
+                    stats: Arc::downgrade(&stats),
+                    unmounter: session.unmounter(),
+                    closer: session.closer(),
+                },
+            );
+            state.publish();
+            number
+        };
+        // From now on only the session refers to the upper.
+        drop(stats);
+        let pool = Arc::clone(self.0);
+        let serve = move || {
+            let _fetching = fetching;
+            pool.serve(number, session);
+        };
+        let spawned = thread::Builder::new().name("mount".into()).spawn(serve);
+        spawned.map(drop).map_err(|error| {
+            // The session was dropped, which has unmounted.
+            let mut state = self.0.state();
+            state.mounts.remove(&number);
+            state.publish();
+            CommandError::new(name).caused_by(&error)
+        })?;
+        Ok(number)
+    }
+}
+
+impl Drop for Coming<'_> {
+    fn drop(&mut self) {
+        self.0.state().coming -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+/// A connected client. Counts until it is dropped.
+struct Client {
+    pool: Arc<Pool>,
+    is_one_too_many: bool,
+}
+
+impl Client {
+    fn new(pool: &Arc<Pool>) -> Self {
+        let before = pool.clients.fetch_add(1, Ordering::Relaxed);
+        Client {
+            pool: Arc::clone(pool),
+            is_one_too_many: before >= AT_ONCE,
+        }
+    }
+
+    /// Answers one request. Errors of the connection concern only the client.
+    fn serve(self, connection: &UnixStream) {
+        let hello = protocol::line(&self.pool.hello()).unwrap_or_default();
+        if send(connection, &hello).is_err() {
+            return;
+        }
+        let ui = Ui::collecting();
+        let mut mounted = None;
+        let result = self.answer(connection, &ui, &mut mounted);
+        let is_stopped = matches!(&result, Ok(Some(value)) if value.get("in_use").is_some());
+        let outcome = match result {
+            Ok(None) => return,
+            Ok(Some(value)) => Outcome::Done(value),
+            Err(error) => Outcome::Failed(Failure::from(&error)),
+        };
+        let answer = Answer {
+            messages: ui.take_messages(),
+            result: outcome,
+        };
+        let sent = protocol::line(&answer)
+            .map_err(io::Error::from)
+            .and_then(|line| send(connection, &line));
+        if let (Err(_), Some(number)) = (sent, mounted) {
+            self.pool.unmount(number);
+        }
+        if is_stopped {
+            self.pool.state().unanswered -= 1;
+            self.pool.changed.notify_all();
+            // The client waits until the process has ended and the connection is closed.
+            self.pool.wait_for_end();
+            thread::park();
+        }
+    }
+
+    /// `None` if the client has left without a request.
+    fn answer(
+        &self,
+        connection: &UnixStream,
+        ui: &Ui,
+        mounted: &mut Option<u64>,
+    ) -> Result<Option<Value>, CommandError> {
+        let name = &self.pool.settings.name;
+        let cannot = || CommandError::new(format!("cannot use the pool {name}"));
+        if self.is_one_too_many {
+            return Err(cannot().caused_by_text(format!("it answers {AT_ONCE} other requests")));
+        }
+        let peer = rustix::net::sockopt::socket_peercred(connection)
+            .map_err(|errno| cannot().caused_by(&io::Error::from(errno)))?;
+        let line = match protocol::read_line(connection, MOST_REQUEST_BYTES, Some(ASKS_WITHIN)) {
+            Ok(line) => line,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) => return Err(cannot().caused_by(&error)),
+        };
+        let request = protocol::decode_request(&line)?;
+        let is_owner = peer.uid == rustix::process::geteuid();
+        // Root may look at and end the pools of others, as with every process.
+        if !is_owner && (!peer.uid.is_root() || matches!(request, Request::Mount { .. })) {
+            return Err(cannot().caused_by_text(format!(
+                "it belongs to {}",
+                running::user_name(rustix::process::geteuid().as_raw())
+            )));
+        }
+        log_request(&request, peer.pid);
+        let value = match request {
+            Request::Stats => serde_json::to_value(self.pool.statistics())
+                .context(|| "cannot encode the statistics")?,
+            Request::Stop { force } => self.pool.stop(force)?,
+            Request::Mount {
+                arguments,
+                directory,
+                view,
+            } => {
+                if view != View::own().context(|| cannot().message().to_owned())? {
+                    return Err(cannot()
+                        .caused_by_text(
+                            "it runs in another mount or user namespace, or with another root \
+                             directory, and opens the files of its mounts there",
+                        )
+                        .hint("start a pool in this namespace, or leave --pool out"));
+                }
+                let place = OwnDirectory::enter(directory)?;
+                let number = self.pool.mount(arguments, ui)?;
+                drop(place);
+                *mounted = Some(number);
+                json!({})
+            }
+        };
+        Ok(Some(value))
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.pool.clients.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The working directory of this thread, and of those that it starts.
+struct OwnDirectory;
+
+impl OwnDirectory {
+    /// Separates the thread from the working directory of the process, and changes to `directory`.
+    fn enter(directory: Bytes) -> Result<Self, CommandError> {
+        let directory: std::ffi::OsString = directory.into();
+        let cannot = || format!("cannot change to {}", directory.display());
+        nix::sched::unshare(CloneFlags::CLONE_FS)
+            .map_err(io::Error::from)
+            .context(cannot)?;
+        std::env::set_current_dir(&directory).context(cannot)?;
+        Ok(OwnDirectory)
+    }
+}
+
+impl Drop for OwnDirectory {
+    fn drop(&mut self) {
+        // The threads of the mount have the same directory, and must not keep it in use.
+        let _ = std::env::set_current_dir("/");
+    }
+}
+
+fn send(mut connection: &UnixStream, line: &[u8]) -> io::Result<()> {
+    connection.set_write_timeout(Some(ASKS_WITHIN))?;
+    connection.write_all(line)
+}
+
+fn log_request(request: &Request, client: Pid) {
+    let name = match request {
+        Request::Mount { .. } => "a mount",
+        Request::Stats => "the statistics",
+        Request::Stop { .. } => "the end of the pool",
+    };
+    tracing::info!("process {} asks for {name}", client.as_raw_nonzero());
+}
+
+/// No process reads standard error of a pool in the background.
+fn log_failure(error: &CommandError) {
+    let text = std::iter::once(error.message());
+    let causes = error.causes().iter().map(String::as_str);
+    log::log(
+        Severity::Error,
+        &text.chain(causes).collect::<Vec<_>>().join(": "),
+    );
+}
+
+/// A number from /proc/self/status.
+fn status(name: &str) -> Option<u64> {
+    number("/proc/self/status", name)
+}
+
+fn number(file: &str, name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let mut lines = text.lines();
+    let value = lines.find_map(|line| line.strip_prefix(name))?;
+    value.trim().trim_end_matches(" kB").parse().ok()
+}
+
+fn memory() -> Memory {
+    let kib = |file, name| number(file, name).unwrap_or(0) << 10;
+    Memory {
+        resident_bytes: kib("/proc/self/status", "VmRSS:"),
+        proportional_bytes: kib("/proc/self/smaps_rollup", "Pss:"),
+    }
+}

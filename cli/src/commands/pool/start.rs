@@ -1,0 +1,162 @@
+//! `bcow pool start`
+
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bcow_fuse::daemon;
+use bcow_fuse::session::abort_on_panic;
+use bcow_fuse::signals::{Ground, Signals};
+use bcow_union::log;
+
+use super::ParseMount;
+use super::server::{Pool, Settings};
+use crate::commands::mount::{failure, in_background};
+use crate::cpus::Cpus;
+use crate::error::{CommandError, Context};
+use crate::pool::client::{self, Found};
+use crate::pool::{self, Directory, PoolName};
+use crate::ui::Ui;
+use crate::{heap, remote};
+
+/// Start a pool
+///
+/// The command returns when the pool takes requests. The pool listens at a socket in a directory
+/// that only its user can enter: /run/bcow/pools for root, $XDG_RUNTIME_DIR/bcow/pools or
+/// /tmp/bcow-UID for other users, or $BCOW_POOLS. Other users cannot use the pool. The pool opens
+/// the files of its mounts with its own rights, in its own mount namespace.
+///
+/// SIGTERM and SIGINT unmount all mounts and end the pool. If files are in use, their mounts are
+/// detached, and the pool ends when the last open file is closed, or at a second signal.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The name of the pool: letters, digits, '.', '_' and '-'
+    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    name: PoolName,
+    /// CPUs for the pool, in the form of taskset(1): 0,2-5 [default: all CPUs that the process may
+    /// use]
+    #[arg(long, value_name = "LIST", value_parser = crate::cpus::parse)]
+    cpus: Option<Cpus>,
+    /// Size of the cache of decoded blocks of all mounts together
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
+    memory: u64,
+    /// Threads that answer the requests of one mount, unless the mount has --threads [default: as
+    /// for `bcow mount`]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Run in the foreground
+    #[arg(short, long)]
+    foreground: bool,
+    /// Also append log messages to FILE, with the time: for machines without a system log
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    log_file: Option<PathBuf>,
+}
+
+/// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
+pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> {
+    let readiness = match args.foreground {
+        true => None,
+        false => match daemon::started_by_launch() {
+            Some(readiness) => Some(readiness),
+            None => return in_background(),
+        },
+    };
+    heap::use_one_arena();
+    heap::map_large_buffers();
+    let signals = Signals::block(match readiness {
+        Some(_) => Ground::Background,
+        None => Ground::Foreground,
+    })
+    .map_err(|error| failure(&error))?;
+    abort_on_panic();
+    if let Some(cpus) = &args.cpus {
+        cpus.confine().map_err(|cause| {
+            CommandError::new("cannot restrict the process to --cpus").caused_by_text(cause)
+        })?;
+    }
+    if let Some(path) = &args.log_file {
+        log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))?;
+    }
+    remote::share_clients();
+    let cannot = || format!("cannot start the pool {}", args.name);
+    let (listener, _socket) = listen(&args.name)?;
+    let pool = Arc::new(Pool::new(Settings {
+        name: args.name.clone(),
+        memory_bytes: args.memory,
+        threads: args.threads.map(usize::from),
+        parse,
+    }));
+    pool.watch_rest();
+    pool.unmount_at_signals(signals).context(cannot)?;
+    pool.accept(listener).context(cannot)?;
+    match readiness {
+        Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
+        None => ui.status(format_args!("the pool {} takes requests", args.name)),
+    }
+    pool.wait_for_end();
+    Ok(())
+}
+
+/// The socket of this pool, which is removed at the end.
+struct Socket {
+    directory: Directory,
+    path: PathBuf,
+    inode: (u64, u64),
+}
+
+/// Listens at the socket of a pool that does not run.
+fn listen(name: &PoolName) -> Result<(UnixListener, Socket), CommandError> {
+    let cannot = || format!("cannot start the pool {name}");
+    let directory = Directory::make()?;
+    let path = directory.socket(name);
+    // Held until the socket takes connections: of two commands, one finds the pool of the other.
+    let _lock = directory.lock().context(cannot)?;
+    let running = |why: String| CommandError::new(cannot()).caused_by_text(why);
+    match client::find(&path)? {
+        Found::Running(connection) => {
+            let pid = connection.hello.pid;
+            return Err(running(format!("process {pid} runs it already"))
+                .hint(format!("`bcow pool stop {name}` ends it")));
+        }
+        Found::Silent => return Err(running("it runs already, but does not answer".to_owned())),
+        Found::Dead => std::fs::remove_file(&path).context(cannot)?,
+        Found::Missing => {}
+    }
+    let listener = UnixListener::bind(&path)
+        .map_err(|error| CommandError::new(cannot()).caused_by_text(at(&path, &error)))?;
+    let private = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&path, private).context(cannot)?;
+    let metadata = path.symlink_metadata().context(cannot)?;
+    let socket = Socket {
+        directory,
+        inode: (metadata.dev(), metadata.ino()),
+        path,
+    };
+    rustix::io::ioctl_fionbio(listener.as_fd(), false)
+        .map_err(io::Error::from)
+        .context(cannot)?;
+    Ok((listener, socket))
+}
+
+fn at(path: &std::path::Path, error: &io::Error) -> String {
+    format!("{}: {error}", path.display())
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let Ok(_lock) = self.directory.lock() else {
+            return;
+        };
+        let is_own = self
+            .path
+            .symlink_metadata()
+            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
+        if is_own {
+            // The next start of the pool removes it otherwise.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! `bcow pool stop`
+
+use crate::error::CommandError;
+use crate::pool::protocol::Request;
+use crate::pool::{self, PoolName, client};
+use crate::size::plural;
+use crate::ui::Ui;
+
+/// End a pool
+///
+/// The command fails if the pool has mounts, unless --force unmounts them. It returns when the pool
+/// has ended, and all data written to its mounts is durable. If files are in use, their mounts are
+/// detached, the command says so, and the pool ends when the last open file is closed.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The name of the pool
+    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    name: PoolName,
+    /// Unmount all mounts of the pool first
+    #[arg(short, long)]
+    force: bool,
+}
+
+/// Ends the pool.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let mut connection = client::require(&args.name)?;
+    let answer = connection.ask(&Request::Stop { force: args.force }, ui)?;
+    match answer["in_use"].as_u64() {
+        None | Some(0) => connection.wait_for_end(),
+        Some(count) => ui.status(format_args!(
+            "{} of the pool {} {} in use; the pool ends when the last open file is closed",
+            plural(count, "mount"),
+            args.name,
+            if count == 1 { "is" } else { "are" },
+        )),
+    }
+    Ok(())
+}

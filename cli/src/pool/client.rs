@@ -1,0 +1,135 @@
+//! Requests to a pool.
+
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use serde_json::Value;
+
+use super::protocol::{self, Answer, Hello, MOST_ANSWER_BYTES, Outcome, Request};
+use super::{Directory, PoolName};
+use crate::error::{CommandError, Context};
+use crate::ui::Ui;
+
+/// How long a pool may take to say hello.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
+
+/// The pool behind a socket.
+#[derive(Debug)]
+pub enum Found {
+    /// It answers.
+    Running(Connection),
+    /// Its process runs, but does not answer.
+    Silent,
+    /// Its process has ended without removing the socket.
+    Dead,
+    /// There is no socket.
+    Missing,
+}
+
+/// A connection to a pool.
+#[derive(Debug)]
+pub struct Connection {
+    stream: UnixStream,
+    /// What the pool has said of itself.
+    pub hello: Hello,
+}
+
+/// Connects to the pool with this socket.
+pub fn find(socket: &Path) -> Result<Found, CommandError> {
+    let cannot = || format!("cannot connect to {}", socket.display());
+    let stream = match connect(socket) {
+        Ok(stream) => stream,
+        // A process that accepts no connections fills its queue.
+        Err(Errno::AGAIN) => return Ok(Found::Silent),
+        Err(Errno::CONNREFUSED) => return Ok(Found::Dead),
+        Err(Errno::NOENT) => return Ok(Found::Missing),
+        Err(errno) => return Err(CommandError::new(cannot()).caused_by(&io::Error::from(errno))),
+    };
+    let line = match protocol::read_line(&stream, MOST_ANSWER_BYTES, Some(ANSWERS_WITHIN)) {
+        Ok(line) => line,
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(Found::Silent),
+        // The process has ended meanwhile.
+        Err(error)
+            if [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset]
+                .contains(&error.kind()) =>
+        {
+            return Ok(Found::Dead);
+        }
+        Err(error) => return Err(CommandError::new(cannot()).caused_by(&error)),
+    };
+    let hello: Hello = serde_json::from_slice(&line).context(cannot)?;
+    Ok(Found::Running(Connection { stream, hello }))
+}
+
+fn connect(socket: &Path) -> rustix::io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let connection =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&connection, &SocketAddrUnix::new(socket)?)?;
+    rustix::io::ioctl_fionbio(&connection, false)?;
+    Ok(connection.into())
+}
+
+/// Connects to a pool that must run.
+pub fn require(name: &PoolName) -> Result<Connection, CommandError> {
+    let cannot = || CommandError::new(format!("cannot use the pool {name}"));
+    let found = match Directory::find()? {
+        Some(directory) => find(&directory.socket(name))?,
+        None => Found::Missing,
+    };
+    match found {
+        Found::Running(connection) => Ok(connection),
+        Found::Silent => Err(cannot()
+            .caused_by_text("its process does not answer")
+            .hint("`bcow ps` shows the state of the process, if the pool has mounts")),
+        Found::Dead => Err(cannot()
+            .caused_by_text("its process has died")
+            .hint(format!("`bcow pool start {name}` starts it again"))),
+        Found::Missing => Err(cannot()
+            .caused_by_text("it does not run")
+            .hint(format!("`bcow pool start {name}` starts it"))),
+    }
+}
+
+impl Connection {
+    /// Sends a request, and waits for the answer. Shows the messages of the pool.
+    pub fn ask(&mut self, request: &Request, ui: &Ui) -> Result<Value, CommandError> {
+        let cannot = || format!("cannot use the pool {}", self.hello.pool);
+        let line = protocol::encode_request(request).context(cannot)?;
+        if line.len() > protocol::MOST_REQUEST_BYTES {
+            return Err(CommandError::new(cannot()).caused_by_text("the command line is too long"));
+        }
+        // If the pool refuses this client, it closes the connection before it reads the request.
+        // The answer says why.
+        let sent = self.stream.write_all(&line);
+        let line = protocol::read_line(&self.stream, MOST_ANSWER_BYTES, None);
+        let line = line.map_err(|error| {
+            let cause = match (sent, error.kind()) {
+                (Err(error), _) => error,
+                (Ok(()), io::ErrorKind::UnexpectedEof) => {
+                    io::Error::other("its process ended during the request")
+                }
+                (Ok(()), _) => error,
+            };
+            CommandError::new(cannot()).caused_by(&cause)
+        })?;
+        let answer: Answer = serde_json::from_slice(&line).context(cannot)?;
+        for message in &answer.messages {
+            ui.show(message);
+        }
+        match answer.result {
+            Outcome::Done(value) => Ok(value),
+            Outcome::Failed(failure) => Err(failure.into_error()),
+        }
+    }
+
+    /// Waits until the process of the pool has ended.
+    pub fn wait_for_end(self) {
+        // Any error means that the other end is gone.
+        while protocol::read_line(&self.stream, MOST_ANSWER_BYTES, None).is_ok() {}
+    }
+}

@@ -1,0 +1,435 @@
+"""Pools: one process that serves many mounts.
+
+The directory for the sockets is one of the test's own ($BCOW_POOLS), so the pools of the machine do
+not matter. Content that two mounts share is counted by the misses of the cache; a pool without
+requests empties its cache after ten seconds, so such a test tries again.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import unittest
+
+import test_ahead
+from promises import promise
+from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
+                     is_mounted, need, run, until)
+
+TIMEOUT = 60
+# A pool at rest for ten seconds empties its cache between two steps of a test: rare, but possible.
+ATTEMPTS = 5
+
+
+class PoolCase(Scratch):
+    """An image, and a directory for pools."""
+
+    @classmethod
+    def setUpClass(cls):
+        need(fuse=True, root=True)
+        super().setUpClass()
+        tree = cls.path("tree")
+        os.mkdir(tree)
+        source = random.Random(7)
+        cls.files = {f"file{n}": source.randbytes(300_000) for n in range(3)}
+        for name, data in cls.files.items():
+            cls.path(f"tree/{name}", data)
+        cls.image = cls.path("image.bcow")
+        bcow("convert", f"dir:{tree}", cls.image, timeout=TIMEOUT)
+
+    def setUp(self):
+        # Short: the path of a socket has at most 108 bytes.
+        self.pools = tempfile.mkdtemp(prefix="p-", dir=WORK)
+        self.addCleanup(shutil.rmtree, self.pools, ignore_errors=True)
+        self.env = {"BCOW_POOLS": self.pools}
+        self.mounts = []
+        self.addCleanup(self.clear)
+
+    def clear(self):
+        # A failed test leaves its pools.
+        for pool in self.list():
+            if pool["pid"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pool["pid"], signal.SIGKILL)
+        for where in self.mounts:
+            if is_mounted(where):
+                subprocess.run(["umount", "-l", where])
+            os.rmdir(where)
+
+    def bcow(self, *arguments, **options):
+        options.setdefault("timeout", TIMEOUT)
+        return bcow(*arguments, env=self.env, **options)
+
+    def start(self, name="pool", *options):
+        self.bcow("pool", "start", name, *options)
+
+    def place(self):
+        where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
+        self.mounts.append(where)
+        return where
+
+    def mount(self, *options, pool="pool", image=None, where=None):
+        where = where or self.place()
+        self.bcow("mount", image or self.image, where, "--pool", pool, *options)
+        self.assertTrue(is_mounted(where))
+        return where
+
+    def list(self):
+        return json.loads(self.bcow("pool", "list", "--json").out)["pools"]
+
+    def stats(self, name="pool"):
+        return json.loads(self.bcow("pool", "stats", name, "--json").out)
+
+    def pid(self, name="pool"):
+        return {pool["name"]: pool["pid"] for pool in self.list()}[name]
+
+    def read(self, where):
+        for name, data in self.files.items():
+            with open(os.path.join(where, name), "rb") as file:
+                self.assertEqual(file.read(), data)
+
+    def assert_ends(self, pid):
+        until(lambda: not os.path.exists(f"/proc/{pid}"), f"process {pid} ends")
+
+
+class Mounts(PoolCase):
+    @promise("One process serves all mounts of a pool")
+    def test_one_process_serves_several_mounts(self):
+        self.start()
+        upper = os.path.join(self.pools, "upper")
+        places = [self.mount(), self.mount(), self.mount("--upper", upper)]
+        for where in places:
+            self.read(where)
+        pid = self.pid()
+        rows = json.loads(self.bcow("ps", "--json").out)["services"]
+        rows = {row["at"][0]: row for row in rows}
+        for where in places:
+            row = rows[os.path.realpath(where)]
+            self.assertEqual((row["pid"], row["pool"]), (pid, "pool"))
+            statistics = json.loads(self.bcow("stats", where, "--json").out)
+            self.assertEqual((statistics["process"]["pid"], statistics["pool"]), (pid, "pool"))
+        found = self.stats()
+        self.assertEqual([mount["mode"] for mount in found["mounts"]], ["ro", "ro", "rw"])
+        self.assertTrue(all(mount["requests"] > 0 for mount in found["mounts"]))
+        self.assertEqual(found["mounts"][2]["upper"], upper)
+        with open(os.path.join(places[2], "new"), "w") as file:
+            file.write("kept")
+        # The end of one mount is not that of the others.
+        self.bcow("umount", places[2])
+        with open(os.path.join(upper, "new")) as file:
+            self.assertEqual(file.read(), "kept")
+        run("umount", places[0], timeout=TIMEOUT)
+        until(lambda: len(self.stats()["mounts"]) == 1, "the pool notices the unmount")
+        self.read(places[1])
+        # The upper is free, also for a process outside the pool.
+        again = self.place()
+        self.bcow("mount", self.image, again, "--upper", upper)
+        with open(os.path.join(again, "new")) as file:
+            self.assertEqual(file.read(), "kept")
+        self.bcow("umount", again)
+        self.bcow("umount", places[1])
+        self.assertEqual(self.stats()["mounts"], [])
+        self.bcow("pool", "stop", "pool")
+        self.assertEqual(self.list(), [])
+        self.assert_ends(pid)
+
+    def misses_of(self, where):
+        before = self.stats()["cache"]["misses"]
+        self.read(where)
+        return self.stats()["cache"]["misses"] - before
+
+    @promise("A file that two mounts of a pool show is cached once")
+    def test_blocks_of_a_file_are_decoded_once(self):
+        self.start("pool", "--memory", "32M")
+        self.assertGreater(self.misses_of(self.mount()), 0)
+        for _ in range(ATTEMPTS):
+            if self.misses_of(self.mount()) == 0:
+                break
+        else:
+            self.fail("each mount decodes the blocks again")
+        # Another file, with equal content.
+        copy = self.path("copy.bcow")
+        shutil.copy(self.image, copy)
+        self.assertGreater(self.misses_of(self.mount(image=copy)), 0)
+        # A verified mount does not believe what an unverified one has read.
+        self.assertGreater(self.misses_of(self.mount("--verify", "merkle")), 0)
+        limit = self.stats()["cache"]
+        self.assertEqual(limit["limit_bytes"], 32 << 20)
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_images_on_other_machines_share_what_was_fetched(self):
+        with test_ahead.Server(self.directory) as server:
+            url = server.url("image.bcow")
+            self.start()
+
+            def fetched():
+                server.asked.clear()
+                self.read(self.mount("--insecure", "--no-cache", image=url))
+                return sum(end - first for first, end in server.asked)
+
+            whole = sum(map(len, self.files.values()))
+            self.assertGreater(fetched(), whole)
+            for _ in range(ATTEMPTS):
+                if fetched() < whole:
+                    break
+            else:
+                self.fail("each mount fetches the blocks again")
+            self.bcow("pool", "stop", "--force", "pool")
+
+    def test_paths_are_those_of_the_command(self):
+        self.start()
+        pid = self.pid()
+        where = self.place()
+        relative = os.path.relpath(where, self.directory)
+        result = subprocess.run([BCOW, "mount", "--pool=pool", "image.bcow", relative],
+                                cwd=self.directory, env={**os.environ, **self.env},
+                                timeout=TIMEOUT, stderr=subprocess.PIPE)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.read(where)
+        tasks = f"/proc/{pid}/task"
+        places = {os.readlink(f"{tasks}/{task}/cwd") for task in os.listdir(tasks)}
+        self.assertEqual(places, {"/"})
+        # mount(8) calls the program by this name.
+        helper = self.path("mount.bcow")
+        os.symlink(BCOW, helper)
+        other = self.place()
+        run(helper, self.image, other, "-o", "rw,pool=pool", env=self.env, timeout=TIMEOUT)
+        self.read(other)
+        self.assertEqual(len(self.stats()["mounts"]), 2)
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_ordinary_user_has_pools(self):
+        need("fusermount3")
+        pools = self.path("own")
+        os.mkdir(pools, 0o700)
+        os.chown(pools, UNPRIVILEGED, UNPRIVILEGED)
+        options = {"user": UNPRIVILEGED, "timeout": TIMEOUT,
+                   "env": {"BCOW_POOLS": for_everyone(pools)}}
+        self.addCleanup(bcow, "pool", "stop", "--force", "mine", check=False, **options)
+        where = self.place()
+        os.chown(where, UNPRIVILEGED, UNPRIVILEGED)
+        image, place = for_everyone(self.image), for_everyone(where)
+        os.chmod(self.image, 0o644)
+        cpu = str(min(os.sched_getaffinity(0)))
+        bcow("pool", "start", "mine", "--cpus", cpu, **options)
+        bcow("mount", image, place, "--pool=mine", **options)
+        read = run("cat", os.path.join(place, "file1"), user=UNPRIVILEGED, timeout=TIMEOUT)
+        self.assertEqual(read.out, self.files["file1"])
+        found = json.loads(bcow("pool", "stats", "mine", "--json", **options).out)
+        with open(f"/proc/{found['pid']}/status") as status:
+            allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status.read(), re.MULTILINE)
+        self.assertEqual(allowed[1], cpu)
+        bcow("pool", "stop", "--force", "mine", **options)
+        self.assert_ends(found["pid"])
+
+
+class Ends(PoolCase):
+    @promise("`bcow pool stop` ends a pool with mounts only with --force")
+    def test_stop_keeps_mounts_without_force(self):
+        self.start()
+        where = self.mount("--upper", os.path.join(self.pools, "upper"))
+        assert_refused(self, self.bcow("pool", "stop", "pool", check=False), "has 1 mount", "hint:")
+        with open(os.path.join(where, "file0"), "ab") as file:
+            file.write(b"!")
+            file.flush()
+            pid = self.pid()
+            result = self.bcow("pool", "stop", "--force", "pool")
+            self.assertIn(b"1 mount of the pool pool is in use", result.err)
+            self.assertFalse(is_mounted(where))
+            assert_refused(self, self.bcow("mount", self.image, where, "--pool=pool", check=False),
+                           "it is ending")
+            file.write(b"?")
+        self.assert_ends(pid)
+        self.assertEqual(self.list(), [])
+        with self.outside("--upper", os.path.join(self.pools, "upper")) as again:
+            with open(os.path.join(again, "file0"), "rb") as file:
+                self.assertEqual(file.read(), self.files["file0"] + b"!?")
+
+    @contextlib.contextmanager
+    def outside(self, *options):
+        """A mount with a process of its own."""
+        where = self.place()
+        self.bcow("mount", self.image, where, *options)
+        yield where
+        self.bcow("umount", where)
+
+    def test_signal_unmounts_everything(self):
+        self.start()
+        upper = os.path.join(self.pools, "upper")
+        places = [self.mount(), self.mount("--upper", upper)]
+        with open(os.path.join(places[1], "new"), "w") as file:
+            file.write("kept")
+        pid = self.pid()
+        os.kill(pid, signal.SIGTERM)
+        self.assert_ends(pid)
+        self.assertFalse(any(map(is_mounted, places)))
+        self.assertEqual(os.listdir(self.pools), ["upper"])
+        with open(os.path.join(upper, "new")) as file:
+            self.assertEqual(file.read(), "kept")
+
+    def test_killed_pool_is_dead_and_starts_again(self):
+        self.start()
+        upper = os.path.join(self.pools, "upper")
+        where = self.mount("--upper", upper)
+        with open(os.path.join(where, "new"), "w") as file:
+            file.write("kept")
+            file.flush()
+            os.fsync(file.fileno())
+        pid = self.pid()
+        os.kill(pid, signal.SIGKILL)
+        self.assert_ends(pid)
+        self.assertEqual([pool["state"] for pool in self.list()], ["dead"])
+        for command in (["pool", "stats", "pool"], ["mount", self.image, where, "--pool", "pool"]):
+            assert_refused(self, self.bcow(*command, check=False), "its process has died",
+                           "bcow pool start pool")
+        self.start()
+        self.assertNotEqual(self.pid(), pid)
+        # The mount of the dead process is replaced.
+        self.mount("--upper", upper, where=where)
+        with open(os.path.join(where, "new")) as file:
+            self.assertEqual(file.read(), "kept")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_stopped_process_is_silent(self):
+        self.start()
+        pid = self.pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert_refused(self, self.bcow("pool", "start", "pool", check=False),
+                           "does not answer")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        self.bcow("pool", "stop", "pool")
+
+
+class Refusals(PoolCase):
+    def refused(self, *arguments, mention, code=1, **options):
+        result = self.bcow(*arguments, check=False, **options)
+        assert_refused(self, result, *mention, code=code)
+
+    def test_options_of_the_process_are_those_of_the_pool(self):
+        where = self.place()
+        for option in (["--cpus", "0"], ["--cache-size", "1M"], ["-f"], ["--log-file", "x"],
+                       ["--metrics", "127.0.0.1:0"]):
+            self.refused("mount", self.image, where, "--pool=pool", *option,
+                         mention=["cannot be used with"], code=2)
+        self.refused("mount", self.image, where, "--pool=pool", "--door=kernel",
+                     mention=["in a pool is not supported yet"], code=2)
+        self.refused("mount", self.image, where, "--pool=../x", mention=["a name"], code=2)
+        self.refused("mount", self.image, where, "--pool=pool",
+                     mention=["it does not run", "bcow pool start pool"])
+        self.refused("pool", "stop", "pool", mention=["it does not run"])
+
+    def test_errors_are_those_of_a_mount(self):
+        self.start()
+        where = self.place()
+        missing = self.path("missing.bcow")
+        arguments = ["mount", missing, where]
+        alone = self.bcow(*arguments, check=False)
+        self.refused(*arguments, "--pool=pool", mention=["missing.bcow"])
+        self.assertEqual(self.bcow(*arguments, "--pool=pool", check=False).err, alone.err)
+        self.mount(where=where)
+        self.refused("mount", self.image, where, "--pool=pool", mention=["already mounted"])
+        self.refused("pool", "start", "pool", mention=["runs it already"])
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_other_namespace_is_refused(self):
+        need("unshare")
+        self.start()
+        command = ["unshare", "-m", BCOW, "mount", self.image, self.place(), "--pool=pool"]
+        result = run(*command, env=self.env, timeout=TIMEOUT, check=False)
+        assert_refused(self, result, "another mount or user namespace")
+        self.bcow("pool", "stop", "pool")
+
+    def test_files_inside_a_mount_of_the_pool_are_refused(self):
+        outer = self.path("outer")
+        os.mkdir(outer)
+        shutil.copy(self.image, outer)
+        image = self.path("outer.bcow")
+        bcow("convert", f"dir:{outer}", image, timeout=TIMEOUT)
+        self.start()
+        self.start("other")
+        where = self.mount(image=image)
+        inner = os.path.join(where, "image.bcow")
+        self.refused("mount", inner, self.place(), "--pool=pool",
+                     mention=["inside a mount of the same pool"])
+        self.read(self.mount(pool="other", image=inner))
+        self.bcow("pool", "stop", "--force", "other")
+        self.bcow("pool", "stop", "--force", "pool")
+
+
+class Protocol(PoolCase):
+    def connect(self):
+        connection = socket.socket(socket.AF_UNIX)
+        self.addCleanup(connection.close)
+        connection.settimeout(TIMEOUT)
+        connection.connect(os.path.join(self.pools, "pool.sock"))
+        return connection.makefile("rwb")
+
+    def ask(self, line):
+        stream = self.connect()
+        hello = json.loads(stream.readline())
+        # The pool may refuse before it has read everything.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stream.write(line)
+            stream.flush()
+        return hello, json.loads(stream.readline())["result"]
+
+    def test_what_the_pool_does_not_know_is_named(self):
+        self.start()
+        hello, _ = self.ask(b'{"version":1,"request":"stats"}\n')
+        self.assertEqual((hello["version"], hello["pool"]), (1, "pool"))
+        for line, mention in [
+            (b'{"version":99,"request":"stats"}\n', "version 99"),
+            (b'{"version":1,"request":"sing"}\n', '"sing"'),
+            (b'{"version":1,"request":"stop"}\n', "force"),
+            (b"\0\xff\n", "invalid request"),
+            (b"x" * ((1 << 20) + 1), "the line has more than 1048576 bytes"),
+        ]:
+            failed = self.ask(line)[1]["failed"]
+            self.assertIn(mention, " ".join([failed["message"], *failed["causes"]]))
+        # Fields of later versions are ignored.
+        self.assertIn("done", self.ask(b'{"version":1,"request":"stats","more":1}\n')[1])
+        # A client that leaves, before and after the hello.
+        self.connect().close()
+        self.connect().readline()
+        self.read(self.mount())
+        self.bcow("pool", "stop", "--force", "pool")
+
+    @promise("Only its owner can use a pool")
+    def test_other_users_are_refused(self):
+        os.rmdir(self.pools)
+        self.start()
+        path = os.path.join(self.pools, "pool.sock")
+        self.assertEqual(stat.S_IMODE(os.stat(self.pools).st_mode), 0o700)
+        self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o600)
+        where = for_everyone(self.pools)
+        env = {"BCOW_POOLS": where}
+        result = bcow("pool", "stats", "pool", env=env, user=UNPRIVILEGED, check=False,
+                      timeout=TIMEOUT)
+        assert_refused(self, result, "it belongs to another user")
+        # Also with a connection.
+        os.chmod(self.pools, 0o711)
+        os.chmod(path, 0o666)
+        program = ("import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+                   "f = s.makefile('rwb'); f.readline(); "
+                   "f.write(b'{\"version\":1,\"request\":\"stop\",\"force\":true}\\n'); f.flush(); "
+                   "print(f.readline().decode())")
+        result = run("/usr/bin/python3", "-c", program, os.path.join(where, "pool.sock"),
+                     user=UNPRIVILEGED, timeout=TIMEOUT)
+        self.assertIn(b"it belongs to root", result.out)
+        # A directory that others can enter is refused by the program itself.
+        assert_refused(self, self.bcow("pool", "list", check=False), "other users can enter it")
+        os.chmod(self.pools, 0o700)
+        self.bcow("pool", "stop", "pool")
+
+
+if __name__ == "__main__":
+    unittest.main()
