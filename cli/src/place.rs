@@ -67,10 +67,7 @@ const TRANSPORTS: [Transport; 16] = [
         name: "http",
         uses: Uses::Source(BY_UPLOAD),
     },
-    Transport {
-        name: "s3",
-        uses: Uses::Source(BY_UPLOAD),
-    },
+    Transport::both("s3"),
     Transport::both("docker"),
     Transport::foreign("docker-daemon"),
     Transport::foreign("containers-storage"),
@@ -130,6 +127,8 @@ pub enum Destination {
     Qcow2(PathBuf),
     /// An image in a registry: `docker://...`.
     Registry(String),
+    /// A BCoW file in S3: `s3://...`.
+    S3(String),
 }
 
 /// An image in an OCI layout, as the user names it; or in a registry.
@@ -201,6 +200,13 @@ impl Destination {
                 None => Err(
                     CommandError::usage(format!("invalid destination {shown:?}"))
                         .hint("write docker://SERVER/REPOSITORY[:TAG]"),
+                ),
+            },
+            ("s3", _) => match name.to_str().filter(|name| name.starts_with("s3://")) {
+                Some(name) => Ok(Destination::S3(name.to_owned())),
+                None => Err(
+                    CommandError::usage(format!("invalid destination {shown:?}"))
+                        .hint("write s3://BUCKET/KEY"),
                 ),
             },
             ("tar", _) if rest == "-" => Ok(Destination::Tar(None)),
@@ -367,6 +373,10 @@ mod tests {
             destination("docker://x/y:z"),
             Ok(Destination::Registry("docker://x/y:z".into()))
         );
+        assert_eq!(
+            destination("s3://b/k:1"),
+            Ok(Destination::S3("s3://b/k:1".into()))
+        );
         let layout = |form, reference: Option<&str>| {
             Ok(Destination::Layout(Layout {
                 form,
@@ -403,6 +413,7 @@ mod tests {
             "-",
             "raw:",
             "docker:x/y",
+            "s3:x/y",
         ] {
             assert!(destination(name).is_err(), "{name}");
         }

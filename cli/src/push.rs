@@ -1,15 +1,20 @@
-//! Destinations in registries.
+//! Destinations in registries and in S3.
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use bcow_oci::{Digest, LayoutForm, OpenContent};
-use bcow_remote::Upload;
+use bcow::{Storage, header_of};
+use bcow_oci::{ConvertError, Digest, LayoutForm, OpenContent};
+use bcow_remote::{Problem, RemoteError, Replace, Root, S3Content, S3Name, S3Upload, Upload};
 use serde_json::Value;
 
+use crate::conversion::failure;
 use crate::error::CommandError;
 use crate::place::{Destination, Layout};
 use crate::remote::{self, RemoteArgs};
+use crate::s3;
+use crate::ui::Progress;
 
 /// Makes a destination in a registry one that images are written to; any other stays. `from` is the
 /// name of the image that is read, whose blobs may be in the same registry.
@@ -48,6 +53,84 @@ pub fn upload(
     let upload = Upload::new(&client, reference, Arc::new(args.keys()), from.as_ref())
         .map_err(|error| remote::cannot_open(&name, &error))?;
     Ok(Arc::new(ToRepository(upload)))
+}
+
+/// A place for a file in S3.
+pub struct ToS3 {
+    name: String,
+    upload: S3Upload,
+    replace: Replace,
+}
+
+impl ToS3 {
+    /// The place that `s3://...` names. Fails if there is a file that is not to be replaced.
+    pub fn new(url: &str, args: &RemoteArgs, replace: Replace) -> Result<Self, CommandError> {
+        let name: S3Name = url.parse().map_err(|problem| {
+            CommandError::usage(format!("invalid destination {url:?}: {problem}"))
+                .hint("write s3://BUCKET/KEY")
+        })?;
+        let shown = name.to_string();
+        let client = remote::client(args, &shown)?;
+        let upload = S3Upload::new(&client, &s3::server()?, &name);
+        let place = ToS3 {
+            upload: upload.map_err(|error| cannot_write(&shown, &error))?,
+            name: shown,
+            replace,
+        };
+        if replace == Replace::Refused {
+            let absent = place.upload.require_absent();
+            absent.map_err(|error| cannot_write(&place.name, &error))?;
+        }
+        Ok(place)
+    }
+
+    /// The name, for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Writes a BCoW file with a hash tree, whose bytes the caller has checked. Returns the number
+    /// of bytes that were sent.
+    pub fn send(
+        &self,
+        file: &dyn Storage,
+        progress: &Progress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<u64, CommandError> {
+        let header = header_of(file);
+        let tree = header.as_ref().and_then(|header| header.merkle.as_ref());
+        let (Some(header), Some(tree)) = (&header, tree) else {
+            return Err(CommandError::new(format!("cannot write {}", self.name))
+                .caused_by_text("the file has no hash tree, and could not be read there")
+                .hint("`bcow seal` makes a disk immutable, with a hash tree"));
+        };
+        progress.phase("sending");
+        progress.total(Some(header.file_bytes));
+        let content = S3Content {
+            length: header.file_bytes,
+            root: &Root(tree.root).to_string(),
+            read_at: &|offset, bytes| match cancel.load(Ordering::Relaxed) {
+                true => Err(io::ErrorKind::Interrupted.into()),
+                false => file.read_at(offset, bytes),
+            },
+        };
+        let sent = |bytes| progress.advance(bytes);
+        let written = self.upload.write(&content, self.replace, &sent);
+        written.map_err(|error| match cancel.load(Ordering::Relaxed) {
+            true => failure(&ConvertError::Interrupted),
+            false => cannot_write(&self.name, &error),
+        })
+    }
+}
+
+fn cannot_write(name: &str, error: &RemoteError) -> CommandError {
+    let failure = CommandError::new(format!("cannot write {name}"));
+    match error.problem {
+        Problem::Exists => failure
+            .caused_by_text(error.problem.to_string())
+            .hint("--force replaces it"),
+        _ => remote::explain(failure, name, error),
+    }
 }
 
 /// What `bcow_oci` writes to a registry.

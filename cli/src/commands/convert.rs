@@ -5,23 +5,25 @@ mod disk;
 pub mod replace;
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
     ConvertError, ConvertOptions, ImageName, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport,
     Limits, OrdinaryImage, Platform, Report, Source,
 };
+use bcow_remote::Replace;
 use replace::By;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::conversion::{BlockSize, Compress, block_size, compression, failure, source_date_epoch};
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::form::{Form, form};
 use crate::image::{OpenImage, StoreArgs, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
-use crate::push;
+use crate::push::{self, ToS3};
 use crate::remote::{self, InRegistry, Pinned};
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
@@ -49,6 +51,7 @@ use crate::ui::Ui;
 ///                               images can share, and a stack file that merges the layers
 ///     oci-archive:FILE[:REF]    such a layout in a tar archive
 ///     docker://HOST/REPO[:TAG]  such an image in a registry
+///     s3://BUCKET/KEY           one file in S3
 ///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of SRC and its backings;
 ///                               SRC is a disk, or any BCoW image (FILE, oci:DIR[:REF])
 ///     FILE.qcow2                the same as qcow2:FILE
@@ -62,14 +65,15 @@ use crate::ui::Ui;
 /// detect these formats.
 ///
 /// The command needs no privilege, no daemon and no loop device. It uses the network only for
-/// https: and docker:. It compares the bytes of each layer with their digest while it reads them.
+/// https:, docker: and s3:. It compares the bytes of each layer with their digest while it reads them.
 /// Into an OCI layout, it converts only layers that are neither in the layout nor in the cache.
 /// Into a registry, it sends only what the registry does not have.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
 /// complete and verified. Without --force, a BCoW image replaces only an empty file or a BCoW image
-/// that is not the backing of a disk in the same directory, and an OCI archive replaces only an
-/// empty file or an archive. If the command fails, no partial output remains.
+/// that is not the backing of a disk in the same directory, an OCI archive replaces only an empty
+/// file or an archive, and a file in S3 replaces nothing. If the command fails, no partial output
+/// remains.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -77,7 +81,7 @@ pub struct Args {
     /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// What to write: a BCoW file, oci:, oci-archive:, docker://..., raw:FILE or qcow2:FILE
+    /// What to write: FILE, oci:, oci-archive:, docker://..., s3://..., raw:FILE or qcow2:FILE
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Platform to select from a multi-platform source [default: this machine's]
@@ -164,6 +168,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let destination = Destination::parse(args.destination.as_os_str())?;
     let from_name = args.source.to_string_lossy();
     let destination = push::resolve(destination, &args.stores.remote, &from_name)?;
+    let (destination, sending) = match destination {
+        Destination::S3(url) => {
+            let sending = Sending::new(&url, args)?;
+            (Destination::File(sending.path.clone()), Some(sending))
+        }
+        destination => (destination, None),
+    };
     if let Destination::Tar(_) = destination {
         return Err(place::refuse(
             &args.destination.to_string_lossy(),
@@ -194,6 +205,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ));
     }
     if disk::is_meant(&from, &destination, image.as_ref()) {
+        if sending.is_some() {
+            return Err(CommandError::usage("a disk is not converted into S3")
+                .hint("write to a file; `bcow copy` copies a sealed disk to s3://BUCKET/KEY"));
+        }
         return disk::run(args, &from, &destination, image, ui);
     }
     // The source is opened before the destination is examined, so an error of the source comes
@@ -258,9 +273,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             let report = bcow_oci::convert(&source, path, &options, &progress)
                 .map_err(|error| failure(&error))?;
             drop(progress);
+            let shown = sent(&sending, path, &interrupt, ui)?;
             match args.json {
                 true => ui.print_json(&as_json("bcow.convert/1", &report)?),
-                false => report_image(&report, path, ui),
+                false => report_image(&report, shown, ui),
             }
         }
         (Destination::Layout(to), source) => {
@@ -289,7 +305,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         }
         (Destination::File(path), None) => match &image {
-            Some(image) => again::to_file(args, image, path, &options, ui),
+            Some(image) => {
+                let report = again::to_file(image, path, &options, ui)?;
+                let shown = sent(&sending, path, &interrupt, ui)?;
+                match args.json {
+                    true => ui.print_json(&as_json("bcow.convert/1", &report)?),
+                    false => report_image(&report, shown, ui),
+                }
+            }
             None => Ok(()),
         },
         // These destinations are for disks, or were refused or resolved.
@@ -297,10 +320,57 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Destination::Raw(_)
             | Destination::Qcow2(_)
             | Destination::Tar(_)
-            | Destination::Registry(_),
+            | Destination::Registry(_)
+            | Destination::S3(_),
             _,
         ) => Ok(()),
     }
+}
+
+/// A file that is sent to S3 when it is complete.
+struct Sending {
+    place: ToS3,
+    /// The file, in a directory of its own.
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Sending {
+    fn new(url: &str, args: &Args) -> Result<Self, CommandError> {
+        let replace = match args.force {
+            true => Replace::Allowed,
+            false => Replace::Refused,
+        };
+        let place = ToS3::new(url, &args.stores.remote, replace)?;
+        let scratch = remote::scratch();
+        let cannot = || format!("cannot make a directory in {}", scratch.display());
+        let directory = tempfile::Builder::new()
+            .prefix("bcow-")
+            .tempdir_in(&scratch)
+            .context(cannot)?;
+        Ok(Sending {
+            place,
+            path: directory.path().join("image.bcow"),
+            _directory: directory,
+        })
+    }
+}
+
+/// Sends the new file, if it is for S3. Returns the name of the destination.
+fn sent<'p>(
+    sending: &'p Option<Sending>,
+    path: &'p Path,
+    interrupt: &Interrupt,
+    ui: &Ui,
+) -> Result<&'p Path, CommandError> {
+    let Some(sending) = sending else {
+        return Ok(path);
+    };
+    let cannot = || format!("cannot read {}", path.display());
+    let file = File::open(path).context(cannot)?;
+    let progress = ui.progress();
+    sending.place.send(&file, &progress, &interrupt.flag())?;
+    Ok(Path::new(sending.place.name()))
 }
 
 fn platform(args: &Args) -> Result<Option<Platform>, CommandError> {

@@ -6,20 +6,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::Storage;
+use bcow::check::{CheckOptions, check};
 use bcow::format::Use;
 use bcow_oci::copy::{
     CopyFile, CopyImage, CopyOptions, CopyTo, FileReport, ImageReport, copy_file, copy_image,
 };
 use bcow_oci::{ConvertError, ImageName, LayoutForm, Source, store};
-use bcow_remote::Root;
+use bcow_remote::{Replace, Root};
 
 use super::convert::replace::{self, By};
 use crate::conversion::failure;
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
 use crate::interrupt::Interrupt;
 use crate::place::{Destination, Layout};
-use crate::push;
+use crate::push::{self, ToS3};
 use crate::remote::{self, Pinned};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
@@ -36,8 +37,8 @@ use crate::ui::Ui;
 ///     https://HOST/PATH         a BCoW file on a web server
 ///     s3://BUCKET/KEY           a BCoW file in S3
 ///
-/// DST is one of FILE, bcow:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] and
-/// docker://HOST/REPO[:TAG].
+/// DST is one of FILE, bcow:FILE, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG]
+/// and s3://BUCKET/KEY.
 ///
 /// An image keeps its manifest, and so its digest. If SRC is one file and DST is a layout, an
 /// archive or a registry, the file becomes the stack of a new image, and files that it names by
@@ -47,7 +48,8 @@ use crate::ui::Ui;
 /// The command compares everything with the Merkle trees, or with the digests. It does not copy
 /// blobs that DST has. In a file or a directory, an interrupted copy stays under a temporary name
 /// (.NAME.*.partial), and the next copy completes it: it compares each chunk, and reads only what
-/// is missing or wrong.
+/// is missing or wrong. In S3, an interrupted copy of a large file is continued in the same way, and
+/// an existing file is replaced only with --force.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -55,10 +57,11 @@ pub struct Args {
     /// https://...
     #[arg(value_name = "SRC", value_hint = clap::ValueHint::FilePath)]
     source: PathBuf,
-    /// Where to: a file, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]
+    /// Where to: a file, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG] or
+    /// s3://BUCKET/KEY
     #[arg(value_name = "DST", value_hint = clap::ValueHint::FilePath)]
     destination: OsString,
-    /// Replace DST even if it is a disk, the backing of a disk, or not a BCoW file
+    /// Replace DST even if it is a disk, the backing of a disk, not a BCoW file, or in S3
     #[arg(short, long)]
     force: bool,
     /// Threads that compare chunks [default: 4]
@@ -94,6 +97,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         threads: args.jobs.unwrap_or(THREADS).into(),
         cancel: Some(interrupt.flag()),
     };
+    if let Destination::S3(url) = &destination {
+        return to_s3(args, &from, url, &interrupt, ui);
+    }
     match (&destination, from) {
         (Destination::File(path), From::File(file)) => to_file(args, &file, path, &options, ui),
         (Destination::File(path), From::Image(image)) => match image.only_file() {
@@ -131,7 +137,7 @@ fn require_root(from: &From, expected: Root) -> Result<(), CommandError> {
 }
 
 fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
-    let is_file = matches!(destination, Destination::File(_));
+    let is_file = matches!(destination, Destination::File(_) | Destination::S3(_));
     let text = args.source.as_os_str().as_encoded_bytes();
     if text.starts_with(b"oci-archive:") {
         let shown = args.source.to_string_lossy();
@@ -236,6 +242,61 @@ fn to_file(
         "{}: {}{kept}, verified",
         path.display(),
         Human(file_bytes)
+    )?;
+    out.finish()
+}
+
+fn to_s3(
+    args: &Args,
+    from: &From,
+    url: &str,
+    interrupt: &Interrupt,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let file = match from {
+        From::File(file) => file,
+        From::Image(image) => image.only_file().ok_or_else(|| {
+            CommandError::new(format!("cannot copy {} to {url}", image.name))
+                .caused_by_text("the image has layers, and a file has none")
+                .hint("`bcow convert` makes one file")
+        })?,
+    };
+    let replace = match args.force {
+        true => Replace::Allowed,
+        false => Replace::Refused,
+    };
+    let place = ToS3::new(url, &args.stores.remote, replace)?;
+    let progress = ui.progress();
+    if !file.is_checked {
+        progress.phase("checking");
+        let options = CheckOptions {
+            data: true,
+            threads: args.jobs.unwrap_or(THREADS).into(),
+        };
+        let cannot = || format!("cannot read {}", file.name);
+        let report = check(Arc::clone(&file.storage), &options).context(cannot)?;
+        if let Some(found) = report.findings.first().filter(|_| !report.is_sound()) {
+            return Err(CommandError::new(format!("cannot copy {}", file.name))
+                .caused_by_text(format!("{}: {}", found.place, found.message))
+                .hint(format!("`bcow fsck --data {}` lists all damage", file.name)));
+        }
+    }
+    let sent_bytes = place.send(&*file.storage, &progress, &interrupt.flag())?;
+    drop(progress);
+    if args.json {
+        let report = FileReport::new(&file.merkle_root, file.bytes, sent_bytes);
+        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+    }
+    let kept = match file.bytes.saturating_sub(sent_bytes) {
+        0 => String::new(),
+        bytes => format!(", {} of it was there", Human(bytes)),
+    };
+    let mut out = ui.output();
+    writeln!(
+        out,
+        "{}: {}{kept}, verified",
+        place.name(),
+        Human(file.bytes)
     )?;
     out.finish()
 }

@@ -105,6 +105,9 @@ fn form(args: &Args) -> Result<Form, CommandError> {
         Destination::Raw(_) | Destination::Qcow2(_) => {
             Err(bad().hint(format!("`bcow convert IMG {shown}` writes a disk")))
         }
+        Destination::S3(url) => {
+            Err(bad().hint(format!("`bcow convert IMG {url}` writes an image there")))
+        }
         Destination::File(_) | Destination::Registry(_) => Err(bad()),
     }
 }

@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 
 use serde::Serialize;
 
-use crate::digest::Digest;
+use crate::digest::{Digest, hex};
 use crate::error::ConvertError;
 use crate::layout::write::{LayoutForm, LayoutWriter, ManifestEntry, NewBlob};
 use crate::layout::{IMAGE, OCI_MANIFEST};
@@ -57,6 +57,17 @@ pub struct FileReport {
     /// Bytes that were read from the source and written. The others were there, from a copy that
     /// was interrupted.
     pub copied_bytes: u64,
+}
+
+impl FileReport {
+    /// The result of a copy that another crate has made.
+    pub fn new(merkle_root: &[u8; 32], file_bytes: u64, copied_bytes: u64) -> Self {
+        FileReport {
+            merkle_root: hex(merkle_root),
+            file_bytes,
+            copied_bytes,
+        }
+    }
 }
 
 /// The result of a copy of an image.

@@ -69,12 +69,15 @@ pub enum Problem {
     /// The repository does not have the manifest to which another one is attached.
     #[error("the repository does not have the ordinary image to which it is attached")]
     NoSubject,
-    /// The registry refuses what it was sent.
-    #[error("the registry refuses it (status {status}){}", detail(.explanation))]
+    /// There is a file of this name, which is not to be replaced.
+    #[error("there is a file of this name already")]
+    Exists,
+    /// The server refuses what it was sent.
+    #[error("the server refuses it (status {status}){}", detail(.explanation))]
     Refused {
         /// The status.
         status: u16,
-        /// What the registry says.
+        /// What the server says.
         explanation: String,
     },
     /// The content that was to be sent cannot be read.

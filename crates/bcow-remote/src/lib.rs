@@ -45,7 +45,7 @@ pub use figures::{Figures, ServerFigures};
 pub use file::{Presence, RemoteFile, Warm};
 pub use registry::{Reference, Registry};
 pub use remote::{Remote, WeakRemote};
-pub use s3::{S3, S3Credentials, S3Keychain, S3Name};
+pub use s3::{Replace, S3, S3Content, S3Credentials, S3Keychain, S3Name, S3Upload};
 pub use shared::Options;
 pub use tree::Root;
 pub use upload::{Open, Pushed, Upload};

@@ -3,6 +3,8 @@
 //! The secret key never leaves this process; a session token does, and only if the connection is
 //! encrypted or leads to this machine. No text of an error or of the log contains either.
 
+mod upload;
+
 use std::fmt::{self, Write};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,17 +13,19 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use data_encoding::HEXLOWER;
 use ring::hmac;
 use sha2::{Digest, Sha256};
+use ureq::http::Method;
 
 use crate::address::Address;
-use crate::client::Answer;
+use crate::client::{Answer, Client, Content};
 use crate::error::{Fault, Problem, printable};
+use crate::patience::Patience;
+
+pub use upload::{Replace, S3Content, S3Upload};
 
 /// The region that has no name in the address of AWS, and that other servers expect.
 const USUAL_REGION: &str = "us-east-1";
 const SERVICE: &str = "s3";
 const ALGORITHM: &str = "AWS4-HMAC-SHA256";
-/// The SHA-256 of nothing: the body of a GET request.
-const NOTHING: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 /// Largest size of the text with which a server explains an error.
 const EXPLANATION_BYTES: u64 = 16 << 10;
 /// Errors after which other credentials may be accepted.
@@ -106,11 +110,20 @@ impl S3 {
 
     /// The address of a file: `ENDPOINT/BUCKET/KEY`.
     pub(crate) fn address(&self, name: &S3Name) -> Result<Address, Problem> {
+        self.at(&format!("/{}/{}", name.bucket, encode_path(&name.key)))
+    }
+
+    /// The address of the bucket of a file.
+    fn bucket(&self, name: &S3Name) -> Result<Address, Problem> {
+        self.at(&format!("/{}", name.bucket))
+    }
+
+    fn at(&self, path: &str) -> Result<Address, Problem> {
         let endpoint = match &self.endpoint {
             Some(endpoint) => endpoint.clone(),
             None => Address::parse(&format!("https://s3.{}.amazonaws.com", self.region()))?,
         };
-        endpoint.with_path(&format!("/{}/{}", name.bucket, encode_path(&name.key)))
+        endpoint.with_path(path)
     }
 
     pub(crate) fn signer(&self) -> Signer {
@@ -124,10 +137,15 @@ impl S3 {
 
 /// A path in the one encoding that signatures are made of.
 fn encode_path(path: &str) -> String {
+    path.split('/').map(encode).collect::<Vec<_>>().join("/")
+}
+
+/// A part of a path, or a value of a query, in that encoding.
+fn encode(text: &str) -> String {
     let mut encoded = String::new();
-    for byte in path.bytes() {
+    for byte in text.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
                 encoded.push(byte.into());
             }
             // Writing to a String cannot fail.
@@ -149,28 +167,82 @@ pub(crate) struct Signer {
 /// A name in lower case, and a value.
 type Header = (String, String);
 
+/// A request to be signed.
+pub(crate) struct Request<'r> {
+    pub(crate) method: Method,
+    pub(crate) address: &'r Address,
+    pub(crate) headers: &'r [(&'r str, &'r str)],
+    /// The content.
+    pub(crate) bytes: &'r [u8],
+}
+
 /// What is sent with a request.
-pub(crate) struct Signed {
-    pub(crate) headers: Vec<Header>,
+struct Signed {
+    headers: Vec<Header>,
     /// The credentials, for [`Signer::refused`].
-    pub(crate) credentials: Option<S3Credentials>,
+    credentials: Option<S3Credentials>,
+}
+
+/// What the signature covers besides the headers.
+struct Sent<'s> {
+    method: &'s str,
+    address: &'s Address,
+    /// The SHA-256 of the content.
+    content: &'s str,
 }
 
 /// What to do after a server has refused a request.
-pub(crate) enum Refusal {
+enum Refusal {
     /// There are other credentials now.
     Again,
     Final(Fault),
 }
 
 impl Signer {
-    /// The headers of a signed GET request, those in `headers` included.
-    pub(crate) fn sign(
+    /// Sends a signed request; once more with other credentials, if those have expired. The fields
+    /// of a query must be encoded and sorted.
+    pub(crate) fn send(
         &self,
-        address: &Address,
-        headers: &[(&str, &str)],
-        now: SystemTime,
-    ) -> Result<Signed, Fault> {
+        client: &Client,
+        request: &Request<'_>,
+        patience: &Patience,
+    ) -> Result<Answer, Fault> {
+        let checked = request.address.check(client.transport);
+        checked.map_err(Problem::for_good)?;
+        let mut is_second = false;
+        loop {
+            let signed = self.sign(request, SystemTime::now())?;
+            let pairs: Vec<_> = signed
+                .headers
+                .iter()
+                .map(|(name, value)| (name.as_str(), value.as_str()))
+                .collect();
+            let mut bytes = request.bytes;
+            let content = match bytes.len() as u64 {
+                0 if request.method == Method::GET || request.method == Method::HEAD => {
+                    Content::Nothing
+                }
+                0 => Content::Bytes(&[]),
+                length => Content::Stream(&mut bytes, length),
+            };
+            let method = request.method.clone();
+            let answer = client.send(method, request.address, &pairs, content, patience)?;
+            if !matches!(answer.status, 301 | 400 | 401 | 403) {
+                return Ok(answer);
+            }
+            match self.refused(answer, signed.credentials.as_ref()) {
+                Refusal::Again if !is_second => is_second = true,
+                Refusal::Again => return Err(Signer::not_accepted()),
+                Refusal::Final(fault) => return Err(fault),
+            }
+        }
+    }
+
+    /// The headers of a signed request, its own included.
+    fn sign(&self, request: &Request<'_>, now: SystemTime) -> Result<Signed, Fault> {
+        let Request {
+            address, headers, ..
+        } = request;
         let mut all: Vec<Header> = headers
             .iter()
             .map(|(name, value)| (name.to_ascii_lowercase(), (*value).to_owned()))
@@ -191,12 +263,18 @@ impl Signer {
         let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
         let time = timestamp(seconds);
         all.push(("host".into(), address.server().to_owned()));
-        all.push(("x-amz-content-sha256".into(), NOTHING.into()));
+        let content = HEXLOWER.encode(&Sha256::digest(request.bytes));
+        all.push(("x-amz-content-sha256".into(), content.clone()));
         all.push(("x-amz-date".into(), time.clone()));
         if let Some(token) = &credentials.session_token {
             all.push(("x-amz-security-token".into(), token.clone()));
         }
-        let authorization = authorization(&self.region, &credentials, address, &mut all, &time);
+        let sent = Sent {
+            method: request.method.as_str(),
+            address,
+            content: &content,
+        };
+        let authorization = authorization(&self.region, &credentials, &sent, &mut all, &time);
         all.push(("authorization".into(), authorization));
         Ok(Signed {
             headers: all,
@@ -218,7 +296,7 @@ impl Signer {
     }
 
     /// Reacts to an answer with status 301, 400 or 403 to a request with these credentials.
-    pub(crate) fn refused(&self, mut answer: Answer, sent: Option<&S3Credentials>) -> Refusal {
+    fn refused(&self, mut answer: Answer, sent: Option<&S3Credentials>) -> Refusal {
         let status = answer.status;
         let region = answer.header("x-amz-bucket-region").map(printable);
         let fault = answer.refusal();
@@ -241,6 +319,9 @@ impl Signer {
                 return Refusal::Again;
             }
         }
+        if code == Some("RequestTimeout") {
+            return Refusal::Final(Problem::Busy(status).for_now());
+        }
         let explanation = match (region, code, element(&text, "Message")) {
             (Some(region), ..) if region != self.region => {
                 format!("the bucket is in the region {region}, not {}", self.region)
@@ -262,7 +343,7 @@ impl Signer {
 
 impl Signer {
     /// The fault of credentials that were read again, and not accepted either.
-    pub(crate) fn not_accepted() -> Fault {
+    fn not_accepted() -> Fault {
         denied("the credentials were not accepted".to_owned())
     }
 }
@@ -292,7 +373,7 @@ fn timestamp(unix_seconds: u64) -> String {
 fn authorization(
     region: &str,
     credentials: &S3Credentials,
-    address: &Address,
+    sent: &Sent<'_>,
     headers: &mut [Header],
     time: &str,
 ) -> String {
@@ -305,8 +386,12 @@ fn authorization(
         .collect();
     let names: Vec<&str> = headers.iter().map(|(name, _)| name.as_str()).collect();
     let names = names.join(";");
-    let path = address.uri().path();
-    let request = format!("GET\n{path}\n\n{canonical}\n{names}\n{NOTHING}");
+    let Sent {
+        method, content, ..
+    } = sent;
+    let uri = sent.address.uri();
+    let (path, query) = (uri.path(), uri.query().unwrap_or_default());
+    let request = format!("{method}\n{path}\n{query}\n{canonical}\n{names}\n{content}");
     let request = HEXLOWER.encode(&Sha256::digest(request.as_bytes()));
     let text = format!("{ALGORITHM}\n{time}\n{scope}\n{request}");
     let mac = |key: &[u8], text: &str| {
@@ -359,7 +444,13 @@ mod tests {
         let address = Address::parse("https://examplebucket.s3.amazonaws.com/test.txt");
         let address = address.expect("an address");
         let now = UNIX_EPOCH + Duration::from_secs(1_369_353_600);
-        let signed = s3.signer().sign(&address, &[("range", "bytes=0-9")], now);
+        let request = Request {
+            method: Method::GET,
+            address: &address,
+            headers: &[("range", "bytes=0-9")],
+            bytes: &[],
+        };
+        let signed = s3.signer().sign(&request, now);
         let headers = match signed {
             Ok(signed) => signed.headers,
             Err(fault) => panic!("{}", fault.problem),
@@ -416,9 +507,13 @@ mod tests {
     fn secrets_are_not_sent_without_encryption() {
         let s3 = server("http://s3.host", Some(example()));
         let address = s3.address(&"s3://b/k".parse().expect("a name"));
-        let signed = s3
-            .signer()
-            .sign(&address.expect("an address"), &[], UNIX_EPOCH);
+        let request = Request {
+            method: Method::GET,
+            address: &address.expect("an address"),
+            headers: &[],
+            bytes: &[],
+        };
+        let signed = s3.signer().sign(&request, UNIX_EPOCH);
         let Err(fault) = signed else {
             panic!("credentials are sent");
         };

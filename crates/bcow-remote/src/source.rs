@@ -1,14 +1,15 @@
 //! The bytes of one file on a server, in ranges. They are not checked here.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::SystemTime;
+
+use ureq::http::Method;
 
 use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
 use crate::patience::Patience;
-use crate::s3::{Refusal, Signer};
+use crate::s3::{Request, Signer};
 
 /// Redirects, one after the other.
 const MOST_REDIRECTS: u32 = 5;
@@ -157,7 +158,15 @@ impl Source {
             _ if !address.same_server(&self.address) => None,
             Access::Open => None,
             Access::Registry(auth) => Some(auth),
-            Access::S3(signer) => return self.send_signed(signer, address, headers, patience),
+            Access::S3(signer) => {
+                let request = Request {
+                    method: Method::GET,
+                    address,
+                    headers,
+                    bytes: &[],
+                };
+                return signer.send(&self.client, &request, patience);
+            }
         };
         let Some(auth) = auth else {
             return self.client.get(address, headers, patience);
@@ -179,36 +188,6 @@ impl Source {
         auth.accept_challenge(&challenge, sent, &self.client, &self.address, patience)?;
         let authorization = auth.header(&self.client, &self.address, patience)?;
         send(authorization.as_deref())
-    }
-
-    /// Sends a signed request; once more with other credentials, if those have expired.
-    fn send_signed(
-        &self,
-        signer: &Signer,
-        address: &Address,
-        headers: &[(&str, &str)],
-        patience: &Patience,
-    ) -> Result<Answer, Fault> {
-        let checked = address.check(self.client.transport);
-        checked.map_err(Problem::for_good)?;
-        let mut is_second = false;
-        loop {
-            let signed = signer.sign(address, headers, SystemTime::now())?;
-            let pairs: Vec<_> = signed
-                .headers
-                .iter()
-                .map(|(name, value)| (name.as_str(), value.as_str()))
-                .collect();
-            let answer = self.client.get(address, &pairs, patience)?;
-            if !matches!(answer.status, 301 | 400 | 401 | 403) {
-                return Ok(answer);
-            }
-            match signer.refused(answer, signed.credentials.as_ref()) {
-                Refusal::Again if !is_second => is_second = true,
-                Refusal::Again => return Err(Signer::not_accepted()),
-                Refusal::Final(fault) => return Err(fault),
-            }
-        }
     }
 
     /// Requests a whole document.

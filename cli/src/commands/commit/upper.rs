@@ -42,6 +42,10 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     let destination = Destination::parse(new.as_os_str())?;
     let from = args.disk.to_string_lossy();
     let destination = push::resolve(destination, &args.stores.remote, &from)?;
+    if let Destination::S3(url) = &destination {
+        return Err(place::refuse(url, "commit --upper")
+            .hint("write FILE.bcow, and copy it there: `bcow copy FILE.bcow s3://BUCKET/KEY`"));
+    }
     if matches!(destination, Destination::Raw(_) | Destination::Qcow2(_)) {
         return Err(
             place::refuse(&new.to_string_lossy(), "commit --upper").hint(
@@ -68,7 +72,10 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         Destination::Layout(layout) => commit.layout(changes, &layout),
         Destination::File(path) => commit.file(changes, &path),
         // Refused or resolved before anything was opened.
-        Destination::Raw(_) | Destination::Qcow2(_) | Destination::Registry(_) => Ok(()),
+        Destination::Raw(_)
+        | Destination::Qcow2(_)
+        | Destination::Registry(_)
+        | Destination::S3(_) => Ok(()),
     }
 }
 

@@ -4,10 +4,10 @@ use std::path::Path;
 
 use bcow_oci::export::ExportError;
 use bcow_oci::recode::recode;
-use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, convert_trees};
+use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, Report, convert_trees};
 use serde_json::Value;
 
-use super::{Args, as_json, report_image, report_layout};
+use super::{Args, as_json, report_layout};
 use crate::commands::export::{ImageLayers, export_failure};
 use crate::conversion::failure;
 use crate::error::CommandError;
@@ -17,16 +17,15 @@ use crate::ui::Ui;
 
 /// Re-encodes `image` into the file `destination`.
 pub fn to_file(
-    args: &Args,
     image: &OpenImage,
     destination: &Path,
     options: &ConvertOptions,
     ui: &Ui,
-) -> Result<(), CommandError> {
+) -> Result<Report, CommandError> {
     image.refuse_own_name(destination)?;
     let progress = ui.progress();
     let name = image.path().display().to_string();
-    let report = recode(
+    recode(
         image.image(),
         image.form(),
         &name,
@@ -34,12 +33,7 @@ pub fn to_file(
         options,
         &progress,
     )
-    .map_err(|error| failure(&error))?;
-    drop(progress);
-    match args.json {
-        true => ui.print_json(&as_json("bcow.convert/1", &report)?),
-        false => report_image(&report, destination, ui),
-    }
+    .map_err(|error| failure(&error))
 }
 
 /// Writes `image` into an OCI layout: a stack keeps its layers, another image becomes one
