@@ -768,7 +768,8 @@ class PlainImages(KernelDoor):
                 process.wait(timeout=SECONDS)
         helper = self.path("mount.bcow")
         os.symlink(support.BCOW, helper)
-        run(helper, image, self.where, "-o", "rw,door=kernel,nodev,noexec,relatime", timeout=SECONDS)
+        options = "rw,door=kernel,nodev,noexec,relatime"
+        run(helper, image, self.where, "-o", options, timeout=SECONDS)
         self.assert_direct()
         with open("/proc/self/mountinfo") as table:
             [line] = [line.split() for line in table if line.split()[4] == self.where]

@@ -7,8 +7,7 @@ use bcow_fuse::options::Access;
 use bcow_fuse::{MountError, MountOptions};
 use bcow_oci::ImageName;
 
-use super::{Args, Running, announce, failure};
-use crate::error::CommandError;
+use super::{Args, Running, announce};
 use crate::image::{OpenImage, parse_name};
 use crate::plain;
 
@@ -69,14 +68,11 @@ pub fn run(
     files: &[PathBuf],
     running: Running<'_>,
     options: &MountOptions,
-) -> Result<(), CommandError> {
+) -> Result<(), MountError> {
     let args = running.args;
-    bcow_fuse::mount_files(files, args.directory(), options)
-        .map_err(|error| super::kernel::cannot_mount(&args.image, &error))?;
+    bcow_fuse::mount_files(files, args.directory(), options)?;
     match running.readiness {
-        Some(readiness) => readiness
-            .announce()
-            .map_err(|error: MountError| failure(&error)),
+        Some(readiness) => readiness.announce(),
         None => {
             announce(args, Access::Owner, running.ui);
             Ok(())

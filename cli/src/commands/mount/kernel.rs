@@ -332,7 +332,8 @@ pub fn run(
     let args = running.args;
     refuse_mounted(args.directory())?;
     if let Some(files) = &opened.files {
-        return direct::run(files, running, &options);
+        let mounted = direct::run(files, running, &options);
+        return mounted.map_err(|error| cannot_mount(&args.image, &error));
     }
     let file = PathBuf::from(parse_name(&args.image)?.absolute());
     let upper = match &opened.keeper {
@@ -402,7 +403,7 @@ pub fn run(
     })
 }
 
-pub fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
+fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
     match error {
         MountError::Kernel(_) | MountError::ReadDisk(_) => {
             let name = image.display();
