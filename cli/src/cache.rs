@@ -63,7 +63,7 @@ pub fn limit(argument: Option<u64>) -> Result<Option<u64>, CommandError> {
 }
 
 /// The directory that the user names, on the command line or in the environment.
-fn named(argument: Option<&Path>) -> Option<PathBuf> {
+pub fn named(argument: Option<&Path>) -> Option<PathBuf> {
     let variable = || std::env::var_os("BCOW_CACHE").filter(|path| !path.is_empty());
     argument
         .map(Path::to_owned)

@@ -555,6 +555,11 @@ impl Shown for OpenImage {
         OpenImage::identity(self)
     }
 
+    fn name(&self) -> Option<String> {
+        let name = parse_name(&self.name).ok()?.absolute();
+        Some(name.to_string_lossy().into_owned())
+    }
+
     fn verified(&self) -> Result<Arc<dyn BlockDevice>, ViewError> {
         if self.parts.is_empty() {
             return self.opened.image.verified();

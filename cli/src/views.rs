@@ -45,14 +45,26 @@ impl Views for UserViews {
     }
 }
 
+/// The views of the commands on the cache in the directory `cache`, or, without a name, in the
+/// default one: those in `views` below it, unless the environment names another directory.
+pub fn of_cache(cache: Option<&Path>) -> Option<ViewCache> {
+    let below = cache.map(|cache| cache.join("views"));
+    let directory = by_variable().or(below).or_else(directory)?;
+    Some(ViewCache::new(&directory, &OpenOptions::default()))
+}
+
+fn by_variable() -> Option<PathBuf> {
+    let named = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
+    named.map(PathBuf::from)
+}
+
 fn directory() -> Option<PathBuf> {
     // As the specification of XDG says, a relative path is ignored.
     let absolute = |name: &str| {
         let path = PathBuf::from(std::env::var_os(name)?);
         path.is_absolute().then_some(path)
     };
-    let named = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
-    named.map(PathBuf::from).or_else(|| {
+    by_variable().or_else(|| {
         if rustix::process::geteuid().is_root() {
             return Some(PathBuf::from("/var/cache/bcow/views"));
         }

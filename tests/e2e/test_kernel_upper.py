@@ -205,6 +205,64 @@ class Mounts(KernelUpper):
         self.assertTrue(os.path.exists(log))
         self.assert_ended()
 
+    def test_the_cache_commands_know_the_views(self):
+        views, cache = self.path("views"), self.path("cache")
+        os.environ["BCOW_VIEWS"] = views
+
+        def cached(what, *options):
+            return json.loads(bcow("cache", what, "--json", "--cache-dir", cache, *options).out)
+
+        self.begin()
+        os.chmod(views, 0o700)
+        with open(os.path.join(views, "notes.txt"), "w") as file:
+            file.write("not a view")
+        listed = cached("list")
+        [view] = listed["views"]
+        path = os.path.join(views, view["name"])
+        self.assertEqual((listed["views_directory"], listed["views_bytes"], view["held_bytes"]),
+                         (views, os.stat(path).st_blocks * 512, listed["views_bytes"]))
+        self.assertEqual((view["image"], view["bytes"], view["layout"], view["in_use"]),
+                         (self.image, 1 << 30, 1, True))
+        self.assertIn(self.image.encode(), bcow("cache", "list", "--cache-dir", cache).out)
+        pruned = cached("prune", "--all")
+        self.assertEqual((pruned["removed_views"], pruned["in_use_views"]), (0, 1))
+        self.umount(self.where)
+        self.assert_ended()
+        self.assertFalse(cached("list")["views"][0]["in_use"])
+        for option in ("--older-than=1d", "--limit=1G"):
+            pruned = cached("prune", option)
+            self.assertEqual((pruned["removed_views"], pruned["views_bytes"]),
+                             (0, view["held_bytes"]))
+        two_days_ago = os.stat(path).st_mtime - 2 * 24 * 3600
+        for option in ("--older-than=1d", "--limit=0", "--all"):
+            with self.subTest(option):
+                os.utime(path, (two_days_ago, two_days_ago))
+                pruned = cached("prune", option)
+                self.assertEqual((pruned["removed_views"], pruned["views_bytes"]), (1, 0))
+                self.assertEqual(os.listdir(views), ["notes.txt"])
+                # It is made again.
+                self.continue_()
+                self.umount(self.where)
+        found = cached("verify")
+        self.assertEqual((found["views"], found["damaged_views"]), (1, []))
+        with open(path, "r+b") as file:
+            file.seek(5000)
+            byte = file.read(1)
+            file.seek(5000)
+            file.write(bytes([byte[0] ^ 1]))
+        found = cached("verify")
+        self.assertEqual((found["views"], found["damaged_views"]), (1, [view["name"]]))
+        self.assertEqual(os.listdir(views), ["notes.txt"])
+        self.continue_()
+        assert_same_tree(self, self.lower.tree, self.where)
+        self.umount(self.where)
+        # Without the variable, the views are those of the cache.
+        listed = json.loads(bcow("cache", "list", "--json", "--cache-dir", cache,
+                                 env={"BCOW_VIEWS": ""}).out)
+        self.assertEqual(listed["views_directory"], os.path.join(cache, "views"))
+        self.assertEqual(listed["views"], [])
+        self.assert_ended()
+
     def test_many_instances_of_one_image_at_once(self):
         places = [(self.upper_path(f"upper-{number}"), self.point(f"mnt-{number}"))
                   for number in range(INSTANCES)]

@@ -5,19 +5,24 @@ mod prune;
 mod verify;
 mod warm;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use bcow_remote::Cache;
+use bcow_view::{ViewCache, ViewEntry};
 
-use crate::cache;
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
+use crate::names::printable;
 use crate::ui::Ui;
+use crate::{cache, views};
 
-/// Show, check, fill or clear the cache for images on other machines
+/// Show, check, fill or clear the cache for images on other machines, and that of views
 ///
 /// The cache keeps what was read of images on other machines. It is a directory with one sparse
 /// file per image file, and belongs to one user. These commands can be used at any time, also while
 /// images are mounted: what a process finds missing or wrong in the cache, it fetches again.
+///
+/// The directory `views` in it, or the one of BCOW_VIEWS, has the ext4 metadata that bcow has made
+/// for images (see `bcow help create`). A view that is removed is made again when it is needed.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -46,6 +51,42 @@ impl DirectoryArgs {
     fn find(&self) -> Result<Result<Cache, PathBuf>, CommandError> {
         cache::find(self.cache_dir.as_deref())
     }
+
+    /// The views, and the cache that has them.
+    fn views(&self) -> Result<Views, CommandError> {
+        let named = cache::named(self.cache_dir.as_deref());
+        let Some(cache) = views::of_cache(named.as_deref()) else {
+            return Ok(Views::default());
+        };
+        let entries = cache.entries().context(|| cannot_read(cache.directory()))?;
+        Ok(Views {
+            cache: Some(cache),
+            entries,
+        })
+    }
+}
+
+/// The views of a user.
+#[derive(Default)]
+struct Views {
+    /// `None` if there is no directory for them.
+    cache: Option<ViewCache>,
+    /// The most recently used first.
+    entries: Vec<ViewEntry>,
+}
+
+impl Views {
+    fn held_bytes(&self) -> u64 {
+        self.entries.iter().map(|entry| entry.held_bytes).sum()
+    }
+}
+
+/// The name of the image of a view, or what is known of its identity.
+fn image_of(view: &ViewEntry) -> String {
+    match &view.image_name {
+        Some(name) => printable(name).into_owned(),
+        None => view.image.chars().take(12).collect(),
+    }
 }
 
 /// Runs the subcommand.
@@ -58,6 +99,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
 }
 
-fn cannot_read(cache: &Cache) -> String {
-    format!("cannot read {}", cache.path().display())
+fn cannot_read(directory: &Path) -> String {
+    format!("cannot read {}", directory.display())
 }

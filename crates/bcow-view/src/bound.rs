@@ -4,10 +4,11 @@
 //! that has one open keeps its content.
 
 use std::fs::{File, FileTimes};
-use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{AtFlags, Dir, FileType};
+use rustix::fs::AtFlags;
+
+use crate::entries;
 
 /// The time of the last use is no more precise than this, so that most uses write nothing.
 const PRECISION: Duration = Duration::from_secs(3600);
@@ -29,25 +30,11 @@ pub(crate) fn record_use(view: &File) {
 /// Removes the least recently used views, except `kept`, until all take at most `most_bytes` on the
 /// disk. A view that cannot be removed does no harm.
 pub(crate) fn evict(directory: &File, kept: &str, most_bytes: u64) {
-    let Ok(entries) = Dir::read_from(directory.as_fd()) else {
-        return;
-    };
-    let mut views = Vec::new();
-    for entry in entries.flatten() {
-        let Ok(name) = entry.file_name().to_str() else {
-            continue;
-        };
-        if !is_view(name) {
-            continue;
-        }
-        let found = rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW);
-        if let Ok(found) = found
-            && FileType::from_raw_mode(found.st_mode) == FileType::RegularFile
-        {
-            let bytes = u64::try_from(found.st_blocks).unwrap_or(0) * 512;
-            views.push((found.st_mtime, bytes, name.to_owned()));
-        }
-    }
+    let mut views: Vec<_> = entries::views(directory)
+        .unwrap_or_default()
+        .into_iter()
+        .map(|(name, found)| (found.st_mtime, entries::held_bytes(&found), name))
+        .collect();
     views.sort_unstable();
     let mut held: u64 = views.iter().map(|(_, bytes, _)| bytes).sum();
     for (_, bytes, name) in views {
@@ -60,18 +47,6 @@ pub(crate) fn evict(directory: &File, kept: &str, most_bytes: u64) {
             held -= bytes;
         }
     }
-}
-
-/// Whether a file has the name of a view: IDENTITY-BYTES-LAYOUT.bcow.
-fn is_view(name: &str) -> bool {
-    let parts = name.strip_suffix(".bcow").map(|stem| stem.split('-'));
-    let Some(parts) = parts.map(Iterator::collect::<Vec<_>>) else {
-        return false;
-    };
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    let is_identity = |text: &str| text.len() == 64 && text.bytes().all(|b| b.is_ascii_hexdigit());
-    matches!(parts[..], [identity, bytes, layout]
-        if is_identity(identity) && is_number(bytes) && is_number(layout))
 }
 
 #[cfg(test)]

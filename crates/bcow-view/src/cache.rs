@@ -14,11 +14,12 @@ use std::sync::Arc;
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{Image, NewFile, OneBacking, OpenOptions};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::Mode;
 
-use crate::bound;
+use crate::entries::{Removal, Remove, ViewEntry};
 use crate::file::{self, LAYOUT, hex};
 use crate::{Shown, ViewError};
+use crate::{bound, entries};
 
 /// Limit of the bytes of all views on the disk. About a thousand views fit.
 const MOST_BYTES: u64 = 1 << 30;
@@ -88,6 +89,45 @@ impl ViewCache {
         }
     }
 
+    /// The directory, which need not exist.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The views, the most recently used first; none if the directory is missing.
+    pub fn entries(&self) -> io::Result<Vec<ViewEntry>> {
+        match self.present_directory()? {
+            Some(directory) => entries::list(&directory),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Whether the file of a view is as it was written: every stored byte matches its checksums.
+    /// `None` if the view does not exist any more.
+    pub fn verify(&self, name: &str) -> io::Result<Option<bool>> {
+        match self.present_directory()? {
+            Some(directory) => entries::verify(&directory, name),
+            None => Ok(None),
+        }
+    }
+
+    /// Removes a view. A process that has it open keeps it.
+    pub fn remove(&self, name: &str, which: Remove) -> io::Result<Removal> {
+        match self.present_directory()? {
+            Some(directory) => entries::remove(&directory, name, which),
+            None => Ok(Removal::Missing),
+        }
+    }
+
+    /// The directory, if it exists.
+    fn present_directory(&self) -> io::Result<Option<File>> {
+        match File::open(&self.directory) {
+            Ok(directory) => Ok(Some(directory)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     fn open_directory(&self) -> Result<File, ViewError> {
         let failed = |source| ViewError::Directory {
             path: self.directory.clone(),
@@ -109,15 +149,16 @@ impl ViewCache {
     /// The view in the cache. A file that does not belong there counts as missing, and is replaced.
     fn cached(&self, directory: &File, image: &dyn Shown, bytes: u64) -> Option<CachedView> {
         let name = name(image, bytes);
-        // Without O_NONBLOCK, the opening of a FIFO would wait for a writer.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let file = rustix::fs::openat(directory, &name, flags, Mode::empty()).ok()?;
-        let file = File::from(file);
+        let file = entries::open(directory, &name).ok()?;
         let metadata = file.metadata().ok()?;
         if !metadata.is_file() || !is_safe(&metadata) {
             return None;
         }
+        entries::hold(&file);
         bound::record_use(&file);
+        if let Some(name) = image.name() {
+            entries::record_image(&file, &name);
+        }
         let below = OneBacking(Some(image.image().clone()));
         let view = Image::open_with_backings(Arc::new(file), &self.options, &below).ok()?;
         Some(CachedView {

@@ -24,6 +24,7 @@
 mod bound;
 mod cache;
 mod compare;
+mod entries;
 mod error;
 mod file;
 mod instance;
@@ -41,6 +42,7 @@ use bcow_ext4::{
 
 pub use cache::{CachedView, ViewCache};
 pub use compare::{CompareError, Compared};
+pub use entries::{Removal, Remove, ViewEntry};
 pub use error::ViewError;
 pub use instance::{DEFAULT_BYTES, create_instance, open_instance, read_instance};
 pub use numbers::{Numbers, ViewName};

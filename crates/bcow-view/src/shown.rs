@@ -14,6 +14,11 @@ pub trait Shown {
     /// The identity of the image. Equal identities mean equal trees at equal places.
     fn identity(&self) -> [u8; 32];
 
+    /// The name under which the user opened it, if that is known.
+    fn name(&self) -> Option<String> {
+        None
+    }
+
     /// The address space with its file system, whose metadata is authenticated by the identity. The
     /// content of files need not be there.
     ///

@@ -1,19 +1,23 @@
 //! `bcow cache list`
 
 use bcow_remote::{CacheEntry, EntryKind};
+use bcow_view::ViewEntry;
 use serde_json::{Value, json};
 
-use super::{DirectoryArgs, cannot_read};
+use super::{DirectoryArgs, cannot_read, image_of};
 use crate::error::{CommandError, Context};
 use crate::names::{hex, printable};
 use crate::size::{Human, plural};
-use crate::ui::Ui;
+use crate::ui::{Output, Ui};
 
-/// List the files of the cache, the most recently used first
+/// List the files of the cache, and the views, the most recently used first
 ///
 /// The list shows the size of each file, how much of it is present, the time of its last use,
 /// whether a process uses it, its root hash, and the URL from which it was last fetched, if that is
 /// known. Bytes are counted, not checked: `bcow cache verify` does that.
+///
+/// Of a view, the list shows the size of its ext4 and of its file, and the image as it was last
+/// named, or the start of the image's identity.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.cache-list/1)
@@ -26,11 +30,14 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (path, entries) = match args.directory.find()? {
         Ok(cache) => {
-            let entries = cache.entries().context(|| cannot_read(&cache))?;
+            let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             (cache.path().to_owned(), entries)
         }
         Err(missing) => (missing, Vec::new()),
     };
+    let views = args.directory.views()?;
+    let views_directory = views.cache.as_ref();
+    let views_directory = views_directory.map(|cache| cache.directory().to_string_lossy());
     let shown = path.display();
     let held: u64 = entries.iter().map(|entry| entry.held_bytes).sum();
     if args.json {
@@ -46,6 +53,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             "manifests": of(|kind| matches!(kind, EntryKind::Manifest(_))),
             "names": of(|kind| matches!(kind, EntryKind::Name(_))),
             "unknown": of(|kind| *kind == EntryKind::Unknown),
+            "views_directory": views_directory,
+            "views_bytes": views.held_bytes(),
+            "views": views.entries.iter().map(view_document).collect::<Vec<_>>(),
         }));
     }
     let mut out = ui.output();
@@ -58,7 +68,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                     .map_or_else(|| "-".to_owned(), |bytes| Human(bytes).to_string()),
                 Human(present(entry)).to_string(),
                 bcow::rfc3339(entry.last_use).unwrap_or_else(|| "-".to_owned()),
-                if entry.is_in_use { "yes" } else { "no" }.to_owned(),
+                yes_or_no(entry.is_in_use),
                 root.to_string().chars().take(12).collect(),
                 entry
                     .origin
@@ -67,28 +77,80 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             ]);
         }
     }
-    if !rows.is_empty() {
-        let titles = ["SIZE", "PRESENT", "LAST USE", "IN USE", "ROOT", "FROM"].map(str::to_owned);
-        rows.insert(0, titles);
-        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-        let widths: Vec<usize> = (0..6).map(|column| width(column).unwrap_or(0)).collect();
-        for row in &rows {
-            let cells: Vec<String> = row
-                .iter()
-                .zip(&widths)
-                .map(|(cell, &width)| format!("{cell:<width$}"))
-                .collect();
-            writeln!(out, "{}", cells.join("  ").trim_end())?;
-        }
-    }
+    let files = rows.len() as u64;
+    let titles = ["SIZE", "PRESENT", "LAST USE", "IN USE", "ROOT", "FROM"];
+    print(titles, rows, &mut out)?;
+    let rows = views.entries.iter().map(|view| {
+        [
+            Human(view.bytes).to_string(),
+            Human(view.held_bytes).to_string(),
+            bcow::rfc3339(view.last_use).unwrap_or_else(|| "-".to_owned()),
+            yes_or_no(view.is_in_use),
+            image_of(view),
+        ]
+    });
+    let titles = ["VIEW", "SIZE", "LAST USE", "IN USE", "IMAGE"];
+    print(titles, rows.collect(), &mut out)?;
     out.finish()?;
-    let files = rows.len().saturating_sub(1) as u64;
     ui.status(format_args!(
         "{} with {} in {shown}",
         plural(files, "file"),
         Human(held)
     ));
+    if let Some(cache) = &views.cache
+        && !views.entries.is_empty()
+    {
+        ui.status(format_args!(
+            "{} with {} in {}",
+            plural(views.entries.len() as u64, "view"),
+            Human(views.held_bytes()),
+            cache.directory().display()
+        ));
+    }
     Ok(())
+}
+
+fn yes_or_no(is_so: bool) -> String {
+    if is_so { "yes" } else { "no" }.to_owned()
+}
+
+/// Prints a table; nothing without rows.
+fn print<const COLUMNS: usize>(
+    titles: [&str; COLUMNS],
+    mut rows: Vec<[String; COLUMNS]>,
+    out: &mut Output,
+) -> Result<(), CommandError> {
+    if rows.is_empty() {
+        return Ok(());
+    }
+    rows.insert(0, titles.map(str::to_owned));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..COLUMNS)
+        .map(|column| width(column).unwrap_or(0))
+        .collect();
+    for row in &rows {
+        let cells: Vec<String> = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, &width)| format!("{cell:<width$}"))
+            .collect();
+        writeln!(out, "{}", cells.join("  ").trim_end())?;
+    }
+    Ok(())
+}
+
+fn view_document(view: &ViewEntry) -> Value {
+    json!({
+        "name": view.name,
+        "image_identity": view.image,
+        "image": view.image_name,
+        "bytes": view.bytes,
+        "layout": view.layout,
+        "held_bytes": view.held_bytes,
+        "in_use": view.is_in_use,
+        "last_use": bcow::rfc3339(view.last_use),
+        "last_use_unix_seconds": view.last_use,
+    })
 }
 
 /// Blocks of the host are larger than the last bytes of a file.

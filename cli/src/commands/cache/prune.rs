@@ -3,17 +3,19 @@
 use std::time::Duration;
 
 use bcow_remote::{Prune, Pruned};
+use bcow_view::{Removal, Remove};
 use serde_json::json;
 
-use super::{DirectoryArgs, cannot_read};
+use super::{DirectoryArgs, Views, cannot_read};
 use crate::error::{CommandError, Context};
+use crate::running;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
-/// Remove files from the cache
+/// Remove files from the cache, and views
 ///
 /// The command keeps files that a process uses, so existing mounts keep their cached data.
-/// (--cache-limit, in contrast, also evicts parts of files in use.)
+/// (--cache-limit, in contrast, also evicts parts of files in use.) It keeps views in use, too.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("which").required(true))]
 pub struct Args {
@@ -24,7 +26,7 @@ pub struct Args {
     #[arg(long, group = "which", value_name = "TIME", value_parser = parse_time)]
     older_than: Option<Duration>,
     /// Remove the files that were not used for the longest time, until the cache is not larger than
-    /// SIZE
+    /// SIZE. The views count; they are removed if no other file is left to remove
     #[arg(long, group = "which", value_name = "SIZE", value_parser = size::parse)]
     limit: Option<u64>,
     /// Print JSON (schema bcow.cache-prune/1)
@@ -40,10 +42,23 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         (None, Some(limit)) => Prune::Limit(limit),
         (None, None) => Prune::All,
     };
+    let views = args.directory.views()?;
+    let of_files = match which {
+        Prune::Limit(limit) => Prune::Limit(limit.saturating_sub(views.held_bytes())),
+        other => other,
+    };
     let pruned = match args.directory.find()? {
-        Ok(cache) => cache.prune(which).context(|| cannot_read(&cache))?,
+        Ok(cache) => cache
+            .prune(of_files)
+            .context(|| cannot_read(cache.path()))?,
         Err(_) => Pruned::default(),
     };
+    let of_views = match which {
+        Prune::Limit(limit) => Prune::Limit(limit.saturating_sub(pruned.held_bytes)),
+        other => other,
+    };
+    let has_views = !views.entries.is_empty();
+    let pruned_views = prune_views(views, of_views)?;
     if args.json {
         return ui.print_json(&json!({
             "schema": "bcow.cache-prune/1",
@@ -51,18 +66,30 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             "removed_bytes": pruned.removed_bytes,
             "in_use_files": pruned.in_use_files,
             "held_bytes": pruned.held_bytes,
+            "removed_views": pruned_views.removed_files,
+            "removed_views_bytes": pruned_views.removed_bytes,
+            "in_use_views": pruned_views.in_use_files,
+            "views_bytes": pruned_views.held_bytes,
         }));
     }
+    report(&pruned, "file", ui);
+    if has_views {
+        report(&pruned_views, "view", ui);
+    }
+    Ok(())
+}
+
+fn report(pruned: &Pruned, what: &str, ui: &Ui) {
     ui.status(format_args!(
         "{} with {} removed; {} left",
-        plural(pruned.removed_files, "file"),
+        plural(pruned.removed_files, what),
         Human(pruned.removed_bytes),
         Human(pruned.held_bytes),
     ));
     if pruned.in_use_files > 0 {
         ui.status(format_args!(
             "{} in use {} kept",
-            plural(pruned.in_use_files, "file"),
+            plural(pruned.in_use_files, what),
             if pruned.in_use_files == 1 {
                 "is"
             } else {
@@ -70,7 +97,42 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             },
         ));
     }
-    Ok(())
+}
+
+/// Removes views that no process has open, the one with the oldest use first.
+fn prune_views(views: Views, which: Prune) -> Result<Pruned, CommandError> {
+    let mut pruned = Pruned {
+        held_bytes: views.held_bytes(),
+        ..Pruned::default()
+    };
+    let Some(cache) = views.cache else {
+        return Ok(pruned);
+    };
+    let now = i64::try_from(running::now()).unwrap_or(i64::MAX);
+    for view in views.entries.iter().rev() {
+        let is_chosen = match which {
+            Prune::All => true,
+            Prune::OlderThan(time) => {
+                let age = u64::try_from(now.saturating_sub(view.last_use));
+                age.is_ok_and(|age| age >= time.as_secs())
+            }
+            Prune::Limit(limit) => pruned.held_bytes > limit,
+        };
+        if !is_chosen {
+            continue;
+        }
+        let removed = cache.remove(&view.name, Remove::Unused);
+        match removed.context(|| format!("cannot remove {}", view.name))? {
+            Removal::Removed => {
+                pruned.removed_files += 1;
+                pruned.removed_bytes += view.held_bytes;
+                pruned.held_bytes -= view.held_bytes;
+            }
+            Removal::Missing => pruned.held_bytes -= view.held_bytes,
+            Removal::InUse => pruned.in_use_files += 1,
+        }
+    }
+    Ok(pruned)
 }
 
 /// Parses a number with a unit of time.

@@ -1,9 +1,10 @@
 //! `bcow cache verify`
 
 use bcow_remote::EntryKind;
+use bcow_view::{Remove, ViewEntry};
 use serde_json::{Value, json};
 
-use super::{DirectoryArgs, cannot_read};
+use super::{DirectoryArgs, cannot_read, image_of};
 use crate::error::{CommandError, Context};
 use crate::interrupt::Interrupt;
 use crate::names::{printable, quoted};
@@ -13,7 +14,8 @@ use crate::ui::Ui;
 /// Compare what the cache has with the Merkle trees, and remove what is wrong
 ///
 /// The command reads every cached byte. Damaged chunks are punched out of their files, and fetched
-/// again when they are needed. Files that do not belong to the cache are reported and kept.
+/// again when they are needed. Files that do not belong to the cache are reported and kept. Views
+/// whose bytes do not match their checksums are removed, and made again when they are needed.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.cache-verify/1)
@@ -33,7 +35,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Err(missing) => directory = Some(missing),
         Ok(cache) => {
             directory.replace(cache.path().to_owned());
-            let entries = cache.entries().context(|| cannot_read(&cache))?;
+            let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             let progress = ui.progress();
             progress.phase("verifying");
             progress.total(Some(entries.iter().map(|entry| entry.held_bytes).sum()));
@@ -69,6 +71,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         }
     }
+    let (views, damaged_views) = verify_views(&args.directory, &interrupt)?;
     let directory = directory.unwrap_or_default();
     if args.json {
         let list: Vec<Value> = files
@@ -94,6 +97,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             "damaged_manifests": wrong_manifests,
             "files": list,
             "unknown": unknown,
+            "views": views,
+            "damaged_views": damaged_views.iter().map(|view| &view.name).collect::<Vec<_>>(),
         }));
     }
     let mut out = ui.output();
@@ -121,6 +126,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             plural(wrong_manifests, "damaged manifest")
         )?;
     }
+    for view in &damaged_views {
+        writeln!(
+            out,
+            "{}: the view of {} is damaged, and removed",
+            view.name,
+            image_of(view)
+        )?;
+    }
     for name in &unknown {
         writeln!(out, "{}: not a file of the cache", quoted(name.as_bytes()))?;
     }
@@ -133,4 +146,35 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Human(damaged),
     ));
     Ok(())
+}
+
+/// Checks the views, and removes those that are damaged. Returns how many were checked, and the
+/// damaged ones.
+fn verify_views(
+    directory: &DirectoryArgs,
+    interrupt: &Interrupt,
+) -> Result<(u64, Vec<ViewEntry>), CommandError> {
+    let (mut checked, mut damaged) = (0, Vec::new());
+    let views = directory.views()?;
+    let Some(cache) = views.cache else {
+        return Ok((checked, damaged));
+    };
+    for view in views.entries {
+        interrupt.check()?;
+        let cannot = || {
+            format!(
+                "cannot verify {}",
+                cache.directory().join(&view.name).display()
+            )
+        };
+        let Some(is_sound) = cache.verify(&view.name).context(cannot)? else {
+            continue;
+        };
+        checked += 1;
+        if !is_sound {
+            cache.remove(&view.name, Remove::Any).context(cannot)?;
+            damaged.push(view);
+        }
+    }
+    Ok((checked, damaged))
 }
