@@ -548,6 +548,11 @@ class Tls(Serve):
                     *self.options("--tls", "allow")) as server:
             run("nbdinfo", "--size", server.uri.replace("nbds+", "nbd+"))
             run("nbdinfo", "--size", self.with_certificates(server.uri))
+        for how, warnings in (("allow", 1), ("require", 0)):
+            with (self.subTest(tls=how),
+                  served(self.sealed, "--listen", "0.0.0.0:0",
+                         *self.options("--tls", how)) as server):
+                self.assertEqual(server.output().count("without encryption"), warnings)
 
     def test_the_log_names_the_reason_of_a_refusal(self):
         certificate = subprocess.run(["openssl", "x509", "-in", "old-cert.pem", "-noout", "-text"],

@@ -116,7 +116,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             _ => Err(place::refuse(&new.to_string_lossy(), "commit")
                 .hint("the layer of a disk is a BCoW file")),
         },
-        None => into_backing(args, ui),
+        None => {
+            let jobs = args.seal.jobs().map(|_| "--jobs");
+            match args.seal.for_file().or(jobs) {
+                Some(option) => Err(CommandError::usage(format!("{option} is for NEW"))
+                    .hint("without NEW, the command writes into the backing as it is")),
+                None => into_backing(args, ui),
+            }
+        }
     }
 }
 
@@ -144,7 +151,7 @@ fn failure(args: &Args, below: &Below, error: CommitError) -> CommandError {
         CommitError::Disk(error) => cannot_open_file(name, name, &error),
         CommitError::BackingByDigest => CommandError::new(cannot())
             .caused_by(&error)
-            .hint("`bcow commit DISK NEW` makes a layer on top of it"),
+            .hint("`bcow commit DISK NEW` makes a layer on top of the backing"),
         CommitError::Url(_) => CommandError::new(cannot())
             .caused_by(&error)
             .hint("`bcow commit DISK NEW` makes a layer on top of it, and `bcow copy` copies it"),

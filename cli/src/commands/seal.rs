@@ -45,9 +45,9 @@ pub struct SealArgs {
     /// Compression of blocks: zstd[:LEVEL] or none [default: zstd:3]
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
-    /// Block size: auto, or a power of two from 4K to 4M
-    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = block_size)]
-    block_size: BlockSize,
+    /// Block size: auto, or a power of two from 4K to 4M [default: auto]
+    #[arg(long, value_name = "SIZE", value_parser = block_size)]
+    block_size: Option<BlockSize>,
     /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
@@ -67,12 +67,22 @@ impl SealArgs {
 
     /// Block size in bytes, if the user chose one.
     pub fn block_bytes(&self) -> Option<u32> {
-        self.block_size.0
+        self.block_size.and_then(|size| size.0)
     }
 
     /// Number of threads, if the user chose one.
     pub fn jobs(&self) -> Option<usize> {
         self.jobs.map(usize::from)
+    }
+
+    /// One of the options that was given and is for a new BCoW file only.
+    pub fn for_file(&self) -> Option<&'static str> {
+        let given = [
+            (self.compress.is_some(), "--compress"),
+            (self.block_size.is_some(), "--block-size"),
+            (self.no_verify, "--no-verify"),
+        ];
+        given.into_iter().find(|(is, _)| *is).map(|(_, name)| name)
     }
 
     /// Whether the new file is read back.

@@ -36,8 +36,8 @@ Sockets passed by systemd (socket activation) replace --socket and --listen. For
 Type=notify, the server notifies systemd when it is ready.
 
 TLS needs a certificate and a key (PEM). With --tls-ca, each client also needs a certificate, signed
-by one of the certificates in that file. Without TLS, every client that can reach a TCP address can
-read all exports and write to writable exports.")]
+by one of the certificates in that file. Without TLS, or with --tls allow, every client that can
+reach a TCP address can read all exports and write to writable exports, without a certificate.")]
 pub struct Args {
     /// The images and disks: files, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
@@ -202,7 +202,7 @@ fn serve(
         let _ = activation::notify("STOPPING=1");
         stopper.stop();
     })?;
-    warn_of_plain_addresses(&listeners, scheme, ui);
+    warn_of_plain_addresses(&listeners, scheme, args.tls.tls, ui);
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
@@ -228,16 +228,19 @@ fn serve(
     server.serve(&listeners).map_err(|error| failure(&error))
 }
 
-/// Warns of each TCP address that is not loopback and is served without TLS.
-fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, ui: &Ui) {
+/// Warns of each TCP address that is not loopback and serves clients without TLS.
+fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, tls: TlsChoice, ui: &Ui) {
+    let reason = match (scheme, tls) {
+        (Scheme::Plain, _) => "TLS is off (--tls-cert)",
+        (Scheme::Tls, TlsChoice::Allow) => "TLS is not required (--tls require)",
+        (Scheme::Tls, TlsChoice::Require) => return,
+    };
     for listener in listeners {
         if let Place::Tcp(address) = listener.place()
             && !address.ip().is_loopback()
-            && scheme == Scheme::Plain
         {
             ui.warning(format_args!(
-                "every client that reaches {address} is served, without encryption: TLS is off \
-                 (--tls-cert)"
+                "every client that reaches {address} is served, without encryption: {reason}"
             ));
         }
     }

@@ -227,7 +227,7 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     line("sync", &printable(&upper.sync))?;
     let mut stored = match (upper.stored_bytes, upper.limit_bytes) {
         (Some(stored), Some(limit)) => format!("{} of {}", Human(stored), Human(limit)),
-        _ => "not counted without a limit".to_owned(),
+        _ => "bytes not counted without --size-limit".to_owned(),
     };
     if let (Some(inodes), Some(limit)) = (upper.stored_inodes, upper.limit_inodes) {
         stored += &format!(", in {} of {} inodes", Count(inodes), Count(limit));

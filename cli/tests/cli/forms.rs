@@ -230,6 +230,39 @@ fn destinations_that_are_not_written_are_refused_and_nothing_is_made() {
 }
 
 #[test]
+fn options_for_another_destination_of_commit_are_refused() {
+    let sandbox = Sandbox::new();
+    sandbox.write("a.tar", &sample());
+    sandbox.ok(&["convert", "tar:a.tar", "a.bcow"]);
+    sandbox.ok(&["create", "-s", "1M", "base.bcow"]);
+    sandbox.ok(&["create", "-b", "base.bcow", "disk.bcow"]);
+    let before = sandbox.names();
+    let upper = ["commit", "a.bcow", "--upper=upper"];
+    for (new, option) in [
+        ("oci:new", "--compress=zstd:9"),
+        ("oci:new", "--block-size=64K"),
+        ("tar:new.tar", "--no-verify"),
+        ("tar:new.tar", "--layer-compress=none"),
+        ("new.bcow", "--layer-compress=none"),
+    ] {
+        let text = sandbox.shown(&[&upper[..], &[new, option]].concat());
+        let name = option.split('=').next().unwrap();
+        assert!(text.contains(&format!("error: {name} is for ")), "{text}");
+        assert!(text.ends_with("--- exit status 2\n"), "{text}");
+    }
+    for option in [
+        "--compress=none",
+        "--block-size=auto",
+        "--jobs=2",
+        "--no-verify",
+    ] {
+        let text = sandbox.shown(&["commit", "disk.bcow", option]);
+        assert!(text.contains(" is for NEW"), "{text}");
+    }
+    assert_eq!(sandbox.names(), before);
+}
+
+#[test]
 fn oci_archive_has_the_content_of_the_layout() {
     let sandbox = Sandbox::new();
     sandbox.write("a.tar", &sample());

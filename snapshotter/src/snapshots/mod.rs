@@ -27,8 +27,10 @@ use crate::remote::{self, Remote, RemoteArgs};
 use crate::tool::Tool;
 use crate::usage::{self, Usage};
 
-/// Pause before the next sweep, if a process still used the upper of a removed snapshot.
+/// Pause before the next sweep, if a process still used the upper of a removed snapshot. Each sweep
+/// that leaves files doubles it, up to the longest pause.
 const SWEEP_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_SWEEP_PAUSE: Duration = Duration::from_secs(60);
 
 /// All snapshots in one directory of the host.
 pub struct Snapshots {
@@ -384,14 +386,17 @@ fn require_same_parent(active: &Record, parent: Option<&str>) -> Result<(), Erro
 /// Sweeps after each removal, and again while files are left.
 fn sweep_when_removed(snapshots: &Weak<Snapshots>, wakes: &Receiver<()>) {
     let mut left = 0;
+    let mut pause = SWEEP_PAUSE;
     loop {
         let woken = match left {
             0 => wakes.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            _ => wakes.recv_timeout(SWEEP_PAUSE),
+            _ => wakes.recv_timeout(pause),
         };
-        if woken == Err(RecvTimeoutError::Disconnected) {
-            return;
-        }
+        pause = match woken {
+            Ok(()) => SWEEP_PAUSE,
+            Err(RecvTimeoutError::Timeout) => (pause * 2).min(LONGEST_SWEEP_PAUSE),
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
         let Some(snapshots) = snapshots.upgrade() else {
             return;
         };

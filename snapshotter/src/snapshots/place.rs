@@ -322,7 +322,7 @@ impl Place {
     }
 }
 
-/// Locks an upper against mounts, if it is one. The error says that a process uses it.
+/// Locks an upper against mounts, if it is one. The error says that a process uses it, or may.
 fn lock_of(upper: &Path) -> Result<Option<File>, ()> {
     let opened = OpenOptions::new()
         .read(true)
@@ -334,7 +334,11 @@ fn lock_of(upper: &Path) -> Result<Option<File>, ()> {
             Ok(()) => Ok(Some(lock)),
             Err(_) => Err(()),
         },
-        Err(_) => Ok(None),
+        Err(error) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&error.kind()) => {
+            Ok(None)
+        }
+        // The upper may be in use; nothing must be removed for want of a descriptor.
+        Err(_) => Err(()),
     }
 }
 
@@ -533,6 +537,20 @@ mod tests {
         flock(&lock, FlockOperation::Unlock).unwrap();
         assert_eq!(place.sweep().unwrap(), 0);
         assert_eq!(names(&root.join("trash")), [""; 0]);
+    }
+
+    #[test]
+    fn an_upper_whose_lock_cannot_be_opened_counts_as_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let (place, _) = Place::open(root).unwrap();
+        place.create(&record(1, Some("p"))).unwrap();
+        let lock = root.join("snapshots/1/upper/.bcow/lock");
+        fs::create_dir_all(&lock).unwrap();
+        place.remove(Id(1)).unwrap();
+        assert_eq!(place.sweep().unwrap(), 1);
+        fs::remove_dir(root.join("trash/1/upper/.bcow/lock")).unwrap();
+        assert_eq!(place.sweep().unwrap(), 0);
     }
 
     #[test]

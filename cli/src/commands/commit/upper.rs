@@ -59,6 +59,27 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
                 .hint("`bcow export --to tar` writes the tree of an image"),
         );
     }
+    let (is_file, is_tar) = match destination {
+        Destination::File(_) => (true, false),
+        Destination::Tar(_) => (false, true),
+        _ => (false, false),
+    };
+    if let (false, Some(option)) = (is_file, args.seal.for_file()) {
+        return Err(
+            CommandError::usage(format!("{option} is for a BCoW file")).hint(match is_tar {
+                true => "a layer archive is not compressed",
+                false => "--layer-compress is for the layers of an OCI image",
+            }),
+        );
+    }
+    if (is_file || is_tar) && args.layer_compress.is_some() {
+        return Err(
+            CommandError::usage("--layer-compress is for an OCI image").hint(match is_file {
+                true => "--compress is for a BCoW file",
+                false => "a layer archive is not compressed",
+            }),
+        );
+    }
     let image = OpenImage::open_with_layers(&args.disk, &args.layers, &args.stores)?;
     let changes = crate::changes::read(&image, upper, &args.stores, Scope::Layer, ui)?;
     let commit = UpperCommit {
