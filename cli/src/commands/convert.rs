@@ -65,7 +65,7 @@ use crate::ui::Ui;
 /// detect these formats.
 ///
 /// The command needs no privilege, no daemon and no loop device. It uses the network only for
-/// https:, docker: and s3:. It compares the bytes of each layer with their digest while it reads them.
+/// https:, docker: and s3:. It compares the bytes of each layer with their digest as it reads them.
 /// Into an OCI layout, it converts only layers that are neither in the layout nor in the cache.
 /// Into a registry, it sends only what the registry does not have.
 ///

@@ -48,8 +48,8 @@ use crate::ui::Ui;
 /// The command compares everything with the Merkle trees, or with the digests. It does not copy
 /// blobs that DST has. In a file or a directory, an interrupted copy stays under a temporary name
 /// (.NAME.*.partial), and the next copy completes it: it compares each chunk, and reads only what
-/// is missing or wrong. In S3, an interrupted copy of a large file is continued in the same way, and
-/// an existing file is replaced only with --force.
+/// is missing or wrong. In S3, an interrupted copy of a large file is continued in the same way,
+/// and an existing file is replaced only with --force.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {

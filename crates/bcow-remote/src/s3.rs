@@ -3,8 +3,6 @@
 //! The secret key never leaves this process; a session token does, and only if the connection is
 //! encrypted or leads to this machine. No text of an error or of the log contains either.
 
-mod upload;
-
 use std::fmt::{self, Write};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,14 +18,12 @@ use crate::client::{Answer, Client, Content};
 use crate::error::{Fault, Problem, printable};
 use crate::patience::Patience;
 
-pub use upload::{Replace, S3Content, S3Upload};
-
 /// The region that has no name in the address of AWS, and that other servers expect.
 const USUAL_REGION: &str = "us-east-1";
 const SERVICE: &str = "s3";
 const ALGORITHM: &str = "AWS4-HMAC-SHA256";
 /// Largest size of the text with which a server explains an error.
-const EXPLANATION_BYTES: u64 = 16 << 10;
+pub(crate) const EXPLANATION_BYTES: u64 = 16 << 10;
 /// Errors after which other credentials may be accepted.
 const EXPIRED: [&str; 4] = [
     "ExpiredToken",
@@ -40,7 +36,7 @@ const EXPIRED: [&str; 4] = [
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct S3Name {
     bucket: String,
-    key: String,
+    pub(crate) key: String,
 }
 
 impl FromStr for S3Name {
@@ -114,7 +110,7 @@ impl S3 {
     }
 
     /// The address of the bucket of a file.
-    fn bucket(&self, name: &S3Name) -> Result<Address, Problem> {
+    pub(crate) fn bucket(&self, name: &S3Name) -> Result<Address, Problem> {
         self.at(&format!("/{}", name.bucket))
     }
 
@@ -141,7 +137,7 @@ fn encode_path(path: &str) -> String {
 }
 
 /// A part of a path, or a value of a query, in that encoding.
-fn encode(text: &str) -> String {
+pub(crate) fn encode(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
         match byte {
@@ -357,7 +353,7 @@ fn denied(explanation: String) -> Fault {
 }
 
 /// The content of the first element of this name. The documents of S3 are flat and short.
-fn element<'t>(text: &'t str, name: &str) -> Option<&'t str> {
+pub(crate) fn element<'t>(text: &'t str, name: &str) -> Option<&'t str> {
     let (_, behind) = text.split_once(&format!("<{name}>"))?;
     let (content, _) = behind.split_once("</")?;
     Some(content.trim())

@@ -12,12 +12,12 @@ use data_encoding::BASE64;
 use sha2::{Digest, Sha256};
 use ureq::http::Method;
 
-use super::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, encode};
 use crate::address::Address;
 use crate::client::Answer;
 use crate::error::{Fault, Problem, RemoteError, printable};
 use crate::patience::Patience;
 use crate::remote::Remote;
+use crate::s3::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, encode};
 use crate::shared::Shared;
 
 /// Bytes of a part, and of a file that is sent in one request, at most. Larger files have larger
@@ -445,7 +445,7 @@ impl S3Upload {
             });
         if let Err(problem) = aborted {
             tracing::warn!(
-                "{}: the parts that have arrived stay until the next upload to this name: {problem}",
+                "{}: parts that have arrived stay until the next upload to this name: {problem}",
                 self.name
             );
         }
