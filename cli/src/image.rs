@@ -540,7 +540,12 @@ impl OpenImage {
 
     /// The file system in it.
     pub fn tree(&self) -> Result<Tree, CommandError> {
-        let filesystem = Filesystem::open(self.image().clone())
+        self.tree_on(self.image().clone())
+    }
+
+    /// The file system in it, read through another device with the same bytes.
+    pub fn tree_on(&self, device: Arc<dyn BlockDevice>) -> Result<Tree, CommandError> {
+        let filesystem = Filesystem::open(device)
             .context(|| format!("cannot read the file system in {}", self.name.display()))?;
         Ok(Tree::new(&self.name, filesystem))
     }

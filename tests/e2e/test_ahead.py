@@ -1,4 +1,5 @@
-"""Fetching ahead of the reads of programs, and what a read fetches beyond what it needs.
+"""Fetching ahead of the reads of programs: by the list of a trace, and to completion; and what a
+read fetches beyond what it needs.
 
 The server is that of test_remote, without TLS. It logs the ranges that are requested, and holds
 the answers that a test wants to be late. The tests compare the order of events and numbers of
@@ -6,17 +7,23 @@ bytes and requests; nothing depends on the speed of the machine.
 """
 
 import contextlib
+import json
 import os
 import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import unittest
 
+import test_registry
 import test_remote
-from support import WORK, bcow, mounted, need, until
+from support import (BCOW, READER, WORK, assert_refused, bcow, is_mounted, mounted, need, run,
+                     until)
 
 TIMEOUT = 60
 # Longer than any wait here, so that no held request is sent again.
@@ -86,8 +93,8 @@ class Ahead(unittest.TestCase):
         self.log = os.path.join(self.cache, "..", os.path.basename(self.cache) + ".log")
 
     @contextlib.contextmanager
-    def mounted(self, server, *arguments):
-        url = server.url("image.bcow")
+    def mounted(self, server, *arguments, name="image.bcow"):
+        url = server.url(name)
         with mounted(url, "--insecure", "--cache-dir", self.cache, "--log-file", self.log, *PATIENT,
                      *arguments) as where:
             yield where
@@ -234,6 +241,214 @@ class Readahead(Ahead):
                                      own[offset:offset + 4096])
             # A read of a block that was stored raw needs 256 KiB.
             self.assertLess(server.sent - begun, 1.3 * len(offsets) * (256 << 10))
+
+
+class Listed(Ahead):
+    """Forty files of 300 kB that do not compress, and a directory of small ones. A start reads the
+    chosen files, in this order."""
+
+    chosen = [f"file-{n:02}" for n in (31, 7, 22, 4, 39, 16)]
+
+    @classmethod
+    def make_tree(cls):
+        for n in range(40):
+            with open(os.path.join(cls.tree, f"file-{n:02}"), "wb") as out:
+                out.write(os.urandom(300_000))
+        os.mkdir(os.path.join(cls.tree, "small"))
+        for n in range(500):
+            with open(os.path.join(cls.tree, "small", f"name-{n}"), "w") as out:
+                out.write(f"{n}\n" * 100)
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.trace = cls.path("trace")
+        with mounted(cls.image, "--record", cls.trace) as where:
+            cls.begin(where)
+        cls.listed = os.path.join(cls.served, "listed.bcow")
+        bcow("convert", "--prefetch", cls.trace, f"dir:{cls.tree}", cls.listed, timeout=TIMEOUT)
+
+    @classmethod
+    def begin(cls, where):
+        """What the start reads."""
+        found = []
+        for name in cls.chosen:
+            with open(os.path.join(where, name), "rb") as file:
+                found.append(file.read())
+        with open(os.path.join(where, "small", "name-250")) as file:
+            found.append(file.read())
+        return found
+
+    def parts(self, trace):
+        with open(trace) as text:
+            header, *lines = [json.loads(line) for line in text]
+        self.assertEqual(header["bcow_trace"], 1)
+        inspected = json.loads(bcow("inspect", "--json", self.image, timeout=TIMEOUT).out)
+        self.assertEqual("sha256:" + header["image"], inspected["merkle"]["root"])
+        return lines
+
+    def assert_recorded(self, trace):
+        parts = self.parts(trace)
+        files = {part["file"]: part["blocks"] for part in parts if "file" in part}
+        self.assertEqual(list(files), [*self.chosen, "small/name-250"])
+        self.assertEqual(files.pop("small/name-250"), [[0, 1]])
+        for blocks in files.values():
+            # The 74 blocks in order, unless the reads of the kernel overtake one another.
+            self.assertEqual(sum(count for _, count in blocks), 74, blocks)
+        self.assertIn("small", [part.get("directory") for part in parts])
+
+    def test_trace_has_the_files_in_the_order_of_their_use(self):
+        self.assert_recorded(self.trace)
+        self.assertLess(os.path.getsize(self.trace), 2000)
+
+    def test_second_read_adds_nothing(self):
+        trace = self.path("twice")
+        with mounted(self.image, "--record", trace) as where:
+            self.begin(where)
+            self.begin(where)
+        self.assert_recorded(trace)
+
+    def test_trace_is_written_at_the_end_by_a_signal(self):
+        trace, where = self.path("signal"), tempfile.mkdtemp(dir=self.directory)
+        mount = subprocess.Popen([BCOW, "mount", "-f", "--record", trace, self.image, where],
+                                 stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: is_mounted(where), "the mount", TIMEOUT)
+            self.begin(where)
+            self.assertFalse(os.path.exists(trace))
+            mount.send_signal(signal.SIGTERM)
+            self.assertEqual(mount.wait(TIMEOUT), 0)
+        finally:
+            mount.kill()
+            mount.wait(TIMEOUT)
+            if is_mounted(where):
+                subprocess.run(["umount", "-l", where], check=False)
+        self.assert_recorded(trace)
+
+    def test_kernel_door_records_too(self):
+        trace = self.path("kernel")
+        with mounted(self.image, "--door", "kernel", "--record", trace) as where:
+            self.begin(where)
+        # The kernel reads ahead, also behind the end of a file.
+        files = [part["file"] for part in self.parts(trace) if "file" in part]
+        self.assertLessEqual(set(self.chosen), set(files))
+
+    def test_mount_with_an_upper_records_what_is_read_below_it(self):
+        trace, upper = self.path("writable"), self.path("upper")
+        with mounted(self.image, "--upper", upper, "--record", trace) as where:
+            with open(os.path.join(where, "file-05"), "r+b") as file:
+                file.write(b"changed")
+            with open(os.path.join(where, "new"), "wb") as file:
+                file.write(b"new")
+            self.begin(where)
+        # A write to a part of a block reads the rest of it.
+        files = [part["file"] for part in self.parts(trace) if "file" in part]
+        self.assertEqual([name for name in files if name != "file-05"],
+                         [*self.chosen, "small/name-250"])
+
+    def test_record_that_cannot_be_made_is_refused_before_the_mount(self):
+        where = tempfile.mkdtemp(dir=self.directory)
+        upper = ("--door", "kernel", "--upper", self.path("kernel-upper"))
+        for trace, arguments, code, cause in (
+                ("none/trace", (), 1, "cannot create .*none/trace"),
+                ("t", upper, 2, "--record is not supported yet for disks")):
+            refused = bcow("mount", "--record", self.path(trace), *arguments, self.image, where,
+                           check=False, timeout=TIMEOUT)
+            assert_refused(self, refused, cause, code=code)
+            self.assertFalse(is_mounted(where))
+        self.assertFalse(os.path.exists(self.path("t")))
+
+    def test_umount_reports_a_trace_that_was_not_written(self):
+        directory = self.path("removed")
+        os.mkdir(directory)
+        where = tempfile.mkdtemp(dir=self.directory)
+        bcow("mount", "--record", os.path.join(directory, "trace"), "--log-file", self.log,
+             self.image, where, timeout=TIMEOUT)
+        os.rmdir(directory)
+        ended = bcow("umount", where, check=False, timeout=TIMEOUT)
+        self.assertEqual(ended.code, 1)
+        self.assertIn(b"was not written", ended.err)
+        self.assertFalse(is_mounted(where))
+        self.assertTrue(self.logged("removed/trace"))
+
+    def test_listed_image_has_the_same_tree_and_the_same_bytes_each_time(self):
+        bcow("diff", self.image, self.listed, timeout=TIMEOUT)
+        bcow("fsck", "--data", self.listed, timeout=TIMEOUT)
+        again = self.path("again.bcow")
+        bcow("convert", "--jobs", "1", "--prefetch", self.trace, f"dir:{self.tree}", again,
+             timeout=TIMEOUT)
+        run("cmp", again, self.listed)
+        found = json.loads(bcow("inspect", "--json", self.listed, timeout=TIMEOUT).out)
+        independent = json.loads(run(sys.executable, READER, "info", self.listed).out)
+        self.assertEqual(found["metadata"]["prefetch"], independent["metadata"]["prefetch"])
+        # Six files, one block of metadata or two, and parts of blocks.
+        self.assertLess(found["prefetch"]["stored_bytes"], 6 * 300_000 + (1 << 20))
+        # The content of the start is one range, behind the superblock.
+        content = found["metadata"]["content"]["metadata_start"] // 4096
+        ranges = found["metadata"]["prefetch"]["ranges"]
+        self.assertEqual([first for first, _ in ranges if first < content], [0, 1])
+
+    def test_trace_fits_an_image_that_was_converted_in_another_way(self):
+        other = self.path("other.bcow")
+        bcow("convert", "--plain", "--prefetch", self.trace, self.image, other, timeout=TIMEOUT)
+        found = json.loads(bcow("inspect", "--json", other, timeout=TIMEOUT).out)
+        self.assertGreater(found["prefetch"]["bytes"], 6 * 300_000)
+        bcow("diff", self.image, other, timeout=TIMEOUT)
+        back = self.path("back.bcow")
+        bcow("convert", other, back, timeout=TIMEOUT)
+        bcow("diff", self.image, back, timeout=TIMEOUT)
+
+    def test_wrong_traces_are_refused_and_leave_no_image(self):
+        nothing = self.path("nothing.trace")
+        with open(self.trace) as text, open(nothing, "w") as out:
+            out.write(text.readline() + '{"file": "none", "blocks": [[0, 1]]}\n')
+        for trace, cause in ((self.image, "no trace"), (nothing, "names no file")):
+            destination = self.path("refused.bcow")
+            refused = bcow("convert", "--prefetch", trace, f"dir:{self.tree}", destination,
+                           check=False, timeout=TIMEOUT)
+            self.assertNotEqual(refused.code, 0)
+            self.assertIn(cause.encode(), refused.err)
+            self.assertFalse(os.path.exists(destination))
+
+    def test_start_needs_only_what_was_fetched_ahead(self):
+        with Server(self.served) as server:
+            with self.mounted(server, "--complete", "never", name="listed.bcow") as where:
+                until(lambda: self.logged("fetched ahead: "), "the list", TIMEOUT)
+                # Few large ranges, and little else.
+                self.assertLess(len(server.asked), 30)
+                self.assertLess(server.sent, 6 * 300_000 * 1.3 + (1 << 20))
+                server.broken = True
+                self.assertEqual(self.begin(where), self.begin(self.tree))
+
+    def test_listed_image_is_completed_without_being_asked(self):
+        with Server(self.served) as server:
+            with self.mounted(server, name="listed.bcow") as where:
+                until(lambda: self.logged("complete: "), "completion", TIMEOUT)
+                with open(self.log) as log:
+                    lines = log.read()
+                self.assertLess(lines.index("fetched ahead: "), lines.index("complete: "))
+                server.broken = True
+                self.assertEqual(self.read(where, "file-01"), self.own("file-01"))
+
+    def test_stack_in_a_registry_fetches_its_list_from_the_layers(self):
+        need("docker-registry")
+        directory = tempfile.mkdtemp(dir=self.directory)
+        with test_registry.registry(directory) as address:
+            name = f"docker://{address}/listed:1"
+            bcow("convert", "--insecure", "--prefetch", self.trace, f"dir:{self.tree}", name,
+                 timeout=TIMEOUT)
+            where = tempfile.mkdtemp(dir=self.directory)
+            bcow("mount", "--insecure", "--complete", "never", "--cache-dir", self.cache,
+                 "--log-file", self.log, name, where, timeout=TIMEOUT)
+            try:
+                until(lambda: self.logged("fetched ahead: "), "the list", TIMEOUT)
+                with open(self.log) as log:
+                    count = int(re.search(r"fetched ahead: (\d+) bytes", log.read())[1])
+                self.assertGreater(count, 6 * 300_000)
+                self.assertLess(count, 6 * (300_000 + (2 << 18)) + (1 << 20))
+                self.assertEqual(self.begin(where), self.begin(self.tree))
+            finally:
+                bcow("umount", where, timeout=TIMEOUT)
 
 
 if __name__ == "__main__":

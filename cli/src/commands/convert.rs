@@ -6,11 +6,13 @@ pub mod replace;
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
     ConvertError, ConvertOptions, ImageName, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport,
-    Limits, OrdinaryImage, Platform, Report, Source,
+    Limits, OrdinaryImage, Platform, Prefetch, Report, Source,
 };
 use bcow_remote::Replace;
 use replace::By;
@@ -111,6 +113,12 @@ pub struct Args {
     /// only over the same lower layers (into an OCI layout only)
     #[arg(long)]
     dedup_lower: bool,
+    /// Put the files that a start reads together, before all others, and list in the image what it
+    /// reads, for mounts from other machines to fetch first. TRACE is a file of `bcow mount
+    /// --record`. An image in layers gets the list only
+    #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
+    #[arg(hide_short_help = true)]
+    prefetch: Option<PathBuf>,
     /// Attach the new image to the image SRC, as an OCI referrer, in the repository of DST:
     /// commands that open SRC by its name then use the new image
     #[arg(long, hide_short_help = true)]
@@ -209,6 +217,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             return Err(CommandError::usage("a disk is not converted into S3")
                 .hint("write to a file; `bcow copy` copies a sealed disk to s3://BUCKET/KEY"));
         }
+        if args.prefetch.is_some() {
+            return Err(CommandError::usage(
+                "--prefetch is only for images, not for disks",
+            ));
+        }
         return disk::run(args, &from, &destination, image, ui);
     }
     // The source is opened before the destination is examined, so an error of the source comes
@@ -244,6 +257,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
         _ => {}
     }
+    let prefetch = args.prefetch.as_deref().map(read_trace).transpose()?;
     let interrupt = Interrupt::catch();
     let defaults = ConvertOptions::default();
     let options = ConvertOptions {
@@ -263,6 +277,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             max_ratio: args.max_ratio,
             max_bytes: args.max_size,
         },
+        prefetch,
         source_date_epoch: source_date_epoch()?,
         tool_version: env!("CARGO_PKG_VERSION").to_owned(),
         cancel: Some(interrupt.flag()),
@@ -371,6 +386,20 @@ fn sent<'p>(
     let progress = ui.progress();
     sending.place.send(&file, &progress, &interrupt.flag())?;
     Ok(Path::new(sending.place.name()))
+}
+
+/// Reads a trace of `bcow mount --record`.
+fn read_trace(path: &Path) -> Result<Prefetch, CommandError> {
+    let cannot = || format!("cannot read {}", path.display());
+    let mut text = Vec::new();
+    let file = File::open(path).context(cannot)?;
+    let limit = MAX_TRACE_BYTES + 1;
+    file.take(limit).read_to_end(&mut text).context(cannot)?;
+    if text.len() as u64 == limit {
+        return Err(CommandError::new(cannot())
+            .caused_by_text(format!("it is longer than {}", Human(MAX_TRACE_BYTES))));
+    }
+    Prefetch::parse(&text).context(cannot)
 }
 
 fn platform(args: &Args) -> Result<Option<Platform>, CommandError> {

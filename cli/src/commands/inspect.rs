@@ -17,6 +17,7 @@ use self::stack::Stack;
 use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::names::{self, printable};
+use crate::prefetch::Shown;
 use crate::size::{Count, Human, plural};
 use crate::stat::full_time;
 use crate::ui::{Output, Ui};
@@ -88,6 +89,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(error) = error {
         note("map", &error);
     }
+    let list = PrefetchFacts::of(&image, &metadata).unwrap_or_else(|error| {
+        note("list of what a start reads", &error);
+        None
+    });
     let disk = DiskFacts::of(&image);
     let filesystem = match bcow_erofs::reader::Filesystem::open(image.image().clone()) {
         Ok(filesystem) => Some(filesystem.superblock().clone()),
@@ -111,6 +116,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         stack,
         header: image.image().header(),
         metadata,
+        prefetch: list,
         storage,
         filesystem,
     };
@@ -237,8 +243,33 @@ struct Facts<'a> {
     stack: Option<Stack>,
     header: &'a Header,
     metadata: Value,
+    prefetch: Option<PrefetchFacts>,
     storage: Storage,
     filesystem: Option<Superblock>,
+}
+
+/// The list of what a start reads.
+struct PrefetchFacts {
+    ranges: usize,
+    /// In the address space.
+    bytes: u64,
+    /// Of blocks in files, each once.
+    stored_bytes: u64,
+}
+
+impl PrefetchFacts {
+    fn of(image: &OpenImage, metadata: &Value) -> Result<Option<Self>, bcow::Error> {
+        let Some(list) = Shown::by(image).list(metadata) else {
+            return Ok(None);
+        };
+        let mut stored_bytes = 0;
+        list.blocks(&mut |_, stored| stored_bytes += u64::from(stored.bytes))?;
+        Ok(Some(PrefetchFacts {
+            ranges: list.ranges(),
+            bytes: list.bytes(),
+            stored_bytes,
+        }))
+    }
 }
 
 impl Facts<'_> {
@@ -308,6 +339,11 @@ impl Facts<'_> {
                 "volume_name": String::from_utf8_lossy(&fs.volume_name),
                 "build_time": full_time(fs.build_time),
             })),
+            "prefetch": self.prefetch.as_ref().map(|list| json!({
+                "ranges": list.ranges,
+                "bytes": list.bytes,
+                "stored_bytes": list.stored_bytes,
+            })),
             "metadata": self.metadata,
         })
     }
@@ -336,6 +372,14 @@ impl Facts<'_> {
                 Human(1 << header.region_shift)
             ),
         )?;
+        if let Some(list) = &self.prefetch {
+            let ranges = plural(list.ranges as u64, "range");
+            line(
+                out,
+                "start reads",
+                &format!("{} in {ranges}", exact(list.bytes)),
+            )?;
+        }
         if let Some(root) = self.merkle_root() {
             line(out, "merkle root", &root)?;
         }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use bcow::{BlockCache, Verify};
 use bcow_fuse::daemon::{self, Launch, Readiness};
 use bcow_fuse::options::{Access, Writing};
+use bcow_fuse::session::show_closing;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::{MountError, MountOptions, MountStats};
 use bcow_nbd::Place;
@@ -28,6 +29,7 @@ use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, StoreArgs, parse_name, shown_name};
 use crate::metrics::Metrics;
 use crate::pool::{self, PoolName};
+use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::ui::Ui;
 use ahead::CompleteWhen;
@@ -140,14 +142,20 @@ pub struct Args {
     /// Also append log messages to FILE, with the time: for machines without a system log
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     log_file: Option<PathBuf>,
+    /// Write down in TRACE what programs read of the image, when the mount ends: for `bcow convert
+    /// --prefetch`
+    #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
+    record: Option<PathBuf>,
     /// When to fetch the rest of an image on another machine into the cache: always, while no
-    /// program waits for the server (idle), or never [default: never]
+    /// program waits for the server (idle), or never [default: idle if the image has a list of
+    /// `bcow convert --prefetch`, else never]
     #[arg(long, value_name = "WHEN", hide_short_help = true)]
     #[arg(help_heading = crate::remote::HEADING)]
     complete: Option<CompleteWhen>,
     /// Let the process of this pool serve the mount (see `bcow pool`); FUSE door only
     #[arg(long, value_name = "NAME", value_parser = pool::parse_name)]
     #[arg(conflicts_with_all = ["foreground", "cache_size", "cpus", "metrics", "log_file"])]
+    #[arg(conflicts_with = "record")]
     pool: Option<PoolName>,
     /// Check the command line only
     #[arg(long, hide = true)]
@@ -270,7 +278,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mount = fuse::mount(args, options, reason, &host, ui)?;
     running.answer_metrics(mount.stats)?;
     let session = mount.session;
-    running.serve(mount.service, mount.access, |signals| {
+    let recording = mount.recording.as_ref();
+    running.serve(mount.service, mount.access, recording, |signals| {
         session.serve_until_signal(signals)
     })
 }
@@ -345,6 +354,7 @@ impl Running<'_> {
         self,
         service: Service,
         access: Access,
+        recording: Option<&Recording>,
         serve: impl FnOnce(Signals) -> Result<(), MountError>,
     ) -> Result<(), CommandError> {
         let _published = running::publish(vec![service]);
@@ -353,8 +363,12 @@ impl Running<'_> {
             Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
             None => announce(self.args, access, self.ui),
         }
-        serve(self.signals).map_err(|error| {
-            let failure = failure(&error);
+        let served = serve(self.signals).map_err(|error| failure(&error));
+        let recorded = recording.map_or(Ok(()), |recording| {
+            show_closing();
+            recording.finish()
+        });
+        served.and(recorded).inspect_err(|failure| {
             if in_background {
                 // No process reads standard error any more.
                 let text = [failure.message()].into_iter();
@@ -364,7 +378,6 @@ impl Running<'_> {
                     &text.chain(causes).collect::<Vec<_>>().join(": "),
                 );
             }
-            failure
         })
     }
 }

@@ -107,6 +107,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         remote,
         door,
         pool,
+        trace,
         errors,
         operations,
         ..
@@ -129,6 +130,9 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     if let Some(pool) = pool {
         let text = format!("{}, whose mounts share the cache", printable(pool));
         line("pool", &text)?;
+    }
+    if let Some(trace) = trace {
+        line("trace", &printable(trace))?;
     }
     line(
         "cache",

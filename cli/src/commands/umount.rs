@@ -1,5 +1,6 @@
 //! `bcow umount`
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -24,8 +25,9 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// The command works only on mounts of `bcow mount`, for root and for the user who mounted. It
 /// returns when the process of the mount has ended. All data written to a writable mount is then
 /// durable (with --sync volatile, it is in the host's file system). If the host did not accept all
-/// data, the command fails, but the mount is unmounted anyway. umount(8) and `fusermount3 -u` do
-/// not wait and do not report such a failure.
+/// data, the command fails, but the mount is unmounted anyway; likewise if the trace of `bcow mount
+/// --record` was not written. umount(8) and `fusermount3 -u` do not wait and do not report such a
+/// failure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The directory of the mount
@@ -58,28 +60,40 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         (Answer::NotServed | Answer::NoProcess, _) | (_, Some(_)) => None,
         _ => Some(Unresponsive::examine(&mount)),
     };
+    let trace = document.as_ref().and_then(TraceFile::of);
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;
-    if let Some(document) = &document
-        && let Some(store) = Store::of(document)
-    {
-        let waited = match (&document.pool, &ending) {
-            // Its process continues.
-            (Some(_), Some(ending)) => wait_for_mount(ending, &document.process),
-            (Some(_), None) => Waited::Ended,
-            (None, _) => wait_for(&document.process),
+    if let Some(document) = &document {
+        let store = Store::of(document);
+        let waited = match (&store, &trace) {
+            (None, None) => None,
+            _ => Some(match (&document.pool, &ending) {
+                // Its process continues.
+                (Some(_), Some(ending)) => wait_for_mount(ending, &document.process),
+                (Some(_), None) => Waited::Ended,
+                (None, _) => wait_for(&document.process),
+            }),
         };
         match waited {
-            Waited::Ended => {
-                require_complete(&args.directory, &document.process, &store, ending, ui)?;
+            None => {}
+            Some(Waited::Ended) => {
+                if let Some(store) = &store {
+                    require_complete(&args.directory, &document.process, store, ending, ui)?;
+                }
+                if let Some(trace) = &trace {
+                    trace.require_new(&args.directory)?;
+                }
             }
-            Waited::Continues => ui.status(why_it_continues(&mount, document.process.pid)),
-            Waited::Stopped => {
+            Some(Waited::Continues) => ui.status(why_it_continues(&mount, document.process.pid)),
+            Some(Waited::Stopped) => {
                 let pid = document.process.pid;
+                let remaining = match &store {
+                    Some(store) => format!("the remaining data to {}", store.name),
+                    None => "a trace".to_owned(),
+                };
                 return Err(CommandError::new(format!(
-                    "{} is unmounted, but process {pid}, which writes the remaining data to {}, \
-                     is stopped by a signal",
+                    "{} is unmounted, but process {pid}, which writes {remaining}, is stopped by \
+                     a signal",
                     args.directory.display(),
-                    store.name
                 ))
                 .hint(format!("`kill -CONT {pid}` resumes the process")));
             }
@@ -123,6 +137,41 @@ impl Store {
             (None, None) => None,
         }
     }
+}
+
+/// The trace of `bcow mount --record`, which the process writes after the unmount.
+struct TraceFile<'d> {
+    path: &'d Path,
+    /// Device and inode of an older file there, which the trace replaces.
+    before: Option<(u64, u64)>,
+}
+
+impl<'d> TraceFile<'d> {
+    fn of(document: &'d Document) -> Option<Self> {
+        let path = Path::new(document.trace.as_ref()?);
+        Some(TraceFile {
+            path,
+            before: file_at(path),
+        })
+    }
+
+    /// Fails unless the process, which has ended, wrote the trace.
+    fn require_new(&self, directory: &Path) -> Result<(), CommandError> {
+        match file_at(self.path) {
+            now @ Some(_) if now != self.before => Ok(()),
+            _ => Err(CommandError::new(format!(
+                "{} is unmounted, but the trace {} was not written",
+                directory.display(),
+                printable(&self.path.to_string_lossy())
+            ))
+            .hint("the system log, or the file of `bcow mount --log-file`, has the error")),
+        }
+    }
+}
+
+fn file_at(path: &Path) -> Option<(u64, u64)> {
+    let metadata = path.metadata().ok()?;
+    Some((metadata.dev(), metadata.ino()))
 }
 
 /// The reason why the process of a mount continues after the unmount here.

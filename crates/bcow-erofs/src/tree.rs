@@ -305,14 +305,21 @@ impl Tree {
     }
 
     /// Replaces the content of each regular file by the result of `replace`, which must have the
-    /// same size. `replace` is called once for a file with several names. A content's runs must
-    /// stay in order and below 2^32 blocks.
+    /// same size: first of the files `first`, in their order, then of all others. `replace` is
+    /// called once for a file with several names. A content's runs must stay in order and below
+    /// 2^32 blocks.
     pub fn replace_contents<E>(
         &mut self,
+        first: &[NodeId],
         replace: &mut dyn FnMut(&Content) -> Result<Content, E>,
     ) -> Result<(), E> {
-        for node in &mut self.nodes {
-            if let NodeKind::Regular(content) = &mut node.kind {
+        let mut is_done = vec![false; self.nodes.len()];
+        let all = self.ids();
+        for id in first.iter().copied().chain(all) {
+            if std::mem::replace(&mut is_done[id.index()], true) {
+                continue;
+            }
+            if let NodeKind::Regular(content) = &mut self.nodes[id.index()].kind {
                 let size = content.size;
                 *content = replace(content)?;
                 assert_eq!(content.size, size, "the content of a file keeps its size");

@@ -17,6 +17,7 @@
 mod dirs;
 mod emit;
 mod layout;
+mod places;
 mod space;
 mod xattrs;
 
@@ -28,6 +29,7 @@ use emit::Emitter;
 use layout::Layout;
 use xattrs::XattrTable;
 
+pub use places::MetadataPlace;
 pub use xattrs::XattrProblem;
 
 /// The location of the metadata, and options of the layout.

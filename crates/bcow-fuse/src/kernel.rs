@@ -30,7 +30,7 @@ use crate::mount::{Unmounted, unmount_places, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
-use crate::session::{CLOSING, abort_on_panic};
+use crate::session::{abort_on_panic, show_closing};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 
@@ -229,8 +229,7 @@ impl KernelSession {
             }
         });
         let served = self.service.stop();
-        // Only other commands' reports use the name, so an error is ignored.
-        let _ = rustix::thread::set_name(CLOSING);
+        show_closing();
         let closed = self.close();
         closed.and(served)
     }

@@ -21,9 +21,15 @@ use crate::stats::MountStats;
 
 pub use crate::mount::Unmounted;
 
-/// Name that the process takes while it closes the upper of a writable mount. Commands that wait
-/// for its end recognise it by this name.
+/// Name that the process takes while it closes the upper of a writable mount, or writes a trace.
+/// Commands that wait for its end recognise it by this name.
 pub const CLOSING: &std::ffi::CStr = c"bcow-closing";
+
+/// Takes the name [`CLOSING`].
+pub fn show_closing() {
+    // Only other commands' reports use the name, so an error is ignored.
+    let _ = rustix::thread::set_name(CLOSING);
+}
 
 /// The content of a mount.
 pub enum Content {
@@ -166,8 +172,7 @@ impl Session {
         let Some(union) = self.union else {
             return served;
         };
-        // Only other commands' reports use the name, so an error is ignored.
-        let _ = rustix::thread::set_name(CLOSING);
+        show_closing();
         union.close()?;
         served
     }

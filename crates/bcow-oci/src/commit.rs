@@ -28,6 +28,7 @@ use crate::image_file::{
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
+use crate::prefetch::Prefetch;
 use crate::space::{BLOCK_BYTES, LOWER_FROM, PIECE_BYTES, REGION_BYTES, inline_max};
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
@@ -148,7 +149,10 @@ pub fn commit(
         progress,
     };
     let mut tree = commit.tree;
-    tree.replace_contents(&mut |content| store.store(content))?;
+    let prefetch = options.prefetch.as_ref();
+    // What a start reads is together, before all others.
+    let first = prefetch.map_or(Vec::new(), |prefetch| prefetch.files(&tree));
+    tree.replace_contents(&first, &mut |content| store.store(content))?;
     let referenced_bytes = store.base.iter().map(|base| base.referenced_bytes).sum();
     let stats = store.content.stats();
     let (sink, tails) = store.content.into_parts();
@@ -177,6 +181,7 @@ pub fn commit(
         stats,
         &mut metadata,
         inline_max,
+        prefetch,
         destination,
     )?;
     if options.verify {
@@ -213,6 +218,7 @@ fn finish(
     stats: ContentStats,
     metadata: &mut Metadata,
     inline_max: u16,
+    prefetch: Option<&Prefetch>,
     path: &Path,
 ) -> Result<Written, ConvertError> {
     let failed = |error| image_error(path, error);
@@ -258,6 +264,9 @@ fn finish(
         metadata.backings(base.iter().map(ReferencedBase::described).collect());
     }
     metadata.content(plan.inodes(), stats, metadata_start);
+    if let Some(prefetch) = prefetch {
+        metadata.prefetch(prefetch.describe(tree, &plan)?);
+    }
     let superblock = plan.superblock(writer.position() / BLOCK_BYTES);
     writer
         .finish(&superblock, &metadata.to_json())

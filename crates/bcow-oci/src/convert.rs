@@ -2,9 +2,12 @@
 //! tree.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use bcow::{Compression, OpenOptions};
 use bcow_erofs::merge::merge;
+use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::tree::LayerTree;
 
 use crate::cancel::Cancel;
@@ -19,6 +22,7 @@ use crate::layer::Reading;
 use crate::metadata::{Metadata, flattened_layer};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
+use crate::recode::recode;
 use crate::source::Source;
 
 /// Converts `source` into one flattened image at `destination`.
@@ -33,7 +37,64 @@ pub fn convert(
 ) -> Result<Report, ConvertError> {
     let input = Input::open(source, options)?;
     let output = Output::create(destination)?;
-    let target = Target::image(&output, destination, options);
+    if options.prefetch.is_some() {
+        return convert_placed(source, &input, &output, destination, options, progress);
+    }
+    let report = write(source, &input, &output, destination, options, progress)?;
+    output.publish()?;
+    Ok(report)
+}
+
+/// Places the content that a start reads before all other content. The archives have their own
+/// order, so a second pass does this, from the file of the first one, which never gets a name.
+fn convert_placed(
+    source: &Source,
+    input: &Input,
+    unplaced: &Output,
+    destination: &Path,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<Report, ConvertError> {
+    let first_pass = ConvertOptions {
+        prefetch: None,
+        verify: false,
+        plain: false,
+        compression: Compression::None,
+        ..options.clone()
+    };
+    let report = write(source, input, unplaced, destination, &first_pass, progress)?;
+    let name = destination.display().to_string();
+    let image = bcow::Image::open_storage(Arc::new(unplaced.file()?), &OpenOptions::default())
+        .map_err(|error| ConvertError::read_through(&name, error))?;
+    let placed = recode(
+        &image,
+        TreeForm::Whole,
+        &name,
+        destination,
+        options,
+        progress,
+    )?;
+    Ok(Report {
+        entries: placed.entries,
+        content_bytes: report.content_bytes,
+        size: placed.size,
+        file_bytes: placed.file_bytes,
+        merkle_root: placed.merkle_root,
+        verified: placed.verified,
+        ..report
+    })
+}
+
+/// Writes the image to `output`, which has no name yet.
+fn write(
+    source: &Source,
+    input: &Input,
+    output: &Output,
+    destination: &Path,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<Report, ConvertError> {
+    let target = Target::image(output, destination, options);
     let mut conversion = Conversion::start(target, options, progress)?;
     let cancel = Cancel::new(options.cancel.as_deref());
     let bytes = AtomicU64::new(0);
@@ -46,7 +107,7 @@ pub fn convert(
     };
     progress.total(input.bytes());
     let mut report = Report::default();
-    let (layers, names) = match &input {
+    let (layers, names) = match input {
         Input::Image(image) => {
             report.manifest = image.manifest.clone();
             report.platform = image.platform.clone();
@@ -89,11 +150,10 @@ pub fn convert(
         report.verified = true;
         tracing::info!("verified in {} ms", begun.elapsed().as_millis());
     }
-    if cancel.is_set() {
-        return Err(ConvertError::Interrupted);
+    match cancel.is_set() {
+        true => Err(ConvertError::Interrupted),
+        false => Ok(report),
     }
-    output.publish()?;
-    Ok(report)
 }
 
 /// Reads all layers, uppermost first; returns them lowest first.

@@ -93,6 +93,7 @@ pub fn join(
         },
         inline_max: MAX_INLINE,
         stats: ContentStats::default(),
+        prefetch: None,
         path,
     };
     let file = rustix::fs::memfd_create("bcow", MemfdFlags::CLOEXEC)

@@ -63,6 +63,7 @@ mod output;
 mod parallel;
 mod path;
 mod platform;
+mod prefetch;
 pub mod recode;
 mod recognise;
 mod registry;
@@ -75,6 +76,7 @@ mod stream;
 mod tails;
 mod tar;
 mod text;
+pub mod trace;
 mod warnings;
 
 pub use bcow::rfc3339;
@@ -91,6 +93,7 @@ pub use layout::write::LayoutForm;
 pub use name::{ImageName, NameSyntax};
 pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};
 pub use platform::{Platform, PlatformSyntax};
+pub use prefetch::Prefetch;
 pub use registry::{
     BcowImage, OrdinaryImage, RegistryImage, RemoteStack, find_attached, find_in_registry,
 };

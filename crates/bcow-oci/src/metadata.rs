@@ -86,6 +86,11 @@ impl Metadata {
         self.0.insert("content".into(), content);
     }
 
+    /// Adds the list of what a start reads.
+    pub(crate) fn prefetch(&mut self, described: Value) {
+        self.0.insert("prefetch".into(), described);
+    }
+
     pub(crate) fn to_json(&self) -> Value {
         Value::Object(self.0.clone())
     }

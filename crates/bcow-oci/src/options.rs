@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
 use crate::platform::Platform;
+use crate::prefetch::Prefetch;
 
 pub use bcow::Compression;
 
@@ -33,6 +34,9 @@ pub struct ConvertOptions {
     pub as_files: bool,
     /// Limits against hostile input.
     pub limits: Limits,
+    /// What a start reads. An image in one file has this content together, at its start; an image
+    /// in layers only has the list of it.
+    pub prefetch: Option<Prefetch>,
     /// Time of creation to record, in seconds since 1970; `None` records no time.
     pub source_date_epoch: Option<i64>,
     /// Version of the tool to record.
@@ -54,6 +58,7 @@ impl Default for ConvertOptions {
             allow_truncated: false,
             as_files: false,
             limits: Limits::default(),
+            prefetch: None,
             source_date_epoch: None,
             tool_version: env!("CARGO_PKG_VERSION").to_owned(),
             cancel: None,

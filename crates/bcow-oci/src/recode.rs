@@ -4,7 +4,8 @@
 //! An image that holds all its content keeps its address space; only the storage of its blocks
 //! changes. A conversion to another form and back gives the same file. An image that refers to
 //! other files (a stack, or a commit over an image) is written anew from its tree: its address
-//! space also shows content of those files that no file in the tree uses.
+//! space also shows content of those files that no file in the tree uses. So is an image whose
+//! content is placed by a trace of what a start reads.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -57,7 +58,7 @@ pub fn recode(
         progress,
         metadata,
     };
-    match shows_others {
+    match shows_others || options.prefetch.is_some() {
         false => recoding.blocks(),
         true => recoding.tree(),
     }
@@ -204,11 +205,14 @@ impl Recoding<'_> {
             tree_error(&[self.name.to_owned()], error)
         })?;
         self.progress.phase("writing");
+        let mut described = self.described();
+        // The places change; a new list is made of the options.
+        described.shift_remove("prefetch");
         let changes = Commit {
             tree,
             device: &**self.image,
             base: Vec::new(),
-            described: self.described(),
+            described,
         };
         let written = commit(changes, self.destination, self.options, self.progress)?;
         Ok(Report {

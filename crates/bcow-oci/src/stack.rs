@@ -14,6 +14,7 @@ use crate::content::ContentStats;
 use crate::error::ConvertError;
 use crate::image_file::{emit, image_error, plan_error};
 use crate::metadata::Metadata;
+use crate::prefetch::Prefetch;
 use crate::space::{BLOCK_BYTES, REGION_BYTES};
 
 /// The shift of the layer's number in the address of a tail. EROFS addresses have 44 bits (16 TiB).
@@ -42,6 +43,8 @@ pub(crate) struct Merged<'m> {
     pub inline_max: u16,
     /// Statistics of the content, for the metadata.
     pub stats: ContentStats,
+    /// What a start reads.
+    pub prefetch: Option<&'m Prefetch>,
     /// The path in messages.
     pub path: &'m Path,
 }
@@ -116,6 +119,9 @@ impl Merged<'_> {
         }
         let entries = plan.inodes();
         metadata.content(entries, self.stats, start);
+        if let Some(prefetch) = self.prefetch {
+            metadata.prefetch(prefetch.describe(tree, &plan)?);
+        }
         // If the layers are devices, the first device ends with the metadata.
         let total = match devices {
             0 => writer.position(),

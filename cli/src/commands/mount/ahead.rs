@@ -1,14 +1,22 @@
-//! Fetches parts of an image on another machine before programs read them.
+//! Fetches parts of an image on another machine before programs read them: first those of the
+//! image's list of what a start reads (spec section 13, `prefetch`), then the rest.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use bcow_remote::{Ahead, AheadEvent, Complete};
+use bcow::Error;
+use bcow_remote::{Ahead, AheadEvent, Complete, Part, RemoteFile};
 use bcow_union::log::{self, Severity};
 
 use super::Args;
 use crate::image::OpenImage;
+use crate::prefetch::{List, Shown};
+
+/// Parts of a file with at most this many bytes between them are fetched with what is between: a
+/// request more would take longer.
+const GAP_BYTES: u64 = 64 << 10;
 
 /// When the rest of an image is fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -28,41 +36,63 @@ impl Drop for Fetching {
     }
 }
 
-/// Starts to fetch the image, as far as the options say. Failures are logged only.
+/// Starts to fetch the image, as far as its list and the options say. Failures are logged only.
 pub fn start(args: &Args, image: &OpenImage) -> Option<Fetching> {
     let files = args.stores.remote.files();
     if files.is_empty() {
         return None;
     }
-    let complete = match args.complete {
-        None | Some(CompleteWhen::Never) => Complete::Never,
-        Some(CompleteWhen::Idle) => Complete::Idle,
-        Some(CompleteWhen::Always) => Complete::Always,
-    };
-    if complete == Complete::Never {
-        return None;
-    }
     let stop = Arc::new(AtomicBool::new(false));
     let name = image.path().display().to_string();
+    // Layers on top are files of this machine.
+    let shown = Shown::by(image.parts().first().map_or(image, |part| &part.image));
+    let when = args.complete;
     let work = {
-        let stop = Arc::clone(&stop);
-        move || {
-            let ahead = Ahead {
-                parts: Vec::new(),
-                files,
-                complete,
-                report,
-            };
-            ahead.run(&stop);
-        }
+        let (stop, name) = (Arc::clone(&stop), name.clone());
+        // The mount does not wait for the list.
+        move || fetch(&name, shown, files, when, &stop)
     };
     match thread::Builder::new().name("ahead".to_owned()).spawn(work) {
         Ok(_) => Some(Fetching(stop)),
         Err(error) => {
-            tracing::warn!("{name}: not fetched ahead: {error}");
+            let message = format!("{name}: not fetched ahead: {error}");
+            log::log(Severity::Warning, &message);
             None
         }
     }
+}
+
+fn fetch(
+    name: &str,
+    shown: Shown,
+    files: Vec<Arc<RemoteFile>>,
+    when: Option<CompleteWhen>,
+    stop: &AtomicBool,
+) {
+    let note = |error: &Error| {
+        let message = format!("{name}: its list of what a start reads is unused: {error}");
+        log::log(Severity::Warning, &message);
+    };
+    let list = match shown.image().metadata() {
+        Ok(metadata) => shown.list(&metadata),
+        Err(error) => {
+            note(&error);
+            None
+        }
+    };
+    let complete = match (when, &list) {
+        (Some(CompleteWhen::Always), _) => Complete::Always,
+        (Some(CompleteWhen::Idle), _) | (None, Some(_)) => Complete::Idle,
+        (Some(CompleteWhen::Never), _) | (None, None) => Complete::Never,
+    };
+    let parts = list.map_or(Ok(Vec::new()), |list| parts(&list, &files));
+    let ahead = Ahead {
+        parts: parts.inspect_err(note).unwrap_or_default(),
+        files,
+        complete,
+        report,
+    };
+    ahead.run(stop);
 }
 
 fn report(event: &AheadEvent) {
@@ -73,4 +103,33 @@ fn report(event: &AheadEvent) {
         AheadEvent::Missing { .. } | AheadEvent::Failed(_) => Severity::Warning,
     };
     log::log(severity, &event.to_string());
+}
+
+/// The parts of `files` that hold the listed blocks.
+fn parts(list: &List, files: &[Arc<RemoteFile>]) -> Result<Vec<Part>, Error> {
+    let files: HashMap<[u8; 32], &Arc<RemoteFile>> =
+        files.iter().map(|file| (file.root().0, file)).collect();
+    let mut parts: Vec<Part> = Vec::new();
+    list.blocks(&mut |image, stored| {
+        let root = image.header().merkle.as_ref().map(|tree| tree.root);
+        // Files of this machine need no fetching.
+        let Some(&file) = root.and_then(|root| files.get(&root)) else {
+            return;
+        };
+        let range = stored.at.0..stored.at.0 + u64::from(stored.bytes);
+        match parts.last_mut() {
+            Some(last)
+                if Arc::ptr_eq(&last.file, file)
+                    && range.start >= last.range.start
+                    && range.start <= last.range.end + GAP_BYTES =>
+            {
+                last.range.end = last.range.end.max(range.end);
+            }
+            _ => parts.push(Part {
+                file: Arc::clone(file),
+                range,
+            }),
+        }
+    })?;
+    Ok(parts)
 }

@@ -34,6 +34,7 @@ pub fn files(args: &Args, image: &OpenImage) -> Result<Vec<PathBuf>, String> {
         ("--verify", args.verify.is_some()),
         ("--root-hash", args.stores.remote.root_hash.is_some()),
         ("--metrics", args.metrics.is_some()),
+        ("--record", args.record.is_some()),
         ("--foreground", args.foreground),
     ] {
         if is_given {

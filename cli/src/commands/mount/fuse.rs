@@ -13,6 +13,7 @@ use super::ahead::{self, Fetching};
 use super::{Args, failure, refuse_mounted, threads, upper};
 use crate::error::CommandError;
 use crate::image::{OpenImage, parse_name, shown_name};
+use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::ui::Ui;
 
@@ -44,6 +45,8 @@ pub struct Mounted {
     pub access: Access,
     /// Ends with the mount.
     pub fetching: Option<Fetching>,
+    /// Becomes a trace when the mount has ended; never in a pool.
+    pub recording: Option<Recording>,
 }
 
 /// Opens the image and the upper, and mounts.
@@ -65,7 +68,18 @@ pub fn mount(
         },
     )?;
     let fetching = ahead::start(args, &image);
-    let tree = image.tree()?.into_filesystem();
+    let recording = match &args.record {
+        Some(path) => Some(Recording::start(
+            image.image().clone(),
+            image.identity(),
+            path,
+        )?),
+        None => None,
+    };
+    let tree = match &recording {
+        None => image.tree()?.into_filesystem(),
+        Some(recording) => image.tree_on(recording.device())?.into_filesystem(),
+    };
     let file = parse_name(&args.image)?.absolute();
     options.set_default_source(file.clone());
     let stats = Arc::new(MountStats::new(About {
@@ -79,6 +93,9 @@ pub fn mount(
         }),
         remote: args.stores.remote.report(),
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+        trace: recording
+            .as_ref()
+            .map(|recording| recording.destination().to_owned()),
     }));
     let mut owner_is_needed = None;
     let content = match args.upper.path() {
@@ -147,5 +164,6 @@ pub fn mount(
         service,
         access: options.access(),
         fetching,
+        recording,
     })
 }

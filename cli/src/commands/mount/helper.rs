@@ -49,12 +49,12 @@ those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
   door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
-  server_timeout=SECONDS, insecure, pool=NAME
+  server_timeout=SECONDS, insecure, pool=NAME, record=TRACE
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 23] = [
+const WITH_VALUE: [(&[u8], &str); 24] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -78,6 +78,7 @@ const WITH_VALUE: [(&[u8], &str); 23] = [
     (b"mirror", "--mirror"),
     (b"server_timeout", "--server-timeout"),
     (b"pool", "--pool"),
+    (b"record", "--record"),
 ];
 
 /// Options without a value that are options of `bcow mount` on their own.

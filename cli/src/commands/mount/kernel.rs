@@ -24,6 +24,7 @@ use crate::error::{CommandError, Context, exit};
 use crate::image::{OpenImage, parse_name};
 use crate::kernel_upper::{self, Asked, WritableUpper};
 use crate::names;
+use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::size::Human;
 use crate::upper::{
@@ -45,6 +46,7 @@ pub struct Opened {
     /// Dropped after the disk.
     keeper: Keeper,
     _fetching: Option<Fetching>,
+    recording: Option<Recording>,
 }
 
 /// Holds the locks of a disk.
@@ -98,6 +100,18 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
     if files.is_none() {
         require_no_deadlock(&args.image, &writeback)?;
     }
+    // After the check, which reads all metadata.
+    let recording = match (&device, args.record.as_deref()) {
+        (_, None) => None,
+        (Device::ReadOnly(device), Some(path)) if kind == Kind::Erofs => {
+            Some(Recording::start(device.clone(), identity, path)?)
+        }
+        _ => return Err(cannot_record()),
+    };
+    let device = match &recording {
+        Some(recording) => Device::ReadOnly(recording.device()),
+        None => device,
+    };
     Ok(Some(Opened {
         device,
         identity,
@@ -116,6 +130,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
             None => Keeper::None,
         },
         _fetching: fetching,
+        recording,
     }))
 }
 
@@ -132,6 +147,9 @@ pub fn open_upper(
         size: args.upper.size().map(disk_size).transpose()?,
         read_only: mount_options.asks_for_read_only(),
     };
+    if args.record.is_some() {
+        return Err(cannot_record());
+    }
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     // A new upper belongs to this door, so a machine that lacks the door gets none.
@@ -179,6 +197,7 @@ pub fn open_upper(
         grows_to,
         keeper: Keeper::Upper(instance),
         _fetching: ahead::start(args, &image),
+        recording: None,
     })
 }
 
@@ -215,6 +234,11 @@ fn require_devices(image: &Path) -> Result<(), CommandError> {
         }
     }
     Ok(())
+}
+
+fn cannot_record() -> CommandError {
+    CommandError::usage("--record is not supported yet for disks, and uppers at the kernel door")
+        .hint("record with `--door fuse`, or without the upper")
 }
 
 fn cannot(image: &Path) -> CommandError {
@@ -351,6 +375,10 @@ pub fn run(
         }),
         remote: args.stores.remote.report(),
         pool: None,
+        trace: opened
+            .recording
+            .as_ref()
+            .map(|recording| recording.destination().to_owned()),
     }));
     let is_sealed = matches!(opened.device, Device::ReadOnly(_));
     let disk = DiskMount {
@@ -392,7 +420,8 @@ pub fn run(
         pool: None,
     };
     let keeper = opened.keeper;
-    running.serve(service, Access::Owner, |signals| {
+    let recording = opened.recording;
+    running.serve(service, Access::Owner, recording.as_ref(), |signals| {
         let served = session.serve_until_signal(signals);
         if let (Ok(()), Keeper::Upper(instance)) = (&served, &keeper) {
             // A clean end: the host's kernel has all data. If the note stays, it only counts after

@@ -61,12 +61,12 @@ impl Inode {
     }
 
     /// Whether an extent of this file that starts at device byte `offset` is its inline tail.
-    pub(crate) fn is_inline_tail(&self, offset: u64) -> bool {
+    pub fn is_inline_tail(&self, offset: u64) -> bool {
         matches!(self.data, Data::Inline { tail_offset, .. } if tail_offset == offset)
     }
 
     /// Start and end on the device of the inode and its inline parts.
-    pub(crate) fn footprint(&self, fs: &Filesystem) -> (u64, u64) {
+    pub fn footprint(&self, fs: &Filesystem) -> (u64, u64) {
         let start = fs.superblock.metadata_offset + self.nid.0 * SLOT_BYTES as u64;
         let end = self.xattr_offset + u64::from(self.xattr_bytes);
         let end = match self.data {

@@ -49,6 +49,9 @@ pub struct Document {
     /// from versions without pools.
     #[serde(default)]
     pub pool: Option<String>,
+    /// The trace that the process writes when the mount has ended; `None` without one.
+    #[serde(default)]
+    pub trace: Option<String>,
     /// Errors since the mount.
     #[serde(default)]
     pub errors: Errors,

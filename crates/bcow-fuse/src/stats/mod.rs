@@ -52,6 +52,8 @@ pub struct About {
     /// The pool whose process serves the mount. The process then has other mounts, which share the
     /// cache.
     pub pool: Option<String>,
+    /// The trace that the process writes when the mount has ended.
+    pub trace: Option<PathBuf>,
 }
 
 /// Returns the counters of files on other machines at the moment of the call.
@@ -221,6 +223,11 @@ impl MountStats {
             remote: self.about.remote.as_ref().map(|report| report.0()),
             door: self.about.door.clone(),
             pool: self.about.pool.clone(),
+            trace: self
+                .about
+                .trace
+                .as_ref()
+                .map(|path| path.to_string_lossy().into_owned()),
             errors: mounted.map_or_else(Errors::none, |mounted| Errors::of(&mounted.errors)),
             operations: Operation::all()
                 .filter_map(|operation| {

@@ -67,6 +67,7 @@ pub(crate) fn write(
         options: writer_options(options, options.threads.max(1))?,
         inline_max: INLINE_MAX,
         stats,
+        prefetch: options.prefetch.as_ref(),
         path: &path,
     };
     let stack = merged.write(output.file()?, metadata)?;
