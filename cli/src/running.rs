@@ -14,6 +14,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use bcow_fuse::MountedImage;
 use bcow_fuse::session::CLOSING;
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
@@ -51,7 +52,8 @@ pub struct Service {
     /// Start time in seconds since 1970.
     pub since: u64,
     /// For a mount: its device number, in the form of the kernel. The number is unique on the
-    /// machine as long as the mount exists.
+    /// machine as long as the mount exists. Then the kernel gives it to another mount, even if this
+    /// process has not ended yet.
     #[serde(default)]
     pub device: Option<String>,
     /// For a mount at the kernel door: the descriptor of the process through which root reads the
@@ -89,6 +91,18 @@ pub struct Server {
     pub is_elsewhere: bool,
     /// The images and disks that it serves.
     pub services: Vec<Service>,
+}
+
+impl Server {
+    /// Whether the process serves the mount at `path` with this device number. A process that ends
+    /// may have lost the number to the mount of another process, at another path.
+    pub fn has_mount(&self, device: &str, path: &Path) -> bool {
+        let is_here = |at: &String| Path::new(at) == path;
+        self.services.iter().any(|service| {
+            service.device.as_deref() == Some(device)
+                && (self.state != State::Ending || service.at.iter().any(is_here))
+        })
+    }
 }
 
 /// The state of a process.
@@ -166,12 +180,10 @@ pub fn server_of(pid: u32) -> Option<Server> {
     server(pid, device_of_memory_files().ok()?)
 }
 
-/// The process that serves the mount with this device number.
-pub fn server_of_mount(device: &str) -> Option<Server> {
-    servers().into_iter().find(|server| {
-        let mut services = server.services.iter();
-        services.any(|service| service.device.as_deref() == Some(device))
-    })
+/// The process that serves a mount.
+pub fn server_of_mount(mount: &MountedImage) -> Option<Server> {
+    let mut servers = servers().into_iter();
+    servers.find(|server| server.has_mount(&mount.device, &mount.path))
 }
 
 /// The state of the process with this number; `None` if no such process exists.
@@ -455,6 +467,24 @@ mod tests {
             text.starts_with(&format!("process {} (`", std::process::id())),
             "{text}"
         );
+    }
+
+    #[test]
+    fn process_whose_mount_is_gone_does_not_serve_the_next_mount_of_that_number() {
+        let mut server = Server {
+            pid: 1,
+            uid: 0,
+            state: State::Stopped,
+            is_elsewhere: false,
+            services: vec![service()],
+        };
+        let (mnt, other) = (Path::new("/mnt"), Path::new("/other"));
+        // The mount may have been moved.
+        assert!(server.has_mount("0:99", other));
+        assert!(!server.has_mount("0:9", mnt));
+        server.state = State::Ending;
+        assert!(server.has_mount("0:99", mnt));
+        assert!(!server.has_mount("0:99", other));
     }
 
     #[test]

@@ -83,7 +83,8 @@ class Result:
                 f"{self.err.decode(errors='replace')[-4000:]}")
 
 
-def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file_bytes=None):
+def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, cwd=None,
+        file_bytes=None):
     """Runs a command and measures it. With `check`, an exit code other than 0 is a test failure.
 
     `file_bytes` limits the size of each file that the command writes, so that no test fills the
@@ -98,7 +99,7 @@ def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file
         options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         process = subprocess.Popen(command, stdin=stdin or subprocess.DEVNULL, stdout=out,
                                    stderr=err, env={**os.environ, **(env or {})}, preexec_fn=limit,
-                                   start_new_session=True, **options)
+                                   cwd=cwd, start_new_session=True, **options)
         usage = None
         while usage is None:
             pid, status, spent = os.wait4(process.pid, os.WNOHANG)

@@ -219,7 +219,12 @@ class Mounts(PoolCase):
         os.chmod(self.image, 0o644)
         cpu = str(min(os.sched_getaffinity(0)))
         bcow("pool", "start", "mine", "--cpus", cpu, **options)
-        bcow("mount", image, place, "--pool=mine", **options)
+        # The user can use this directory, and cannot reach it by its path.
+        inner = os.path.join(self.path("closed"), "inner")
+        os.makedirs(inner)
+        os.chmod(self.path("closed"), 0o700)
+        os.symlink(image, os.path.join(inner, "link"))
+        bcow("mount", "link", place, "--pool=mine", cwd=inner, **options)
         read = run("cat", os.path.join(place, "file1"), user=UNPRIVILEGED, timeout=TIMEOUT)
         self.assertEqual(read.out, self.files["file1"])
         found = json.loads(bcow("pool", "stats", "mine", "--json", **options).out)

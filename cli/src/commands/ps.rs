@@ -79,7 +79,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 
 fn rows() -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
-    for server in running::servers() {
+    let servers = running::servers();
+    let mut mounts = bcow_fuse::mounted_images().unwrap_or_default();
+    mounts.retain(|mount| {
+        !servers
+            .iter()
+            .any(|server| server.has_mount(&mount.device, &mount.path))
+    });
+    for server in servers {
         rows.extend(server.services.iter().map(|service| Row {
             state: Some(server.state.name()),
             uid: Some(server.uid),
@@ -87,11 +94,6 @@ fn rows() -> Vec<Row> {
             server: Some(server.clone()),
         }));
     }
-    let mut mounts = bcow_fuse::mounted_images().unwrap_or_default();
-    mounts.retain(|mount| {
-        let mut devices = rows.iter().map(|row| row.service.device.as_deref());
-        !devices.any(|device| device == Some(&mount.device))
-    });
     rows.extend(mounts.iter().map(without_process));
     rows
 }

@@ -233,7 +233,7 @@ struct Unresponsive {
 impl Unresponsive {
     fn examine(mount: &MountedImage) -> Self {
         Unresponsive {
-            server: running::server_of_mount(&mount.device),
+            server: running::server_of_mount(mount),
             why: ask::explain_timeout(mount).0,
         }
     }

@@ -512,7 +512,7 @@ impl Client {
                         )
                         .hint("start a pool in this namespace, or leave --pool out"));
                 }
-                let place = OwnDirectory::enter(directory)?;
+                let place = OwnDirectory::enter(directory, peer.pid)?;
                 let number = self.pool.mount(arguments, ui)?;
                 drop(place);
                 *mounted = Some(number);
@@ -533,14 +533,24 @@ impl Drop for Client {
 struct OwnDirectory;
 
 impl OwnDirectory {
-    /// Separates the thread from the working directory of the process, and changes to `directory`.
-    fn enter(directory: Bytes) -> Result<Self, CommandError> {
+    /// Separates the thread from the working directory of the process, and changes to `directory`,
+    /// that of the process `client`.
+    fn enter(directory: Bytes, client: Pid) -> Result<Self, CommandError> {
         let directory: std::ffi::OsString = directory.into();
         let cannot = || format!("cannot change to {}", directory.display());
         nix::sched::unshare(CloneFlags::CLONE_FS)
             .map_err(io::Error::from)
             .context(cannot)?;
-        std::env::set_current_dir(&directory).context(cannot)?;
+        let changed = std::env::set_current_dir(&directory).or_else(|error| {
+            // A directory above may be closed to the user. The link of the client leads to the
+            // directory itself.
+            let link = format!("/proc/{}/cwd", client.as_raw_nonzero());
+            match std::fs::read_link(&link) {
+                Ok(path) if path.as_os_str() == directory => std::env::set_current_dir(link),
+                _ => Err(error),
+            }
+        });
+        changed.context(cannot)?;
         Ok(OwnDirectory)
     }
 }
