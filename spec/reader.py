@@ -586,7 +586,7 @@ def decode_backing(table, index, header, count=None):
     must(64 * entries <= name_offset, "the name lies in the entries")
     must(name_offset + name_bytes <= len(table), "the name ends behind the backing table")
     if kind == 3:
-        must(header.use == 2, "a view in a file that is no disk")
+        must(header.use == 2, "a view in a file that is not a disk")
         must(header.incompatible & VIEWS, "a view without the feature views")
         must(layout >= 1 and digest != bytes(32), "a view without layout or identity")
         image = decode_backing(table[name_offset : name_offset + name_bytes], index, header, 1)
@@ -595,7 +595,7 @@ def decode_backing(table, index, header, count=None):
         must(header.use != 1, "an image with a backing by file name")
         must(1 <= name_bytes <= 255, f"name_bytes {name_bytes}")
     else:
-        must(header.use == 2, "a URL in a file that is no disk")
+        must(header.use == 2, "a URL in a file that is not a disk")
         must(header.incompatible & URLS, "a URL without the feature urls")
         must(digest != bytes(32), "a URL without a Merkle root")
         must(1 <= name_bytes <= 2048, f"name_bytes {name_bytes}")

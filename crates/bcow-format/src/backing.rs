@@ -157,7 +157,7 @@ fn decode_one(
         }
         3 => {
             if header.purpose != Use::Disk {
-                return Err("a view, in a file that is no disk".into());
+                return Err("a view, in a file that is not a disk".into());
             }
             if !header.features.has_incompatible(incompatible::VIEWS) {
                 return Err("a view without the feature `views`".into());
@@ -178,7 +178,7 @@ fn decode_one(
         }
         4 => {
             if header.purpose != Use::Disk {
-                return Err("a URL, in a file that is no disk".into());
+                return Err("a URL, in a file that is not a disk".into());
             }
             if !header.features.has_incompatible(incompatible::URLS) {
                 return Err("a URL without the feature `urls`".into());
