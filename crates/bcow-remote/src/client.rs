@@ -214,7 +214,7 @@ impl Client {
             .deadline()
             .checked_duration_since(Instant::now())
             .filter(|left| !left.is_zero())
-            .ok_or_else(late)?;
+            .ok_or_else(|| Problem::Timeout(Duration::ZERO).for_good())?;
         Ok((Running::new(&self.counters, permit), left))
     }
 }

@@ -19,6 +19,8 @@ pub(crate) struct Patience {
     deadline: Instant,
     attempts: u32,
     most_attempts: u32,
+    /// Why the attempt before the current one failed.
+    before: Option<Problem>,
     counters: Arc<Counters>,
 }
 
@@ -30,6 +32,7 @@ impl Patience {
             deadline: Instant::now() + timeout,
             attempts: 0,
             most_attempts: u32::MAX,
+            before: None,
             counters: Arc::clone(counters),
         }
     }
@@ -67,6 +70,7 @@ impl Patience {
     pub(crate) fn progress(&mut self) {
         self.deadline = Instant::now() + self.timeout;
         self.attempts = 0;
+        self.before = None;
     }
 
     /// Counts a failed attempt after which another server is asked.
@@ -78,8 +82,9 @@ impl Patience {
     pub(crate) fn wait(&mut self, fault: Fault) -> Result<(), Problem> {
         self.attempts += 1;
         self.counters.failed(&fault.problem);
+        let problem = self.telling(fault.problem);
         let pause = match fault.retry {
-            Retry::Never => return Err(fault.problem),
+            Retry::Never => return Err(problem),
             Retry::After(pause) => pause,
             Retry::Soon => {
                 let doubled = FIRST_PAUSE.saturating_mul(1 << (self.attempts - 1).min(10));
@@ -94,12 +99,23 @@ impl Patience {
             .checked_duration_since(Instant::now())
             .is_none_or(|left| left <= pause);
         if self.attempts >= self.most_attempts || is_late {
-            return Err(fault.problem);
+            return Err(problem);
         }
-        tracing::debug!("again in {} ms: {}", pause.as_millis(), fault.problem);
+        tracing::debug!("again in {} ms: {problem}", pause.as_millis());
+        self.before = Some(problem);
         std::thread::sleep(pause);
         self.counters.tried_again();
         Ok(())
+    }
+
+    /// The problem to report: that of the attempt before, if the deadline left the last attempt less
+    /// time than a server may be silent for. Its time-out says nothing about the server.
+    fn telling(&mut self, last: Problem) -> Problem {
+        let cut_short = matches!(&last, Problem::Timeout(time) if *time < self.longest_silence());
+        match self.before.take() {
+            Some(before) if cut_short => before,
+            _ => last,
+        }
     }
 }
 
@@ -129,6 +145,20 @@ mod tests {
             retry: Retry::After(Duration::from_secs(3600)),
         };
         patience.wait(fault).expect_err("too long");
+    }
+
+    #[test]
+    fn an_attempt_cut_short_by_the_deadline_does_not_hide_the_cause() {
+        let mut patience = Patience::reading(Duration::from_secs(60), &Arc::default());
+        let cause = Problem::Connection("refused".into());
+        patience.wait(cause.for_now()).expect("time is left");
+        let cut = Problem::Timeout(Duration::from_millis(1));
+        let reported = patience.wait(cut.for_good()).expect_err("the end");
+        assert!(matches!(reported, Problem::Connection(_)), "{reported}");
+        patience.wait(Problem::Busy(503).for_now()).expect("time");
+        let silent = Problem::Timeout(patience.longest_silence());
+        let reported = patience.wait(silent.for_good()).expect_err("the end");
+        assert!(matches!(reported, Problem::Timeout(_)), "{reported}");
     }
 
     #[test]
