@@ -180,18 +180,18 @@ class Sources(Scratch):
             if name.endswith(".bcow"):
                 os.remove(self.path(name))
 
-    def convert(self, name, *options, **more):
+    def convert(self, name, *options, wait=60, **more):
         env = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HOME": self.directory,
                "BCOW_CACHE": self.path("cache")}
-        return bcow("convert", "--insecure", "--server-timeout", "3", name, self.image, *options,
-                    env=env, timeout=TIMEOUT, **more)
+        return bcow("convert", "--insecure", "--server-timeout", str(wait), name, self.image,
+                    *options, env=env, timeout=TIMEOUT, **more)
 
     def cat(self, path):
         return bcow("cat", self.image, path, timeout=TIMEOUT).out
 
-    def refused(self, fault, *mention, name=":1"):
+    def refused(self, fault, *mention, name=":1", wait=60):
         with Server(self.content, fault) as server:
-            result = self.convert(server.name(name), check=False)
+            result = self.convert(server.name(name), check=False, wait=wait)
         assert_refused(self, result, *mention)
         self.assertFalse(os.path.exists(self.image), "an image is left")
 
@@ -284,7 +284,7 @@ class Sources(Scratch):
         def stall(handler, _):
             handler.ranged(self.content.blobs[self.large], cut=1000)
             handler.server.silence.wait(20)
-        self.refused(self.on("blobs", stall), "did not answer within")
+        self.refused(self.on("blobs", stall), "did not answer within", wait=3)
 
     def test_wrong_bytes_are_an_error(self):
         def damage(handler, _):

@@ -60,7 +60,7 @@ impl Place {
             .unwrap();
         let start = Instant::now();
         while !self.file("etc").exists() {
-            assert!(start.elapsed() < Duration::from_secs(20), "not mounted");
+            assert!(start.elapsed() < Duration::from_secs(120), "not mounted");
             std::thread::sleep(Duration::from_millis(5));
         }
         child

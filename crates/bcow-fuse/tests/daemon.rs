@@ -150,7 +150,7 @@ impl Daemon {
 
 fn eventually(mut condition: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
-    while start.elapsed() < Duration::from_secs(10) {
+    while start.elapsed() < Duration::from_secs(60) {
         if condition() {
             return true;
         }

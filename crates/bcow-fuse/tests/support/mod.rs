@@ -123,7 +123,7 @@ impl Mounted {
         let start = Instant::now();
         let union = loop {
             match open() {
-                Err(UpperError::InUse { .. }) if start.elapsed() < Duration::from_secs(10) => {
+                Err(UpperError::InUse { .. }) if start.elapsed() < Duration::from_secs(60) => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 opened => break opened.unwrap(),
