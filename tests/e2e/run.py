@@ -5,21 +5,25 @@
 
 SUITE is a module such as test_serve; without one, all suites run. Each suite has its own directory
 of scratch files below $BCOW_E2E (default target/e2e), and a log in target/e2e-logs. The trees that
-umoci unpacks are shared. A suite that does not end within the limits prints where its threads are
-and is killed with all its processes, so that a process which waits forever costs minutes of a run
-and not the whole of it. The exit status is 0 if every suite passed.
+umoci unpacks, and what `bcow convert` makes without options, are shared. A suite that does not end
+within the limits prints where its threads are and is killed with all its processes, so that a
+process which waits forever costs minutes of a run and not the whole of it. The exit status is 0 if
+every suite passed.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import glob
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import unittest
 
 import support
 
@@ -127,13 +131,31 @@ def unmount(directory):
             attempt("umount", "-l", place)
 
 
+class Result(unittest.TextTestResult):
+    """Prints what a test took: the time and the CPU time since the end of the test before it, so
+    with the preparation of its class."""
+
+    def startTestRun(self):
+        self.before = self.now()
+
+    def stopTest(self, test):
+        super().stopTest(test)
+        now = self.now()
+        seconds, cpu = (after - before for after, before in zip(now, self.before))
+        self.before = now
+        if seconds > 1:
+            self.stream.writeln(f"        {seconds:.0f} s, CPU {cpu:.1f} s")
+
+    def now(self):
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return time.monotonic(), sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def in_process(name):
     """Runs one suite here."""
-    import faulthandler
-    import unittest
-
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    unittest.main(module=None, argv=["run.py", "--verbose", name])
+    unittest.main(module=None, argv=["run.py", name],
+                  testRunner=unittest.TextTestRunner(verbosity=2, resultclass=Result))
 
 
 def run(names, options, scratch):

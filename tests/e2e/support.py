@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import json
 import os
 import platform
 import re
@@ -209,6 +208,18 @@ def assert_same_tree(test, first, second, **rules):
                   "\n".join(found[:30]))
 
 
+def assert_second_reader_agrees(test, name, path, *options):
+    """Fails unless the second reader extracts the address space of the file `path` as bcow exports
+    it from the image `name`."""
+    with tempfile.TemporaryDirectory(prefix="raw-", dir=WORK) as directory:
+        ours, theirs = (os.path.join(directory, raw) for raw in ("ours", "theirs"))
+        bcow("export", name, "--to", "raw", "-o", ours)
+        run(os.environ.get("BCOW_PYTHON", sys.executable), READER, "extract", path, theirs,
+            *options)
+        compared = run("cmp", ours, theirs, check=False)
+        test.assertEqual(compared.code, 0, str(compared))
+
+
 def assert_refused(test, result, *mention, code=1):
     """Fails unless a command ended with this code and one error, which matches all these regular
     expressions."""
@@ -234,27 +245,62 @@ def image(name):
 
 
 @functools.cache
-def unpacked(name):
-    """The tree that umoci unpacks from the image, and its dump. The suites of one run share it, in
-    $BCOW_TREES; without that, it stays until the tests end."""
-    need("umoci")
-    directory, tag = image(name)
+def shared(name):
+    """A directory that the suites of one run share, in $BCOW_TREES; without that, it stays until
+    the tests end."""
     trees = os.environ.get("BCOW_TREES")
     if not trees:
         trees = tempfile.mkdtemp(prefix="trees-", dir=WORK)
         atexit.register(shutil.rmtree, trees, ignore_errors=True)
-    bundle = os.path.join(trees, f"umoci-{name}")
-    dump = os.path.join(trees, f"umoci-{name}.json")
-    with open(os.path.join(trees, "lock"), "w") as lock:
+    directory = os.path.join(trees, name)
+    os.makedirs(directory, exist_ok=True)
+    return directory
+
+
+@contextlib.contextmanager
+def made_once(done):
+    """Lets one process make the files beside `done`. Yields the path to which it writes `done` when
+    they are complete, or None if they are."""
+    with open(done + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.exists(dump):
+        if os.path.exists(done):
+            yield None
+            return
+        yield done + ".partial"
+        os.rename(done + ".partial", done)
+
+
+@functools.cache
+def unpacked(name):
+    """The tree that umoci unpacks from the image, and its dump."""
+    need("umoci")
+    directory, tag = image(name)
+    bundle = os.path.join(shared(name), "umoci")
+    dump = os.path.join(shared(name), "umoci.json")
+    with made_once(dump) as partial:
+        if partial:
             shutil.rmtree(bundle, ignore_errors=True)
             run("umoci", "unpack", "--image", f"{directory}:{tag}", bundle)
             dumped = run(sys.executable, tree.__file__, "dump", os.path.join(bundle, "rootfs"))
-            with open(dump + ".partial", "wb") as out:
+            with open(partial, "wb") as out:
                 out.write(dumped.out)
-            os.rename(dump + ".partial", dump)
     return os.path.join(bundle, "rootfs"), tree.load(dump)
+
+
+@functools.cache
+def converted(name, form="file"):
+    """What `bcow convert` makes of the image without options: one file, or the tag `tag` of a
+    layout (`form="layout"`); and the peak memory of the conversion. Tests only read it."""
+    made, peak = (os.path.join(shared(name), f"{form}.{end}") for end in ("bcow", "peak"))
+    with made_once(peak) as partial:
+        if partial:
+            shutil.rmtree(made, ignore_errors=True)
+            to = made if form == "file" else f"oci:{made}:tag"
+            result = bcow("convert", "oci:" + ":".join(image(name)), to)
+            with open(partial, "w") as out:
+                out.write(str(result.peak_bytes))
+    with open(peak) as out:
+        return made, int(out.read())
 
 
 class Scratch(unittest.TestCase):
@@ -330,19 +376,3 @@ def served(*arguments, end=signal.SIGTERM, **options):
         server.end(signal.SIGKILL)
         raise
     server.end(end)
-
-
-def layer_bytes(name):
-    """The total uncompressed size of an image's layers."""
-    directory, _ = image(name)
-    with open(os.path.join(directory, "index.json")) as index:
-        manifest = json.load(index)["manifests"][0]["digest"]
-    with open(os.path.join(directory, "blobs", *manifest.split(":"))) as blob:
-        layers = json.load(blob)["layers"]
-    total = 0
-    for layer in layers:
-        with open(os.path.join(directory, "blobs", *layer["digest"].split(":")), "rb") as blob:
-            with subprocess.Popen(["gzip", "-dc"], stdin=blob, stdout=subprocess.PIPE) as unpacker:
-                while chunk := unpacker.stdout.read(1 << 20):
-                    total += len(chunk)
-    return total

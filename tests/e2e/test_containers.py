@@ -15,7 +15,7 @@ import tempfile
 import unittest
 
 import support
-from support import bcow, image, is_mounted, need, run
+from support import bcow, converted, is_mounted, need, run
 
 # The default capabilities of a container in docker and podman.
 CAPABILITIES = ["CAP_" + name for name in ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD",
@@ -124,10 +124,8 @@ class Containers(support.Scratch):
     @classmethod
     def setUpClass(cls):
         need("runc", "podman", "conmon", root=True, fuse=True)
-        layout, tag = image("real")
         super().setUpClass()
-        cls.image = cls.path("real.bcow")
-        bcow("convert", "--no-verify", f"oci:{layout}:{tag}", cls.image)
+        cls.image, _ = converted("real")
         with support.mounted(cls.image) as root:
             cls.packages = packages(root)
 

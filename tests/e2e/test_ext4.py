@@ -16,8 +16,8 @@ import sys
 import tempfile
 import unittest
 
-from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, need,
-                     run, served, until)
+from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
+                     need, run, served, until)
 import tree
 import vm
 
@@ -192,9 +192,8 @@ class Ext4(Scratch):
     def test_every_form_of_the_image_is_the_tree(self):
         plain = self.path("plain.bcow")
         bcow("convert", "--plain", self.source, plain)
-        layout = self.path("layout")
-        bcow("convert", self.source, f"oci:{layout}:stack")
-        for backing, options in ((plain, []), (f"oci:{layout}:stack", ["--store", layout])):
+        layout, _ = converted("small", "layout")
+        for backing, options in ((plain, []), (f"oci:{layout}:tag", ["--store", layout])):
             with self.subTest(backing):
                 disk = self.create(backing, "-s", "3G", *options)
                 self.assert_is_the_tree(disk, *options)

@@ -22,8 +22,8 @@ import threading
 import unittest
 import unittest.mock
 
-from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, mounted, need,
-                     run, until)
+from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, converted,
+                     mounted, need, run, until)
 from test_remote import make_certificates, registry
 from web import WebServer
 
@@ -509,8 +509,7 @@ class WithRegistry(Scratch):
         cls.address = stack.enter_context(registry(cls.directory))
         cls.auth = cls.path("auth.json")
         os.chmod(cls.auth, 0o644)
-        cls.layout = cls.path("layout")
-        bcow("convert", cls.source, f"oci:{cls.layout}:tag", timeout=TIMEOUT)
+        cls.layout, _ = converted("small", "layout")
 
     def setUp(self):
         self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "REGISTRY_AUTH_FILE": self.auth,
@@ -599,15 +598,14 @@ class Registries(WithRegistry):
         self.bcow("fsck", "--data", self.name("by-user"))
 
     def test_commit_and_export_go_into_the_registry(self):
-        base = self.path("base")
-        self.bcow("convert", self.name("ordinary"), f"oci:{base}:tag")
+        base = f"oci:{self.layout}:tag"
         upper = self.path("upper")
         os.makedirs(upper, exist_ok=True)
-        with mounted(f"oci:{base}:tag", "--upper", upper) as where:
+        with mounted(base, "--upper", upper) as where:
             with open(os.path.join(where, "new-file"), "w") as out:
                 out.write("written\n")
         committed = self.name("ordinary", "committed")
-        self.bcow("commit", f"oci:{base}:tag", "--upper", upper, committed)
+        self.bcow("commit", base, "--upper", upper, committed)
         _, manifest = self.digest_in_registry(committed)
         _, before = self.digest_in_registry(self.name("ordinary"))
         layers = [layer["digest"] for layer in manifest["layers"]]
@@ -619,7 +617,7 @@ class Registries(WithRegistry):
         with open(os.path.join(bundle, "rootfs", "new-file")) as file:
             self.assertEqual(file.read(), "written\n")
         exported = self.name("exported")
-        self.bcow("export", f"oci:{base}:tag", "--to", exported)
+        self.bcow("export", base, "--to", exported, "--compress", "gzip:1")
         again = self.path("again.bcow")
         self.bcow("convert", exported, again)
         with mounted(again) as where:

@@ -1,15 +1,11 @@
 //! Layers in overlayfs form: written, read back, and merged behind windows.
 
-#![allow(missing_docs)]
-
-mod common;
-
+use crate::support::*;
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{IMPLICIT, LayerError, OPAQUE, ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::*;
 use bcow_erofs::writer::{ContentWindow, Plan, WriteOptions};
-use common::*;
 
 /// Reads a layer back; its content keeps its addresses.
 fn read_back(image: &[u8]) -> Result<LayerTree, LayerError> {

@@ -1,9 +1,5 @@
 //! A tree that is extracted to a directory, by the library's own interface.
 
-#![allow(missing_docs)]
-
-mod common;
-
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -12,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use crate::support::*;
 use bcow::BlockDevice;
 use bcow_erofs::damage::{UnreadableRange, damaged_files};
 use bcow_erofs::extract::{
@@ -19,7 +16,6 @@ use bcow_erofs::extract::{
 };
 use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
 use bcow_erofs::tree::*;
-use common::*;
 
 fn find(fs: &Filesystem, path: &str) -> Inode {
     let nid = fs.resolve(path.as_bytes()).unwrap().unwrap();

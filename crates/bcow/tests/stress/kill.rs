@@ -89,7 +89,7 @@ fn kill_one(path: &Path, seed: u64, random: &mut Random) {
     let journal = journal(path);
     File::create(&journal).unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "victim", "--nocapture"])
+        .args(["--exact", "kill::victim", "--nocapture"])
         .env(VICTIM, path)
         .env(VICTIM_SEED, seed.to_string())
         .stdout(Stdio::null())

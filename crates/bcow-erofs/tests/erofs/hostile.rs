@@ -1,17 +1,13 @@
 //! Damaged and hostile images give findings with their code and errors with their place, and never
 //! cause a panic.
 
-#![allow(missing_docs)]
-
-mod common;
-
 use std::sync::Arc;
 
+use crate::support::*;
 use bcow_erofs::check::{CODES, CheckOptions, Severity, check};
 use bcow_erofs::debug::{fuzz_read, superblock_checksum};
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::*;
-use common::*;
 use proptest::prelude::*;
 
 /// A small image: `d/a`, `d/b` (regular), `d/link`, `e/` with a hundred names, a file in chunks,

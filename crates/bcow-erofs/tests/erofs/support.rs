@@ -1,7 +1,5 @@
 //! Shared by the tests: images in memory, the dump of an oracle, and external checkers.
 
-#![allow(dead_code, missing_docs)]
-
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
 use std::path::PathBuf;

@@ -12,7 +12,7 @@ use bcow::{
 use bcow_testkit::below as backing;
 use proptest::prelude::*;
 
-const MOST: u64 = 6 << 20;
+const MAX_BYTES: u64 = 6 << 20;
 
 /// An operation on the disk on top.
 #[derive(Debug, Clone)]
@@ -67,15 +67,15 @@ fn place() -> impl Strategy<Value = (u64, u64)> {
     ];
     let at = prop_oneof![
         2 => 0..(64u64 << 10),
-        2 => (0..MOST / 4096).prop_map(|sector| sector * 4096),
+        2 => (0..MAX_BYTES / 4096).prop_map(|sector| sector * 4096),
         1 => (4u64 << 20) - 8192..(4 << 20) + 8192,
-        1 => 0..MOST,
+        1 => 0..MAX_BYTES,
     ];
     (at, length)
 }
 
 fn sectors() -> impl Strategy<Value = u64> {
-    (1..=MOST / 4096).prop_map(|sectors| sectors * 4096)
+    (1..=MAX_BYTES / 4096).prop_map(|sectors| sectors * 4096)
 }
 
 fn step() -> impl Strategy<Value = Step> {

@@ -1,18 +1,14 @@
 //! An image of mkfs.erofs shows the directory that it was made from.
 
-#![allow(missing_docs)]
-
-mod common;
-
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::*;
 use bcow_erofs::check::{CheckOptions, check};
 use bcow_erofs::reader::{ErofsError, FileType, Filesystem};
-use common::*;
 
 /// A directory with files of many sizes, links, a large directory, xattrs.
 fn source(root: &Path) {

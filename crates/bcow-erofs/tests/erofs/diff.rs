@@ -1,19 +1,15 @@
 //! The differences of two trees, and the bytes that a comparison reads.
 
-#![allow(missing_docs)]
-
-mod common;
-
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 
+use crate::support::*;
 use bcow_erofs::diff::{
     Change, Compare, ContentDifference, DiffOptions, DiffSummary, Differences, Side, Stopped, diff,
 };
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::*;
-use common::*;
 use proptest::prelude::*;
 
 /// One line per difference.

@@ -1,13 +1,9 @@
 //! The accounts of layers, compared with their merged tree.
 
-#![allow(missing_docs)]
-
-mod common;
-
+use crate::support::*;
 use bcow_erofs::account::{LayerAccount, account};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
-use common::*;
 
 /// A file of `size` bytes. No test reads them.
 fn file(size: u64) -> Node {

@@ -1,15 +1,11 @@
 //! The reader reads what the writer writes, and fsck.erofs accepts it.
 
-#![allow(missing_docs)]
-
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::support::*;
 use bcow_erofs::reader::{ExtentSource, FileType};
 use bcow_erofs::tree::*;
-use common::*;
 use proptest::prelude::*;
 use proptest::sample::Index;
 

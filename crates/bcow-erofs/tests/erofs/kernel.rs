@@ -1,9 +1,5 @@
 //! The kernel's EROFS shows the same tree, through a loop device and from the file itself.
 
-#![allow(missing_docs)]
-
-mod common;
-
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::CString;
 use std::fmt::Write as _;
@@ -13,9 +9,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::*;
 use bcow_erofs::debug::{DumpOptions, dump_to_string};
 use bcow_erofs::tree::*;
-use common::*;
 
 /// A mounted image; unmounts when dropped.
 struct Mount {

@@ -1,13 +1,9 @@
 //! Values up to the limits of the format work; larger ones are a precise error.
 
-#![allow(missing_docs)]
-
-mod common;
-
+use crate::support::*;
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::*;
 use bcow_erofs::writer::{Plan, WriteError, WriteOptions};
-use common::*;
 
 #[test]
 fn a_directory_of_100_000_names_of_any_bytes_is_sorted_and_searched() {

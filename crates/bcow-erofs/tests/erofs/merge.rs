@@ -1,12 +1,8 @@
 //! Layers merge as in overlayfs.
 
-#![allow(missing_docs)]
-
-mod common;
-
+use crate::support::*;
 use bcow_erofs::merge::{MergeError, merge};
 use bcow_erofs::tree::*;
-use common::*;
 
 /// A layer from lines: `path/` a directory (with mode), `path=text` a link (for any file),
 /// `path` with `!` behind a whiteout, `path>target` a link to a lower file, `path/*` an opaque

@@ -1,0 +1,9 @@
+//! Tests of disks under crashes, failing storage, delayed reads, and random operations.
+
+mod faults;
+mod kill;
+mod many_regions;
+mod model;
+mod operations;
+mod power_cut;
+mod transit;
