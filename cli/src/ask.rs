@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{Document, SCHEMA};
-use bcow_fuse::stats::{MOST_XATTR_BYTES, STATS_XATTR};
+use bcow_fuse::stats::{MAX_XATTR_BYTES, STATS_XATTR};
 use bcow_fuse::{Door, MountedImage};
 use rustix::io::Errno;
 
@@ -92,7 +92,7 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
 /// Runs in the process that [`ask`] starts: requests the statistics and prints them, without
 /// a limit on time. The exit status is the error number.
 pub fn print_statistics(directory: &Path) -> ! {
-    let mut json = vec![0; MOST_XATTR_BYTES];
+    let mut json = vec![0; MAX_XATTR_BYTES];
     let printed = place_of_statistics(directory)
         .and_then(|place| rustix::fs::getxattr(place, STATS_XATTR, &mut json))
         .and_then(|length| {

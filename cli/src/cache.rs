@@ -16,31 +16,56 @@ pub fn open(argument: Option<&Path>) -> Result<Option<Cache>, CommandError> {
             .map(Some)
             .map_err(|problem| refused(problem).hint(hint));
     }
-    for path in usual() {
-        match Cache::open(&path) {
+    let directories = usual();
+    for (index, path) in directories.iter().enumerate() {
+        match Cache::open(path) {
             Ok(cache) => return Ok(Some(cache)),
-            Err(problem) => tracing::warn!("{problem}"),
+            Err(problem) => log(&problem, index + 1 == directories.len()),
         }
     }
     Ok(None)
 }
 
-/// Opens the cache that [`open`] would use, if it exists; otherwise returns its path.
-pub fn find(argument: Option<&Path>) -> Result<Result<Cache, PathBuf>, CommandError> {
+/// The cache that [`open`] would use.
+pub enum Found {
+    /// It exists.
+    Cache(Cache),
+    /// It does not exist at this path.
+    Missing(PathBuf),
+}
+
+/// Finds the cache that [`open`] would use, and does not create it.
+pub fn find(argument: Option<&Path>) -> Result<Found, CommandError> {
     let mut missing = None;
     let named = named(argument);
     let is_named = named.is_some();
-    for path in named.map_or_else(usual, |named| vec![named]) {
-        match Cache::find(&path) {
-            Ok(Some(cache)) => return Ok(Ok(cache)),
-            Ok(None) => drop(missing.get_or_insert(path)),
+    let directories = named.map_or_else(usual, |named| vec![named]);
+    for (index, path) in directories.iter().enumerate() {
+        match Cache::find(path) {
+            Ok(Some(cache)) => return Ok(Found::Cache(cache)),
+            Ok(None) => drop(missing.get_or_insert(path.clone())),
             Err(problem) if is_named => return Err(refused(problem)),
-            Err(problem) => tracing::warn!("{problem}"),
+            Err(problem) => log(&problem, index + 1 == directories.len()),
         }
     }
-    missing.map(Err).ok_or_else(|| {
+    missing.map(Found::Missing).ok_or_else(|| {
         CommandError::new("no directory can be used as a cache").hint("name one with --cache-dir")
     })
+}
+
+/// Logs that a default directory is not usable. Root of a user namespace cannot write to /var/cache
+/// as a rule, which is worth a warning only if no other directory is left.
+fn log(problem: &CacheProblem, is_last: bool) {
+    match is_last || is_first_user_namespace() {
+        true => tracing::warn!("{problem}"),
+        false => tracing::debug!("{problem}"),
+    }
+}
+
+/// Whether the users of this process are those of the machine.
+fn is_first_user_namespace() -> bool {
+    let map = std::fs::read_to_string("/proc/self/uid_map");
+    map.is_ok_and(|map| map.split_whitespace().eq(["0", "0", "4294967295"]))
 }
 
 fn refused(problem: CacheProblem) -> CommandError {

@@ -118,18 +118,21 @@ impl OpenImage {
     }
 
     fn warn_of_problems(&self, ui: &Ui) {
-        const MOST: usize = 10;
-        for problem in self.problems.iter().take(MOST) {
+        const MAX_WARNINGS: usize = 10;
+        for problem in self.problems.iter().take(MAX_WARNINGS) {
             ui.warning(&problem.text);
+            if let Some(hint) = &problem.hint {
+                ui.hint(hint);
+            }
         }
         let problems = &self.opened.problems;
-        for problem in problems.iter().take(MOST) {
+        for problem in problems.iter().take(MAX_WARNINGS) {
             ui.warning(problem);
         }
-        if problems.len() > MOST {
+        if problems.len() > MAX_WARNINGS {
             ui.warning(format_args!(
                 "{} more layers are missing or wrong",
-                Count((problems.len() - MOST) as u64)
+                Count((problems.len() - MAX_WARNINGS) as u64)
             ));
         }
     }

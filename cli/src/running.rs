@@ -27,7 +27,7 @@ pub const LOCK_IN_UPPER: &str = ".bcow/lock";
 /// The schema of the document. bcow does not read later schemas.
 const SCHEMA: &str = "bcow.services/1";
 /// Limit of the document in bytes.
-const MOST_BYTES: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 20;
 
 /// Something that a process serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -309,7 +309,7 @@ pub fn describe(pid: u32) -> String {
 
 /// The command line of a process, truncated if it is long.
 fn command(pid: u32) -> Option<String> {
-    const MOST: usize = 200;
+    const MAX: usize = 200;
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let words: Vec<_> = line
         .split(|&byte| byte == 0)
@@ -329,7 +329,7 @@ fn command(pid: u32) -> Option<String> {
         return None;
     }
     let text = words.join(" ");
-    match text.char_indices().nth(MOST) {
+    match text.char_indices().nth(MAX) {
         Some((end, _)) => Some(format!("{}...", &text[..end])),
         None => Some(text),
     }
@@ -380,7 +380,7 @@ fn read(path: &Path, memory: (u32, u32)) -> io::Result<Vec<Service>> {
     }
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let mut json = Vec::new();
-    File::open(path)?.take(MOST_BYTES).read_to_end(&mut json)?;
+    File::open(path)?.take(MAX_BYTES).read_to_end(&mut json)?;
     let document: Document = serde_json::from_slice(&json)?;
     match document.schema == SCHEMA {
         true => Ok(document.services),

@@ -9,7 +9,7 @@ use bcow_remote::{Address, S3, S3Credentials, S3Keychain};
 use crate::error::CommandError;
 
 /// Largest size of a file with credentials or settings.
-const MOST_BYTES: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 20;
 
 /// The S3 server of this process.
 pub fn server() -> Result<S3, CommandError> {
@@ -117,7 +117,7 @@ fn read(path: &std::path::Path) -> Result<Option<String>, String> {
     use std::io::Read;
     let mut text = String::new();
     let opened = std::fs::File::open(path);
-    match opened.and_then(|file| file.take(MOST_BYTES).read_to_string(&mut text)) {
+    match opened.and_then(|file| file.take(MAX_BYTES).read_to_string(&mut text)) {
         Ok(_) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(format!("{}: {error}", path.display())),

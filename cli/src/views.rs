@@ -80,7 +80,7 @@ pub fn cannot_view(name: &Path, error: &ViewFailure) -> CommandError {
     let cannot = cannot.caused_by(&**error);
     match error.downcast_ref() {
         Some(ViewError::TooSmall { .. }) => cannot.hint("-s gives a larger size"),
-        Some(ViewError::Foreign { .. } | ViewError::Directory { .. }) => {
+        Some(ViewError::WritableByOthers { .. } | ViewError::Directory { .. }) => {
             cannot.hint(format!("{VIEWS} names another directory"))
         }
         Some(ViewError::NoImage(_)) => cannot.hint("`bcow convert` makes an image"),

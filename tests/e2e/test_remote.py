@@ -21,7 +21,8 @@ import tempfile
 import time
 import unittest
 
-from support import WORK, assert_same_tree, bcow, image, mounted, need, run, served, until
+from support import (BCOW, WORK, assert_same_tree, bcow, converted, for_everyone, image, mounted,
+                     need, run, served, until)
 from web import WebServer
 
 TIMEOUT = 60
@@ -413,7 +414,12 @@ class Remote(unittest.TestCase):
             shutil.copy(self.path("ca.pem"), home)
             self.env["SSL_CERT_FILE"] = os.path.join(home, "ca.pem")
             with self.server() as server:
-                self.bcow("ls", server.url("image.bcow"), user=65534)
+                url = server.url("image.bcow")
+                self.bcow("ls", url, user=65534)
+                # As root of a user namespace, who cannot use the cache of the machine's root.
+                listed = run("unshare", "--user", "--map-root-user", for_everyone(BCOW), "ls", url,
+                             user=65534, env=self.env, timeout=TIMEOUT)
+                self.assertEqual(listed.err, b"")
             cache = os.path.join(home, ".cache", "bcow")
             self.assertEqual(os.stat(cache).st_mode & 0o777, 0o700)
             files = [name for name in os.listdir(cache) if name.endswith(".bcow")]
@@ -482,8 +488,7 @@ class Registry(unittest.TestCase):
         cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
         make_certificates(cls.directory)
         cls.source = "oci:" + ":".join(image("small"))
-        cls.layout = cls.path("layout")
-        bcow("convert", cls.source, f"oci:{cls.layout}:tag", timeout=4 * TIMEOUT)
+        cls.layout, _ = converted("small", "layout")
         stack = contextlib.ExitStack()
         cls.addClassCleanup(stack.close)
         cls.address = stack.enter_context(registry(cls.directory))

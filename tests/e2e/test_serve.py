@@ -429,19 +429,20 @@ class Doors(Serve):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.bind(notify)
             listener.settimeout(30)
-            reader, writer = os.pipe()
             pid_file = self.path("pid")
-            with served(self.sealed, "--socket", self.socket(), "--ready-fd", str(writer),
-                        "--pid-file", pid_file, pass_fds=[writer],
-                        env={**os.environ, "NOTIFY_SOCKET": notify}) as server:
-                os.close(writer)
-                self.assertEqual(os.read(reader, 10), b"\n")
-                self.assertEqual(listener.recv(100), b"READY=1")
-                with open(pid_file) as file:
-                    self.assertEqual(int(file.read()), server.process.pid)
-            self.assertEqual(listener.recv(100), b"STOPPING=1")
-            os.close(reader)
-            self.assertFalse(os.path.exists(pid_file))
+            sockets = [end.detach() for end in socket.socketpair()]
+            for reader, writer in os.pipe(), sockets:
+                with served(self.sealed, "--socket", self.socket(), "--ready-fd", str(writer),
+                            "--pid-file", pid_file, pass_fds=[writer],
+                            env={**os.environ, "NOTIFY_SOCKET": notify}) as server:
+                    os.close(writer)
+                    self.assertEqual(os.read(reader, 10), b"\n")
+                    self.assertEqual(listener.recv(100), b"READY=1")
+                    with open(pid_file) as file:
+                        self.assertEqual(int(file.read()), server.process.pid)
+                self.assertEqual(listener.recv(100), b"STOPPING=1")
+                os.close(reader)
+                self.assertFalse(os.path.exists(pid_file))
 
     def test_invalid_arguments_are_refused(self):
         assert_refused(self, bcow("serve", "--socket", "x", check=False), "required", code=2)

@@ -7,9 +7,9 @@ mod warm;
 
 use std::path::{Path, PathBuf};
 
-use bcow_remote::Cache;
 use bcow_view::{ViewCache, ViewEntry};
 
+use crate::cache::Found;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
 use crate::ui::Ui;
@@ -47,8 +47,7 @@ struct DirectoryArgs {
 }
 
 impl DirectoryArgs {
-    /// The cache, or the path at which it does not exist.
-    fn find(&self) -> Result<Result<Cache, PathBuf>, CommandError> {
+    fn find(&self) -> Result<Found, CommandError> {
         cache::find(self.cache_dir.as_deref())
     }
 

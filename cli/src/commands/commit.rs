@@ -80,7 +80,7 @@ pub struct Args {
 
 /// The content of a new image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Extent {
+enum NewContent {
     /// The changes.
     Layer,
     /// The whole visible content, with the image below it.
@@ -90,11 +90,11 @@ enum Extent {
 }
 
 impl Args {
-    fn extent(&self) -> Extent {
+    fn new_content(&self) -> NewContent {
         match (self.merge, self.flatten) {
-            (true, _) => Extent::Merged,
-            (_, true) => Extent::Whole,
-            _ => Extent::Layer,
+            (true, _) => NewContent::Merged,
+            (_, true) => NewContent::Whole,
+            _ => NewContent::Layer,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! `bcow convert`
 
-mod again;
 mod disk;
+mod recode;
 pub mod replace;
 
 use std::ffi::{OsStr, OsString};
@@ -306,7 +306,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             let source = match (source, &image) {
                 (Some(source), _) => source,
                 (None, Some(image)) => {
-                    return again::to_layout(args, image, to, &layout, &options, ui);
+                    return recode::to_layout(args, image, to, &layout, &options, ui);
                 }
                 (None, None) => return Ok(()),
             };
@@ -321,7 +321,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
         (Destination::File(path), None) => match &image {
             Some(image) => {
-                let report = again::to_file(image, path, &options, ui)?;
+                let report = recode::to_file(image, path, &options, ui)?;
                 let shown = sent(&sending, path, &interrupt, ui)?;
                 match args.json {
                     true => ui.print_json(&as_json("bcow.convert/1", &report)?),

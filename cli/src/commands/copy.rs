@@ -1,6 +1,7 @@
 //! `bcow copy`
 
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -224,24 +225,27 @@ fn to_file(
     let progress = ui.progress();
     let report = copy_file(file, path, options, &progress).map_err(|error| failure(&error))?;
     drop(progress);
+    report_file(args, path.display(), &report, ui)
+}
+
+fn report_file(
+    args: &Args,
+    destination: impl Display,
+    report: &FileReport,
+    ui: &Ui,
+) -> Result<(), CommandError> {
     if args.json {
-        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+        return ui.print_json(&super::convert::as_json("bcow.copy/1", report)?);
     }
-    let FileReport {
-        file_bytes,
-        copied_bytes,
-        ..
-    } = report;
-    let kept = match file_bytes.saturating_sub(copied_bytes) {
+    let kept = match report.file_bytes.saturating_sub(report.copied_bytes) {
         0 => String::new(),
         bytes => format!(", {} of it was there", Human(bytes)),
     };
     let mut out = ui.output();
     writeln!(
         out,
-        "{}: {}{kept}, verified",
-        path.display(),
-        Human(file_bytes)
+        "{destination}: {}{kept}, verified",
+        Human(report.file_bytes)
     )?;
     out.finish()
 }
@@ -283,22 +287,8 @@ fn to_s3(
     }
     let sent_bytes = place.send(&*file.storage, &progress, &interrupt.flag())?;
     drop(progress);
-    if args.json {
-        let report = FileReport::new(&file.merkle_root, file.bytes, sent_bytes);
-        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
-    }
-    let kept = match file.bytes.saturating_sub(sent_bytes) {
-        0 => String::new(),
-        bytes => format!(", {} of it was there", Human(bytes)),
-    };
-    let mut out = ui.output();
-    writeln!(
-        out,
-        "{}: {}{kept}, verified",
-        place.name(),
-        Human(file.bytes)
-    )?;
-    out.finish()
+    let report = FileReport::new(&file.merkle_root, file.bytes, sent_bytes);
+    report_file(args, place.name(), &report, ui)
 }
 
 /// Refuses to copy a file over itself.

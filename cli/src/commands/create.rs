@@ -34,8 +34,8 @@ use crate::views::{UserViews, cannot_view};
 ///
 ///     auto          4 KiB blocks for small writes, larger blocks for large writes; the first write
 ///                   to a region selects the block size of the region
-///     performance   about a thousand blocks, independent of the size of the disk: fast, but a
-///                   small write over a backing copies more
+///     performance   at most 1024 blocks, or blocks of 16 MiB in a disk of more than 16 GiB:
+///                   fast, but a small write over a backing copies more
 ///     space         4 KiB blocks everywhere
 ///
 /// With --fs ext4, the disk shows the tree of the image given by -b as an ext4 file system. A
@@ -68,7 +68,8 @@ pub struct Args {
     /// Block layout of the disk: auto, performance or space
     #[arg(long, value_name = "LAYOUT", default_value = "auto", value_parser = layout)]
     layout: Layout,
-    /// Block size, a power of two from 4K to 16M [default: the layout chooses]
+    /// Block size, a power of two from 4K to 4M, or to 16M with --layout performance [default: the
+    /// layout chooses]
     #[arg(long, value_name = "SIZE", value_parser = block_size)]
     block_size: Option<u32>,
     #[command(flatten)]

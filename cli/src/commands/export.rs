@@ -82,8 +82,6 @@ enum Form {
 }
 
 fn form(args: &Args) -> Result<Form, CommandError> {
-    const FORMS: &str =
-        "use tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://..., erofs or raw";
     let text = args.to.as_os_str();
     let shown = text.to_string_lossy();
     match &*shown {
@@ -92,23 +90,21 @@ fn form(args: &Args) -> Result<Form, CommandError> {
         "tar" => return Ok(Form::Tar),
         _ => {}
     }
-    let bad = || CommandError::usage(format!("unknown form {shown:?}")).hint(FORMS);
+    let unknown =
+        |hint: String| Err(CommandError::usage(format!("unknown form {shown:?}")).hint(hint));
+    let forms = "use tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://..., erofs or raw";
     if !shown.contains(':') {
-        return Err(bad());
+        return unknown(forms.to_owned());
     }
     let from = args.image.to_string_lossy();
     match push::resolve(Destination::parse(text)?, &args.stores.remote, &from)? {
         Destination::Layout(layout) => Ok(Form::Oci(layout)),
-        Destination::Tar(_) => {
-            Err(bad().hint(format!("use --to tar -o {}", &shown["tar:".len()..])))
-        }
+        Destination::Tar(_) => unknown(format!("use --to tar -o {}", &shown["tar:".len()..])),
         Destination::Raw(_) | Destination::Qcow2(_) => {
-            Err(bad().hint(format!("`bcow convert IMG {shown}` writes a disk")))
+            unknown(format!("`bcow convert IMG {shown}` writes a disk"))
         }
-        Destination::S3(url) => {
-            Err(bad().hint(format!("`bcow convert IMG {url}` writes an image there")))
-        }
-        Destination::File(_) | Destination::Registry(_) => Err(bad()),
+        Destination::S3(url) => unknown(format!("`bcow convert IMG {url}` writes an image there")),
+        Destination::File(_) | Destination::Registry(_) => unknown(forms.to_owned()),
     }
 }
 

@@ -339,7 +339,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 /// The place of findings about lower files, as recorded in the upper file.
 const BACKING_TABLE: &str = "backing table";
 /// Limit on findings about files with damaged content.
-const MOST_FILES: usize = 1000;
+const MAX_FILES: usize = 1000;
 /// Codes of the findings that `--repair` repairs.
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
@@ -729,7 +729,7 @@ fn check_tree(
                 bytes.end
             );
         }
-        let damaged = damaged_files(&filesystem, &unreadable, MOST_FILES);
+        let damaged = damaged_files(&filesystem, &unreadable, MAX_FILES);
         findings.extend(damaged.into_iter().map(Finding::from));
     }
     Ok(Some(inodes))

@@ -122,8 +122,11 @@ pub fn seal_into(
     let opened = OpenImage::open(name, stores)?;
     let image = opened.image();
     if image.header().purpose != Use::Disk {
-        return Err(CommandError::new(format!("cannot seal {}", name.display()))
-            .caused_by_text("it is no disk; images are sealed as they are made"));
+        return Err(
+            CommandError::new(format!("cannot write {}", output.display()))
+                .caused_by_text(format!("{} is not a disk", name.display()))
+                .hint("an image is sealed already: `bcow copy` copies it"),
+        );
     }
     let new = NewFile::create_new(output)?;
     if let (Keep::Own, Some(entry)) = (keep, image.disk_backing()) {

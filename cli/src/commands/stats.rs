@@ -267,8 +267,7 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     line(
         "in transit",
         &format!(
-            "{}; {} completed: {} in the background, {} to be read, {} to be flushed, {} to make \
-             room",
+            "{}; {} completed: {} in the background, {} for reads, {} for flushes, {} for room",
             plural(sketches.in_transit_blocks, "block"),
             Count(fills.total()),
             Count(fills.background),
@@ -312,9 +311,9 @@ fn print_disk(disk: &DiskFigures, out: &mut Output) -> Result<(), CommandError> 
         ),
     )?;
     line(
-        "in transit",
+        "background",
         &format!(
-            "{} in the background; {} completed from the backing",
+            "{} waiting; {} completed from the backing",
             plural(disk.waiting_blocks, "job"),
             plural(disk.filled_blocks, "block"),
         ),

@@ -91,6 +91,6 @@ pub use node::{
 };
 pub use output::Sink;
 pub use reader::{
-    Extents, Inode, InodeTable, MappedExtent, Name, Place, ReadError, Reader, Source,
+    Extents, Features, Inode, InodeTable, MappedExtent, Name, Place, ReadError, Reader, Source,
 };
 pub use writer::{Identity, Summary, Writer};

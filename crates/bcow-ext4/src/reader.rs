@@ -27,7 +27,7 @@ use crate::output::BlockBuffer;
 use crate::{BlockRange, FileKind, InodeNumber};
 
 pub use directory::Name;
-pub use error::{Place, ReadError};
+pub use error::{Features, Place, ReadError};
 pub use extents::{Extents, MappedExtent};
 pub use inode::Inode;
 
@@ -82,12 +82,12 @@ impl Reader {
             replayed: HashMap::new(),
         };
         let superblock = reader.superblock()?;
-        reader.take(&superblock)?;
+        reader.accept_superblock(&superblock)?;
         if superblock.incompatible.get() & incompatible::RECOVER != 0 {
             let number = InodeNumber(superblock.journal_inode.get());
             reader.replayed = journal::replay(&reader, number)?;
             let superblock = reader.superblock()?;
-            reader.take(&superblock)?;
+            reader.accept_superblock(&superblock)?;
         }
         Ok(reader)
     }
@@ -243,7 +243,7 @@ impl Reader {
     }
 
     /// Checks the superblock, and takes the geometry and the seed from it.
-    fn take(&mut self, superblock: &SuperBlock) -> Result<(), ReadError> {
+    fn accept_superblock(&mut self, superblock: &SuperBlock) -> Result<(), ReadError> {
         use zerocopy::IntoBytes;
         let damaged = |problem| Place::Superblock.damaged(problem);
         if superblock.magic.get() != MAGIC {
@@ -252,16 +252,16 @@ impl Reader {
         let features = superblock.incompatible.get();
         let unknown = features & !KNOWN;
         if unknown != 0 {
-            return Err(ReadError::Features(unknown));
+            return Err(ReadError::Features(Features(unknown)));
         }
-        let is_other = features & NEEDED != NEEDED
+        let is_other_layout = features & NEEDED != NEEDED
             || superblock.log_block_size.get() != 2
             || usize::from(superblock.inode_bytes.get()) != INODE_BYTES
             || usize::from(superblock.descriptor_bytes.get()) != DESCRIPTOR_BYTES
             || u64::from(superblock.blocks_per_group.get()) != BLOCKS_PER_GROUP
             || superblock.first_data_block.get() != 0;
-        if is_other {
-            return Err(ReadError::Form);
+        if is_other_layout {
+            return Err(ReadError::Layout);
         }
         let has_checksums =
             superblock.read_only_compatible.get() & read_only_compatible::METADATA_CHECKSUM != 0;
@@ -300,8 +300,8 @@ impl Reader {
 
     /// The blocks of the file system itself: superblocks, descriptors, bitmaps, inode tables and
     /// the journal. Ranges may overlap.
-    pub fn own_blocks(&self) -> Result<Vec<BlockRange>, ReadError> {
-        let mut own: Vec<BlockRange> = Vec::new();
+    pub fn metadata_blocks(&self) -> Result<Vec<BlockRange>, ReadError> {
+        let mut metadata: Vec<BlockRange> = Vec::new();
         let groups = self.blocks.div_ceil(BLOCKS_PER_GROUP);
         let descriptors = groups.div_ceil(DESCRIPTORS_PER_BLOCK);
         let at_front = descriptors.min(self.first_meta_group);
@@ -309,13 +309,13 @@ impl Reader {
             let start = group * BLOCKS_PER_GROUP;
             if has_backup(group as u32) {
                 let count = 1 + at_front;
-                own.push(BlockRange { start, count });
+                metadata.push(BlockRange { start, count });
             }
             let nth = group / DESCRIPTORS_PER_BLOCK;
             if nth >= self.first_meta_group {
                 // At most a backup of the superblock and one block of descriptors. Only some groups
                 // have them; a view has none of these groups.
-                own.push(BlockRange { start, count: 2 });
+                metadata.push(BlockRange { start, count: 2 });
             }
             let descriptor = self.descriptor(group as u32)?;
             let found = [
@@ -329,22 +329,22 @@ impl Reader {
             ];
             for (low, high, count) in found {
                 let start = wide(low.get(), high.get());
-                own.push(BlockRange { start, count });
+                metadata.push(BlockRange { start, count });
             }
         }
         let journal = self.inode(InodeNumber(inode_number::JOURNAL))?;
         let extents = self.extents(&journal)?;
-        own.extend(
+        metadata.extend(
             extents
                 .nodes
                 .iter()
                 .map(|&start| BlockRange { start, count: 1 }),
         );
-        own.extend(extents.content.iter().map(|run| BlockRange {
+        metadata.extend(extents.content.iter().map(|run| BlockRange {
             start: run.physical,
             count: run.blocks.into(),
         }));
-        Ok(own)
+        Ok(metadata)
     }
 
     fn descriptor(&self, group: u32) -> Result<GroupDescriptor, ReadError> {

@@ -11,7 +11,7 @@ use crate::disk::{Barriers, Device, DiskMount};
 use crate::error::MountError;
 
 /// The longest interval between commits: ext4 and btrfs warn of longer ones.
-const MOST_SECONDS: u32 = 300;
+const MAX_SECONDS: u32 = 300;
 
 /// Which users may enter the mount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -258,7 +258,7 @@ impl MountOptions {
         if let Some(seconds) = bytes.strip_prefix(b"commit=") {
             let seconds = std::str::from_utf8(seconds).ok();
             let seconds = seconds.and_then(|seconds| seconds.parse().ok());
-            self.commit_seconds = seconds.filter(|seconds| (1..=MOST_SECONDS).contains(seconds));
+            self.commit_seconds = seconds.filter(|seconds| (1..=MAX_SECONDS).contains(seconds));
             return match self.commit_seconds {
                 Some(_) => Ok(()),
                 None => Err(MountError::BadOption {

@@ -26,7 +26,7 @@ const COMPLETE: &str = "complete";
 /// The start of the line for an incomplete upper; the reason follows.
 const INCOMPLETE: &str = "incomplete: ";
 /// Most bytes read from the pipe. No reason is longer.
-const MOST_BYTES: u64 = 4096;
+const MAX_BYTES: u64 = 4096;
 
 /// In the process of the mount: the pipe into which the process writes its result.
 #[derive(Debug)]
@@ -122,7 +122,7 @@ impl Ending {
         let mut text = Vec::new();
         // A running process keeps the pipe open. The read then fails with EAGAIN after the bytes
         // that are in the pipe.
-        let _ = (&self.0).take(MOST_BYTES).read_to_end(&mut text);
+        let _ = (&self.0).take(MAX_BYTES).read_to_end(&mut text);
         let text = String::from_utf8_lossy(&text);
         let Some((line, _)) = text.split_once('\n') else {
             return Ended::Unknown;

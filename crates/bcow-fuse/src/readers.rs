@@ -26,7 +26,7 @@ const INTERVAL: Duration = Duration::from_millis(2);
 /// The number of looks after which the watcher decides about the number of threads.
 const LOOKS: u32 = 16;
 /// The number of looks at which no thread waited, from which one more thread takes part.
-const MOST_BUSY: u32 = 14;
+const MAX_BUSY: u32 = 14;
 /// The number of such looks below which one thread less takes part.
 const FEW_BUSY: u32 = 8;
 /// The number of looks without a request after which the watcher sleeps.
@@ -271,7 +271,7 @@ impl Readers {
         let wanted = self.wanted.load(Ordering::SeqCst);
         if busy < FEW_BUSY {
             self.want(wanted - 1);
-        } else if busy >= MOST_BUSY {
+        } else if busy >= MAX_BUSY {
             self.want(wanted + 1);
             return self.active.load(Ordering::SeqCst) < self.wanted.load(Ordering::SeqCst);
         }

@@ -16,7 +16,7 @@ use crate::Error;
 pub const HEAD_BYTES: usize = 68 << 10;
 /// Most bytes of one message of the kernel, and most messages.
 const MESSAGE_BYTES: usize = 1024;
-const MOST_MESSAGES: usize = 8;
+const MAX_MESSAGES: usize = 8;
 
 /// A file system that can be mounted at the kernel door.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -267,7 +267,7 @@ fn attributes(settings: Settings) -> MountAttrFlags {
 fn messages(configuration: impl AsFd) -> Vec<String> {
     let mut messages = Vec::new();
     let mut buf = [0; MESSAGE_BYTES];
-    while messages.len() < MOST_MESSAGES {
+    while messages.len() < MAX_MESSAGES {
         match rustix::io::read(configuration.as_fd(), &mut buf) {
             Ok(read) if read > 0 => {
                 let text = String::from_utf8_lossy(&buf[..read]);

@@ -11,7 +11,7 @@ use crate::ioctl::{self, Config};
 use crate::name::HiddenName;
 
 /// Each time that another process takes the free device first, the next one is asked for.
-const MOST_RACES: u32 = 64;
+const MAX_RACES: u32 = 64;
 
 /// Whether a loop device can be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +52,7 @@ impl LoopDevice {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let controller =
             rustix::fs::open("/dev/loop-control", flags, Mode::empty()).map_err(control("open"))?;
-        for _ in 0..MOST_RACES {
+        for _ in 0..MAX_RACES {
             let number = ioctl::free_device(&controller).map_err(control("get a device from"))?;
             match Self::attach_to(number, file.as_fd(), how) {
                 Attempt::Attached(device) => return Ok(device),

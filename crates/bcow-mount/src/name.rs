@@ -5,7 +5,7 @@ use std::path::Path;
 /// The start of the name.
 const PREFIX: &str = "bcow:";
 /// Most bytes of the disk's name that are kept.
-const MOST_BYTES: usize = 60;
+const MAX_BYTES: usize = 60;
 
 /// `bcow:PID:NAME`: the process that serves the file, and the name of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl HiddenName {
         };
         HiddenName {
             pid: std::process::id(),
-            disk: name.chars().take(MOST_BYTES).map(plain).collect(),
+            disk: name.chars().take(MAX_BYTES).map(plain).collect(),
         }
     }
 
@@ -64,7 +64,7 @@ mod tests {
         );
         assert_eq!(HiddenName::parse(&format!("/{name}")), Some(name));
         let long = HiddenName::of(Path::new(&"é".repeat(300)));
-        assert_eq!(long.disk.len(), MOST_BYTES);
+        assert_eq!(long.disk.len(), MAX_BYTES);
     }
 
     #[test]

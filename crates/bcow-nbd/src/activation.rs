@@ -18,7 +18,7 @@ use crate::listen::Listener;
 /// Number of the first passed descriptor.
 const FIRST: RawFd = 3;
 /// Limit of the passed sockets. A larger number is a mistake.
-const MOST: RawFd = 1024;
+const MAX_SOCKETS: RawFd = 1024;
 
 /// The listening sockets that the service manager passed to this process; empty if there are none.
 /// The process can take them once.
@@ -50,7 +50,7 @@ fn count_for(me: u32, pid: Option<&str>, count: Option<&str>) -> Result<Option<R
     }
     match count.parse() {
         Ok(0) => Ok(None),
-        Ok(count @ 1..=MOST) => Ok(Some(count)),
+        Ok(count @ 1..=MAX_SOCKETS) => Ok(Some(count)),
         _ => Err(Error::Activation(format!("LISTEN_FDS is {count:?}"))),
     }
 }

@@ -11,14 +11,14 @@ use crate::proto::{Command, Errno, Framing, MAX_PAYLOAD_BYTES, Request, command_
 use crate::reply::{Last, Replies, StatusExtent};
 
 /// Limit of the extents of one context in one reply. The client sends another request for the rest.
-const MOST_EXTENTS: usize = 4096;
+const MAX_EXTENTS: usize = 4096;
 /// Limit of the pieces that one BLOCK_STATUS examines. Adjacent equal pieces are reported as one
 /// extent.
-const MOST_PIECES: usize = 1 << 16;
+const MAX_PIECES: usize = 1 << 16;
 /// Shortest range of zeros in bytes for which a read sends a hole instead of content.
 const HOLE_WORTH_BYTES: u64 = 64 << 10;
 /// Limit of the bytes that CACHE reads ahead.
-const MOST_CACHED_BYTES: u64 = 64 << 20;
+const MAX_CACHED_BYTES: u64 = 64 << 20;
 
 /// Checks a request: the command is known, its flags belong to it, the export permits it, and the
 /// range is inside the device.
@@ -150,7 +150,7 @@ fn change(
 }
 
 fn cache(device: &dyn BlockDevice, request: &Request) -> Result<(), bcow::Error> {
-    let length = request.length.min(MOST_CACHED_BYTES);
+    let length = request.length.min(MAX_CACHED_BYTES);
     device.read_with(request.offset, length, &mut |_| {})
 }
 
@@ -305,11 +305,11 @@ fn extents(
 ) -> Result<Vec<StatusExtent>, bcow::Error> {
     let most = match request.has(command_flag::REQ_ONE) {
         true => 1,
-        false => MOST_EXTENTS,
+        false => MAX_EXTENTS,
     };
     let mut extents: Vec<StatusExtent> = Vec::new();
     let mut at = 0;
-    for _ in 0..MOST_PIECES {
+    for _ in 0..MAX_PIECES {
         if at >= request.length {
             break;
         }

@@ -18,10 +18,10 @@ use crate::socket::{Patience, Socket};
 use crate::tls::{self, Tls};
 
 /// Largest accepted data of an option: a name and some dozens of queries.
-const MOST_OPTION_BYTES: usize = 64 << 10;
+const MAX_OPTION_BYTES: usize = 64 << 10;
 /// Largest data that the server receives and discards, so that it can reply to the option with an
 /// error.
-const MOST_SKIPPED_BYTES: u32 = 1 << 20;
+const MAX_SKIPPED_BYTES: u32 = 1 << 20;
 /// Preferred block size of the device, in bytes.
 const PREFERRED_BYTES: u32 = 4096;
 /// Longest message of an error reply, in bytes.
@@ -102,8 +102,8 @@ impl Handshake<'_> {
                 "an option does not begin with the magic",
             ));
         }
-        if length as usize > MOST_OPTION_BYTES {
-            if length > MOST_SKIPPED_BYTES || option == option::EXPORT_NAME {
+        if length as usize > MAX_OPTION_BYTES {
+            if length > MAX_SKIPPED_BYTES || option == option::EXPORT_NAME {
                 return Err(SessionEnd::Protocol("an option is too long"));
             }
             self.receiver.skip(self.socket, u64::from(length))?;

@@ -20,7 +20,7 @@ use crate::node::{NodeId, NodeIds};
 pub const COUNTED_EXTENTS: usize = 1 << 16;
 
 /// Upper bound of the names that are read to find the paths of inodes with errors.
-const MOST_NAMES: usize = 1 << 19;
+const MAX_NAMES: usize = 1 << 19;
 
 /// A mounted image. It logs each error before it returns the errno.
 pub struct Image {
@@ -52,7 +52,7 @@ impl Image {
     pub fn shown_paths(&self, nid: Nid) -> Vec<String> {
         let names = self
             .names
-            .get_or_init(|| PathIndex::new(&self.fs, MOST_NAMES));
+            .get_or_init(|| PathIndex::new(&self.fs, MAX_NAMES));
         let paths = names.paths(nid, NAMED_PATHS);
         paths.iter().map(|path| shown(path)).collect()
     }

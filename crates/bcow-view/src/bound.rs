@@ -27,23 +27,29 @@ pub(crate) fn record_use(view: &File) {
     }
 }
 
-/// Removes the least recently used views, except `kept`, until all take at most `most_bytes` on the
-/// disk. A view that cannot be removed does no harm.
-pub(crate) fn evict(directory: &File, kept: &str, most_bytes: u64) {
-    let mut views: Vec<_> = entries::views(directory)
-        .unwrap_or_default()
+/// Removes the least recently used views, except `kept`, until the rest take at most `limit_bytes`
+/// on the disk. A view that cannot be removed does no harm.
+///
+/// A view that is larger than the limit does not count, because it would evict all others. Of such
+/// views, only `kept` or the most recently used one stays.
+pub(crate) fn evict(directory: &File, kept: &str, limit_bytes: u64) {
+    let mut views = entries::views(directory).unwrap_or_default();
+    views.sort_by_cached_key(|(name, found)| (name == kept, found.st_mtime, name.clone()));
+    let (mut large, others): (Vec<_>, Vec<_>) = views
         .into_iter()
-        .map(|(name, found)| (found.st_mtime, entries::held_bytes(&found), name))
-        .collect();
-    views.sort_unstable();
-    let mut held: u64 = views.iter().map(|(_, bytes, _)| bytes).sum();
-    for (_, bytes, name) in views {
-        if held <= most_bytes {
+        .map(|(name, found)| (name, entries::held_bytes(&found)))
+        .partition(|(_, bytes)| *bytes > limit_bytes);
+    let remove = |name: &str| rustix::fs::unlinkat(directory, name, AtFlags::empty()).is_ok();
+    large.pop();
+    for (name, _) in large {
+        remove(&name);
+    }
+    let mut held: u64 = others.iter().map(|(_, bytes)| bytes).sum();
+    for (name, bytes) in others {
+        if held <= limit_bytes || name == kept {
             break;
         }
-        let is_removed =
-            name != kept && rustix::fs::unlinkat(directory, &name, AtFlags::empty()).is_ok();
-        if is_removed {
+        if remove(&name) {
             held -= bytes;
         }
     }
@@ -61,8 +67,12 @@ mod tests {
     }
 
     fn make(directory: &Path, name: &str, age_days: u64) -> u64 {
+        make_of(directory, name, age_days, 8192)
+    }
+
+    fn make_of(directory: &Path, name: &str, age_days: u64, bytes: usize) -> u64 {
         let path = directory.join(name);
-        std::fs::write(&path, [7; 8192]).unwrap();
+        std::fs::write(&path, vec![7; bytes]).unwrap();
         let file = File::options().write(true).open(&path).unwrap();
         let age = Duration::from_secs(age_days * 24 * 3600);
         file.set_times(FileTimes::new().set_modified(SystemTime::now() - age))
@@ -91,6 +101,24 @@ mod tests {
         evict(&open, &name(4), 0);
         left.retain(|&n| at.join(name(n)).exists());
         assert_eq!(left, [4]);
+    }
+
+    #[test]
+    fn a_view_larger_than_the_limit_evicts_only_other_large_ones() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path();
+        let small: u64 = (0..3).map(|n| make(at, &name(n), 10)).sum();
+        for large in [7, 8, 9] {
+            make_of(at, &name(large), 10 - u64::from(large), 1 << 20);
+        }
+        let left = || -> Vec<u32> { (0..10).filter(|&n| at.join(name(n)).exists()).collect() };
+        let open = File::open(at).unwrap();
+        evict(&open, &name(8), small);
+        assert_eq!(left(), [0, 1, 2, 8]);
+        // The next view is small: the large one stays, and does not count.
+        make(at, &name(3), 0);
+        evict(&open, &name(3), small);
+        assert_eq!(left(), [1, 2, 3, 8]);
     }
 
     #[test]

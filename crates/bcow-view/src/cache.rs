@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{Image, NewFile, OneBacking, OpenOptions};
+use bcow::{Image, NewFile, NewFileError, OneBacking, OpenOptions};
 use rustix::fs::Mode;
 
 use crate::entries::{Removal, Remove, ViewEntry};
@@ -21,13 +21,14 @@ use crate::file::{self, LAYOUT, hex};
 use crate::{Shown, ViewError};
 use crate::{bound, entries};
 
-/// Limit of the bytes of all views on the disk. About a thousand views fit.
-const MOST_BYTES: u64 = 1 << 30;
+/// Limit of the bytes that views take on the disk. About a thousand views fit.
+const MAX_BYTES: u64 = 1 << 30;
 /// Permission bits with which other users can write.
 const OTHERS_WRITE: u32 = 0o022;
 
 /// A directory with views. The user can delete them at any time: bcow makes missing views again.
-/// When all views take more than 1 GiB, bcow removes the least recently used ones.
+/// When views take more than 1 GiB, bcow removes the least recently used ones. A view that is
+/// larger than that does not count; of such views, only the most recently used one stays.
 #[derive(Debug, Clone)]
 pub struct ViewCache {
     directory: PathBuf,
@@ -140,7 +141,7 @@ impl ViewCache {
         let metadata = directory.metadata().map_err(failed)?;
         match metadata.is_dir() && is_safe(&metadata) {
             true => Ok(directory),
-            false => Err(ViewError::Foreign {
+            false => Err(ViewError::WritableByOthers {
                 path: self.directory.clone(),
             }),
         }
@@ -185,17 +186,14 @@ impl ViewCache {
             source,
         };
         let new = NewFile::create(&within).map_err(failed)?;
-        let io = |source: io::Error| ViewError::Directory {
-            path: self.directory.clone(),
-            source,
-        };
+        let io = |source: io::Error| failed(NewFileError::Write(source));
         // The umask may allow more.
         rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600))
             .map_err(|error| io(error.into()))?;
         let storage = Arc::new(new.file().try_clone().map_err(io)?);
         file::write(storage, image, bytes)?;
         new.complete().map_err(failed)?;
-        bound::evict(directory, &name, MOST_BYTES);
+        bound::evict(directory, &name, MAX_BYTES);
         self.cached(directory, image, bytes)
             .ok_or(ViewError::Replaced { path })
     }

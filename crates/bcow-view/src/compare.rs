@@ -147,9 +147,9 @@ impl Compared {
     /// Compares the stored blocks that the view uses, except the metadata of the file system
     /// itself.
     fn content(&mut self, stored: &Ranges) -> Result<(), CompareError> {
-        let own = self.view.own_blocks().map_err(CompareError::View)?;
-        let own = Ranges::new(own.iter().map(|own| own.start..own.end()).collect());
-        let rest = stored.without(&own);
+        let metadata = self.view.metadata_blocks().map_err(CompareError::View)?;
+        let metadata = metadata.iter().map(|range| range.start..range.end());
+        let rest = stored.without(&Ranges::new(metadata.collect()));
         let mut differing = Vec::new();
         let mut bitmap = None;
         for range in rest.iter() {

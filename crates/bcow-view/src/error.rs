@@ -69,7 +69,7 @@ pub enum ViewError {
     },
     /// Other users could replace views.
     #[error("cannot keep views in {}: another user can write there", path.display())]
-    Foreign {
+    WritableByOthers {
         /// Path of the directory.
         path: PathBuf,
     },

@@ -123,8 +123,8 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
 /// log2 of the region size of a file with a view of `bytes` bytes: the root table is short, and
 /// windows and fragments, which begin at groups of 128 MiB, begin at regions.
 fn region_shift(bytes: u64) -> u8 {
-    const MOST_REGIONS: u64 = 1 << 16;
-    let is_short = |shift: &u8| bytes >> shift <= MOST_REGIONS;
+    const MAX_REGIONS: u64 = 1 << 16;
+    let is_short = |shift: &u8| bytes >> shift <= MAX_REGIONS;
     (22..27).find(is_short).unwrap_or(27)
 }
 

@@ -19,7 +19,7 @@ const TABLE_SHARE: u64 = 8;
 /// The budget of verified pieces of Merkle trees is the block budget divided by this.
 const PIECE_SHARE: u64 = 16;
 /// Number of files whose identities a common cache remembers. A forgotten file gets a new one.
-const MOST_FILES: usize = 1 << 14;
+const MAX_FILES: usize = 1 << 14;
 /// Least budget for these pieces in bytes. Without them each read would hash up to the root.
 const LEAST_PIECE_BYTES: u64 = 1 << 20;
 /// The part of a cache for entries that were used again after some time. The rest is for new
@@ -109,7 +109,7 @@ impl BlockCache {
     /// A cache as that of [`BlockCache::new`], in which files that are opened several times are
     /// cached once, as long as they are sealed and do not change.
     pub fn common(bytes: u64) -> Self {
-        BlockCache::with_files(bytes, Some(Cache::new(MOST_FILES)))
+        BlockCache::with_files(bytes, Some(Cache::new(MAX_FILES)))
     }
 
     fn with_files(bytes: u64, files: Option<Cache<OpenedAs, FileId>>) -> Self {

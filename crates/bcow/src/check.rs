@@ -25,7 +25,7 @@ pub use repair::repair;
 pub use restore::{RestoreError, Restored, restore};
 
 /// Most findings that a report keeps; a file of random bytes would have millions.
-const MOST_FINDINGS: usize = 1000;
+const MAX_FINDINGS: usize = 1000;
 
 /// Options of a check.
 #[derive(Debug, Clone)]
@@ -108,7 +108,7 @@ impl Report {
     }
 
     fn add(&mut self, finding: Finding) {
-        if self.findings.len() < MOST_FINDINGS {
+        if self.findings.len() < MAX_FINDINGS {
             self.findings.push(finding);
         } else {
             self.omitted += 1;

@@ -13,7 +13,7 @@ use crate::lock::{FileLock, LockError};
 use crate::new_file::NewFile;
 
 /// How many times a file is opened again because another file took its name.
-const MOST_REPLACEMENTS: u32 = 100;
+const MAX_REPLACEMENTS: u32 = 100;
 
 /// The file of a writable disk, open for reading and writing. No other process writes to it until
 /// this is dropped.
@@ -55,7 +55,7 @@ impl LockedFile {
     /// Only the header is examined: a file without a valid header is locked too, and fails when it
     /// is opened as a disk.
     pub fn open(path: &Path, note: &str) -> Result<Self, LockFileError> {
-        for _ in 0..MOST_REPLACEMENTS {
+        for _ in 0..MAX_REPLACEMENTS {
             let path = path.canonicalize().map_err(LockFileError::Open)?;
             // Examined first: the error of a file that is no writable disk is more precise than
             // that of a file that this user must not write.

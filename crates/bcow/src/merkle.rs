@@ -232,7 +232,7 @@ impl Verifier {
         chunks: bool,
         thread_count: usize,
     ) -> Result<Vec<Error>, Error> {
-        const MOST: usize = 64;
+        const MAX_MISMATCHES: usize = 64;
         let per_batch = (BATCH_BYTES / self.shape.chunk_bytes).max(1);
         let total = self.shape.chunks();
         let mut mismatches = Vec::new();
@@ -256,7 +256,7 @@ impl Verifier {
                     Ok(()) => {}
                     Err(error @ Error::Merkle { .. }) => {
                         found.push(error);
-                        if count.fetch_add(1, Ordering::Relaxed) >= MOST as u64 {
+                        if count.fetch_add(1, Ordering::Relaxed) >= MAX_MISMATCHES as u64 {
                             stop.store(true, Ordering::Relaxed);
                         }
                     }
@@ -265,7 +265,7 @@ impl Verifier {
             }
             Ok(found)
         })?;
-        mismatches.extend(found.into_iter().flatten().take(MOST));
+        mismatches.extend(found.into_iter().flatten().take(MAX_MISMATCHES));
         // One bad piece of the tree fails all chunks below it; report it once.
         mismatches.dedup_by_key(|error| match error {
             Error::Merkle { start, .. } => *start,

@@ -5,6 +5,7 @@ use bcow_view::ViewEntry;
 use serde_json::{Value, json};
 
 use super::{DirectoryArgs, cannot_read, image_of};
+use crate::cache::Found;
 use crate::error::{CommandError, Context};
 use crate::names::{hex, printable};
 use crate::size::{Human, plural};
@@ -29,11 +30,11 @@ pub struct Args {
 
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (path, entries) = match args.directory.find()? {
-        Ok(cache) => {
+        Found::Cache(cache) => {
             let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             (cache.path().to_owned(), entries)
         }
-        Err(missing) => (missing, Vec::new()),
+        Found::Missing(path) => (path, Vec::new()),
     };
     let views = args.directory.views()?;
     let views_directory = views.cache.as_ref();

@@ -7,6 +7,7 @@ use bcow_view::{Removal, Remove};
 use serde_json::json;
 
 use super::{DirectoryArgs, Views, cannot_read};
+use crate::cache::Found;
 use crate::error::{CommandError, Context};
 use crate::running;
 use crate::size::{self, Human, plural};
@@ -48,10 +49,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         other => other,
     };
     let pruned = match args.directory.find()? {
-        Ok(cache) => cache
+        Found::Cache(cache) => cache
             .prune(of_files)
             .context(|| cannot_read(cache.path()))?,
-        Err(_) => Pruned::default(),
+        Found::Missing(_) => Pruned::default(),
     };
     let of_views = match which {
         Prune::Limit(limit) => Prune::Limit(limit.saturating_sub(pruned.held_bytes)),

@@ -5,6 +5,7 @@ use bcow_view::{Remove, ViewEntry};
 use serde_json::{Value, json};
 
 use super::{DirectoryArgs, cannot_read, image_of};
+use crate::cache::Found;
 use crate::error::{CommandError, Context};
 use crate::interrupt::Interrupt;
 use crate::names::{printable, quoted};
@@ -32,8 +33,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut directory = None;
     let (mut right, mut damaged, mut manifests, mut wrong_manifests) = (0, 0, 0, 0);
     match args.directory.find()? {
-        Err(missing) => directory = Some(missing),
-        Ok(cache) => {
+        Found::Missing(path) => directory = Some(path),
+        Found::Cache(cache) => {
             directory.replace(cache.path().to_owned());
             let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             let progress = ui.progress();

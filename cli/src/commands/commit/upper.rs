@@ -18,7 +18,7 @@ use bcow_oci::{ConvertOptions, Digest, ImageName, LayoutForm, Limits, store};
 use bcow_union::offline::{Changes, LOWER_FROM, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
-use super::{Args, Extent};
+use super::{Args, NewContent};
 use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
 use crate::conversion::{failure as convert_failure, source_date_epoch};
 use crate::error::CommandError;
@@ -53,7 +53,7 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
             ),
         );
     }
-    if !matches!(destination, Destination::File(_)) && args.extent() != Extent::Layer {
+    if !matches!(destination, Destination::File(_)) && args.new_content() != NewContent::Layer {
         return Err(
             CommandError::usage("--merge and --flatten are for an image in one file")
                 .hint("`bcow export --to tar` writes the tree of an image"),
@@ -197,9 +197,9 @@ impl UpperCommit<'_> {
     }
 
     fn file(&self, changes: Changes, path: &Path) -> Result<(), CommandError> {
-        let extent = self.args.extent();
+        let content = self.args.new_content();
         let is_image = self.image.image().header().purpose == Use::Image;
-        if !is_image && extent != Extent::Whole {
+        if !is_image && content != NewContent::Whole {
             return Err(
                 CommandError::new(format!("cannot write {}", path.display()))
                     .caused_by_text(format!(
@@ -215,20 +215,20 @@ impl UpperCommit<'_> {
         let progress = self.ui.progress();
         progress.phase("committing");
         let store = changes.store.clone();
-        let tree = match extent {
-            Extent::Layer => changes.layer.into_overlay().joined(self.upper)?,
-            Extent::Merged | Extent::Whole => self.merged(changes)?,
+        let tree = match content {
+            NewContent::Layer => changes.layer.into_overlay().joined(self.upper)?,
+            NewContent::Merged | NewContent::Whole => self.merged(changes)?,
         };
         let spliced = store.filesystem(&tree).joined(self.upper)?;
-        let base = match extent {
-            Extent::Whole => Vec::new(),
-            Extent::Layer | Extent::Merged => self.bases(),
+        let base = match content {
+            NewContent::Whole => Vec::new(),
+            NewContent::Layer | NewContent::Merged => self.bases(),
         };
         let commit = Commit {
             tree,
             device: &*spliced.device,
             base,
-            described: self.described(extent)?,
+            described: self.described(content)?,
         };
         let report = bcow_oci::commit::commit(commit, path, &options, &progress)
             .map_err(|error| convert_failure(&error))?;
@@ -306,17 +306,17 @@ impl UpperCommit<'_> {
         named.map(|(start, image)| base(start, image)).collect()
     }
 
-    fn described(&self, extent: Extent) -> Result<Map<String, Value>, CommandError> {
+    fn described(&self, content: NewContent) -> Result<Map<String, Value>, CommandError> {
         let mut all = Map::new();
         if let Some(created) = source_date_epoch()?.and_then(bcow_oci::rfc3339) {
             all.insert("created".into(), json!(created));
         }
         let of = json!({ "over": hex(&self.image.identity()) });
-        match extent {
-            Extent::Layer => {
+        match content {
+            NewContent::Layer => {
                 all.insert("layer".into(), of);
             }
-            Extent::Merged | Extent::Whole => {
+            NewContent::Merged | NewContent::Whole => {
                 all.insert("commit".into(), of);
                 let metadata = metadata(self.image)?;
                 if let Some(config) = metadata.get("config") {
@@ -328,9 +328,9 @@ impl UpperCommit<'_> {
     }
 
     fn report(&self, report: &CommitReport, path: &Path) {
-        let what = match self.args.extent() {
-            Extent::Layer => "layer",
-            Extent::Merged | Extent::Whole => "image",
+        let what = match self.args.new_content() {
+            NewContent::Layer => "layer",
+            NewContent::Merged | NewContent::Whole => "image",
         };
         let over = match report.base_bytes {
             0 => String::new(),
@@ -407,9 +407,7 @@ fn config_after(config: Option<&Value>, below: usize) -> Result<Option<Value>, C
     let mut history = match config.get("history").and_then(Value::as_array) {
         Some(history) if history.iter().filter(is_layer).count() == below => history.clone(),
         _ => {
-            let entry =
-                json!({"created_by": "bcow export", "comment": "a layer of the image below"});
-            vec![entry; below]
+            vec![json!({"comment": "a layer of the image below"}); below]
         }
     };
     let mut entry = json!({"created_by": "bcow commit"});

@@ -10,10 +10,10 @@ use bcow_remote::Problem;
 use crate::remote::of_server;
 
 /// Most chunks of one file that may be wrong. Each costs a second attempt.
-const MOST_WRONG_CHUNKS: usize = 1000;
+const MAX_WRONG_CHUNKS: usize = 1000;
 
 /// A file whose wrong chunks read as zeros, so that a check finds them as it finds damage in a file
-/// of this machine. Other errors, and more than [`MOST_WRONG_CHUNKS`] wrong chunks, are errors of
+/// of this machine. Other errors, and more than [`MAX_WRONG_CHUNKS`] wrong chunks, are errors of
 /// reading.
 struct Tolerant {
     storage: Arc<dyn Storage>,
@@ -56,7 +56,7 @@ impl Tolerant {
                     tracing::info!("{error}");
                     let mut wrong = wrong();
                     wrong.insert(start);
-                    if wrong.len() > MOST_WRONG_CHUNKS {
+                    if wrong.len() > MAX_WRONG_CHUNKS {
                         return Err(error);
                     }
                 }
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_file_with_too_many_wrong_chunks_is_an_error() {
         let file = tolerant(|_| true);
-        let most = MOST_WRONG_CHUNKS as u64 * CHUNK;
+        let most = MAX_WRONG_CHUNKS as u64 * CHUNK;
         let mut bytes = vec![9; most as usize];
         file.read_at(0, &mut bytes).expect("bytes");
         file.read_at(most, &mut [0]).expect_err("the next one");

@@ -1,11 +1,13 @@
 //! Signals that end the server, and the notification that the server is ready.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use bcow_nbd::activation;
 use nix::sys::signal::{SigSet, Signal};
+use rustix::io::Errno;
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 
 use crate::error::{CommandError, Context};
 
@@ -47,15 +49,25 @@ pub fn announce(fd: Option<u32>) -> Result<(), CommandError> {
     activation::notify("READY=1")
         .context(|| "cannot notify the service manager that the server is ready".to_owned())?;
     if let Some(fd) = fd {
-        // Opened anew: this process may not own the descriptor of this number.
-        let path = format!("/proc/self/fd/{fd}");
-        File::options()
-            .write(true)
-            .open(&path)
+        copy_of(fd)
             .and_then(|mut file| file.write_all(b"\n"))
             .context(|| format!("cannot write to descriptor {fd} that the server is ready"))?;
     }
     Ok(())
+}
+
+/// A copy of the descriptor of this number: this process may not own the descriptor itself.
+fn copy_of(fd: u32) -> io::Result<File> {
+    let number = i32::try_from(fd).map_err(|_| Errno::BADF)?;
+    let copied = pidfd_open(getpid(), PidfdFlags::empty())
+        .and_then(|own| pidfd_getfd(own, number, PidfdGetfdFlags::empty()));
+    match copied {
+        // Older kernels, and the filters of some containers. A socket cannot be opened this way.
+        Err(Errno::NOSYS | Errno::PERM) => File::options()
+            .write(true)
+            .open(format!("/proc/self/fd/{fd}")),
+        copied => Ok(File::from(copied?)),
+    }
 }
 
 /// A file with the ID of this process, removed on drop.

@@ -15,12 +15,12 @@ pub enum ReadError {
     /// There is no ext4.
     #[error("there is no ext4 file system")]
     NoExt4,
-    /// The file system has features that this version does not know.
-    #[error("the ext4 has features that this version cannot read (incompatible {0:#x})")]
-    Features(u32),
-    /// The file system has another form than those of this crate.
-    #[error("the ext4 was made anew, in another form than bcow gives it")]
-    Form,
+    /// The file system has incompatible features that this version does not support.
+    #[error("the ext4 has features that cannot be read yet: {0}")]
+    Features(Features),
+    /// The file system has another layout than those of this crate.
+    #[error("the ext4 was made anew, in another layout than bcow gives it")]
+    Layout,
     /// An inode has content in a form that this version does not read.
     #[error("inode {inode} of the ext4: {what} cannot be read yet")]
     Unsupported {
@@ -40,6 +40,31 @@ pub enum ReadError {
         /// What is wrong with it.
         problem: &'static str,
     },
+}
+
+/// Bits of incompatible features. They are shown with the names that e2fsprogs gives them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Features(pub u32);
+
+impl fmt::Display for Features {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let set = (0..u32::BITS).filter(|bit| self.0 & (1 << bit) != 0);
+        for (index, bit) in set.enumerate() {
+            if index > 0 {
+                write!(f, ", ")?;
+            }
+            match 1 << bit {
+                0x1 => write!(f, "compression")?,
+                0x8 => write!(f, "journal_dev")?,
+                0x1000 => write!(f, "dirdata")?,
+                0x8000 => write!(f, "inline_data")?,
+                0x1_0000 => write!(f, "encrypt")?,
+                0x2_0000 => write!(f, "casefold")?,
+                unknown => write!(f, "{unknown:#x}")?,
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A structure of a file system.
@@ -76,5 +101,19 @@ impl fmt::Display for Place {
             Place::Block(block) => write!(f, "block {block}"),
             Place::Journal(block) => write!(f, "block {block} of the journal"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unsupported_features_have_names() {
+        let error = ReadError::Features(Features(0x1_8000 | 0x8000_0000));
+        assert_eq!(
+            error.to_string(),
+            "the ext4 has features that cannot be read yet: inline_data, encrypt, 0x80000000"
+        );
     }
 }

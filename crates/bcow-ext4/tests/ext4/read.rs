@@ -132,7 +132,7 @@ fn read_all(source: Damaged) -> Result<(), ReadError> {
             _ => {}
         }
     }
-    reader.own_blocks()?;
+    reader.metadata_blocks()?;
     Ok(())
 }
 

@@ -32,7 +32,7 @@ pub(crate) use latency::Running;
 pub const STATS_XATTR: &str = "user.bcow.stats";
 
 /// Largest attribute value that the kernel passes on, in bytes (XATTR_SIZE_MAX).
-pub const MOST_XATTR_BYTES: usize = 64 << 10;
+pub const MAX_XATTR_BYTES: usize = 64 << 10;
 
 /// The image that is mounted.
 #[derive(Debug, Clone, Default)]
@@ -242,7 +242,7 @@ impl MountStats {
         let mut document = self.document();
         loop {
             let json = serde_json::to_vec(&document).map_err(|_| Errno::IO)?;
-            if json.len() <= MOST_XATTR_BYTES {
+            if json.len() <= MAX_XATTR_BYTES {
                 return Ok(json);
             }
             // Paths can make the document too long. Drop the oldest error first: the last error

@@ -71,14 +71,14 @@ impl Overhead {
         self.examine(file, None, room)
     }
 
-    /// As [`Overhead::recount`], for an inode whose data takes `data` bytes.
-    pub fn count(
+    /// As [`Overhead::recount`], for an inode whose data takes `data_bytes`.
+    pub fn recount_with_data(
         &self,
         file: impl AsFd,
-        data: u64,
+        data_bytes: u64,
         room: &mut Reservation<'_>,
     ) -> Result<(), Errno> {
-        self.examine(file, Some(data), room)
+        self.examine(file, Some(data_bytes), room)
     }
 
     fn examine(
@@ -134,7 +134,7 @@ impl Overhead {
     }
 
     /// The bytes of an inode at its last examination.
-    pub(super) fn of(&self, inode: u64) -> u64 {
+    pub(super) fn bytes_of(&self, inode: u64) -> u64 {
         self.shard(inode).get(&inode).copied().unwrap_or(0)
     }
 

@@ -81,7 +81,7 @@ impl TrackedBlocks {
     ) -> Result<(), ChargeError> {
         let failed = ChargeError::host("read its allocated size");
         let host = file.stored_bytes().map_err(failed)?;
-        let beside = account.overhead.of(inode_of(file)?);
+        let beside = account.overhead.bytes_of(inode_of(file)?);
         self.allocated = 0;
         self.allocated = host.saturating_sub(self.bytes() + beside);
         self.had_allocated |= self.allocated > 0;

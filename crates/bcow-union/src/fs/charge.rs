@@ -125,7 +125,10 @@ impl UnionFs {
         let mut room = self.account.unreserved();
         match node.stored.get().and_then(StoredBlocks::charged) {
             Some(data) if self.account.is_limited() => {
-                let counted = self.account.overhead.count(file, data, &mut room);
+                let counted = self
+                    .account
+                    .overhead
+                    .recount_with_data(file, data, &mut room);
                 self.log_count_failure(counted);
             }
             _ => self.recount_overhead_in(file, &mut room),

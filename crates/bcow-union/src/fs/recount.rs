@@ -165,7 +165,9 @@ impl Count<'_> {
 
     fn overhead(&self, file: impl AsFd, data: u64) -> Result<(), Errno> {
         let mut room = self.account.unreserved();
-        self.account.overhead.count(file, data, &mut room)
+        self.account
+            .overhead
+            .recount_with_data(file, data, &mut room)
     }
 }
 

@@ -24,10 +24,10 @@ const BITS: u8 = 2;
 /// The offset of the runs or bits in a record.
 const PAYLOAD: usize = 24;
 const RUN_BYTES: usize = 16;
-const MOST_RUNS: usize = (CRC - PAYLOAD) / RUN_BYTES;
-const MOST_WORDS: usize = (CRC - PAYLOAD) / 8;
+const MAX_RUNS: usize = (CRC - PAYLOAD) / RUN_BYTES;
+const MAX_WORDS: usize = (CRC - PAYLOAD) / 8;
 /// The number of blocks that a record of bits covers.
-const WINDOW: u64 = MOST_WORDS as u64 * 64;
+const WINDOW: u64 = MAX_WORDS as u64 * 64;
 
 type Sector = [u8; SECTOR_BYTES];
 
@@ -101,7 +101,7 @@ pub fn encode(present: &BlockSet, header: &Header, first: u64) -> Vec<u8> {
     let mut runs = present.runs(0..header.blocks).peekable();
     let mut ahead = std::collections::VecDeque::new();
     loop {
-        while ahead.len() <= MOST_RUNS
+        while ahead.len() <= MAX_RUNS
             && let Some(run) = runs.next()
         {
             ahead.push_back(run);
@@ -111,7 +111,7 @@ pub fn encode(present: &BlockSet, header: &Header, first: u64) -> Vec<u8> {
         };
         let window = next.start / 64 * 64;
         let dense = ahead
-            .get(MOST_RUNS)
+            .get(MAX_RUNS)
             .is_some_and(|run| run.start < window.saturating_add(WINDOW));
         let mut sector = [0; SECTOR_BYTES];
         put(&mut sector, 8, first);
@@ -133,7 +133,7 @@ pub fn encode(present: &BlockSet, header: &Header, first: u64) -> Vec<u8> {
             }
         } else {
             sector[0] = RUNS;
-            let count = ahead.len().min(MOST_RUNS);
+            let count = ahead.len().min(MAX_RUNS);
             put(&mut sector, 16, count as u64);
             for (slot, run) in ahead.drain(..count).enumerate() {
                 let at = PAYLOAD + slot * RUN_BYTES;
@@ -229,7 +229,7 @@ fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Dama
     let what = get(sector, 16);
     match sector[0] {
         RUNS => {
-            if what == 0 || what > MOST_RUNS as u64 {
+            if what == 0 || what > MAX_RUNS as u64 {
                 return Err(Damage::Record);
             }
             for slot in 0..what as usize {
@@ -246,7 +246,7 @@ fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Dama
             if what >= blocks || !what.is_multiple_of(64) {
                 return Err(Damage::Range);
             }
-            for word in 0..MOST_WORDS {
+            for word in 0..MAX_WORDS {
                 let mut bits = get(sector, PAYLOAD + word * 8);
                 let first = what.saturating_add(word as u64 * 64);
                 while bits != 0 {
@@ -366,7 +366,7 @@ mod tests {
         }
         assert_eq!(encode(&set, &header(), 0).len(), SECTOR_BYTES);
         let mut far = BlockSet::default();
-        for block in (0..MOST_RUNS as u64).map(|at| at * 3000) {
+        for block in (0..MAX_RUNS as u64).map(|at| at * 3000) {
             far.insert(block..block + 1000);
         }
         assert_eq!(encode(&far, &header(), 0).len(), SECTOR_BYTES);

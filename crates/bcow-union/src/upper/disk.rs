@@ -31,7 +31,7 @@ use crate::options::SyncPolicy;
 /// Permission bits with which other users can write.
 const OTHERS_WRITE: u32 = 0o022;
 /// How many times the disk is opened again because another file took its name.
-const MOST_REPLACEMENTS: u32 = 100;
+const MAX_REPLACEMENTS: u32 = 100;
 
 /// The door that the upper at `path` belongs to; `None` if no mount has begun an upper there, or
 /// nothing is there. A directory that overlayfs filled belongs to no door yet.
@@ -232,7 +232,7 @@ impl DiskInstance {
 
     fn open_disk(&self, note: &str) -> Result<Option<OpenDisk>, UpperError> {
         let path = self.disk_path();
-        for _ in 0..MOST_REPLACEMENTS {
+        for _ in 0..MAX_REPLACEMENTS {
             let Some(file) = open_disk_file(self.meta.as_fd(), &self.path, OFlags::RDWR)? else {
                 return Ok(None);
             };

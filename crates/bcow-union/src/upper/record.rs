@@ -22,7 +22,7 @@ pub(super) const DISK: &str = "disk.bcow";
 const FILE: &str = "instance.json";
 const NEW_FILE: &str = "instance.json.new";
 /// The longest record that is read, in bytes.
-const MOST_BYTES: u64 = 64 << 10;
+const MAX_BYTES: u64 = 64 << 10;
 
 /// The content of `instance.json` of an upper of the FUSE door.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,11 +108,11 @@ impl Recorded {
         };
         let mut text = Vec::new();
         std::fs::File::from(file)
-            .take(MOST_BYTES + 1)
+            .take(MAX_BYTES + 1)
             .read_to_end(&mut text)
             .map_err(|error| io(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
-        if text.len() as u64 > MOST_BYTES {
-            return Err(damaged(format!("it is longer than {MOST_BYTES} bytes")));
+        if text.len() as u64 > MAX_BYTES {
+            return Err(damaged(format!("it is longer than {MAX_BYTES} bytes")));
         }
         // The schema is checked first, because a newer schema may have other fields.
         let value: serde_json::Value =

@@ -15,7 +15,7 @@ use crate::options::SyncPolicy;
 /// The name of the note in [`META`](super::META). Its content is the boot id of the use.
 const FILE: &str = "volatile";
 /// Bytes of the note that are read.
-const MOST_BYTES: u64 = 256;
+const MAX_BYTES: u64 = 256;
 
 /// Refuses an upper whose volatile use did not end cleanly before a reboot. Writes or removes the
 /// note for this use.
@@ -77,7 +77,7 @@ fn note(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Vec<u8>>, UpperError
     };
     let mut text = Vec::new();
     File::from(note)
-        .take(MOST_BYTES)
+        .take(MAX_BYTES)
         .read_to_end(&mut text)
         .map_err(|error| failed(errno_of(&error)))?;
     Ok(Some(text))

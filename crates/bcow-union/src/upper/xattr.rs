@@ -6,7 +6,7 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
 /// The longest value and the longest list of names on Linux, in bytes.
-const MOST_BYTES: usize = 64 << 10;
+const MAX_BYTES: usize = 64 << 10;
 /// The first buffer size, in bytes. Most values and lists fit.
 const FEW_BYTES: usize = 256;
 
@@ -133,8 +133,8 @@ fn growing(read: impl Fn(&mut Vec<u8>) -> Result<usize, Errno>) -> Result<Vec<u8
     loop {
         match read(&mut buf) {
             Ok(_) => return Ok(buf),
-            Err(Errno::RANGE) if buf.capacity() < MOST_BYTES => {
-                buf = Vec::with_capacity(MOST_BYTES);
+            Err(Errno::RANGE) if buf.capacity() < MAX_BYTES => {
+                buf = Vec::with_capacity(MAX_BYTES);
             }
             Err(errno) => return Err(errno),
         }

@@ -13,7 +13,7 @@ use crate::fixture::{Union, open_many};
 use crate::image::noise;
 use crate::tree::{Tree, tree_of};
 
-const MOST_INODES: u64 = 1 << 20;
+const MAX_INODES: u64 = 1 << 20;
 
 /// A closed union in which the start of `large` was written, so that it is a sketch.
 pub fn sketched() -> Option<Union> {
@@ -41,7 +41,7 @@ impl Union {
 
     pub fn try_changes(&self, scope: Scope) -> Result<Changes, ChangesError> {
         let (fs, device) = (self.image().filesystem(), self.image().device());
-        Changes::read(&self.reader(), fs, device, scope, MOST_INODES)
+        Changes::read(&self.reader(), fs, device, scope, MAX_INODES)
     }
 
     pub fn changes(&self, scope: Scope) -> Changes {
@@ -55,7 +55,7 @@ impl Union {
             form: TreeForm::Layer,
             place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
             tails: LOWER_FROM,
-            max_inodes: MOST_INODES,
+            max_inodes: MAX_INODES,
         };
         let lower = read_layer(&self.image().filesystem(), &options).unwrap();
         tree_of(&spliced(&changes.store, vec![lower, changes.layer]).filesystem)

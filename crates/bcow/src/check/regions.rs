@@ -22,7 +22,7 @@ pub(super) struct Subject<'a> {
 #[derive(Default)]
 pub(super) struct Used {
     /// Named by tables only.
-    pub(super) settled: Vec<Stored>,
+    pub(super) in_tables: Vec<Stored>,
     /// Named by records.
     pub(super) logged: Vec<Stored>,
     /// Named by tables, but replaced by records.
@@ -63,7 +63,7 @@ pub(super) fn check(
         for (place, error) in region.errors {
             report.note(place, error)?;
         }
-        used.settled.extend(region.used.settled);
+        used.in_tables.extend(region.used.in_tables);
         used.logged.extend(region.used.logged);
         used.replaced.extend(region.used.replaced);
         used.incomplete |= region.used.incomplete;
@@ -90,8 +90,8 @@ fn check_region(subject: &Subject<'_>, region: u64, data: bool) -> Result<Region
     };
     let mut at = 0;
     while at < length {
-        let (piece, brought) = piece_at(root, table.as_ref(), logged, at, length);
-        check_block(subject, region, start, &piece, brought, data, &mut report)?;
+        let (piece, is_logged) = piece_at(root, table.as_ref(), logged, at, length);
+        check_block(subject, region, start, &piece, is_logged, data, &mut report)?;
         at = piece.start + piece.length;
     }
     replaced_entries(root, table.as_ref(), logged, length, &mut report.used);
@@ -111,7 +111,7 @@ fn check_table(
         true => report.used.replaced.push(*stored),
         false => {
             report.tables += 1;
-            report.used.settled.push(*stored);
+            report.used.in_tables.push(*stored);
         }
     }
     let backing_bytes = |index: u32| {
@@ -182,7 +182,7 @@ fn check_block(
     region: u64,
     region_start: u64,
     piece: &Piece,
-    brought: bool,
+    is_logged: bool,
     data: bool,
     report: &mut RegionReport,
 ) -> Result<(), Error> {
@@ -192,9 +192,9 @@ fn check_block(
         Entry::Open(stored) => (stored, None),
         _ => return Ok(()),
     };
-    match brought {
+    match is_logged {
         true => report.used.logged.push(stored),
-        false => report.used.settled.push(stored),
+        false => report.used.in_tables.push(stored),
     }
     report.blocks += 1;
     report.open_blocks += u64::from(encoding.is_none());

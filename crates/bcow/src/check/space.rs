@@ -16,9 +16,9 @@ pub(super) fn check(
     free: &[FreeRange],
     report: &mut Report,
 ) {
-    let mut settled = sections(header);
-    settled.extend(used.settled.iter().map(range));
-    let mut all = settled.clone();
+    let mut in_tables = sections(header);
+    in_tables.extend(used.in_tables.iter().map(range));
+    let mut all = in_tables.clone();
     all.extend(used.logged.iter().map(range));
     check_overlaps(all, header.state == State::Sealed, report);
     if header.state == State::Sealed {
@@ -28,13 +28,13 @@ pub(super) fn check(
         .iter()
         .map(|range| (range.start, range.start + range.bytes))
         .collect();
-    check_free(&mut settled, &free, report);
+    check_free(&mut in_tables, &free, report);
     if used.incomplete {
         return;
     }
     // Leaked space is below the header's `file_bytes`, and no table, record or list names it. From
     // `file_bytes` on, a writer treats all space as free that no record names.
-    let mut named = settled;
+    let mut named = in_tables;
     named.extend(&free);
     named.extend(used.replaced.iter().map(range));
     for record in &replayed.records {
@@ -43,7 +43,7 @@ pub(super) fn check(
     }
     let leaked = unnamed_bytes(named, header.file_bytes);
     let mut in_use = sections(header);
-    in_use.extend(used.settled.iter().chain(&used.logged).map(range));
+    in_use.extend(used.in_tables.iter().chain(&used.logged).map(range));
     if let Some(writable) = &mut report.writable {
         writable.leaked_bytes = leaked;
         writable.free_bytes = unnamed_bytes(in_use, replayed.file_bytes) - leaked;
@@ -53,7 +53,7 @@ pub(super) fn check(
             code: "leak",
             severity: Severity::Warning,
             place: "free list".into(),
-            message: format!("{leaked} bytes of the file are used by nothing and not in the list"),
+            message: format!("{leaked} bytes of the file are neither in use nor in the list"),
         });
     }
 }
@@ -112,10 +112,10 @@ fn check_overlaps(mut ranges: Vec<Range>, may_share: bool, report: &mut Report) 
 
 /// The free list belongs to the header: it must not contain places that tables name, but may
 /// contain places that records name.
-fn check_free(settled: &mut [Range], free: &[Range], report: &mut Report) {
-    settled.sort_unstable();
+fn check_free(in_tables: &mut [Range], free: &[Range], report: &mut Report) {
+    in_tables.sort_unstable();
     let mut free = free.iter().peekable();
-    for &(start, end) in settled.iter() {
+    for &(start, end) in in_tables.iter() {
         while free.next_if(|range| range.1 <= start).is_some() {}
         if let Some(&&(first, last)) = free.peek()
             && first < end

@@ -8,7 +8,7 @@ use bcow_format::{BlockShift, Entry, SubBlockTable};
 pub(super) const CHECKED_SHIFT: u8 = 12;
 /// Most entries that a region keeps in a map; an array of all entries takes less memory beyond
 /// that.
-const MOST_SINGLE: usize = 128;
+const MAX_SINGLE: usize = 128;
 /// Memory of one entry in the map, in bytes.
 const SINGLE_BYTES: usize = 64;
 
@@ -132,7 +132,7 @@ impl Table {
                 return std::mem::replace(&mut entries[index as usize], entry);
             }
             Entries::Few { others, few } => {
-                if few.len() < MOST_SINGLE || few.contains_key(&index) {
+                if few.len() < MAX_SINGLE || few.contains_key(&index) {
                     return few.insert(index, entry).unwrap_or(*others);
                 }
                 let mut all = vec![*others; self.count as usize];

@@ -24,9 +24,9 @@ use crate::sync::atomic::Ordering;
 const FREE_SLACK: usize = 16;
 const FREE_ENTRY_BYTES: usize = 16;
 /// Number of places that are tried for a free list.
-const MOST_PLACES: u32 = 8;
+const MAX_PLACES: u32 = 8;
 /// Most ranges in a free list.
-const MOST_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
+const MAX_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
 
 /// New tables and sections, which nothing names yet, and the ranges that they replace.
 #[derive(Default)]
@@ -216,7 +216,7 @@ impl Inner {
         let mut attempts = 0;
         let mut exact = None;
         loop {
-            let count = free.iter().count().min(MOST_FREE) + FREE_SLACK;
+            let count = free.iter().count().min(MAX_FREE) + FREE_SLACK;
             let ample = (count * FREE_ENTRY_BYTES) as u64;
             let place = self.space.allocate_section(exact.unwrap_or(ample))?;
             let own = place.start..place.start + place.bytes;
@@ -241,11 +241,11 @@ impl Inner {
             // With the unused rest of its place in it, the list would need that rest. So another
             // place is tried: one of the exact size, or one that gives a list of another length. If
             // all attempts fail, the rest is leaked.
-            if fits && attempts >= MOST_PLACES {
+            if fits && attempts >= MAX_PLACES {
                 (*free, *end) = (list, list_end);
                 return Ok(own.start);
             }
-            exact = (fits && needed > 0 && attempts < MOST_PLACES - 1).then_some(needed);
+            exact = (fits && needed > 0 && attempts < MAX_PLACES - 1).then_some(needed);
             free.insert(*end..own.end.max(*end));
             free.insert(own.clone());
             *end = own.end.max(*end);
@@ -309,7 +309,7 @@ pub(super) struct Prepared {
 
 /// Bytes that an encoded free list takes, in whole sectors.
 fn list_bytes(free: &Extents) -> u64 {
-    let entries = free.iter().count().min(MOST_FREE);
+    let entries = free.iter().count().min(MAX_FREE);
     ((entries * FREE_ENTRY_BYTES) as u64).next_multiple_of(SECTOR_BYTES)
 }
 
@@ -339,9 +339,9 @@ fn largest(free: &Extents) -> Vec<FreeRange> {
             bytes: range.end - range.start,
         })
         .collect();
-    if ranges.len() > MOST_FREE {
+    if ranges.len() > MAX_FREE {
         ranges.sort_unstable_by_key(|range| std::cmp::Reverse(range.bytes));
-        ranges.truncate(MOST_FREE);
+        ranges.truncate(MAX_FREE);
         ranges.sort_unstable_by_key(|range| range.start);
     }
     ranges

@@ -17,7 +17,7 @@ use crate::sync::{Arc, Condvar, Mutex};
 
 /// A region that is newer in the log than in its table stays in memory until the next checkpoint. A
 /// flush writes a checkpoint when these regions take more than this many bytes.
-const MOST_LOGGED_BYTES: u64 = 48 << 20;
+const MAX_LOGGED_BYTES: u64 = 48 << 20;
 /// Memory counted for each such region in addition to its table, in bytes.
 const REGION_BYTES: u64 = 512;
 /// Free runs of at least this many bytes are punched out of the file.
@@ -222,7 +222,7 @@ impl Inner {
         let needs_barrier = taken.mappings.iter().any(opened);
         let bytes = record_bytes(taken.mappings.len()) as u64;
         let fits = bytes <= committer.header.log.1 - committer.tail
-            && committer.logged_bytes <= MOST_LOGGED_BYTES;
+            && committer.logged_bytes <= MAX_LOGGED_BYTES;
         if !fits {
             // The first barrier of the checkpoint covers the blocks too.
             return self.checkpoint(frame, committer, taken);

@@ -24,7 +24,7 @@ use crate::sync::Arc;
 use crate::{BlockDevice, Error};
 
 /// Memory in bytes that tables which are newer than the file may take in a disk at rest.
-const MOST_IDLE_BYTES: u64 = 4 << 20;
+const MAX_IDLE_BYTES: u64 = 4 << 20;
 
 impl Disk {
     /// Writes everything into the tables and truncates the file to its content. The file does not
@@ -38,7 +38,7 @@ impl Disk {
     /// Releases memory that the disk needs only for speed. If much of it is needed until the next
     /// checkpoint, this writes one.
     pub fn release_memory(&self) -> Result<(), Error> {
-        let many = lock(&self.inner.committer).logged_bytes > MOST_IDLE_BYTES;
+        let many = lock(&self.inner.committer).logged_bytes > MAX_IDLE_BYTES;
         let written = if many { self.checkpoint() } else { Ok(()) };
         self.inner.regions.clear_clean();
         written

@@ -17,7 +17,7 @@ use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, SMALL};
 const SHARDS: u64 = if SMALL { 2 } else { 64 };
 /// Limit of cached regions per shard: with 24 KiB for a table of 1024 blocks, some 24 MiB in all. A
 /// shard may exceed the limit, because dirty regions cannot be evicted.
-const MOST_PER_SHARD: usize = if SMALL { 1 } else { 16 };
+const MAX_PER_SHARD: usize = if SMALL { 1 } else { 16 };
 
 pub(super) struct Regions {
     shards: Vec<Mutex<HashMap<u64, Arc<Region>>>>,
@@ -42,7 +42,7 @@ impl Regions {
     /// The region, for a change.
     pub(super) fn get(&self, index: u64, length: u64) -> Arc<Region> {
         let mut shard = lock(&self.shards[(index % SHARDS) as usize]);
-        if shard.len() >= MOST_PER_SHARD && !shard.contains_key(&index) {
+        if shard.len() >= MAX_PER_SHARD && !shard.contains_key(&index) {
             forget_one(&mut shard);
         }
         match shard.entry(index) {

@@ -23,7 +23,7 @@ const CHUNK_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 1 << 20 };
 const LEAST_REUSE_BYTES: u64 = 4 << 20;
 /// Bytes that are initialised ahead: a sixteenth of the file, within these limits.
 const LEAST_AHEAD_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 256 << 10 };
-const MOST_AHEAD_BYTES: u64 = 8 << 20;
+const MAX_AHEAD_BYTES: u64 = 8 << 20;
 /// Shorter holes are not initialised ahead.
 const LEAST_HOLE_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 64 << 10 };
 
@@ -231,7 +231,7 @@ impl Pool {
     /// The space to initialise ahead now, if any. Near the limit of reuse the file may grow again
     /// soon, so up to twice the limit there is initialised space.
     fn wants_ahead(&self) -> Option<Ahead> {
-        let wanted = (self.end / 16).clamp(LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES);
+        let wanted = (self.end / 16).clamp(LEAST_AHEAD_BYTES, MAX_AHEAD_BYTES);
         let wanted = wanted.next_multiple_of(SECTOR_BYTES);
         if self.ready.total() >= wanted / 2 {
             return None;

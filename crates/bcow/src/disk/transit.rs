@@ -16,7 +16,7 @@ use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
 
 /// Length of the queue from which a writer completes its partly written block itself.
-const MOST_WAITING: usize = if SMALL { 1 } else { 1024 };
+const MAX_WAITING: usize = if SMALL { 1 } else { 1024 };
 /// Jobs that the filler does in one call of `Storage::unasked`.
 const JOBS_AT_ONCE: usize = 64;
 
@@ -60,7 +60,7 @@ impl Fills {
 
     /// Whether the queue is full, so that writers complete blocks themselves.
     pub(super) fn is_behind(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) >= MOST_WAITING
+        self.waiting.load(Ordering::Relaxed) >= MAX_WAITING
     }
 
     /// The next job, if one is queued.

@@ -8,7 +8,7 @@ use bcow_erofs::tree::{LayerTree, NodeId, NodeKind};
 use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
-use super::{CheckedImage, Checker, MOST_FILES, Repair, file_type, type_name};
+use super::{CheckedImage, Checker, MAX_FILES, Repair, file_type, type_name};
 use crate::offline::changes::{Changes, Scope};
 use crate::offline::error::{ChangesError, Problem};
 use crate::upper::beneath::is_regular;
@@ -141,8 +141,7 @@ impl Checker<'_> {
             return;
         }
         let (filesystem, device) = (image.filesystem.clone(), image.device.clone());
-        let changes = match Changes::read(self.upper, filesystem, device, Scope::Layer, MOST_FILES)
-        {
+        let changes = match Changes::read(self.upper, filesystem, device, Scope::Layer, MAX_FILES) {
             Ok(changes) => changes,
             Err(ChangesError {
                 path,

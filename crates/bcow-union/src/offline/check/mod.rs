@@ -26,11 +26,11 @@ use crate::upper::{
 };
 
 /// The largest number of errors that are kept, and the largest number of warnings.
-const MOST_FINDINGS: u64 = 1000;
+const MAX_FINDINGS: u64 = 1000;
 
 /// The largest number of nodes for which link counts are verified: the same limit as for a
 /// comparison or a commit. A few marks can make an upper refer to any number of files of an image.
-const MOST_FILES: u64 = 4_000_000;
+const MAX_FILES: u64 = 4_000_000;
 
 /// A problem and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,7 +128,7 @@ impl Report {
             Severity::Warning => &mut self.warnings,
         };
         *count += 1;
-        if *count <= MOST_FINDINGS {
+        if *count <= MAX_FINDINGS {
             self.findings.push(finding);
         }
     }

@@ -46,7 +46,7 @@ use storage::HostStorage;
 pub use device::LowerDevice;
 
 /// The largest address space of the format, in bytes.
-const MOST_BYTES: u64 = 1 << 48;
+const MAX_BYTES: u64 = 1 << 48;
 /// The smallest address space of a new file. A large one costs nothing, but a resize does.
 const LEAST_SPACE: u64 = 64 << 20;
 
@@ -97,7 +97,7 @@ impl Packed {
     ) -> Result<Arc<Self>, SketchError> {
         // The host file's size need not be that of the lower file.
         let size = lower.size();
-        if size > MOST_BYTES {
+        if size > MAX_BYTES {
             return Err(SketchError::TooLarge { end: size });
         }
         let mark = SketchMark {
@@ -139,7 +139,7 @@ impl Packed {
                 size: lower.size().min(mark.size),
             });
         }
-        if mark.size > MOST_BYTES {
+        if mark.size > MAX_BYTES {
             return Err(SketchError::Unsupported {
                 field: "size in bytes of",
                 value: mark.size,
@@ -429,7 +429,7 @@ impl Files {
         // The block size of the performance layout depends on the size.
         let size = match layout {
             Layout::Performance => size,
-            Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MOST_BYTES),
+            Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MAX_BYTES),
         };
         let options = CreateOptions {
             layout,

@@ -64,7 +64,7 @@ const STRIPES: usize = 16;
 /// The number of adjacent blocks in a stripe.
 const UNIT_BLOCKS: u64 = 64;
 /// The largest file size on Linux, in bytes.
-const MOST_BYTES: u64 = i64::MAX as u64;
+const MAX_BYTES: u64 = i64::MAX as u64;
 
 /// An open sparse sketch.
 pub(super) struct Sparse {
@@ -288,7 +288,7 @@ impl Sparse {
 /// The end of a range, if a file can have this size.
 fn end_of(offset: u64, length: u64) -> Result<u64, SketchError> {
     let end = offset.saturating_add(length);
-    match end <= MOST_BYTES {
+    match end <= MAX_BYTES {
         true => Ok(end),
         false => Err(SketchError::TooLarge { end }),
     }
