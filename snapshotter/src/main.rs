@@ -3,15 +3,19 @@
 //! The path through it: [`service`] decodes a request of containerd ([`protocol`] has the
 //! messages), [`snapshots`] does the operation and keeps its directory consistent, [`remote`] finds
 //! layers in registries, [`tool`] runs `bcow` for the layers, and [`mount`] says what containerd
-//! mounts.
+//! mounts. [`images`] passes requests of a kubelet on to containerd, and [`credentials`] keeps what
+//! they have brought.
 
+mod credentials;
 mod error;
 mod filter;
+mod images;
 mod mount;
 mod notify;
 mod protocol;
 mod record;
 mod remote;
+mod repository;
 mod service;
 mod snapshots;
 mod tool;
@@ -22,6 +26,7 @@ use std::io::{ErrorKind, IsTerminal};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 use tokio::net::UnixListener;
@@ -30,6 +35,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
 use crate::error::{At, Error};
+use crate::images::ImageService;
 use crate::remote::RemoteArgs;
 use crate::service::SnapshotService;
 use crate::snapshots::Snapshots;
@@ -37,6 +43,9 @@ use crate::tool::Tool;
 
 /// Requests that run at the same time; more wait.
 const THREADS: usize = 64;
+/// Time between the removal of the socket and the end of the listener, in which the connections are
+/// accepted that clients have begun.
+const ACCEPTS_FOR: Duration = Duration::from_millis(50);
 
 /// A proxy snapshotter for containerd: container roots on BCoW images
 ///
@@ -62,6 +71,9 @@ struct Args {
     /// Option for each mount of layers, as in fstab(5): writeback, cache_size=128M (repeatable)
     #[arg(long, value_name = "OPTION")]
     mount_option: Vec<String>,
+    /// Let the process of this pool serve all mounts of layers (see `bcow pool`); it must run
+    #[arg(long, value_name = "NAME", value_parser = parse_pool)]
+    pool: Option<String>,
     #[command(flatten)]
     remote: RemoteArgs,
 }
@@ -96,7 +108,15 @@ fn serve(args: &Args) -> Result<(), Error> {
             )));
         }
     }
-    let snapshots = Snapshots::open(&args.root, tool, &args.remote, args.mount_option.clone())?;
+    let mut mount_options = args.mount_option.clone();
+    if let Some(name) = &args.pool {
+        refuse_options_of_processes(&mount_options)?;
+        mount_options.push(format!("pool={name}"));
+        if let Err(error) = tool.require_pool(name) {
+            tracing::warn!("{error}; until it runs, containers do not start");
+        }
+    }
+    let snapshots = Snapshots::open(&args.root, tool, &args.remote, mount_options)?;
     for helper in ["mount.fuse3", "mount.bcow"] {
         if !is_in_path(helper) {
             tracing::warn!("{helper} is not in PATH: containerd needs it to mount snapshots");
@@ -107,7 +127,40 @@ fn serve(args: &Args) -> Result<(), Error> {
         .max_blocking_threads(THREADS)
         .build()
         .at("start threads for", &args.socket)?;
-    runtime.block_on(listen(&args.socket, SnapshotService::new(snapshots)))
+    let containerd = args.remote.image_service();
+    let images = containerd.map(|path| ImageService::new(path.to_owned(), snapshots.clone()));
+    let service = SnapshotService::new(snapshots, images);
+    runtime.block_on(listen(&args.socket, service))
+}
+
+/// Checks the name of a pool, which becomes an option of mounts.
+fn parse_pool(text: &str) -> Result<String, String> {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    match !text.is_empty() && !text.starts_with(['.', '-']) && text.chars().all(is_allowed) {
+        true => Ok(text.to_owned()),
+        false => Err("a name consists of letters, digits, '.', '_' and '-'".to_owned()),
+    }
+}
+
+/// Refuses options of the process of a mount, which a mount in a pool does not have.
+fn refuse_options_of_processes(options: &[String]) -> Result<(), Error> {
+    const OF_PROCESSES: [&str; 6] = [
+        "cache_size",
+        "cpus",
+        "log_file",
+        "metrics",
+        "pool",
+        "record",
+    ];
+    let name = |option: &str| option.split('=').next().unwrap_or_default().to_owned();
+    let is_refused = |option: &&String| OF_PROCESSES.contains(&&*name(option));
+    match options.iter().find(is_refused) {
+        None => Ok(()),
+        Some(option) => Err(Error::Invalid(format!(
+            "--mount-option {option} cannot be used with --pool: `bcow pool start` has the options \
+             of the process"
+        ))),
+    }
 }
 
 async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
@@ -122,6 +175,12 @@ async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
             _ = interrupt.recv() => {}
         }
         notify::notify("STOPPING=1");
+        // containerd waits a second for a socket that is missing, and the next process makes it. A
+        // socket without a listener refuses a connection, and containerd's request fails.
+        if let Err(error) = fs::remove_file(socket) {
+            tracing::warn!("cannot remove {}: {error}", socket.display());
+        }
+        tokio::time::sleep(ACCEPTS_FOR).await;
     };
     Server::builder()
         .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), ended)
@@ -131,7 +190,8 @@ async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
 }
 
 /// Listens at `socket`. The lock on the directory of the snapshots guarantees that a socket which
-/// is there has no listener of the same snapshots.
+/// is there has no listener of the same snapshots. The new socket gets its name when it takes
+/// connections.
 fn bind(socket: &Path) -> Result<UnixListener, Error> {
     if let Some(directory) = socket.parent().filter(|path| !path.as_os_str().is_empty()) {
         DirBuilder::new()
@@ -146,12 +206,16 @@ fn bind(socket: &Path) -> Result<UnixListener, Error> {
             socket.display()
         )));
     }
-    match fs::remove_file(socket) {
+    let mut new = socket.as_os_str().to_owned();
+    new.push(".new");
+    let new = PathBuf::from(new);
+    match fs::remove_file(&new) {
         Err(error) if error.kind() == ErrorKind::NotFound => {}
-        removed => removed.at("remove", socket)?,
+        removed => removed.at("remove", &new)?,
     }
-    let listener = UnixListener::bind(socket).at("listen at", socket)?;
-    fs::set_permissions(socket, Permissions::from_mode(0o600)).at("protect", socket)?;
+    let listener = UnixListener::bind(&new).at("listen at", &new)?;
+    fs::set_permissions(&new, Permissions::from_mode(0o600)).at("protect", &new)?;
+    fs::rename(&new, socket).at("listen at", socket)?;
     Ok(listener)
 }
 

@@ -1,8 +1,10 @@
-//! The messages of containerd's snapshot service, version 1, and the message types that they use.
+//! The messages of containerd's snapshot service, version 1, and the message types that they use;
+//! and what is read of a request of CRI.
 //!
 //! The numbers of the fields are those of `api/services/snapshots/v1/snapshots.proto` and
 //! `api/types/mount.proto` of containerd. The field `snapshotter` of each request, which names the
-//! plugin inside containerd, is not needed here; a reader of Protocol Buffers skips it.
+//! plugin inside containerd, is not needed here; a reader of Protocol Buffers skips it. The fields
+//! for CRI are those of `pkg/apis/runtime/v1/api.proto` of k8s.io/cri-api.
 
 use std::collections::HashMap;
 
@@ -10,6 +12,8 @@ use prost::{Enumeration, Message};
 
 /// The service's name in the paths of requests.
 pub const SERVICE: &str = "containerd.services.snapshots.v1.Snapshots";
+/// The name of CRI's image service.
+pub const IMAGE_SERVICE: &str = "runtime.v1.ImageService";
 
 /// `containerd.types.Mount`.
 #[derive(Clone, PartialEq, Message)]
@@ -146,3 +150,42 @@ pub struct Usage {
 /// A message without fields: the request of Cleanup, and several answers.
 #[derive(Clone, PartialEq, Message)]
 pub struct Empty {}
+
+/// `runtime.v1.PullImageRequest`.
+#[derive(Clone, PartialEq, Message)]
+pub struct PullImage {
+    #[prost(message, optional, tag = "1")]
+    pub image: Option<Image>,
+    #[prost(message, optional, tag = "2")]
+    pub auth: Option<Auth>,
+}
+
+/// `runtime.v1.ImageSpec`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Image {
+    #[prost(string, tag = "1")]
+    pub image: String,
+}
+
+/// `runtime.v1.AuthConfig`. It has no `Debug` of its fields, which are secrets.
+#[derive(Clone, PartialEq, Message)]
+#[prost(skip_debug)]
+pub struct Auth {
+    #[prost(string, tag = "1")]
+    pub username: String,
+    #[prost(string, tag = "2")]
+    pub password: String,
+    /// `USERNAME:PASSWORD` in base64.
+    #[prost(string, tag = "3")]
+    pub auth: String,
+    #[prost(string, tag = "4")]
+    pub server_address: String,
+    #[prost(string, tag = "5")]
+    pub identity_token: String,
+}
+
+impl std::fmt::Debug for Auth {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Auth")
+    }
+}

@@ -3,6 +3,9 @@
 //! containerd's labels say which image a layer is of. `bcow` asks the registry for a BCoW image
 //! that is attached to it. A layer counts as found only if the diffIDs in the BCoW image give the
 //! chain ID by which containerd calls the layer: both then mean the same content.
+//!
+//! The credentials for a registry are those that a pull of the repository has brought
+//! ([`crate::credentials`]), or else those in the file of the user.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,8 +16,10 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
+use crate::credentials::Keyring;
 use crate::error::Error;
 use crate::record::{Labels, RemoteLayer};
+use crate::repository::Repository;
 use crate::tool::Tool;
 
 /// The label with the chain ID of the layer that containerd is about to unpack.
@@ -38,6 +43,10 @@ pub struct RemoteArgs {
     /// $REGISTRY_AUTH_FILE, $DOCKER_CONFIG/config.json or /root/.docker/config.json]
     #[arg(long, value_name = "FILE")]
     auth_file: Option<PathBuf>,
+    /// Serve CRI's image service, which the containerd at this socket answers, and use the
+    /// credentials of its pulls for the images that they pull
+    #[arg(long, value_name = "SOCKET")]
+    image_service: Option<PathBuf>,
     /// Limit of the cache in DIR/cache: what was not used for the longest time is evicted
     #[arg(long, value_name = "SIZE")]
     cache_limit: Option<String>,
@@ -56,14 +65,18 @@ pub struct RemoteArgs {
 }
 
 impl RemoteArgs {
+    /// The socket of the containerd that answers CRI's image service.
+    pub fn image_service(&self) -> Option<&Path> {
+        self.image_service.as_deref()
+    }
+
     /// The options that every use of an image in a registry has, by their names in mounts, with
-    /// the cache in `cache`.
+    /// the cache in `cache`. The first one is the file with the credentials of the user.
     fn options(&self, cache: &Path) -> Result<Vec<(&'static str, Option<String>)>, Error> {
-        let text = |path: &Path| path.display().to_string();
         let auth_file = self.auth_file.clone().unwrap_or_else(usual_auth_file);
         let mut options = vec![
-            ("cache_dir", Some(text(cache))),
             ("auth_file", Some(text(&auth_file))),
+            ("cache_dir", Some(text(cache))),
         ];
         if let Some(limit) = &self.cache_limit {
             options.push(("cache_limit", Some(limit.clone())));
@@ -96,6 +109,10 @@ fn usual_auth_file() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from("/root/.docker/config.json"))
 }
 
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
 fn is_plain(value: &str) -> bool {
     !value.is_empty() && !value.contains([',', '"', '\\']) && !value.contains(char::is_control)
 }
@@ -104,11 +121,14 @@ fn is_plain(value: &str) -> bool {
 pub struct Remote {
     tool: Tool,
     is_asked: bool,
-    /// The options of the command that looks for an image.
+    keyring: Arc<Keyring>,
+    /// The file with the credentials of the user.
+    auth_file: PathBuf,
+    /// The further options of the command that looks for an image.
     of_lookups: Vec<String>,
-    /// The options of commands that read an image.
+    /// The further options of commands that read an image.
     of_commands: Vec<String>,
-    /// The options of mounts.
+    /// The further options of mounts.
     of_mounts: Vec<String>,
     /// Protects the list of answers. An answer has a lock of its own, which is taken without this
     /// one, and held while the registry is asked.
@@ -120,6 +140,8 @@ pub struct Remote {
 struct Wanted {
     image: String,
     manifest: String,
+    /// The file with the credentials. What the registry answers to one pull holds for no other.
+    auth_file: PathBuf,
 }
 
 #[derive(Clone)]
@@ -141,8 +163,17 @@ struct Found {
 
 impl Remote {
     /// Images are found with these options; what is read of them is kept in `cache`.
-    pub fn new(args: &RemoteArgs, tool: Tool, cache: &Path) -> Result<Self, Error> {
+    pub fn new(
+        args: &RemoteArgs,
+        tool: Tool,
+        keyring: Arc<Keyring>,
+        cache: &Path,
+    ) -> Result<Self, Error> {
         let options = args.options(cache)?;
+        let (auth_file, options) = match &options[..] {
+            [(_, Some(auth_file)), rest @ ..] => (PathBuf::from(auth_file), rest),
+            _ => (usual_auth_file(), &options[..]),
+        };
         let as_mount = |(name, value): &(&str, Option<String>)| match value {
             Some(value) => format!("{name}={value}"),
             None => (*name).to_owned(),
@@ -159,6 +190,8 @@ impl Remote {
         Ok(Remote {
             tool,
             is_asked: !args.no_remote,
+            keyring,
+            auth_file,
             of_lookups: of_commands.iter().cloned().chain(key).collect(),
             of_commands,
             of_mounts: options.iter().map(as_mount).chain(complete).collect(),
@@ -166,23 +199,33 @@ impl Remote {
         })
     }
 
-    /// The options of mounts of remote images.
-    pub fn mount_options(&self) -> &[String] {
-        &self.of_mounts
+    /// The options of mounts of this image in a registry.
+    pub fn mount_options(&self, image: &str) -> Vec<String> {
+        let auth_file = format!("auth_file={}", text(&self.auth_file_of(image)));
+        let options = self.of_mounts.iter().cloned();
+        std::iter::once(auth_file).chain(options).collect()
     }
 
-    /// The options of other commands that read them.
-    pub fn command_options(&self) -> &[String] {
-        &self.of_commands
+    /// The options of other commands that read it.
+    pub fn command_options(&self, image: &str) -> Vec<String> {
+        with_auth_file(&self.of_commands, &self.auth_file_of(image))
+    }
+
+    fn auth_file_of(&self, image: &str) -> PathBuf {
+        let kept = Repository::of(image).and_then(|of| self.keyring.for_mounts(&of));
+        kept.unwrap_or_else(|| self.auth_file.clone())
     }
 
     /// The layer in a registry that has the content of the layer with these labels, if there is
     /// one. If the registry cannot say, containerd fetches the layer.
     pub fn find(&self, labels: &Labels) -> Option<RemoteLayer> {
         let chain_id = labels.get(REF)?;
+        let image = labels.get(IMAGE)?;
+        let of_pull = Repository::of(image).and_then(|of| self.keyring.for_question(&of));
         let wanted = Wanted {
-            image: labels.get(IMAGE)?.clone(),
+            image: image.clone(),
             manifest: labels.get(MANIFEST)?.clone(),
+            auth_file: of_pull.unwrap_or_else(|| self.auth_file.clone()),
         };
         let image = self.image(&wanted)?;
         let at = image.chain_ids.iter().position(|id| id == chain_id)?;
@@ -237,10 +280,25 @@ impl Remote {
 
     fn ask(&self, wanted: &Wanted) -> Result<Found, Error> {
         let name = format!("docker://{}", wanted.image);
-        let json = self.tool.resolve(&name, &self.of_lookups)?;
-        Found::read(&json, &wanted.manifest)
-            .map_err(|problem| Error::State(format!("the BCoW image of {name} {problem}")))
+        let options = with_auth_file(&self.of_lookups, &wanted.auth_file);
+        let json = self.tool.resolve(&name, &options)?;
+        let found = Found::read(&json, &wanted.manifest)
+            .map_err(|problem| Error::State(format!("the BCoW image of {name} {problem}")))?;
+        if wanted.auth_file != self.auth_file
+            && let Some(repository) = Repository::of(&found.name)
+        {
+            // Mounts need them, also before the pull has ended.
+            self.keyring.keep(&repository, &wanted.auth_file)?;
+        }
+        Ok(found)
     }
+}
+
+fn with_auth_file(options: &[String], auth_file: &Path) -> Vec<String> {
+    let auth_file = format!("--auth-file={}", text(auth_file));
+    std::iter::once(auth_file)
+        .chain(options.iter().cloned())
+        .collect()
 }
 
 /// What `bcow inspect --resolve --json` prints.
@@ -382,21 +440,37 @@ mod tests {
             insecure: true,
             ..RemoteArgs::default()
         };
-        let remote = Remote::new(&args, tool.clone(), Path::new("/c")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let keyring = Arc::new(Keyring::open(directory.path().join("auth")).unwrap());
+        let new =
+            |args: &RemoteArgs| Remote::new(args, tool.clone(), keyring.clone(), Path::new("/c"));
+        let remote = new(&args).unwrap();
+        let image = "docker://h.org/r@sha256:a";
+        let rest = "cache_dir=/c,cache_limit=1G,mirror=https://m,insecure,complete=idle";
         assert_eq!(
-            remote.mount_options().join(","),
-            "cache_dir=/c,auth_file=/a,cache_limit=1G,mirror=https://m,insecure,complete=idle"
+            remote.mount_options(image).join(","),
+            format!("auth_file=/a,{rest}")
         );
         assert_eq!(
-            remote.of_lookups.join(" "),
-            "--cache-dir=/c --auth-file=/a --cache-limit=1G --mirror=https://m --insecure \
+            with_auth_file(&remote.of_lookups, Path::new("/a")).join(" "),
+            "--auth-file=/a --cache-dir=/c --cache-limit=1G --mirror=https://m --insecure \
              --verify-key=/key"
         );
+        // A pull has brought others for this repository.
+        let kept = directory.path().join("auth/h.org+r.json");
+        std::fs::write(&kept, "{}").unwrap();
+        let kept = kept.display();
+        assert_eq!(
+            remote.mount_options(image).join(","),
+            format!("auth_file={kept},{rest}")
+        );
+        let other = remote.command_options("docker://h.org/other@sha256:a");
+        assert_eq!(other[0], "--auth-file=/a");
         let bad = RemoteArgs {
             mirror: vec!["https://m,suid".into()],
             ..RemoteArgs::default()
         };
-        let error = Remote::new(&bad, tool, Path::new("/c")).err().unwrap();
+        let error = new(&bad).err().unwrap();
         assert!(matches!(error, Error::Invalid(_)), "{error}");
     }
 }

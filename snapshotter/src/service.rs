@@ -17,6 +17,7 @@ use tower::{Service, service_fn};
 
 use crate::error::Error;
 use crate::filter::Filters;
+use crate::images::ImageService;
 use crate::protocol::{self as wire, SERVICE};
 use crate::record::{Kind, Labels, Record};
 use crate::snapshots::Snapshots;
@@ -24,14 +25,17 @@ use crate::snapshots::Snapshots;
 /// Bytes of one message of a list, at most about that: a client accepts 4 MiB.
 const LIST_BYTES: usize = 1 << 20;
 
-/// The service over these snapshots.
+/// The service over these snapshots, and CRI's image service beside it.
 #[derive(Clone)]
-pub struct SnapshotService(Arc<Snapshots>);
+pub struct SnapshotService {
+    snapshots: Arc<Snapshots>,
+    images: Option<ImageService>,
+}
 
 impl SnapshotService {
     /// A service for any number of connections.
-    pub fn new(snapshots: Arc<Snapshots>) -> Self {
-        SnapshotService(snapshots)
+    pub fn new(snapshots: Arc<Snapshots>, images: Option<ImageService>) -> Self {
+        SnapshotService { snapshots, images }
     }
 }
 
@@ -45,8 +49,16 @@ impl Service<http::Request<Body>> for SnapshotService {
     }
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let snapshots = self.0.clone();
-        Box::pin(async move { Ok(route(snapshots, request).await) })
+        let snapshots = self.snapshots.clone();
+        let images = self.images.clone();
+        Box::pin(async move {
+            Ok(
+                match images.filter(|_| ImageService::has(request.uri().path())) {
+                    Some(images) => images.answer(request).await,
+                    None => route(snapshots, request).await,
+                },
+            )
+        })
     }
 }
 

@@ -64,6 +64,12 @@ impl Tool {
         self.run("inspect", &arguments)
     }
 
+    /// Fails if this pool does not run.
+    pub fn require_pool(&self, name: &str) -> Result<(), Error> {
+        let arguments = ["stats", "--json", "--", name].map(OsString::from);
+        self.run("pool", &arguments).map(drop)
+    }
+
     /// Runs a command; returns what it has printed.
     fn run(&self, command: &str, arguments: &[OsString]) -> Result<Vec<u8>, Error> {
         let failure = |message: String| Error::Tool {

@@ -11,9 +11,10 @@ import subprocess
 import tempfile
 import threading
 import unittest
+import unittest.mock
 
 import support
-from support import need, run
+from support import bcow, need, run
 from test_union_crash import Disk
 
 try:
@@ -74,6 +75,23 @@ class WithSnapshotter(support.Scratch):
         self.place = tempfile.mkdtemp(prefix="s", dir=support.WORK)
         self.addCleanup(shutil.rmtree, self.place, ignore_errors=True)
         self.root = os.path.join(self.place, "root")
+
+    def start_pool(self):
+        """A pool p, for this process and containerd."""
+        pools = unittest.mock.patch.dict(os.environ, BCOW_POOLS=os.path.join(self.place, "pools"))
+        pools.start()
+        self.addCleanup(pools.stop)
+        bcow("pool", "start", "p")
+        self.addCleanup(self.kill_pool)
+
+    def kill_pool(self):
+        for pool in json.loads(bcow("pool", "list", "--json").out)["pools"]:
+            if pool["pid"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pool["pid"], signal.SIGKILL)
+
+    def pool_mounts(self):
+        return json.loads(bcow("pool", "stats", "p", "--json").out)["mounts"]
 
     def start(self, *options):
         one = snapshots.Snapshotter(self.root, os.path.join(self.place, "sock"), *options)
@@ -319,6 +337,9 @@ class Contract(WithSnapshotter):
         refused = run(snapshots.PROGRAM, "--root", self.root + "3", "--socket", one.socket,
                       "--bcow", "/nonexistent", check=False)
         support.assert_refused(self, refused, "/nonexistent version failed")
+        refused = run(snapshots.PROGRAM, "--pool", "p", "--mount-option", "cache_size=1M",
+                      check=False)
+        support.assert_refused(self, refused, "--mount-option cache_size=1M")
         one.client.List()
 
     def test_the_guide_has_the_options(self):
@@ -522,6 +543,7 @@ class Containers(WithContainerd):
 
     def setUp(self):
         super().setUp()
+        self.start_pool()
         self.snapshotter = self.start()
         with open(os.path.join(self.place, "config.toml"), "w") as file:
             file.write(CONFIG.format(place=self.place))
@@ -545,6 +567,13 @@ class Containers(WithContainerd):
             _, expected = support.unpacked("small")
             support.assert_same_tree(self, expected, root, ignore={"mtime:."})
         client.Remove(key="tree")
+        # containerd waits for a socket that is missing, if only a second.
+        self.assertEqual(self.snapshotter.end(), 0)
+        self.assertFalse(os.path.exists(self.snapshotter.socket))
+        self.snapshotter.start()
+        client = self.snapshotter.client
+        support.until(lambda: self.ctr("snapshots", "--snapshotter", "bcow", "ls",
+                                       check=False).code == 0, "containerd connects again")
         self.assertEqual(self.run_in("one", "python3 -c 'print(6 * 7)'; echo 1 >/written; "
                                      "rm /etc/motd; echo more >>/etc/passwd; exit 0",
                                      "--rm"), "42\n")
@@ -554,6 +583,7 @@ class Containers(WithContainerd):
                  "-ec", script)
         self.assertEqual(self.snapshotter.end(signal.SIGKILL), -9)
         self.stop_containerd(signal.SIGKILL)
+        self.snapshotter.options = ("--pool", "p")
         self.snapshotter.start()
         client = self.snapshotter.client
         self.start_containerd()
@@ -573,6 +603,17 @@ class Containers(WithContainerd):
             self.assertNotIn("written", os.listdir(root))
             with open(os.path.join(root, "go")) as file:
                 self.assertEqual(file.read(), "went on\n")
+        # It runs again in the pool, and in the next process of the pool, and not without one.
+        [mount] = client.Mounts(key=active).mounts
+        self.assertIn("pool=p", mount.options)
+        self.assertEqual(self.ctr("tasks", "start", "two").out, b"begun\nwent on\n")
+        support.until(lambda: not self.pool_mounts(), "the mounts end")
+        bcow("pool", "stop", "p")
+        failed = run(self.path("helpers/mount.bcow"), mount.source, self.path("helpers"), "-o",
+                     ",".join(mount.options), check=False)
+        support.assert_refused(self, failed, "`bcow pool start p`", code=32)
+        bcow("pool", "start", "p")
+        self.assertEqual(self.ctr("tasks", "start", "two").out, b"begun\nwent on\n")
         self.ctr("containers", "rm", "two")
         # containerd's garbage collection removes the layers with the image.
         self.ctr("images", "rm", "--sync", "bcow.test/small:1")

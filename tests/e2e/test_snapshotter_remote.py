@@ -24,7 +24,7 @@ from test_snapshotter import WithContainerd, WithSnapshotter
 # Without them, the base of the tests reports what is missing.
 with contextlib.suppress(ImportError):
     import cri
-    from snapshots import CODES, COMMITTED
+    from snapshots import CODES, COMMITTED, RpcError
 
 LABEL = "containerd.io/snapshot"
 LARGE = random.Random(7).randbytes(16 << 20)
@@ -197,7 +197,8 @@ class WithRegistry:
         return allocated(os.path.join(self.root, "cache"))
 
     def assert_nothing_is_left(self):
-        support.until(lambda: not self.cached() and not self.names("trash"), "all is removed")
+        support.until(lambda: not (self.cached() or self.names("trash") or self.names("auth")),
+                      "all is removed")
         self.assertEqual(self.names("layers"), [])
         self.assertEqual(self.names("snapshots"), [])
 
@@ -410,7 +411,8 @@ class Registered(WithRegistry, WithSnapshotter):
 
 
 class Pods(WithRegistry, WithContainerd):
-    """containerd starts containers from the image, as Kubernetes asks it to."""
+    """containerd starts containers from the image, as Kubernetes asks it to: the credentials come
+    with the pull, through the snapshotter. A pool serves the mounts."""
 
     namespace = "k8s.io"
 
@@ -421,7 +423,10 @@ class Pods(WithRegistry, WithContainerd):
 
     def setUp(self):
         super().setUp()
-        self.snapshotter = self.start()
+        self.start_pool()
+        self.auth = self.path("none")
+        self.snapshotter = self.start("--pool", "p", "--image-service",
+                                      os.path.join(self.place, "c"))
         version = run("containerd", "--version").out.decode()
         is_new = re.search(r" v?(\d+)\.", version)[1] != "1"
         config = f"version = {3 if is_new else 2}" + CONFIG + (CONFIG_3 if is_new else CONFIG_2)
@@ -436,9 +441,9 @@ class Pods(WithRegistry, WithContainerd):
         self.cri = cri.Client(os.path.join(self.place, "c"))
         self.addCleanup(self.cri.close)
 
-    def pull(self, name):
-        return self.cri.PullImage(image={"image": name},
-                                  auth={"username": USER, "password": PASSWORD}).image_ref
+    def pull(self, name, password=PASSWORD):
+        with contextlib.closing(cri.Client(self.snapshotter.socket)) as client:
+            client.PullImage(image={"image": name}, auth={"username": USER, "password": password})
 
     def content(self):
         """Bytes that containerd has fetched."""
@@ -487,8 +492,16 @@ class Pods(WithRegistry, WithContainerd):
 
     def test_a_pod(self):
         images = [self.name, f"{self.address}/team/over:1"]
-        for name in images:
-            self.pull(name)
+        with self.assertRaisesRegex(RpcError, "(?i)unauthorized"):
+            self.pull(images[0], "wrong")
+        self.assertEqual(self.names("auth"), [])
+        self.pull(images[0])
+        self.assertLess(self.content(), 100_000)
+        # An ordinary image needs no credentials once it is here.
+        self.pull(images[1])
+        self.assertEqual(self.names("auth"), [f"{self.address}+team+image.json"])
+        kept = os.path.join(self.root, "auth", *self.names("auth"))
+        self.assertEqual(os.stat(kept).st_mode & 0o7777, 0o600)
         node = {"network": 2, "pid": 1, "ipc": 2}
         config = {"metadata": {"name": "p", "uid": "u", "namespace": "n"}, "log_directory": "",
                   "linux": {"security_context": {"namespace_options": node}}}
@@ -505,6 +518,7 @@ class Pods(WithRegistry, WithContainerd):
                 done = self.cri.ExecSync(container_id=made, cmd=["/bin/sh", "-c", script],
                                          timeout=60)
                 self.assertEqual((done.exit_code, done.stdout), (0, b"1\nmiddle" + expected))
+                support.until(lambda: len(self.pool_mounts()) == 2, "the pod and one container")
                 self.cri.StopContainer(container_id=made, timeout=0)
                 self.cri.RemoveContainer(container_id=made)
         finally:

@@ -10,6 +10,7 @@
 mod index;
 mod place;
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Weak};
@@ -19,11 +20,14 @@ use parking_lot::{Condvar, Mutex};
 
 use self::index::{Chain, Index};
 use self::place::Place;
+use crate::credentials::{Keyring, Pull};
 use crate::error::Error;
 use crate::filter::Filters;
 use crate::mount::{self, Access, Mount};
+use crate::protocol::Auth;
 use crate::record::{Kind, Labels, Record, RemoteLayer};
 use crate::remote::{self, Remote, RemoteArgs};
+use crate::repository::Repository;
 use crate::tool::Tool;
 use crate::usage::{self, Usage};
 
@@ -37,6 +41,7 @@ pub struct Snapshots {
     place: Place,
     tool: Tool,
     remote: Remote,
+    keyring: Arc<Keyring>,
     /// Options of each mount of layers.
     mount_options: Vec<String>,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
@@ -57,7 +62,8 @@ impl Snapshots {
         mount_options: Vec<String>,
     ) -> Result<Arc<Self>, Error> {
         let (place, found) = Place::open(root)?;
-        let remote = Remote::new(remote, tool.clone(), &place.cache())?;
+        let keyring = Arc::new(Keyring::open(place.credentials())?);
+        let remote = Remote::new(remote, tool.clone(), keyring.clone(), &place.cache())?;
         let count = found.records.len();
         let index = Index::new(found.records, found.next)?;
         let (removed, wakes) = channel();
@@ -65,6 +71,7 @@ impl Snapshots {
             place,
             tool,
             remote,
+            keyring,
             mount_options,
             index: Mutex::new(index),
             released: Condvar::new(),
@@ -250,6 +257,32 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Notes the credentials of a pull from this repository, until the result is dropped. `None` if
+    /// a mount could not use them.
+    pub fn begin_pull(&self, from: Repository, auth: &Auth) -> Result<Option<Pull>, Error> {
+        self.keyring.begin(from, auth)
+    }
+
+    /// Keeps the credentials of a pull that has succeeded, if layers of the repository are mounted
+    /// from there.
+    pub fn keep_credentials(&self, pull: &Pull) {
+        if !self.repositories().contains(pull.repository()) {
+            return;
+        }
+        if let Err(error) = pull.keep() {
+            tracing::warn!("{}: {error}", pull.repository());
+        }
+    }
+
+    /// The repositories with layers in the index.
+    fn repositories(&self) -> HashSet<Repository> {
+        let index = self.index.lock();
+        let remote = index.all().filter_map(|record| record.remote.as_ref());
+        remote
+            .filter_map(|layer| Repository::of(&layer.image))
+            .collect()
+    }
+
     /// Removes the files of removed snapshots.
     pub fn clean_up(&self) -> Result<(), Error> {
         self.sweep().map(drop)
@@ -260,27 +293,28 @@ impl Snapshots {
         let _ = self.removed.send(());
     }
 
-    /// Removes the files of removed snapshots, and what the cache has of removed layers. Returns
-    /// how many of the former are in use.
+    /// Removes the files of removed snapshots, what the cache has of removed layers, and the
+    /// credentials for them. Returns how many of the former are in use.
     fn sweep(&self) -> Result<usize, Error> {
         let left = self.place.sweep()?;
         let remote = |record: &Record| record.remote.clone();
         let used: Vec<RemoteLayer> = self.index.lock().all().filter_map(remote).collect();
         self.place.sweep_cache(&used)?;
+        self.keyring.sweep(|| self.repositories())?;
         Ok(left)
     }
 
     fn write_layer(&self, active: &Record, chain: &Chain, layer: &Path) -> Result<(), Error> {
         let files = self.place.files(active);
-        let options = match chain.remote {
-            Some(_) => self.remote.command_options(),
-            None => &[],
+        let options = match &chain.remote {
+            Some(remote) => self.remote.command_options(&remote.image),
+            None => Vec::new(),
         };
         match active.parent {
             None => self.tool.convert(&files, layer),
             Some(_) => self
                 .tool
-                .commit(&self.layers(chain), options, &files, layer),
+                .commit(&self.layers(chain), &options, &files, layer),
         }
     }
 
@@ -303,8 +337,8 @@ impl Snapshots {
             false => Access::Read,
         };
         let mut options = self.mount_options.clone();
-        if chain.remote.is_some() {
-            options.extend_from_slice(self.remote.mount_options());
+        if let Some(remote) = &chain.remote {
+            options.extend(self.remote.mount_options(&remote.image));
         }
         let mount = mount::of_layers(&self.layers(chain), access, &options);
         let mount = mount.ok_or_else(|| {

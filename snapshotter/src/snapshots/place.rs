@@ -8,6 +8,7 @@
 //!     upper/             active, with a parent: the upper of its mount
 //! ROOT/layers/ID.bcow    the layer of a committed snapshot
 //! ROOT/cache/            what mounts have read of layers in registries: the cache of `bcow`
+//! ROOT/auth/             credentials for these registries, of pulls
 //! ROOT/new/              what is being made; the next start empties it
 //! ROOT/trash/            what is removed; a sweep empties it
 //! ```
@@ -155,6 +156,11 @@ impl Place {
     /// The cache of the layers in registries.
     pub fn cache(&self) -> PathBuf {
         self.root.join("cache")
+    }
+
+    /// The credentials for them.
+    pub fn credentials(&self) -> PathBuf {
+        self.root.join("auth")
     }
 
     /// The part of a file of an image in a registry that is on the disk.
