@@ -55,7 +55,9 @@ PROGRAMS = [("`git --version`", ["git", "--version"], False),
             ("PostgreSQL: initdb, start, query",
              ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", "sh", "-c",
               POSTGRES], True)]
-INSTANCES = 50
+# Which of them runs in many instances, and in how many.
+MANY, INSTANCES = 1, 50
+PARTS = ["starts", "whole", "many"]
 
 
 async def delay(listen, port):
@@ -218,17 +220,23 @@ class Bench:
         def inside(image):
             return f"docker://127.0.0.1:5000/bench/{image}:1"
         bcow, image = self.bcow, self.options.image
+        parts = self.options.parts
         run([bcow, "convert", "--force", image, self.lazy])
         run(self.network.inside(bcow, "copy", "--insecure", self.lazy, inside("lazy")))
         for number, program in enumerate(PROGRAMS):
+            if "starts" not in parts and (number, "many" in parts) != (MANY, True):
+                continue
             trace, listed = self.work / f"{number}.trace", self.work / f"{number}.bcow"
             self.start(program, self.lazy, "--record", trace)
             run([bcow, "convert", "--force", "--prefetch", trace, self.lazy, listed])
             run(self.network.inside(bcow, "copy", "--insecure", listed, inside(f"listed-{number}")))
-            run(self.network.inside(bcow, "convert", "--insecure", "--cache", self.work / "layers",
-                                    "--prefetch", trace, image, inside(f"layers-{number}")))
-        run(self.network.inside("skopeo", "copy", "--dest-tls-verify=false", image,
-                                inside("ordinary")))
+            if "starts" in parts:
+                run(self.network.inside(bcow, "convert", "--insecure", "--cache",
+                                        self.work / "layers", "--prefetch", trace, image,
+                                        inside(f"layers-{number}")))
+        if "whole" in parts:
+            run(self.network.inside("skopeo", "copy", "--dest-tls-verify=false", image,
+                                    inside("ordinary")))
 
     def listed_bytes(self, number):
         """The stored bytes of the listed blocks."""
@@ -267,10 +275,15 @@ class Bench:
                                   "/ pull", "/ bound", "/ (bound + file here)", "peak RSS MiB"],
               rows)
 
+    def pulled_digest(self):
+        manifest = json.loads((self.work / "pulled" / "index.json").read_text())
+        return manifest["manifests"][0]["digest"]
+
     def completion(self):
         """The seconds until the image is complete in the cache, and those of curl."""
-        manifest = json.loads((self.work / "pulled" / "index.json").read_text())
-        digest = manifest["manifests"][0]["digest"].removeprefix("sha256:")
+        if not (self.work / "pulled").exists():
+            self.skopeo("lazy", self.work / "pulled")
+        digest = self.pulled_digest().removeprefix("sha256:")
         blob = self.work / "pulled" / "blobs" / "sha256" / digest
         layer = json.loads(blob.read_text())["layers"][0]["digest"]
         rows = []
@@ -295,26 +308,44 @@ class Bench:
 
     def warm(self, cache):
         """Starts and reads from a complete cache, beside those from the file."""
-        remote = [self.name("lazy"), "--insecure", "--cache-dir", cache]
+        options = ["--insecure", "--cache-dir", cache]
+        tag = self.name("lazy")
+        # The registry is not asked for the meaning of a digest.
+        digest = f"{tag.removesuffix(':1')}@{self.pulled_digest()}"
+        images = [(self.lazy,), (digest, *options), (tag, *options)]
         rows = []
+
+        def add(title, measure, rounds):
+            found = [[measure(*image) for image in images] for _ in range(rounds)]
+            local, *cached = (min(column) for column in zip(*found))
+            rows.append([title, f"{local:.3f}", *(f"{each:.3f}" for each in cached),
+                         *(f"{each / local:.2f}" for each in cached)])
+
         for program in PROGRAMS:
-            found = [(self.start(program, *remote)[0], self.start(program, self.lazy)[0])
-                     for _ in range(self.options.rounds + 2)]
-            cached, local = (min(column) for column in zip(*found))
-            rows.append([program[0] + ", s", f"{local:.3f}", f"{cached:.3f}",
-                         f"{cached / local:.2f}"])
-        found = [(self.reads(*remote), self.reads(self.lazy)) for _ in range(self.options.rounds)]
-        cached, local = (min(column) for column in zip(*found))
-        rows.append(["4 KiB read at random, us", f"{local:.1f}", f"{cached:.1f}",
-                     f"{cached / local:.2f}"])
-        table("### A complete cache", ["", "file", "cache", "ratio"], rows)
+            add(f"{program[0]}, s", lambda *image: self.start(program, *image)[0],
+                self.options.rounds + 2)
+        add("a large file from begin to end, s", self.reads_whole, self.options.rounds + 2)
+        add("4 KiB read at random, ms", self.reads, self.options.rounds)
+        table("### A complete cache", ["", "file", "cache, by digest", "cache, by tag",
+                                       "digest / file", "tag / file"], rows)
+
+    def largest(self, where):
+        return max((path for path in (where / "usr" / "lib").rglob("*")
+                    if path.is_file() and not path.is_symlink()),
+                   key=lambda path: path.stat().st_size)
+
+    def reads_whole(self, image, *arguments):
+        """Seconds of a sequential read of a large file of the image."""
+        with self.mounted(image, *arguments) as where:
+            largest = self.largest(where)
+            begun = time.monotonic()
+            run(["cat", largest])
+            return time.monotonic() - begun
 
     def reads(self, image, *arguments):
-        """Microseconds of a read of 4 KiB at a random place in a large file of the image."""
+        """Milliseconds of a read of 4 KiB at a random place in a large file of the image."""
         with self.mounted(image, *arguments) as where:
-            largest = max((path for path in (where / "usr" / "lib").rglob("*")
-                           if path.is_file() and not path.is_symlink()),
-                          key=lambda path: path.stat().st_size)
+            largest = self.largest(where)
             chosen = random.Random(1)
             with open(largest, "rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -323,12 +354,12 @@ class Bench:
                 begun = time.monotonic()
                 for place in places:
                     os.pread(file.fileno(), 4096, place * 4096)
-                return (time.monotonic() - begun) / len(places) * 1e6
+                return (time.monotonic() - begun) / len(places) * 1e3
 
     def many(self):
         """Bytes that many instances of an image fetch at once, beside those of one."""
-        program = PROGRAMS[1]
-        _, one, _ = self.cold(program, "listed-1")
+        program, name = PROGRAMS[MANY], f"listed-{MANY}"
+        _, one, _ = self.cold(program, name)
         with self.scratch("cache-") as cache, contextlib.ExitStack() as stack:
             before, begun = self.network.received(), time.monotonic()
             places = [self.work / f"many-{n}" for n in range(INSTANCES)]
@@ -336,7 +367,7 @@ class Bench:
             for place in places:
                 place.mkdir(exist_ok=True)
                 mounts.append(subprocess.Popen(
-                    [self.bcow, "mount", self.name("listed-1"), place, "--insecure", "--cache-dir",
+                    [self.bcow, "mount", self.name(name), place, "--insecure", "--cache-dir",
                      cache, "--complete", "never"]))
             for place, mount in zip(places, mounts):
                 if mount.wait() != 0:
@@ -360,6 +391,8 @@ def main():
     parser.add_argument("--work", type=pathlib.Path)
     parser.add_argument("--image")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--part", dest="parts", action="append", choices=PARTS,
+                        help="measure this; may be given several times [default: all]")
     parser.add_argument("--delay", action="store_true", help=argparse.SUPPRESS)
     top = pathlib.Path(__file__).resolve().parent.parent
     parser.add_argument("--bcow", default=str(top / "target" / "release" / "bcow"))
@@ -368,15 +401,16 @@ def main():
         asyncio.run(delay((HOST, 5001), 5000))
     if options.work is None or options.image is None:
         parser.error("--work and --image are needed")
+    options.parts = options.parts or PARTS
     options.work = options.work.absolute()
     options.work.mkdir(parents=True, exist_ok=True)
     print(machine())
     with Network(options.work) as network:
         bench = Bench(options, network)
         bench.prepare()
-        bench.starts()
-        bench.completion()
-        bench.many()
+        for part, measure in zip(PARTS, (bench.starts, bench.completion, bench.many)):
+            if part in options.parts:
+                measure()
 
 
 if __name__ == "__main__":

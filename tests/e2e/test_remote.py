@@ -54,6 +54,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return
             first, last = int(asked[1]), min(int(asked[2]), size - 1)
             file.seek(first)
+            with server.lock:
+                server.ranges.append((first, last))
             self.answer(206, file.read(last + 1 - first), f"bytes {first}-{last}/{size}")
 
     def answer(self, status, body, content_range=None):
@@ -77,6 +79,8 @@ class Server(WebServer):
         super().__init__(Handler, context)
         self.directory = directory
         self.sent, self.broken, self.pause = 0, False, 0
+        # First and last byte of each range that was asked for.
+        self.ranges = []
 
     def url(self, name):
         return f"{self.scheme}://localhost:{self.server_address[1]}/{name}"
@@ -431,10 +435,11 @@ class Remote(unittest.TestCase):
 REGISTRY = """
 version: 0.1
 log: {level: error, accesslog: {disabled: true}}
-storage: {filesystem: {rootdirectory: "%s"}}
+storage: %s
 http: {addr: "127.0.0.1:%d", tls: {certificate: "%s", key: "%s"}}
 auth: %s
 """
+FILES = '{filesystem: {rootdirectory: "%s"}}'
 PASSWORDS = '{htpasswd: {realm: "bcow tests", path: "%s"}}'
 USER, PASSWORD = "alice", "geheim-4711"
 # The bcrypt hash of the password, with the smallest cost.
@@ -442,9 +447,9 @@ HASH = "$2b$04$abcdefghijklmnopqrstuu6EAB/ArTDFiaszTBeVMcBMJt4dIHZwO"
 
 
 @contextlib.contextmanager
-def registry(directory, auth=None):
+def registry(directory, auth=None, storage=None, program="docker-registry", env=None):
     """The address of a registry with TLS, for the length of a with block. It asks for a password,
-    or what the configuration `auth` says."""
+    or what the configuration `auth` says, and keeps blobs in files, or where `storage` says."""
     def at(name):
         return os.path.join(directory, name)
 
@@ -454,24 +459,25 @@ def registry(directory, auth=None):
     with open(at("htpasswd"), "w") as out:
         out.write(f"{USER}:{HASH}\n")
     with open(at("registry.yml"), "w") as out:
-        out.write(REGISTRY % (at("storage"), port, at("leaf.pem"), at("leaf.key"),
-                              auth or PASSWORDS % at("htpasswd")))
+        out.write(REGISTRY % (storage or FILES % at("storage"), port, at("leaf.pem"),
+                              at("leaf.key"), auth or PASSWORDS % at("htpasswd")))
     with open(at("auth.json"), "w") as out:
         key = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         json.dump({"auths": {f"localhost:{port}": {"auth": key}}}, out)
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(["docker-registry", "serve", at("registry.yml")],
+        server = subprocess.Popen([program, "serve", at("registry.yml")],
+                                  env={**os.environ, **(env or {})},
                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             def answers():
                 if server.poll() is not None:
                     log.seek(0)
-                    raise AssertionError(f"docker-registry ended: {log.read().decode()}")
+                    raise AssertionError(f"{program} ended: {log.read().decode()}")
                 with contextlib.suppress(OSError):
                     socket.create_connection(("127.0.0.1", port), 5).close()
                     return True
                 return False
-            until(answers, "docker-registry answers", 30)
+            until(answers, f"{program} answers", 30)
             yield f"localhost:{port}"
         finally:
             server.kill()

@@ -6,6 +6,7 @@
 //! file may be deleted, at any time.
 
 mod bound;
+mod claims;
 mod entries;
 mod names;
 mod verify;
@@ -29,6 +30,7 @@ use sha2::{Digest, Sha256};
 use crate::tree::Hash;
 use bound::{Recent, Recents};
 
+pub(crate) use claims::Held;
 pub use entries::{CacheEntry, EntryKind, Prune, Pruned};
 pub use verify::Verified;
 
@@ -298,6 +300,9 @@ pub(crate) struct CacheFile {
     failure: Mutex<Option<String>>,
     /// Milliseconds from `opened` to the time at which the last use was recorded.
     touched: AtomicU64,
+    /// Milliseconds from `opened` until this process waits again for others that fetch; 0 if it
+    /// has not waited in vain.
+    unshared_until: AtomicU64,
     opened: Instant,
 }
 
@@ -312,6 +317,7 @@ impl CacheFile {
             paused_until: AtomicU64::new(0),
             failure: Mutex::default(),
             touched: AtomicU64::new(0),
+            unshared_until: AtomicU64::new(0),
             opened: Instant::now(),
         }
     }
@@ -333,8 +339,7 @@ impl CacheFile {
 
     /// Stores bytes, if the host can.
     pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
-        let paused = self.paused_until.load(Ordering::Relaxed);
-        if paused > 0 && self.now() < paused {
+        if self.is_paused() {
             return;
         }
         if let Err(error) = self.file.write_all_at(bytes, offset) {
@@ -347,6 +352,12 @@ impl CacheFile {
         }
         self.recent.mark(offset);
         self.cache.wrote(bytes.len() as u64);
+    }
+
+    /// Whether nothing is written for now, as the last write has failed.
+    fn is_paused(&self) -> bool {
+        let paused = self.paused_until.load(Ordering::Relaxed);
+        paused > 0 && self.now() < paused
     }
 
     /// Bytes that the file takes up on the disk.

@@ -1,6 +1,7 @@
 //! A remote file: every byte is checked against its hash tree before use.
 
 mod ahead;
+mod claim;
 mod warm;
 
 use std::io;
@@ -22,6 +23,7 @@ use crate::patience::Patience;
 use crate::shared::{MemoryKey, Shared};
 use crate::source::{Ranged, Source};
 use crate::tree::{self, Chunk, Chunks, Hash, HashPlace, Root};
+use claim::Claimed;
 
 pub use warm::Warm;
 
@@ -98,21 +100,35 @@ impl RemoteFile {
         sources: Sources,
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
-        let (sources, shared) = match pin {
-            Some(root) => match RemoteFile::open_cached(shared, sources, &root) {
-                ControlFlow::Break(file) => return Ok(*file),
-                ControlFlow::Continue(parts) => *parts,
-            },
-            None => (sources, shared),
+        let Some(root) = pin else {
+            return RemoteFile::open_from_server(shared, sources, pin);
         };
-        let (sources, shared) = match pin {
-            Some(root) => match RemoteFile::open_from_mirrors(shared, sources, root) {
-                ControlFlow::Break(file) => return Ok(*file),
-                ControlFlow::Continue(parts) => *parts,
-            },
-            None => (sources, shared),
+        let (sources, shared) = match RemoteFile::open_cached(shared, sources, &root) {
+            ControlFlow::Break(file) => return Ok(*file),
+            ControlFlow::Continue(parts) => *parts,
         };
-        RemoteFile::open_from_server(shared, sources, pin)
+        // Another process may fetch the beginning now; then the cache has it after the wait.
+        let cache = shared.options.cache.as_ref();
+        let beginning = cache.and_then(|cache| cache.file(&root));
+        let longest = shared.longest_claim();
+        let held = beginning
+            .as_ref()
+            .and_then(|file| file.claim_beginning(longest));
+        let parts = match held {
+            Some(_) => RemoteFile::open_cached(shared, sources, &root),
+            None => ControlFlow::Continue(Box::new((sources, shared))),
+        };
+        let (sources, shared) = match parts {
+            ControlFlow::Break(file) => return Ok(*file),
+            ControlFlow::Continue(parts) => *parts,
+        };
+        match RemoteFile::open_from_mirrors(shared, sources, root) {
+            ControlFlow::Break(file) => Ok(*file),
+            ControlFlow::Continue(parts) => {
+                let (sources, shared) = *parts;
+                RemoteFile::open_from_server(shared, sources, pin)
+            }
+        }
     }
 
     /// Opens a file by the beginning of its cache file. Gives the parts back if that is missing or
@@ -406,12 +422,16 @@ impl RemoteFile {
                     continue;
                 }
             };
-            // Another thread may have fetched the chunk between the look and the claim.
-            if let Some(bytes) = self.present(chunk, &hash) {
-                flight.land(Ok(()));
-                sink(chunk, &bytes);
-                return Ok(1);
-            }
+            // Another thread may have fetched the chunk between the look and the claim, and another
+            // process may fetch it now.
+            let (mut held, end) = match self.claim(chunk, end, &hash, purpose) {
+                Claimed::Mine(held, end) => (held, end),
+                Claimed::Present(bytes) => {
+                    flight.land(Ok(()));
+                    sink(chunk, &bytes);
+                    return Ok(1);
+                }
+            };
             let mut count = 1;
             while chunk.after(count) < end
                 && self
@@ -430,9 +450,12 @@ impl RemoteFile {
             let demand = (purpose == Purpose::Read).then(|| self.shared.demand.enter());
             let result = self.fetch(&run, &mut |chunk, bytes| {
                 flight.arrived(chunk.after(1));
+                if let Some(held) = &mut held {
+                    held.arrived(self.chunks.start(chunk) + bytes.len() as u64);
+                }
                 sink(chunk, bytes);
             });
-            drop((waiting, demand));
+            drop((waiting, demand, held));
             flight.land(match purpose {
                 Purpose::Read => result.clone().map(drop),
                 // A read that waits tries it itself, for as long as a read may.

@@ -175,6 +175,11 @@ impl Shared {
         Patience::opening(self.options.timeout / 4, &self.client.counters)
     }
 
+    /// How long a process waits for another one that fetches, and makes no progress.
+    pub(crate) fn longest_claim(&self) -> Duration {
+        self.options.timeout / 4
+    }
+
     /// A number for a file that is opened.
     pub(crate) fn file_number(&self) -> u64 {
         self.next_file.fetch_add(1, Ordering::Relaxed)
