@@ -226,10 +226,23 @@ fn view_of(
     view.map_err(|error| cannot_view(image.path(), &error))
 }
 
-/// The entry by which other commands find the image of the disk, with `--backing-dir` for the
-/// directory of the image.
+/// The entry by which other commands find the image of the disk: with `--backing-dir` for the
+/// directory of the image, or with `--backing-url` for an image on another machine.
 fn entry_of(image: &OpenImage) -> BackingEntry {
     let identity = image.identity();
+    let header = image.image().header();
+    // The root hash of one image; several have no URL together.
+    let root = header.merkle.as_ref().map(|tree| tree.root);
+    let root = root.filter(|root| *root == identity);
+    if let (Some(url), Some(merkle_root)) = (image.lasting_url(), root) {
+        return BackingEntry {
+            name: BackingName::Url {
+                url: url.to_owned(),
+                merkle_root,
+            },
+            size: header.size,
+        };
+    }
     let file = image
         .opened()
         .path
@@ -244,7 +257,7 @@ fn entry_of(image: &OpenImage) -> BackingEntry {
             name,
             identity: Some(identity),
         },
-        size: image.image().header().size,
+        size: header.size,
     }
 }
 

@@ -160,6 +160,12 @@ class Disks(unittest.TestCase):
                     with open(os.path.join(where, "dir-3/file"), "rb") as file:
                         self.assertEqual(file.read(7), b"changed")
                     self.assertEqual(os.listdir(os.path.join(where, "dir-4")), [])
+                if door == "kernel":
+                    disk = os.path.join(upper, ".bcow", "disk.bcow")
+                    allowed = ("--backing-url", f"docker://{address}/team/tree")
+                    (backing,) = self.inspect(*allowed, disk)["backings"]
+                    self.assertRegex(backing["name"], r"docker://.*/team/tree@sha256:\w{64}$")
+                    self.bcow("fsck", "--data", *allowed, disk)
                 found = self.bcow("diff", "--upper", upper, name, check=False).out.decode()
                 self.assertEqual([line.split()[1] for line in found.splitlines()],
                                  ["/dir-3/file", "/dir-4", "/dir-4/file"], found)
