@@ -6,11 +6,13 @@ this machine has it. Every command and every wait has a time limit.
 """
 
 import base64
+import contextlib
 import datetime
 import hashlib
 import hmac
 import html
 import http.server
+import json
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ import urllib.parse
 
 import test_remote
 from support import (BCOW, WORK, assert_refused, assert_same_tree, bcow, need, run, until)
-from test_remote import TIMEOUT, make_certificates
+from test_remote import TIMEOUT, make_certificates, registry
 from web import WebServer
 
 KEY_ID, SECRET = "AKIATESTSOFBCOW", "geheim/4711+Schluessel"
@@ -484,18 +486,17 @@ class Bucket(unittest.TestCase):
             self.assertEqual((answers, server.uploads), (["2", "end"], {}))
             self.bcow("fsck", "--data", "--no-cache", name)
 
-    def test_versitygw_accepts_the_signatures(self):
+    @contextlib.contextmanager
+    def versitygw(self, *buckets):
+        """The directory of a versitygw with these buckets, and its URL."""
         if not shutil.which("versitygw"):
             self.skipTest("versitygw is not installed; the other tests have a server of their own")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         posix = tempfile.mkdtemp(prefix="posix-", dir=self.directory)
-        for key, data in self.objects.items():
-            at = os.path.join(posix, BUCKET, key)
-            os.makedirs(os.path.dirname(at), exist_ok=True)
-            with open(at, "wb") as out:
-                out.write(data)
+        for bucket in buckets:
+            os.mkdir(os.path.join(posix, bucket))
         with tempfile.TemporaryFile() as log:
             server = subprocess.Popen(
                 ["versitygw", "--access", KEY_ID, "--secret", SECRET, "--region", REGION,
@@ -508,30 +509,71 @@ class Bucket(unittest.TestCase):
                     with socket.socket() as probe:
                         return probe.connect_ex(("127.0.0.1", port)) == 0
                 until(answers, "versitygw answers", 30)
-                self.env["AWS_ENDPOINT_URL_S3"] = f"https://localhost:{port}"
-                for key in self.objects:
-                    self.bcow("fsck", "--data", "--no-cache", f"s3://{BUCKET}/{key}")
-                with self.mounted(f"s3://{BUCKET}/image.bcow") as where:
-                    assert_same_tree(self, self.tree, where)
-                large = self.large()
-                for source, key in (self.image, "new x/\u00e9+=&.bcow"), (large, "large.bcow"):
-                    name = f"s3://{BUCKET}/{key}"
-                    self.bcow("copy", source, name)
-                    assert_refused(self, self.bcow("copy", source, name, check=False), "--force")
-                    self.bcow("copy", "--force", source, name)
-                    run("cmp", os.path.join(posix, BUCKET, key), source, timeout=TIMEOUT)
-                read = os.path.join(self.cache, "read")
-                run("curl", "-sS", "--fail", "--cacert", self.path("ca.pem"), "--user",
-                    f"{KEY_ID}:{SECRET}", "--aws-sigv4", f"aws:amz:{REGION}:s3", "-H",
-                    f"x-amz-content-sha256: {EMPTY}", "-o", read,
-                    f"https://localhost:{port}/{BUCKET}/large.bcow", timeout=TIMEOUT)
-                run("cmp", read, large, timeout=TIMEOUT)
-                self.env["AWS_SECRET_ACCESS_KEY"] = "falsch"
-                failed = self.bcow("ls", f"s3://{BUCKET}/image.bcow", check=False)
-                self.assertIn(b"SignatureDoesNotMatch", failed.err)
+                yield posix, f"https://localhost:{port}"
             finally:
                 server.kill()
                 server.wait(30)
+
+    def test_versitygw_accepts_the_signatures(self):
+        with self.versitygw(BUCKET) as (posix, url):
+            for key, data in self.objects.items():
+                at = os.path.join(posix, BUCKET, key)
+                os.makedirs(os.path.dirname(at), exist_ok=True)
+                with open(at, "wb") as out:
+                    out.write(data)
+            self.env["AWS_ENDPOINT_URL_S3"] = url
+            for key in self.objects:
+                self.bcow("fsck", "--data", "--no-cache", f"s3://{BUCKET}/{key}")
+            with self.mounted(f"s3://{BUCKET}/image.bcow") as where:
+                assert_same_tree(self, self.tree, where)
+            large = self.large()
+            for source, key in (self.image, "new x/\u00e9+=&.bcow"), (large, "large.bcow"):
+                name = f"s3://{BUCKET}/{key}"
+                self.bcow("copy", source, name)
+                assert_refused(self, self.bcow("copy", source, name, check=False), "--force")
+                self.bcow("copy", "--force", source, name)
+                run("cmp", os.path.join(posix, BUCKET, key), source, timeout=TIMEOUT)
+            read = os.path.join(self.cache, "read")
+            run("curl", "-sS", "--fail", "--cacert", self.path("ca.pem"), "--user",
+                f"{KEY_ID}:{SECRET}", "--aws-sigv4", f"aws:amz:{REGION}:s3", "-H",
+                f"x-amz-content-sha256: {EMPTY}", "-o", read, f"{url}/{BUCKET}/large.bcow",
+                timeout=TIMEOUT)
+            run("cmp", read, large, timeout=TIMEOUT)
+            self.env["AWS_SECRET_ACCESS_KEY"] = "falsch"
+            failed = self.bcow("ls", f"s3://{BUCKET}/image.bcow", check=False)
+            self.assertIn(b"SignatureDoesNotMatch", failed.err)
+
+    def test_registry_redirects_to_signed_addresses_of_s3(self):
+        distribution = shutil.which("registry")
+        if not distribution:
+            self.skipTest("distribution (registry) is not installed; the tests of bcow-remote have "
+                          "a server that redirects")
+        with self.versitygw("blobs") as (posix, url), registry(
+                self.directory, storage=json.dumps({"s3": {
+                    "accesskey": KEY_ID, "secretkey": SECRET, "region": REGION, "bucket": "blobs",
+                    "regionendpoint": url, "forcepathstyle": True}}),
+                program=distribution, env=self.env) as address:
+            self.env["REGISTRY_AUTH_FILE"] = self.path("auth.json")
+            # The keys are the registry's. Its signatures are all that bcow has.
+            for name in [name for name in self.env if name.startswith("AWS_")]:
+                del self.env[name]
+            name = f"docker://{address}/team/tree:1"
+            self.bcow("convert", f"dir:{self.tree}", name)
+            listed = self.bcow("-vv", "ls", "-R", "--no-cache", name)
+            self.assertEqual(listed.out, bcow("ls", "-R", self.image, timeout=TIMEOUT).out)
+            shown = listed.err.decode()
+            self.assertIn(f"redirects to {url}/blobs/", shown)
+            self.assertNotIn("Signature", shown)
+            with self.mounted(name) as where:
+                assert_same_tree(self, self.tree, where)
+            self.bcow("fsck", "--data", "--no-cache", name)
+            layout = os.path.join(self.cache, "layout")
+            self.bcow("copy", name, f"oci:{layout}:1")
+            blobs = os.path.join(layout, "blobs", "sha256")
+            kept = os.path.join(posix, "blobs/docker/registry/v2/blobs/sha256")
+            for digest in os.listdir(blobs):
+                run("cmp", os.path.join(blobs, digest),
+                    os.path.join(kept, digest[:2], digest, "data"), timeout=TIMEOUT)
 
 
 if __name__ == "__main__":

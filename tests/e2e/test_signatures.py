@@ -1,7 +1,8 @@
 """`--verify-key`: signatures of manifests, in the form of cosign (simple signing).
 
-The tests make the signatures with openssl, as cosign makes them with a key pair. The registry is
-the one of test_registries.py. Every command has a time limit.
+The tests make the signatures with openssl, as cosign makes them with a key pair; one test has
+cosign itself, where it is installed. The registry is the one of test_registries.py. Every command
+has a time limit.
 """
 
 import base64
@@ -12,9 +13,9 @@ import subprocess
 import unittest
 
 import test_mirrors
-from support import bcow, need
+from support import bcow, need, run
 from test_mirrors import TIMEOUT
-from test_registries import INDEX, MANIFEST, Content, Server, digest_of
+from test_registries import INDEX, MANIFEST, Content, Server, digest_of, plain_registry
 
 SIGNED = "application/vnd.dev.cosign.simplesigning.v1+json"
 REFERRER = "application/vnd.dev.cosign.artifact.sig.v1+json"
@@ -164,6 +165,30 @@ class Signatures(test_mirrors.Images):
         self.bcow("ls", "--verify-key", self.path("one.pub"), name)
         failed = self.bcow("ls", "--verify-key", self.path("two.pub"), name, check=False)
         self.assertEqual(failed.code, 1)
+
+    def test_cosign_signs(self):
+        if not shutil.which("cosign"):
+            self.skipTest("cosign is not installed; openssl signs for the other tests")
+        need("docker-registry")
+
+        def cosign(*arguments):
+            run("cosign", *arguments, timeout=TIMEOUT, cwd=self.directory,
+                env={"COSIGN_PASSWORD": "", "HOME": self.directory})
+
+        def ls(key):
+            return self.bcow("ls", "-R", "--no-cache", "--verify-key", self.path(f"{key}.pub"),
+                             f"docker://{name}:1", check=False)
+
+        with plain_registry(self.directory) as port:
+            name = f"127.0.0.1:{port}/team/image"
+            self.bcow("copy", f"oci:{self.path('layout')}:tag", f"docker://{name}:1")
+            cosign("generate-key-pair", "--output-key-prefix", "cosign")
+            self.assertIn(b"has no signature", ls("cosign").err)
+            cosign("sign", "--yes", "--tlog-upload=false", "--key", "cosign.key",
+                   f"{name}@{self.digest}")
+            cosign("verify", "--insecure-ignore-tlog", "--key", "cosign.pub", f"{name}:1")
+            self.assertEqual(ls("cosign").out, bcow("ls", "-R", self.image, timeout=TIMEOUT).out)
+            self.assertIn(b"by the given key", ls("one").err)
 
     def test_other_keys_and_other_images_are_refused(self):
         for key in "rsa.pub", "p384.pub":
