@@ -2,7 +2,7 @@
 
 use std::io::{self, Read};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustls::crypto::ring;
@@ -26,8 +26,14 @@ const SLOWEST_UPLOAD: u64 = 8 << 10;
 /// Longest pause that a server can ask for.
 const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
 
+/// The usual variables that name other certificates.
+const CERTIFICATES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
+
 pub(crate) struct Client {
-    agent: Agent,
+    plain: Agent,
+    /// Made for the first request to an `https` address: the certificates of this machine are
+    /// hundreds of files, and an image that is in the cache needs no request.
+    encrypted: OnceLock<Result<Agent, Problem>>,
     pub(crate) transport: Transport,
     permits: Arc<Permits>,
     pub(crate) counters: Arc<Counters>,
@@ -72,41 +78,33 @@ struct Running {
 }
 
 impl Client {
-    pub(crate) fn new(transport: Transport) -> Result<Self, Problem> {
-        // The usual variables SSL_CERT_FILE and SSL_CERT_DIR name other certificates.
-        let found = rustls_native_certs::load_native_certs();
-        if found.certs.is_empty() && transport == Transport::TlsOnly {
-            let why = found.errors.first().map_or_else(
-                || "there are none; install ca-certificates, or set SSL_CERT_FILE".to_owned(),
-                ToString::to_string,
-            );
-            return Err(Problem::Certificates(why));
-        }
-        for error in &found.errors {
-            tracing::warn!("cannot read a certificate: {error}");
-        }
-        let roots = found.certs.iter().map(|cert| Certificate::from_der(cert));
-        let roots: RootCerts = roots.map(|cert| cert.to_owned()).into();
-        let tls = TlsConfig::builder()
-            .root_certs(roots)
-            .unversioned_rustls_crypto_provider(ring::default_provider().into())
-            .build();
-        let config = Agent::config_builder()
-            .tls_config(tls)
-            .http_status_as_error(false)
-            // Followed by `Source`, which keeps credentials away from other servers.
-            .max_redirects(0)
-            .max_response_header_size(HEADER_BYTES)
-            .max_idle_connections(CONNECTIONS)
-            .max_idle_connections_per_host(CONNECTIONS)
-            .user_agent(concat!("bcow/", env!("CARGO_PKG_VERSION")))
-            .build();
-        Ok(Client {
-            agent: config.into(),
+    pub(crate) fn new(transport: Transport) -> Self {
+        let client = Client {
+            plain: agent(TlsConfig::default()),
+            encrypted: OnceLock::new(),
             transport,
             permits: Arc::new(Permits::new(CONNECTIONS)),
             counters: Arc::default(),
-        })
+        };
+        // The process of a mount changes its directory later.
+        let mut places = CERTIFICATES.iter().filter_map(std::env::var_os);
+        if places.any(|paths| std::env::split_paths(&paths).any(|path| path.is_relative())) {
+            client.encrypted();
+        }
+        client
+    }
+
+    fn encrypted(&self) -> &Result<Agent, Problem> {
+        self.encrypted.get_or_init(|| certificates().map(agent))
+    }
+
+    /// The connections to an address.
+    fn agent(&self, address: &Address) -> Result<&Agent, Fault> {
+        if !address.is_encrypted() {
+            return Ok(&self.plain);
+        }
+        let agent = self.encrypted().as_ref();
+        agent.map_err(|problem| problem.clone().for_good())
     }
 
     /// Sends a GET request, and returns what the server answers, with any status. The answer must
@@ -130,6 +128,7 @@ impl Client {
         content: Content<'_>,
         patience: &Patience,
     ) -> Result<Answer, Fault> {
+        let agent = self.agent(address)?;
         let (running, left) = self.begin(address, patience)?;
         let traffic = self.counters.request(address.origin());
         let silence = patience.longest_silence().min(left);
@@ -149,61 +148,14 @@ impl Client {
             deadline: patience.deadline(),
         };
         match content {
-            Content::Nothing => self.call(request.body(()), limits, running, traffic),
-            Content::Bytes(bytes) => self.call(request.body(bytes), limits, running, traffic),
+            Content::Nothing => call(agent, request.body(()), limits, running, traffic),
+            Content::Bytes(bytes) => call(agent, request.body(bytes), limits, running, traffic),
             Content::Stream(reader, length) => {
                 let request = request.header("content-length", length);
                 let body = SendBody::from_reader(reader);
-                self.call(request.body(body), limits, running, traffic)
+                call(agent, request.body(body), limits, running, traffic)
             }
         }
-    }
-
-    fn call<B: AsSendBody>(
-        &self,
-        request: Result<Request<B>, ureq::http::Error>,
-        limits: Limits,
-        running: Running,
-        traffic: Arc<Traffic>,
-    ) -> Result<Answer, Fault> {
-        let invalid = |_| Problem::Answer("it led to an invalid request".into()).for_good();
-        let Limits {
-            silence,
-            sending,
-            deadline,
-        } = limits;
-        let request = self
-            .agent
-            .configure_request(request.map_err(invalid)?)
-            .timeout_resolve(Some(CONNECT.min(silence)))
-            .timeout_connect(Some(CONNECT.min(silence)))
-            .timeout_send_request(Some(silence))
-            .timeout_send_body(Some(silence + sending))
-            .timeout_per_write(Some(silence))
-            .timeout_recv_response(Some(silence))
-            .timeout_per_read(Some(silence))
-            .build();
-        let begun = Instant::now();
-        let response = self.agent.run(request);
-        let deadline = match sending.is_zero() {
-            true => deadline,
-            // The time of the content does not count.
-            false => deadline + begun.elapsed(),
-        };
-        let (head, body) = response
-            .map_err(|error| fault(&error, silence))?
-            .into_parts();
-        Ok(Answer {
-            status: head.status.as_u16(),
-            headers: head.headers,
-            body: AnswerBody {
-                reader: body.into_reader(),
-                longest_silence: silence,
-                deadline,
-                traffic,
-                running,
-            },
-        })
     }
 
     fn begin(&self, address: &Address, patience: &Patience) -> Result<(Running, Duration), Fault> {
@@ -217,6 +169,87 @@ impl Client {
             .ok_or_else(|| Problem::Timeout(Duration::ZERO).for_good())?;
         Ok((Running::new(&self.counters, permit), left))
     }
+}
+
+/// Reads the certificates of this machine.
+fn certificates() -> Result<TlsConfig, Problem> {
+    let found = rustls_native_certs::load_native_certs();
+    if found.certs.is_empty() {
+        let why = found.errors.first().map_or_else(
+            || "there are none; install ca-certificates, or set SSL_CERT_FILE".to_owned(),
+            ToString::to_string,
+        );
+        return Err(Problem::Certificates(why));
+    }
+    for error in &found.errors {
+        tracing::warn!("cannot read a certificate: {error}");
+    }
+    let roots = found.certs.iter().map(|cert| Certificate::from_der(cert));
+    let roots: RootCerts = roots.map(|cert| cert.to_owned()).into();
+    Ok(TlsConfig::builder()
+        .root_certs(roots)
+        .unversioned_rustls_crypto_provider(ring::default_provider().into())
+        .build())
+}
+
+fn agent(tls: TlsConfig) -> Agent {
+    Agent::config_builder()
+        .tls_config(tls)
+        .http_status_as_error(false)
+        // Followed by `Source`, which keeps credentials away from other servers.
+        .max_redirects(0)
+        .max_response_header_size(HEADER_BYTES)
+        .max_idle_connections(CONNECTIONS)
+        .max_idle_connections_per_host(CONNECTIONS)
+        .user_agent(concat!("bcow/", env!("CARGO_PKG_VERSION")))
+        .build()
+        .into()
+}
+
+fn call<B: AsSendBody>(
+    agent: &Agent,
+    request: Result<Request<B>, ureq::http::Error>,
+    limits: Limits,
+    running: Running,
+    traffic: Arc<Traffic>,
+) -> Result<Answer, Fault> {
+    let invalid = |_| Problem::Answer("it led to an invalid request".into()).for_good();
+    let Limits {
+        silence,
+        sending,
+        deadline,
+    } = limits;
+    let request = agent
+        .configure_request(request.map_err(invalid)?)
+        .timeout_resolve(Some(CONNECT.min(silence)))
+        .timeout_connect(Some(CONNECT.min(silence)))
+        .timeout_send_request(Some(silence))
+        .timeout_send_body(Some(silence + sending))
+        .timeout_per_write(Some(silence))
+        .timeout_recv_response(Some(silence))
+        .timeout_per_read(Some(silence))
+        .build();
+    let begun = Instant::now();
+    let response = agent.run(request);
+    let deadline = match sending.is_zero() {
+        true => deadline,
+        // The time of the content does not count.
+        false => deadline + begun.elapsed(),
+    };
+    let (head, body) = response
+        .map_err(|error| fault(&error, silence))?
+        .into_parts();
+    Ok(Answer {
+        status: head.status.as_u16(),
+        headers: head.headers,
+        body: AnswerBody {
+            reader: body.into_reader(),
+            longest_silence: silence,
+            deadline,
+            traffic,
+            running,
+        },
+    })
 }
 
 impl Answer {

@@ -1,6 +1,7 @@
 //! A remote file: every byte is checked against its hash tree before use.
 
 mod ahead;
+mod cached;
 mod claim;
 mod warm;
 
@@ -304,6 +305,13 @@ impl RemoteFile {
                 break;
             };
             let start = self.chunks.start(chunk);
+            if at == start {
+                let cached = self.read_cached(chunk, &mut buf[(at - offset) as usize..])?;
+                if cached > 0 {
+                    at += cached as u64;
+                    continue;
+                }
+            }
             let wanted = (end - start).div_ceil(self.chunks.chunk_bytes());
             let mut reached = at;
             self.load(chunk, wanted, Purpose::Read, &mut |loaded, bytes| {

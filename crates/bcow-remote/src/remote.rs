@@ -37,7 +37,7 @@ impl Remote {
         WeakRemote(Arc::downgrade(&self.shared))
     }
 
-    /// Reads the certificates of this machine. No connection is made.
+    /// No connection is made.
     pub fn new(options: Options) -> Result<Remote, Problem> {
         let shared = Arc::new(Shared::new(options)?);
         Ok(Remote { shared })

@@ -90,7 +90,6 @@ impl Weighter<MemoryKey, Arc<[u8]>> for ByLength {
 }
 
 impl Shared {
-    /// Reads the certificates of this machine.
     pub(crate) fn new(options: Options) -> Result<Self, Problem> {
         let transport = match options.insecure {
             true => Transport::PlainToo,
@@ -114,7 +113,7 @@ impl Shared {
             DefaultLifecycle::default(),
         );
         Ok(Shared {
-            client: Arc::new(Client::new(transport)?),
+            client: Arc::new(Client::new(transport)),
             mirrors,
             options,
             memory,
