@@ -108,8 +108,8 @@ impl Patience {
         Ok(())
     }
 
-    /// The problem to report: that of the attempt before, if the deadline left the last attempt less
-    /// time than a server may be silent for. Its time-out says nothing about the server.
+    /// The problem to report: that of the attempt before, if the deadline left the last attempt
+    /// less time than a server may be silent for. Its time-out says nothing about the server.
     fn telling(&mut self, last: Problem) -> Problem {
         let cut_short = matches!(&last, Problem::Timeout(time) if *time < self.longest_silence());
         match self.before.take() {
