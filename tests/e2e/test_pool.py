@@ -6,6 +6,7 @@ requests empties its cache after ten seconds, so such a test tries again.
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 import unittest
 
 import test_ahead
@@ -55,9 +57,10 @@ class PoolCase(Scratch):
     def clear(self):
         # A failed test leaves its pools.
         for pool in self.list():
-            if pool["pid"]:
+            # The keeper first: it starts the other one again.
+            for pid in filter(None, (pool["keeper"], pool["pid"])):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pool["pid"], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         for where in self.mounts:
             if is_mounted(where):
                 subprocess.run(["umount", "-l", where])
@@ -87,8 +90,22 @@ class PoolCase(Scratch):
     def stats(self, name="pool"):
         return json.loads(self.bcow("pool", "stats", name, "--json").out)
 
+    def find(self, name="pool"):
+        return {pool["name"]: pool for pool in self.list()}.get(name)
+
     def pid(self, name="pool"):
-        return {pool["name"]: pool["pid"] for pool in self.list()}[name]
+        return self.find(name)["pid"]
+
+    def keeper(self, name="pool"):
+        return self.find(name)["keeper"]
+
+    def kill(self):
+        """Kills the process of the pool, and waits for the next one. Returns its number."""
+        before = self.find()
+        os.kill(before["pid"], signal.SIGKILL)
+        until(lambda: (self.find()["restarts"] or 0) > before["restarts"],
+              "another process takes over")
+        return self.pid()
 
     def read(self, where):
         for name, data in self.files.items():
@@ -227,10 +244,25 @@ class Mounts(PoolCase):
         bcow("mount", "link", place, "--pool=mine", cwd=inner, **options)
         read = run("cat", os.path.join(place, "file1"), user=UNPRIVILEGED, timeout=TIMEOUT)
         self.assertEqual(read.out, self.files["file1"])
+        # Another process cannot reach that directory by its path either.
+        refused = bcow("pool", "restart", "mine", check=False, **options)
+        assert_refused(self, refused, place, "cannot open link")
+        bcow("umount", place, **options)
+        bcow("mount", image, place, "--pool=mine", **options)
         found = json.loads(bcow("pool", "stats", "mine", "--json", **options).out)
-        with open(f"/proc/{found['pid']}/status") as status:
-            allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status.read(), re.MULTILINE)
-        self.assertEqual(allowed[1], cpu)
+        # The process that takes over has the same rights and CPUs.
+        for _ in range(2):
+            with open(f"/proc/{found['pid']}/status") as status:
+                status = status.read()
+            allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
+            self.assertEqual(allowed[1], cpu)
+            user = re.search(r"^Uid:\s*(\d+)\s+(\d+)", status, re.MULTILINE)
+            self.assertEqual(user.groups(), (str(UNPRIVILEGED),) * 2)
+            read = run("cat", os.path.join(place, "file0"), user=UNPRIVILEGED, timeout=TIMEOUT)
+            self.assertEqual(read.out, self.files["file0"])
+            bcow("pool", "restart", "mine", **options)
+            found = json.loads(bcow("pool", "stats", "mine", "--json", **options).out)
+        self.assertEqual(found["restarts"], 2)
         bcow("pool", "stop", "--force", "mine", **options)
         self.assert_ends(found["pid"])
 
@@ -271,15 +303,17 @@ class Ends(PoolCase):
         places = [self.mount(), self.mount("--upper", upper)]
         with open(os.path.join(places[1], "new"), "w") as file:
             file.write("kept")
-        pid = self.pid()
-        os.kill(pid, signal.SIGTERM)
-        self.assert_ends(pid)
+        found = self.find()
+        # The keeper passes the signal on.
+        os.kill(found["keeper"], signal.SIGTERM)
+        self.assert_ends(found["pid"])
+        self.assert_ends(found["keeper"])
         self.assertFalse(any(map(is_mounted, places)))
         self.assertEqual(os.listdir(self.pools), ["upper"])
         with open(os.path.join(upper, "new")) as file:
             self.assertEqual(file.read(), "kept")
 
-    def test_killed_pool_is_dead_and_starts_again(self):
+    def test_pool_killed_with_its_keeper_is_dead_and_starts_again(self):
         self.start()
         upper = os.path.join(self.pools, "upper")
         where = self.mount("--upper", upper)
@@ -287,7 +321,13 @@ class Ends(PoolCase):
             file.write("kept")
             file.flush()
             os.fsync(file.fileno())
-        pid = self.pid()
+        pid, keeper = self.pid(), self.keeper()
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: self.keeper() is None, "the pool notices the end of its keeper")
+        assert_refused(self, self.bcow("pool", "restart", "pool", check=False),
+                       "its keeper has died")
+        # The process serves its mounts alone.
+        self.read(self.mount())
         os.kill(pid, signal.SIGKILL)
         self.assert_ends(pid)
         self.assertEqual([pool["state"] for pool in self.list()], ["dead"])
@@ -312,6 +352,197 @@ class Ends(PoolCase):
         finally:
             os.kill(pid, signal.SIGCONT)
         self.bcow("pool", "stop", "pool")
+
+
+class Load:
+    """A program that reads files of a mount in a loop until the end of the context."""
+
+    def __init__(self, where, files):
+        self.where, self.files = where, files
+        self.rounds = 0
+        self.failure = None
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        try:
+            with contextlib.ExitStack() as stack:
+                kept = {name: stack.enter_context(open(os.path.join(self.where, name), "rb"))
+                        for name in self.files}
+                while not self.is_over.is_set():
+                    for name, data in self.files.items():
+                        self.compare(kept[name], data)
+                        with open(os.path.join(self.where, name), "rb") as file:
+                            self.compare(file, data)
+                    os.statvfs(self.where)
+                    assert sorted(os.listdir(self.where)) == sorted(self.files)
+                    self.rounds += 1
+        except (OSError, AssertionError) as failure:
+            self.failure = failure
+
+    @staticmethod
+    def compare(file, data):
+        # The kernel asks the pool again for what is not in its cache.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.pread(file.fileno(), len(data) + 1, 0) != data:
+            raise AssertionError(f"{file.name} has other bytes")
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.is_over.set()
+        self.thread.join(TIMEOUT)
+
+    def goes_on(self):
+        """Waits until a round that begins now has ended."""
+        target = self.rounds + 2
+        until(lambda: self.rounds >= target or self.failure, "the reader goes on")
+
+
+class Restarts(PoolCase):
+    @promise("If the process of a pool is killed or replaced, programs that read its mounts wait")
+    def test_readers_see_no_error_when_the_pool_is_killed(self):
+        with test_ahead.Server(self.directory) as server, contextlib.ExitStack() as stack:
+            self.start()
+            url = server.url("image.bcow")
+            places = [self.mount(), self.mount("-o", "allow_other", "--verify", "merkle"),
+                      self.mount("--insecure", "--no-cache", image=url)]
+            loads = [stack.enter_context(Load(where, self.files)) for where in places]
+            pids = [self.pid()]
+            for step in (self.kill, self.kill, self.restart, self.kill):
+                for load in loads:
+                    load.goes_on()
+                pids.append(step())
+            for load in loads:
+                load.goes_on()
+            stack.close()
+            self.assertEqual([load.failure for load in loads], [None] * 3)
+            self.assertEqual(len(set(pids)), 5)
+            # Reports name the process that serves now.
+            rows = json.loads(self.bcow("ps", "--json").out)["services"]
+            served = {row["at"][0]: row["pid"] for row in rows}
+            found = self.stats()
+            self.assertEqual((found["pid"], found["restarts"]), (pids[-1], 4))
+            for where, mount in zip(places, found["mounts"], strict=True):
+                self.assertEqual(mount["at"], os.path.realpath(where))
+                self.assertGreater(mount["requests"], 0)
+                self.assertEqual(mount["errors"], 0)
+                self.assertEqual(served[mount["at"]], pids[-1])
+                statistics = json.loads(self.bcow("stats", where, "--json").out)
+                self.assertEqual(statistics["process"]["pid"], pids[-1])
+            # A mount that was taken over ends as any other.
+            keeper = self.keeper()
+            held = os.listdir(f"/proc/{keeper}/fd")
+            self.bcow("umount", places[0])
+            run("umount", places[1], timeout=TIMEOUT)
+            until(lambda: len(self.stats()["mounts"]) == 1, "the pool notices the unmount")
+            until(lambda: len(os.listdir(f"/proc/{keeper}/fd")) == len(held) - 4,
+                  "the keeper closes what belongs to the mounts")
+            self.read(self.mount())
+            self.bcow("pool", "stop", "--force", "pool")
+        self.assert_ends(keeper)
+        self.assertEqual(os.listdir(self.pools), [])
+
+    def restart(self, *options):
+        self.bcow("pool", "restart", "pool", *options)
+        return self.pid()
+
+    def test_another_program_takes_over(self):
+        installed = self.path("installed")
+        shutil.copy(BCOW, installed)
+        run(installed, "pool", "start", "pool", env=self.env, timeout=TIMEOUT)
+        where = self.mount()
+
+        def program():
+            return os.stat(f"/proc/{self.pid()}/exe").st_ino
+
+        old = program()
+        self.assertEqual(old, os.stat(installed).st_ino)
+        shutil.copy(BCOW, installed + ".new")
+        os.rename(installed + ".new", installed)
+        self.restart()
+        self.assertEqual(program(), os.stat(installed).st_ino)
+        self.read(where)
+        # One that fails is not used.
+        os.remove(installed)
+        os.chmod(self.path("installed", b"#!/bin/false\n"), 0o755)
+        self.restart()
+        self.assertEqual(program(), old)
+        self.read(where)
+        self.bcow("pool", "stop", "--force", "pool")
+
+    @promise("A mount with an upper is not taken over, and `bcow pool restart` says so")
+    def test_mounts_with_an_upper_are_not_taken_over(self):
+        self.start()
+        uppers = [os.path.join(self.pools, name) for name in ("one", "two")]
+        where, writable = self.mount(), self.mount("--upper", uppers[0])
+        pid = self.pid()
+        refused = self.bcow("pool", "restart", "pool", check=False)
+        assert_refused(self, refused, uppers[0], "not supported yet", "--force")
+        self.assertEqual(self.pid(), pid)
+        self.assertNotIn(os.path.realpath(where).encode(), refused.err)
+        with open(os.path.join(writable, "new"), "w") as file:
+            file.write("kept")
+        self.restart("--force")
+        self.assertFalse(is_mounted(writable))
+        with open(os.path.join(uppers[0], "new")) as file:
+            self.assertEqual(file.read(), "kept")
+        # A crash ends the mount, and keeps what was made durable.
+        self.mount("--upper", uppers[1], where=writable)
+        file = os.open(os.path.join(writable, "new"), os.O_CREAT | os.O_WRONLY)
+        os.write(file, b"durable")
+        os.fsync(file)
+        self.kill()
+        with self.assertRaises(OSError) as raised:
+            os.fsync(file)
+        self.assertIn(raised.exception.errno, (errno.ENOTCONN, errno.ECONNABORTED))
+        with contextlib.suppress(OSError):
+            os.close(file)
+        self.assertEqual([mount["upper"] for mount in self.stats()["mounts"]], [None])
+        self.read(where)
+        self.mount("--upper", uppers[1], where=writable)
+        with open(os.path.join(writable, "new")) as file:
+            self.assertEqual(file.read(), "durable")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_image_that_was_replaced_is_not_shown(self):
+        image = self.path("own.bcow")
+        shutil.copy(self.image, image)
+        self.start()
+        gone, stays = self.mount(image=image), self.mount()
+        other = self.path("other")
+        os.mkdir(other)
+        self.path("other/file0", b"other")
+        bcow("convert", f"dir:{other}", image + ".new", timeout=TIMEOUT)
+        os.rename(image + ".new", image)
+        refused = self.bcow("pool", "restart", "pool", check=False)
+        assert_refused(self, refused, os.path.realpath(gone), "another image has its place now")
+        # The first process reads the file that it has open.
+        self.read(gone)
+        self.kill()
+        self.assertFalse(is_mounted(gone))
+        self.read(stays)
+        self.assertEqual([mount["at"] for mount in self.stats()["mounts"]],
+                         [os.path.realpath(stays)])
+        self.bcow("pool", "stop", "--force", "pool")
+
+    @promise("A pool whose process fails at once, again and again, ends and unmounts")
+    def test_pool_that_fails_again_and_again_ends(self):
+        self.start()
+        where, keeper = self.mount(), self.keeper()
+
+        def has_ended():
+            pool = self.find()
+            if pool and pool["pid"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pool["pid"], signal.SIGKILL)
+            return not os.path.exists(f"/proc/{keeper}")
+
+        until(has_ended, "the pool ends")
+        self.assertFalse(is_mounted(where))
+        self.assertEqual(self.list(), [])
 
 
 class Refusals(PoolCase):

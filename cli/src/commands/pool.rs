@@ -1,6 +1,7 @@
 //! `bcow pool`
 
 mod list;
+mod restart;
 mod server;
 mod start;
 mod stats;
@@ -29,6 +30,7 @@ enum Command {
     Start(start::Args),
     List(list::Args),
     Stats(stats::Args),
+    Restart(restart::Args),
     Stop(stop::Args),
 }
 
@@ -41,6 +43,7 @@ pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> 
         Command::Start(args) => start::run(args, parse, ui),
         Command::List(args) => list::run(args, ui),
         Command::Stats(args) => stats::run(args, ui),
+        Command::Restart(args) => restart::run(args, ui),
         Command::Stop(args) => stop::run(args, ui),
     }
 }

@@ -1,12 +1,15 @@
 //! Requests to a pool.
 
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
 
 use super::protocol::{self, Answer, Hello, MOST_ANSWER_BYTES, Outcome, Request};
@@ -16,6 +19,13 @@ use crate::ui::Ui;
 
 /// How long a pool may take to say hello.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
+/// Pause before the next attempt to connect.
+const PAUSE: Duration = Duration::from_millis(5);
+/// How long the keeper may take to end after the process of the pool.
+const KEEPER_ENDS_WITHIN: Timespec = Timespec {
+    tv_sec: 5,
+    tv_nsec: 0,
+};
 
 /// The pool behind a socket.
 #[derive(Debug)]
@@ -40,6 +50,25 @@ pub struct Connection {
 
 /// Connects to the pool with this socket.
 pub fn find(socket: &Path) -> Result<Found, CommandError> {
+    let deadline = Instant::now() + ANSWERS_WITHIN;
+    loop {
+        match find_once(socket)? {
+            // Its process may have ended, and another one takes over. Only a socket that refuses
+            // connections is dead.
+            Found::Dead if is_listening(socket) => match Instant::now() < deadline {
+                true => std::thread::sleep(PAUSE),
+                false => return Ok(Found::Silent),
+            },
+            found => return Ok(found),
+        }
+    }
+}
+
+fn is_listening(socket: &Path) -> bool {
+    matches!(connect(socket), Ok(_) | Err(Errno::AGAIN))
+}
+
+fn find_once(socket: &Path) -> Result<Found, CommandError> {
     let cannot = || format!("cannot connect to {}", socket.display());
     let stream = match connect(socket) {
         Ok(stream) => stream,
@@ -127,9 +156,24 @@ impl Connection {
         }
     }
 
+    /// The keeper of the pool, to wait for its end.
+    pub fn keeper(&self) -> Option<OwnedFd> {
+        let keeper = Pid::from_raw(i32::try_from(self.hello.keeper?).ok()?)?;
+        // On some kernels there is no such descriptor. The keeper ends as soon.
+        pidfd_open(keeper, PidfdFlags::empty()).ok()
+    }
+
     /// Waits until the process of the pool has ended.
     pub fn wait_for_end(self) {
         // Any error means that the other end is gone.
         while protocol::read_line(&self.stream, MOST_ANSWER_BYTES, None).is_ok() {}
+    }
+}
+
+/// Waits until the keeper has ended too, and the name of the pool is free.
+pub fn wait_for_keeper(keeper: Option<OwnedFd>) {
+    if let Some(keeper) = keeper {
+        let mut keeper = [PollFd::new(&keeper, PollFlags::IN)];
+        let _ = poll(&mut keeper, Some(&KEEPER_ENDS_WITHIN));
     }
 }

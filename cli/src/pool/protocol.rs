@@ -39,6 +39,12 @@ pub struct Hello {
     pub since: u64,
     /// Number of its mounts.
     pub mounts: usize,
+    /// The process that starts the process of the pool again.
+    #[serde(default)]
+    pub keeper: Option<u32>,
+    /// The processes that the pool had before.
+    #[serde(default)]
+    pub restarts: u64,
 }
 
 /// What a client asks for.
@@ -61,10 +67,15 @@ pub enum Request {
         /// Also if there are mounts.
         force: bool,
     },
+    /// Let another process take over the mounts.
+    Restart {
+        /// Unmount first what another process cannot take over.
+        force: bool,
+    },
 }
 
 /// The names of the requests.
-const REQUESTS: [&str; 3] = ["mount", "stats", "stop"];
+const REQUESTS: [&str; 4] = ["mount", "stats", "stop", "restart"];
 
 /// A string of the host, which may be any bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -123,20 +123,41 @@ impl Readiness {
     /// Fails if the waiting command is gone. The caller then unmounts, because no user knows of
     /// this mount.
     pub fn announce(self) -> Result<(), MountError> {
-        let failed = |action| move |source| MountError::Process { action, source };
-        let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|errno| failed("open /dev/null")(errno.into()))?;
-        rustix::process::chdir("/").map_err(|errno| failed("change to /")(errno.into()))?;
-        log::use_syslog();
-        rustix::stdio::dup2_stdin(&null)
-            .and_then(|()| rustix::stdio::dup2_stdout(&null))
-            .map_err(|errno| failed("redirect standard output")(errno.into()))?;
+        let null = detach_but_errors()?;
         File::from(self.pipe)
             .write_all(READY)
-            .map_err(failed("report that the mount is ready"))?;
-        rustix::stdio::dup2_stderr(&null)
-            .map_err(|errno| failed("redirect standard error")(errno.into()))
+            .map_err(|source| MountError::Process {
+                action: "report that the mount is ready",
+                source,
+            })?;
+        redirect_errors(&null)
     }
+}
+
+/// Detaches the process from the terminal, the working directory and the standard streams, for a
+/// process that another one than the command has started.
+pub fn detach() -> Result<(), MountError> {
+    redirect_errors(&detach_but_errors()?)
+}
+
+/// Returns /dev/null.
+fn detach_but_errors() -> Result<OwnedFd, MountError> {
+    let failed = |action| move |source| MountError::Process { action, source };
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| failed("open /dev/null")(errno.into()))?;
+    rustix::process::chdir("/").map_err(|errno| failed("change to /")(errno.into()))?;
+    log::use_syslog();
+    rustix::stdio::dup2_stdin(&null)
+        .and_then(|()| rustix::stdio::dup2_stdout(&null))
+        .map_err(|errno| failed("redirect standard output")(errno.into()))?;
+    Ok(null)
+}
+
+fn redirect_errors(null: &OwnedFd) -> Result<(), MountError> {
+    rustix::stdio::dup2_stderr(null).map_err(|errno| MountError::Process {
+        action: "redirect standard error",
+        source: errno.into(),
+    })
 }
 
 /// Sets close-on-exec on every descriptor above standard error. Otherwise the daemon would keep a

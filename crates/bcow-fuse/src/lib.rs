@@ -36,6 +36,7 @@ mod readers;
 pub mod session;
 pub mod signals;
 pub mod stats;
+mod takeover;
 mod unmount;
 
 pub use bcow_union::NodeId;
@@ -48,4 +49,5 @@ pub use options::MountOptions;
 pub use outcome::{Ended, Ending};
 pub use session::{Session, Unmounted, Unmounter};
 pub use stats::MountStats;
+pub use takeover::Handover;
 pub use unmount::{MountedImage, WhenBusy, mounted_image, mounted_images, unmount};

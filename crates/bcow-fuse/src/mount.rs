@@ -8,7 +8,7 @@
 use std::ffi::CString;
 use std::io::{self, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -25,8 +25,8 @@ use crate::mountinfo::{self, Door, FS_TYPE, MountEntry};
 use crate::options::{Access, MountOptions, Permissions};
 use crate::unmount::{WhenBusy, unmount};
 
-/// A mount that this process made. Dropping it unmounts; if the mount is in use, it unmounts
-/// lazily.
+/// A mount that this process made or took over. Dropping it unmounts; if the mount is in use, it
+/// unmounts lazily.
 #[derive(Debug)]
 pub(crate) struct Mount {
     target: PathBuf,
@@ -246,6 +246,20 @@ impl Unmounted {
 }
 
 impl Mount {
+    /// A mount that another process made, and that this process takes over.
+    pub(crate) fn of(target: PathBuf, device: Option<String>, connection: OwnedFd) -> Self {
+        Mount {
+            target,
+            device,
+            connection,
+        }
+    }
+
+    /// The connection to the kernel.
+    pub(crate) fn connection(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+
     /// The canonical mountpoint.
     pub(crate) fn target(&self) -> &Path {
         &self.target

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bcow_union::fs::UnionFs;
@@ -18,6 +19,7 @@ use crate::outcome::Outcome;
 use crate::readers::Readers;
 use crate::signals::Signals;
 use crate::stats::MountStats;
+use crate::takeover::{self, Handover};
 
 pub use crate::mount::Unmounted;
 
@@ -59,6 +61,8 @@ pub struct Session {
     mount: Arc<Mutex<Mount>>,
     /// The upper to close at the end.
     union: Option<Closing>,
+    /// The flags of the protocol that are in use; of a mount without an upper only.
+    agreed: Arc<AtomicU64>,
 }
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
@@ -114,16 +118,14 @@ impl Session {
             },
         );
         idle::watch(&stats);
-        let mut config = fuser::Config::default();
-        let threads = threads.max(1);
-        let readers = Readers::new(threads);
-        // One thread more than answer requests: see `Readers`.
-        config.n_threads = Some(threads + 1);
+        let (readers, config) = readers(threads);
+        let agreed = Arc::default();
         // The kernel itself refuses other users (see `Access`), so fuser need not.
         let all = fuser::SessionACL::All;
         let (fuse, union) = match content {
             Content::Image(fs) => {
-                let adapter = ReadOnly::new(fs, stats, readers, options.permissions());
+                let seen = Arc::clone(&agreed);
+                let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
                 let fuse = fuser::Session::from_fd(adapter, connection, all, config);
                 (fuse.map(Fuse::ReadOnly), None)
             }
@@ -140,7 +142,63 @@ impl Session {
             fuse: fuse.map_err(MountError::Session)?,
             mount: Arc::new(Mutex::new(mount)),
             union,
+            agreed,
         })
+    }
+
+    /// Takes over a mount of an image without an upper, whose process has ended. The content and
+    /// the options must be those of that process. The kernel sends the requests again that it has
+    /// not answered.
+    pub fn take_over(
+        fs: ImageFs,
+        stats: Arc<MountStats>,
+        handover: Handover,
+        options: &MountOptions,
+        threads: usize,
+    ) -> Result<Self, MountError> {
+        let for_session = handover.connection.try_clone();
+        let for_session = for_session.map_err(|source| MountError::Process {
+            action: "duplicate the FUSE descriptor",
+            source,
+        })?;
+        let mount = Mount::of(handover.target, handover.device, handover.connection);
+        stats.set_mounted(mount.target(), fs.errors());
+        idle::watch(&stats);
+        let (readers, config) = readers(threads);
+        let agreed = Arc::default();
+        let seen = Arc::clone(&agreed);
+        let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
+        let fuse = takeover::session(adapter, for_session, handover.agreed, config);
+        let fuse = fuse.map_err(MountError::Session)?;
+        takeover::resend(mount.connection())?;
+        Ok(Session {
+            fuse: Fuse::ReadOnly(fuse),
+            mount: Arc::new(Mutex::new(mount)),
+            union: None,
+            agreed,
+        })
+    }
+
+    /// What another process needs to take the mount over when this process has ended. `None` for a
+    /// mount with an upper, whose inodes only this process knows, and on a kernel before Linux 6.9.
+    pub fn hand_over(&self) -> Result<Option<Handover>, MountError> {
+        if self.union.is_some() {
+            return Ok(None);
+        }
+        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        if !takeover::resend(mount.connection())? {
+            return Ok(None);
+        }
+        let connection = mount.connection().try_clone_to_owned();
+        Ok(Some(Handover {
+            connection: connection.map_err(|source| MountError::Process {
+                action: "duplicate the FUSE descriptor",
+                source,
+            })?,
+            target: mount.target().to_owned(),
+            device: mount.device().map(str::to_owned),
+            agreed: self.agreed.load(Ordering::Relaxed),
+        }))
     }
 
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
@@ -261,6 +319,15 @@ impl Unmounter {
     pub fn unmount_now(&self) {
         self.unmount();
     }
+}
+
+/// The turns of the threads that answer requests, and fuser's settings for them.
+fn readers(threads: usize) -> (Arc<Readers>, fuser::Config) {
+    let mut config = fuser::Config::default();
+    let threads = threads.max(1);
+    // One thread more than answer requests: see `Readers`.
+    config.n_threads = Some(threads + 1);
+    (Readers::new(threads), config)
 }
 
 /// Makes the process abort on a panic. If only the thread ended, the program that waits for its

@@ -1,5 +1,6 @@
 //! A mount at the FUSE door, in a process of its own or in the process of a pool.
 
+use std::ffi::OsString;
 use std::sync::Arc;
 
 use bcow::{BlockCache, OpenOptions};
@@ -7,7 +8,7 @@ use bcow_fuse::options::Access;
 use bcow_fuse::session::Content;
 use bcow_fuse::signals::Signals;
 use bcow_fuse::stats::{About, ServedBy};
-use bcow_fuse::{ImageFs, MountOptions, MountStats, Session};
+use bcow_fuse::{Handover, ImageFs, MountOptions, MountStats, Session};
 
 use super::ahead::{self, Fetching};
 use super::{Args, failure, refuse_mounted, threads, upper};
@@ -42,6 +43,8 @@ pub struct Mounted {
     pub stats: Arc<MountStats>,
     /// The entry for `bcow ps`.
     pub service: Service,
+    /// The identity of the image.
+    pub identity: [u8; 32],
     pub access: Access,
     /// Ends with the mount.
     pub fetching: Option<Fetching>,
@@ -52,11 +55,39 @@ pub struct Mounted {
 /// Opens the image and the upper, and mounts.
 pub fn mount(
     args: &Args,
-    mut options: MountOptions,
+    options: MountOptions,
     reason: String,
     host: &Host<'_>,
     ui: &Ui,
 ) -> Result<Mounted, CommandError> {
+    open(args, options, reason, host, ui)?.mount(args, host, ui)
+}
+
+/// Content that is not mounted yet.
+pub struct Opened {
+    content: Content,
+    options: MountOptions,
+    stats: Arc<MountStats>,
+    /// The image, by a name that means the same to other processes.
+    file: OsString,
+    /// The identity of the image.
+    pub identity: [u8; 32],
+    /// Threads that answer requests.
+    threads: usize,
+    /// The owner of files that the upper cannot store without privilege.
+    owner_is_needed: Option<u32>,
+    fetching: Option<Fetching>,
+    recording: Option<Recording>,
+}
+
+/// Opens the image and the upper.
+pub fn open(
+    args: &Args,
+    mut options: MountOptions,
+    reason: String,
+    host: &Host<'_>,
+    ui: &Ui,
+) -> Result<Opened, CommandError> {
     let layers = args.layers();
     let image = OpenImage::open_layered(
         &args.image,
@@ -82,10 +113,11 @@ pub fn mount(
     };
     let file = parse_name(&args.image)?.absolute();
     options.set_default_source(file.clone());
+    let identity = image.identity();
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
         file: file.clone().into(),
-        identity: image.identity(),
+        identity,
         cache: host.cache.clone(),
         door: Some(ServedBy {
             name: "fuse".to_owned(),
@@ -108,62 +140,101 @@ pub fn mount(
             Content::from(union)
         }
     };
-    refuse_mounted(args.directory())?;
     let threads = match (&host.pool, args.threads) {
         (Some(pool), None) if pool.threads.is_some() => pool.threads.unwrap_or(1),
         _ => threads(args, args.upper.path().is_some()),
     };
-    let session = Session::mount(
+    Ok(Opened {
         content,
-        Arc::clone(&stats),
-        args.directory(),
-        &options,
-        threads,
-    )
-    .map_err(|error| failure(&error))?;
-    let (mountpoint, device) = session.place();
-    let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
-    if is_writable && let Some(owner) = owner_is_needed {
-        let shown = shown_name(&args.image);
-        // Only a process of its own has the command line of the mount, for a hint.
-        let has_hint = !args.foreground && host.pool.is_none();
-        upper::warn_of_owner(owner, &shown, args.directory(), has_hint, ui);
-    }
-    tracing::info!(
-        "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
-        mountpoint.display(),
-        options.source().to_string_lossy(),
-        threads,
-        host.cache.figures().limit_bytes,
-        match args.upper.path() {
-            Some(upper) => format!("upper {}", upper.display()),
-            None => "no upper".to_owned(),
-        },
-        device.as_deref().unwrap_or("unknown")
-    );
-    let service = Service {
-        kind: "mount".to_owned(),
-        image: file.to_string_lossy().into_owned(),
-        layers: args.layer_names()?,
-        export: None,
-        upper: args.upper.path().map(running::absolute),
-        at: vec![mountpoint.to_string_lossy().into_owned()],
-        mode: match is_writable {
-            true => "rw",
-            false => "ro",
-        }
-        .to_owned(),
-        since: running::now(),
-        device,
-        descriptor: None,
-        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
-    };
-    Ok(Mounted {
-        session,
+        options,
         stats,
-        service,
-        access: options.access(),
+        file,
+        identity,
+        threads,
+        owner_is_needed,
         fetching,
         recording,
     })
+}
+
+impl Opened {
+    fn mount(self, args: &Args, host: &Host<'_>, ui: &Ui) -> Result<Mounted, CommandError> {
+        refuse_mounted(args.directory())?;
+        let session = Session::mount(
+            self.content,
+            Arc::clone(&self.stats),
+            args.directory(),
+            &self.options,
+            self.threads,
+        )
+        .map_err(|error| failure(&error))?;
+        let (mountpoint, device) = session.place();
+        let is_writable =
+            bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
+        if is_writable && let Some(owner) = self.owner_is_needed {
+            let shown = shown_name(&args.image);
+            // Only a process of its own has the command line of the mount, for a hint.
+            let has_hint = !args.foreground && host.pool.is_none();
+            upper::warn_of_owner(owner, &shown, args.directory(), has_hint, ui);
+        }
+        tracing::info!(
+            "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
+            mountpoint.display(),
+            self.options.source().to_string_lossy(),
+            self.threads,
+            host.cache.figures().limit_bytes,
+            match args.upper.path() {
+                Some(upper) => format!("upper {}", upper.display()),
+                None => "no upper".to_owned(),
+            },
+            device.as_deref().unwrap_or("unknown")
+        );
+        let service = Service {
+            kind: "mount".to_owned(),
+            image: self.file.to_string_lossy().into_owned(),
+            layers: args.layer_names()?,
+            export: None,
+            upper: args.upper.path().map(running::absolute),
+            at: vec![mountpoint.to_string_lossy().into_owned()],
+            mode: match is_writable {
+                true => "rw",
+                false => "ro",
+            }
+            .to_owned(),
+            since: running::now(),
+            device,
+            descriptor: None,
+            pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+        };
+        Ok(Mounted {
+            session,
+            stats: self.stats,
+            service,
+            identity: self.identity,
+            access: self.options.access(),
+            fetching: self.fetching,
+            recording: self.recording,
+        })
+    }
+
+    /// Takes over a mount of this content from a process that has ended. Sends no request to the
+    /// mount, which this process does not serve yet.
+    pub fn take_over(self, handover: Handover, service: Service) -> Result<Mounted, CommandError> {
+        let Content::Image(fs) = self.content else {
+            return Err(CommandError::new(
+                "cannot take over a mount with an upper: not supported yet",
+            ));
+        };
+        let stats = Arc::clone(&self.stats);
+        let session = Session::take_over(fs, stats, handover, &self.options, self.threads);
+        Ok(Mounted {
+            session: session.map_err(|error| failure(&error))?,
+            stats: self.stats,
+            service,
+            identity: self.identity,
+            access: self.options.access(),
+            fetching: self.fetching,
+            recording: self.recording,
+        })
+    }
 }

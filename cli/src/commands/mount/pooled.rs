@@ -6,18 +6,29 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use bcow::BlockCache;
+use bcow_fuse::MountOptions;
 use bcow_oci::ImageName;
 
 use super::door::Way;
-use super::fuse::{self, Host, InPool, Mounted};
+use super::fuse::{self, Host, InPool, Mounted, Opened};
 use super::{Args, check, helper};
 use crate::error::{CommandError, Context};
 use crate::image::{parse_name, shown_name};
 use crate::pool::protocol::{Request, View};
 use crate::pool::{PoolName, client};
 use crate::ui::Ui;
+
+/// Pauses before the attempts to open an image on another machine again.
+const PAUSES: [Duration; 5] = [
+    Duration::from_secs(1),
+    Duration::from_secs(2),
+    Duration::from_secs(4),
+    Duration::from_secs(8),
+    Duration::from_secs(15),
+];
 
 /// Refuses a mount at the kernel door.
 pub fn require_fuse(args: &Args, way: &Way) -> Result<(), CommandError> {
@@ -67,18 +78,57 @@ pub struct PoolHost<'a> {
 
 /// Mounts in this process, which is a pool. The paths are relative to the directory of this thread.
 pub fn mount(args: &Args, host: PoolHost<'_>, ui: &Ui) -> Result<Mounted, CommandError> {
+    let (options, reason) = check_for_pool(args)?;
+    refuse_own_mounts(args, host.devices)?;
+    fuse::mount(args, options, reason, &host.into(), ui)
+}
+
+/// How often to open an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attempts {
+    One,
+    /// Of an image on another machine, which may be reachable again after a while.
+    Several,
+}
+
+/// Opens the image of a mount that a process of the pool made, for another process.
+pub fn open_again(
+    args: &Args,
+    host: PoolHost<'_>,
+    attempts: Attempts,
+    ui: &Ui,
+) -> Result<Opened, CommandError> {
+    let (options, reason) = check_for_pool(args)?;
+    let is_tried_again =
+        attempts == Attempts::Several && matches!(parse_name(&args.image)?, ImageName::Remote(_));
+    let host = host.into();
+    let mut pauses = PAUSES.iter();
+    loop {
+        let opened = fuse::open(args, options.clone(), reason.clone(), &host, ui);
+        match (opened, pauses.next()) {
+            (Err(_), Some(&pause)) if is_tried_again => std::thread::sleep(pause),
+            (opened, _) => return opened,
+        }
+    }
+}
+
+fn check_for_pool(args: &Args) -> Result<(MountOptions, String), CommandError> {
     let (way, options) = check(args)?;
     require_fuse(args, &way)?;
-    refuse_own_mounts(args, host.devices)?;
-    let Way::Fuse { reason } = way else {
-        return Err(CommandError::usage("this door is not supported in a pool"));
-    };
-    let host = Host {
-        cache: host.cache,
-        signals: None,
-        pool: Some(host.pool),
-    };
-    fuse::mount(args, options, reason, &host, ui)
+    match way {
+        Way::Fuse { reason } => Ok((options, reason)),
+        _ => Err(CommandError::usage("this door is not supported in a pool")),
+    }
+}
+
+impl From<PoolHost<'_>> for Host<'_> {
+    fn from(host: PoolHost<'_>) -> Self {
+        Host {
+            cache: host.cache,
+            signals: None,
+            pool: Some(host.pool),
+        }
+    }
 }
 
 /// Refuses files that the process would have to read from itself: at its end, the kernel would wait

@@ -93,5 +93,7 @@ fn document((name, found): &(PoolName, Found)) -> Value {
         "protocol": hello.map(|hello| hello.version),
         "since": hello.and_then(|hello| time(hello.since)),
         "since_unix_seconds": hello.map(|hello| hello.since),
+        "keeper": hello.and_then(|hello| hello.keeper),
+        "restarts": hello.map(|hello| hello.restarts),
     })
 }

@@ -1,10 +1,13 @@
 //! The process of a pool: its mounts, and the requests of clients.
 
+pub mod takeover;
+
 use std::collections::BTreeMap;
 use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
@@ -21,14 +24,16 @@ use serde_json::{Value, json};
 
 use super::ParseMount;
 use super::stats::{Document, Memory, Mount, SCHEMA};
-use crate::commands::mount::failure;
 use crate::commands::mount::fuse::{InPool, Mounted};
 use crate::commands::mount::pooled::{self, PoolHost};
+use crate::commands::mount::{self, failure};
 use crate::error::{CommandError, Context};
-use crate::pool::PoolName;
+use crate::pool::link::{Link, Packet, Wait};
 use crate::pool::protocol::{
     self, Answer, Bytes, Failure, Hello, MOST_REQUEST_BYTES, Outcome, Request, View,
 };
+use crate::pool::record::{Asked, Record};
+use crate::pool::{PoolName, keeper};
 use crate::running::{self, Published, Service};
 use crate::ui::Ui;
 
@@ -48,13 +53,21 @@ pub struct Settings {
     /// Threads that answer the requests of one mount.
     pub threads: Option<usize>,
     pub parse: ParseMount,
+    /// Start time of the pool in seconds since 1970.
+    pub since: u64,
+    /// The processes that the pool had before.
+    pub restarts: u64,
+    /// The process that starts this one again.
+    pub keeper: u32,
 }
 
 /// A pool.
 pub struct Pool {
     settings: Settings,
     cache: BlockCache,
-    since: u64,
+    /// The socket to the keeper.
+    link: Link,
+    has_keeper: AtomicBool,
     clients: AtomicUsize,
     /// The lock is held to add, to remove and to list mounts; never during a request of a mount,
     /// nor while a mount is made or ends.
@@ -71,6 +84,8 @@ struct State {
     /// Mounts that are being made.
     coming: usize,
     is_ending: bool,
+    /// Whether another process takes over.
+    is_restarting: bool,
     /// Clients that have ended the pool and have no answer yet.
     unanswered: usize,
     /// For `bcow ps`.
@@ -84,14 +99,18 @@ struct Entry {
     stats: Weak<MountStats>,
     unmounter: Unmounter,
     closer: Option<Closer>,
+    /// What the keeper has of it for another process; `None` if none can take it over.
+    kept: Option<Record>,
 }
 
 impl Pool {
-    pub fn new(settings: Settings) -> Self {
+    /// A pool whose keeper is at the other end of `link`.
+    pub fn new(settings: Settings, link: Link) -> Self {
         Pool {
             cache: BlockCache::common(settings.memory_bytes),
             settings,
-            since: running::now(),
+            link,
+            has_keeper: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -125,21 +144,88 @@ impl Pool {
     pub fn unmount_at_signals(self: &Arc<Self>, signals: Signals) -> io::Result<()> {
         let pool = Arc::clone(self);
         let wait = move || {
-            let name = signals.wait();
-            pool.end(name);
+            pool.end(signals.wait());
             signals.wait();
-            for closer in pool.closers() {
-                if let Err(error) = closer.close() {
-                    log_failure(&failure(&error));
-                }
-            }
-            // The kernel sees that the connections are closed, and fails the requests in flight.
-            std::process::exit(1);
+            pool.end_now();
         };
         thread::Builder::new()
             .name("signals".into())
             .spawn(wait)
             .map(drop)
+    }
+
+    /// Does the same at the signals that the keeper passes on. They are counted apart: a service
+    /// manager sends each signal to both processes.
+    pub fn listen_to_keeper(self: &Arc<Self>) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        let listen = move || {
+            let mut has_signal = false;
+            while let Ok(Some((packet, _))) = pool.link.receive(Wait::Yes) {
+                match packet {
+                    Packet::End { .. } if has_signal => pool.end_now(),
+                    Packet::End { signal } => {
+                        has_signal = true;
+                        pool.end(&signal);
+                    }
+                    _ => {}
+                }
+            }
+            pool.has_keeper.store(false, Ordering::Relaxed);
+            let name = &pool.settings.name;
+            let message = format!(
+                "pool {name}: its keeper has died; no process takes over the mounts of this one"
+            );
+            log::log(Severity::Warning, &message);
+        };
+        thread::Builder::new()
+            .name("keeper".into())
+            .spawn(listen)
+            .map(drop)
+    }
+
+    /// Ends the process, when the uppers are durable.
+    fn end_now(&self) -> ! {
+        self.close_uppers();
+        // The kernel sees that the connections are closed, and fails the requests in flight.
+        std::process::exit(1);
+    }
+
+    fn close_uppers(&self) {
+        for closer in self.closers() {
+            if let Err(error) = closer.close() {
+                log_failure(&failure(&error));
+            }
+        }
+    }
+
+    /// Reports to the keeper that the pool takes requests.
+    pub fn report_ready(&self) {
+        self.tell(&Packet::Ready, &[]);
+    }
+
+    /// Without a keeper, this process serves its mounts to their end.
+    fn tell(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> bool {
+        self.link.send(packet, descriptors).is_ok()
+    }
+
+    fn parse(&self, arguments: Vec<Bytes>) -> Result<mount::Args, CommandError> {
+        let arguments = arguments.into_iter().map(Into::into).collect();
+        (self.settings.parse)(arguments).map_err(|error| {
+            CommandError::usage("the pool does not accept the command line of the mount")
+                .caused_by_text(error.kind().to_string())
+                .hint("the pool may be of another version of bcow: start it again")
+        })
+    }
+
+    fn host<'a>(&self, devices: &'a [String]) -> PoolHost<'a> {
+        PoolHost {
+            cache: self.cache.clone(),
+            pool: InPool {
+                name: self.settings.name.to_string(),
+                threads: self.settings.threads,
+            },
+            devices,
+        }
     }
 
     fn closers(&self) -> Vec<Closer> {
@@ -176,11 +262,14 @@ impl Pool {
     pub fn wait_for_end(&self) {
         let mut state = self.state();
         while !state.has_ended() {
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = self.wait(state);
         }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes requests from now on.
@@ -211,33 +300,32 @@ impl Pool {
             program: env!("CARGO_PKG_VERSION").to_owned(),
             pool: self.settings.name.to_string(),
             pid: std::process::id(),
-            since: self.since,
+            since: self.settings.since,
             mounts: self.state().mounts.len(),
+            keeper: self.has_keeper().then_some(self.settings.keeper),
+            restarts: self.settings.restarts,
         }
     }
 
+    fn has_keeper(&self) -> bool {
+        self.has_keeper.load(Ordering::Relaxed)
+    }
+
     /// Mounts, and serves the mount in a thread of its own. Returns its number.
-    fn mount(self: &Arc<Self>, arguments: Vec<Bytes>, ui: &Ui) -> Result<u64, CommandError> {
-        let arguments = arguments.into_iter().map(Into::into).collect();
-        let args = (self.settings.parse)(arguments).map_err(|error| {
-            CommandError::usage("the pool does not accept the command line of the mount")
-                .caused_by_text(error.kind().to_string())
-                .hint("the pool may be of another version of bcow: start it again")
-        })?;
+    fn mount(self: &Arc<Self>, asked: Asked, ui: &Ui) -> Result<u64, CommandError> {
+        let args = self.parse(asked.arguments.clone())?;
         let coming = Coming::new(self)?;
-        let mounted = pooled::mount(
-            &args,
-            PoolHost {
-                cache: self.cache.clone(),
-                pool: InPool {
-                    name: self.settings.name.to_string(),
-                    threads: self.settings.threads,
-                },
-                devices: &self.devices(),
-            },
-            ui,
-        )?;
-        coming.arrive(mounted)
+        let mounted = pooled::mount(&args, self.host(&self.devices()), ui)?;
+        let number = {
+            let mut state = self.state();
+            state.next += 1;
+            state.next - 1
+        };
+        let kept = self.keep(number, &mounted, asked);
+        coming
+            .arrive(number, mounted, kept)
+            .inspect_err(|_| self.release(number))?;
+        Ok(number)
     }
 
     /// The device numbers of the mounts.
@@ -254,9 +342,15 @@ impl Pool {
         if let Err(error) = session.serve() {
             log_failure(&failure(&error));
         }
-        let mut state = self.state();
-        state.mounts.remove(&number);
-        state.publish();
+        let removed = {
+            let mut state = self.state();
+            let removed = state.mounts.remove(&number);
+            state.publish();
+            removed
+        };
+        if removed.is_some_and(|entry| entry.kept.is_some()) {
+            self.release(number);
+        }
         self.changed.notify_all();
     }
 
@@ -300,7 +394,8 @@ impl Pool {
             schema: SCHEMA.to_owned(),
             pool: self.settings.name.to_string(),
             pid: std::process::id(),
-            since_unix_seconds: self.since,
+            since_unix_seconds: self.settings.since,
+            restarts: self.settings.restarts,
             mounts: mounts.collect(),
             memory: memory(),
             cache: Cache::of(&self.cache.figures()),
@@ -355,6 +450,9 @@ impl<'a> Coming<'a> {
         if state.is_ending {
             return Err(cannot().caused_by_text("it is ending"));
         }
+        if state.is_restarting {
+            return Err(cannot().caused_by_text("it is restarting"));
+        }
         if state.mounts.len() + state.coming >= MOST_MOUNTS {
             return Err(cannot().caused_by_text(format!("it has {MOST_MOUNTS} mounts")));
         }
@@ -363,7 +461,12 @@ impl<'a> Coming<'a> {
     }
 
     /// Adds the mount to those of the pool, and serves it.
-    fn arrive(self, mounted: Mounted) -> Result<u64, CommandError> {
+    fn arrive(
+        self,
+        number: u64,
+        mounted: Mounted,
+        kept: Option<Record>,
+    ) -> Result<(), CommandError> {
         let Mounted {
             session,
             stats,
@@ -372,13 +475,11 @@ impl<'a> Coming<'a> {
             ..
         } = mounted;
         let name = "cannot serve the mount";
-        let number = {
+        {
             let mut state = self.0.state();
             if state.is_ending {
                 return Err(CommandError::new(name).caused_by_text("the pool is ending"));
             }
-            let number = state.next;
-            state.next += 1;
             state.mounts.insert(
                 number,
                 Entry {
@@ -386,11 +487,11 @@ impl<'a> Coming<'a> {
                     stats: Arc::downgrade(&stats),
                     unmounter: session.unmounter(),
                     closer: session.closer(),
+                    kept,
                 },
             );
             state.publish();
-            number
-        };
+        }
         // From now on only the session refers to the upper.
         drop(stats);
         let pool = Arc::clone(self.0);
@@ -405,8 +506,7 @@ impl<'a> Coming<'a> {
             state.mounts.remove(&number);
             state.publish();
             CommandError::new(name).caused_by(&error)
-        })?;
-        Ok(number)
+        })
     }
 }
 
@@ -441,7 +541,8 @@ impl Client {
         let ui = Ui::collecting();
         let mut mounted = None;
         let result = self.answer(connection, &ui, &mut mounted);
-        let is_stopped = matches!(&result, Ok(Some(value)) if value.get("in_use").is_some());
+        let has = |field| matches!(&result, Ok(Some(value)) if value.get(field).is_some());
+        let (is_stopped, is_restarted) = (has("in_use"), has("unmounted"));
         let outcome = match result {
             Ok(None) => return,
             Ok(Some(value)) => Outcome::Done(value),
@@ -456,6 +557,9 @@ impl Client {
             .and_then(|line| send(connection, &line));
         if let (Err(_), Some(number)) = (sent, mounted) {
             self.pool.unmount(number);
+        }
+        if is_restarted {
+            std::process::exit(keeper::AGAIN.into());
         }
         if is_stopped {
             self.pool.state().unanswered -= 1;
@@ -499,6 +603,7 @@ impl Client {
             Request::Stats => serde_json::to_value(self.pool.statistics())
                 .context(|| "cannot encode the statistics")?,
             Request::Stop { force } => self.pool.stop(force)?,
+            Request::Restart { force } => self.pool.restart(force)?,
             Request::Mount {
                 arguments,
                 directory,
@@ -512,8 +617,12 @@ impl Client {
                         )
                         .hint("start a pool in this namespace, or leave --pool out"));
                 }
-                let place = OwnDirectory::enter(directory, peer.pid)?;
-                let number = self.pool.mount(arguments, ui)?;
+                let place = OwnDirectory::enter(directory.clone(), Some(peer.pid))?;
+                let asked = Asked {
+                    arguments,
+                    directory,
+                };
+                let number = self.pool.mount(asked, ui)?;
                 drop(place);
                 *mounted = Some(number);
                 json!({})
@@ -534,8 +643,8 @@ struct OwnDirectory;
 
 impl OwnDirectory {
     /// Separates the thread from the working directory of the process, and changes to `directory`,
-    /// that of the process `client`.
-    fn enter(directory: Bytes, client: Pid) -> Result<Self, CommandError> {
+    /// that of the process `client`, if that runs.
+    fn enter(directory: Bytes, client: Option<Pid>) -> Result<Self, CommandError> {
         let directory: std::ffi::OsString = directory.into();
         let cannot = || format!("cannot change to {}", directory.display());
         nix::sched::unshare(CloneFlags::CLONE_FS)
@@ -544,6 +653,9 @@ impl OwnDirectory {
         let changed = std::env::set_current_dir(&directory).or_else(|error| {
             // A directory above may be closed to the user. The link of the client leads to the
             // directory itself.
+            let Some(client) = client else {
+                return Err(error);
+            };
             let link = format!("/proc/{}/cwd", client.as_raw_nonzero());
             match std::fs::read_link(&link) {
                 Ok(path) if path.as_os_str() == directory => std::env::set_current_dir(link),
@@ -572,12 +684,13 @@ fn log_request(request: &Request, client: Pid) {
         Request::Mount { .. } => "a mount",
         Request::Stats => "the statistics",
         Request::Stop { .. } => "the end of the pool",
+        Request::Restart { .. } => "another process",
     };
     tracing::info!("process {} asks for {name}", client.as_raw_nonzero());
 }
 
 /// No process reads standard error of a pool in the background.
-fn log_failure(error: &CommandError) {
+pub fn log_failure(error: &CommandError) {
     let text = std::iter::once(error.message());
     let causes = error.causes().iter().map(String::as_str);
     log::log(

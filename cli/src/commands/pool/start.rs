@@ -1,23 +1,28 @@
 //! `bcow pool start`
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow_fuse::daemon;
+use bcow_fuse::daemon::{self, Readiness};
 use bcow_fuse::session::abort_on_panic;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_union::log;
 
 use super::ParseMount;
-use super::server::{Pool, Settings};
+use super::server::takeover::Kept;
+use super::server::{Pool, Settings, log_failure};
 use crate::commands::mount::{failure, in_background};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
 use crate::pool::client::{self, Found};
+use crate::pool::keeper::{self, Keeper};
+use crate::pool::link::{Link, Packet, Wait};
 use crate::pool::{self, Directory, PoolName};
 use crate::ui::Ui;
 use crate::{heap, remote};
@@ -57,6 +62,9 @@ pub struct Args {
 
 /// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
 pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> {
+    if let Some(link) = Link::of_this_process() {
+        return serve(args, parse, link);
+    }
     let readiness = match args.foreground {
         true => None,
         false => match daemon::started_by_launch() {
@@ -64,40 +72,170 @@ pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> 
             None => return in_background(),
         },
     };
+    match keep(args, readiness, ui)? {
+        0 => Ok(()),
+        // The process of the pool has printed or logged the reason.
+        code => std::process::exit(code.into()),
+    }
+}
+
+/// Keeps the process of the pool running. Returns the exit status of the pool.
+fn keep(args: &Args, readiness: Option<Readiness>, ui: &Ui) -> Result<u8, CommandError> {
+    let cannot = || format!("cannot start the pool {}", args.name);
+    // Process lists show the two processes by their names.
+    let _ = rustix::thread::set_name(c"bcow-keeper");
+    if let Some(path) = &args.log_file {
+        open_log(path)?;
+    }
+    let log_file = args.log_file.as_deref().map(std::path::absolute);
+    let (listener, _socket) = listen(&args.name)?;
+    let keeper = Keeper::new(keeper::Settings {
+        name: args.name.clone(),
+        listener: &listener,
+        log_file: log_file.transpose().context(cannot)?,
+        ground: match readiness {
+            Some(_) => Ground::Background,
+            None => Ground::Foreground,
+        },
+    });
+    let announce = || match readiness {
+        Some(readiness) => readiness.announce().map_err(|error| failure(&error)),
+        None => {
+            ui.status(format_args!("the pool {} takes requests", args.name));
+            Ok(())
+        }
+    };
+    // The name of the socket goes before the socket is closed: until then, it is that of this pool.
+    keeper.context(cannot)?.run(announce)
+}
+
+fn open_log(path: &Path) -> Result<(), CommandError> {
+    log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))
+}
+
+/// Serves the pool, as the process that a keeper has started.
+fn serve(args: &Args, parse: ParseMount, link: Link) -> Result<(), CommandError> {
+    // The keeper passes on the signals of its terminal.
+    let _ = rustix::process::setsid();
+    let _ = rustix::thread::set_name(c"bcow");
     heap::use_one_arena();
     heap::map_large_buffers();
-    let signals = Signals::block(match readiness {
-        Some(_) => Ground::Background,
-        None => Ground::Foreground,
-    })
-    .map_err(|error| failure(&error))?;
     abort_on_panic();
+    let cannot = || format!("cannot start the pool {}", args.name);
+    let given = Given::receive(&link).context(cannot)?;
+    match given.restarts {
+        0 => serve_given(args, parse, link, given),
+        _ => detach(args)
+            .and_then(|()| serve_given(args, parse, link, given))
+            .inspect_err(log_failure),
+    }
+}
+
+fn serve_given(
+    args: &Args,
+    parse: ParseMount,
+    link: Link,
+    given: Given,
+) -> Result<(), CommandError> {
+    let cannot = || format!("cannot start the pool {}", args.name);
+    // Before other threads exist.
+    let signals = Signals::block(Ground::Background).map_err(|error| failure(&error))?;
+    if let Some(path) = &given.log_file {
+        open_log(path)?;
+    }
     if let Some(cpus) = &args.cpus {
         cpus.confine().map_err(|cause| {
             CommandError::new("cannot restrict the process to --cpus").caused_by_text(cause)
         })?;
     }
-    if let Some(path) = &args.log_file {
-        log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))?;
-    }
     remote::share_clients();
-    let cannot = || format!("cannot start the pool {}", args.name);
-    let (listener, _socket) = listen(&args.name)?;
-    let pool = Arc::new(Pool::new(Settings {
-        name: args.name.clone(),
-        memory_bytes: args.memory,
-        threads: args.threads.map(usize::from),
-        parse,
-    }));
+    let pool = Arc::new(Pool::new(
+        Settings {
+            name: args.name.clone(),
+            memory_bytes: args.memory,
+            threads: args.threads.map(usize::from),
+            parse,
+            since: given.since,
+            restarts: given.restarts,
+            keeper: given.keeper,
+        },
+        link,
+    ));
     pool.watch_rest();
     pool.unmount_at_signals(signals).context(cannot)?;
-    pool.accept(listener).context(cannot)?;
-    match readiness {
-        Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
-        None => ui.status(format_args!("the pool {} takes requests", args.name)),
+    pool.listen_to_keeper().context(cannot)?;
+    pool.take_over(given.mounts);
+    pool.accept(given.listener).context(cannot)?;
+    if given.restarts == 0 {
+        detach(args)?;
     }
+    pool.report_ready();
     pool.wait_for_end();
     Ok(())
+}
+
+fn detach(args: &Args) -> Result<(), CommandError> {
+    match args.foreground {
+        true => Ok(()),
+        false => daemon::detach().map_err(|error| failure(&error)),
+    }
+}
+
+/// What the keeper gives to a new process.
+struct Given {
+    listener: UnixListener,
+    since: u64,
+    restarts: u64,
+    keeper: u32,
+    log_file: Option<PathBuf>,
+    mounts: BTreeMap<u64, Kept>,
+}
+
+impl Given {
+    fn receive(link: &Link) -> io::Result<Self> {
+        let mut given = None;
+        let mut mounts = BTreeMap::new();
+        loop {
+            let (packet, descriptors) = link
+                .receive(Wait::Yes)?
+                .ok_or(io::ErrorKind::UnexpectedEof)?;
+            let mut descriptors = descriptors.into_iter();
+            let mut next = || -> io::Result<OwnedFd> {
+                let none = || io::Error::other("a descriptor is missing");
+                descriptors.next().ok_or_else(none)
+            };
+            match packet {
+                Packet::Socket {
+                    since,
+                    restarts,
+                    keeper,
+                    log_file,
+                } => {
+                    given = Some(Given {
+                        listener: next()?.into(),
+                        since,
+                        restarts,
+                        keeper,
+                        log_file: log_file.map(OsString::from).map(PathBuf::from),
+                        mounts: BTreeMap::new(),
+                    });
+                }
+                Packet::Mount { number, device } => {
+                    let kept = Kept {
+                        connection: next()?,
+                        record: next()?,
+                        device,
+                    };
+                    mounts.insert(number, kept);
+                }
+                Packet::Begin => {
+                    let given = given.ok_or_else(|| io::Error::other("the socket is missing"))?;
+                    return Ok(Given { mounts, ..given });
+                }
+                _ => {}
+            }
+        }
+    }
 }
 
 /// The socket of this pool, which is removed at the end.

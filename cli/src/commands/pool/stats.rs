@@ -34,6 +34,9 @@ pub struct Document {
     pub pid: u32,
     /// Start time in seconds since 1970.
     pub since_unix_seconds: u64,
+    /// The processes that the pool had before.
+    #[serde(default)]
+    pub restarts: u64,
     /// Its memory.
     pub memory: Memory,
     /// The cache of decoded blocks of all mounts.
@@ -91,7 +94,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
     line(
         "pool",
-        &format!("{}, process {}", printable(&document.pool), document.pid),
+        &format!(
+            "{}, process {}{}",
+            printable(&document.pool),
+            document.pid,
+            match document.restarts {
+                0 => String::new(),
+                restarts => format!(", {}", plural(restarts, "restart")),
+            }
+        ),
     )?;
     line(
         "memory",

@@ -38,8 +38,7 @@ const READAHEAD_BYTES: u32 = 1 << 20;
 const BACKGROUND_REQUESTS: u16 = 64;
 
 /// Negotiates with the kernel: enables the flags in `more` and the flags of every mount, as far as
-/// the kernel offers them, and sets the limits of every mount. Returns all flags that the kernel
-/// offers.
+/// the kernel offers them, and sets the limits of every mount. Returns the enabled flags.
 fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
     let wanted = more
         | InitFlags::FUSE_PARALLEL_DIROPS
@@ -49,17 +48,15 @@ fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
         | InitFlags::FUSE_EXPLICIT_INVAL_DATA
         | InitFlags::FUSE_NO_OPEN_SUPPORT;
     let offered = config.capabilities();
+    let enabled = wanted & offered;
     // Cannot fail: the kernel has offered these flags.
-    let _ = config.add_capabilities(wanted & offered);
+    let _ = config.add_capabilities(enabled);
     if let Err(most) = config.set_max_readahead(READAHEAD_BYTES) {
         let _ = config.set_max_readahead(most);
     }
     let _ = config.set_max_background(BACKGROUND_REQUESTS);
-    tracing::debug!(
-        "the kernel offers {offered:?}, of which {:?} is used",
-        wanted & offered
-    );
-    offered
+    tracing::debug!("the kernel offers {offered:?}, of which {enabled:?} is used");
+    enabled
 }
 
 /// A request that this thread answers. The drop ends the measurement, and then the thread may be

@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow_erofs::reader::Inode;
 use bcow_union::NodeId;
@@ -30,6 +31,8 @@ pub(crate) struct ReadOnly {
     permissions: Permissions,
     /// Whether the kernel opens files and directories without a request.
     opens: Opens,
+    /// The flags of the protocol that are in use, for a process that takes the mount over.
+    agreed: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -44,6 +47,7 @@ impl ReadOnly {
         stats: Arc<MountStats>,
         readers: Arc<Readers>,
         permissions: Permissions,
+        agreed: Arc<AtomicU64>,
     ) -> Self {
         ReadOnly {
             fs,
@@ -54,6 +58,7 @@ impl ReadOnly {
                 files_unasked: false,
                 directories_unasked: false,
             },
+            agreed,
         }
     }
 
@@ -70,10 +75,11 @@ impl fuser::Filesystem for ReadOnly {
         if self.permissions == Permissions::ByMode {
             wanted |= InitFlags::FUSE_POSIX_ACL;
         }
-        let offered = negotiate(config, wanted);
+        let enabled = negotiate(config, wanted);
+        self.agreed.store(enabled.bits(), Ordering::Relaxed);
         self.opens = Opens {
-            files_unasked: offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT),
-            directories_unasked: offered.contains(InitFlags::FUSE_NO_OPENDIR_SUPPORT),
+            files_unasked: enabled.contains(InitFlags::FUSE_NO_OPEN_SUPPORT),
+            directories_unasked: enabled.contains(InitFlags::FUSE_NO_OPENDIR_SUPPORT),
         };
         Ok(())
     }

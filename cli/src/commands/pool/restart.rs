@@ -1,0 +1,82 @@
+//! `bcow pool restart`
+
+use std::time::{Duration, Instant};
+
+use crate::error::CommandError;
+use crate::pool::client::{self, Found};
+use crate::pool::protocol::Request;
+use crate::pool::{self, Directory, PoolName};
+use crate::size::plural;
+use crate::ui::Ui;
+
+/// How long the new process may take. It waits for half a minute for servers that do not answer.
+const TAKES_OVER_WITHIN: Duration = Duration::from_secs(120);
+
+/// Replace the process of a pool, and keep its mounts
+///
+/// Another process takes over the mounts, for example of a new version of bcow: the program is read
+/// again from the file from which the pool was started. Meanwhile programs that use the mounts
+/// wait. The command returns when the new process serves the mounts. A mount with an upper cannot
+/// be taken over yet, nor can a mount whose image is gone; the command fails if the pool has one,
+/// unless --force unmounts it.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The name of the pool
+    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    name: PoolName,
+    /// First unmount what cannot be taken over, even if files are in use
+    #[arg(short, long)]
+    force: bool,
+}
+
+/// Replaces the process.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let mut connection = client::require(&args.name)?;
+    let keeper = connection.keeper();
+    let mounts = connection.hello.mounts as u64;
+    let before = connection.hello.restarts;
+    let answer = connection.ask(&Request::Restart { force: args.force }, ui)?;
+    connection.wait_for_end();
+    let cannot = || CommandError::new(format!("cannot restart the pool {}", args.name));
+    let ended = || {
+        cannot()
+            .caused_by_text("no process has taken over")
+            .hint("the system log, or the file of --log-file, has the reason")
+    };
+    let Some(directory) = Directory::find()? else {
+        return Err(ended());
+    };
+    let begun = Instant::now();
+    let hello = loop {
+        match client::find(&directory.socket(&args.name))? {
+            Found::Running(connection) if connection.hello.restarts > before => {
+                break connection.hello;
+            }
+            // The keeper gives up, or another pool has the name now.
+            Found::Running(_) | Found::Dead | Found::Missing => {
+                client::wait_for_keeper(keeper);
+                return Err(ended());
+            }
+            // It opens the images again.
+            Found::Silent if begun.elapsed() < TAKES_OVER_WITHIN => {}
+            Found::Silent => {
+                return Err(cannot().caused_by_text("the new process does not answer yet"));
+            }
+        }
+    };
+    let unmounted = answer["unmounted"].as_u64().unwrap_or(0);
+    match mounts.saturating_sub(unmounted + hello.mounts as u64) {
+        0 => {}
+        lost => ui.warning(format_args!(
+            "{} of the pool {} could not be taken over; the system log, or the file of \
+             --log-file, has the reason",
+            plural(lost, "mount"),
+            args.name
+        )),
+    }
+    ui.status(format_args!(
+        "process {} serves the pool {}",
+        hello.pid, args.name
+    ));
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! A process takes over a mount from one that has ended.
+//!
+//! The connection to the kernel is a descriptor of /dev/fuse, and the mount lives as long as a
+//! process has it open. The kernel sends INIT only once, and what both sides agreed on then stays.
+//! fuser begins each session with an INIT, so it gets one from here, with the flags agreed on.
+//!
+//! The process before may have ended at any moment: the kernel sends the requests that it has read
+//! and not answered once more (FUSE_NOTIFY_RESEND, Linux 6.9). That is right only if each request
+//! can be answered twice, as for an image without an upper.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType};
+
+use crate::error::MountError;
+use crate::mount::{Mount, Unmounted};
+
+/// A mount that another process can serve.
+#[derive(Debug)]
+pub struct Handover {
+    /// The connection to the kernel.
+    pub connection: OwnedFd,
+    /// The canonical mountpoint.
+    pub target: PathBuf,
+    /// The device number of the mount, if the kernel lists the mount.
+    pub device: Option<String>,
+    /// The flags of the protocol that the kernel and the first process agreed on.
+    pub agreed: u64,
+}
+
+impl Handover {
+    /// Unmounts a mount that no process serves. Programs that wait for answers get an error.
+    pub fn unmount(self) -> Unmounted {
+        Mount::of(self.target, self.device, self.connection).unmount()
+    }
+}
+
+/// Whether the kernel sends requests again on demand. Makes it do so for all requests that this
+/// process, or one before it, has read and not answered.
+pub(crate) fn resend(connection: BorrowedFd<'_>) -> Result<bool, MountError> {
+    /// FUSE_NOTIFY_RESEND of linux/fuse.h, in the place of an error number.
+    const RESEND: u32 = 7;
+    const BYTES: u32 = 16;
+    let mut message = Vec::with_capacity(BYTES as usize);
+    message.extend_from_slice(&BYTES.to_ne_bytes());
+    message.extend_from_slice(&RESEND.to_ne_bytes());
+    // A message that answers no request.
+    message.extend_from_slice(&0_u64.to_ne_bytes());
+    match rustix::io::write(connection, &message) {
+        // The mount has ended if there is no such device.
+        Ok(_) | Err(Errno::NODEV) => Ok(true),
+        Err(Errno::INVAL) => Ok(false),
+        Err(errno) => Err(MountError::Process {
+            action: "let the kernel send requests again",
+            source: errno.into(),
+        }),
+    }
+}
+
+/// A session on a connection on which the kernel has sent INIT before, and `agreed` is agreed on.
+pub(crate) fn session<F: fuser::Filesystem>(
+    filesystem: F,
+    connection: OwnedFd,
+    agreed: u64,
+    config: fuser::Config,
+) -> io::Result<fuser::Session<F>> {
+    let (kernel, ours) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    rustix::net::send(&kernel, &init(agreed), SendFlags::NOSIGNAL)?;
+    let session = fuser::Session::from_fd(filesystem, ours, fuser::SessionACL::All, config)?;
+    replace(session.as_fd(), &connection)?;
+    Ok(session)
+}
+
+/// Makes `descriptor` refer to what `other` refers to.
+fn replace(descriptor: BorrowedFd<'_>, other: &OwnedFd) -> io::Result<()> {
+    // SAFETY: both descriptors are open, and stay open. The owner of `descriptor` uses it for reads
+    // and writes only, and does so only later.
+    #[allow(unsafe_code)]
+    let replaced =
+        unsafe { libc::dup3(other.as_raw_fd(), descriptor.as_raw_fd(), libc::O_CLOEXEC) };
+    match replaced {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// The request INIT of a kernel that offers `flags` (fuse_in_header and fuse_init_in of
+/// linux/fuse.h).
+fn init(flags: u64) -> Vec<u8> {
+    const OPERATION: u32 = 26;
+    const NUMBER: u64 = 1;
+    const HEADER_BYTES: usize = 40;
+    const BYTES: usize = HEADER_BYTES + 64;
+    const VERSION: [u32; 2] = [7, 40];
+    const READAHEAD_BYTES: u32 = 1 << 20;
+    /// The flags beyond the 32nd are valid.
+    const EXTENDED: u32 = 1 << 30;
+    let mut request = Vec::with_capacity(BYTES);
+    request.extend_from_slice(&(BYTES as u32).to_ne_bytes());
+    request.extend_from_slice(&OPERATION.to_ne_bytes());
+    request.extend_from_slice(&NUMBER.to_ne_bytes());
+    request.resize(HEADER_BYTES, 0);
+    let [low, high] = [flags as u32, (flags >> 32) as u32];
+    for field in [
+        VERSION[0],
+        VERSION[1],
+        READAHEAD_BYTES,
+        low | EXTENDED,
+        high,
+    ] {
+        request.extend_from_slice(&field.to_ne_bytes());
+    }
+    request.resize(BYTES, 0);
+    request
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    struct Flags(Arc<AtomicU64>);
+
+    impl fuser::Filesystem for Flags {
+        fn init(
+            &mut self,
+            _request: &fuser::Request,
+            config: &mut fuser::KernelConfig,
+        ) -> io::Result<()> {
+            self.0
+                .store(config.capabilities().bits(), Ordering::Relaxed);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn session_knows_the_flags_and_uses_the_connection() {
+        let agreed = fuser::InitFlags::FUSE_DO_READDIRPLUS.bits()
+            | fuser::InitFlags::FUSE_NO_OPENDIR_SUPPORT.bits()
+            | 1 << 40;
+        let (connection, kernel) = io::pipe().unwrap();
+        let seen = Arc::default();
+        let fuse = session(
+            Flags(Arc::clone(&seen)),
+            connection.into(),
+            agreed,
+            fuser::Config::default(),
+        );
+        assert_eq!(seen.load(Ordering::Relaxed), agreed);
+        // The end of this connection is the end of the session.
+        drop(kernel);
+        let mut byte = [0];
+        assert_eq!(rustix::io::read(fuse.unwrap().as_fd(), &mut byte), Ok(0));
+    }
+
+    #[test]
+    fn the_kernel_is_asked_with_a_message_that_answers_no_request() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        assert!(resend(writer.as_fd()).unwrap());
+        drop(writer);
+        let mut message = Vec::new();
+        reader.read_to_end(&mut message).unwrap();
+        let expected = [&16_u32.to_ne_bytes()[..], &7_u32.to_ne_bytes(), &[0; 8]].concat();
+        assert_eq!(message, expected);
+        // A descriptor that cannot be written to.
+        resend(reader.as_fd()).unwrap_err();
+    }
+}
