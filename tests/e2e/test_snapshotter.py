@@ -86,9 +86,10 @@ class WithSnapshotter(support.Scratch):
 
     def kill_pool(self):
         for pool in json.loads(bcow("pool", "list", "--json").out)["pools"]:
-            if pool["pid"]:
+            # The keeper first: it starts the other one again.
+            for pid in filter(None, (pool["keeper"], pool["pid"])):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pool["pid"], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
 
     def pool_mounts(self):
         return json.loads(bcow("pool", "stats", "p", "--json").out)["mounts"]
