@@ -64,13 +64,18 @@ class Bench:
         (where / self.file).read_bytes()
         os.listdir(where)
 
+    def listed(self, *arguments):
+        out = subprocess.run([self.bcow, *arguments, "--json"], check=True, env=self.env,
+                             stdout=subprocess.PIPE).stdout
+        return json.loads(out)
+
     def processes(self):
-        """The processes of the mounts, as `bcow ps` lists them."""
-        listed = subprocess.run([self.bcow, "ps", "--json"], check=True, env=self.env,
-                                stdout=subprocess.PIPE).stdout
+        """The processes of the mounts, as `bcow ps` lists them, and the keepers of pools."""
         prefix = str(self.directory)
-        return {row["pid"] for row in json.loads(listed)["services"]
-                if row["at"][0].startswith(prefix)}
+        serving = {row["pid"] for row in self.listed("ps")["services"]
+                   if row["at"][0].startswith(prefix)}
+        keepers = {pool["keeper"] for pool in self.listed("pool", "list")["pools"]}
+        return serving | keepers - {None}
 
     def end(self, places, pool):
         if pool:
