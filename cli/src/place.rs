@@ -39,7 +39,7 @@ const BY_SKOPEO: &str =
 /// The hint for destinations on web servers.
 const BY_UPLOAD: &str = "write a file, and copy it to the server";
 
-const TRANSPORTS: [Transport; 16] = [
+const TRANSPORTS: [Transport; 17] = [
     Transport::both("bcow"),
     Transport::both("oci"),
     Transport::both("oci-archive"),
@@ -69,6 +69,7 @@ const TRANSPORTS: [Transport; 16] = [
     },
     Transport::both("s3"),
     Transport::both("docker"),
+    Transport::both("containerd-cache"),
     Transport::foreign("docker-daemon"),
     Transport::foreign("containers-storage"),
     Transport::foreign("ostree"),
@@ -129,6 +130,8 @@ pub enum Destination {
     Registry(String),
     /// A BCoW file in S3: `s3://...`.
     S3(String),
+    /// A directory with layers of images for containerd's erofs snapshotter.
+    ContainerdCache(PathBuf),
 }
 
 /// An image in an OCI layout, as the user names it; or in a registry.
@@ -195,6 +198,7 @@ impl Destination {
             ("bcow", _) => Ok(Destination::File(rest.into())),
             ("raw", _) => Ok(Destination::Raw(rest.into())),
             ("qcow2", _) => Ok(Destination::Qcow2(rest.into())),
+            ("containerd-cache", _) => Ok(Destination::ContainerdCache(rest.into())),
             ("docker", _) => match name.to_str().filter(|name| name.starts_with("docker://")) {
                 Some(name) => Ok(Destination::Registry(name.to_owned())),
                 None => Err(
@@ -360,6 +364,10 @@ mod tests {
         );
         assert_eq!(destination("raw:a:b"), Ok(Destination::Raw("a:b".into())));
         assert_eq!(destination("qcow2:x"), Ok(Destination::Qcow2("x".into())));
+        assert_eq!(
+            destination("containerd-cache:a:b"),
+            Ok(Destination::ContainerdCache("a:b".into()))
+        );
         assert_eq!(
             destination("x.qcow2"),
             Ok(Destination::Qcow2("x.qcow2".into()))

@@ -16,8 +16,8 @@ import subprocess
 import time
 import unittest
 
-from support import (BCOW, PEAK_BYTES, UNPRIVILEGED, Scratch, assert_refused, bcow, for_everyone,
-                     image, need, run)
+from support import (BCOW, PEAK_BYTES, UNPRIVILEGED, Scratch, assert_refused, assert_same_tree,
+                     bcow, for_everyone, image, kernel_mounted, mounted, need, run)
 import sequences
 from sequences import ocilib
 from overlay import Entry
@@ -568,6 +568,82 @@ class Layers(Scratch):
                 self.assertTrue(result.out == good, f"byte {at}")
             else:
                 self.assertIn(b"error:", result.err)
+
+
+class ContainerdCache(Scratch):
+    """Files that containerd's erofs snapshotter mounts with the kernel's EROFS, and stacks with
+    overlayfs."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("fsck.erofs", "mount", root=True, fuse=True)
+        super().setUpClass()
+        noise = random.Random(1).randbytes(300_000)
+        low = [Entry(b"d", "dir", mode=0o711), Entry(b"d/noise", data=noise),
+               Entry(b"d/both", data=b"low"), Entry(b"d/gone", data=b"1"),
+               Entry(b"old", "dir"), Entry(b"old/hidden", data=b"1"),
+               Entry(b"link", "symlink", link=b"d/both")]
+        high = [Entry(b"d", "dir", mode=0o700, uid=1000), sequences.whiteout(b"d/gone"),
+                Entry(b"d/both", data=b"high"), Entry(b"old", "dir", mode=0o755),
+                sequences.opaque(b"old"), Entry(b"old/new", "char", rdev=(1, 3))]
+        cls.source = sequences.write_layout([low, high], cls.path("source"))
+        cls.diff_ids = [ocilib.digest_of(sequences.tar(layer)) for layer in (low, high)]
+        cls.cache = cls.path("cache")
+
+    def convert(self):
+        return json.loads(bcow("convert", self.source, f"containerd-cache:{self.cache}",
+                               "--json").out)["layers"]
+
+    def test_overlayfs_shows_the_image(self):
+        layers = self.convert()
+        names = [digest.split(":") for digest in self.diff_ids]
+        expected = [os.path.join(self.cache, algorithm, digits[:2], f"{digits}.erofs")
+                    for algorithm, digits in names]
+        self.assertEqual([layer["file"] for layer in layers], expected)
+        self.assertEqual(os.listdir(self.cache), ["sha256"])
+        image = self.path("image.bcow")
+        bcow("convert", self.source, image)
+        with contextlib.ExitStack() as stack:
+            for path in expected:
+                run("fsck.erofs", path)
+            below = [stack.enter_context(kernel_mounted(path, "loop")) for path in expected]
+            where = self.path("merged")
+            os.mkdir(where)
+            run("mount", "-t", "overlay", "overlay", where, "-o",
+                "ro,lowerdir=" + ":".join(reversed(below)))
+            stack.callback(run, "umount", where)
+            # No layer has an entry for the root directory, which has a mark in each file.
+            assert_same_tree(self, stack.enter_context(mounted(image)), where, ignore=["xattrs:."])
+        before = [os.stat(path).st_ino for path in expected]
+        self.assertEqual([layer["is_new"] for layer in self.convert()], [False] * 2)
+        self.assertEqual([os.stat(path).st_ino for path in expected], before)
+
+    def test_what_cannot_be_such_a_cache_is_refused(self):
+        cache = self.path("none")
+        low = [Entry(b"d", "dir", mode=0o700), Entry(b"d/f", data=b"1")]
+        for number, (entry, mention) in enumerate([
+                (Entry(b"d/new", data=b"2"), r"sha256:\w+: d is a directory without an entry"),
+                (Entry(b"new", "hardlink", link=b"d/f"), "new is a hard link"),
+                (Entry(b"new", "char", rdev=(0, 0)), "new is the device 0:0")]):
+            with self.subTest(mention):
+                source = sequences.write_layout([low, [entry]], self.path(f"odd-{number}"))
+                failed = bcow("convert", source, f"containerd-cache:{cache}", check=False)
+                assert_refused(self, failed, mention)
+                self.assertEqual(os.listdir(cache), [])
+        os.rmdir(cache)
+        layout = self.path("layout")
+        bcow("convert", self.source, f"oci:{layout}:x")
+        for source, options, mention in (
+                (f"oci:{layout}:x", (), "not supported yet"),
+                (f"dir:{layout}", ("--as-files",), "is no image"),
+                (self.source, ("--compress", "zstd"), "not compressed"),
+                (self.source, ("--dedup-lower",), "--dedup-lower")):
+            failed = bcow("convert", source, f"containerd-cache:{cache}", *options, check=False)
+            assert_refused(self, failed, mention, code=2)
+        self.assertFalse(os.path.exists(cache))
+        file = self.path("file", b"")
+        failed = bcow("convert", self.source, f"containerd-cache:{file}", check=False)
+        assert_refused(self, failed, f"cannot write containerd-cache:{file}")
 
 
 if __name__ == "__main__":

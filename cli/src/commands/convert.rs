@@ -1,5 +1,6 @@
 //! `bcow convert`
 
+mod containerd_cache;
 mod disk;
 mod recode;
 pub mod replace;
@@ -54,6 +55,8 @@ use crate::ui::Ui;
 ///     oci-archive:FILE[:REF]    such a layout in a tar archive
 ///     docker://HOST/REPO[:TAG]  such an image in a registry
 ///     s3://BUCKET/KEY           one file in S3
+///     containerd-cache:DIR      the layers of an ordinary image as files that the erofs
+///                               snapshotter of containerd 2.4 mounts
 ///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of SRC and its backings;
 ///                               SRC is a disk, or any BCoW image (FILE, oci:DIR[:REF])
 ///     FILE.qcow2                the same as qcow2:FILE
@@ -83,7 +86,7 @@ pub struct Args {
     /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// What to write: FILE, oci:, oci-archive:, docker://..., s3://..., raw:FILE or qcow2:FILE
+    /// What to write: FILE, oci:, oci-archive:, docker:, s3:, raw:, qcow2: or containerd-cache:
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Platform to select from a multi-platform source [default: this machine's]
@@ -106,7 +109,7 @@ pub struct Args {
     /// Make a writable disk
     #[arg(long)]
     writable: bool,
-    /// Cache converted layers in DIR and reuse them (into an OCI layout only)
+    /// Cache converted layers in DIR and reuse them (not into one file)
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
     /// Do not store content that a lower layer has, but refer to that layer; the layer then works
@@ -246,7 +249,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 .hint("leave out --cache and --dedup-lower, or write to oci:DIR[:REF]"),
         );
     }
-    if args.plain && matches!(args.compress, Some(Compress::Zstd { .. })) {
+    let is_for_containerd = matches!(destination, Destination::ContainerdCache(_));
+    let is_plain = args.plain || is_for_containerd;
+    if is_plain && matches!(args.compress, Some(Compress::Zstd { .. })) {
         return Err(CommandError::usage("a plain image is not compressed")
             .hint("leave out --plain or --compress"));
     }
@@ -266,7 +271,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Some(compress) => compress.of_blocks()?,
             None => defaults.compression,
         },
-        plain: args.plain,
+        plain: is_plain,
         block_bytes: args.block_size.0,
         threads: args.jobs.map_or(defaults.threads, usize::from),
         verify: !args.no_verify,
@@ -319,6 +324,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 false => report_layout(&report, to, ui),
             }
         }
+        (Destination::ContainerdCache(directory), Some(source)) => {
+            containerd_cache::run(args, &source, directory, &options, ui)
+        }
+        (Destination::ContainerdCache(_), None) => Err(containerd_cache::not_ordinary(&from_name)),
         (Destination::File(path), None) => match &image {
             Some(image) => {
                 let report = recode::to_file(image, path, &options, ui)?;

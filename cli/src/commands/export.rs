@@ -104,6 +104,9 @@ fn form(args: &Args) -> Result<Form, CommandError> {
             unknown(format!("`bcow convert IMG {shown}` writes a disk"))
         }
         Destination::S3(url) => unknown(format!("`bcow convert IMG {url}` writes an image there")),
+        Destination::ContainerdCache(_) => unknown(format!(
+            "`bcow convert SRC {shown}` writes the layers of an image"
+        )),
         Destination::File(_) | Destination::Registry(_) => unknown(forms.to_owned()),
     }
 }

@@ -46,7 +46,10 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         return Err(place::refuse(url, "commit --upper")
             .hint("write FILE.bcow, and copy it there: `bcow copy FILE.bcow s3://BUCKET/KEY`"));
     }
-    if matches!(destination, Destination::Raw(_) | Destination::Qcow2(_)) {
+    if matches!(
+        destination,
+        Destination::Raw(_) | Destination::Qcow2(_) | Destination::ContainerdCache(_)
+    ) {
         return Err(
             place::refuse(&new.to_string_lossy(), "commit --upper").hint(
                 "name FILE.bcow, tar:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://...",
@@ -96,7 +99,8 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         Destination::Raw(_)
         | Destination::Qcow2(_)
         | Destination::Registry(_)
-        | Destination::S3(_) => Ok(()),
+        | Destination::S3(_)
+        | Destination::ContainerdCache(_) => Ok(()),
     }
 }
 

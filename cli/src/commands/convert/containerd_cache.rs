@@ -1,0 +1,182 @@
+//! Layers of an ordinary image as files for the erofs snapshotter of containerd 2.4, which takes
+//! them instead of fetching the layers (`layer_content_caches`).
+//!
+//! The names are `DIR/sha256/XX/DIFFID.erofs`, where XX is the begin of DIFFID.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use bcow::{Image, OpenOptions};
+use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK};
+use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Walk};
+use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, Source, convert_to_layout};
+use serde_json::json;
+
+use super::Args;
+use crate::conversion::failure;
+use crate::error::{CommandError, Context};
+use crate::names::quoted;
+use crate::size::{Human, plural};
+use crate::ui::Ui;
+
+/// Writes the layers of `source` into `directory`. A file that is there is kept: containerd may
+/// have it mounted.
+pub fn run(
+    args: &Args,
+    source: &Source,
+    directory: &Path,
+    options: &ConvertOptions,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    check(args, source)?;
+    let cannot = || format!("cannot write containerd-cache:{}", directory.display());
+    fs::create_dir_all(directory).context(cannot)?;
+    // Beside the files, so that each gets its name by a link.
+    let scratch = tempfile::Builder::new()
+        .prefix(".bcow-")
+        .tempdir_in(directory)
+        .context(cannot)?;
+    let layout = LayoutOptions {
+        directory: scratch.path().join("layout"),
+        form: LayoutForm::Directory,
+        cache: args.cache.clone(),
+        ..LayoutOptions::default()
+    };
+    let progress = ui.progress();
+    let report =
+        convert_to_layout(source, &layout, options, &progress).map_err(|error| failure(&error))?;
+    drop(progress);
+    let mut made = Vec::new();
+    for layer in &report.layers {
+        let diff_id = layer.diff_id.to_string();
+        let digest = layer.digest.to_string();
+        let (Some(name), Some(blob)) = (digits(&diff_id), digits(&digest)) else {
+            return Err(CommandError::new(cannot())
+                .caused_by_text(format!("the diffID {diff_id} is not a SHA-256")));
+        };
+        let blob = layout.directory.join("blobs/sha256").join(blob);
+        require_overlayfs(&blob, &diff_id).map_err(|error| {
+            CommandError::new(cannot())
+                .caused_by_text(error)
+                .hint("containerd unpacks this image without a cache")
+        })?;
+        // A cache can be shared, and has what everybody can pull.
+        fs::set_permissions(&blob, fs::Permissions::from_mode(0o644)).context(cannot)?;
+        let place = directory.join("sha256").join(&name[..2]);
+        made.push((layer, blob, place.join(format!("{name}.erofs")), place));
+    }
+    let mut layers = Vec::new();
+    let mut new = 0;
+    for (layer, blob, path, place) in made {
+        fs::create_dir_all(&place).context(cannot)?;
+        let is_new = match fs::hard_link(&blob, &path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+            linked => linked.context(cannot).map(|()| true)?,
+        };
+        for place in [&*place, &directory.join("sha256"), directory] {
+            File::open(place)
+                .and_then(|place| place.sync_all())
+                .context(cannot)?;
+        }
+        new += usize::from(is_new);
+        layers.push(json!({
+            "diff_id": layer.diff_id,
+            "file": path,
+            "file_bytes": layer.file_bytes,
+            "is_new": is_new,
+        }));
+    }
+    if args.json {
+        return ui.print_json(&json!({
+            "schema": "bcow.convert-containerd-cache/1",
+            "layers": layers,
+        }));
+    }
+    let bytes = report.layers.iter().map(|layer| layer.file_bytes).sum();
+    ui.status(format_args!(
+        "containerd-cache:{}: {} of {} in all, {new} new",
+        directory.display(),
+        plural(layers.len() as u64, "layer"),
+        Human(bytes),
+    ));
+    Ok(())
+}
+
+/// Refuses options and sources without a meaning for such files.
+fn check(args: &Args, source: &Source) -> Result<(), CommandError> {
+    let option = match args {
+        Args {
+            dedup_lower: true, ..
+        } => Some("--dedup-lower"),
+        Args {
+            prefetch: Some(_), ..
+        } => Some("--prefetch"),
+        _ => None,
+    };
+    if let Some(option) = option {
+        return Err(
+            CommandError::usage(format!("{option} cannot be used with containerd-cache:"))
+                .hint("containerd uses the file of a layer over any other layers"),
+        );
+    }
+    match source {
+        Source::Directory(path) => Err(CommandError::usage(format!(
+            "{} is no image whose layers containerd could ask for",
+            path.display()
+        ))
+        .hint("name an image in layers: oci:DIR[:REF], docker://HOST/REPO[:TAG]")),
+        _ => Ok(()),
+    }
+}
+
+/// The error of a source in BCoW form, which has not the diffIDs of the ordinary image.
+pub fn not_ordinary(source: &str) -> CommandError {
+    CommandError::usage(format!(
+        "{source} is in BCoW form: its layers for containerd-cache: are not supported yet"
+    ))
+    .hint("name the ordinary image, whose diffIDs containerd asks for")
+}
+
+/// Fails if the kernel's overlayfs, which is what containerd stacks layers with, shows the layer in
+/// another way than a program that unpacks it.
+fn require_overlayfs(blob: &Path, diff_id: &str) -> Result<(), String> {
+    let damaged = |error: &dyn std::fmt::Display| format!("layer {diff_id}: {error}");
+    let image = Image::open(blob, &OpenOptions::default()).map_err(|error| damaged(&error))?;
+    let fs = Filesystem::open(image).map_err(|error| damaged(&error))?;
+    let mut walk = Walk::new(&fs);
+    while let Some(inode) = walk.next().map_err(|error| damaged(&error))? {
+        // containerd makes the root directory of a container, also if no layer has an entry for it.
+        let is_root = walk.path().is_empty();
+        let problem = unlike_overlayfs(&fs, &inode).map_err(|error| damaged(&error))?;
+        if let Some(problem) = problem.filter(|_| !is_root) {
+            let path = quoted(walk.path());
+            return Err(format!("layer {diff_id}: {path} {problem}"));
+        }
+    }
+    Ok(())
+}
+
+/// What overlayfs cannot represent of an inode of a layer (see [`bcow_erofs::overlay`]).
+fn unlike_overlayfs(fs: &Filesystem, inode: &Inode) -> Result<Option<&'static str>, ErofsError> {
+    let (mark, problem) = match inode.kind {
+        FileType::Directory => (
+            IMPLICIT,
+            "is a directory without an entry of its own, whose attributes are those in the layers \
+             below",
+        ),
+        FileType::Symlink => (LINK, "is a hard link to a file of the layers below"),
+        FileType::CharDevice => (DEVICE, "is the device 0:0, which would be a whiteout"),
+        _ => return Ok(None),
+    };
+    let is_marked = inode.has_xattrs() && fs.xattr(inode, mark)?.is_some();
+    Ok(is_marked.then_some(problem))
+}
+
+/// The digits of a SHA-256 digest.
+fn digits(digest: &str) -> Option<&str> {
+    digest
+        .strip_prefix("sha256:")
+        .filter(|digits| digits.len() == 64)
+}
