@@ -92,7 +92,9 @@ class Power(unittest.TestCase):
         recorded = writelog.Log(log)
         self.addCleanup(recorded.close)
         marks = [int(text) for _, text in recorded.marks()]
-        self.assertEqual(marks, [*range(CHANGES + 1), CHANGES])
+        # A thread of the guest writes the log. At the end it may not have written the last marks.
+        self.assertEqual(marks, [*range(CHANGES + 1), CHANGES][:len(marks)])
+        self.assertGreaterEqual(len(marks), CHANGES)
         cuts = list(recorded.cuts(CUTS, SEED))
         self.assertTrue(any(lost for _, lost, _ in cuts), "no cut loses a write")
         for end, lost, mark in cuts:

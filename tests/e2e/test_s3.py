@@ -64,6 +64,41 @@ def tag_of(data):
     return hashlib.sha1(data).hexdigest()
 
 
+def s3_storage(url, bucket):
+    """The configuration of a registry that keeps its blobs in this bucket."""
+    return json.dumps({"s3": {"accesskey": KEY_ID, "secretkey": SECRET, "region": REGION,
+                              "bucket": bucket, "regionendpoint": url, "forcepathstyle": True}})
+
+
+@contextlib.contextmanager
+def versitygw(test, *buckets):
+    """The directory of a versitygw with these buckets, and its URL."""
+    if not shutil.which("versitygw"):
+        test.skipTest("versitygw is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    posix = tempfile.mkdtemp(prefix="posix-", dir=test.directory)
+    for bucket in buckets:
+        os.mkdir(os.path.join(posix, bucket))
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            ["versitygw", "--access", KEY_ID, "--secret", SECRET, "--region", REGION,
+             "--port", f"127.0.0.1:{port}", "--cert", test.path("leaf.pem"), "--key",
+             test.path("leaf.key"), "posix", posix],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            def answers():
+                test.assertIsNone(server.poll(), "versitygw ended")
+                with socket.socket() as probe:
+                    return probe.connect_ex(("127.0.0.1", port)) == 0
+            until(answers, "versitygw answers", 30)
+            yield posix, f"https://localhost:{port}"
+        finally:
+            server.kill()
+            server.wait(30)
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Sends objects of one bucket to clients that sign as they should."""
 
@@ -486,36 +521,8 @@ class Bucket(unittest.TestCase):
             self.assertEqual((answers, server.uploads), (["2", "end"], {}))
             self.bcow("fsck", "--data", "--no-cache", name)
 
-    @contextlib.contextmanager
-    def versitygw(self, *buckets):
-        """The directory of a versitygw with these buckets, and its URL."""
-        if not shutil.which("versitygw"):
-            self.skipTest("versitygw is not installed; the other tests have a server of their own")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        posix = tempfile.mkdtemp(prefix="posix-", dir=self.directory)
-        for bucket in buckets:
-            os.mkdir(os.path.join(posix, bucket))
-        with tempfile.TemporaryFile() as log:
-            server = subprocess.Popen(
-                ["versitygw", "--access", KEY_ID, "--secret", SECRET, "--region", REGION,
-                 "--port", f"127.0.0.1:{port}", "--cert", self.path("leaf.pem"), "--key",
-                 self.path("leaf.key"), "posix", posix],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            try:
-                def answers():
-                    self.assertIsNone(server.poll(), "versitygw ended")
-                    with socket.socket() as probe:
-                        return probe.connect_ex(("127.0.0.1", port)) == 0
-                until(answers, "versitygw answers", 30)
-                yield posix, f"https://localhost:{port}"
-            finally:
-                server.kill()
-                server.wait(30)
-
     def test_versitygw_accepts_the_signatures(self):
-        with self.versitygw(BUCKET) as (posix, url):
+        with versitygw(self, BUCKET) as (posix, url):
             for key, data in self.objects.items():
                 at = os.path.join(posix, BUCKET, key)
                 os.makedirs(os.path.dirname(at), exist_ok=True)
@@ -548,11 +555,9 @@ class Bucket(unittest.TestCase):
         if not distribution:
             self.skipTest("distribution (registry) is not installed; the tests of bcow-remote have "
                           "a server that redirects")
-        with self.versitygw("blobs") as (posix, url), registry(
-                self.directory, storage=json.dumps({"s3": {
-                    "accesskey": KEY_ID, "secretkey": SECRET, "region": REGION, "bucket": "blobs",
-                    "regionendpoint": url, "forcepathstyle": True}}),
-                program=distribution, env=self.env) as address:
+        with versitygw(self, "blobs") as (posix, url), registry(
+                self.directory, storage=s3_storage(url, "blobs"), program=distribution,
+                env=self.env) as address:
             self.env["REGISTRY_AUTH_FILE"] = self.path("auth.json")
             # The keys are the registry's. Its signatures are all that bcow has.
             for name in [name for name in self.env if name.startswith("AWS_")]:

@@ -74,6 +74,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }),
         };
         match waited {
+            // Nothing is lost if the process continues, but the next mount may need its sockets.
+            None if document.pool.is_none() => wait_briefly(&document.process),
             None => {}
             Some(Waited::Ended) => {
                 if let Some(store) = &store {
@@ -285,6 +287,15 @@ fn wait_for_mount(ending: &Ending, process: &Process) -> Waited {
         }
     }
     Waited::Ended
+}
+
+/// Waits a limited time for the end of a process that has no data to store. It may be needed for a
+/// mount elsewhere.
+fn wait_briefly(process: &Process) {
+    let start = Instant::now();
+    while process.is_running() && start.elapsed() < NOTICES_WITHIN {
+        std::thread::sleep(PAUSE);
+    }
 }
 
 /// Waits for the end of a process that ends its mount. A process that is not visible counts as

@@ -44,7 +44,7 @@ impl Place {
         let start = Instant::now();
         loop {
             let shown = self.0.shown(&["umount", "mnt"]);
-            if !shown.contains("is in use") || start.elapsed() > Duration::from_secs(10) {
+            if !shown.contains("is in use") || start.elapsed() > Duration::from_secs(60) {
                 return shown;
             }
             std::thread::sleep(Duration::from_millis(10));
