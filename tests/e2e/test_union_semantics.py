@@ -1039,6 +1039,51 @@ class Attributes(UnionCase):
             self.assertEqual(states, [b"free", b"locked"])
 
 
+class NewFiles(UnionCase):
+    @promise("The modification time of a new file is the same after the next mount.")
+    def test_times_of_new_files_stay(self):
+        """The first change comes in the tick of the clock in which the file was made. A kernel that
+        keeps the times itself then sends none."""
+        def write(path, flags=0):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+            with contextlib.closing(mmap.mmap(-1, 86016)) as aligned:
+                os.write(fd, aligned)
+            return fd
+
+        def write_to_node(path):
+            os.mknod(path, stat.S_IFREG | 0o644)
+            return write(path)
+
+        def allocate(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            os.posix_fallocate(fd, 0, 10_000)
+            return fd
+
+        def copy(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            source = self.open(BIG)
+            os.copy_file_range(source, fd, 10_000)
+            os.close(source)
+            return fd
+
+        ways = {"written": write, "direct": lambda path: write(path, os.O_DIRECT),
+                "node": write_to_node, "allocated": allocate, "copied": copy}
+        for name, make in ways.items():
+            for number in range(10):
+                fd = make(self.at(f"d0/{name}-{number}"))
+                # Cached pages reach the mount's process in a later tick.
+                time.sleep(0.01)
+                os.close(fd)
+        made = [f"d0/{name}-{number}" for name in ways for number in range(10)]
+        times = {path: os.stat(self.at(path)).st_mtime_ns for path in made}
+        self.remount()
+        self.assertEqual({path: os.stat(self.at(path)).st_mtime_ns for path in made}, times)
+
+
+class CollectedNewFiles(NewFiles):
+    kind = "bcow+sketch=sparse+writeback"
+
+
 class InOtherHands(UnionCase):
     @promise("The upper has the layout of an overlayfs upper directory. If the upper has no "
              "sketch, the kernel's overlayfs shows the same tree from the upper and the extracted "

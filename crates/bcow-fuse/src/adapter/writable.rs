@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Changes, SyncScope, UnionFs};
+use bcow_union::fs::{Attributes, Changes, SyncScope, UnionFs};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
@@ -72,6 +72,25 @@ impl Writable {
         match self.drops_set_id {
             true => drop_set_id_of_content(&self.fs, request, node),
             false => Ok(()),
+        }
+    }
+
+    /// Changes the content of a file, and keeps its modification time if the kernel sends it.
+    fn change_content<T>(
+        &self,
+        node: NodeId,
+        mut change: impl FnMut(&UnionFs) -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        self.fs.with_room(|fs| match self.write_cache {
+            WriteCache::Back => fs.with_kernel_time(node, &mut change),
+            WriteCache::Through => change(fs),
+        })
+    }
+
+    /// The kernel receives the attributes of a new file.
+    fn time_is_sent(&self, attributes: &Attributes) {
+        if self.write_cache == WriteCache::Back {
+            self.fs.set_kernel_time(attributes);
         }
     }
 
@@ -179,7 +198,8 @@ impl fuser::Filesystem for Writable {
         let caller = caller(request, umask);
         let made = self
             .fs
-            .with_room(|fs| fs.make_node(&caller, id(parent), name.as_bytes(), mode, rdev));
+            .with_room(|fs| fs.make_node(&caller, id(parent), name.as_bytes(), mode, rdev))
+            .inspect(|attributes| self.time_is_sent(attributes));
         reply::entry(made.map(encoded), reply);
     }
 
@@ -312,11 +332,9 @@ impl fuser::Filesystem for Writable {
         reply: ReplyWrite,
     ) {
         let _running = self.begin(Operation::Write, id(ino));
-        let is_cached = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
-        let written = self.fs.with_room(|fs| match self.write_cache {
-            WriteCache::Back if is_cached => fs.write_back(id(ino), offset, data),
-            _ => fs.write(id(ino), offset, data, privileges_of_writer(write_flags)),
-        });
+        let privileges = privileges_of_writer(write_flags);
+        let written =
+            self.change_content(id(ino), |fs| fs.write(id(ino), offset, data, privileges));
         reply::written(written, reply);
     }
 
@@ -514,7 +532,8 @@ impl fuser::Filesystem for Writable {
         let caller = caller(request, umask);
         let made = self
             .fs
-            .with_room(|fs| fs.create(&caller, id(parent), name.as_bytes(), permissions(mode)));
+            .with_room(|fs| fs.create(&caller, id(parent), name.as_bytes(), permissions(mode)))
+            .inspect(|attributes| self.time_is_sent(attributes));
         match made {
             Ok(attributes) => {
                 let attributes = encoded(attributes);
@@ -547,8 +566,7 @@ impl fuser::Filesystem for Writable {
         let allocated = self
             .drop_set_id_of_content(request, id(ino))
             .and_then(|()| {
-                self.fs
-                    .with_room(|fs| fs.allocate(id(ino), offset, length, how))
+                self.change_content(id(ino), |fs| fs.allocate(id(ino), offset, length, how))
             });
         reply::empty(allocated, reply);
     }
@@ -592,8 +610,9 @@ impl fuser::Filesystem for Writable {
         }
         let length = length.min(COPY_BYTES);
         let copied = self.drop_set_id_of_content(request, id(to)).and_then(|()| {
-            self.fs
-                .with_room(|fs| fs.copy_range(id(from), offset_from, id(to), offset_to, length))
+            self.change_content(id(to), |fs| {
+                fs.copy_range(id(from), offset_from, id(to), offset_to, length)
+            })
         });
         // No more bytes are copied than were requested.
         reply::written(copied.map(|copied| copied as u32), reply);

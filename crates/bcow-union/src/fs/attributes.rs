@@ -204,11 +204,11 @@ impl UnionFs {
                         .settle()
                         .map_err(|error| self.content_failed(&node, error))?;
                 }
-                let mut written_back = node.lock_written_back();
+                let mut kernel_time = node.lock_kernel_time();
                 self.set_times(&node, changes.atime, changes.mtime)?;
                 match changes.mtime {
-                    Some(SetTime::At(time)) => *written_back = Some(time),
-                    Some(SetTime::Now) => *written_back = None,
+                    Some(SetTime::At(time)) => *kernel_time = Some(time),
+                    Some(SetTime::Now) => *kernel_time = None,
                     None => {}
                 }
             }

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use super::lookup::Access;
 use super::lower::ImageFile;
 use super::nodes::{Content, Node, State};
-use super::types::{Allocate, Privileges, SetTime};
+use super::types::{Allocate, Attributes, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
 use crate::blocks::BLOCK_BYTES;
@@ -123,19 +123,30 @@ impl UnionFs {
         Ok(written as u32)
     }
 
-    /// Writes a page of a kernel that collects writes in its page cache (`writeback`), as
-    /// [`write`](Self::write) with [`Privileges::KeepAll`].
+    /// Changes a file's content for a kernel that keeps modification times itself (`writeback`).
     ///
-    /// Such a kernel keeps the time of modification itself, and sends it with the pages of the file
-    /// in any order. So a write must not change a time that the kernel has sent.
-    pub fn write_back(&self, id: NodeId, offset: u64, data: &[u8]) -> Result<u32, Errno> {
-        let written = self.write(id, offset, data, Privileges::KeepAll)?;
+    /// Such a kernel sends the time with the pages of the file in any order, and does not send it
+    /// again if the file had it already: the clock of these times has a tick of some milliseconds.
+    /// So a change of the content must not change the time that the kernel last sent or received.
+    pub fn with_kernel_time<T>(
+        &self,
+        id: NodeId,
+        change: impl FnOnce(&Self) -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        let done = change(self)?;
         let node = self.regular(id)?;
-        let time = node.lock_written_back();
+        let time = node.lock_kernel_time();
         if let Some(time) = *time {
             self.set_times(&node, None, at(time))?;
         }
-        Ok(written)
+        Ok(done)
+    }
+
+    /// Records the modification time of a new file that a kernel with `writeback` receives.
+    pub fn set_kernel_time(&self, attributes: &Attributes) {
+        if let Ok(node) = self.regular(attributes.node) {
+            *node.lock_kernel_time() = Some(attributes.mtime);
+        }
     }
 
     /// Changes the size. Bytes beyond the new size are discarded: they read as zeros if the file

@@ -9,7 +9,7 @@
 //! 1. `names` (directories): held while names of the directory change in the upper. A rename holds
 //!    two, and acquires that with the lower node id first. The lock of a directory that is removed
 //!    is only tried, without waiting.
-//!    `written_back` (regular files): held to set the time of modification, and to set it again
+//!    `kernel_time` (regular files): held to set the time of modification, and to set it again
 //!    after the kernel wrote back a page. No thread holds both.
 //! 2. `state`: the source of the node's attributes and content. Held shared during I/O, and
 //!    exclusively to copy up, to open and to promote. A thread holds it for one node at a time, and
@@ -64,11 +64,11 @@ pub(super) struct Node {
     names: Mutex<()>,
     state: RwLock<State>,
     times: Mutex<()>,
-    /// The time of modification that the kernel set last. Only a kernel that collects writes in its
-    /// page cache (`writeback`) sends it with each change; see [`Union::write_back`].
+    /// The modification time that the kernel has sent last, or has received for a new file. Only a
+    /// kernel with `writeback` keeps these times itself; see [`Union::with_kernel_time`].
     ///
-    /// [`Union::write_back`]: super::Union::write_back
-    written_back: Mutex<Option<Timestamp>>,
+    /// [`Union::with_kernel_time`]: super::Union::with_kernel_time
+    kernel_time: Mutex<Option<Timestamp>>,
     /// Changes of this directory's names in the upper.
     pub(super) names_changed: Pending,
     name_sync: Mutex<()>,
@@ -226,7 +226,7 @@ impl Node {
             names: Mutex::new(()),
             state: RwLock::default(),
             times: Mutex::default(),
-            written_back: Mutex::default(),
+            kernel_time: Mutex::default(),
             names_changed: Pending::default(),
             name_sync: Mutex::default(),
             name_is_new: AtomicBool::new(false),
@@ -308,8 +308,8 @@ impl Node {
         self.times.lock()
     }
 
-    pub(super) fn lock_written_back(&self) -> MutexGuard<'_, Option<Timestamp>> {
-        self.written_back.lock()
+    pub(super) fn lock_kernel_time(&self) -> MutexGuard<'_, Option<Timestamp>> {
+        self.kernel_time.lock()
     }
 
     pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {
