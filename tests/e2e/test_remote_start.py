@@ -2,7 +2,8 @@
 
 An ordinary user mounts the real image, runs Python with numpy there, writes, commits and pushes.
 The registry is Debian's docker-registry with TLS: once with a password, and once with tokens of a
-server of these tests, whose signatures the registry verifies. Every command has a time limit.
+server of these tests, whose signatures the registry verifies. Where distribution and versitygw are
+installed, also with blobs in S3. Every command has a time limit.
 """
 
 import base64
@@ -20,6 +21,7 @@ import urllib.parse
 
 from support import BCOW, UNPRIVILEGED, Scratch, bcow, for_everyone, need, run
 from test_remote import PASSWORD, USER, make_certificates, registry
+from test_s3 import s3_storage, versitygw
 from web import WebServer
 
 TIMEOUT = 240
@@ -131,13 +133,17 @@ class Start(Scratch):
         make_certificates(cls.directory)
         cls.use_image("real")
         with registry(cls.directory) as address:
-            name = f"docker://{address}/team/science:1"
-            cls.skopeo(cls.source, name)
-            bcow("convert", "--referrer", cls.source, name, timeout=TIMEOUT,
-                 env=cls.environment(cls.directory))
+            cls.push(address)
         layers = cls.manifest(cls.source)["layers"]
         cls.stored = sum(layer["size"] for layer in layers)
         cls.layers = [layer["digest"] for layer in layers]
+
+    @classmethod
+    def push(cls, address):
+        name = f"docker://{address}/team/science:1"
+        cls.skopeo(cls.source, name)
+        bcow("convert", "--referrer", cls.source, name, timeout=TIMEOUT,
+             env=cls.environment(cls.directory))
 
     @classmethod
     def environment(cls, home):
@@ -198,6 +204,16 @@ class Start(Scratch):
             asked = {(access["name"], action) for given in tokens.given for access in given
                      for action in access["actions"]}
         self.assertEqual(asked, {("team/science", "pull"), ("team/science", "push")})
+
+    def test_registry_with_its_blobs_in_s3(self):
+        if not shutil.which("registry"):
+            self.skipTest("distribution (registry) is not installed")
+        with versitygw(self, "blobs") as (_, url), registry(
+                self.directory, storage=s3_storage(url, "blobs"), program="registry",
+                env={name: self.path("ca.pem")
+                     for name in ("SSL_CERT_FILE", "AWS_CA_BUNDLE")}) as address:
+            self.push(address)
+            self.start_change_push(address)
 
 
 if __name__ == "__main__":
