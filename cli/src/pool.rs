@@ -23,7 +23,7 @@ use rustix::fs::FlockOperation;
 use crate::error::{CommandError, Context};
 
 /// Longest name of a pool in bytes.
-const MOST_NAME_BYTES: usize = 64;
+const MAX_NAME_BYTES: usize = 64;
 /// The ending of the names of sockets.
 const ENDING: &str = ".sock";
 /// Names another directory for the sockets.
@@ -40,8 +40,8 @@ pub fn parse_name(text: &str) -> Result<PoolName, String> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     match text {
         "" => Err("a name is missing".to_owned()),
-        _ if text.len() > MOST_NAME_BYTES => {
-            Err(format!("a name has at most {MOST_NAME_BYTES} characters"))
+        _ if text.len() > MAX_NAME_BYTES => {
+            Err(format!("a name has at most {MAX_NAME_BYTES} characters"))
         }
         _ if text.starts_with(['.', '-']) || !text.chars().all(is_allowed) => Err(
             "a name consists of letters, digits, '.', '_' and '-', and begins with none of '.' \
@@ -160,7 +160,7 @@ mod tests {
         for name in ["a", "tenant-1", "Web_2.old"] {
             assert_eq!(parse_name(name), Ok(PoolName(name.to_owned())));
         }
-        let long = "a".repeat(MOST_NAME_BYTES + 1);
+        let long = "a".repeat(MAX_NAME_BYTES + 1);
         for name in ["", ".", "..", ".a", "-a", "a/b", "a b", "ä", "a\n", &long] {
             assert!(parse_name(name).is_err(), "{name:?}");
         }

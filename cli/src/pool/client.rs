@@ -12,7 +12,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
 
-use super::protocol::{self, Answer, Hello, MOST_ANSWER_BYTES, Outcome, Request};
+use super::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request};
 use super::{Directory, PoolName};
 use crate::error::{CommandError, Context};
 use crate::ui::Ui;
@@ -78,7 +78,7 @@ fn find_once(socket: &Path) -> Result<Found, CommandError> {
         Err(Errno::NOENT) => return Ok(Found::Missing),
         Err(errno) => return Err(CommandError::new(cannot()).caused_by(&io::Error::from(errno))),
     };
-    let line = match protocol::read_line(&stream, MOST_ANSWER_BYTES, Some(ANSWERS_WITHIN)) {
+    let line = match protocol::read_line(&stream, MAX_ANSWER_BYTES, Some(ANSWERS_WITHIN)) {
         Ok(line) => line,
         Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(Found::Silent),
         // The process has ended meanwhile.
@@ -129,13 +129,13 @@ impl Connection {
     pub fn ask(&mut self, request: &Request, ui: &Ui) -> Result<Value, CommandError> {
         let cannot = || format!("cannot use the pool {}", self.hello.pool);
         let line = protocol::encode_request(request).context(cannot)?;
-        if line.len() > protocol::MOST_REQUEST_BYTES {
+        if line.len() > protocol::MAX_REQUEST_BYTES {
             return Err(CommandError::new(cannot()).caused_by_text("the command line is too long"));
         }
         // If the pool refuses this client, it closes the connection before it reads the request.
         // The answer says why.
         let sent = self.stream.write_all(&line);
-        let line = protocol::read_line(&self.stream, MOST_ANSWER_BYTES, None);
+        let line = protocol::read_line(&self.stream, MAX_ANSWER_BYTES, None);
         let line = line.map_err(|error| {
             let cause = match (sent, error.kind()) {
                 (Err(error), _) => error,
@@ -166,7 +166,7 @@ impl Connection {
     /// Waits until the process of the pool has ended.
     pub fn wait_for_end(self) {
         // Any error means that the other end is gone.
-        while protocol::read_line(&self.stream, MOST_ANSWER_BYTES, None).is_ok() {}
+        while protocol::read_line(&self.stream, MAX_ANSWER_BYTES, None).is_ok() {}
     }
 }
 

@@ -32,7 +32,7 @@ pub const AGAIN: u8 = 75;
 /// A process that has run for less time than this has ended at once.
 const AT_ONCE: Duration = Duration::from_secs(10);
 /// The processes in a row that may end at once. After one more the pool ends.
-const MOST_IN_A_ROW: u32 = 5;
+const MAX_IN_A_ROW: u32 = 5;
 /// The pause after the first of them; each further pause is twice as long.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -153,7 +153,7 @@ impl<'a> Keeper<'a> {
             };
             let is_at_once = !was_ready || begun.elapsed() < AT_ONCE;
             in_a_row = if is_at_once { in_a_row + 1 } else { 0 };
-            if announce.is_some() || in_a_row > MOST_IN_A_ROW {
+            if announce.is_some() || in_a_row > MAX_IN_A_ROW {
                 self.unmount_all();
                 let cause = format!("its process {why}");
                 if announce.is_none() {

@@ -22,9 +22,9 @@ use super::protocol::Bytes;
 pub const MARK: &str = "BCOW_POOL_IS_KEPT";
 
 /// Most bytes of a packet. All are much shorter.
-const MOST_BYTES: usize = 64 << 10;
+const MAX_BYTES: usize = 64 << 10;
 /// Most descriptors of a packet.
-const MOST_DESCRIPTORS: usize = 2;
+const MAX_DESCRIPTORS: usize = 2;
 
 /// A packet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,7 +115,7 @@ impl Link {
     /// Sends a packet.
     pub fn send(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let bytes = serde_json::to_vec(packet)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -132,8 +132,8 @@ impl Link {
 
     /// Receives a packet and its descriptors; `None` if the other end is closed.
     pub fn receive(&self, wait: Wait) -> io::Result<Option<(Packet, Vec<OwnedFd>)>> {
-        let mut bytes = vec![0; MOST_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+        let mut bytes = vec![0; MAX_BYTES];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = match wait {
             Wait::Yes => RecvFlags::CMSG_CLOEXEC,

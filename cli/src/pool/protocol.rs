@@ -20,9 +20,9 @@ use crate::ui::Message;
 /// The version of the protocol.
 pub const VERSION: u64 = 1;
 /// Longest request in bytes, with its newline.
-pub const MOST_REQUEST_BYTES: usize = 1 << 20;
+pub const MAX_REQUEST_BYTES: usize = 1 << 20;
 /// Longest answer in bytes, with its newline.
-pub const MOST_ANSWER_BYTES: usize = 16 << 20;
+pub const MAX_ANSWER_BYTES: usize = 16 << 20;
 
 /// The first line, from the pool.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -10,13 +10,13 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
-use super::protocol::{Bytes, MOST_REQUEST_BYTES};
+use super::protocol::{Bytes, MAX_REQUEST_BYTES};
 use crate::running::Service;
 
 /// The version of the record. A process refuses later ones.
 const VERSION: u64 = 1;
 /// Most bytes of a record: it has the request of the client, and paths.
-const MOST_BYTES: u64 = 2 * MOST_REQUEST_BYTES as u64;
+const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
 /// The record of a mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ impl Record {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let mut file = File::from(rustix::fs::memfd_create("bcow-kept-mount", flags)?);
         let json = serde_json::to_vec(self)?;
-        if json.len() as u64 > MOST_BYTES {
+        if json.len() as u64 > MAX_BYTES {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         file.write_all(&json)?;
@@ -84,7 +84,7 @@ impl Record {
     pub fn load(file: OwnedFd) -> io::Result<Self> {
         let file = File::from(file);
         let bytes = file.metadata()?.len();
-        if bytes > MOST_BYTES {
+        if bytes > MAX_BYTES {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         let mut json = vec![0; bytes as usize];

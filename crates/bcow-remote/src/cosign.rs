@@ -20,7 +20,7 @@ const REFERRER: &str = "application/vnd.dev.cosign.artifact.sig.v1+json";
 /// Largest size of a signed document.
 const PAYLOAD_BYTES: u64 = 64 << 10;
 /// Signatures of one image that are looked at.
-const MOST_SIGNATURES: usize = 32;
+const MAX_SIGNATURES: usize = 32;
 /// The DER form of a public key on P-256 before its point (RFC 5480).
 const SPKI: [u8; 26] = [
     0x30, 0x59, 0x30, 0x13, 0x06, 0x07, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x02, 0x01, 0x06, 0x08, 0x2a,
@@ -153,7 +153,7 @@ impl Registry {
         let ours = entries
             .iter()
             .filter(|entry| entry.artifact_type.as_deref() == Some(REFERRER));
-        for entry in ours.take(MOST_SIGNATURES) {
+        for entry in ours.take(MAX_SIGNATURES) {
             let manifest = self.manifest_with_digest(&entry.digest)?;
             if self.check(&manifest, digest, key, &mut worst)? {
                 return Ok(());
@@ -173,7 +173,7 @@ impl Registry {
         let Ok(manifest) = serde_json::from_slice::<Manifest>(manifest) else {
             return Ok(false);
         };
-        for layer in manifest.layers.iter().take(MOST_SIGNATURES) {
+        for layer in manifest.layers.iter().take(MAX_SIGNATURES) {
             let signature = layer.annotations.get(SIGNATURE);
             let Some(signature) = signature.map(|text| BASE64.decode(text.as_bytes())) else {
                 continue;

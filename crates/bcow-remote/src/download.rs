@@ -23,7 +23,7 @@ use crate::source::{Ranged, Source};
 /// a byte now and then does not hold a reader for ever.
 const PROGRESS_BYTES: u64 = 64 << 10;
 /// Times that the bytes before a break are fetched again, from a server that does not know ranges.
-const MOST_RESTARTS: u32 = 5;
+const MAX_RESTARTS: u32 = 5;
 /// Bytes per read of what is skipped.
 const SKIP_BYTES: usize = 64 << 10;
 /// Bytes per read of what comes from a mirror.
@@ -166,7 +166,7 @@ impl Download {
     /// Skips the bytes that the caller has already.
     fn skip(&mut self, mut body: AnswerBody) -> Result<AnswerBody, Fault> {
         self.restarts += 1;
-        if self.restarts > MOST_RESTARTS {
+        if self.restarts > MAX_RESTARTS {
             return Err(Problem::Connection(format!(
                 "the connection broke {} times, and the server does not send the rest of a blob",
                 self.restarts

@@ -34,7 +34,7 @@ const HEAD_BYTES: u64 = 32 << 10;
 /// nearly the same time.
 const FEWEST_BYTES: u64 = 64 << 10;
 /// Bytes of a request in a sequence of adjacent requests, at most.
-const MOST_BYTES: u64 = 2 << 20;
+const MAX_BYTES: u64 = 2 << 20;
 /// Number of sequences of reads that are recognised at one time.
 const STREAMS: usize = 8;
 /// Attempts at a chunk whose bytes are wrong. A second attempt helps if the network damaged them.
@@ -487,7 +487,7 @@ impl RemoteFile {
         let (place, ahead) = match known {
             Some(place) => {
                 let bytes = streams.recent[place].bytes * 2;
-                (place, bytes.min(MOST_BYTES))
+                (place, bytes.min(MAX_BYTES))
             }
             None => {
                 let place = streams.oldest;
@@ -496,7 +496,7 @@ impl RemoteFile {
             }
         };
         let chunk_bytes = self.chunks.chunk_bytes();
-        let most = (MOST_BYTES / chunk_bytes).max(1);
+        let most = (MAX_BYTES / chunk_bytes).max(1);
         let count = wanted
             .max(ahead / chunk_bytes)
             .clamp(1, most)
@@ -515,7 +515,7 @@ impl RemoteFile {
 
     /// The number of chunks of a request for `wanted` chunks from `chunk` on, and no others.
     fn exact_length(&self, chunk: Chunk, wanted: u64) -> u64 {
-        let most = (MOST_BYTES / self.chunks.chunk_bytes()).max(1);
+        let most = (MAX_BYTES / self.chunks.chunk_bytes()).max(1);
         wanted.clamp(1, most).min(self.chunks.siblings(chunk))
     }
 

@@ -24,15 +24,15 @@ use crate::shared::Shared;
 /// parts.
 const PART_BYTES: u64 = 8 << 20;
 /// Parts of an upload, as S3 limits them.
-const MOST_PARTS: u64 = 10_000;
+const MAX_PARTS: u64 = 10_000;
 /// Largest file, as S3 limits it.
-const MOST_BYTES: u64 = 5 << 40;
+const MAX_BYTES: u64 = 5 << 40;
 /// Largest size of a list of parts or uploads.
 const LIST_BYTES: u64 = 4 << 20;
 /// Pages of a list of parts.
-const MOST_PAGES: u32 = 100;
+const MAX_PAGES: u32 = 100;
 /// How often an upload begins anew because the server has forgotten it.
-const MOST_UPLOADS: u32 = 3;
+const MAX_UPLOADS: u32 = 3;
 /// The algorithm of the checksums of parts.
 const ALGORITHM: &str = "SHA256";
 /// The metadata of the object that names its content, by which an answer that was lost is
@@ -130,8 +130,8 @@ impl S3Upload {
         replace: Replace,
         sent: &dyn Fn(u64),
     ) -> Result<u64, RemoteError> {
-        if content.length > MOST_BYTES {
-            let why = format!("files in S3 have at most {MOST_BYTES} bytes");
+        if content.length > MAX_BYTES {
+            let why = format!("files in S3 have at most {MAX_BYTES} bytes");
             return Err(self.failed(Problem::Content(why)));
         }
         let written = match content.length <= PART_BYTES {
@@ -214,7 +214,7 @@ impl S3Upload {
                     if self.check(content, None).is_ok() {
                         return Ok(content.length);
                     }
-                    if uploads == MOST_UPLOADS {
+                    if uploads == MAX_UPLOADS {
                         return Err(problem);
                     }
                     tracing::debug!("{}: the upload begins anew: {problem}", self.name);
@@ -331,7 +331,7 @@ impl S3Upload {
         let id = unescape(id);
         let mut parts = BTreeMap::new();
         let mut after = String::new();
-        for _ in 0..MOST_PAGES {
+        for _ in 0..MAX_PAGES {
             let query = format!("{after}uploadId={}", encode(&id));
             let text = self.list(&self.address.with_query(&query)?)?;
             for part in elements(&text, "Part") {
@@ -547,7 +547,7 @@ fn is_hidden(problem: &Problem) -> bool {
 /// The length of the parts of a file, except the last one.
 fn part_bytes(length: u64) -> u64 {
     length
-        .div_ceil(MOST_PARTS)
+        .div_ceil(MAX_PARTS)
         .next_multiple_of(1 << 20)
         .max(PART_BYTES)
 }
@@ -639,8 +639,8 @@ mod tests {
     #[test]
     fn large_files_have_larger_parts_and_at_most_as_many_as_s3_allows() {
         assert_eq!(part_bytes(PART_BYTES + 1), PART_BYTES);
-        for length in [80 << 30, 100 << 30, MOST_BYTES] {
-            assert!(length.div_ceil(part_bytes(length)) <= MOST_PARTS);
+        for length in [80 << 30, 100 << 30, MAX_BYTES] {
+            assert!(length.div_ceil(part_bytes(length)) <= MAX_PARTS);
         }
         assert_eq!(part_bytes(100 << 30) % (1 << 20), 0);
     }

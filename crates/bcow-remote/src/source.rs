@@ -12,7 +12,7 @@ use crate::patience::Patience;
 use crate::s3::{Request, Signer};
 
 /// Redirects, one after the other.
-const MOST_REDIRECTS: u32 = 5;
+const MAX_REDIRECTS: u32 = 5;
 
 pub(crate) struct Source {
     client: Arc<Client>,
@@ -132,7 +132,7 @@ impl Source {
             *self.redirected() = None;
         }
         let mut address = self.address.clone();
-        for _ in 0..=MOST_REDIRECTS {
+        for _ in 0..=MAX_REDIRECTS {
             let answer = self.send(&address, headers, patience)?;
             if !is_redirect(answer.status) {
                 if address != self.address && matches!(answer.status, 200 | 206) {
@@ -144,7 +144,7 @@ impl Source {
             address = address.join(location).map_err(Problem::for_good)?;
             tracing::debug!("{} redirects to {address}", self.address);
         }
-        Err(Problem::Redirects(MOST_REDIRECTS).for_good())
+        Err(Problem::Redirects(MAX_REDIRECTS).for_good())
     }
 
     /// Sends a request, with authorization if the address is on the server that requires it.

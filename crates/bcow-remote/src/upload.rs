@@ -35,9 +35,9 @@ const SMALL_BYTES: u64 = 1 << 20;
 /// Bytes of a piece, at first.
 const PIECE_BYTES: u64 = 64 << 20;
 /// How often a blob is sent from the start.
-const MOST_SESSIONS: u32 = 5;
+const MAX_SESSIONS: u32 = 5;
 /// How often a list of referrers is written, if other writers change it at the same time.
-const MOST_LISTS: u32 = 5;
+const MAX_LISTS: u32 = 5;
 
 /// How a blob came into the repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -215,7 +215,7 @@ impl Upload {
         let tag = referrers_tag(subject);
         let is_entry = |other: &Value| other["digest"] == entry["digest"];
         // Two writers at one time can each lose the other's entry, and see that here.
-        for _ in 0..MOST_LISTS {
+        for _ in 0..MAX_LISTS {
             let mut list = match self.document(&tag, INDEX)? {
                 Some(bytes) => serde_json::from_slice(&bytes)
                     .map_err(|_| Problem::Answer("its list of referrers is invalid".into()))?,
@@ -343,7 +343,7 @@ impl Upload {
                 }
                 Err(Ended::Lost(problem)) => problem,
             };
-            if sessions == MOST_SESSIONS {
+            if sessions == MAX_SESSIONS {
                 return Err(problem);
             }
             tracing::debug!("{digest} is sent again from its start: {problem}");

@@ -30,7 +30,7 @@ use crate::commands::mount::{self, failure};
 use crate::error::{CommandError, Context};
 use crate::pool::link::{Link, Packet, Wait};
 use crate::pool::protocol::{
-    self, Answer, Bytes, Failure, Hello, MOST_REQUEST_BYTES, Outcome, Request, View,
+    self, Answer, Bytes, Failure, Hello, MAX_REQUEST_BYTES, Outcome, Request, View,
 };
 use crate::pool::record::{Asked, Record};
 use crate::pool::{PoolName, keeper};
@@ -40,7 +40,7 @@ use crate::ui::Ui;
 /// Requests at a time. Further clients are refused.
 const AT_ONCE: usize = 64;
 /// Limit of the mounts of a pool: each has threads and descriptors.
-const MOST_MOUNTS: usize = 1000;
+const MAX_MOUNTS: usize = 1000;
 /// How long a client may take to send its request.
 const ASKS_WITHIN: Duration = Duration::from_secs(10);
 /// Pause after a failed accept, which mostly means too few descriptors.
@@ -453,8 +453,8 @@ impl<'a> Coming<'a> {
         if state.is_restarting {
             return Err(cannot().caused_by_text("it is restarting"));
         }
-        if state.mounts.len() + state.coming >= MOST_MOUNTS {
-            return Err(cannot().caused_by_text(format!("it has {MOST_MOUNTS} mounts")));
+        if state.mounts.len() + state.coming >= MAX_MOUNTS {
+            return Err(cannot().caused_by_text(format!("it has {MAX_MOUNTS} mounts")));
         }
         state.coming += 1;
         Ok(Coming(pool))
@@ -584,7 +584,7 @@ impl Client {
         }
         let peer = rustix::net::sockopt::socket_peercred(connection)
             .map_err(|errno| cannot().caused_by(&io::Error::from(errno)))?;
-        let line = match protocol::read_line(connection, MOST_REQUEST_BYTES, Some(ASKS_WITHIN)) {
+        let line = match protocol::read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN)) {
             Ok(line) => line,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(cannot().caused_by(&error)),

@@ -26,7 +26,7 @@ const FREE_PART: u64 = 10;
 /// The cache is compared with its limit after each write of this part of the limit, within bounds.
 const COMPARED_PART: u64 = 64;
 const FEWEST_UNCOMPARED_BYTES: u64 = 256 << 10;
-const MOST_UNCOMPARED_BYTES: u64 = 64 << 20;
+const MAX_UNCOMPARED_BYTES: u64 = 64 << 20;
 
 /// The ranges of one file that this process has used since its last eviction.
 pub(super) struct Recent {
@@ -38,7 +38,7 @@ pub(super) struct Recent {
 #[derive(Default)]
 pub(super) struct Recents(Mutex<HashMap<Hash, Weak<Recent>>>);
 
-const MOST_RANGES: u64 = 64 << 10;
+const MAX_RANGES: u64 = 64 << 10;
 
 impl Recents {
     pub(super) fn of(&self, root: &Hash) -> Arc<Recent> {
@@ -56,7 +56,7 @@ impl Recents {
 impl Default for Recent {
     fn default() -> Self {
         Recent {
-            bits: (0..MOST_RANGES / 64).map(|_| AtomicU64::new(0)).collect(),
+            bits: (0..MAX_RANGES / 64).map(|_| AtomicU64::new(0)).collect(),
         }
     }
 }
@@ -96,7 +96,7 @@ impl Cache {
     pub(super) fn keep_limit(&self) {
         let Some(limit) = self.0.limit else { return };
         let interval =
-            (limit / COMPARED_PART).clamp(FEWEST_UNCOMPARED_BYTES, MOST_UNCOMPARED_BYTES);
+            (limit / COMPARED_PART).clamp(FEWEST_UNCOMPARED_BYTES, MAX_UNCOMPARED_BYTES);
         if self.0.uncompared_bytes.load(Ordering::Relaxed) < interval {
             return;
         }

@@ -9,7 +9,7 @@ use crate::error::RemoteError;
 use crate::tree::{Chunk, HashPlace};
 
 /// Bytes of one read, at most: some of them may turn out to be missing.
-const MOST_BYTES: u64 = 256 << 10;
+const MAX_BYTES: u64 = 256 << 10;
 
 impl RemoteFile {
     /// Reads whole chunks from the cache into `buf`, from `first` on, with one read, and checks
@@ -27,7 +27,7 @@ impl RemoteFile {
         let Some(cached) = &self.cached else {
             return Ok(0);
         };
-        let most = (buf.len() as u64).min(MOST_BYTES) / chunk_bytes;
+        let most = (buf.len() as u64).min(MAX_BYTES) / chunk_bytes;
         let is_absent = |chunk: &Chunk| {
             // The hash of the first chunk is not that of its bytes.
             let is_plain =

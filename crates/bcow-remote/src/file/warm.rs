@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::{MOST_BYTES, Purpose, RemoteFile};
+use super::{MAX_BYTES, Purpose, RemoteFile};
 use crate::error::{Problem, RemoteError};
 use crate::tree::Chunk;
 
@@ -53,7 +53,7 @@ impl RemoteFile {
     fn warm_level(&self, level: usize, warm: &Warm<'_>) -> Result<(), RemoteError> {
         let count = self.chunks.count(level);
         // All are powers of two, so the hashes of a run are in one chunk.
-        let run = (MOST_BYTES / self.chunks.chunk_bytes())
+        let run = (MAX_BYTES / self.chunks.chunk_bytes())
             .clamp(1, self.chunks.per_parent())
             .min(count);
         let runs = count.div_ceil(run);

@@ -15,7 +15,7 @@ use crate::patience::Patience;
 
 const SHORTEST_PIECE_BYTES: u64 = 1 << 20;
 /// Breaks of a connection, one after the other, without a byte between them.
-const MOST_BREAKS: u32 = 5;
+const MAX_BREAKS: u32 = 5;
 
 /// Returns the content of a blob from an offset on.
 pub type Open<'o> = dyn Fn(u64) -> io::Result<Box<dyn Read>> + 'o;
@@ -118,7 +118,7 @@ impl<'s> Session<'s> {
                 Err(Piece::Ended(ended)) => return Err(ended),
                 Err(Piece::Broken(fault)) => {
                     breaks += 1;
-                    if breaks > MOST_BREAKS {
+                    if breaks > MAX_BREAKS {
                         return Err(Ended::Failed(fault.problem));
                     }
                     *piece_bytes = (*piece_bytes / 2).max(SHORTEST_PIECE_BYTES);

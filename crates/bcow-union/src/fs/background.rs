@@ -24,7 +24,7 @@ const INTERVAL: Duration = Duration::from_secs(5);
 const DESCRIPTORS_OF_SKETCH: usize = 2;
 
 /// Upper bound of the nodes in the queue. Further ones are found at the next interval.
-const WAITING_MOST: usize = 1024;
+const MAX_WAITING: usize = 1024;
 
 /// Open sketches, by id. The table keeps a sketch after the kernel forgot its node: otherwise
 /// unflushed data, data that could not be made durable, and the record of a failed barrier would be
@@ -116,7 +116,7 @@ impl Background {
             return;
         }
         let mut requests = self.requests.lock();
-        match requests.to_promote.len() < WAITING_MOST {
+        match requests.to_promote.len() < MAX_WAITING {
             true => requests.to_promote.push(Arc::clone(node)),
             false => node.is_waiting.store(false, Ordering::Release),
         }

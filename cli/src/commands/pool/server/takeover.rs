@@ -27,7 +27,7 @@ const THREADS: usize = 8;
 /// How long a mount may be in use when it is unmounted for a restart.
 const ENDS_WITHIN: Duration = Duration::from_secs(5);
 /// Mounts that an error names.
-const MOST_NAMED: usize = 5;
+const MAX_NAMED: usize = 5;
 
 /// A mount that this process takes over from the one before.
 pub struct Kept {
@@ -188,7 +188,7 @@ impl Pool {
         let others: Vec<(Staying, String)> = others.collect();
         if !others.is_empty() && !force {
             self.state().is_restarting = false;
-            let reasons = others.into_iter().take(MOST_NAMED).map(|(_, why)| why);
+            let reasons = others.into_iter().take(MAX_NAMED).map(|(_, why)| why);
             return Err(reasons
                 .fold(cannot(), CommandError::caused_by_text)
                 .hint(format!(
