@@ -19,7 +19,7 @@ pub struct Given {
 /// Open files of other machines, and the places that have more of them.
 #[derive(Default)]
 pub struct OpenFiles {
-    /// Each checks what it reads against its hash tree.
+    /// Each checks what it reads against its Merkle tree.
     pub files: Vec<Arc<dyn Storage>>,
     pub places: Vec<Arc<dyn RemoteFiles>>,
 }

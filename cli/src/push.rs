@@ -89,8 +89,8 @@ impl ToS3 {
         &self.name
     }
 
-    /// Writes a BCoW file with a hash tree, whose bytes the caller has checked. Returns the number
-    /// of bytes that were sent.
+    /// Writes a BCoW file with a Merkle tree, whose bytes the caller has checked. Returns the
+    /// number of bytes that were sent.
     pub fn send(
         &self,
         file: &dyn Storage,
@@ -101,8 +101,8 @@ impl ToS3 {
         let tree = header.as_ref().and_then(|header| header.merkle.as_ref());
         let (Some(header), Some(tree)) = (&header, tree) else {
             return Err(CommandError::new(format!("cannot write {}", self.name))
-                .caused_by_text("the file has no hash tree, and could not be read there")
-                .hint("`bcow seal` makes a disk immutable, with a hash tree"));
+                .caused_by_text("the file has no Merkle tree, and could not be read there")
+                .hint("`bcow seal` makes a disk immutable, with a Merkle tree"));
         };
         progress.phase("sending");
         progress.total(Some(header.file_bytes));

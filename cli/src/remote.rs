@@ -40,8 +40,8 @@ pub struct RemoteArgs {
     /// Keep nothing of images on other machines
     #[arg(long, conflicts_with = "cache_dir", hide_short_help = true, help_heading = HEADING)]
     no_cache: bool,
-    /// Limit of the cache: what was not used for the longest time is evicted [default:
-    /// $BCOW_CACHE_LIMIT, or none]
+    /// Limit of the cache; the least recently used data is evicted [default: $BCOW_CACHE_LIMIT, or
+    /// none]
     #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = size::parse)]
     cache_limit: Option<u64>,
@@ -164,7 +164,7 @@ pub enum Pinned {
 pub struct RemoteImage {
     /// The name for messages: without the query of a URL.
     pub name: PathBuf,
-    /// The bytes, each checked against the hash tree.
+    /// The bytes, each checked against the Merkle tree.
     pub storage: Arc<dyn Storage>,
     /// The files below the image, if it comes from a place with several.
     pub files: Option<Arc<dyn RemoteFiles>>,
@@ -815,7 +815,7 @@ pub fn hint(problem: &Problem) -> Option<&'static str> {
     use bcow::format::FormatError;
     Some(match problem {
         Problem::PlainHttp(_) => "--insecure allows it; bytes are checked all the same",
-        Problem::NoTree => "`bcow seal` makes a disk immutable, with a hash tree",
+        Problem::NoTree => "`bcow seal` makes a disk immutable, with a Merkle tree",
         Problem::Denied { .. } => {
             "for images in registries, `skopeo login`, `docker login` or `podman login` stores \
              credentials; for those in S3, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and \

@@ -47,7 +47,7 @@ pub struct RemoteArgs {
     /// credentials of its pulls for the images that they pull
     #[arg(long, value_name = "SOCKET")]
     image_service: Option<PathBuf>,
-    /// Limit of the cache in DIR/cache: what was not used for the longest time is evicted
+    /// Limit of the cache in DIR/cache; the least recently used data is evicted
     #[arg(long, value_name = "SIZE")]
     cache_limit: Option<String>,
     /// When a mount fetches the rest of its image: always, idle or never [default: never]

@@ -111,7 +111,7 @@ class Cache(unittest.TestCase):
             with open(os.path.join(self.cache, "notes"), "w") as out:
                 out.write("mine")
             text = self.bcow("cache", "verify").out.decode()
-            self.assertRegex(text, r"32,768 bytes did not match")
+            self.assertRegex(text, r"removed 32,768 bytes that did not match")
             self.assertIn("notes: not a file of the cache", text)
             found = self.verified()
             self.assertEqual(found["damaged_bytes"], 0)

@@ -189,7 +189,7 @@ class Copies(test_registries.WithRegistry):
             file.seek(os.path.getsize(blobs[largest]) // 2)
             file.write(b"damage")
         failed = self.copy(f"oci:{layout}:tag", f"oci:{target}:tag", check=False)
-        assert_refused(self, failed, "layer . of", "do not match the hash tree")
+        assert_refused(self, failed, "layer . of", "do not match the Merkle tree")
         self.assertFalse(os.path.exists(os.path.join(target, "index.json")))
         failed = self.copy(f"oci:{layout}:tag", self.name("damaged"), check=False)
         assert_refused(self, failed, "digest is sha256")
@@ -237,7 +237,7 @@ class Copies(test_registries.WithRegistry):
                 (f"oci:{self.layout}:tag", self.at("x.bcow"), "the image has layers"),
                 (self.source, f"oci:{self.at('x')}", "is an ordinary OCI image"),
                 (self.name("ordinary"), f"oci:{self.at('x')}", "is an ordinary OCI image"),
-                (disk, self.at("x.bcow"), "no hash tree"),
+                (disk, self.at("x.bcow"), "no Merkle tree"),
                 (sealed, f"oci:{self.at('x')}", "is a disk"),
                 (layer, f"oci:{self.at('x')}", "is a single layer"),
                 (raw, self.at("x.bcow"), "not a BCoW file"),
@@ -293,7 +293,7 @@ class Copies(test_registries.WithRegistry):
             content.blobs[stack["digest"]] = bytes(wrong)
             failed = bcow("copy", "--insecure", server.name(), self.at("bad.bcow"), env=env,
                           check=False, timeout=TIMEOUT)
-            assert_refused(self, failed, "do not match the hash tree")
+            assert_refused(self, failed, "do not match the Merkle tree")
             self.assertFalse(os.path.exists(self.at("bad.bcow")))
 
 

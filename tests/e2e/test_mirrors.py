@@ -126,7 +126,7 @@ class Mirrors(Images):
                 self.assertIn(mirror.url("image.bcow").encode(), checked.err)
                 if start:
                     self.assertRegex(checked.err, rb"bytes \d+\.\.\d+ of http://localhost:\d+/.*"
-                                                  rb"do not match the hash tree")
+                                                  rb"do not match the Merkle tree")
             self.assert_cache_is_right()
 
     def test_next_mirror_is_asked_after_one_with_wrong_bytes(self):

@@ -15,7 +15,7 @@ use crate::names::printable;
 use crate::ui::Ui;
 use crate::{cache, views};
 
-/// Show, check, fill or clear the cache for images on other machines, and that of views
+/// Show, check, fill or clear the caches: data of images on other machines, and ext4 metadata
 ///
 /// The cache keeps what was read of images on other machines. It is a directory with one sparse
 /// file per image file, and belongs to one user. These commands can be used at any time, also while

@@ -31,6 +31,9 @@ use crate::remote::{self, InRegistry, Pinned};
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
+/// Largest limit of entries. Numbers of entries have 32 bits.
+const MAX_ENTRIES: u64 = 1 << 31;
+
 /// Make an image from a container image, an archive or a directory, or convert a disk
 ///
 /// SRC is one of
@@ -70,15 +73,15 @@ use crate::ui::Ui;
 /// detect these formats.
 ///
 /// The command needs no privilege, no daemon and no loop device. It uses the network only for
-/// https:, docker: and s3:. It compares the bytes of each layer with their digest as it reads them.
-/// Into an OCI layout, it converts only layers that are neither in the layout nor in the cache.
-/// Into a registry, it sends only what the registry does not have.
+/// https:, docker: and s3:. It verifies each layer against its digest as it reads the layer. Into
+/// an OCI layout, it converts only layers that are neither in the layout nor in the cache. Into a
+/// registry, it sends only what the registry does not have.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
-/// complete and verified. Without --force, a BCoW image replaces only an empty file or a BCoW image
-/// that is not the backing of a disk in the same directory, an OCI archive replaces only an empty
-/// file or an archive, and a file in S3 replaces nothing. If the command fails, no partial output
-/// remains.
+/// complete; a BCoW file is read back and verified first. Without --force, a BCoW image replaces
+/// only an empty file or a BCoW image that is not the backing of a disk in the same directory, an
+/// OCI archive replaces only an empty file or an archive, and a file in S3 replaces nothing. If the
+/// command fails, no partial output remains.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -92,8 +95,8 @@ pub struct Args {
     /// Platform to select from a multi-platform source [default: this machine's]
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
-    /// Compression of blocks: zstd[:LEVEL] or none [default: zstd:3]; for qcow2, also zlib
-    /// [default: none]
+    /// Compression of blocks: zstd[:LEVEL] or none; for qcow2 also zlib [default: zstd:3; none with
+    /// --writable and for qcow2]
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
     /// Store every block uncompressed at its own offset, so that the kernel can mount the file
@@ -109,16 +112,16 @@ pub struct Args {
     /// Make a writable disk
     #[arg(long)]
     writable: bool,
-    /// Cache converted layers in DIR and reuse them (not into one file)
+    /// Cache converted layers in DIR and reuse them (not if DST is a single .bcow file)
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
     /// Do not store content that a lower layer has, but refer to that layer; the layer then works
-    /// only over the same lower layers (into an OCI layout only)
+    /// only over the same lower layers (only for oci:, oci-archive: and docker:)
     #[arg(long)]
     dedup_lower: bool,
-    /// Put the files that a start reads together, before all others, and list in the image what it
-    /// reads, for mounts from other machines to fetch first. TRACE is a file of `bcow mount
-    /// --record`. An image in layers gets the list only
+    /// Store the files that a container reads at its start adjacently, before all others, and
+    /// record the list of them in the image: a mount that reads the image over the network fetches
+    /// them first. TRACE is a file of `bcow mount --record`. An image in layers gets only the list
     #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
     #[arg(hide_short_help = true)]
     prefetch: Option<PathBuf>,
@@ -145,6 +148,7 @@ pub struct Args {
         long,
         value_name = "N",
         default_value_t = Limits::default().max_entries,
+        value_parser = clap::value_parser!(u64).range(..=MAX_ENTRIES),
         help_heading = "Limits"
     )]
     max_entries: u64,
@@ -215,7 +219,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             &args.destination,
         ));
     }
-    if disk::is_meant(&from, &destination, image.as_ref()) {
+    if disk::is_disk_conversion(&from, &destination, image.as_ref()) {
         if sending.is_some() {
             return Err(CommandError::usage("a disk is not converted into S3")
                 .hint("write to a file; `bcow copy` copies a sealed disk to s3://BUCKET/KEY"));

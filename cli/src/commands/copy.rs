@@ -46,9 +46,9 @@ use crate::ui::Ui;
 /// digest become the layers of that image. An image with layers cannot be copied to one file: use
 /// `bcow convert`.
 ///
-/// The command compares everything with the Merkle trees, or with the digests. It does not copy
-/// blobs that DST has. In a file or a directory, an interrupted copy stays under a temporary name
-/// (.NAME.*.partial), and the next copy completes it: it compares each chunk, and reads only what
+/// The command verifies all data against the Merkle trees or the digests. It does not copy blobs
+/// that DST has. In a file or a directory, an interrupted copy stays under a temporary name
+/// (.NAME.*.partial), and the next copy completes it: it verifies each chunk, and reads only what
 /// is missing or wrong. In S3, an interrupted copy of a large file is continued in the same way,
 /// and an existing file is replaced only with --force.
 #[derive(Debug, clap::Args)]

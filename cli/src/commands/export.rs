@@ -257,8 +257,10 @@ impl ImageLayers {
 
 fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
     let metadata = metadata(image)?;
-    if layout.form == LayoutForm::Archive {
-        image.refuse_own_name(&layout.path)?;
+    match &layout.form {
+        LayoutForm::Directory => image.refuse_own_reference(layout)?,
+        LayoutForm::Archive => image.refuse_own_name(&layout.path)?,
+        LayoutForm::Registry(_) => {}
     }
     let trees = ImageLayers::of(image, &metadata)?;
     let layers = trees.layers();
@@ -297,7 +299,8 @@ pub fn layers_of_stack(
     image: &OpenImage,
     metadata: &Value,
 ) -> Result<Vec<Filesystem>, CommandError> {
-    // A merged commit is one layer although it shows the image below; so is a single layer.
+    // A merged commit counts as one layer, although its tree includes the image below. A file with
+    // one layer (of `bcow commit --upper`) is one layer too.
     if metadata.get("commit").is_some() || metadata.get("layer").is_some() {
         return Ok(Vec::new());
     }
@@ -321,9 +324,15 @@ pub fn layers_of_stack(
                 .caused_by_text("its metadata does not name all its layers"),
         );
     }
-    let files = opened.layers.iter().filter_map(|layer| layer.file.as_ref());
-    files
-        .map(|file| {
+    opened
+        .layers
+        .iter()
+        .map(|layer| {
+            // Metadata can list a layer that is no backing, and is not searched for.
+            let file = layer.file.as_ref().ok_or_else(|| {
+                CommandError::new(format!("cannot export {}", image.path().display()))
+                    .caused_by_text(format!("its layer {} was not found", layer.facts.digest))
+            })?;
             Filesystem::open(file.image.clone())
                 .context(|| format!("cannot read the file system in {}", file.path.display()))
         })
@@ -398,7 +407,8 @@ fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
     let superblock = tree.filesystem().superblock();
     let size = image.image().size();
     if !superblock.devices.is_empty() {
-        // The superblock counts the blocks of the first device; the others lie behind it here.
+        // The superblock counts only the blocks of the first device; in the address space, the
+        // other devices follow it.
         return Ok(size);
     }
     match superblock.blocks.checked_mul(superblock.block_bytes.into()) {

@@ -38,11 +38,13 @@ use tolerant::tolerant;
 /// block and the whole Merkle tree. Without --repair, it changes nothing.
 ///
 /// The command also checks the upper of a writable mount, if no process is writing to the upper:
-/// its marks, its sketches (partly written files) and their maps, and orphan files. If BELOW or the
-/// recorded path names the upper's image, the command also checks the upper's references to that
-/// image. If the upper was mounted with layers, name them with --layer. For an upper of the kernel
-/// door (`bcow mount --door kernel`), the command checks instance.json and the disk, and whether
-/// the disk opens over the view of the image; e2fsck(8) checks the file system on the disk.
+/// its overlayfs marks (whiteouts, opaque directories), its sketches (files of which only the
+/// written blocks are stored) and their maps, and orphan files. If LOWER or the recorded path names
+/// the upper's image, the command also checks the upper's references to that image. If the upper
+/// was mounted with layers, name them with --layer. For an upper of the kernel door (`bcow mount
+/// --door kernel`), the command checks instance.json and the disk, and whether the disk opens over
+/// the image's view (the ext4 metadata that bcow generates for it); e2fsck(8) checks the file
+/// system on the disk.
 ///
 /// The command prints one line for each finding: severity, code, place and description. Codes are
 /// stable. Section 12 of the format specification lists the codes of the format. Codes of the file
@@ -62,7 +64,7 @@ pub struct Args {
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The image of an upper [default: the path recorded in the upper]
-    #[arg(value_name = "BELOW", value_hint = clap::ValueHint::FilePath)]
+    #[arg(value_name = "LOWER", value_hint = clap::ValueHint::FilePath)]
     below: Option<PathBuf>,
     /// Read and verify every byte
     #[arg(long)]
@@ -198,7 +200,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
             "{} is not the upper of a writable mount",
             args.image.display()
         );
-        return Err(CommandError::usage(usage).hint("BELOW and --layer name the image of an upper"));
+        return Err(CommandError::usage(usage).hint("LOWER and --layer name the image of an upper"));
     }
     let stores = args.stores.directories()?;
     let name = parse_name(&args.image)?;

@@ -29,7 +29,7 @@ use crate::ui::{Output, Ui};
 /// system. It reads the tables, but not the data.
 ///
 /// For a stack, the command also shows each layer: the size of its file; the names and bytes that
-/// it adds to the merged tree; how much of lower layers it hides; how much of it upper layers hide;
+/// it adds to the merged tree; what it hides of the layers below; what the layers above hide of it;
 /// and the size of the content of lower layers to which it refers.
 ///
 /// For a disk, the command shows its chain of backings. For a writable disk, it also shows the

@@ -47,9 +47,9 @@ use upper::UpperArgs;
 /// work (see -o). To stack layers of `bcow commit --upper` on top of the image, list the layers
 /// between IMG and DIR, the lowest first.
 ///
-/// IMG can also be a disk that contains ext4, xfs or btrfs. The kernel's own driver mounts it, at
-/// the kernel door. Only root can mount there, and every user can access the mount as far as owners
-/// and modes of the files allow.
+/// IMG can also be a disk that contains ext4, xfs or btrfs. The kernel's own driver mounts it; this
+/// is called the kernel door, in contrast to the FUSE door (see --door). Only root can use the
+/// kernel door, and every user can access the mount as far as owners and modes of the files allow.
 ///
 /// The mount is read-only unless --upper names a directory for the changes. The upper has the form
 /// of an overlayfs upper; of a large file of the image, it stores only the written blocks. With
@@ -124,7 +124,8 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
     /// What to verify on every read: checksums of tables and blocks, or also the Merkle tree
-    /// [default: checksums; nothing in a plain image at the kernel door, which the kernel reads]
+    /// [default: checksums; a plain image at the kernel door is not verified, as the kernel reads
+    /// it]
     #[arg(long, value_name = "WHAT")]
     verify: Option<VerifyWhat>,
     /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with
@@ -142,8 +143,8 @@ pub struct Args {
     /// Also append log messages to FILE, with the time: for machines without a system log
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     log_file: Option<PathBuf>,
-    /// Write down in TRACE what programs read of the image, when the mount ends: for `bcow convert
-    /// --prefetch`
+    /// When the mount ends, write to TRACE a list of what programs have read of the image, for
+    /// `bcow convert --prefetch`
     #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
     record: Option<PathBuf>,
     /// When to fetch the rest of an image on another machine into the cache: always, while no

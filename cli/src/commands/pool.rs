@@ -15,10 +15,10 @@ use crate::ui::Ui;
 
 /// Serve many mounts with one process
 ///
-/// A pool is a process that serves all mounts that `bcow mount --pool NAME` makes, at the FUSE
-/// door. Its mounts share one cache of decoded blocks, which has content that several of them show
-/// only once, and the connections to other machines. A pool belongs to the user who starts it;
-/// pools share nothing with each other.
+/// A pool is a process that serves all mounts that `bcow mount --pool NAME` makes, at the FUSE door
+/// (see `bcow help mount`). Its mounts share the connections to other machines and one cache of
+/// decoded blocks, which holds one copy of content that several mounts have in common. A pool
+/// belongs to the user who starts it; pools share nothing with each other.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]

@@ -18,8 +18,8 @@ use crate::ui::Ui;
 /// The added part reads as zeros, even where the backing has data. The removed part is lost, so
 /// shrinking needs --shrink.
 ///
-/// A disk or an upper that is mounted at the kernel door grows together with the file system on it,
-/// for root only. It cannot shrink.
+/// A disk or an upper that is mounted at the kernel door (see `bcow help mount`) grows together
+/// with the file system on it, for root only. It cannot shrink.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk; or its mount at the kernel door, or the upper of such a mount

@@ -20,7 +20,7 @@ use crate::ui::{Output, Ui};
 ///
 /// The command shows the cache, the upper with its sketches (partly written files), the last
 /// errors, and the latency of requests. It works for every user who may read the root directory of
-/// the mount; for a mount at the kernel door, only root can use it.
+/// the mount; for a mount at the kernel door (see `bcow help mount`), only root can use it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The directory of the mount

@@ -152,14 +152,11 @@ fn refused_source_has_a_hint_about_its_form() {
         );
     }
     for (source, kind) in [
-        ("dir:root", "dir:root is a directory, and no disk"),
-        (
-            "tar:sample.tar",
-            "tar:sample.tar is a tar archive, and no disk",
-        ),
+        ("dir:root", "dir:root is a directory"),
+        ("tar:sample.tar", "tar:sample.tar is a tar archive"),
         (
             "docker-archive:nosuch",
-            "docker-archive:nosuch is a container image, and no disk",
+            "docker-archive:nosuch is a container image",
         ),
     ] {
         for destination in ["qcow2:x", "raw:x"] {

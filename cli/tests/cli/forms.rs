@@ -145,11 +145,16 @@ fn images_become_layers_and_layers_images() {
         sandbox.ok(&["convert", image, "back.bcow"]);
         assert_same_tree(&sandbox, "direct.bcow", "back.bcow");
     }
-    let text = sandbox.shown(&["convert", "oci:store:x", "oci:store:x"]);
-    assert!(
-        text.contains("would take the name of the one that it is made of"),
-        "{text}"
-    );
+    for command in [
+        &["convert", "oci:store:x", "oci:store:x"][..],
+        &["export", "oci:store:x", "--to", "oci:store:x"],
+    ] {
+        let text = sandbox.shown(command);
+        assert!(
+            text.contains("would take the name of the one that it is made of"),
+            "{text}"
+        );
+    }
     // The same with any number of threads, and from the cache.
     for (name, options) in [("one", &["-j1"][..]), ("four", &["-j4", "--cache=cache"])] {
         let to = format!("oci-archive:{name}.tar:x");
@@ -174,10 +179,17 @@ fn disk_is_converted_without_a_transport() {
     sandbox.ok(&["convert", "top.bcow", "out.qcow2"]);
     assert!(sandbox.read("out.qcow2").starts_with(b"QFI\xfb"));
     let text = sandbox.shown(&["convert", "top.bcow", "oci:layout:x"]);
-    assert!(
-        text.contains("an OCI layout has images, not disks"),
-        "{text}"
-    );
+    assert!(text.contains("takes images, not disks"), "{text}");
+    for (command, hint) in [
+        (&["convert", "raw:-", "x.bcow"], "store it in a file first"),
+        (
+            &["convert", "top.bcow", "raw:-"],
+            "writes to standard output",
+        ),
+    ] {
+        let text = sandbox.shown(command);
+        assert!(text.contains(hint), "{text}");
+    }
 }
 
 #[test]

@@ -26,8 +26,8 @@ use crate::tree::{
 
 /// Marks a directory that hides the contents of the same directory in the layers below.
 pub const OPAQUE: &[u8] = b"trusted.overlay.opaque";
-/// Marks a directory that is not an entry of the layer but exists for the sake of a child. If a
-/// lower layer has the directory, its attributes apply.
+/// Marks a directory for which the layer has no entry, only for paths below it. If a lower layer
+/// has the directory, the attributes of the lower one apply.
 pub const IMPLICIT: &[u8] = b"trusted.bcow.implicit";
 /// Marks a symbolic link that represents a hardlink to a file of a lower layer.
 pub const LINK: &[u8] = b"trusted.bcow.link";

@@ -105,8 +105,8 @@ pub struct Directory {
     pub children: BTreeMap<Box<[u8]>, NodeId>,
     /// Layers only: hides the contents of the same directory in the layers below.
     pub opaque: bool,
-    /// Layers only: created for the sake of a child. If a lower layer has the directory, its
-    /// attributes apply.
+    /// Layers only: the layer has no entry for this directory, only for paths below it. If a lower
+    /// layer has the directory, the attributes of the lower one apply.
     pub implicit: bool,
 }
 
@@ -224,7 +224,7 @@ impl LayerTree {
     /// Adds a node that has no name yet.
     pub fn add(&mut self, node: Node) -> NodeId {
         let id =
-            NodeId(u32::try_from(self.nodes.len()).expect("the entry limit is far below 2^32"));
+            NodeId(u32::try_from(self.nodes.len()).expect("callers limit the entries to 2^31"));
         self.nodes.push(node);
         id
     }

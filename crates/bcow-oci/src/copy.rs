@@ -1,7 +1,7 @@
 //! Copies images in BCoW form, byte for byte, between files, layouts and registries.
 //!
 //! A file is written under a temporary name that a later copy finds again. A part that is there is
-//! compared with the hash tree chunk by chunk, and only the rest is read from the source. Blobs
+//! compared with the Merkle tree chunk by chunk, and only the rest is read from the source. Blobs
 //! that the destination has are not copied.
 
 mod file;
@@ -50,7 +50,7 @@ pub struct CopyTo {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct FileReport {
-    /// Root of the hash tree, in hexadecimal.
+    /// Root of the Merkle tree, in hexadecimal.
     pub merkle_root: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,

@@ -298,8 +298,8 @@ pub enum ConvertError {
         /// The manifest.
         place: String,
     },
-    /// The file has no hash tree.
-    #[error("{place} has no hash tree, without which a copy cannot be checked")]
+    /// The file has no Merkle tree.
+    #[error("{place} has no Merkle tree, without which a copy cannot be checked")]
     NoTree {
         /// The file.
         place: String,
@@ -614,7 +614,7 @@ impl ConvertError {
             E::NotBcow { .. } => {
                 "`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images"
             }
-            E::NoTree { .. } => "`bcow seal` makes a disk immutable, with a hash tree",
+            E::NoTree { .. } => "`bcow seal` makes a disk immutable, with a Merkle tree",
             E::NoRoot { .. } => {
                 "an earlier version of bcow wrote the manifest; `skopeo copy` copies the image"
             }

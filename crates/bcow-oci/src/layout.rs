@@ -52,7 +52,7 @@ pub(crate) const IMAGE: &str = "application/vnd.bcow.image.v1";
 pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
 /// A BCoW file that merges an image's layers into one tree; the last of the manifest's layers.
 pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
-/// The annotation for the root of a BCoW file's hash tree, in hexadecimal.
+/// The annotation for the root of a BCoW file's Merkle tree, in hexadecimal.
 pub(crate) const MERKLE_ROOT: &str = "io.bcow.merkle-root";
 /// The annotation for the name of an image.
 const NAME: &str = "org.opencontainers.image.ref.name";

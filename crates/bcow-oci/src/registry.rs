@@ -42,7 +42,7 @@ pub struct RemoteStack {
     pub digest: Digest,
     /// Length of the file in bytes.
     pub bytes: u64,
-    /// The root of the file's hash tree. Manifests of earlier versions of bcow do not have it.
+    /// The root of the file's Merkle tree. Manifests of earlier versions of bcow do not have it.
     pub merkle_root: Option<[u8; 32]>,
 }
 

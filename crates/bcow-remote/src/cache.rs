@@ -1,7 +1,7 @@
 //! The cache on the disk: one sparse file per remote file, named by its root hash.
 //!
 //! A cache file has the bytes of the remote file at their own offsets, as far as they were fetched.
-//! There is no index: a chunk is present if its bytes match the hash tree, and a reader compares
+//! There is no index: a chunk is present if its bytes match the Merkle tree, and a reader compares
 //! them at each read. So several processes may write to one file, a crash may tear a write, and a
 //! file may be deleted, at any time.
 

@@ -98,8 +98,8 @@ pub enum Problem {
     /// The cache does not keep what was fetched for it.
     #[error("it is not kept in the cache: {0}")]
     NotKept(String),
-    /// The bytes of the server do not match the hash tree.
-    #[error("the bytes that the server sent do not match the hash tree of the file")]
+    /// The bytes of the server do not match the Merkle tree.
+    #[error("the bytes that the server sent do not match the Merkle tree of the file")]
     WrongBytes,
     /// The bytes of a mirror have another digest.
     #[error("the bytes that the server sent have the digest {0}")]
@@ -110,8 +110,8 @@ pub enum Problem {
     /// The file is not a valid BCoW file.
     #[error("{0}")]
     Format(bcow::format::FormatError),
-    /// The file has no hash tree.
-    #[error("the file has no hash tree, without which bytes from a server cannot be checked")]
+    /// The file has no Merkle tree.
+    #[error("the file has no Merkle tree, without which bytes from a server cannot be checked")]
     NoTree,
     /// The file has another root hash than the caller requires.
     #[error("the root hash of the file is {found}, not {expected}")]

@@ -1,4 +1,4 @@
-//! A remote file: every byte is checked against its hash tree before use.
+//! A remote file: every byte is checked against its Merkle tree before use.
 
 mod ahead;
 mod cached;

@@ -1,16 +1,17 @@
 //! BCoW files on HTTP servers and in registries, read in ranges.
 //!
 //! The path of a read through this crate: [`RemoteFile`] is the storage. It cuts the range into the
-//! chunks of the file's hash tree, and looks for each chunk in memory and in the [`Cache`] on the
+//! chunks of the file's Merkle tree, and looks for each chunk in memory and in the [`Cache`] on the
 //! disk. Missing chunks are fetched from the server in one request, and checked against the tree
 //! before use. [`Remote`] holds what all files share: connections, memory and the cache.
 //!
 //! **Trust.** The root of the tree comes from the caller (a pin), or from the header that the
-//! server sends first. Every byte that [`RemoteFile`] returns matches that root, except the two
-//! header slots: the fields of the header that matter match it too (spec section 9). So a server
-//! can withhold bytes, but cannot mix two versions of a file, and with a pin cannot choose the
-//! bytes. A file without a hash tree is refused. A [`Registry`] takes the root from the annotations
-//! of the manifest, so the manifest's digest covers every byte.
+//! server sends first. Every byte that [`RemoteFile`] returns matches that root, except in the two
+//! header slots; of the chosen slot, all fields match it but slot_crc, generation and merkle_root
+//! (the canonical header, spec section 9). So a server can withhold bytes, but cannot mix two
+//! versions of a file, and with a pin cannot choose the bytes. A file without a Merkle tree is
+//! refused. A [`Registry`] takes the root from the annotations of the manifest, so the manifest's
+//! digest covers every byte.
 
 mod address;
 mod ahead;

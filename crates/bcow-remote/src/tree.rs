@@ -1,4 +1,4 @@
-//! The chunks of a file and of its hash tree, in one numbering.
+//! The chunks of a file and of its Merkle tree, in one numbering.
 //!
 //! Level 0 has the chunks of the bytes that the tree covers; level k+1 has the chunks of level k of
 //! the tree (spec section 9). Each chunk has a hash in the level above, the one chunk of the top
@@ -12,7 +12,7 @@ use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, MerkleTree};
 /// A hash of the tree.
 pub(crate) type Hash = [u8; HASH_BYTES as usize];
 
-/// The root hash of a file: of its hash tree (spec section 9).
+/// The root hash of a file: of its Merkle tree (spec section 9).
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Root(pub [u8; 32]);
 

@@ -1,7 +1,7 @@
 //! The bound of the cache of views.
 //!
-//! Views can be made again, so the ones that were not used for the longest time go first. A process
-//! that has one open keeps its content.
+//! Views can be made again, so the least recently used ones are removed. A process that has one
+//! open keeps its content.
 
 use std::fs::{File, FileTimes};
 use std::time::{Duration, SystemTime};

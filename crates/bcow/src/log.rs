@@ -22,7 +22,8 @@ pub(crate) struct Replayed {
     pub(crate) tail: u64,
     /// Length of the file with everything that the header and the records name.
     pub(crate) file_bytes: u64,
-    /// Whether a completely written record is invalid because its blocks are missing.
+    /// Whether the last record was dropped: it is written completely, but one of its blocks is
+    /// missing or does not match its checksum.
     pub(crate) dropped: bool,
 }
 
@@ -157,7 +158,7 @@ fn matches_checksum(
     Ok(crc32c_matches(stored.crc, crc.finish()))
 }
 
-/// Fails if the file ends before a place that a valid record names.
+/// Fails if a stored range of a valid record ends beyond the end of the file.
 fn check_length(records: &[Record], found: u64) -> Result<(), FormatError> {
     let ends = records
         .iter()

@@ -15,7 +15,7 @@ use crate::ui::{Output, Ui};
 ///
 /// The list shows the size of each file, how much of it is present, the time of its last use,
 /// whether a process uses it, its root hash, and the URL from which it was last fetched, if that is
-/// known. Bytes are counted, not checked: `bcow cache verify` does that.
+/// known. The command does not verify the bytes; `bcow cache verify` does.
 ///
 /// Of a view, the list shows the size of its ext4 and of its file, and the image as it was last
 /// named, or the start of the image's identity.

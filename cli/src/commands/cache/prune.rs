@@ -26,8 +26,8 @@ pub struct Args {
     /// Remove files that were not used for this time: 90s, 30m, 12h, 7d or 4w
     #[arg(long, group = "which", value_name = "TIME", value_parser = parse_time)]
     older_than: Option<Duration>,
-    /// Remove the files that were not used for the longest time, until the cache is not larger than
-    /// SIZE. The views count; they are removed if no other file is left to remove
+    /// Remove the least recently used files until the cache is not larger than SIZE. Views count
+    /// towards SIZE, and are removed only when no other file is left to remove
     #[arg(long, group = "which", value_name = "SIZE", value_parser = size::parse)]
     limit: Option<u64>,
     /// Print JSON (schema bcow.cache-prune/1)

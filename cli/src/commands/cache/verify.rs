@@ -12,7 +12,7 @@ use crate::names::{printable, quoted};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
-/// Compare what the cache has with the Merkle trees, and remove what is wrong
+/// Verify the cached data against the Merkle trees, and remove damaged data
 ///
 /// The command reads every cached byte. Damaged chunks are punched out of their files, and fetched
 /// again when they are needed. Files that do not belong to the cache are reported and kept. Views
@@ -107,13 +107,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         if found.damaged_bytes > 0 {
             writeln!(
                 out,
-                "{root}: {} did not match, and {} removed{}",
+                "{root}: removed {} that did not match the Merkle tree{}",
                 plural(found.damaged_bytes, "byte"),
-                if found.damaged_bytes == 1 {
-                    "is"
-                } else {
-                    "are"
-                },
                 origin
                     .as_deref()
                     .map_or_else(String::new, |from| format!(" ({})", printable(from))),
@@ -130,7 +125,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     for view in &damaged_views {
         writeln!(
             out,
-            "{}: the view of {} is damaged, and removed",
+            "{}: removed the damaged view of {}",
             view.name,
             image_of(view)
         )?;

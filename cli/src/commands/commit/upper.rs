@@ -239,13 +239,13 @@ impl UpperCommit<'_> {
         drop(progress);
         self.report(&report, path);
         if report.base_bytes > 0 {
-            self.warn_of_distance(path);
+            self.warn_of_images_elsewhere(path);
         }
         Ok(())
     }
 
-    /// Warns if the new image at `path` will not find the image below it by itself.
-    fn warn_of_distance(&self, path: &Path) {
+    /// Warns of each image below that bcow will not find from the directory of `path`.
+    fn warn_of_images_elsewhere(&self, path: &Path) {
         let own = directory_of(path);
         let is_beside = |image: &OpenImage| {
             file_name(image).is_some() && directory_of(&image.opened().path) == own
@@ -254,7 +254,7 @@ impl UpperCommit<'_> {
         let images = std::iter::once(self.image)
             .filter(|image| image.parts().is_empty())
             .chain(parts);
-        for image in images.filter(|image| !is_beside(image)) {
+        for image in images.filter(|image| is_referable(image) && !is_beside(image)) {
             let remedy = match image.opened().is_stack() {
                 true => "name its layout with --store",
                 false => "put it there, or name its place with --store",
@@ -294,20 +294,16 @@ impl UpperCommit<'_> {
         })
     }
 
-    /// The images below, each with its place in the address space below the changes. What the
-    /// changes need of a layer that a part of an image on another machine has is copied: no file
-    /// can name that layer alone.
+    /// The images below, each with its start in the address space below the changes. An image to
+    /// which no file can refer is left out: the new file gets a copy of the content that it needs
+    /// from that image.
     fn bases(&self) -> Vec<Base<'_>> {
-        let has_name = |image: &OpenImage| {
-            image.remote().is_some()
-                || !matches!(parse_name(image.path()), Ok(ImageName::Remote(_)))
-        };
         let all = match self.image.parts() {
             [] => vec![(0, self.image)],
             parts => parts.iter().map(|part| (part.start, &part.image)).collect(),
         };
-        let named = all.into_iter().filter(|(_, image)| has_name(image));
-        named.map(|(start, image)| base(start, image)).collect()
+        let referable = all.into_iter().filter(|(_, image)| is_referable(image));
+        referable.map(|(start, image)| base(start, image)).collect()
     }
 
     fn described(&self, content: NewContent) -> Result<Map<String, Value>, CommandError> {
@@ -350,6 +346,12 @@ impl UpperCommit<'_> {
     }
 }
 
+/// Whether a file can refer to the image on its own. It cannot refer to a single layer of an image
+/// on another machine.
+fn is_referable(image: &OpenImage) -> bool {
+    image.remote().is_some() || !matches!(parse_name(image.path()), Ok(ImageName::Remote(_)))
+}
+
 /// An image that begins at byte `start` of the address space below the changes.
 fn base(start: u64, image: &OpenImage) -> Base<'_> {
     Base::new(
@@ -374,11 +376,11 @@ fn file_name(image: &OpenImage) -> Option<String> {
 /// The digest of the file of the image: known in a layout or a registry, else computed.
 fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
     if let Some(remote) = image.remote() {
-        let digest = match &remote.digest {
-            Some(digest) => digest.clone(),
-            None => Digest::of_storage(&*remote.storage, Algorithm::Sha256)?,
-        };
-        return Ok(digest.sha256().unwrap_or_default());
+        // A manifest may have another algorithm.
+        if let Some(known) = remote.digest.as_ref().and_then(Digest::sha256) {
+            return Ok(known);
+        }
+        return sha256(&Digest::of_storage(&*remote.storage, Algorithm::Sha256)?);
     }
     let name = parse_name(image.path()).ok();
     let located = name.and_then(|name| store::locate(&name).ok());
@@ -388,9 +390,14 @@ fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
         None => {
             let file = File::open(&image.opened().path)?;
             let (digest, _) = Digest::of_file(&file, Algorithm::Sha256)?;
-            Ok(digest.sha256().unwrap_or_default())
+            sha256(&digest)
         }
     }
+}
+
+fn sha256(digest: &Digest) -> std::io::Result<[u8; 32]> {
+    let invalid = || std::io::Error::other(format!("{digest} is no SHA-256 digest"));
+    digest.sha256().ok_or_else(invalid)
 }
 
 /// The configuration of the image with one layer more, on `below` layers.

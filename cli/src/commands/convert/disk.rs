@@ -9,7 +9,7 @@ use bcow::format::{SECTOR_BYTES, State, Use};
 use bcow::operation::{RewriteOptions, WRITABLE_LOG_BYTES};
 use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::Args;
 use super::replace::{self, By};
@@ -63,28 +63,38 @@ impl<'a> Foreign<'a> {
     }
 
     /// Refuses names that no file can have.
-    fn check(&self) -> Result<(), CommandError> {
+    fn check(&self, side: Side) -> Result<(), CommandError> {
         let path = self.path().as_os_str();
         if path.is_empty() {
             return Err(CommandError::usage(format!(
-                "there is nothing behind {}:",
+                "missing file name after {}:",
                 self.transport()
             )));
         }
         if path == "-" {
-            return Err(
-                CommandError::usage(format!("{}:- is no file", self.transport())).hint(
-                    "a disk is not read or written in order; `bcow export --to raw -o -` writes to \
-                 standard output",
-                ),
-            );
+            let error = CommandError::usage(format!("{}:- is not a file", self.transport()));
+            return Err(error.hint(match side {
+                Side::Source => "a disk is read at any offset: store it in a file first",
+                Side::Destination => {
+                    "a disk is written at any offset; `bcow export --to raw -o -` writes to \
+                     standard output"
+                }
+            }));
         }
         Ok(())
     }
 }
 
-/// Whether the command line is about disks. `image` is the source, if it is a BCoW file.
-pub fn is_meant(
+/// The side of a conversion that a name is for.
+#[derive(Clone, Copy)]
+enum Side {
+    Source,
+    Destination,
+}
+
+/// Whether the command line converts a disk, not a container image. `image` is the source, if it is
+/// a BCoW file.
+pub fn is_disk_conversion(
     source: &place::Source,
     destination: &Destination,
     image: Option<&OpenImage>,
@@ -106,7 +116,7 @@ pub fn run(
     let source = open_source(args, from, image)?;
     match Foreign::of_destination(destination) {
         Some(foreign) => {
-            foreign.check()?;
+            foreign.check(Side::Destination)?;
             source.refuse_as_destination(foreign.path())?;
             replace::check(foreign.path(), By::Disk, args.force)?;
             write_foreign(args, &source, foreign, ui)
@@ -115,8 +125,11 @@ pub fn run(
             let destination = match destination {
                 Destination::File(path) => path,
                 _ => {
-                    return Err(CommandError::usage("an OCI layout has images, not disks")
-                        .hint("write to a file"));
+                    let shown = args.destination.display();
+                    return Err(
+                        CommandError::usage(format!("{shown} takes images, not disks"))
+                            .hint("write to a file"),
+                    );
                 }
             };
             source.refuse_as_destination(destination)?;
@@ -162,7 +175,7 @@ fn open_source(
     let name = PathBuf::from(&args.source);
     let foreign = Foreign::of_source(from);
     if let Some(foreign) = &foreign {
-        foreign.check()?;
+        foreign.check(Side::Source)?;
     }
     match foreign {
         Some(Foreign::Raw(path)) => {
@@ -196,7 +209,7 @@ fn open_source(
             };
             Ok(Source {
                 transport: "bcow",
-                bytes: true_size(&image),
+                bytes: true_size(&image)?,
                 files: image.files(),
                 device: Box::new(image.image().clone()),
                 name,
@@ -226,7 +239,7 @@ fn refuse_files(source: &OsStr, destination: &Path) -> Result<(), CommandError> 
 /// The error for a source of which no disk can be made.
 pub fn no_disk(shown: &str, kind: &str, destination: &Path) -> CommandError {
     CommandError::usage(format!(
-        "{shown} is {kind}, and no disk, which {} is made of",
+        "{} can be made only from a disk, and {shown} is {kind}",
         destination.display()
     ))
     .hint(format!(
@@ -236,17 +249,17 @@ pub fn no_disk(shown: &str, kind: &str, destination: &Path) -> CommandError {
 
 /// The exact size of a disk made from a file whose length was not a multiple of a sector, if the
 /// disk has not changed since.
-fn true_size(image: &OpenImage) -> u64 {
+fn true_size(image: &OpenImage) -> Result<u64, CommandError> {
     let header = image.image().header();
     let size = image.image().size();
     if header.purpose != Use::Disk || header.state != State::Sealed {
-        return size;
+        return Ok(size);
     }
-    let metadata = image.image().metadata().unwrap_or(Value::Null);
-    match metadata["source"]["bytes"].as_u64() {
+    let metadata = crate::commands::export::metadata(image)?;
+    Ok(match metadata["source"]["bytes"].as_u64() {
         Some(bytes) if bytes.checked_next_multiple_of(SECTOR_BYTES) == Some(size) => bytes,
         _ => size,
-    }
+    })
 }
 
 impl Source {
@@ -349,8 +362,8 @@ fn write_disk(
     let size = source.device.size();
     if size != source.bytes {
         ui.warning(format_args!(
-            "{} has {}, a disk has whole sectors of {SECTOR_BYTES}: zeros fill up the last one \
-             ({})",
+            "{} has {}, which is not a multiple of the sector size ({SECTOR_BYTES} bytes): the \
+             disk ends with {} of zeros",
             source.name.display(),
             plural(source.bytes, "byte"),
             plural(size - source.bytes, "byte")

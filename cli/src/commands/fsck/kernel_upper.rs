@@ -195,7 +195,7 @@ fn open_image(
                  is not checked",
                 names::quoted(recorded.as_os_str().as_encoded_bytes())
             ));
-            ui.hint("name the image as BELOW");
+            ui.hint("name the image as LOWER");
             Ok(None)
         }
     }

@@ -22,7 +22,7 @@ struct Tolerant {
     wrong: Mutex<BTreeSet<u64>>,
 }
 
-/// Makes a storage tolerant. One without a hash tree stays as it is.
+/// Makes a storage tolerant. One without a Merkle tree stays as it is.
 pub fn tolerant(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
     let tree = header_of(&*storage).and_then(|header| header.merkle);
     match tree {
@@ -68,7 +68,7 @@ impl Tolerant {
     }
 }
 
-/// Whether the server sent bytes that do not match the hash tree.
+/// Whether the server sent bytes that do not match the Merkle tree.
 fn is_wrong(error: &io::Error) -> bool {
     of_server(error).is_some_and(|error| matches!(error.problem, Problem::WrongBytes))
 }

@@ -124,7 +124,7 @@ fn open_image(
         return match args.layers.layers.is_empty() {
             true => Ok(None),
             false => Err(CommandError::usage(
-                "--layer needs the image of the upper: BELOW",
+                "--layer needs the image of the upper: LOWER",
             )),
         };
     };
@@ -142,7 +142,7 @@ fn open_image(
                  checked",
                 names::quoted(name.as_os_str().as_bytes())
             ));
-            ui.hint("name the image as BELOW, and its layers with --layer");
+            ui.hint("name the image as LOWER, and its layers with --layer");
             Ok(None)
         }
     }

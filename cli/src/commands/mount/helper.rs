@@ -49,12 +49,13 @@ those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
   door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
-  server_timeout=SECONDS, insecure, pool=NAME, record=TRACE
+  server_timeout=SECONDS, insecure, root_hash=HEX, verify_key=FILE, backing_dir=DIR,
+  backing_url=PREFIX, pool=NAME, record=TRACE
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 24] = [
+const WITH_VALUE: [(&[u8], &str); 28] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -75,6 +76,10 @@ const WITH_VALUE: [(&[u8], &str); 24] = [
     (b"cache_dir", "--cache-dir"),
     (b"cache_limit", "--cache-limit"),
     (b"auth_file", "--auth-file"),
+    (b"root_hash", "--root-hash"),
+    (b"verify_key", "--verify-key"),
+    (b"backing_dir", "--backing-dir"),
+    (b"backing_url", "--backing-url"),
     (b"mirror", "--mirror"),
     (b"server_timeout", "--server-timeout"),
     (b"pool", "--pool"),
@@ -232,7 +237,8 @@ impl Arguments {
             Caller::Other => Vec::new(),
         };
         let mut has_upper = false;
-        for option in self.lists.iter().flat_map(|list| split(list.as_bytes())) {
+        let lists: Result<Vec<_>, _> = self.lists.iter().map(|l| split(l.as_bytes())).collect();
+        for option in lists?.into_iter().flatten() {
             let (name, value) = match option.iter().position(|&byte| byte == b'=') {
                 Some(at) => (&option[..at], Some(&option[at + 1..])),
                 None => (&option[..], None),
@@ -312,7 +318,7 @@ fn without_rw(list: &[u8]) -> Vec<u8> {
 }
 
 /// Splits a list at its commas, but for those behind a backslash and inside double quotes.
-fn split(list: &[u8]) -> Vec<Vec<u8>> {
+fn split(list: &[u8]) -> Result<Vec<Vec<u8>>, CommandError> {
     let mut options = vec![Vec::new()];
     let mut quoted = false;
     let mut bytes = list.iter();
@@ -339,8 +345,11 @@ fn split(list: &[u8]) -> Vec<Vec<u8>> {
             option.push(byte);
         }
     }
+    if quoted {
+        return Err(usage("a double quote in the list of -o is not closed"));
+    }
     options.retain(|option| !option.is_empty());
-    options
+    Ok(options)
 }
 
 fn usage(message: impl Into<String>) -> CommandError {
@@ -416,6 +425,17 @@ mod tests {
                 &["a", "m", "-o", "pool=web"],
                 "bcow mount --pool=web -- a m",
             ),
+            // Sloppy or not, what demands a verification is never dropped.
+            (
+                &[
+                    "a",
+                    "m",
+                    "-s",
+                    "-o",
+                    "root_hash=00ff,verify_key=/k,backing_dir=/b,x=y",
+                ],
+                "bcow mount --root-hash=00ff --verify-key=/k --backing-dir=/b -- a m",
+            ),
             (&["-h"], "help"),
         ] {
             assert_eq!(command(arguments).as_deref(), Ok(expected));
@@ -436,6 +456,10 @@ mod tests {
             (
                 &["a", "b", "-o", "fsname=x\\,suid"],
                 "option fsname=x,suid must not contain a comma",
+            ),
+            (
+                &["a", "b", "-o", "upper=\"/u,ro"],
+                "a double quote in the list of -o is not closed",
             ),
             (&["a", "b", "-t", "ext4"], "unsupported type ext4"),
         ] {

@@ -24,8 +24,8 @@ pub struct UpperArgs {
     /// use an upper, and only with the image with which the upper was created
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
-    /// Size of the file system in an upper of the kernel door, with the content of the image; an
-    /// existing one can grow [default: 64G for a new one]
+    /// Size of the file system in an upper of the kernel door, including the content of the image;
+    /// a larger size grows an existing upper [default: 64G for a new one]
     #[arg(short, long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size: Option<u64>,
     /// How to store changed blocks of a file of the image: at their own offset in a sparse file
@@ -33,9 +33,9 @@ pub struct UpperArgs {
     /// system (auto); FUSE door only
     #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
     sketch: SketchWhat,
-    /// When a file that is copied whole becomes durable: each file separately and as soon as
-    /// possible (strict), or in groups of N (batch=N; FUSE door only). With volatile, fsync has no
-    /// effect, and a crash of the machine loses the upper
+    /// When a file that is copied up as a whole becomes durable: each file separately and as soon
+    /// as possible (strict), or in groups of N (batch=N; FUSE door only). With volatile, fsync has
+    /// no effect, and a crash of the machine loses the upper
     #[arg(long, value_name = "POLICY", default_value = "strict")]
     #[arg(value_parser = parse_sync)]
     sync: SyncPolicy,

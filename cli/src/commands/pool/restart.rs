@@ -14,11 +14,11 @@ const TAKES_OVER_WITHIN: Duration = Duration::from_secs(120);
 
 /// Replace the process of a pool, and keep its mounts
 ///
-/// Another process takes over the mounts, for example of a new version of bcow: the program is read
-/// again from the file from which the pool was started. Meanwhile programs that use the mounts
-/// wait. The command returns when the new process serves the mounts. A mount with an upper cannot
-/// be taken over yet, nor can a mount whose image is gone; the command fails if the pool has one,
-/// unless --force unmounts it.
+/// A new process takes over the mounts. It runs the program file with which the pool was started,
+/// so after an upgrade of that file it runs the new version of bcow. Meanwhile, programs that use
+/// the mounts wait. The command returns when the new process serves the mounts. A mount with an
+/// upper cannot be taken over yet, nor can a mount whose image is gone; the command fails if the
+/// pool has one, unless --force unmounts it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool

@@ -1,4 +1,4 @@
-//! One BCoW file, copied and checked against its hash tree.
+//! One BCoW file, copied and checked against its Merkle tree.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use bcow::{Storage, header_of};
 use crate::digest::{Algorithm, Digest, hex};
 use crate::error::ConvertError;
 
-/// Length of the header slots, whose bytes the hash tree covers in part only.
+/// Length of the header slots, whose bytes the Merkle tree covers in part only.
 const SLOTS_BYTES: usize = 1024;
 
 /// A sealed BCoW file that is copied.
@@ -24,14 +24,14 @@ pub struct CopyFile {
     pub storage: Arc<dyn Storage>,
     /// Length in bytes.
     pub bytes: u64,
-    /// The root of the hash tree.
+    /// The root of the Merkle tree.
     pub merkle_root: [u8; 32],
     /// Whether the storage checks what it reads against the root.
     pub is_checked: bool,
 }
 
 impl CopyFile {
-    /// The file with these bytes. Its header must have a hash tree.
+    /// The file with these bytes. Its header must have a Merkle tree.
     pub fn new(
         name: String,
         storage: Arc<dyn Storage>,
@@ -66,7 +66,7 @@ impl CopyFile {
     }
 
     /// Completes `file`, which may have any part of the bytes, right or wrong. Every chunk is
-    /// compared with the hash tree, and only what is missing or wrong is read from the source.
+    /// compared with the Merkle tree, and only what is missing or wrong is read from the source.
     /// Returns the number of bytes that were written.
     pub(super) fn complete(
         &self,
@@ -97,7 +97,7 @@ impl CopyFile {
             return Err(ConvertError::layout(
                 &self.name,
                 format!(
-                    "bytes {}..{} do not match the hash tree",
+                    "bytes {}..{} do not match the Merkle tree",
                     wrong.start, wrong.end
                 ),
             ));
@@ -129,7 +129,7 @@ impl CopyFile {
         }
     }
 
-    /// The root of the hash tree, in hexadecimal.
+    /// The root of the Merkle tree, in hexadecimal.
     pub(super) fn root(&self) -> String {
         hex(&self.merkle_root)
     }

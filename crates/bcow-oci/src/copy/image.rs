@@ -243,7 +243,7 @@ impl CopyImage {
         ))
     }
 
-    /// The root of the stack's hash tree.
+    /// The root of the stack's Merkle tree.
     pub fn merkle_root(&self) -> [u8; 32] {
         self.files
             .last()

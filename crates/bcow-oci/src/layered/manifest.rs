@@ -36,7 +36,7 @@ pub(crate) struct Manifest<'m> {
     /// Lowest first.
     pub layers: Vec<(&'m StoredLayer, &'m LayerInput)>,
     pub stack: &'m NewBlob,
-    /// The root of the stack's hash tree, in hexadecimal.
+    /// The root of the stack's Merkle tree, in hexadecimal.
     pub stack_root: &'m str,
     pub source: Option<&'m Digest>,
     /// The descriptor of the manifest that this one is attached to.

@@ -347,7 +347,7 @@ impl Finder {
                 if root != Some(facts.merkle_root) {
                     let shown = |root: [u8; 32]| Digest::from_sha256(root).to_string();
                     return Err(wrong(
-                        "hash tree's root",
+                        "Merkle tree's root",
                         root.map_or("none".into(), shown),
                         shown(facts.merkle_root),
                     ));

@@ -205,7 +205,7 @@ fn a_wrong_file_with_the_name_of_a_layer_is_skipped_for_a_right_one() {
             two.bytes.clone(),
             format!(
                 "LAYOUT/blobs/sha256/{} is not layer 1 of 2 ({}): \
-                 its hash tree's root is {}, not {}",
+                 its Merkle tree's root is {}, not {}",
                 one.digest.hex(),
                 one.digest,
                 root(&two),
@@ -214,7 +214,7 @@ fn a_wrong_file_with_the_name_of_a_layer_is_skipped_for_a_right_one() {
         ),
         (
             longer.bytes.clone(),
-            format!("hash tree's root is {}", root(&longer)),
+            format!("Merkle tree's root is {}", root(&longer)),
         ),
         (shorter, "it was cut short".into()),
         (b"not an image".to_vec(), "not a BCoW file".into()),

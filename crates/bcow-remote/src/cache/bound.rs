@@ -1,8 +1,8 @@
-//! The limit of the cache: what was not used for the longest time is evicted.
+//! The limit of the cache: the least recently used data is evicted.
 //!
 //! Files that are not in use are removed, the one that was used last at the end. If that is not
 //! enough, ranges of files in use are punched out: a reader finds that their bytes do not match the
-//! hash tree, and fetches them again. The hash tree of a file, and ranges that this process has
+//! Merkle tree, and fetches them again. The Merkle tree of a file, and ranges that this process has
 //! used since the last eviction, are evicted after all others.
 
 use std::collections::HashMap;
@@ -95,8 +95,7 @@ impl Cache {
     /// Evicts what is too much, if there is a limit and enough was written since the last time.
     pub(super) fn keep_limit(&self) {
         let Some(limit) = self.0.limit else { return };
-        let interval =
-            (limit / COMPARED_PART).clamp(FEWEST_UNCOMPARED_BYTES, MAX_UNCOMPARED_BYTES);
+        let interval = (limit / COMPARED_PART).clamp(FEWEST_UNCOMPARED_BYTES, MAX_UNCOMPARED_BYTES);
         if self.0.uncompared_bytes.load(Ordering::Relaxed) < interval {
             return;
         }
@@ -210,8 +209,8 @@ fn held_bytes(file: &File) -> io::Result<u64> {
     Ok(found.st_blocks as u64 * 512)
 }
 
-/// Where the hash tree begins, as the header in the file says. It is only a guess: the file may be
-/// damaged.
+/// Where the Merkle tree begins, as the header in the file says. It is only a guess: the file may
+/// be damaged.
 fn tree_offset(file: &File) -> Option<u64> {
     use std::os::unix::fs::FileExt;
     let mut slots = [0; HEADER_AREA_BYTES];

@@ -54,7 +54,7 @@ pub enum Prune {
     All,
     /// Those that were not used for this time.
     OlderThan(Duration),
-    /// Those that were not used for the longest time, until the cache takes up this many bytes.
+    /// The least recently used ones, until the cache takes up this many bytes.
     Limit(u64),
 }
 

@@ -1,4 +1,4 @@
-//! The check of cached bytes against the hash tree of their file.
+//! The check of cached bytes against the Merkle tree of their file.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -15,7 +15,7 @@ use crate::tree::{Chunk, Chunks, Hash, HashPlace, Root, matches};
 /// The result of the check of a cached file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
-    /// Bytes that match the hash tree.
+    /// Bytes that match the Merkle tree.
     pub right_bytes: u64,
     /// Bytes of chunks that did not match, and were punched out.
     pub damaged_bytes: u64,
@@ -33,7 +33,7 @@ impl Verified {
 }
 
 impl Cache {
-    /// Compares what the cache has of a file with the hash tree, and punches out what is wrong.
+    /// Compares what the cache has of a file with the Merkle tree, and punches out what is wrong.
     /// Processes that use the file fetch that again. `progress` gets the number of bytes that were
     /// checked, and returns whether to go on. `None`: the cache does not have the file.
     pub fn verify(

@@ -8,8 +8,8 @@ use crate::demand::Demand;
 use crate::error::RemoteError;
 
 impl RemoteFile {
-    /// Fetches what is missing of a range of the file. What is behind the bytes that the hash tree
-    /// covers is left out. Ends soon when `stop` is set.
+    /// Fetches what is missing of a range of the file. What is behind the bytes that the Merkle
+    /// tree covers is left out. Ends soon when `stop` is set.
     pub(crate) fn fetch_ahead(
         &self,
         range: &Range<u64>,

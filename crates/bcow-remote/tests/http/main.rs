@@ -1,5 +1,5 @@
-//! Remote files over HTTP: what arrives is what the hash tree covers, or an error, in bounded time
-//! and memory, with any behaviour of the server.
+//! Remote files over HTTP: what arrives is what the Merkle tree covers, or an error, in bounded
+//! time and memory, with any behaviour of the server.
 
 mod cache;
 mod registry;

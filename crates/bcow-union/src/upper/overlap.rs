@@ -1,9 +1,10 @@
 //! Refuses an upper that contains, or lies in, the upper of another mount.
 //!
 //! Overlayfs refuses this too ("upperdir is in-use"). Otherwise each mount would show the other's
-//! marks as files, and change files that the other relies on. The check tries the lock of each
-//! directory above the upper. It finds uppers below among the files that processes have open, as
-//! far as this user may see them. This search also finds uppers above that a bind mount hides.
+//! marks as files, and change files that the other relies on. For outer uppers, the check tries the
+//! lock in each ancestor directory. For inner uppers, it searches the open files of all processes
+//! that this user may examine. The search also finds outer uppers that no ancestor path shows, for
+//! example because the upper is reached through a bind mount.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -97,7 +98,9 @@ fn writer_of(path: &Path) -> Option<LockError> {
     writer(&lock)
 }
 
-/// The process that holds the lock for writing. The lock that this test takes ends with `lock`.
+/// The process that has the lock for writing; `None` if no process has it. The test acquires a
+/// shared lock, which is released when the caller closes `lock`; until then, a new writer is
+/// refused.
 fn writer(lock: &File) -> Option<LockError> {
     match FileLock::shared(lock) {
         Err(LockError::Io(_)) | Ok(()) => None,

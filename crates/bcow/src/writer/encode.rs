@@ -9,7 +9,8 @@ use crate::Error;
 /// An encoded block.
 pub(super) struct Encoded {
     pub(super) form: Form,
-    /// CRC32C of the block before encoding, for the verification of the written file.
+    /// CRC32C of the block before encoding, for the verification of the written file; 0, and not
+    /// used, for a zero block.
     pub(super) logical_crc: u32,
 }
 

@@ -54,8 +54,8 @@ impl Windows {
         (self.backings.len() - 1) as u32
     }
 
-    /// Checks a window that follows `position` used bytes. Returns its start: `position` rounded up
-    /// to a region.
+    /// Checks a window that is to be added after address `position`, the end of the content and the
+    /// windows so far. Returns its start: `position` rounded up to a region.
     pub(super) fn check(
         &self,
         position: u64,
@@ -158,9 +158,9 @@ impl Windows {
                 self.backings.len()
             )));
         }
-        let by_name = |entry: &&BackingEntry| !matches!(entry.name, BackingName::Digest(_));
+        let not_by_digest = |entry: &&BackingEntry| !matches!(entry.name, BackingName::Digest(_));
         if purpose == Use::Image
-            && let Some(entry) = self.backings.iter().find(by_name)
+            && let Some(entry) = self.backings.iter().find(not_by_digest)
         {
             return Err(Error::Unsupported(format!(
                 "backing {}: an image names its backings by digest",

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bcow_fuse::{Handover, Unmounter};
+use bcow_fuse::{Handover, Unmounted, Unmounter};
+use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
 
 use super::{Coming, OwnDirectory, Pool, log_failure};
@@ -22,11 +23,11 @@ use crate::pool::record::{Asked, Record};
 use crate::running::Service;
 use crate::ui::Ui;
 
-/// Threads that take over mounts.
+/// Number of threads that take over mounts.
 const THREADS: usize = 8;
-/// How long a mount may be in use when it is unmounted for a restart.
-const ENDS_WITHIN: Duration = Duration::from_secs(5);
-/// Mounts that an error names.
+/// Timeout for the end of busy mounts that are unmounted for a restart.
+const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum number of mounts that an error names.
 const MAX_NAMED: usize = 5;
 
 /// A mount that this process takes over from the one before.
@@ -82,8 +83,8 @@ impl Pool {
         self.tell(&Packet::Release { number }, &[]);
     }
 
-    /// Takes over the mounts of the process before this one. Those of which the image cannot be
-    /// opened again are unmounted.
+    /// Takes over the mounts of the previous process. Mounts whose image cannot be opened again are
+    /// unmounted.
     pub fn take_over(self: &Arc<Self>, mounts: BTreeMap<u64, Kept>) {
         self.state().next = mounts.last_key_value().map_or(0, |(number, _)| number + 1);
         let mounts = Mutex::new(mounts);
@@ -165,8 +166,11 @@ impl Pool {
                 .hint(format!("`bcow pool stop {name}` ends it")));
         }
         let mut state = self.state();
-        if state.is_ending || state.is_restarting {
+        if state.is_ending {
             return Err(cannot().caused_by_text("it is ending"));
+        }
+        if state.is_restarting {
+            return Err(cannot().caused_by_text("it is already restarting"));
         }
         // From now on no mount is added.
         state.is_restarting = true;
@@ -196,11 +200,17 @@ impl Pool {
                      mounts; the others stay"
                 )));
         }
+        let mut unmounted = 0;
         for (mount, _) in &others {
-            mount.unmounter.unmount();
+            let done = mount.unmounter.unmount();
+            unmounted += u64::from(done != Unmounted::Stays);
+            let place = mount.service.at.join(", ");
+            if let Some(warning) = done.warning("bcow pool restart", Path::new(&place)) {
+                log::log(Severity::Warning, &warning);
+            }
         }
         let mut state = self.state();
-        let deadline = Instant::now() + ENDS_WITHIN;
+        let deadline = Instant::now() + UNMOUNT_TIMEOUT;
         while others
             .iter()
             .any(|(mount, _)| state.mounts.contains_key(&mount.number))
@@ -216,9 +226,10 @@ impl Pool {
             return Err(cannot().caused_by_text("it is ending"));
         }
         drop(state);
-        // Of the mounts that are in use.
+        // Mounts that are still in use are only detached, and have open uppers: make their data
+        // durable before the process ends.
         self.close_uppers();
-        Ok(json!({ "unmounted": others.len() }))
+        Ok(json!({ "unmounted": unmounted }))
     }
 
     /// Why another process could not take over a mount; `None` if it could.
