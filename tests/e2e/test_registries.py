@@ -417,7 +417,8 @@ class Sources(Scratch):
                 assert_refused(self, result, message, code=2)
             disk = bcow("convert", "--insecure", server.name(), f"raw:{self.path('disk')}",
                         check=False, timeout=TIMEOUT, env={"NO_PROXY": "127.0.0.1"})
-            assert_refused(self, disk, "is a container image, and no disk", code=2)
+            assert_refused(self, disk,
+                           "can be made only from a disk, and .* is a container image", code=2)
 
 
 PLAIN = """
