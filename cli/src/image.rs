@@ -10,7 +10,7 @@ use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
-use bcow_oci::{ConvertError, ImageName};
+use bcow_oci::{ConvertError, ImageName, LayoutForm};
 use bcow_remote::Root;
 use bcow_view::{Shown, ViewError};
 use serde_json::{Map, Value, json};
@@ -498,8 +498,17 @@ impl OpenImage {
             .collect()
     }
 
+    /// Refuses a layout in which the new image would replace this one.
+    pub fn refuse_as_destination(&self, layout: &Layout) -> Result<(), CommandError> {
+        match &layout.form {
+            LayoutForm::Directory => self.refuse_own_reference(layout),
+            LayoutForm::Archive => self.refuse_own_name(&layout.path),
+            LayoutForm::Registry(_) => Ok(()),
+        }
+    }
+
     /// Refuses to give another image the name that this one has in its layout.
-    pub fn refuse_own_reference(&self, layout: &Layout) -> Result<(), CommandError> {
+    fn refuse_own_reference(&self, layout: &Layout) -> Result<(), CommandError> {
         let ImageName::Layout {
             directory,
             reference,

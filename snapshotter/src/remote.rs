@@ -53,7 +53,8 @@ pub struct RemoteArgs {
     /// When a mount fetches the rest of its image: always, idle or never [default: never]
     #[arg(long, value_name = "WHEN")]
     complete: Option<String>,
-    /// Start on remote blocks only images whose BCoW manifest has a cosign signature by this key
+    /// Start on remote blocks only images whose manifest and attached BCoW manifest both have a
+    /// cosign signature by this key
     #[arg(long, value_name = "FILE")]
     verify_key: Option<PathBuf>,
     /// Ask this server first, for bytes whose hash is known (repeatable)

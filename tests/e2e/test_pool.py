@@ -489,6 +489,14 @@ class Restarts(PoolCase):
         self.assertFalse(is_mounted(writable))
         with open(os.path.join(uppers[0], "new")) as file:
             self.assertEqual(file.read(), "kept")
+        # A mount that another one covers stays, and is not counted as unmounted.
+        self.mount("--upper", uppers[0], where=writable)
+        run("mount", "-t", "tmpfs", "none", writable, timeout=TIMEOUT)
+        restarted = self.bcow("pool", "restart", "--force", "pool")
+        self.assertIn(b"1 mount of the pool pool could not be taken over", restarted.err)
+        for _ in range(2):
+            run("umount", "-l", writable, timeout=TIMEOUT)
+        self.assertFalse(is_mounted(writable))
         # A crash ends the mount, and keeps what was made durable.
         self.mount("--upper", uppers[1], where=writable)
         file = os.open(os.path.join(writable, "new"), os.O_CREAT | os.O_WRONLY)

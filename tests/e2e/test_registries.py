@@ -409,6 +409,41 @@ class Sources(Scratch):
             else:
                 self.assertEqual(read.out, expected, str(read))
 
+    def test_changes_over_an_image_with_a_sha512_digest_name_its_sha256(self):
+        """A layer names the images below it by SHA-256, with any digest in the manifest."""
+        bcow("convert", f"tar:{self.path('a.tar', archive({'a': self.noise}))}", self.image,
+             timeout=TIMEOUT)
+        found = json.loads(bcow("inspect", "--json", self.image, timeout=TIMEOUT).out)
+        with open(self.image, "rb") as file:
+            data = file.read()
+        digest = "sha512:" + hashlib.sha512(data).hexdigest()
+        content = Content()
+        content.blobs[digest] = data
+        content.document({
+            "schemaVersion": 2, "mediaType": MANIFEST, "config": content.blob(b"{}", CONFIG),
+            "artifactType": "application/vnd.bcow.image.v1",
+            "layers": [{"mediaType": "application/vnd.bcow.stack.v1", "digest": digest,
+                        "size": len(data), "annotations": {
+                            "io.bcow.merkle-root":
+                                found["merkle"]["root"].removeprefix("sha256:")}}]}, MANIFEST, "1")
+        layer, upper = self.path("layer.bcow"), self.path("upper")
+        with Server(content) as server:
+            options = {"env": {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+                               "HOME": self.directory, "BCOW_CACHE": self.path("cache")},
+                       "timeout": TIMEOUT}
+            where = tempfile.mkdtemp(prefix="mnt-", dir=self.directory)
+            bcow("mount", "--insecure", server.name(), where, "--upper", upper, **options)
+            try:
+                # The rest of the file stays in the image.
+                with open(os.path.join(where, "a"), "r+b") as file:
+                    file.write(b"above")
+            finally:
+                bcow("umount", where, **options)
+            bcow("commit", "--insecure", server.name(), "--upper", upper, layer, **options)
+        (backing,) = json.loads(bcow("inspect", "--json", layer, check=False,
+                                     timeout=TIMEOUT).out)["backings"]
+        self.assertIn(hashlib.sha256(data).hexdigest(), json.dumps(backing))
+
     def test_wrong_options_are_refused(self):
         with Server(self.content) as server:
             for options, message in ((("--root-hash", "0" * 64), "--root-hash is for BCoW images"),

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::LayoutForm;
 use bcow_oci::export::{
     ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, TarForm, TarReport,
     export_layout, export_tar,
@@ -257,11 +256,7 @@ impl ImageLayers {
 
 fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
     let metadata = metadata(image)?;
-    match &layout.form {
-        LayoutForm::Directory => image.refuse_own_reference(layout)?,
-        LayoutForm::Archive => image.refuse_own_name(&layout.path)?,
-        LayoutForm::Registry(_) => {}
-    }
+    image.refuse_as_destination(layout)?;
     let trees = ImageLayers::of(image, &metadata)?;
     let layers = trees.layers();
     let destination = LayoutExport {

@@ -161,7 +161,8 @@ fn refused_source_has_a_hint_about_its_form() {
     ] {
         for destination in ["qcow2:x", "raw:x"] {
             let text = asked(source, destination);
-            assert!(text.contains(kind), "{text}");
+            let expected = format!("{destination} can be made only from a disk, and {kind}");
+            assert!(text.contains(&expected), "{text}");
         }
     }
     for (source, hint) in [

@@ -190,3 +190,80 @@ fn no_flipped_byte_makes_a_command_misbehave() {
         );
     }
 }
+
+/// The exact length of the source is in the metadata.
+#[test]
+fn damaged_metadata_of_a_disk_is_an_error() {
+    let sandbox = Sandbox::new();
+    sandbox.write("disk.img", &noise(10_000));
+    sandbox.ok(&["convert", "raw:disk.img", "disk.bcow"]);
+    sandbox.ok(&["convert", "disk.bcow", "raw:out.img"]);
+    assert_eq!(sandbox.read("out.img"), sandbox.read("disk.img"));
+    let header = bcow::format::choose_header(&sandbox.read("disk.bcow")).unwrap();
+    flip(&sandbox, "disk.bcow", header.metadata.offset as usize);
+    let failed = sandbox.run(&["convert", "--force", "disk.bcow", "raw:out.img"]);
+    assert_eq!(failed.status.code(), Some(1));
+    assert_eq!(sandbox.read("out.img"), sandbox.read("disk.img"));
+    let failed = sandbox.run(&["convert", "disk.bcow", "raw:new.img"]);
+    assert_eq!(failed.status.code(), Some(1));
+    assert!(!sandbox.path("new.img").exists());
+}
+
+/// Metadata can list a layer that is no backing of the stack.
+#[test]
+fn listed_layer_without_a_file_is_not_dropped() {
+    let sandbox = Sandbox::with_image();
+    sandbox.layout("src", "x", &["sample.tar", "sample.tar"]);
+    sandbox.ok(&["convert", "oci:src:x", "oci:store:x"]);
+    let missing = "0".repeat(64);
+    let (mut stacks, mut changed) = (0, Vec::new());
+    for entry in std::fs::read_dir(sandbox.path("store/blobs/sha256")).unwrap() {
+        let bytes = std::fs::read(entry.unwrap().path()).unwrap();
+        let Ok(header) = bcow::format::choose_header(&bytes) else {
+            continue;
+        };
+        let start = header.metadata.offset as usize;
+        let json = &bytes[start..start + header.metadata.bytes as usize];
+        let mut metadata: Value = serde_json::from_slice(json).unwrap();
+        if metadata["layers"]
+            .as_array()
+            .is_some_and(|layers| layers.len() == 2)
+        {
+            stacks += 1;
+            let layers = metadata["layers"].as_array_mut().unwrap();
+            let mut extra = layers[0].clone();
+            extra["digest"] = format!("sha256:{missing}").into();
+            layers.push(extra);
+            changed = with_metadata(bytes, header, &metadata);
+        }
+    }
+    assert_eq!(stacks, 1);
+    sandbox.write("stack.bcow", &changed);
+    let export = ["export", "--store=store", "stack.bcow", "--to=oci:out:x"];
+    let text = sandbox.shown(&export);
+    assert!(
+        text.contains(&format!("its layer sha256:{missing} was not found")),
+        "{text}"
+    );
+    assert!(!sandbox.path("out/index.json").exists());
+}
+
+/// The file with other metadata, and without a Merkle tree.
+fn with_metadata(mut bytes: Vec<u8>, mut header: bcow::format::Header, json: &Value) -> Vec<u8> {
+    use bcow::format::{SLOT_BYTES, Section, crc32c, read_only_compatible};
+    let json = serde_json::to_vec(json).unwrap();
+    bytes.resize(bytes.len().next_multiple_of(4096), 0);
+    header.metadata = Section {
+        offset: bytes.len() as u64,
+        bytes: json.len() as u32,
+        crc: crc32c(&json),
+    };
+    bytes.extend_from_slice(&json);
+    bytes.resize(bytes.len().next_multiple_of(4096), 0);
+    header.merkle = None;
+    header.features.read_only_compatible &= !read_only_compatible::MERKLE;
+    header.file_bytes = bytes.len() as u64;
+    header.generation += 1;
+    bytes[..SLOT_BYTES].copy_from_slice(&header.encode());
+    bytes
+}

@@ -210,6 +210,12 @@ fn convert_from_invalid_sources() {
             &["convert", "out.tar", "x.bcow"],
             &["convert", "link.tar", "x.bcow"],
             &["convert", "--max-entries=5", "sample.tar", "x.bcow"],
+            &[
+                "convert",
+                "--max-entries=2147483649",
+                "sample.tar",
+                "x.bcow"
+            ],
             &["convert", "--max-size=100K", "sample.tar", "x.bcow"],
         ]
     ));

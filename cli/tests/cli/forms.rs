@@ -179,7 +179,10 @@ fn disk_is_converted_without_a_transport() {
     sandbox.ok(&["convert", "top.bcow", "out.qcow2"]);
     assert!(sandbox.read("out.qcow2").starts_with(b"QFI\xfb"));
     let text = sandbox.shown(&["convert", "top.bcow", "oci:layout:x"]);
-    assert!(text.contains("takes images, not disks"), "{text}");
+    assert!(
+        text.contains("oci:layout:x takes images, not disks"),
+        "{text}"
+    );
     for (command, hint) in [
         (&["convert", "raw:-", "x.bcow"], "store it in a file first"),
         (

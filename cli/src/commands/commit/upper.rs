@@ -14,7 +14,7 @@ use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
     ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, export_layout, export_tar,
 };
-use bcow_oci::{ConvertOptions, Digest, ImageName, LayoutForm, Limits, store};
+use bcow_oci::{ConvertOptions, Digest, ImageName, Limits, store};
 use bcow_union::offline::{Changes, LOWER_FROM, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
@@ -152,11 +152,7 @@ impl UpperCommit<'_> {
     }
 
     fn layout(&self, changes: Changes, layout: &Layout) -> Result<(), CommandError> {
-        match &layout.form {
-            LayoutForm::Directory => self.image.refuse_own_reference(layout)?,
-            LayoutForm::Archive => self.image.refuse_own_name(&layout.path)?,
-            LayoutForm::Registry(_) => {}
-        }
+        self.image.refuse_as_destination(layout)?;
         let (_, layer) = self.layer(changes)?;
         let metadata = metadata(self.image)?;
         let whole = self.image.tree()?;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use bcow_oci::export::ExportError;
 use bcow_oci::recode::recode;
-use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, Report, convert_trees};
+use bcow_oci::{ConvertOptions, LayoutOptions, Report, convert_trees};
 use serde_json::Value;
 
 use super::{Args, as_json, report_layout};
@@ -46,11 +46,7 @@ pub fn to_layout(
     options: &ConvertOptions,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    match &layout.form {
-        LayoutForm::Directory => image.refuse_own_reference(layout)?,
-        LayoutForm::Archive => image.refuse_own_name(&layout.path)?,
-        LayoutForm::Registry(_) => {}
-    }
+    image.refuse_as_destination(layout)?;
     let metadata: Value = image.metadata()?;
     let trees = ImageLayers::of(image, &metadata)?;
     let progress = ui.progress();

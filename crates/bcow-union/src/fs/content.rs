@@ -142,7 +142,8 @@ impl UnionFs {
         Ok(done)
     }
 
-    /// Records the modification time of a new file that a kernel with `writeback` receives.
+    /// Records the modification time of a new file that a kernel with `writeback` receives. The
+    /// kernel does not keep the times of other nodes.
     pub fn set_kernel_time(&self, attributes: &Attributes) {
         if let Ok(node) = self.regular(attributes.node) {
             *node.lock_kernel_time() = Some(attributes.mtime);

@@ -65,9 +65,9 @@ pub(super) struct Node {
     state: RwLock<State>,
     times: Mutex<()>,
     /// The modification time that the kernel has sent last, or has received for a new file. Only a
-    /// kernel with `writeback` keeps these times itself; see [`Union::with_kernel_time`].
+    /// kernel with `writeback` keeps these times itself; see [`UnionFs::with_kernel_time`].
     ///
-    /// [`Union::with_kernel_time`]: super::Union::with_kernel_time
+    /// [`UnionFs::with_kernel_time`]: super::UnionFs::with_kernel_time
     kernel_time: Mutex<Option<Timestamp>>,
     /// Changes of this directory's names in the upper.
     pub(super) names_changed: Pending,
