@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import unittest
 
@@ -29,6 +30,43 @@ def test_programs():
                 name = f"{os.path.basename(package)}/{message['target']['name']}"
                 programs[name] = (message["executable"], package)
     return {name: programs[name] for name in sorted(TESTS)}
+
+
+class Setup(unittest.TestCase):
+    """What scripts/setup says on a machine that it changes nothing of."""
+
+    def test_an_old_rust_is_refused_with_advice(self):
+        need(root=True)
+        for version, said in (("1.65.0", "is of Rust 1.65.0, and bcow needs 1"),
+                              (None, "there is no cargo; bcow needs Rust 1")):
+            with self.subTest(version=version), tempfile.TemporaryDirectory() as home:
+                tools = os.path.join(home, ".cargo", "bin")
+                os.makedirs(tools)
+                for tool in ("cargo", "rustc") if version else ():
+                    path = os.path.join(tools, tool)
+                    with open(path, "w") as file:
+                        file.write(f"#!/bin/sh\necho '{tool} {version} (897e37553 2022-11-02)'\n")
+                    os.chmod(path, 0o755)
+                # Debian's directories alone, without a Rust of this machine.
+                done = subprocess.run(["scripts/setup", "try"], cwd=TOP, stdin=subprocess.DEVNULL,
+                                      capture_output=True, text=True, timeout=60,
+                                      env={"HOME": home, "PATH": self.without_rust(home)})
+                self.assertEqual((done.returncode, done.stdout), (1, ""), done.stderr)
+                first, *hints = done.stderr.splitlines()
+                self.assertRegex(first, "^setup: error: ")
+                self.assertIn(said, first)
+                self.assertTrue(all(hint.startswith("setup: hint: ") for hint in hints), hints)
+                self.assertIn("https://sh.rustup.rs | sh", "".join(hints))
+                self.assertIn("run this again", hints[-1])
+
+    @staticmethod
+    def without_rust(directory):
+        """A directory for PATH with the programs of this machine, except for Rust's."""
+        programs = os.path.join(directory, "bin")
+        os.mkdir(programs)
+        for name in ("cut", "dirname", "id", "sed", "sh", "sort"):
+            os.symlink(shutil.which(name), os.path.join(programs, name))
+        return programs
 
 
 class FreshMachine(unittest.TestCase):

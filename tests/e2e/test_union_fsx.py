@@ -293,6 +293,8 @@ class Exerciser:
             hole = os.lseek(self.fd, at, os.SEEK_HOLE)
             if not at <= hole <= size or (hole < size and self.want[hole] != 0):
                 raise Wrong(f"SEEK_HOLE from {at} gave {hole}")
+            if data == hole:
+                raise Wrong(f"{at} is both data and a hole")
 
     def sync(self):
         os.fsync(self.fd)

@@ -3,6 +3,7 @@ Tests that need random sequences, kills, faults or another user are in the neigh
 The first test checks that some test in these files quotes each promise."""
 
 import contextlib
+import errno
 import fcntl
 import importlib
 import mmap
@@ -313,6 +314,55 @@ class Bytes(UnionCase):
 
 class PackedBytes(Bytes):
     kind = "bcow+sketch=packed"
+
+
+class Remounts(UnionCase):
+    """What a program sees right before and after mounts."""
+
+    def test_a_place_is_either_data_or_a_hole_right_after_a_remount(self):
+        names = ["d2/holes", "d2/hollow", BIG, "d1/large", "new"]
+        self.write("new", b"x")
+        for round_ in range(8):
+            for at, name in enumerate(names):
+                size = os.stat(self.at(name)).st_size
+                fd = self.opened(name)
+                place = (round_ * 30_000 + at * 7000) % size
+                os.pwrite(fd, b"y" * 5000, place)
+                syscalls.fallocate(fd, syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, 0,
+                                   4096 * round_ + 1)
+            self.remount()
+            for name in names:
+                fd = self.opened(name, os.O_RDONLY)
+                size = os.fstat(fd).st_size
+                for place in {*range(0, size, 20_000), size - 1}:
+                    hole = os.lseek(fd, place, os.SEEK_HOLE)
+                    try:
+                        data = os.lseek(fd, place, os.SEEK_DATA)
+                    except OSError as error:
+                        if error.errno != errno.ENXIO:
+                            raise
+                        data = size
+                    with self.subTest(name=name, place=place, round=round_):
+                        self.assertEqual(place, min(data, hole))
+                        self.assertNotEqual(data, hole)
+
+    def test_a_mount_that_no_program_uses_is_never_busy(self):
+        """umount(8), right after the last file is closed, by this process and by others."""
+        names = ("d0/hundred", "d2/holes", BIG, "d1/large", "top")
+        for round_ in range(40):
+            for name in names:
+                with open(self.at(name), "r+b") as file:
+                    file.seek(5000 * round_ % 90_000)
+                    file.write(b"x" * 10)
+                self.write(f"new-{os.path.basename(name)}", b"y" * 5000)
+            support.run("cat", *map(self.at, names))
+            support.run("umount", self.where)
+            self.mount.ended()
+            self.mount.mount()
+
+
+class PackedRemounts(Remounts):
+    kind = "bcow+sketch=packed+sync=volatile"
 
 
 class AsynchronousWriting(UnionCase):
@@ -940,6 +990,13 @@ class Attributes(UnionCase):
 
     def test_reading_does_not_change_the_access_time(self):
         """On a host with strict access times."""
+        self.reads_and_compares_times()
+
+    def test_reading_does_not_change_the_access_time_with_noatime(self):
+        self.mount.access += ",noatime"
+        self.reads_and_compares_times()
+
+    def reads_and_compares_times(self):
         self.mount.unmount()
         memory = os.path.join(self.mount.directory, "noting")
         os.mkdir(memory)

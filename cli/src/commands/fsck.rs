@@ -453,6 +453,9 @@ fn check_file(
         report.findings.len(),
         begun.elapsed().as_millis()
     );
+    if let Some(writable) = &report.writable {
+        tracing::debug!("{}: {writable:?}", target.name);
+    }
     // This version cannot judge a file with unknown features.
     if report
         .findings
@@ -711,6 +714,15 @@ fn check_tree(
     // File content is checked with the blocks, and by `damaged_files`.
     let options = erofs_check::CheckOptions { read_data: false };
     let begun = std::time::Instant::now();
+    let superblock = filesystem.superblock();
+    tracing::debug!(
+        "{}: file system of {} blocks of {} bytes, metadata from byte {}, {} further devices",
+        path.display(),
+        superblock.blocks,
+        superblock.block_bytes,
+        superblock.metadata_offset,
+        superblock.devices.len()
+    );
     let found = erofs_check::check(&filesystem, &options);
     tracing::info!(
         "{}: file system of {} inodes checked in {} ms, {} findings",

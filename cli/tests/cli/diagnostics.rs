@@ -689,6 +689,11 @@ fn verbose_commands_log_reads_checks_and_writes() {
     ] {
         assert!(logged.contains(text), "{text}: {logged}");
     }
+    assert!(!logged.contains("DEBUG"), "{logged}");
+    let more = said(&["-vv"], &check);
+    for text in [": file system of ", " further devices", "DEBUG"] {
+        assert!(more.contains(text), "{text}: {more}");
+    }
     let logged = said(&["-vv"], &["cat", "oci:store:x", "etc/motd"]);
     assert!(logged.contains("oci:store:x: opened "), "{logged}");
     assert!(logged.contains("regions of 2^"), "{logged}");
@@ -697,13 +702,53 @@ fn verbose_commands_log_reads_checks_and_writes() {
 #[test]
 fn verbose_mount_logs_its_options() {
     let Some(place) = Place::new() else { return };
-    let said = said(&place.0, &["-v"], &["mount", "image.bcow", "mnt"]);
+    let logged = said(&place.0, &["-v"], &["mount", "image.bcow", "mnt"]);
     let how = match is_root() {
         true => " by mount(2)",
         false => " by fusermount3",
     };
     for text in ["image.bcow: opened ", how, "ready at ", "no upper"] {
-        assert!(said.contains(text), "{text}: {said}");
+        assert!(logged.contains(text), "{text}: {logged}");
     }
+    assert!(!logged.contains("DEBUG"), "{logged}");
     assert!(place.unmounted().contains("status 0"));
+    let more = said(&place.0, &["-vv"], &["mount", "image.bcow", "mnt"]);
+    assert!(
+        more.contains("DEBUG") && more.len() > logged.len(),
+        "{more}"
+    );
+    assert!(place.unmounted().contains("status 0"));
+}
+
+#[test]
+fn the_filter_of_the_environment_selects_what_is_logged() {
+    let sandbox = Sandbox::with_image();
+    let logged = |filter: &str, command: &[&str]| {
+        let mut command = sandbox.command(command);
+        let output = command.env("BCOW_LOG", filter).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{said}");
+        said
+    };
+    let convert = ["convert", "--force", "tar:sample.tar", "copy.bcow"];
+    let check = ["fsck", "--data", "image.bcow"];
+    for (command, info) in [
+        (&convert[..], "verified in "),
+        (&check[..], ", every byte, with "),
+    ] {
+        assert!(!logged("warn", command).contains("INFO"));
+        let said = logged("info", command);
+        assert!(said.contains(info) && !said.contains("DEBUG"), "{said}");
+        let said = logged("trace", command);
+        assert!(said.contains(info) && said.contains("DEBUG"), "{said}");
+        // Only one of the modules.
+        assert!(!logged("warn,no_such_module=trace", command).contains("INFO"));
+    }
+    if let Some(place) = Place::new() {
+        let mut command = place.0.command(&["mount", "image.bcow", "mnt"]);
+        let output = command.env("BCOW_LOG", "bcow=info").output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("ready at "), "{said}");
+        assert!(place.unmounted().contains("status 0"));
+    }
 }

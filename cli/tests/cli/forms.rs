@@ -291,6 +291,14 @@ fn oci_archive_has_the_content_of_the_layout() {
     assert_eq!(sandbox.read("out.tar"), archive);
     sandbox.ok(&["convert", "oci-archive:out.tar:v1", "back.bcow"]);
     assert_same_tree(&sandbox, "a.bcow", "back.bcow");
+    // `convert` writes a BCoW image into the archive, and no file of that name.
+    sandbox.ok(&["convert", "tar:a.tar", "oci-archive:made.tar"]);
+    assert!(sandbox.names().contains(&"made.tar".to_owned()));
+    assert!(!sandbox.path("oci-archive:made.tar").exists());
+    let refused = sandbox.shown(&["convert", "oci-archive:made.tar", "made.bcow"]);
+    assert!(refused.contains("with `bcow copy` first"), "{refused}");
+    sandbox.ok(&["copy", "oci-archive:made.tar", "oci:made:x"]);
+    assert_same_tree(&sandbox, "a.bcow", "oci:made:x");
     sandbox.ok(&["commit", "a.bcow", "--upper=upper", "oci-archive:new.tar"]);
     sandbox.ok(&["convert", "oci-archive:new.tar", "new.bcow"]);
     assert_eq!(sandbox.ok(&["cat", "new.bcow", "/new"]), b"new");

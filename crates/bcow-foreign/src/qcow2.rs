@@ -6,8 +6,8 @@
 //! of that name in a directory that the user gave. bcow takes the format from the image; it never
 //! detects the format.
 //!
-//! The module `header` checks headers before imago reads them. bcow guards all calls of imago
-//! against panics.
+//! The module `header` checks headers before imago reads them. Calls of imago that use the content
+//! of a file run under [`guarded`], which converts a panic to an error.
 
 mod header;
 
@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
 use bcow::{BlockDevice, Content, Error, Status};
 use imago::file::File as ImagoFile;
+use imago::format::drivers::FormatDriverInstance;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{FormatAccess, Mapping, Storage};
@@ -105,6 +106,15 @@ impl Qcow2Disk {
     }
 }
 
+impl Drop for Qcow2Disk {
+    /// After a panic, imago's own cleanup does not run either: its state may be inconsistent.
+    fn drop(&mut self) {
+        if self.broken.load(Ordering::Relaxed) {
+            std::mem::forget(Arc::clone(&self.format));
+        }
+    }
+}
+
 struct Opener<'a> {
     directories: &'a [PathBuf],
     files: Vec<PathBuf>,
@@ -145,7 +155,8 @@ impl Opener<'_> {
             let name = image.implicit_external_data_file().cloned();
             let found = self.find(path, "its data file", name.as_deref().unwrap_or_default())?;
             self.files.push(found.clone());
-            let data = ImagoFile::try_from(host::open_named(&found)?).map_err(failed)?;
+            let data = host::open_named(&found)?;
+            let data = guarded(|| ImagoFile::try_from(data)).map_err(failed)?;
             image.set_data_file(Some(data));
         } else {
             image.set_data_file(None);
@@ -158,7 +169,7 @@ impl Opener<'_> {
             None => None,
         };
         image.set_backing(backing);
-        Ok(Arc::new(FormatAccess::new(image)))
+        access(path, image)
     }
 
     fn backing(
@@ -180,14 +191,13 @@ impl Opener<'_> {
             Some("qcow2") => self.qcow2(&found, file),
             Some("raw" | "file") => {
                 self.files.push(found.clone());
-                let raw = ImagoFile::try_from(file)
-                    .and_then(|storage| Raw::open_image(storage, false))
-                    .map_err(|source| ForeignError::Io {
-                        action: "read",
-                        path: found,
-                        source,
-                    })?;
-                Ok(Arc::new(FormatAccess::new(raw)))
+                let raw = guarded(|| Raw::open_image(ImagoFile::try_from(file)?, false));
+                let raw = raw.map_err(|source| ForeignError::Io {
+                    action: "read",
+                    path: found.clone(),
+                    source,
+                })?;
+                access(&found, raw)
             }
             Some(other) => Err(refused(format!(
                 "bcow does not support its format {other:?}"
@@ -224,6 +234,18 @@ impl Opener<'_> {
             .find(|candidate| candidate.symlink_metadata().is_ok())
             .ok_or_else(|| refused("the allowed directories have no such file"))
     }
+}
+
+/// The requests' side of an opened file, for the disk or for the image above.
+fn access(
+    path: &Path,
+    image: impl FormatDriverInstance<Storage = ImagoFile> + 'static,
+) -> Result<Arc<Format>, ForeignError> {
+    let format = guarded(|| Ok(Arc::new(FormatAccess::new(image))));
+    format.map_err(|source| ForeignError::Qcow2 {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 impl BlockDevice for Qcow2Disk {
@@ -275,5 +297,46 @@ impl BlockDevice for Qcow2Disk {
             Mapping::Zero { .. } => status(known, Content::Hole, 0),
             _ => status(known, Content::Data, 1),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An index beyond the end, as in imago on values of an image that it does not check.
+    fn panics() -> io::Result<()> {
+        let table = [0u8; 2];
+        let _ = table[std::hint::black_box(7)];
+        Ok(())
+    }
+
+    #[test]
+    fn after_a_panic_each_request_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let file = File::create_new(&path).unwrap();
+        let mut writer =
+            crate::Qcow2Writer::new(&file, 1 << 20, crate::ClusterCompression::None).unwrap();
+        writer.data(&[7; 1 << 16]).unwrap();
+        writer.zeros((1 << 20) - (1 << 16)).unwrap();
+        writer.finish().unwrap();
+        let disk = Qcow2Disk::open(&path, &[]).unwrap();
+        let mut sector = [0; 4096];
+        disk.read_at(8192, &mut sector).unwrap();
+        assert_eq!(sector, [7; 4096]);
+
+        let error = disk.call_imago(8192, panics).unwrap_err();
+        assert!(matches!(error, Error::Io { offset: 8192, .. }), "{error}");
+        assert!(
+            format!("{error:?}").contains("index out of bounds"),
+            "{error:?}"
+        );
+        let failed = |result: Result<(), Error>| {
+            let error = result.unwrap_err();
+            assert!(format!("{error:?}").contains("failed before"), "{error:?}");
+        };
+        failed(disk.read_at(8192, &mut sector));
+        failed(disk.status(0, 4096).map(|_| ()));
     }
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{DISK_BYTES, MemoryDisk, Running, counting};
+use common::{Client, DISK_BYTES, MemoryDisk, Running, counting};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -387,15 +387,15 @@ fn rate_holds_a_client_back() {
 
 #[test]
 fn an_idle_server_ends_by_itself() {
-    // Long enough for a client to connect.
-    const IDLE: Duration = Duration::from_secs(2);
+    const IDLE: Duration = Duration::from_millis(500);
     let options = ServerOptions {
         exit_on_idle: Some(IDLE),
         ..ServerOptions::default()
     };
-    let server = Running::with(MemoryDisk::new(), options);
-    let mut client = server.client("image", Framing::Structured);
-    std::thread::sleep(IDLE + IDLE / 4);
+    // The server accepts this client first, however slow the machine is.
+    let (server, client) = Running::with_first(MemoryDisk::new(), options, Client::connect);
+    let mut client = client.negotiated("image", Framing::Structured);
+    std::thread::sleep(IDLE * 2);
     assert!(client.read(0, 512).is_ok(), "it was not idle");
     client.disconnect();
     let begin = Instant::now();

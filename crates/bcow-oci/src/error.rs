@@ -630,7 +630,7 @@ impl ConvertError {
             }
             E::AlreadyConverted { .. } => {
                 "`bcow export --to oci:DIR` makes an ordinary image of it; copy an image in an \
-                 archive to oci:DIR with `skopeo copy` first"
+                 archive to oci:DIR with `bcow copy` first"
             }
             E::HoldsImage {
                 form, source_text, ..

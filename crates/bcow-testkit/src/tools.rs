@@ -7,22 +7,26 @@ use std::process::Command;
 /// Whether to skip a test because the machine lacks `what`; `there` says whether it has it. If `CI`
 /// is set, a lack is a failure.
 pub fn lacks(what: &str, there: bool) -> bool {
+    lacks_on(std::env::var_os("CI").is_some(), what, there)
+}
+
+/// The same on a machine of continuous integration, or on another one.
+fn lacks_on(ci: bool, what: &str, there: bool) -> bool {
     if !there {
-        assert!(
-            std::env::var_os("CI").is_none(),
-            "{what} is missing, and CI is set"
-        );
+        assert!(!ci, "{what} is missing, and CI is set");
         // Not with `eprintln!`: the test harness captures its output unless a test fails.
         let _ = writeln!(std::io::stderr(), "SKIPPED: {what} is missing");
     }
     !there
 }
 
-/// Whether a program of this name is in the search path.
+/// Whether a program of this name is in the search path, or where Debian keeps those of root.
 pub fn has_program(name: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| {
-        std::env::split_paths(&path).any(|directory| directory.join(name).exists())
-    })
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let root = ["/usr/sbin".into(), "/sbin".into()];
+    std::env::split_paths(&path)
+        .chain(root)
+        .any(|directory| directory.join(name).is_file())
 }
 
 /// Whether to skip a test that makes images with owners and devices by mkfs.erofs.
@@ -41,4 +45,19 @@ pub fn make_erofs(tree: &Path, image: &Path, arguments: &[&str]) {
         .expect("mkfs.erofs starts");
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "mkfs.erofs: {errors}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_a_skip_and_with_ci_a_failure() {
+        let missing = has_program("no-program-has-this-name");
+        assert!(lacks_on(false, "a tool, for the test of skips,", missing));
+        assert!(!lacks_on(true, "a tool", has_program("sh")));
+        let failure = std::panic::catch_unwind(|| lacks_on(true, "a tool", missing)).unwrap_err();
+        let text = failure.downcast_ref::<String>().expect("a message");
+        assert_eq!(text, "a tool is missing, and CI is set");
+    }
 }

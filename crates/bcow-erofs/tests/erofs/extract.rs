@@ -16,6 +16,7 @@ use bcow_erofs::extract::{
 };
 use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
 use bcow_erofs::tree::*;
+use bcow_testkit::lacks;
 
 fn find(fs: &Filesystem, path: &str) -> Inode {
     let nid = fs.resolve(path.as_bytes()).unwrap().unwrap();
@@ -55,8 +56,8 @@ fn small() -> Filesystem {
 
 #[test]
 fn every_inode_of_a_tree_gets_its_type_attributes_and_content() {
-    if !rustix::process::geteuid().is_root() {
-        return eprintln!("SKIPPED: devices and owners need root");
+    if lacks("root", rustix::process::geteuid().is_root()) {
+        return;
     }
     let (tree, space) = everything();
     let fs = open(&space.image(&tree));
@@ -260,4 +261,32 @@ fn a_damaged_file_ends_the_extraction_or_is_left_out() {
     let extent = fs.extents(&find(&fs, "b"), 0).next().unwrap().unwrap();
     assert_eq!(extent.source, ExtentSource::Device { offset: start });
     assert!(damaged_files(&fs, &ranges, 0).is_empty());
+}
+
+#[test]
+fn an_owner_that_no_user_has_is_refused_and_nothing_is_left() {
+    for owner in [(u32::MAX, 0), (0, u32::MAX)] {
+        let space = Space::new(0);
+        let mut layer = LayerTree::new();
+        let attributes = attributes(0o644, owner.0, owner.1, 0);
+        let kind = NodeKind::Fifo;
+        put(&mut layer, "strange", Node { attributes, kind });
+        let fs = open(&space.image(&layer.into_tree().unwrap()));
+        let directory = tempfile::tempdir().unwrap();
+        let to = directory.path().join("to");
+        let options = ExtractOptions {
+            owners: true,
+            ..plain()
+        };
+        let file = find(&fs, "strange");
+        match extract(&fs, &file, b"strange", &to, &options, &()).unwrap_err() {
+            ExtractError::Owner { path, uid, gid } => {
+                assert_eq!((&path[..], (uid, gid)), (&b"strange"[..], owner));
+            }
+            other => panic!("{other}"),
+        }
+        assert!(!to.exists());
+        extract_all(&fs, &to, &plain()).unwrap();
+        assert!(to.join("strange").symlink_metadata().is_ok());
+    }
 }

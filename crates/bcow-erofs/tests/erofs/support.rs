@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
-use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
@@ -12,6 +11,7 @@ use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
 use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteOptions, device_table};
+use bcow_testkit::{has_program, lacks};
 
 pub const BLOCK: usize = 4096;
 
@@ -433,38 +433,16 @@ pub fn escape(bytes: &[u8]) -> String {
     text
 }
 
-/// Whether a tool is installed. Reports a missing tool; in CI, a missing tool is a failure.
+/// Whether a tool is installed. In CI, a missing tool is a failure.
 pub fn have(tool: &str) -> bool {
-    let dirs = std::env::var_os("PATH").unwrap_or_default();
-    let mut dirs: Vec<PathBuf> = std::env::split_paths(&dirs).collect();
-    dirs.extend(["/usr/sbin".into(), "/sbin".into()]);
-    if dirs.iter().any(|dir| dir.join(tool).is_file()) {
-        return true;
-    }
-    skip(&format!("{tool} is not installed"));
-    false
+    !lacks(tool, has_program(tool))
 }
 
 /// Whether the test may mount EROFS images.
 pub fn can_mount() -> bool {
-    if !rustix::process::geteuid().is_root() {
-        skip("mounting needs root");
-        return false;
-    }
     let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
-    if !known.contains("erofs") {
-        skip("the kernel has no EROFS");
-        return false;
-    }
-    true
-}
-
-fn skip(why: &str) {
-    assert!(
-        std::env::var_os("CI").is_none(),
-        "{why}, and CI should have it"
-    );
-    eprintln!("SKIPPED: {why}");
+    !lacks("root", rustix::process::geteuid().is_root())
+        && !lacks("EROFS of the kernel", known.contains("erofs"))
 }
 
 /// Asserts that fsck.erofs finds no error, in file contents either.

@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 use std::thread::JoinHandle;
@@ -134,6 +135,15 @@ impl Running {
     }
 
     pub fn with(disk: MemoryDisk, options: ServerOptions) -> Self {
+        Running::with_first(disk, options, |_| ()).0
+    }
+
+    /// The same; `before` is called with the path of the socket before the server accepts clients.
+    pub fn with_first<T>(
+        disk: MemoryDisk,
+        options: ServerOptions,
+        before: impl FnOnce(&Path) -> T,
+    ) -> (Self, T) {
         let disk = Arc::new(disk);
         let exports = Exports::new(vec![
             Export {
@@ -149,38 +159,29 @@ impl Running {
         ])
         .unwrap();
         let directory = tempfile::tempdir().unwrap();
-        let listener = Listener::unix(&directory.path().join("socket")).unwrap();
+        let socket = directory.path().join("socket");
+        let listener = Listener::unix(&socket).unwrap();
+        let made = before(&socket);
         let server = Server::new(exports, options).unwrap();
         let stopper = server.stopper();
         let thread = std::thread::spawn(move || server.serve(&[listener]));
-        Running {
+        let running = Running {
             disk,
             directory,
             stopper,
             thread: Some(thread),
-        }
+        };
+        (running, made)
     }
 
     /// A connection on which the client has sent no bytes.
     pub fn connect(&self) -> Client {
-        let stream = UnixStream::connect(self.directory.path().join("socket")).unwrap();
-        stream
-            .set_read_timeout(Some(Duration::from_secs(20)))
-            .unwrap();
-        Client {
-            stream,
-            framing: Framing::Simple,
-            cookie: 0,
-        }
+        Client::connect(&self.directory.path().join("socket"))
     }
 
     /// A connection in the transmission phase.
     pub fn client(&self, export: &str, framing: Framing) -> Client {
-        let mut client = self.connect();
-        client.greet();
-        client.negotiate(framing);
-        client.go(export);
-        client
+        self.connect().negotiated(export, framing)
     }
 
     /// Like [`Running::client`], with both metadata contexts selected.
@@ -251,6 +252,27 @@ pub struct Chunk {
 }
 
 impl Client {
+    /// A connection to a server's socket on which the client has sent no bytes.
+    pub fn connect(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        Client {
+            stream,
+            framing: Framing::Simple,
+            cookie: 0,
+        }
+    }
+
+    /// The connection in the transmission phase.
+    pub fn negotiated(mut self, export: &str, framing: Framing) -> Self {
+        self.greet();
+        self.negotiate(framing);
+        self.go(export);
+        self
+    }
+
     pub fn send(&mut self, bytes: &[u8]) {
         self.stream.write_all(bytes).unwrap();
     }

@@ -2,8 +2,8 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, SystemTime};
 
 use bcow::Storage;
@@ -12,7 +12,7 @@ use bcow_remote::{
 };
 
 use crate::server::{Asked, Reply, Server};
-use crate::{cache_directory, good, image, open, options, read_all};
+use crate::{TIMEOUT, cache_directory, good, image, open, options, read_all};
 
 fn limited(directory: &Path, limit: u64) -> Options {
     let cache = Cache::open(directory).expect("a cache");
@@ -284,18 +284,30 @@ fn warm_fetches_all_with_several_requests_at_a_time_and_nothing_twice() {
     let cache = cache_directory();
     let (bytes, root) = image(1);
     let file = Arc::clone(&bytes);
-    let running = Arc::new(AtomicUsize::new(0));
-    let most = Arc::new(AtomicUsize::new(0));
-    let (now, peak) = (Arc::clone(&running), Arc::clone(&most));
+    // The first request of `warm` gets its answer when a second one has come.
+    let requests = Arc::new((Mutex::new(0), Condvar::new()));
+    let warms = Arc::new(AtomicBool::new(false));
+    let alone = Arc::new(AtomicBool::new(false));
+    let (counted, begun, timed_out) = (
+        Arc::clone(&requests),
+        Arc::clone(&warms),
+        Arc::clone(&alone),
+    );
     let server = Server::start(move |_| {
-        peak.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-        std::thread::sleep(Duration::from_millis(50));
-        now.fetch_sub(1, Ordering::SeqCst);
+        if begun.load(Ordering::SeqCst) {
+            let (number, came) = &*counted;
+            let mut number = number.lock().expect("no panic");
+            *number += 1;
+            came.notify_all();
+            let waited = came.wait_timeout_while(number, TIMEOUT / 2, |number| *number < 2);
+            timed_out.fetch_or(waited.expect("no panic").1.timed_out(), Ordering::SeqCst);
+        }
         Reply::File(file.clone())
     });
     let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    warms.store(true, Ordering::SeqCst);
     assert_eq!(warm(&remote).expect("fetches"), bytes.len() as u64);
-    assert!(most.load(Ordering::SeqCst) > 1, "one request at a time");
+    assert!(!alone.load(Ordering::SeqCst), "one request at a time");
     drop(remote);
     assert!(std::fs::read(path(cache.path(), root)).expect("reads") == **bytes);
     let asked = server.asked().len();

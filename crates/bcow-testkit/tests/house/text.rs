@@ -37,6 +37,23 @@ fn texts_use_the_words_of_the_field() {
     super::expect_none("words", &lines_with(has_listed_word));
 }
 
+/// What a test prints for a machine that lacks something, and the variable that makes it fail there.
+/// Only `lacks` uses them, so that no test passes in CI without having run.
+const SKIPS: [&str; 3] = ["SKIPPED", "skipped: ", "\"CI\""];
+const LACKS: &str = "crates/bcow-testkit/src/tools.rs";
+
+#[test]
+fn tests_are_skipped_by_lacks_alone() {
+    let mut found = lines_with(is_skip);
+    assert!(found.remove(LACKS).is_some(), "{LACKS} skips no test");
+    found.retain(|file, _| file.ends_with(".rs") && file.contains("tests/"));
+    super::expect_none("skips without `lacks`", &found);
+}
+
+fn is_skip(line: &str) -> bool {
+    !line.trim_start().starts_with("//") && SKIPS.iter().any(|text| line.contains(text))
+}
+
 #[test]
 fn a_homely_word_and_a_long_line_are_found() {
     assert!(has_listed_word("/// Nobody's upper"));
