@@ -19,6 +19,9 @@ use crate::patience::Patience;
 const CONNECTIONS: usize = 16;
 /// Largest size of the headers of an answer.
 const HEADER_BYTES: usize = 64 << 10;
+/// Largest rest of an answer that is read so that its connection can be used again. A longer one
+/// would take longer than a new connection.
+const MAX_REST_BYTES: usize = 16 << 10;
 /// Time for a connection, TLS included.
 const CONNECT: Duration = Duration::from_secs(10);
 /// The lowest rate at which a server may take a stream, in bytes per second.
@@ -332,6 +335,20 @@ impl AnswerBody {
             if bytes.len() as u64 > most {
                 let why = format!("it has more than {most} bytes");
                 return Err(Problem::Answer(why).for_good());
+            }
+        }
+    }
+
+    /// Reads to the end of the answer, if that is near. Without this, the connection is closed, and
+    /// the next request makes a new one: ureq learns of the end by a read that returns 0.
+    pub(crate) fn finish(mut self) {
+        let mut rest = [0; 4 << 10];
+        let mut done = 0;
+        while done <= MAX_REST_BYTES {
+            match self.read(&mut rest) {
+                Ok(count) if count > 0 => done += count,
+                // A failed connection is not used again either.
+                _ => return,
             }
         }
     }

@@ -704,6 +704,9 @@ impl RemoteFile {
             sink(chunk, &self.keep(chunk, bytes, run.purpose));
             *done += 1;
         }
+        if left == 0 {
+            body.finish();
+        }
         match *done > first {
             true => Ok(()),
             false => Err(Problem::Answer("it is shorter than a chunk".into()).for_now()),
@@ -761,6 +764,7 @@ fn head_of_part(
 ) -> Result<Head, Fault> {
     let mut bytes = vec![0; length as usize];
     body.read_exact(&mut bytes)?;
+    body.finish();
     let (header, slots) = parse_head(&bytes, pin)?;
     if let Some(total) = total {
         let is_whole = header.check_file_length(total);

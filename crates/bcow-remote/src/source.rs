@@ -142,6 +142,7 @@ impl Source {
             }
             let location = answer.header("location").unwrap_or_default();
             address = address.join(location).map_err(Problem::for_good)?;
+            answer.body.finish();
             tracing::debug!("{} redirects to {address}", self.address);
         }
         Err(Problem::Redirects(MAX_REDIRECTS).for_good())
@@ -183,7 +184,7 @@ impl Source {
         }
         // The request ends before the one for a token begins.
         let challenge = answer.headers;
-        drop(answer.body);
+        answer.body.finish();
         let sent = authorization.as_deref();
         auth.accept_challenge(&challenge, sent, &self.client, &self.address, patience)?;
         let authorization = auth.header(&self.client, &self.address, patience)?;

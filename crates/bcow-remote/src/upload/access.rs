@@ -68,7 +68,7 @@ impl Access {
             return Ok(answer);
         }
         let challenge = answer.headers;
-        drop(answer.body);
+        answer.body.finish();
         let sent = authorization.as_deref();
         self.auth
             .accept_challenge(&challenge, sent, client, &self.base, patience)?;

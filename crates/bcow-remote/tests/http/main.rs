@@ -136,6 +136,21 @@ fn image_opens_with_few_bytes() {
 }
 
 #[test]
+fn requests_one_after_the_other_use_one_connection() {
+    let (file, root) = image(1);
+    let cache = cache_directory();
+    let server = good(&file);
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    for place in [3 << 20, 1 << 20, 2 << 20] {
+        remote.read_at(place, &mut [0; 4096]).expect("reads");
+    }
+    let asked = server.asked();
+    assert!(asked.len() > 4, "{} requests", asked.len());
+    let first = asked[0].connection;
+    assert!(asked.iter().all(|asked| asked.connection == first));
+}
+
+#[test]
 fn sequential_reads_take_few_requests() {
     let (file, _) = image(1);
     let server = good(&file);

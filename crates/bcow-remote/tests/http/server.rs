@@ -11,6 +11,8 @@ use std::time::Duration;
 pub struct Asked {
     /// Counts the requests from 0.
     pub number: usize,
+    /// The same for requests on one connection.
+    pub connection: u16,
     pub method: String,
     pub path: String,
     /// First and last byte.
@@ -126,9 +128,11 @@ fn serve(
     stream.set_write_timeout(Some(PATIENCE)).ok()?;
     let mut reader = BufReader::new(stream.try_clone().ok()?);
     let mut stream = stream;
+    let connection = stream.peer_addr().ok()?.port();
     while !stop.load(Ordering::SeqCst) {
         let mut request = read_request(&mut reader)?;
         request.number = asked.lock().ok()?.len();
+        request.connection = connection;
         let cut = cut(&request);
         let length = request.header("content-length");
         let length: usize = length.and_then(|text| text.parse().ok()).unwrap_or(0);
@@ -209,6 +213,7 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Asked> {
         });
     Some(Asked {
         number: 0,
+        connection: 0,
         method,
         path,
         range,
