@@ -1,8 +1,6 @@
 """A client of containerd's CRI services (images and pods), written from the published protocol: the
 fields that the tests use."""
 
-import grpc
-
 import snapshots
 
 # As in snapshots.MESSAGES.
@@ -54,7 +52,7 @@ class Client:
     CLASSES = snapshots.message_classes(MESSAGES)
 
     def __init__(self, socket):
-        self.channel = grpc.insecure_channel(f"unix:{socket}")
+        self.channel = snapshots.grpc.insecure_channel(f"unix:{socket}")
 
     def __getattr__(self, method):
         service, *names = METHODS[method]

@@ -5,6 +5,9 @@ import os
 import signal
 import subprocess
 
+# grpc's handlers of fork, which are on by default, can abort the process. What the tests fork makes
+# no calls.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
