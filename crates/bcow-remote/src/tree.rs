@@ -5,6 +5,7 @@
 //! level has the root. The top level of the stored tree is the root itself, and is never fetched.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, MerkleTree};
@@ -163,6 +164,12 @@ impl Chunks {
     /// The number of levels.
     pub(crate) fn levels(&self) -> usize {
         self.levels.len()
+    }
+
+    /// The bytes of the file that a level takes up.
+    pub(crate) fn level_range(&self, level: usize) -> Range<u64> {
+        let Level { offset, bytes } = self.levels[level];
+        offset..offset + bytes
     }
 
     /// The chunks of a level that the bytes from `start` to before `end` of the file touch: the

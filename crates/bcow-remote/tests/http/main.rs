@@ -136,11 +136,22 @@ fn image_opens_with_few_bytes() {
 }
 
 #[test]
-fn requests_one_after_the_other_use_one_connection() {
+fn image_with_a_known_root_opens_with_two_requests() {
     let (file, root) = image(1);
+    let server = good(&file);
+    let remote = open(&server, options(None), Some(root)).expect("opens");
+    let opened = Image::open_storage(Arc::new(remote), &OpenOptions::default()).expect("an image");
+    opened.metadata().expect("metadata");
+    let ranges: Vec<_> = server.asked().iter().map(|asked| asked.range).collect();
+    assert!(ranges.len() <= 2, "{ranges:?}");
+}
+
+#[test]
+fn requests_one_after_the_other_use_one_connection() {
+    let (file, _) = image(1);
     let cache = cache_directory();
     let server = good(&file);
-    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    let remote = open(&server, options(Some(&cache)), None).expect("opens");
     for place in [3 << 20, 1 << 20, 2 << 20] {
         remote.read_at(place, &mut [0; 4096]).expect("reads");
     }
