@@ -218,13 +218,13 @@ impl RemoteFile {
         RemoteFile::with_head(shared, sources, head, pin.is_some()).map_err(|(error, _)| error)
     }
 
-    /// Opens a file by its beginning, which may be wrong. With `is_claimed`, no other process
-    /// fetches the parts that opening an image reads.
+    /// Opens a file by its beginning, which may be wrong. With `is_pinned`, the root was known
+    /// before, and no other process with this cache fetches the parts that opening an image reads.
     fn with_head(
         shared: Arc<Shared>,
         sources: Sources,
         head: Head,
-        is_claimed: bool,
+        is_pinned: bool,
     ) -> Result<Self, (RemoteError, Parts)> {
         let Head {
             bytes,
@@ -238,7 +238,7 @@ impl RemoteFile {
         let cached = cached.or_else(|| shared.options.cache.as_ref()?.file(&root?));
         let file = RemoteFile::with_header(shared, sources, &header, slots, cached)
             .map_err(|(problem, parts)| (problem.at(place), parts))?;
-        if is_claimed && !is_whole {
+        if is_pinned && !is_whole {
             file.fetch_opening();
         }
         let checked = file

@@ -1,8 +1,8 @@
 //! The parts of a file that opening an image reads, requested at the same time.
 //!
-//! Read one after the other, each part leads to the next: the upper levels of the Merkle tree to
-//! the hashes of the first and the last chunks, and these to the header and to the metadata of the
-//! image, which is at the end of the file (spec section 4). Far from the server, each of these
+//! Read one after the other, each part leads to the next: the upper levels of the Merkle tree (spec
+//! section 9) to the hashes of the first and the last chunks, and these to the header and to the
+//! metadata of the image, which is at the end of the file. Far from the server, each of these
 //! steps takes the time of a request.
 
 use std::ops::Range;
