@@ -449,6 +449,26 @@ class Pods(WithRegistry, WithContainerd):
         """Bytes that containerd has fetched."""
         return allocated(os.path.join(self.place, "lib", "io.containerd.content.v1.content"))
 
+    def repeated(self, start):
+        """What the call answers that mounts a container's root; it is repeated as in ctr()."""
+        for _ in range(4):
+            try:
+                return start()
+            except RpcError as error:
+                if "failed with ECHILD" not in error.details():
+                    raise
+        return start()
+
+    def start_container(self, **fields):
+        made = self.cri.CreateContainer(**fields).container_id
+        try:
+            self.cri.StartContainer(container_id=made)
+        except RpcError:
+            # It cannot be started a second time.
+            self.cri.RemoveContainer(container_id=made)
+            raise
+        return made
+
     def run_in(self, name, script, *options):
         done = self.ctr("run", "--snapshotter", "bcow", *options, self.name, name, "/bin/sh", "-ec",
                         script)
@@ -505,15 +525,14 @@ class Pods(WithRegistry, WithContainerd):
         node = {"network": 2, "pid": 1, "ipc": 2}
         config = {"metadata": {"name": "p", "uid": "u", "namespace": "n"}, "log_directory": "",
                   "linux": {"security_context": {"namespace_options": node}}}
-        pod = self.cri.RunPodSandbox(config=config).pod_sandbox_id
+        pod = self.repeated(lambda: self.cri.RunPodSandbox(config=config)).pod_sandbox_id
         try:
             for name, image, expected in (("a", images[0], b"3"), ("b", images[1], b"4")):
                 container = {"metadata": {"name": name}, "image": {"image": image},
                              "command": ["/bin/sleep", "1000000"],
                              "linux": {"security_context": {"namespace_options": node}}}
-                made = self.cri.CreateContainer(pod_sandbox_id=pod, config=container,
-                                                sandbox_config=config).container_id
-                self.cri.StartContainer(container_id=made)
+                made = self.repeated(lambda container=container: self.start_container(
+                    pod_sandbox_id=pod, config=container, sandbox_config=config))
                 script = "echo 1 >/written; cat /written both; cat top other 2>/dev/null; true"
                 done = self.cri.ExecSync(container_id=made, cmd=["/bin/sh", "-c", script],
                                          timeout=60)
