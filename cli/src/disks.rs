@@ -1,13 +1,14 @@
 //! Disks and the files below them, opened as the options of the command line allow.
 
 use std::fs::File;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::chain::{
     self, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share, UrlFailure, Urls,
 };
-use bcow::format::{BackingName, FormatError, State, Use};
+use bcow::format::{BackingName, FormatError, Header, State, Use};
 use bcow::lock::FileLock;
 use bcow::{Disk, Error, Image, LockFileError, LockedFile, OpenOptions, header_of};
 use bcow_oci::ImageName;
@@ -47,15 +48,22 @@ pub struct Problem {
 
 /// Whether the file at `path` is a disk, according to its header.
 pub fn is_disk(path: &Path) -> bool {
-    let file = File::open(path).ok();
-    file.and_then(|file| header_of(&file))
-        .is_some_and(|header| header.purpose != Use::Image)
+    header_at(path).is_some_and(|header| header.purpose != Use::Image)
+}
+
+/// The header of the file at `path`, if it has a valid one. A pipe is not opened: that would wait
+/// for a writer.
+fn header_at(path: &Path) -> Option<Header> {
+    let kind = path.metadata().ok()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return None;
+    }
+    header_of(&File::open(path).ok()?)
 }
 
 /// Whether the file at `path` is a disk that is not sealed, according to its header.
 pub fn is_writable_disk(path: &Path) -> bool {
-    let file = File::open(path).ok();
-    file.and_then(|file| header_of(&file))
+    header_at(path)
         .is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
 }
 

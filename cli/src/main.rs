@@ -20,6 +20,7 @@ mod image;
 mod interrupt;
 mod kernel_upper;
 mod metrics;
+mod mount_users;
 mod names;
 mod new_file;
 mod over_view;

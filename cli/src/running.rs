@@ -308,7 +308,7 @@ pub fn describe(pid: u32) -> String {
 }
 
 /// The command line of a process, truncated if it is long.
-fn command(pid: u32) -> Option<String> {
+pub fn command(pid: u32) -> Option<String> {
     const MAX: usize = 200;
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let words: Vec<_> = line

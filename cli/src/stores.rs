@@ -1,6 +1,7 @@
 //! Names of images, the directories in which their layers and backings are found, and the errors of
 //! images that do not open.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use bcow::chain::Share;
@@ -157,6 +158,13 @@ pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
                       (oci:DIR)"
                 .to_owned(),
         }));
+    }
+    let kind = metadata.file_type();
+    if kind.is_fifo() || kind.is_socket() || kind.is_char_device() {
+        return Err(CommandError::new(format!(
+            "cannot open {}: it is a pipe, a socket or a character device",
+            path.display()
+        )));
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ import struct
 import tempfile
 import unittest
 
-from support import WORK, assert_refused, bcow, need, run
+from support import BCOW, WORK, assert_refused, bcow, for_everyone, need, run
 
 MEBIBYTE = 1 << 20
 # A tree of a real system for the file system in a disk. A larger one takes more time.
@@ -434,6 +434,32 @@ class Chains(Directory):
                          mention=("written by bcow serve, process 7",))
             bcow("convert", "-U", "disk.bcow", "raw:x")
         bcow("resize", "top.bcow", "+1M")
+
+    def test_a_pipe_is_not_opened(self):
+        os.mkfifo("pipe")
+        os.mkdir("mnt")
+        mention = "cannot open pipe: it is a pipe, a socket or a character device"
+        for command in (("inspect", "pipe"), ("mount", "pipe", "mnt"), ("resize", "pipe", "+1M"),
+                        ("map", "pipe"), ("create", "-b", "pipe", "new.bcow")):
+            self.refused(*command, mention=(mention,))
+
+    @unittest.skipUnless(os.geteuid() == 0, "changes owners")
+    def test_a_rewritten_disk_stays_with_its_group(self):
+        """Of another user than the owner: in a shared directory, through the group or for all."""
+        need("setpriv")
+        shared, own, user = 4321, 4322, 4323
+        os.chmod(".", 0o777)
+        for groups, mode, expected in ((f"--groups={shared}", 0o660, (shared, 0o660)),
+                                       # That user may write, but not give the file to the group.
+                                       ("--clear-groups", 0o666, (own, 0o606))):
+            bcow("create", "-q", "-s", "1M", "disk.bcow")
+            os.chown("disk.bcow", 0, shared)
+            os.chmod("disk.bcow", mode)
+            run("setpriv", f"--reuid={user}", f"--regid={own}", groups, for_everyone(BCOW),
+                "compact", "disk.bcow")
+            stat = os.stat("disk.bcow")
+            self.assertEqual((stat.st_gid, stat.st_mode & 0o7777), expected)
+            os.remove("disk.bcow")
 
 
 if __name__ == "__main__":

@@ -635,8 +635,7 @@ class ContainerdCache(Scratch):
                 source = sequences.write_layout([low, [entry]], self.path(f"odd-{number}"))
                 failed = bcow("convert", source, f"containerd-cache:{cache}", check=False)
                 assert_refused(self, failed, mention)
-                self.assertEqual(os.listdir(cache), [])
-        os.rmdir(cache)
+                self.assertFalse(os.path.exists(cache))
         layout = self.path("layout")
         bcow("convert", self.source, f"oci:{layout}:x")
         for source, options, mention in (

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{Document, Process};
-use bcow_fuse::{Ended, Ending, MountedImage, WhenBusy};
+use bcow_fuse::{Ended, Ending, MountError, MountedImage, WhenBusy};
 
 use crate::ask::{self, Answer};
 use crate::commands::mount::failure;
 use crate::error::CommandError;
+use crate::mount_users;
 use crate::names::printable;
 use crate::running::{self, Server, State};
 use crate::ui::Ui;
@@ -61,7 +62,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         _ => Some(Unresponsive::examine(&mount)),
     };
     let trace = document.as_ref().and_then(TraceFile::of);
-    bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;
+    bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| match error {
+        MountError::Busy(_) => mount_users::describe(&mount)
+            .into_iter()
+            .fold(failure(&error), CommandError::caused_by_text),
+        _ => failure(&error),
+    })?;
     if let Some(document) = &document {
         let store = Store::of(document);
         let waited = match (&store, &trace) {

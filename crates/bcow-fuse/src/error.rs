@@ -187,8 +187,7 @@ impl MountError {
             MountError::Kernel(error) => error.hint(),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
             MountError::Busy(_) => Some(
-                "`fuser -vm DIR` lists the processes; `bcow umount --lazy` detaches the mount now, \
-                 and the mount ends with its last user",
+                "`bcow umount --lazy` detaches the mount now, and the mount ends with its last user",
             ),
             _ => None,
         }

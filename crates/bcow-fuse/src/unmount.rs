@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
@@ -10,10 +11,17 @@ use crate::error::MountError;
 use crate::helper::run_unmount_helper;
 use crate::mountinfo::{self, Door, MountEntry};
 
+/// For how long the unmount of a mount in use is tried again. Such a use is often about to end: a
+/// process that has just been forked has the open files of its parent until it executes its
+/// program, and a killed process has its own until it has ended.
+const TRIES_WITHIN: Duration = Duration::from_millis(500);
+/// The first pause between two tries. Each further pause is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+
 /// The action for a mount that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WhenBusy {
-    /// Fail and leave it mounted.
+    /// Fail and leave it mounted, if the use does not end within half a second.
     #[default]
     Fail,
     /// Detach it from the tree now. The kernel ends it when its last user is gone.
@@ -101,6 +109,16 @@ impl MountedImage {
     pub fn places(&self) -> Vec<PathBuf> {
         mountinfo::places_of(&self.device).unwrap_or_default()
     }
+
+    /// The other mounts at or below this mount, which keep it in use.
+    pub fn mounts_above(&self) -> Vec<PathBuf> {
+        let is_above = |entry: &MountEntry| {
+            entry.device != self.device && entry.target.starts_with(&self.path)
+        };
+        let mounts = mountinfo::mounts().unwrap_or_default();
+        let above = mounts.into_iter().filter(is_above);
+        above.map(|entry| entry.target).collect()
+    }
 }
 
 /// Unmounts the BCoW image that is mounted at `target`. Its daemon then exits by itself.
@@ -112,14 +130,37 @@ pub fn unmount(target: &Path, when_busy: WhenBusy) -> Result<(), MountError> {
         WhenBusy::Fail => (UnmountFlags::empty(), &[]),
         WhenBusy::Detach => (UnmountFlags::DETACH, &["-z"]),
     };
-    match rustix::mount::unmount(&resolved, flags | UnmountFlags::NOFOLLOW) {
-        Ok(()) => Ok(()),
-        Err(Errno::PERM) => run_unmount_helper(&resolved, arguments),
-        Err(Errno::BUSY) => Err(MountError::Busy(target.to_owned())),
-        Err(errno) => Err(MountError::Unmount {
-            path: target.to_owned(),
-            source: errno.into(),
-        }),
+    let unmounted = until_unused(TRIES_WITHIN, || {
+        match rustix::mount::unmount(&resolved, flags | UnmountFlags::NOFOLLOW) {
+            Ok(()) => Ok(()),
+            Err(Errno::PERM) => run_unmount_helper(&resolved, arguments),
+            Err(Errno::BUSY) => Err(MountError::Busy(resolved.clone())),
+            Err(errno) => Err(MountError::Unmount {
+                path: target.to_owned(),
+                source: errno.into(),
+            }),
+        }
+    });
+    match unmounted {
+        Err(MountError::Busy(_)) => Err(MountError::Busy(target.to_owned())),
+        other => other,
+    }
+}
+
+/// Tries to unmount, and tries again while the mount is in use, for at most `patience`.
+fn until_unused(
+    patience: Duration,
+    mut unmount: impl FnMut() -> Result<(), MountError>,
+) -> Result<(), MountError> {
+    let start = Instant::now();
+    let mut pause = FIRST_PAUSE;
+    loop {
+        match unmount() {
+            Err(MountError::Busy(_)) if start.elapsed() < patience => {}
+            other => return other,
+        }
+        std::thread::sleep(pause);
+        pause *= 2;
     }
 }
 
@@ -151,6 +192,24 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let error = unmount(directory.path(), WhenBusy::Fail).unwrap_err();
         assert!(matches!(error, MountError::NotMounted(_)), "{error}");
+    }
+
+    #[test]
+    fn a_use_that_ends_soon_does_not_keep_a_mount() {
+        let busy = || Err(MountError::Busy("/mnt".into()));
+        let mut outcomes = vec![Ok(()), busy(), busy()];
+        let patience = Duration::from_secs(3600);
+        until_unused(patience, || outcomes.pop().unwrap()).unwrap();
+        assert!(outcomes.is_empty());
+        // Another failure ends the tries, and so does the end of the patience.
+        let mut outcomes = vec![Ok(()), Err(MountError::NotMounted("/mnt".into())), busy()];
+        let failed = until_unused(patience, || outcomes.pop().unwrap());
+        assert!(
+            matches!(failed, Err(MountError::NotMounted(_))),
+            "{failed:?}"
+        );
+        let failed = until_unused(Duration::ZERO, busy);
+        assert!(matches!(failed, Err(MountError::Busy(_))), "{failed:?}");
     }
 
     #[test]

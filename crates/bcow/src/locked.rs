@@ -101,15 +101,23 @@ impl LockedFile {
         self.file.clone()
     }
 
-    /// Gives a new file the mode and, where the host allows it, the owner of this file, whose place
-    /// it may take.
+    /// Gives a new file the mode and, where the host allows it, the owner and the group of this
+    /// file, whose place it may take. If the host refuses the group, the new file's group gets no
+    /// permission: the old file may have denied it.
     pub fn pass_attributes(&self, new: &NewFile) -> io::Result<()> {
+        use std::os::unix::fs::fchown;
         let metadata = self.file.metadata()?;
-        // An ordinary user cannot change the owner, and owns both files.
         let (user, group) = (Some(metadata.uid()), Some(metadata.gid()));
-        let _ = std::os::unix::fs::fchown(new.file(), user, group);
-        let mode = std::fs::Permissions::from_mode(metadata.mode() & 0o7777);
-        new.file().set_permissions(mode)
+        let mut mode = metadata.mode() & 0o7777;
+        // A user who is not root can only give the file to another of the user's groups.
+        if fchown(new.file(), user, group).is_err()
+            && fchown(new.file(), None, group).is_err()
+            && new.file().metadata()?.gid() != metadata.gid()
+        {
+            mode &= !0o2070;
+        }
+        new.file()
+            .set_permissions(std::fs::Permissions::from_mode(mode))
     }
 }
 
@@ -123,10 +131,12 @@ pub fn header_of(storage: &dyn Storage) -> Option<Header> {
 fn check_writable(header: &Header) -> Result<(), LockFileError> {
     match header.purpose {
         _ if header.state == State::Sealed => Err(LockFileError::Sealed),
+        // An image is always sealed.
+        Use::Image => Err(LockFileError::Sealed),
         Use::Disk if header.features.has_incompatible(incompatible::WINDOWS) => {
             Err(LockFileError::Windows)
         }
         Use::Disk => Ok(()),
-        Use::Image | Use::Sketch => Err(LockFileError::Sketch),
+        Use::Sketch => Err(LockFileError::Sketch),
     }
 }

@@ -6,7 +6,7 @@ use bcow_remote::{Prune, Pruned};
 use bcow_view::{Removal, Remove};
 use serde_json::json;
 
-use super::{DirectoryArgs, Views, cannot_read};
+use super::{DirectoryArgs, Views};
 use crate::cache::Found;
 use crate::error::{CommandError, Context};
 use crate::running;
@@ -51,7 +51,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let pruned = match args.directory.find()? {
         Found::Cache(cache) => cache
             .prune(of_files)
-            .context(|| cannot_read(cache.path()))?,
+            .context(|| format!("cannot remove files from {}", cache.path().display()))?,
         Found::Missing(_) => Pruned::default(),
     };
     let of_views = match which {

@@ -1,6 +1,6 @@
 //! `bcow cache verify`
 
-use bcow_remote::EntryKind;
+use bcow_remote::{CacheEntry, EntryKind};
 use bcow_view::{Remove, ViewEntry};
 use serde_json::{Value, json};
 
@@ -16,7 +16,8 @@ use crate::ui::Ui;
 ///
 /// The command reads every cached byte. Damaged chunks are punched out of their files, and fetched
 /// again when they are needed. Files that do not belong to the cache are reported and kept. Views
-/// whose bytes do not match their checksums are removed, and made again when they are needed.
+/// whose bytes do not match their checksums are removed, and made again when they are needed. The
+/// exit status is 0 also if damaged data was removed, because bcow fetches it again.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.cache-verify/1)
@@ -39,7 +40,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             let progress = ui.progress();
             progress.phase("verifying");
-            progress.total(Some(entries.iter().map(|entry| entry.held_bytes).sum()));
+            let is_file = |entry: &&CacheEntry| matches!(entry.kind, EntryKind::File(_));
+            let held = entries.iter().filter(is_file);
+            progress.total(Some(held.map(|entry| entry.held_bytes).sum()));
             for entry in entries {
                 let cannot =
                     || format!("cannot verify {}", cache.path().join(&entry.name).display());

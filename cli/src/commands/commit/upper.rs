@@ -95,12 +95,13 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         Destination::Tar(output) => commit.archive(changes, output.as_deref()),
         Destination::Layout(layout) => commit.layout(changes, &layout),
         Destination::File(path) => commit.file(changes, &path),
-        // Refused or resolved before anything was opened.
         Destination::Raw(_)
         | Destination::Qcow2(_)
         | Destination::Registry(_)
         | Destination::S3(_)
-        | Destination::ContainerdCache(_) => Ok(()),
+        | Destination::ContainerdCache(_) => Err(CommandError::usage(
+            "the changes of an upper cannot be written to this destination",
+        )),
     }
 }
 
@@ -252,6 +253,9 @@ impl UpperCommit<'_> {
             .chain(parts);
         for image in images.filter(|image| is_referable(image) && !is_beside(image)) {
             let remedy = match image.opened().is_stack() {
+                _ if image.remote().is_some() => {
+                    "copy it there with `bcow copy`, or name the place of a copy with --store"
+                }
                 true => "name its layout with --store",
                 false => "put it there, or name its place with --store",
             };

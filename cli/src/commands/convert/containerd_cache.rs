@@ -4,7 +4,7 @@
 //! The names are `DIR/sha256/XX/DIFFID.erofs`, where XX is the begin of DIFFID.
 
 use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -21,8 +21,8 @@ use crate::names::quoted;
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
-/// Writes the layers of `source` into `directory`. A file that is there is kept: containerd may
-/// have it mounted.
+/// Writes the layers of `source` into `directory`, which is made if it is missing. A file that is
+/// there is kept: containerd may have it mounted.
 pub fn run(
     args: &Args,
     source: &Source,
@@ -32,7 +32,37 @@ pub fn run(
 ) -> Result<(), CommandError> {
     check(args, source)?;
     let cannot = || format!("cannot write containerd-cache:{}", directory.display());
-    fs::create_dir_all(directory).context(cannot)?;
+    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
+    let made = fs::create_dir_all(directory).context(cannot);
+    let written = made.and_then(|()| {
+        for new in &missing {
+            let parent = new.parent().filter(|parent| !parent.as_os_str().is_empty());
+            sync(parent.unwrap_or(Path::new("."))).context(cannot)?;
+        }
+        write(args, source, directory, options, ui)
+    });
+    if written.is_err() {
+        for new in missing {
+            // A directory with files is kept: each of them is complete.
+            let _ = fs::remove_dir(new);
+        }
+    }
+    written
+}
+
+fn sync(directory: &Path) -> io::Result<()> {
+    File::open(directory)?.sync_all()
+}
+
+fn write(
+    args: &Args,
+    source: &Source,
+    directory: &Path,
+    options: &ConvertOptions,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let cannot = || format!("cannot write containerd-cache:{}", directory.display());
     // Beside the files, so that each gets its name by a link.
     let scratch = tempfile::Builder::new()
         .prefix(".bcow-")
@@ -53,8 +83,9 @@ pub fn run(
         let diff_id = layer.diff_id.to_string();
         let digest = layer.digest.to_string();
         let (Some(name), Some(blob)) = (digits(&diff_id), digits(&digest)) else {
-            return Err(CommandError::new(cannot())
-                .caused_by_text(format!("the diffID {diff_id} is not a SHA-256")));
+            return Err(CommandError::new(cannot()).caused_by_text(format!(
+                "the diffID {diff_id} or the digest {digest} of its file is not a SHA-256"
+            )));
         };
         let blob = layout.directory.join("blobs/sha256").join(blob);
         require_overlayfs(&blob, &diff_id).map_err(|error| {
@@ -76,9 +107,7 @@ pub fn run(
             linked => linked.context(cannot).map(|()| true)?,
         };
         for place in [&*place, &directory.join("sha256"), directory] {
-            File::open(place)
-                .and_then(|place| place.sync_all())
-                .context(cannot)?;
+            sync(place).context(cannot)?;
         }
         new += usize::from(is_new);
         layers.push(json!({
