@@ -306,23 +306,19 @@ class Mounts(KernelUpper):
                     self.assertEqual(os.pread(other.fileno(), 4, 5000), b"here")
         self.umount(self.where)
         self.continue_()
-        with open(os.path.join(self.where, "named"), "rb") as file:
-            self.assertEqual(file.read(), b"unnamed")
-        with open(os.path.join(self.lower.tree, "d2/big"), "rb") as file:
-            wanted = bytearray(file.read())
+        self.assertEqual(read_bytes(os.path.join(self.where, "named")), b"unnamed")
+        wanted = bytearray(read_bytes(os.path.join(self.lower.tree, "d2/big")))
         wanted[5000:5004] = b"here"
-        with open(os.path.join(self.where, "d2/big"), "rb") as file:
-            self.assertEqual(file.read(), wanted)
+        self.assertEqual(read_bytes(os.path.join(self.where, "d2/big")), wanted)
         self.umount(self.where)
         self.assert_ended()
         self.assert_upper_clean()
 
-    @promise("Ten to twenty seconds after the last request it gives this memory back")
+    @promise("When no request arrives for ten to twenty seconds, the process frees this cache.")
     def test_a_mount_at_rest_gives_its_memory_back(self):
         content = os.urandom(20 * MEBIBYTE).hex().encode()
         tree_of_it = self.point("tree")
-        with open(os.path.join(tree_of_it, "file"), "wb") as file:
-            file.write(content)
+        write_file(os.path.join(tree_of_it, "file"), content)
         image = self.disk_path("large")
         bcow("convert", f"dir:{tree_of_it}", image, timeout=SECONDS)
         for door in ("kernel", "fuse"):

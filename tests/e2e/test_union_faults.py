@@ -274,9 +274,9 @@ class Space(UnionCase):
 
     @promise("`--size-limit` limits what the upper stores, counted in blocks of 4 KiB: data, "
              "directories, maps, and those link targets and attributes that do not fit into an "
-             "inode. A write for which there is no space fails with ENOSPC and changes nothing. "
-             "A write for which there is space in part is short. Removing files or data makes room "
-             "again.")
+             "inode. A write fails with ENOSPC, and changes nothing, if none of it fits. If only a "
+             "part fits, the write stores that part and returns its length. Removing files or data "
+             "makes room again.")
     def test_a_limit(self):
         limit = 4 << 20
         self.mount.options.append(f"--size-limit={limit}")
