@@ -24,7 +24,7 @@ import time
 
 import support
 import syscalls
-from support import BCOW, bcow, is_mounted, need, run
+from support import BCOW, bcow, is_mounted, need, run, write_file
 
 KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed")
 KERNEL = "bcow+door=kernel"
@@ -308,8 +308,7 @@ def plant(top):
              "d2/blocks": 75 * 4096, "d2/big": (1 << 20) + 123, "d0/sub/deep/file": 200_000,
              "top": 10_000, "setgid/tool": 70_000, "sticky/others": 300}
     for name, size in sizes.items():
-        with open(at(name), "wb") as file:
-            file.write(content(name, size))
+        write_file(at(name), content(name, size))
     with open(at("d2/holes"), "wb") as file:
         for offset in (0, 40_000, 500_000, 1_500_000):
             file.seek(offset)
@@ -318,8 +317,7 @@ def plant(top):
     with open(at("d2/hollow"), "wb") as file:
         file.truncate(300_000)
     for first, *others in (("d0/pair", "d1/pair"), ("d2/three", "d0/sub/three", "three")):
-        with open(at(first), "wb") as file:
-            file.write(content(first, 90_000 if others[-1] == "three" else 500))
+        write_file(at(first), content(first, 90_000 if others[-1] == "three" else 500))
         for other in others:
             os.link(at(first), at(other))
     for name, target in (("link", "d0/hundred"), ("d0/link", "sub"), ("dangling", "nowhere"),
@@ -334,8 +332,7 @@ def plant(top):
         with open(at("many", f"entry-{number:03}"), "wb"):
             pass
     for name in ("n" * 255, "back\\slash", "new\nline", "\udcff\udcfe", "über", " ", "-", "#x"):
-        with open(at("d2", name), "wb") as file:
-            file.write(os.fsencode(name))
+        write_file(at("d2", name), os.fsencode(name))
     os.setxattr(at("d0/hundred"), "user.one", b"1")
     os.setxattr(at("d2/big"), "user.two", bytes(range(200)))
     os.setxattr(at("d2/big"), "trusted.three", b"3")

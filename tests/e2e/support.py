@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import json
 import os
 import platform
 import re
@@ -67,6 +68,26 @@ def until(condition, what, seconds=60):
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds} s: {what}")
         time.sleep(0.01)
+
+
+def read_bytes(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def read_text(path):
+    with open(path) as file:
+        return file.read()
+
+
+def read_json(path):
+    return json.loads(read_bytes(path))
+
+
+def write_file(path, data):
+    """Writes text or bytes into a new or an empty file."""
+    with open(path, "w" if isinstance(data, str) else "wb") as file:
+        file.write(data)
 
 
 class Result:
@@ -282,8 +303,7 @@ def unpacked(name):
             shutil.rmtree(bundle, ignore_errors=True)
             run("umoci", "unpack", "--image", f"{directory}:{tag}", bundle)
             dumped = run(sys.executable, tree.__file__, "dump", os.path.join(bundle, "rootfs"))
-            with open(partial, "wb") as out:
-                out.write(dumped.out)
+            write_file(partial, dumped.out)
     return os.path.join(bundle, "rootfs"), tree.load(dump)
 
 
@@ -297,10 +317,8 @@ def converted(name, form="file"):
             shutil.rmtree(made, ignore_errors=True)
             to = made if form == "file" else f"oci:{made}:tag"
             result = bcow("convert", "oci:" + ":".join(image(name)), to)
-            with open(partial, "w") as out:
-                out.write(str(result.peak_bytes))
-    with open(peak) as out:
-        return made, int(out.read())
+            write_file(partial, str(result.peak_bytes))
+    return made, int(read_text(peak))
 
 
 class Scratch(unittest.TestCase):
@@ -323,8 +341,7 @@ class Scratch(unittest.TestCase):
         """A path in the directory; with `data`, a new file."""
         path = os.path.join(cls.directory, name)
         if data is not None:
-            with open(path, "wb") as out:
-                out.write(data)
+            write_file(path, data)
         return path
 
 

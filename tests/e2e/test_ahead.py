@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +19,10 @@ import threading
 import time
 import unittest
 
-import test_registry
 import test_remote
-from support import (BCOW, READER, WORK, assert_refused, bcow, is_mounted, mounted, need, run,
-                     until)
+from support import (BCOW, READER, Scratch, assert_refused, bcow, is_mounted, mounted, need,
+                     read_bytes, read_text, run, until, write_file)
+from web import plain_registry
 
 TIMEOUT = 60
 # Longer than any wait here, so that no held request is sent again.
@@ -69,12 +68,11 @@ class Server(test_remote.Server):
             self.changed.notify_all()
 
 
-class Ahead(unittest.TestCase):
+class Ahead(Scratch):
     @classmethod
     def setUpClass(cls):
         need(root=True, fuse=True)
-        cls.directory = tempfile.mkdtemp(prefix="ahead-", dir=WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        super().setUpClass()
         cls.tree = cls.path("tree")
         os.mkdir(cls.tree)
         cls.make_tree()
@@ -83,10 +81,6 @@ class Ahead(unittest.TestCase):
         cls.image = os.path.join(cls.served, "image.bcow")
         bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
         cls.bytes = os.path.getsize(cls.image)
-
-    @classmethod
-    def path(cls, name):
-        return os.path.join(cls.directory, name)
 
     def setUp(self):
         self.cache = tempfile.mkdtemp(prefix="cache-", dir=self.directory)
@@ -105,12 +99,10 @@ class Ahead(unittest.TestCase):
         return False
 
     def own(self, name):
-        with open(os.path.join(self.tree, name), "rb") as file:
-            return file.read()
+        return read_bytes(os.path.join(self.tree, name))
 
     def read(self, where, name):
-        with open(os.path.join(where, name), "rb") as file:
-            return file.read()
+        return read_bytes(os.path.join(where, name))
 
 
 class Completion(Ahead):
@@ -119,8 +111,7 @@ class Completion(Ahead):
     @classmethod
     def make_tree(cls):
         for n in range(64):
-            with open(os.path.join(cls.tree, f"file-{n:02}"), "wb") as out:
-                out.write(os.urandom(500_000))
+            write_file(os.path.join(cls.tree, f"file-{n:02}"), os.urandom(500_000))
 
     def wait_for_background(self, server, requests=1):
         until(lambda: sum(in_background(*asked) for asked in server.asked) >= requests,
@@ -254,12 +245,10 @@ class Listed(Ahead):
     @classmethod
     def make_tree(cls):
         for n in range(40):
-            with open(os.path.join(cls.tree, f"file-{n:02}"), "wb") as out:
-                out.write(os.urandom(300_000))
+            write_file(os.path.join(cls.tree, f"file-{n:02}"), os.urandom(300_000))
         os.mkdir(os.path.join(cls.tree, "small"))
         for n in range(500):
-            with open(os.path.join(cls.tree, "small", f"name-{n}"), "w") as out:
-                out.write(f"{n}\n" * 100)
+            write_file(os.path.join(cls.tree, "small", f"name-{n}"), f"{n}\n" * 100)
 
     @classmethod
     def setUpClass(cls):
@@ -275,10 +264,8 @@ class Listed(Ahead):
         """What the start reads."""
         found = []
         for name in cls.chosen:
-            with open(os.path.join(where, name), "rb") as file:
-                found.append(file.read())
-        with open(os.path.join(where, "small", "name-250")) as file:
-            found.append(file.read())
+            found.append(read_bytes(os.path.join(where, name)))
+        found.append(read_text(os.path.join(where, "small", "name-250")))
         return found
 
     def parts(self, trace):
@@ -340,8 +327,7 @@ class Listed(Ahead):
         with mounted(self.image, "--upper", upper, "--record", trace) as where:
             with open(os.path.join(where, "file-05"), "r+b") as file:
                 file.write(b"changed")
-            with open(os.path.join(where, "new"), "wb") as file:
-                file.write(b"new")
+            write_file(os.path.join(where, "new"), b"new")
             self.begin(where)
         # A write to a part of a block reads the rest of it.
         files = [part["file"] for part in self.parts(trace) if "file" in part]
@@ -426,8 +412,7 @@ class Listed(Ahead):
         with Server(self.served) as server:
             with self.mounted(server, name="listed.bcow") as where:
                 until(lambda: self.logged("complete: "), "completion", TIMEOUT)
-                with open(self.log) as log:
-                    lines = log.read()
+                lines = read_text(self.log)
                 self.assertLess(lines.index("fetched ahead: "), lines.index("complete: "))
                 server.broken = True
                 self.assertEqual(self.read(where, "file-01"), self.own("file-01"))
@@ -435,8 +420,8 @@ class Listed(Ahead):
     def test_stack_in_a_registry_fetches_its_list_from_the_layers(self):
         need("docker-registry")
         directory = tempfile.mkdtemp(dir=self.directory)
-        with test_registry.registry(directory) as address:
-            name = f"docker://{address}/listed:1"
+        with plain_registry(directory) as port:
+            name = f"docker://127.0.0.1:{port}/listed:1"
             bcow("convert", "--insecure", "--prefetch", self.trace, f"dir:{self.tree}", name,
                  timeout=TIMEOUT)
             where = tempfile.mkdtemp(dir=self.directory)
@@ -444,8 +429,7 @@ class Listed(Ahead):
                  "--log-file", self.log, name, where, timeout=TIMEOUT)
             try:
                 until(lambda: self.logged("fetched ahead: "), "the list", TIMEOUT)
-                with open(self.log) as log:
-                    count = int(re.search(r"fetched ahead: (\d+) bytes", log.read())[1])
+                count = int(re.search(r"fetched ahead: (\d+) bytes", read_text(self.log))[1])
                 self.assertGreater(count, 6 * 300_000)
                 self.assertLess(count, 6 * (300_000 + (2 << 18)) + (1 << 20))
                 self.assertEqual(self.begin(where), self.begin(self.tree))

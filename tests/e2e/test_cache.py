@@ -18,19 +18,12 @@ import time
 import unittest
 
 import test_remote
-from support import BCOW, assert_refused, assert_same_tree, run, until
+from support import BCOW, assert_refused, assert_same_tree, run, until, write_file
 
 TIMEOUT = test_remote.TIMEOUT
 
 
-class Cache(unittest.TestCase):
-    setUpClass = classmethod(test_remote.Remote.setUpClass.__func__)
-    path = classmethod(test_remote.Remote.path.__func__)
-    make_tree = classmethod(test_remote.Remote.make_tree.__func__)
-    setUp = test_remote.Remote.setUp
-    bcow, mounted = test_remote.Remote.bcow, test_remote.Remote.mounted
-    server = test_remote.Remote.server
-
+class Cache(test_remote.WebCase):
     def listed(self):
         return json.loads(self.bcow("cache", "list", "--json").out)
 
@@ -108,8 +101,7 @@ class Cache(unittest.TestCase):
                 for at in 1 << 20, (1 << 20) + 5, 5 << 20:
                     file.seek(at)
                     file.write(b"damage")
-            with open(os.path.join(self.cache, "notes"), "w") as out:
-                out.write("mine")
+            write_file(os.path.join(self.cache, "notes"), "mine")
             text = self.bcow("cache", "verify").out.decode()
             self.assertRegex(text, r"removed 32,768 bytes that did not match")
             self.assertIn("notes: not a file of the cache", text)

@@ -15,7 +15,7 @@ import tempfile
 import unittest
 
 import support
-from support import bcow, converted, is_mounted, need, run
+from support import bcow, converted, is_mounted, need, read_json, run, write_file
 
 # The default capabilities of a container in docker and podman.
 CAPABILITIES = ["CAP_" + name for name in ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD",
@@ -149,8 +149,7 @@ class Containers(support.Scratch):
         bundle = tempfile.mkdtemp(prefix="bundle-", dir=self.directory)
         run("runc", "spec", "--bundle", bundle)
         config = os.path.join(bundle, "config.json")
-        with open(config) as file:
-            spec = json.load(file)
+        spec = read_json(config)
         process = spec["process"]
         process.update(terminal=False, args=["/bin/sh", "-ec", script], capabilities={
                            kind: CAPABILITIES for kind in ("bounding", "effective", "permitted")})
@@ -159,8 +158,7 @@ class Containers(support.Scratch):
         for source, inside, *options in [(self.packages, "/mnt", "ro"), *binds]:
             spec["mounts"].append({"destination": inside, "type": "bind", "source": source,
                                    "options": ["rbind", *options]})
-        with open(config, "w") as file:
-            json.dump(spec, file)
+        write_file(config, json.dumps(spec))
         try:
             return run("runc", "--root", os.path.join(bundle, "state"), "run", "--bundle", bundle,
                        os.path.basename(bundle), timeout=300).out.decode()

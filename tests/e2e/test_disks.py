@@ -9,7 +9,8 @@ import struct
 import tempfile
 import unittest
 
-from support import BCOW, WORK, assert_refused, bcow, for_everyone, need, run
+from support import (BCOW, WORK, assert_refused, bcow, for_everyone, need, read_bytes, run,
+                     write_file)
 
 MEBIBYTE = 1 << 20
 # A tree of a real system for the file system in a disk. A larger one takes more time.
@@ -21,11 +22,6 @@ def write(path, data, at=0):
     with open(path, "r+b" if os.path.exists(path) else "w+b") as file:
         file.seek(at)
         file.write(data)
-
-
-def read(path):
-    with open(path, "rb") as file:
-        return file.read()
 
 
 class Directory(unittest.TestCase):
@@ -62,7 +58,7 @@ class Conversion(Directory):
         for other in ("disk.qcow2", "again.raw"):
             run("qemu-img", "compare", "disk.raw", other)
         run("e2fsck", "-fn", "again.raw")
-        self.assertTrue(read("disk.raw") == read("again.raw"))
+        self.assertTrue(read_bytes("disk.raw") == read_bytes("again.raw"))
         self.assertLess(os.path.getsize("a.bcow"), os.stat("disk.raw").st_blocks * 512)
         self.assertLessEqual(os.stat("again.raw").st_blocks, os.stat("disk.raw").st_blocks)
         for image in ("a.bcow", "b.bcow"):
@@ -100,7 +96,7 @@ class Conversion(Directory):
                 result = bcow("convert", "--force", "raw:disk.raw", "disk.bcow")
                 self.assertEqual(b"warning:" in result.err, size % 4096 != 0, str(result))
                 bcow("convert", "--force", "disk.bcow", "raw:again.raw")
-                self.assertTrue(read("again.raw") == noise[:size])
+                self.assertTrue(read_bytes("again.raw") == noise[:size])
                 bcow("convert", "--force", "disk.bcow", "qcow2:disk.qcow2")
                 run("qemu-img", "check", "disk.qcow2")
                 info = json.loads(run("qemu-img", "info", "--output=json", "disk.qcow2").out)
@@ -113,7 +109,7 @@ class Conversion(Directory):
               random.Random(2).randbytes(3 * MEBIBYTE) + bytes(5 * MEBIBYTE) + b"end" * 4096)
         for jobs in ("1", "3"):
             bcow("convert", "raw:disk.raw", f"{jobs}.bcow", "-j", jobs)
-        self.assertEqual(read("1.bcow"), read("3.bcow"))
+        self.assertEqual(read_bytes("1.bcow"), read_bytes("3.bcow"))
 
     def test_qcow2_opens_only_what_the_user_allows(self):
         need("qemu-img")
@@ -131,7 +127,7 @@ class Conversion(Directory):
         self.refused("convert", "qcow2:good.qcow2", "x.bcow", mention=("base.raw", "--backing-dir"))
         bcow("convert", "qcow2:good.qcow2", "x.bcow", "--backing-dir", "allowed")
         bcow("convert", "x.bcow", "raw:x.raw")
-        self.assertEqual(read("x.raw"), read("allowed/base.raw"))
+        self.assertEqual(read_bytes("x.raw"), read_bytes("allowed/base.raw"))
         os.unlink("x.bcow")
         os.unlink("x.raw")
         for name in (secret, "../secret", f"json:{{\"driver\":\"file\",\"filename\":\"{secret}\"}}",
@@ -157,7 +153,7 @@ class Conversion(Directory):
         need("qemu-img")
         write("disk.raw", random.Random(5).randbytes(2 * MEBIBYTE))
         run("qemu-img", "convert", "-c", "-O", "qcow2", "disk.raw", "good.qcow2")
-        good = read("good.qcow2")
+        good = read_bytes("good.qcow2")
         rounds = random.Random(6)
         for _ in range(60):
             bad = bytearray(good)
@@ -168,8 +164,7 @@ class Conversion(Directory):
                     ">I", rounds.choice((0, 1, 0x7fffffff, 0xffffffff, rounds.getrandbits(32))))
             if rounds.randrange(4) == 0:
                 del bad[rounds.randrange(len(bad)):]
-            with open("bad.qcow2", "wb") as file:
-                file.write(bad)
+            write_file("bad.qcow2", bad)
             result = bcow("convert", "qcow2:bad.qcow2", "x.bcow", "--force", "--no-verify",
                           check=False, timeout=60)
             self.assertIn(result.code, (0, 1), str(result))
@@ -219,7 +214,7 @@ class Chains(Directory):
     def content(self, disk, *options):
         bcow("convert", disk, "raw:content.raw", *options)
         try:
-            return read("content.raw")
+            return read_bytes("content.raw")
         finally:
             os.unlink("content.raw")
 
@@ -362,7 +357,7 @@ class Chains(Directory):
 
     def test_a_changed_backing_is_refused(self):
         bcow("create", "-b", "one.bcow", "disk.bcow")
-        good = read("one.bcow")
+        good = read_bytes("one.bcow")
 
         def refused(*mention):
             for command in (("convert", "disk.bcow", "raw:x"), ("resize", "disk.bcow", "+1M"),

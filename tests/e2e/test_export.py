@@ -6,7 +6,7 @@ import shutil
 import unittest
 
 from support import (PEAK_BYTES, Scratch, assert_same_tree, assert_second_reader_agrees, bcow,
-                     converted, kernel_at_least, kernel_mounted, mounted, need, run)
+                     converted, kernel_at_least, kernel_mounted, mounted, need, read_json, run)
 from test_merge import scratch, stack as overlays
 import sequences
 import tree
@@ -39,10 +39,8 @@ class Exported:
 
     def manifest(self, layout):
         def read(descriptor):
-            with open(os.path.join(layout, "blobs", *descriptor["digest"].split(":"))) as text:
-                return json.load(text)
-        with open(os.path.join(layout, "index.json")) as index:
-            manifest = read(json.load(index)["manifests"][0])
+            return read_json(os.path.join(layout, "blobs", *descriptor["digest"].split(":")))
+        manifest = read(read_json(os.path.join(layout, "index.json"))["manifests"][0])
         return manifest, read(manifest["config"])
 
     @classmethod

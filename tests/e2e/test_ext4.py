@@ -17,7 +17,7 @@ import tempfile
 import unittest
 
 from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     need, run, served, until)
+                     need, read_bytes, read_text, run, served, until, write_file)
 import tree
 import vm
 
@@ -134,8 +134,7 @@ class Ext4(Scratch):
                 os.rename(f"{where}/bin", f"{where}/old")
                 os.mkdir(f"{where}/bin")
                 shutil.rmtree(f"{where}/usr/share/doc")
-                with open(f"{where}/bin/large", "wb") as file:
-                    file.write(bytes(range(256)) * 20_000)
+                write_file(f"{where}/bin/large", bytes(range(256)) * 20_000)
                 written = tree.dump(where)
             run("e2fsck", "-fn", device)
         self.assertEqual(bcow("fsck", "--data", disk).code, 0)
@@ -158,8 +157,7 @@ class Ext4(Scratch):
         }
         for name, text in files.items():
             os.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
-            with open(f"{root}/{name}", "w") as out:
-                out.write(text)
+            write_file(f"{root}/{name}", text)
             os.chmod(f"{root}/{name}", 0o644 if name.endswith("control") else 0o755)
         os.chmod(root, 0o755)
         file = self.path("greeting.deb")
@@ -185,8 +183,7 @@ class Ext4(Scratch):
             run("e2fsck", "-fn", device)
             with mounted(device, "ro") as where:
                 assert_same_tree(self, os.path.join(bundle, "rootfs"), where)
-                with open(f"{where}/etc/passwd") as users:
-                    self.assertIn("guest:x:", users.read())
+                self.assertIn("guest:x:", read_text(f"{where}/etc/passwd"))
                 self.assertEqual(os.listdir(f"{where}/usr/share/doc"), [])
 
     def test_every_form_of_the_image_is_the_tree(self):
@@ -245,14 +242,12 @@ class Ext4(Scratch):
         [name] = os.listdir(views)
         view = os.path.join(views, name)
         self.assertEqual(stat.S_IMODE(os.stat(view).st_mode), 0o600)
-        with open(view, "rb") as file:
-            good = file.read()
+        good = read_bytes(view)
 
         def is_made_again():
             number = os.stat(view).st_ino
             bcow("map", disk, env=env)
-            with open(view, "rb") as file:
-                self.assertEqual(file.read(), good)
+            self.assertEqual(read_bytes(view), good)
             return os.stat(view).st_ino != number
 
         self.assertFalse(is_made_again())

@@ -10,7 +10,6 @@ import hashlib
 import os
 import random
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
@@ -19,9 +18,9 @@ import unittest
 import support
 import test_upper
 from support import (UNPRIVILEGED, WORK, Scratch, assert_refused, assert_same_tree, bcow,
-                     for_everyone, need, run, until)
+                     for_everyone, need, read_bytes, run, until)
 from test_kernel_door import LIBC, SECONDS
-from test_upper import EPOCH, read, write
+from test_upper import EPOCH, write
 
 MIB, GIB = 1 << 20, 1 << 30
 SEED = int(os.environ.get("BCOW_SEED") or 1)
@@ -330,7 +329,7 @@ class Changes(Scratch):
                 file.write(b"changed")
             os.utime(f"{where}/{path}", ns=(time, time))
             # These only read, or change what an image does not have.
-            read(f"{where}/etc/config")
+            read_bytes(f"{where}/etc/config")
             os.chmod(f"{where}/etc/unchanged", 0o644)
         self.assertEqual(self.changed(), [("M", f"/{path}")])
 
@@ -490,8 +489,7 @@ class Changes(Scratch):
     def test_damage_is_an_error_or_does_no_harm(self):
         with self.mounted() as where:
             Changer(where, SEED).run(OPERATIONS)
-        with open(self.disk, "rb") as file:
-            whole = file.read()
+        whole = read_bytes(self.disk)
         rng, damaged = random.Random(SEED), self.path("damaged.bcow")
         for number in range(FLIPS):
             data = bytearray(whole)

@@ -13,7 +13,7 @@ import termios
 import unittest
 
 from support import (BCOW, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, is_mounted,
-                     mounted, need, run, until)
+                     mounted, need, read_bytes, run, until, write_file)
 import tree
 from sequences import ocilib
 
@@ -66,8 +66,7 @@ class Failures(Scratch):
     def test_convert_replaces_no_file_when_it_fails(self):
         kept = self.path("kept.bcow", b"precious")
         bcow("convert", f"oci:{self.directory}/nothing", kept, check=False)
-        with open(kept, "rb") as data:
-            self.assertEqual(data.read(), b"precious")
+        self.assertEqual(read_bytes(kept), b"precious")
 
     def test_interrupted_convert_leaves_nothing(self):
         where = self.path("interrupted")
@@ -112,8 +111,7 @@ class Failures(Scratch):
                      r"(?i)not mounted|no.*mount")
 
     def test_truncated_image_is_refused_by_all(self):
-        with open(self.image, "rb") as data:
-            whole = data.read()
+        whole = read_bytes(self.image)
         for length in (1, 511, 1024, 4096, len(whole) // 2, len(whole) - 1):
             with self.subTest(length=length):
                 cut = self.path("cut.bcow", whole[:length])
@@ -125,8 +123,7 @@ class Failures(Scratch):
     def test_every_damaged_byte_is_found_or_harmless(self):
         """No single flipped byte makes a mount return wrong data: the mount is refused, a read
         fails with EIO, or the byte has no effect."""
-        with open(self.image, "rb") as data:
-            whole = data.read()
+        whole = read_bytes(self.image)
         with mounted(self.image) as where:
             good = tree.dump(where)
         step = max(1, len(whole) // 60)
@@ -225,8 +222,7 @@ class Advice(unittest.TestCase):
     def test_the_readable_blocks_of_a_damaged_disk_are_saved(self):
         raw, disk, saved = (self.path(name) for name in ("disk.raw", "disk.bcow", "saved.raw"))
         content = os.urandom(4 << 20)
-        with open(raw, "wb") as file:
-            file.write(content)
+        write_file(raw, content)
         bcow("convert", f"raw:{raw}", disk)
         self.damage(disk, 2 << 20)
         found = bcow("fsck", "--data", disk, check=False)
@@ -244,8 +240,7 @@ class Advice(unittest.TestCase):
             server.terminate()
             server.wait(60)
             server.stdout.close()
-        with open(saved, "rb") as file:
-            got = file.read()
+        got = read_bytes(saved)
         self.assertEqual(len(got), len(content))
         # All except one block.
         differs = [at for at in range(0, len(content), 65536)

@@ -9,7 +9,7 @@ import unittest
 
 import fresh
 import support
-from support import BCOW, TOP, WORK, need
+from support import BCOW, TOP, WORK, need, write_file
 
 # The tests, by package and name, that behave differently for root and for an ordinary user, or that
 # call programs of the machine.
@@ -44,8 +44,7 @@ class Setup(unittest.TestCase):
                 os.makedirs(tools)
                 for tool in ("cargo", "rustc") if version else ():
                     path = os.path.join(tools, tool)
-                    with open(path, "w") as file:
-                        file.write(f"#!/bin/sh\necho '{tool} {version} (897e37553 2022-11-02)'\n")
+                    write_file(path, f"#!/bin/sh\necho '{tool} {version} (897e37553 2022-11-02)'\n")
                     os.chmod(path, 0o755)
                 # Debian's directories alone, without a Rust of this machine.
                 done = subprocess.run(["scripts/setup", "try"], cwd=TOP, stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ import unittest
 import support
 import uml
 import vm
-from support import BCOW, bcow, run, served
+from support import BCOW, bcow, run, served, write_file
 
 MIB = 1 << 20
 KINDS = ("ext4", "xfs", "btrfs")
@@ -188,8 +188,7 @@ class KernelClients(unittest.TestCase):
                 try:
                     # Half of the data in pieces of odd lengths.
                     for seed, config in ((1, ""), (2, "[opsize]\nmax = 9999\nalign = 1\n")):
-                        with open(self.path("fsx.toml"), "w") as file:
-                            file.write("flen = 4194304\n" + config)
+                        write_file(self.path("fsx.toml"), "flen = 4194304\n" + config)
                         run("fsx", "-q", "-N", str(OPERATIONS), "-S", str(seed), "-f",
                             self.path("fsx.toml"), "-P", self.dir, os.path.join(at, f"x{seed}"))
                     run("cp", "-a", os.path.join(support.TOP, "crates"),

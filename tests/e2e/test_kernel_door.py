@@ -22,7 +22,8 @@ import time
 import unittest
 
 import support
-from support import assert_refused, bcow, is_mounted, need, run, until
+from support import (assert_refused, bcow, is_mounted, need, read_bytes, read_text, run, until,
+                     write_file)
 
 MEBIBYTE = 1 << 20
 # fsx comes from crates.io; a run has this number of operations.
@@ -103,8 +104,7 @@ class KernelDoor(unittest.TestCase):
         run("mount", "-t", "fusectl", "fusectl", control, timeout=SECONDS)
         for number in connections:
             with contextlib.suppress(OSError):
-                with open(os.path.join(control, str(number), "abort"), "w") as file:
-                    file.write("1")
+                write_file(os.path.join(control, str(number), "abort"), "1")
         run("umount", control, timeout=SECONDS)
 
     def guarded(self, *command):
@@ -191,8 +191,7 @@ class KernelDoor(unittest.TestCase):
                 continue
             self.addCleanup(lambda: until(lambda: self.removed(group), "an empty control group"))
             try:
-                with open(os.path.join(group, file), "w") as out:
-                    out.write(str(limit))
+                write_file(os.path.join(group, file), str(limit))
                 return group
             except OSError:
                 continue
@@ -261,8 +260,7 @@ class Mounts(KernelDoor):
                     with open(os.path.join(where, f"file-{earlier}")) as file:
                         self.assertEqual(file.read(), f"content {earlier}")
                 # Without fsync: the unmount writes it back.
-                with open(os.path.join(where, f"file-{number}"), "w") as file:
-                    file.write(f"content {number}")
+                write_file(os.path.join(where, f"file-{number}"), f"content {number}")
                 end()
                 until(lambda: not is_mounted(where), "the unmount")
         self.assert_ended()
@@ -283,8 +281,7 @@ class Mounts(KernelDoor):
             self.assertEqual(self.processes(), [pid])
         self.assert_ended()
         self.mount(disk, where)
-        with open(os.path.join(where, "file")) as file:
-            self.assertEqual(file.read(), "after the signal")
+        self.assertEqual(read_text(os.path.join(where, "file")), "after the signal")
         self.umount(where)
         self.assert_clean(disk)
 
@@ -315,8 +312,7 @@ class Mounts(KernelDoor):
             if process.poll() is None:
                 process.kill()
                 process.wait(timeout=SECONDS)
-        with open(log) as text:
-            self.assertIn(f"{disk} is mounted at {where}", text.read())
+        self.assertIn(f"{disk} is mounted at {where}", read_text(log))
         self.assert_ended()
         self.assert_clean(disk)
 
@@ -400,12 +396,10 @@ class Mounts(KernelDoor):
                 disk = self.make_disk(kind, mebibytes, make)
                 self.mount(disk, where)
                 self.assertEqual(self.stats(where)["disk"]["filesystem"], kind)
-                with open(os.path.join(where, "file"), "w") as file:
-                    file.write(kind)
+                write_file(os.path.join(where, "file"), kind)
                 self.umount(where)
                 self.mount(disk, where, "-o", "ro")
-                with open(os.path.join(where, "file")) as file:
-                    self.assertEqual(file.read(), kind)
+                self.assertEqual(read_text(os.path.join(where, "file")), kind)
                 self.umount(where)
         self.assert_ended()
 
@@ -520,8 +514,7 @@ class Failures(KernelDoor):
         self.assert_ended()
         run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
         self.mount(inside, where)
-        with open(kept, "rb") as file:
-            self.assertEqual(file.read(), bytes(8 * MEBIBYTE))
+        self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
         self.umount(where)
         self.assert_clean(inside)
 
@@ -560,8 +553,7 @@ class Failures(KernelDoor):
         self.assertEqual(statistics["disk"]["flushes"], 0)
         self.umount(where)
         self.mount(disk, where)
-        with open(os.path.join(where, "file")) as file:
-            self.assertEqual(file.read(), "volatile")
+        self.assertEqual(read_text(os.path.join(where, "file")), "volatile")
         self.umount(where)
         self.assert_clean(disk)
 
@@ -822,8 +814,7 @@ class Work(KernelDoor):
         bcow("create", "-b", base, disk)
         self.mount(disk, where, "-o", "discard")
         for seed, config in ((SEED, ""), (SEED + 1, "[opsize]\nmax = 9999\nalign = 1\n")):
-            with open(self.path("fsx.toml"), "w") as file:
-                file.write("flen = 4194304\n" + config)
+            write_file(self.path("fsx.toml"), "flen = 4194304\n" + config)
             run("fsx", "-q", "-N", str(OPERATIONS), "-S", str(seed), "-f", self.path("fsx.toml"),
                 "-P", self.dir, os.path.join(where, f"x{seed}"), timeout=SECONDS)
         self.umount(where)

@@ -14,7 +14,7 @@ import unittest
 import subjects
 import support
 import uml
-from support import BCOW, assert_refused, bcow, need, run
+from support import BCOW, assert_refused, bcow, need, run, write_file
 from test_kernel_door import MEBIBYTE, SECONDS, KernelDoor, kernel_has
 from test_kernel_upper import KernelUpper
 
@@ -42,8 +42,7 @@ class Disks(KernelDoor):
             with self.subTest(kind):
                 disk, where = self.make_disk(kind, 512, make), self.point(kind)
                 self.mount(disk, where)
-                with open(os.path.join(where, "kept"), "w") as file:
-                    file.write("kept")
+                write_file(os.path.join(where, "kept"), "kept")
                 before = room(where)
                 # By the mountpoint, by the disk, and once more to the size that it has.
                 for named, size in ((where, "+1G"), (disk, "3G"), (where, str(3 * GIBIBYTE))):

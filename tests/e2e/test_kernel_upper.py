@@ -20,7 +20,8 @@ import unittest
 import subjects
 import support
 from promises import promise
-from support import assert_refused, assert_same_tree, bcow, is_mounted, run, until
+from support import (assert_refused, assert_same_tree, bcow, is_mounted, read_bytes, read_json,
+                     read_text, run, until, write_file)
 from test_kernel_door import KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDoor
 import tree
 
@@ -96,8 +97,7 @@ class Mounts(KernelUpper):
         before = tree.dump(self.where)
         self.umount(self.where)
         self.assert_ended()
-        with open(os.path.join(self.upper, ".bcow", "instance.json")) as text:
-            record = json.load(text)
+        record = read_json(os.path.join(self.upper, ".bcow", "instance.json"))
         self.assertEqual((record["schema"], record["door"], record["fs"], record["size"],
                           record["image"]),
                          ("bcow.instance/2", "kernel", "ext4", 1 << 30,
@@ -214,8 +214,7 @@ class Mounts(KernelUpper):
 
         self.begin()
         os.chmod(views, 0o700)
-        with open(os.path.join(views, "notes.txt"), "w") as file:
-            file.write("not a view")
+        write_file(os.path.join(views, "notes.txt"), "not a view")
         listed = cached("list")
         [view] = listed["views"]
         path = os.path.join(views, view["name"])
@@ -279,8 +278,7 @@ class Mounts(KernelUpper):
             self.assertEqual(writer.wait(timeout=SECONDS), 0)
         self.assertEqual(len(self.services()), INSTANCES)
         for number, (upper, where) in enumerate(places):
-            with open(os.path.join(where, "top")) as file:
-                self.assertEqual(file.read(), f"{number}\n")
+            self.assertEqual(read_text(os.path.join(where, "top")), f"{number}\n")
             self.umount(where)
         self.assert_ended()
         # They share one view.
@@ -306,23 +304,19 @@ class Mounts(KernelUpper):
                     self.assertEqual(os.pread(other.fileno(), 4, 5000), b"here")
         self.umount(self.where)
         self.continue_()
-        with open(os.path.join(self.where, "named"), "rb") as file:
-            self.assertEqual(file.read(), b"unnamed")
-        with open(os.path.join(self.lower.tree, "d2/big"), "rb") as file:
-            wanted = bytearray(file.read())
+        self.assertEqual(read_bytes(os.path.join(self.where, "named")), b"unnamed")
+        wanted = bytearray(read_bytes(os.path.join(self.lower.tree, "d2/big")))
         wanted[5000:5004] = b"here"
-        with open(os.path.join(self.where, "d2/big"), "rb") as file:
-            self.assertEqual(file.read(), wanted)
+        self.assertEqual(read_bytes(os.path.join(self.where, "d2/big")), wanted)
         self.umount(self.where)
         self.assert_ended()
         self.assert_upper_clean()
 
-    @promise("Ten to twenty seconds after the last request it gives this memory back")
+    @promise("When no request arrives for ten to twenty seconds, the process frees this cache.")
     def test_a_mount_at_rest_gives_its_memory_back(self):
         content = os.urandom(20 * MEBIBYTE).hex().encode()
         tree_of_it = self.point("tree")
-        with open(os.path.join(tree_of_it, "file"), "wb") as file:
-            file.write(content)
+        write_file(os.path.join(tree_of_it, "file"), content)
         image = self.disk_path("large")
         bcow("convert", f"dir:{tree_of_it}", image, timeout=SECONDS)
         for door in ("kernel", "fuse"):
@@ -335,16 +329,14 @@ class Mounts(KernelUpper):
                     return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) << 10
 
             def read():
-                with open(os.path.join(where, "file"), "rb") as file:
-                    return file.read() == content
+                return read_bytes(os.path.join(where, "file")) == content
 
             self.assertTrue(read())
             held = self.stats(where)["cache"]["held_bytes"]
             self.assertGreater(held, 30 * MEBIBYTE)
             until(lambda: resident() < 32 * MEBIBYTE, f"memory returned, {door}", SECONDS)
             self.assertEqual(self.stats(where)["cache"]["held_bytes"], 0)
-            with open("/proc/sys/vm/drop_caches", "w") as drop:
-                drop.write("3")
+            write_file("/proc/sys/vm/drop_caches", "3")
             self.assertTrue(read())
             self.umount(where)
 
@@ -422,8 +414,7 @@ class Layers(KernelUpper):
 class Failures(KernelUpper):
     def test_a_begin_that_was_cut_short_is_completed(self):
         self.begin()
-        with open(os.path.join(self.where, "kept"), "w") as file:
-            file.write("kept")
+        write_file(os.path.join(self.where, "kept"), "kept")
         self.umount(self.where)
         self.assert_ended()
         # Without its record, the upper still belongs to the kernel door, and keeps its disk.
@@ -434,8 +425,7 @@ class Failures(KernelUpper):
         self.assertEqual([one["code"] for one in json.loads(found.out)["findings"]],
                          ["upper-incomplete"])
         self.continue_()
-        with open(os.path.join(self.where, "kept")) as file:
-            self.assertEqual(file.read(), "kept")
+        self.assertEqual(read_text(os.path.join(self.where, "kept")), "kept")
         self.umount(self.where)
         self.assert_upper_clean()
         # With its lock only, either door begins.
@@ -516,12 +506,10 @@ class Failures(KernelUpper):
             return {one["code"] for one in json.loads(done.out)["findings"]}
 
         self.assertEqual(codes(code=0), set())
-        with open(self.disk(), "rb") as file:
-            good = file.read()
+        good = read_bytes(self.disk())
         # There is nothing to repair after a clean end.
         self.assertEqual(codes("--repair", code=0), set())
-        with open(self.disk(), "wb") as file:
-            file.write(b"x" * len(good))
+        write_file(self.disk(), b"x" * len(good))
         self.assertNotEqual(codes(), set())
         refused = self.continue_(check=False)
         assert_refused(self, refused, "cannot open the disk of the upper", "fsck")
@@ -530,11 +518,9 @@ class Failures(KernelUpper):
         self.assertEqual(codes(), {"upper-record"})
         refused = self.continue_(check=False)
         assert_refused(self, refused, "disk.bcow: damaged: it is missing")
-        with open(self.disk(), "wb") as file:
-            file.write(good)
+        write_file(self.disk(), good)
         os.chmod(self.disk(), 0o600)
-        with open(os.path.join(self.upper, ".bcow", "volatile"), "w") as note:
-            note.write("another boot\n")
+        write_file(os.path.join(self.upper, ".bcow", "volatile"), "another boot\n")
         self.assertEqual(codes(), {"upper-volatile"})
         assert_refused(self, self.continue_(check=False), "mounted with --sync volatile")
         os.unlink(os.path.join(self.upper, ".bcow", "volatile"))
@@ -571,8 +557,7 @@ class Failures(KernelUpper):
         self.assert_ended()
         run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
         self.continue_()
-        with open(kept, "rb") as file:
-            self.assertEqual(file.read(), bytes(8 * MEBIBYTE))
+        self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
         self.umount(self.where)
         self.assert_ended()
         self.assert_upper_clean()

@@ -17,7 +17,8 @@ import time
 import unittest
 
 from support import (BCOW, PEAK_BYTES, UNPRIVILEGED, Scratch, assert_refused, assert_same_tree,
-                     bcow, for_everyone, image, kernel_mounted, mounted, need, run)
+                     bcow, for_everyone, image, kernel_mounted, mounted, need, read_bytes,
+                     read_json, run, write_file)
 import sequences
 from sequences import ocilib
 from overlay import Entry
@@ -35,18 +36,14 @@ def part(number, size=300_000):
             Entry(b"last", data=b"%d" % number)]
 
 
-def content(path):
-    with open(path, "rb") as data:
-        return data.read()
-
-
 def tree_bytes(directory):
     """All files below a directory: path -> content."""
     found = {}
     for at, directories, files in os.walk(directory):
         for name in directories + files:
             full = os.path.join(at, name)
-            found[os.path.relpath(full, directory)] = None if os.path.isdir(full) else content(full)
+            name = os.path.relpath(full, directory)
+            found[name] = None if os.path.isdir(full) else read_bytes(full)
     return found
 
 
@@ -57,8 +54,7 @@ class Layout:
         self.path = path
 
     def index(self):
-        with open(os.path.join(self.path, "index.json")) as text:
-            return json.load(text)
+        return read_json(os.path.join(self.path, "index.json"))
 
     def blob_path(self, digest):
         return os.path.join(self.path, "blobs", *digest.split(":"))
@@ -71,8 +67,7 @@ class Layout:
         return found[0]
 
     def manifest(self, tag):
-        with open(self.blob_path(self.entry(tag)["digest"])) as text:
-            return json.load(text)
+        return read_json(self.blob_path(self.entry(tag)["digest"]))
 
     def layers(self, tag):
         """The digests of an image's BCoW layers, lowest first."""
@@ -93,8 +88,7 @@ class Layout:
                 if hashlib.file_digest(data, "sha256").hexdigest() != name:
                     raise AssertionError(f"{self.path}: blob {name} is not what its name says")
         for entry in self.index()["manifests"]:
-            with open(self.blob_path(entry["digest"])) as text:
-                manifest = json.load(text)
+            manifest = read_json(self.blob_path(entry["digest"]))
             for one in [manifest["config"], *manifest["layers"]]:
                 if os.path.getsize(self.blob_path(one["digest"])) != one["size"]:
                     raise AssertionError(f"{self.path}: blob {one['digest']} has another size than "
@@ -266,18 +260,17 @@ class Layers(Scratch):
         cache = self.path("cache")
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
         _, good = self.convert(source, "good", "--cache", cache)
-        one, two = ((path, content(path)) for path in self.entries(cache))
+        one, two = ((path, read_bytes(path)) for path in self.entries(cache))
         for n, (what, data) in enumerate(self.damages(one[1], two[1])):
             with self.subTest(what=what):
-                with open(one[0], "wb") as entry:
-                    entry.write(data)
+                write_file(one[0], data)
                 _, report = self.convert(source, f"out-{n}", "--cache", cache)
                 self.assertEqual(report["manifest"], good["manifest"])
                 self.assertEqual(sorted(self.made(report)), ["cache", "converted"])
                 self.assertRegex(report["stderr"], r"(?i)cache")
                 self.assertIn(os.path.basename(one[0]), report["stderr"])
                 Layout(self.path(f"out-{n}")).check()
-                self.assertEqual({path: content(path) for path in self.entries(cache)},
+                self.assertEqual({path: read_bytes(path) for path in self.entries(cache)},
                                  dict([one, two]))
                 _, report = self.convert(source, f"again-{n}", "--cache", cache)
                 self.assertEqual((self.made(report), report["stderr"]), (["cache"] * 2, ""))
@@ -286,11 +279,10 @@ class Layers(Scratch):
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
         layout, good = self.convert(source, "out")
         one, two = (layout.blob_path(digest) for digest in layout.layers("t"))
-        whole, other = content(one), content(two)
+        whole, other = read_bytes(one), read_bytes(two)
         for what, data in self.damages(whole, other):
             with self.subTest(what=what):
-                with open(one, "wb") as blob:
-                    blob.write(data)
+                write_file(one, data)
                 _, report = self.convert(source, "out")
                 self.assertEqual(report["manifest"], good["manifest"])
                 self.assertEqual(self.made(report), ["converted", "layout"])
@@ -305,8 +297,7 @@ class Layers(Scratch):
         cache = self.path("cache")
         _, good = self.convert(self.a, "good", "--cache", cache)
         entries = self.entries(cache)
-        with open(os.path.join(cache, "readme"), "w") as out:
-            out.write("not an entry")
+        write_file(os.path.join(cache, "readme"), "not an entry")
         for path in entries:
             directory = os.path.dirname(path)
             os.symlink("/dev/zero", os.path.join(directory, "0" * 64 + ".bcow"))
@@ -381,8 +372,7 @@ class Layers(Scratch):
     def test_destinations_that_are_no_layout_are_left_alone(self):
         os.makedirs(self.path("full"))
         for name in ("full/something", "file"):
-            with open(self.path(name), "w") as out:
-                out.write("precious")
+            write_file(self.path(name), "precious")
         before = tree_bytes(self.directory)
         for name, mention in (("full", r"layout"), ("file", r"(?i)director"),
                               ("not/there", r"(?i)no such")):
@@ -398,8 +388,7 @@ class Layers(Scratch):
         index["annotations"] = {"org.example.kept": "yes"}
         index["manifests"].append({"mediaType": "application/vnd.example",
                                    "digest": "sha256:" + "0" * 64, "size": 0, "data": "e30="})
-        with open(os.path.join(source.path, "index.json"), "w") as out:
-            json.dump(index, out)
+        write_file(os.path.join(source.path, "index.json"), json.dumps(index))
         blobs = tree_bytes(os.path.join(source.path, "blobs"))
         # The source's own layout is a valid destination.
         self.convert(f"oci:{source.path}:ordinary", "layout", tag="one")
@@ -539,14 +528,13 @@ class Layers(Scratch):
         name = f"oci:{layout.path}:t"
         bcow("fsck", "--data", name)
         one, two = layout.layers("t")
-        whole, other = content(layout.blob_path(one)), content(layout.blob_path(two))
+        whole, other = read_bytes(layout.blob_path(one)), read_bytes(layout.blob_path(two))
         for what, data in (("missing", None), ("emptied", b""), ("cut", whole[:len(whole) // 2]),
                            ("cut by a byte", whole[:-1]), ("another layer", other),
                            ("no image", b"x" * len(whole))):
             os.unlink(layout.blob_path(one))
             if data is not None:
-                with open(layout.blob_path(one), "wb") as blob:
-                    blob.write(data)
+                write_file(layout.blob_path(one), data)
             mnt, out = self.path("mnt"), self.path("tree")
             os.makedirs(mnt, exist_ok=True)
             with self.subTest(what=what):
@@ -556,19 +544,17 @@ class Layers(Scratch):
                     self.refused(result, one[len("sha256:"):][:12], r"(?m)^hint:")
                 self.assertFalse(os.path.exists(out))
                 self.assertIn(bcow("fsck", name, check=False).code, (4, 8))
-            with open(layout.blob_path(one), "wb") as blob:
-                blob.write(whole)
+            write_file(layout.blob_path(one), whole)
         bcow("fsck", "--data", name)
 
     def test_no_damaged_byte_of_a_layer_is_read_as_wrong_data(self):
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
         layout, _ = self.convert(source, "out")
         name, path = f"oci:{layout.path}:t", layout.blob_path(layout.layers("t")[0])
-        whole = content(path)
+        whole = read_bytes(path)
         good = bcow("cat", name, "/part-0/noise").out
         for at in range(0, len(whole), max(1, len(whole) // 40)):
-            with open(path, "wb") as blob:
-                blob.write(whole[:at] + bytes([whole[at] ^ 0x21]) + whole[at + 1:])
+            write_file(path, whole[:at] + bytes([whole[at] ^ 0x21]) + whole[at + 1:])
             result = bcow("cat", name, "/part-0/noise", check=False)
             if result.code == 0:
                 self.assertTrue(result.out == good, f"byte {at}")

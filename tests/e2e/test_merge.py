@@ -8,14 +8,13 @@ $BCOW_SEEDS is a range of seeds to try instead, as `1000-1999`.
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import shutil
 import tempfile
 import time
 import unittest
 
-from support import WORK, bcow, kernel_at_least, kernel_mounted, mounted, need, run
+from support import WORK, bcow, kernel_at_least, kernel_mounted, mounted, need, read_json, run
 import overlay
 import sequences
 import tree
@@ -77,14 +76,12 @@ def plain(source, directory):
 def blobs_of(layout):
     """The files of the one image of a layout: the layers, lowest first, and the stack."""
     def read(descriptor):
-        with open(path(descriptor)) as text:
-            return json.load(text)
+        return read_json(path(descriptor))
 
     def path(descriptor):
         return os.path.join(layout, "blobs", *descriptor["digest"].split(":"))
 
-    with open(os.path.join(layout, "index.json")) as index:
-        manifest = read(json.load(index)["manifests"][0])
+    manifest = read(read_json(os.path.join(layout, "index.json"))["manifests"][0])
     return [path(layer) for layer in manifest["layers"]]
 
 

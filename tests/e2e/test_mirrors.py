@@ -8,31 +8,23 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import unittest
 
 import test_registries
 import test_remote
-from support import Scratch, assert_same_tree, bcow, need, run
+from support import Scratch, assert_same_tree, bcow, need, read_bytes, read_json, run, write_file
+from web import free_port
 
 TIMEOUT = 120
-
-
-def dead_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def load(layout):
     """The image of a layout as the content of a registry, with the tag `1`."""
     content = test_registries.Content()
-    with open(os.path.join(layout, "index.json")) as file:
-        (entry,) = json.load(file)["manifests"]
+    (entry,) = read_json(os.path.join(layout, "index.json"))["manifests"]
     blobs = os.path.join(layout, "blobs", "sha256")
     for name in os.listdir(blobs):
-        with open(os.path.join(blobs, name), "rb") as file:
-            data = file.read()
+        data = read_bytes(os.path.join(blobs, name))
         digest = f"sha256:{name}"
         if digest == entry["digest"]:
             content.manifests[digest] = content.manifests["1"] = (data, test_registries.MANIFEST)
@@ -51,8 +43,7 @@ class Images(Scratch):
         cls.tree = cls.path("tree")
         for n in range(40):
             os.makedirs(os.path.join(cls.tree, f"dir-{n}"))
-            with open(os.path.join(cls.tree, f"dir-{n}", "file"), "wb") as out:
-                out.write(os.urandom(100_000))
+            write_file(os.path.join(cls.tree, f"dir-{n}", "file"), os.urandom(100_000))
         cls.served = cls.path("served")
         os.mkdir(cls.served)
         cls.image = os.path.join(cls.served, "image.bcow")
@@ -73,7 +64,7 @@ class Images(Scratch):
         return bcow(command, "--insecure", "--server-timeout", str(wait), *arguments,
                     env=self.env, timeout=TIMEOUT, **options)
 
-    mounted = test_remote.Remote.mounted
+    mounted = test_remote.RemoteCase.mounted
 
     def file_server(self, directory=None):
         return test_remote.Server(directory or self.served)
@@ -131,7 +122,7 @@ class Mirrors(Images):
 
     def test_next_mirror_is_asked_after_one_with_wrong_bytes(self):
         with self.file_server(self.damaged(20_000)) as wrong, self.file_server() as right:
-            gone = f"http://localhost:{dead_port()}/image.bcow"
+            gone = f"http://localhost:{free_port()}/image.bcow"
             self.bcow("fsck", "--data", "--root-hash", self.root, "--mirror", wrong.url(""),
                       "--mirror", right.url(""), gone)
         self.assert_cache_is_right()
@@ -143,7 +134,7 @@ class Mirrors(Images):
             origin, slow, lacking = (stack.enter_context(self.file_server(directory))
                                      for directory in (None, None, empty))
             slow.pause = TIMEOUT
-            dead = f"http://localhost:{dead_port()}/"
+            dead = f"http://localhost:{free_port()}/"
             checked = self.bcow("fsck", "--data", "--root-hash", self.root, "--mirror", dead,
                                 "--mirror", slow.url(""), "--mirror", lacking.url(""),
                                 origin.url("image.bcow"), wait=8)
@@ -228,7 +219,7 @@ class Offline(Images):
         self.assertEqual(failed.code, 1)
         self.assertRegex(failed.err, rb"bytes \d+\.\.\d+ of http://localhost:\d+/image.bcow")
         shutil.rmtree(self.cache)
-        failed = self.bcow("ls", f"docker://127.0.0.1:{dead_port()}/team/image:1", check=False)
+        failed = self.bcow("ls", f"docker://127.0.0.1:{free_port()}/team/image:1", check=False)
         self.assertIn(b"the cache does not know what the name means", failed.err)
 
     def test_without_a_cache_the_server_is_needed(self):
@@ -243,8 +234,7 @@ class Offline(Images):
             self.bcow("fsck", "--data", url)
         (note,) = [name for name in os.listdir(self.cache) if name.startswith("name-")]
         for text in "", "{", '{"name": "x", "target": "y", "unix_seconds": 0}', "[" * 100_000:
-            with open(os.path.join(self.cache, note), "w") as out:
-                out.write(text)
+            write_file(os.path.join(self.cache, note), text)
             failed = self.bcow("ls", url, check=False)
             self.assertEqual(failed.code, 1)
             self.assertIn(b"the cache does not know", failed.err)

@@ -11,7 +11,7 @@ import unittest
 
 from support import (PEAK_BYTES, UNPRIVILEGED, Scratch, assert_same_tree,
                      assert_second_reader_agrees, bcow, converted, for_everyone, kernel_at_least,
-                     kernel_mounted, mounted, need, need_kernel, run)
+                     kernel_mounted, mounted, need, need_kernel, read_json, run, write_file)
 import tree
 
 
@@ -115,13 +115,11 @@ class RealImage(Scratch):
             bundle = os.path.join(self.directory, "bundle")
             os.makedirs(bundle)
             run("runc", "spec", "--bundle", bundle)
-            with open(os.path.join(bundle, "config.json")) as config:
-                spec = json.load(config)
+            spec = read_json(os.path.join(bundle, "config.json"))
             spec["process"]["terminal"] = False
             spec["process"]["args"] = self.program()
             spec["root"] = {"path": where, "readonly": True}
-            with open(os.path.join(bundle, "config.json"), "w") as config:
-                json.dump(spec, config)
+            write_file(os.path.join(bundle, "config.json"), json.dumps(spec))
             state = os.path.join(self.directory, "runc")
             self.assertIn(b"30\n", run("runc", "--root", state, "run", "--bundle", bundle,
                                        f"bcow-{os.getpid()}").out)

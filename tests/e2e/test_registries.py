@@ -8,7 +8,6 @@ command and every wait has a time limit.
 import contextlib
 import gzip
 import hashlib
-import http.server
 import io
 import json
 import os
@@ -22,10 +21,11 @@ import threading
 import unittest
 import unittest.mock
 
+import web
 from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, converted,
-                     mounted, need, run, until)
+                     mounted, need, read_bytes, read_text, run, write_file)
 from test_remote import make_certificates, registry
-from web import WebServer
+from web import WebServer, plain_registry
 
 TIMEOUT = 240
 
@@ -87,10 +87,9 @@ def zstd(data):
     return done.stdout
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(web.Handler):
     """Answers like a registry, except where the test's `fault` takes over."""
 
-    protocol_version = "HTTP/1.1"
     timeout = TIMEOUT
 
     def do_GET(self):
@@ -112,27 +111,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def ranged(self, data, cut=None):
         """Sends a blob or a range of it; closes the connection after `cut` bytes."""
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        headers = {}
-        if asked:
-            first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        if asked := self.asked_range(len(data)):
+            first, last = asked
             headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
-            data = data[first:last + 1]
-        self.answer(206 if asked else 200, data, headers, cut)
-
-    def answer(self, status, data, headers=None, cut=None, length=None):
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data) if length is None else length))
-        self.end_headers()
-        self.wfile.write(data if cut is None else data[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.close_connection = True
-
-    def log_message(self, *_):
-        pass
+            self.answer(206, data[first:last + 1], headers, cut)
+        else:
+            self.answer(200, data, cut=cut)
 
 
 class Server(WebServer):
@@ -376,8 +360,7 @@ class Sources(Scratch):
     def test_registry_lists_what_is_attached(self):
         bcow("convert", f"tar:{self.path('a.tar', archive({'a': b'attached'}))}", self.image,
              timeout=TIMEOUT)
-        with open(self.image, "rb") as file:
-            stack = self.content.blob(file.read(), "application/vnd.bcow.stack.v1")
+        stack = self.content.blob(read_bytes(self.image), "application/vnd.bcow.stack.v1")
         found = json.loads(bcow("inspect", "--json", self.image, timeout=TIMEOUT).out)
         root = found["merkle"]["root"].removeprefix("sha256:")
         stack["annotations"] = {"io.bcow.merkle-root": root}
@@ -414,8 +397,7 @@ class Sources(Scratch):
         bcow("convert", f"tar:{self.path('a.tar', archive({'a': self.noise}))}", self.image,
              timeout=TIMEOUT)
         found = json.loads(bcow("inspect", "--json", self.image, timeout=TIMEOUT).out)
-        with open(self.image, "rb") as file:
-            data = file.read()
+        data = read_bytes(self.image)
         digest = "sha512:" + hashlib.sha512(data).hexdigest()
         content = Content()
         content.blobs[digest] = data
@@ -454,41 +436,6 @@ class Sources(Scratch):
                         check=False, timeout=TIMEOUT, env={"NO_PROXY": "127.0.0.1"})
             assert_refused(self, disk,
                            "can be made only from a disk, and .* is a container image", code=2)
-
-
-PLAIN = """
-version: 0.1
-log: {level: error, accesslog: {disabled: true}}
-storage:
-  filesystem: {rootdirectory: "%s"}
-  maintenance: {readonly: {enabled: %s}}
-http: {addr: "127.0.0.1:%d", relativeurls: true}
-"""
-
-
-@contextlib.contextmanager
-def plain_registry(directory, read_only=False):
-    """The port of a docker-registry without TLS, which names uploads by relative URLs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = os.path.join(directory, f"plain-{port}.yml")
-    with open(config, "w") as out:
-        storage = os.path.join(directory, f"plain-{port}")
-        out.write(PLAIN % (storage, "true" if read_only else "false", port))
-    server = subprocess.Popen(["docker-registry", "serve", config], stdin=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        def answers():
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 5).close()
-                return True
-            return False
-        until(answers, "docker-registry answers", 30)
-        yield port
-    finally:
-        server.kill()
-        server.wait(30)
 
 
 class Cutter:
@@ -638,8 +585,7 @@ class Registries(WithRegistry):
         upper = self.path("upper")
         os.makedirs(upper, exist_ok=True)
         with mounted(base, "--upper", upper) as where:
-            with open(os.path.join(where, "new-file"), "w") as out:
-                out.write("written\n")
+            write_file(os.path.join(where, "new-file"), "written\n")
         committed = self.name("ordinary", "committed")
         self.bcow("commit", base, "--upper", upper, committed)
         _, manifest = self.digest_in_registry(committed)
@@ -650,8 +596,7 @@ class Registries(WithRegistry):
         layout, bundle = self.path("committed"), self.path("bundle")
         self.skopeo("copy", committed, f"oci:{layout}:tag")
         run("umoci", "unpack", "--image", f"{layout}:tag", bundle, timeout=TIMEOUT)
-        with open(os.path.join(bundle, "rootfs", "new-file")) as file:
-            self.assertEqual(file.read(), "written\n")
+        self.assertEqual(read_text(os.path.join(bundle, "rootfs", "new-file")), "written\n")
         exported = self.name("exported")
         self.bcow("export", base, "--to", exported, "--compress", "gzip:1")
         again = self.path("again.bcow")
@@ -720,8 +665,7 @@ class Registries(WithRegistry):
 
     def test_refusals_say_why(self):
         wrong = self.path("wrong.json")
-        with open(wrong, "w") as out:
-            out.write("{}")
+        write_file(wrong, "{}")
         self.env["REGISTRY_AUTH_FILE"] = wrong
         self.env["DOCKER_CONFIG"] = self.path("none")
         small = self.path("small.tar", archive({"a": b"a"}))

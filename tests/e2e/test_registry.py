@@ -4,55 +4,12 @@ The registry is Debian's docker-registry (CNCF distribution) on a port of this m
 the length of the tests.
 """
 
-import contextlib
 import json
 import os
-import shutil
-import socket
-import subprocess
-import tempfile
-import time
 import unittest
-import urllib.request
 
 from support import PEAK_BYTES, Scratch, assert_same_tree, bcow, converted, mounted, need, run
-
-CONFIG = """
-version: 0.1
-log: {level: error, accesslog: {disabled: true}}
-storage: {filesystem: {rootdirectory: "%s"}}
-http: {addr: "127.0.0.1:%d"}
-"""
-
-
-@contextlib.contextmanager
-def registry(directory):
-    """The address of a registry that runs as long as the with block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = os.path.join(directory, "config.yml")
-    with open(config, "w") as out:
-        out.write(CONFIG % (os.path.join(directory, "storage"), port))
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(["docker-registry", "serve", config], stdin=subprocess.DEVNULL,
-                                  stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + 30
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=5).close()
-                    break
-                except OSError as error:
-                    if server.poll() is not None or time.monotonic() > deadline:
-                        log.seek(0)
-                        raise AssertionError(f"docker-registry does not answer: {error}\n"
-                                             f"{log.read().decode()}") from error
-                    time.sleep(0.05)
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(30)
+from web import plain_registry
 
 
 class Registry(Scratch):
@@ -65,13 +22,12 @@ class Registry(Scratch):
         cls.use_image(cls.NAME)
         cls.layout, cls.peak_bytes = converted(cls.NAME, "layout")
         cls.pulled = cls.path("pulled")
-        with registry(cls.directory) as address:
-            for source, destination in (
-                    (f"oci:{cls.layout}:tag", f"docker://{address}/team/image:1"),
-                    (f"docker://{address}/team/image:1", f"oci:{cls.pulled}:tag")):
+        with plain_registry(cls.directory) as port:
+            pushed = f"docker://127.0.0.1:{port}/team/image:1"
+            for source, destination in ((f"oci:{cls.layout}:tag", pushed),
+                                        (pushed, f"oci:{cls.pulled}:tag")):
                 run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false",
                     "--dest-tls-verify=false", source, destination)
-        shutil.rmtree(os.path.join(cls.directory, "storage"))
 
     def blobs(self, layout):
         directory = os.path.join(layout, "blobs", "sha256")

@@ -9,10 +9,8 @@ import base64
 import contextlib
 import errno
 import hashlib
-import http.server
 import json
 import os
-import re
 import shutil
 import socket
 import ssl
@@ -20,19 +18,18 @@ import subprocess
 import tempfile
 import time
 import unittest
+import unittest.mock
 
-from support import (BCOW, WORK, assert_same_tree, bcow, converted, for_everyone, image, mounted,
-                     need, run, served, until)
-from web import WebServer
+import web
+from support import (BCOW, Scratch, assert_same_tree, bcow, converted, for_everyone, image, mounted,
+                     need, read_bytes, read_json, read_text, run, served, until, write_file)
+from web import WebServer, free_port, listening
 
 TIMEOUT = 60
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(web.Handler):
     """Sends files of one directory, whole or a range."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = TIMEOUT
 
     def do_GET(self):
         server = self.server
@@ -48,28 +45,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         with file:
             size = os.fstat(file.fileno()).st_size
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            asked = self.asked_range(size)
             if not asked:
                 self.answer(200, file.read())
                 return
-            first, last = int(asked[1]), min(int(asked[2]), size - 1)
+            first, last = asked
             file.seek(first)
             with server.lock:
-                server.ranges.append((first, last))
-            self.answer(206, file.read(last + 1 - first), f"bytes {first}-{last}/{size}")
+                server.ranges.append(asked)
+            self.answer(206, file.read(last + 1 - first),
+                        {"Content-Range": f"bytes {first}-{last}/{size}"})
 
-    def answer(self, status, body, content_range=None):
-        self.send_response(status)
-        if content_range:
-            self.send_header("Content-Range", content_range)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def answer(self, status, data, *more):
+        super().answer(status, data, *more)
         with self.server.lock:
-            self.server.sent += len(body)
-
-    def log_message(self, *_):
-        pass
+            self.server.sent += len(data)
 
 
 class Server(WebServer):
@@ -99,8 +89,7 @@ def make_certificates(directory):
             "-addext", "basicConstraints=critical,CA:TRUE")
     openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
             "-keyout", at("leaf.key"), "-out", at("leaf.csr"), "-subj", "/CN=localhost")
-    with open(at("extensions"), "w") as out:
-        out.write("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    write_file(at("extensions"), "subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     openssl("x509", "-req", "-in", at("leaf.csr"), "-CA", at("ca.pem"), "-CAkey", at("ca.key"),
             "-CAcreateserial", "-days", "2", "-extfile", at("extensions"), "-out", at("leaf.pem"))
 
@@ -115,12 +104,30 @@ def metrics(path):
             return answer.read()
 
 
-class Remote(unittest.TestCase):
+class RemoteCase(Scratch):
+    """The base of tests with images on other machines."""
+
+    def setUp(self):
+        self.cache = tempfile.mkdtemp(prefix="cache-", dir=self.directory)
+        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "BCOW_CACHE": self.cache,
+                    "NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
+
+    def bcow(self, *arguments, **options):
+        return bcow(*arguments, env=self.env, timeout=TIMEOUT, **options)
+
+    @contextlib.contextmanager
+    def mounted(self, *arguments):
+        with unittest.mock.patch.dict(os.environ, self.env), mounted(*arguments) as where:
+            yield where
+
+
+class WebCase(RemoteCase):
+    """The base of tests with an image on a web server with TLS."""
+
     @classmethod
     def setUpClass(cls):
         need("openssl", root=True, fuse=True)
-        cls.directory = tempfile.mkdtemp(prefix="remote-", dir=WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        super().setUpClass()
         make_certificates(cls.directory)
         cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
@@ -135,44 +142,21 @@ class Remote(unittest.TestCase):
         cls.root = found["merkle"]["root"]
 
     @classmethod
-    def path(cls, name):
-        return os.path.join(cls.directory, name)
-
-    @classmethod
     def make_tree(cls, top):
         """Some 24 MB that do not compress, in files of all sizes."""
         for n in range(40):
             directory = os.path.join(top, f"dir-{n}")
             os.makedirs(directory)
             for m in range(20):
-                with open(os.path.join(directory, f"file-{m}"), "wb") as out:
-                    out.write(os.urandom(3000 * m))
-        with open(os.path.join(top, "large"), "wb") as out:
-            out.write(os.urandom(1 << 20))
+                write_file(os.path.join(directory, f"file-{m}"), os.urandom(3000 * m))
+        write_file(os.path.join(top, "large"), os.urandom(1 << 20))
         os.symlink("dir-1/file-1", os.path.join(top, "link"))
-
-    def setUp(self):
-        self.cache = tempfile.mkdtemp(prefix="cache-", dir=self.directory)
-        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "BCOW_CACHE": self.cache,
-                    "NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
-
-    def bcow(self, *arguments, **options):
-        return bcow(*arguments, env=self.env, timeout=TIMEOUT, **options)
-
-    @contextlib.contextmanager
-    def mounted(self, *arguments):
-        with contextlib.ExitStack() as changed:
-            for name, value in self.env.items():
-                before = os.environ.get(name)
-                changed.callback(lambda n=name, b=before: os.environ.update({n: b}) if b is not None
-                                 else os.environ.pop(n, None))
-                os.environ[name] = value
-            with mounted(*arguments) as where:
-                yield where
 
     def server(self):
         return Server(self.served, self.context)
 
+
+class Remote(WebCase):
     def test_listing_fetches_a_small_part_of_the_file(self):
         with self.server() as server:
             local = bcow("ls", "-R", self.image, timeout=TIMEOUT).out
@@ -219,8 +203,7 @@ class Remote(unittest.TestCase):
                 large = os.path.join(where, "large")
                 begin = time.monotonic()
                 with self.assertRaises(OSError) as failed:
-                    with open(large, "rb") as file:
-                        file.read()
+                    read_bytes(large)
                 self.assertEqual(failed.exception.errno, errno.EIO)
                 self.assertLess(time.monotonic() - begin, TIMEOUT)
                 with open(log) as lines:
@@ -239,8 +222,7 @@ class Remote(unittest.TestCase):
             url = server.url("image.bcow") + "?signature=geheim"
             with self.mounted(url, "--metrics", f"unix:{socket_path}") as where:
                 large = os.path.join(where, "large")
-                with open(large, "rb") as file:
-                    file.read()
+                read_bytes(large)
                 until(lambda: self.statistics(where)["running_requests"] == 0, "no request runs")
                 found = self.statistics(where)
                 self.assertEqual((found["files"], found["file_bytes"]), (1, self.bytes))
@@ -284,12 +266,10 @@ class Remote(unittest.TestCase):
 
     def damaged(self, name, chunks):
         """A copy of the image on the server, in which these chunks are zeros."""
-        with open(self.image, "rb") as file:
-            data = bytearray(file.read())
+        data = bytearray(read_bytes(self.image))
         for chunk in chunks:
             data[chunk << 14:(chunk + 1) << 14] = bytes(1 << 14)
-        with open(os.path.join(self.served, name), "wb") as file:
-            file.write(data)
+        write_file(os.path.join(self.served, name), data)
 
     def test_fsck_names_the_files_of_all_wrong_chunks(self):
         with self.server() as server:
@@ -376,8 +356,7 @@ class Remote(unittest.TestCase):
                                check=False)
             with self.mounted(url) as where:
                 os.listdir(where)
-                with open("/proc/self/mounts") as mounts:
-                    self.assertNotIn("geheim", mounts.read())
+                self.assertNotIn("geheim", read_text("/proc/self/mounts"))
                 running = bcow("ps", "--json", timeout=TIMEOUT).out
             # Clients see the names of exports: the second export makes them a part of the URIs.
             with served(url, "--export", f"other={url}", "--socket", self.path("nbd"),
@@ -453,45 +432,25 @@ def registry(directory, auth=None, storage=None, program="docker-registry", env=
     def at(name):
         return os.path.join(directory, name)
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(at("htpasswd"), "w") as out:
-        out.write(f"{USER}:{HASH}\n")
+    port = free_port()
+    write_file(at("htpasswd"), f"{USER}:{HASH}\n")
     with open(at("registry.yml"), "w") as out:
         out.write(REGISTRY % (storage or FILES % at("storage"), port, at("leaf.pem"),
                               at("leaf.key"), auth or PASSWORDS % at("htpasswd")))
     with open(at("auth.json"), "w") as out:
         key = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         json.dump({"auths": {f"localhost:{port}": {"auth": key}}}, out)
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen([program, "serve", at("registry.yml")],
-                                  env={**os.environ, **(env or {})},
-                                  stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            def answers():
-                if server.poll() is not None:
-                    log.seek(0)
-                    raise AssertionError(f"{program} ended: {log.read().decode()}")
-                with contextlib.suppress(OSError):
-                    socket.create_connection(("127.0.0.1", port), 5).close()
-                    return True
-                return False
-            until(answers, f"{program} answers", 30)
-            yield f"localhost:{port}"
-        finally:
-            server.kill()
-            server.wait(30)
+    with listening(port, program, "serve", at("registry.yml"), env=env):
+        yield f"localhost:{port}"
 
 
-class Registry(unittest.TestCase):
+class Registry(RemoteCase):
     """A stack of layers in a registry."""
 
     @classmethod
     def setUpClass(cls):
         need("openssl", "skopeo", "docker-registry", root=True, fuse=True)
-        cls.directory = tempfile.mkdtemp(prefix="registry-", dir=WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        super().setUpClass()
         make_certificates(cls.directory)
         cls.source = "oci:" + ":".join(image("small"))
         cls.layout, _ = converted("small", "layout")
@@ -502,16 +461,12 @@ class Registry(unittest.TestCase):
             run("skopeo", "--insecure-policy", "copy", "--dest-authfile", cls.path("auth.json"),
                 "--dest-tls-verify=false", source, f"docker://{cls.address}/team/{name}",
                 timeout=2 * TIMEOUT)
-        with open(os.path.join(cls.layout, "index.json")) as index:
-            (entry,) = json.load(index)["manifests"]
+        (entry,) = read_json(os.path.join(cls.layout, "index.json"))["manifests"]
         cls.digest = entry["digest"]
         cls.name = f"docker://{cls.address}/team/image:1"
 
-    path = classmethod(Remote.path.__func__)
-    bcow, mounted = Remote.bcow, Remote.mounted
-
     def setUp(self):
-        Remote.setUp(self)
+        super().setUp()
         self.env["REGISTRY_AUTH_FILE"] = self.path("auth.json")
 
     def test_image_is_clean_and_reads_like_the_layout(self):
@@ -533,10 +488,8 @@ class Registry(unittest.TestCase):
     def test_digest_covers_every_byte_and_is_enough_without_the_registry(self):
         pinned = f"docker://{self.address}/team/image@{self.digest}"
         self.bcow("fsck", "--data", pinned)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            dead = f"docker://localhost:{free.getsockname()[1]}/team/image@{self.digest}"
-            self.assertEqual(self.bcow("ls", "-R", dead).out, self.bcow("ls", "-R", pinned).out)
+        dead = f"docker://localhost:{free_port()}/team/image@{self.digest}"
+        self.assertEqual(self.bcow("ls", "-R", dead).out, self.bcow("ls", "-R", pinned).out)
         other = pinned[:-1] + ("0" if pinned[-1] != "0" else "1")
         self.assertEqual(self.bcow("ls", other, check=False).code, 1)
 
@@ -544,19 +497,15 @@ class Registry(unittest.TestCase):
         layout = self.path("older")
         shutil.copytree(self.layout, layout)
         blobs = os.path.join(layout, "blobs", "sha256")
-        with open(os.path.join(blobs, self.digest.split(":")[1])) as file:
-            manifest = json.load(file)
+        manifest = read_json(os.path.join(blobs, self.digest.split(":")[1]))
         for layer in manifest["layers"]:
             del layer["annotations"]["io.bcow.merkle-root"]
         text = json.dumps(manifest).encode()
         digest = hashlib.sha256(text).hexdigest()
-        with open(os.path.join(blobs, digest), "wb") as out:
-            out.write(text)
-        with open(os.path.join(layout, "index.json")) as file:
-            index = json.load(file)
+        write_file(os.path.join(blobs, digest), text)
+        index = read_json(os.path.join(layout, "index.json"))
         index["manifests"][0].update(digest=f"sha256:{digest}", size=len(text))
-        with open(os.path.join(layout, "index.json"), "w") as out:
-            json.dump(index, out)
+        write_file(os.path.join(layout, "index.json"), json.dumps(index))
         name = f"docker://{self.address}/team/older:1"
         run("skopeo", "--insecure-policy", "copy", "--dest-authfile", self.path("auth.json"),
             "--dest-tls-verify=false", f"oci:{layout}:tag", name, timeout=TIMEOUT)
@@ -588,15 +537,13 @@ class Registry(unittest.TestCase):
         blobs = os.path.join(broken, "blobs", "sha256")
         largest = max((os.path.join(blobs, name) for name in os.listdir(blobs)),
                       key=os.path.getsize)
-        with open(largest, "rb") as file:
-            whole = file.read()
+        whole = read_bytes(largest)
         with open(largest, "r+b") as file:
             file.seek(len(whole) // 3)
             file.write(b"wrong")
             file.truncate(len(whole) - 20_000)
         self.bcow("fsck", "--repair", "--from", self.name, f"oci:{broken}:tag", check=False)
-        with open(largest, "rb") as file:
-            self.assertTrue(file.read() == whole, "the layer")
+        self.assertTrue(read_bytes(largest) == whole, "the layer")
 
     def test_missing_image_is_not_found(self):
         failed = self.bcow("ls", f"docker://{self.address}/team/none:1", check=False)

@@ -12,29 +12,20 @@ import tempfile
 import unittest
 
 import test_remote
-from support import assert_refused, bcow, need, run, served
+from support import assert_refused, bcow, need, read_bytes, read_text, run, served, write_file
 from test_remote import TIMEOUT, registry
 
 
-class Disks(unittest.TestCase):
-    path = classmethod(test_remote.Remote.path.__func__)
-    bcow, mounted = test_remote.Remote.bcow, test_remote.Remote.mounted
-    server = test_remote.Remote.server
-
-    @staticmethod
-    def make_tree(top):
+class Disks(test_remote.WebCase):
+    @classmethod
+    def make_tree(cls, top):
         """Some 6 MB that do not compress."""
         for n in range(20):
             os.makedirs(os.path.join(top, f"dir-{n}"))
-            with open(os.path.join(top, f"dir-{n}", "file"), "wb") as out:
-                out.write(os.urandom(300_000))
-
-    @classmethod
-    def setUpClass(cls):
-        test_remote.Remote.setUpClass.__func__(cls)
+            write_file(os.path.join(top, f"dir-{n}", "file"), os.urandom(300_000))
 
     def setUp(self):
-        test_remote.Remote.setUp(self)
+        super().setUp()
         self.scratch = tempfile.mkdtemp(prefix="scratch-", dir=self.directory)
         self.env["BCOW_VIEWS"] = os.path.join(self.scratch, "views")
         self.disk = os.path.join(self.scratch, "disk.bcow")
@@ -46,8 +37,7 @@ class Disks(unittest.TestCase):
         """The content of an image or a disk."""
         out = os.path.join(self.scratch, "raw")
         self.bcow("convert", "--force", *options, name, f"raw:{out}")
-        with open(out, "rb") as file:
-            return file.read()
+        return read_bytes(out)
 
     def test_disk_over_a_web_server(self):
         need("qemu-img")
@@ -125,22 +115,19 @@ class Disks(unittest.TestCase):
             self.env["BCOW_BACKING_URLS"] = f"docker://{address}/team/tree"
             (backing,) = self.inspect(self.disk)["backings"]
             self.assertRegex(backing["name"], r"docker://.*/team/tree@sha256:[0-9a-f]{64}$")
-            with open(self.disk, "rb") as file:
-                self.assertNotIn(b"geheim", file.read())
+            self.assertNotIn(b"geheim", read_bytes(self.disk))
             with self.mounted(self.disk) as where:
                 for n in range(20):
                     run("cmp", os.path.join(where, f"dir-{n}/file"),
                         os.path.join(self.tree, f"dir-{n}/file"), timeout=TIMEOUT)
-                with open(os.path.join(where, "new"), "w") as out:
-                    out.write("new")
+                write_file(os.path.join(where, "new"), "new")
             # The tag moves on; the disk keeps its image.
             self.bcow("convert", "--force", f"dir:{self.scratch}", name)
             self.bcow("fsck", "--data", self.disk)
             self.raw(f"{self.disk}.plain", "--no-cache")
         # The registry is gone.
         with self.mounted(self.disk) as where:
-            with open(os.path.join(where, "new")) as file:
-                self.assertEqual(file.read(), "new")
+            self.assertEqual(read_text(os.path.join(where, "new")), "new")
             os.listdir(os.path.join(where, "dir-7"))
 
     def test_uppers_over_a_registry_at_both_doors(self):

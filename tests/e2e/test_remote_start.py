@@ -7,7 +7,6 @@ installed, also with blobs in S3. Every command has a time limit.
 """
 
 import base64
-import http.server
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ import time
 import unittest
 import urllib.parse
 
+import web
 from support import BCOW, UNPRIVILEGED, Scratch, bcow, for_everyone, need, run
 from test_remote import PASSWORD, USER, make_certificates, registry
 from test_s3 import s3_storage, versitygw
@@ -52,7 +52,7 @@ def url64(data):
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-class TokenHandler(http.server.BaseHTTPRequestHandler):
+class TokenHandler(web.Handler):
     """Gives a token to clients with the password, for the access that they ask for."""
 
     timeout = TIMEOUT
@@ -72,14 +72,7 @@ class TokenHandler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status, document):
         data = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
+        super().answer(status, data, {"Content-Type": "application/json"})
 
 
 class Tokens(WebServer):

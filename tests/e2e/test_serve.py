@@ -16,7 +16,8 @@ import subprocess
 import time
 import unittest
 
-from support import BCOW, Scratch, Served, assert_refused, bcow, need, run, served, until
+from support import (BCOW, Scratch, Served, assert_refused, bcow, need, read_bytes, read_text, run,
+                     served, until, write_file)
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -65,8 +66,7 @@ class Serve(Scratch):
         """The content of a disk, read without the server."""
         raw = self.path("shown.raw")
         bcow("convert", disk, f"raw:{raw}")
-        with open(raw, "rb") as file:
-            content = file.read()
+        content = read_bytes(raw)
         os.remove(raw)
         return content
 
@@ -155,8 +155,7 @@ class Readers(Serve):
                             ("--allocated",)):
                 copy = self.path("copy.raw")
                 run("nbdcopy", *options, server.uri, copy)
-                with open(copy, "rb") as file:
-                    self.assertTrue(file.read() == self.content, options)
+                self.assertTrue(read_bytes(copy) == self.content, options)
                 os.remove(copy)
 
     def test_nothing_can_be_written_to_a_sealed_disk(self):
@@ -209,8 +208,7 @@ class Writers(Serve):
     def test_whole_disks_are_copied_in(self):
         other = (random.Random(7).randbytes(3 * MIB) + bytes(40 * MIB)
                  + random.Random(8).randbytes(SIZE - 43 * MIB))
-        with open(self.path("other.raw"), "wb") as file:
-            file.write(other)
+        write_file(self.path("other.raw"), other)
         for command in (("nbdcopy", "--flush", self.path("other.raw")),
                         ("nbdcopy", "--connections=4", "--flush", self.path("other.raw")),
                         ("qemu-img", "convert", "-n", "-f", "raw", "-O", "raw",
@@ -438,8 +436,7 @@ class Doors(Serve):
                     os.close(writer)
                     self.assertEqual(os.read(reader, 10), b"\n")
                     self.assertEqual(listener.recv(100), b"READY=1")
-                    with open(pid_file) as file:
-                        self.assertEqual(int(file.read()), server.process.pid)
+                    self.assertEqual(int(read_text(pid_file)), server.process.pid)
                 self.assertEqual(listener.recv(100), b"STOPPING=1")
                 os.close(reader)
                 self.assertFalse(os.path.exists(pid_file))
@@ -515,8 +512,7 @@ class Tls(Serve):
                 self.assertTrue(info["TLS"])
             copy = self.path("tls.raw")
             run("nbdcopy", self.with_certificates(server.uri), copy)
-            with open(copy, "rb") as file:
-                self.assertTrue(file.read() == self.content)
+            self.assertTrue(read_bytes(copy) == self.content)
             port = re.search(r":(\d+)/", server.uris[1]).group(1)
             run("qemu-io", "--object",
                 f"tls-creds-x509,id=tls,dir={self.certificates},endpoint=client,verify-peer=yes",

@@ -15,7 +15,8 @@ import unittest
 import test_mirrors
 from support import bcow, need, run
 from test_mirrors import TIMEOUT
-from test_registries import INDEX, MANIFEST, Content, Server, digest_of, plain_registry
+from test_registries import INDEX, MANIFEST, Content, Server, digest_of
+from web import plain_registry
 
 SIGNED = "application/vnd.dev.cosign.simplesigning.v1+json"
 REFERRER = "application/vnd.dev.cosign.artifact.sig.v1+json"

@@ -14,7 +14,7 @@ import unittest
 import unittest.mock
 
 import support
-from support import bcow, need, run
+from support import bcow, need, read_bytes, read_json, read_text, run, write_file
 from test_union_crash import Disk
 
 try:
@@ -127,8 +127,7 @@ class WithSnapshotter(support.Scratch):
         infos = client.List()
         records = {}
         for name in self.names("snapshots"):
-            with open(os.path.join(self.root, "snapshots", name, "record.json")) as file:
-                record = json.load(file)
+            record = read_json(os.path.join(self.root, "snapshots", name, "record.json"))
             records[record["name"]] = record
             files = {"committed": [], "view": ["fs"], "active": ["fs"]}[record["kind"]]
             if files and "parent" in record:
@@ -149,8 +148,7 @@ class WithSnapshotter(support.Scratch):
     def wrapper(self, script):
         """A program that runs a script before bcow."""
         path = os.path.join(self.place, "wrapper")
-        with open(path, "w") as file:
-            file.write(f'#!/bin/sh\n{script}\nexec "{support.BCOW}" "$@"\n')
+        write_file(path, f'#!/bin/sh\n{script}\nexec "{support.BCOW}" "$@"\n')
         os.chmod(path, 0o755)
         return path
 
@@ -161,15 +159,13 @@ class Contract(WithSnapshotter):
         with self.mounted(client.Prepare(key="a")) as root:
             self.assertEqual(os.stat(root).st_mode & 0o7777, 0o755)
             for name, data in (("both", b"low"), ("low", os.urandom(1 << 20)), ("gone", b"")):
-                with open(os.path.join(root, name), "wb") as file:
-                    file.write(data)
+                write_file(os.path.join(root, name), data)
             os.chmod(root, 0o711)
         client.Commit(name="low", key="a")
         with self.mounted(client.Prepare(key="b", parent="low")) as root:
             self.assertEqual(os.stat(root).st_mode & 0o7777, 0o711)
             os.remove(os.path.join(root, "gone"))
-            with open(os.path.join(root, "both"), "wb") as file:
-                file.write(b"high")
+            write_file(os.path.join(root, "both"), b"high")
             with open(os.path.join(root, "low"), "r+b") as file:
                 file.seek(500_000)
                 file.write(b"changed")
@@ -195,8 +191,7 @@ class Contract(WithSnapshotter):
         one = self.start()
         client = one.client
         with self.mounted(client.Prepare(key="a")) as root:
-            with open(os.path.join(root, "file"), "w") as file:
-                file.write("image")
+            write_file(os.path.join(root, "file"), "image")
         client.Commit(name="image", key="a")
         with contextlib.ExitStack() as stack:
             roots = [stack.enter_context(self.mounted(client.Prepare(key=f"c{n}", parent="image")))
@@ -212,12 +207,10 @@ class Contract(WithSnapshotter):
             client.Remove(key="c2")
             client.Cleanup()
             self.assertEqual(len(self.names("trash")), 1)
-            with open(os.path.join(roots[2], "file")) as file:
-                self.assertEqual(file.read(), "image of 2")
+            self.assertEqual(read_text(os.path.join(roots[2], "file")), "image of 2")
         for n in range(2):
             with self.mounted(client.Mounts(key=f"c{n}")) as root:
-                with open(os.path.join(root, "file")) as file:
-                    self.assertEqual(file.read(), f"image of {n}")
+                self.assertEqual(read_text(os.path.join(root, "file")), f"image of {n}")
         support.until(lambda: not self.names("trash"), "the sweep after the end of a mount")
         self.assert_only(client)
         self.assertEqual(one.end(), 0)
@@ -267,14 +260,12 @@ class Contract(WithSnapshotter):
         client.Prepare(key="a")
         client.Commit(name="p", key="a")
         with self.mounted(client.Prepare(key="b", parent="p")) as root:
-            with open(os.path.join(root, "file"), "w") as file:
-                file.write("kept")
+            write_file(os.path.join(root, "file"), "kept")
             details = self.refused(CODES.INTERNAL, client.Commit, name="n", key="b")
             self.assertIn("it is being written by", details)
         client.Commit(name="n", key="b")
         with self.mounted(client.View(key="v", parent="n")) as root:
-            with open(os.path.join(root, "file")) as file:
-                self.assertEqual(file.read(), "kept")
+            self.assertEqual(read_text(os.path.join(root, "file")), "kept")
 
     def test_records_outlive_restarts(self):
         one = self.start()
@@ -345,8 +336,7 @@ class Contract(WithSnapshotter):
 
     def test_the_guide_has_the_options(self):
         page = os.path.join(support.TOP, "docs", "guide", "snapshotter.md")
-        with open(page) as file:
-            text = file.read()
+        text = read_text(page)
         shown = run(snapshots.PROGRAM, "-h", env={"COLUMNS": "100"})
         self.assertIn(shown.out.decode(), text)
 
@@ -397,8 +387,7 @@ class Crashes(WithSnapshotter):
 
         def change(answer, name):
             with self.mounted(answer) as root:
-                with open(os.path.join(root, name), "wb") as file:
-                    file.write(content)
+                write_file(os.path.join(root, name), content)
 
         def update(client):
             client.Update(info={"name": "high", "labels": {"new": "1"}})
@@ -426,8 +415,7 @@ class Crashes(WithSnapshotter):
             support.bcow("fsck", "--data", os.path.join(self.root, "layers", name))
         with self.mounted(one.client.View(key="w", parent="high")) as root:
             for name in ("low", "high"):
-                with open(os.path.join(root, name), "rb") as file:
-                    self.assertEqual(file.read(), content)
+                self.assertEqual(read_bytes(os.path.join(root, name)), content)
         one.client.Remove(key="w")
         self.assertEqual(one.end(), 0)
 
@@ -557,8 +545,7 @@ class Containers(WithContainerd):
         super().setUp()
         self.start_pool()
         self.snapshotter = self.start()
-        with open(os.path.join(self.place, "config.toml"), "w") as file:
-            file.write(CONFIG.format(place=self.place))
+        write_file(os.path.join(self.place, "config.toml"), CONFIG.format(place=self.place))
         self.addCleanup(self.stop_all)
         self.start_containerd()
 
@@ -613,8 +600,7 @@ class Containers(WithContainerd):
         with self.mounted(client.Mounts(key=active)) as root:
             self.assertEqual(sorted({"go", "state"} & set(os.listdir(root))), ["go", "state"])
             self.assertNotIn("written", os.listdir(root))
-            with open(os.path.join(root, "go")) as file:
-                self.assertEqual(file.read(), "went on\n")
+            self.assertEqual(read_text(os.path.join(root, "go")), "went on\n")
         # It runs again in the pool, and in the next process of the pool, and not without one.
         [mount] = client.Mounts(key=active).mounts
         self.assertIn("pool=p", mount.options)

@@ -11,15 +11,14 @@ import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import unittest
 
 import support
 from sequences import ocilib
-from support import bcow, need, run
+from support import bcow, need, read_bytes, read_text, run
 from test_remote import PASSWORD, USER, make_certificates, registry
 from test_snapshotter import WithContainerd, WithSnapshotter
+from web import listening
 
 # Without them, the base of the tests reports what is missing.
 with contextlib.suppress(ImportError):
@@ -121,8 +120,7 @@ def archive(files):
         elif isinstance(data, bytes):
             out.append(ocilib.entry(name.encode(), data=data))
         else:
-            with open(data, "rb") as file:
-                out.append(ocilib.entry(name.encode(), data=file.read(), mode=0o755))
+            out.append(ocilib.entry(name.encode(), data=read_bytes(data), mode=0o755))
     return b"".join(out) + ocilib.END
 
 
@@ -237,8 +235,7 @@ class Registered(WithRegistry, WithSnapshotter):
         for name in sorted(os.listdir(root)):
             path = os.path.join(root, name)
             if name != "large" and os.path.isfile(path):
-                with open(path, "rb") as file:
-                    shown[name] = file.read()
+                shown[name] = read_bytes(path)
         return shown
 
     def test_layers_are_registered_and_read_when_they_are_used(self):
@@ -381,8 +378,7 @@ class Registered(WithRegistry, WithSnapshotter):
             self.assertEqual(one.end(), 0)
             one.start()
             with self.mounted(one.client.Prepare(key="b", parent=names[2])) as root:
-                with open(os.path.join(root, "large"), "rb") as file:
-                    self.assertEqual(file.read(), LARGE)
+                self.assertEqual(read_bytes(os.path.join(root, "large")), LARGE)
             # Without the cache, the mount fails, and names the image.
             shutil.rmtree(os.path.join(self.root, "cache"))
             [mount] = one.client.Mounts(key="b").mounts
@@ -395,19 +391,9 @@ class Registered(WithRegistry, WithSnapshotter):
 
     def restart_registry(self):
         """The same registry at the same address, for the other tests."""
-        server = subprocess.Popen(["docker-registry", "serve", self.path("registry.yml")],
-                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                  stderr=subprocess.DEVNULL)
-        self.registry.callback(server.wait, 30)
-        self.registry.callback(server.kill)
-        host, port = self.address.split(":")
-
-        def answers():
-            with contextlib.suppress(OSError):
-                socket.create_connection((host, int(port)), 5).close()
-                return True
-            return False
-        support.until(answers, "docker-registry answers")
+        port = int(self.address.split(":")[1])
+        self.registry.enter_context(
+            listening(port, "docker-registry", "serve", self.path("registry.yml")))
 
 
 class Pods(WithRegistry, WithContainerd):
@@ -500,8 +486,7 @@ class Pods(WithRegistry, WithContainerd):
         [active] = [info.name for info in client.List() if info.name.endswith(f"/{two}")]
         with self.mounted(client.Mounts(key=active)) as root:
             self.assertNotIn("both", os.listdir(root))
-            with open(os.path.join(root, "go")) as file:
-                self.assertEqual(file.read(), "went on\n")
+            self.assertEqual(read_text(os.path.join(root, "go")), "went on\n")
         self.ctr("containers", "rm", two)
         for name in self.listed("images"):
             self.ctr("images", "rm", "--sync", name)

@@ -9,7 +9,7 @@ import tempfile
 import unittest
 
 from support import (READER, WORK, Scratch, assert_same_tree, assert_second_reader_agrees, bcow,
-                     is_mounted, mounted, need, need_kernel, run)
+                     is_mounted, mounted, need, need_kernel, read_json, run)
 
 KINDS = {"compressed": [], "plain": ["--plain"], "dedup": ["--dedup-lower"]}
 
@@ -30,8 +30,7 @@ class Stacks(Scratch):
     def blobs(self, kind):
         """The files of the layers, lowest first, and that of the stack."""
         shown = json.loads(bcow("inspect", "--json", self.name(kind)).out)
-        with open(os.path.join(self.layout, "index.json")) as index:
-            manifests = json.load(index)["manifests"]
+        manifests = read_json(os.path.join(self.layout, "index.json"))["manifests"]
         [manifest] = [one for one in manifests
                       if one["annotations"]["org.opencontainers.image.ref.name"] == kind]
         with open(os.path.join(self.layout, "blobs", *manifest["digest"].split(":"))) as text:

@@ -24,7 +24,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import run
+from support import read_bytes, run, write_file
 from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_CRASHES") or 10)
@@ -45,8 +45,7 @@ FOLDERS = 3
 
 def plant(top):
     for number, size in enumerate(SIZES):
-        with open(os.path.join(top, f"data-{number}"), "wb") as file:
-            file.write(subjects.content(f"data-{number}", size))
+        write_file(os.path.join(top, f"data-{number}"), subjects.content(f"data-{number}", size))
     for number in range(FOLDERS):
         folder = os.path.join(top, f"folder-{number}")
         os.makedirs(os.path.join(folder, "below"))
@@ -456,8 +455,7 @@ def life(name, lower, number, count, power):
     dice = random.Random(number)
     files = {}
     for path in (f"data-{n}" for n in range(len(SIZES))):
-        with open(os.path.join(lower.tree, path), "rb") as file:
-            files[path] = File(file.read())
+        files[path] = File(read_bytes(os.path.join(lower.tree, path)))
     trees = {f"folder-{n}": read_tree(os.path.join(lower.tree, f"folder-{n}"))
                             for n in range(FOLDERS)}
     with contextlib.ExitStack() as stack:
@@ -506,8 +504,7 @@ def one_round(subject, disk, dice, label, files, trees, folder):
         writer.learn()
     subject.mount()
     for path, file in files.items():
-        with open(os.path.join(subject.where, path), "rb") as data:
-            have = data.read()
+        have = read_bytes(os.path.join(subject.where, path))
         file.check(have, f"{label}: {path}", "volatile" not in subject.name)
         files[path] = File(have)
     trees[folder] = check_names(writers[-1], label, bool(disk))

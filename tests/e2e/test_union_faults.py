@@ -16,7 +16,8 @@ import tempfile
 
 import syscalls
 from promises import promise
-from support import UNPRIVILEGED, assert_refused, bcow, is_mounted, run, until
+from support import (UNPRIVILEGED, assert_refused, bcow, is_mounted, read_text, run, until,
+                     write_file)
 from union import UnionCase
 
 BIG = "d2/big"
@@ -75,8 +76,7 @@ class Refusals(UnionCase):
         tree = os.path.join(self.mount.directory, "tree")
         os.mkdir(tree)
         image = os.path.join(self.mount.directory, "another.bcow")
-        with open(os.path.join(tree, "kept"), "wb") as file:
-            file.write(b"of another image")
+        write_file(os.path.join(tree, "kept"), b"of another image")
         bcow("convert", f"dir:{tree}", image)
         self.refused(self.upper, "upper", r"(?i)image", image=image)
         self.mount.mount()
@@ -274,9 +274,9 @@ class Space(UnionCase):
 
     @promise("`--size-limit` limits what the upper stores, counted in blocks of 4 KiB: data, "
              "directories, maps, and those link targets and attributes that do not fit into an "
-             "inode. A write for which there is no space fails with ENOSPC and changes nothing. "
-             "A write for which there is space in part is short. Removing files or data makes room "
-             "again.")
+             "inode. A write fails with ENOSPC, and changes nothing, if none of it fits. If only a "
+             "part fits, the write stores that part and returns its length. Removing files or data "
+             "makes room again.")
     def test_a_limit(self):
         limit = 4 << 20
         self.mount.options.append(f"--size-limit={limit}")
@@ -468,8 +468,7 @@ class Space(UnionCase):
         os.mkdir(tree)
         count, size = 60, 8 << 20
         for number in range(count):
-            with open(os.path.join(tree, str(number)), "wb") as file:
-                file.write(bytes([number + 1]) * size)
+            write_file(os.path.join(tree, str(number)), bytes([number + 1]) * size)
         bcow("convert", f"dir:{tree}", image)
         self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
         self.mount.options.append("--size-limit=2M")
@@ -644,8 +643,7 @@ class LastFlush(UnionCase):
         self.mount.check()
 
     def name_of(self, process):
-        with open(f"/proc/{process.pid}/comm") as file:
-            return file.read().strip()
+        return read_text(f"/proc/{process.pid}/comm").strip()
 
 
 class PackedLastFlush(LastFlush):

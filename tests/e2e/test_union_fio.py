@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 import subjects
-from support import run
+from support import read_bytes, run
 from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_FIO_ROUNDS") or 1)
@@ -88,8 +88,7 @@ def readers(paths, dice):
 def sums(where):
     found = {}
     for name in sorted(os.listdir(where)):
-        with open(os.path.join(where, name), "rb") as file:
-            found[name] = hashlib.sha256(file.read()).hexdigest()
+        found[name] = hashlib.sha256(read_bytes(os.path.join(where, name))).hexdigest()
     return found
 
 

@@ -16,7 +16,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import run
+from support import read_bytes, run, write_file
 from union import LowerCase
 
 OPERATIONS = int(os.environ.get("BCOW_SKETCH_OPERATIONS") or 12_000)
@@ -54,16 +54,14 @@ copy_file_range = 5
 def plant(top):
     for number, size in enumerate(SIZES):
         path = os.path.join(top, f"file-{number}")
-        with open(path, "wb") as file:
-            file.write(subjects.content(path[-6:], size))
+        write_file(path, subjects.content(path[-6:], size))
         if number % 3 == 2:
             # Holes of the lower file: zeros without storage.
             with open(path, "r+b") as file:
                 for at in range(50_000, size, 170_000):
                     syscalls.fallocate(file.fileno(), syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, at,
                                        60_001)
-    with open(os.path.join(top, "source"), "wb") as file:
-        file.write(subjects.content("source", 400_000))
+    write_file(os.path.join(top, "source"), subjects.content("source", 400_000))
 
 
 class Wrong(Exception):
@@ -75,10 +73,8 @@ class Exerciser:
 
     def __init__(self, subject, name, dice):
         self.subject, self.name, self.dice = subject, name, dice
-        with open(os.path.join(subject.lower.tree, name), "rb") as file:
-            self.want = bytearray(file.read())
-        with open(os.path.join(subject.lower.tree, "source"), "rb") as file:
-            self.source = file.read()
+        self.want = bytearray(read_bytes(os.path.join(subject.lower.tree, name)))
+        self.source = read_bytes(os.path.join(subject.lower.tree, "source"))
         self.done, self.fd = [], None
         self.open()
 

@@ -19,6 +19,7 @@ import model
 import operations
 import subjects
 import support
+from support import read_bytes, write_file
 from promises import promise
 from union import LowerCase
 
@@ -53,8 +54,7 @@ def play(name, lower, seed=None, sequence=None):
         finally:
             os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as result:
-        data = result.read()
+    data = read_bytes(reader)
     _, status = os.waitpid(child, 0)
     if status:
         # The journal of the process has its operations.
@@ -166,8 +166,7 @@ class Model(LowerCase):
             with self.subTest(subject=name, seed=seed):
                 done, wrong = shrink(name, self.lower, done, wrong)
                 kept = os.path.join(support.WORK, f"model-{name}-{seed}.json")
-                with open(kept, "w") as file:
-                    file.write("\n".join(json.dumps(step) for step in done))
+                write_file(kept, "\n".join(json.dumps(step) for step in done))
                 self.fail(f"BCOW_MODEL_SEEDS={seed} BCOW_SUBJECTS={name}, cut down in {kept}:\n"
                           + "\n".join(map(json.dumps, done)) + f"\n{wrong}")
         self.assertEqual([(name, seed) for name, seed, *_ in failed], [])

@@ -17,7 +17,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import UNPRIVILEGED, for_everyone, run
+from support import UNPRIVILEGED, for_everyone, read_text, run, write_file
 from union import UnionCase
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
@@ -30,10 +30,8 @@ def plant(top):
     subjects.plant(top)
     home = os.path.join(top, "home")
     os.mkdir(home)
-    with open(os.path.join(home, "big"), "wb") as file:
-        file.write(subjects.content("big", 500_000))
-    with open(os.path.join(home, "small"), "wb") as file:
-        file.write(b"small")
+    write_file(os.path.join(home, "big"), subjects.content("big", 500_000))
+    write_file(os.path.join(home, "small"), b"small")
     # Symbolic links with several names, which cannot have user attributes.
     os.mkdir(os.path.join(home, "links"))
     for name in ("alone", "first", "third"):
@@ -43,8 +41,7 @@ def plant(top):
                 follow_symlinks=False)
     os.mkdir(os.path.join(home, "folder"))
     for name in ("one", "two"):
-        with open(os.path.join(home, "folder", name), "wb") as file:
-            file.write(os.fsencode(name))
+        write_file(os.path.join(home, "folder", name), os.fsencode(name))
     for path, folders, files in os.walk(home):
         for name in [".", *files]:
             os.chown(os.path.join(path, name), UNPRIVILEGED, UNPRIVILEGED, follow_symlinks=False)
@@ -176,8 +173,7 @@ os.mkdir('home/folder/shut', 0)
     def test_a_user_who_cannot_change_the_image_is_warned_with_the_line_that_can(self):
         tree = os.path.join(self.mount.directory, "tree")
         os.mkdir(tree)
-        with open(os.path.join(tree, "file"), "w") as file:
-            file.write("old")
+        write_file(os.path.join(tree, "file"), "old")
         image = for_everyone(os.path.join(self.mount.directory, "root's.bcow"))
         arguments = ["mount", image, self.where, "--upper", self.upper]
         # The line calls the program `bcow`.
@@ -202,8 +198,7 @@ os.mkdir('home/folder/shut', 0)
             run("sh", "-c", line, stdin=typed, env=path, user=UNPRIVILEGED)
         self.assertFalse(support.is_mounted(self.where))
         for name, want in (("file", "new\n"), ("made", "made\n")):
-            with open(os.path.join(self.upper, name)) as file:
-                self.assertEqual(file.read(), want)
+            self.assertEqual(read_text(os.path.join(self.upper, name)), want)
         self.assertEqual(mount("-o", "ro"), "")
         # An image whose root directory the user owns.
         os.chown(tree, UNPRIVILEGED, UNPRIVILEGED)
@@ -314,8 +309,7 @@ class UserNamespace(UnionCase):
                 os.read(ready[0], 1)
                 (child,) = children() - before
                 for kind in ("uid_map", "gid_map"):
-                    with open(f"/proc/{child}/{kind}", "w") as ids:
-                        ids.write(f"0 {self.SHIFT} 65536")
+                    write_file(f"/proc/{child}/{kind}", f"0 {self.SHIFT} 65536")
                 os.write(mapped[1], b"x")
                 code = started.result().wait(timeout=120)
             for fd in (*ready, *mapped):

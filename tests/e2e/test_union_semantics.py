@@ -25,7 +25,7 @@ import syscalls
 import tree
 from promises import promise
 from subjects import content
-from support import run
+from support import read_bytes, run, write_file
 from union import UnionCase
 
 ROOT, ALICE, BOB = (0, 0), (1000, 1000), (1001, 1001)
@@ -633,8 +633,7 @@ class Names(UnionCase):
         os.mknod(self.at("zero-block"), stat.S_IFBLK | 0o600, os.makedev(0, 0))
         os.mknod(self.at("null-too"), stat.S_IFCHR | 0o666, os.makedev(1, 3))
         self.remount()
-        with open(self.at("null-too"), "wb") as device:
-            device.write(b"away")
+        write_file(self.at("null-too"), b"away")
         self.assertEqual((os.stat(self.at("zero-block")).st_rdev,
                           os.stat(self.at("null-too")).st_rdev), (0, os.makedev(1, 3)))
 
@@ -1041,8 +1040,7 @@ class Attributes(UnionCase):
             read_all()
             self.assertEqual(times(), before)
             names = [name for name in names if "link" not in name]
-            with open("/proc/sys/vm/drop_caches", "w") as file:
-                file.write("2")
+            write_file("/proc/sys/vm/drop_caches", "2")
             read_all()
             self.assertEqual(times(), {name: before[name] for name in names})
             if not again:
@@ -1190,12 +1188,10 @@ class InOtherHands(UnionCase):
         self.addCleanup(run, "umount", seen)
 
         def read():
-            with open(os.path.join(seen, BIG), "rb") as file:
-                return file.read()
+            return read_bytes(os.path.join(seen, BIG))
 
         self.assert_error("EIO", read)
-        with open(os.path.join(seen, "d1/odd"), "rb") as file:
-            self.assertEqual(file.read(), self.original("d1/odd"))
+        self.assertEqual(read_bytes(os.path.join(seen, "d1/odd")), self.original("d1/odd"))
 
     def overlay(self):
         """The kernel's overlayfs of the upper over the extracted image; read-only, so that it does

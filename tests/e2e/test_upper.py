@@ -19,7 +19,7 @@ import unittest
 
 import support
 from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, for_everyone,
-                     is_mounted, need, run, until)
+                     is_mounted, need, read_bytes, run, until, write_file)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -27,15 +27,9 @@ EPOCH = {"SOURCE_DATE_EPOCH": "1700000000"}
 
 
 def write(path, data, mode=None):
-    with open(path, "wb") as file:
-        file.write(data)
+    write_file(path, data)
     if mode is not None:
         os.chmod(path, mode)
-
-
-def read(path):
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def make_lower(top):
@@ -260,7 +254,7 @@ class Uppers:
         try:
             with support.mounted(whole) as shown:
                 assert_same_tree(self, where, shown)
-            self.assertEqual(read(f"{where}/etc/on-top"), b"new")
+            self.assertEqual(read_bytes(f"{where}/etc/on-top"), b"new")
             self.assertFalse(os.path.lexists(f"{where}/new-1"))
         finally:
             bcow("umount", where, timeout=60)
@@ -283,7 +277,7 @@ class Uppers:
             self.commit(names[0], "-j", jobs)
             self.commit(names[1], "--flatten", "-j", jobs)
             self.commit(f"tar:{names[2]}")
-            outputs.append([read(name) for name in names])
+            outputs.append([read_bytes(name) for name in names])
         self.assertEqual(*outputs)
 
     def test_other_tools_unpack_the_layers(self):
@@ -301,7 +295,7 @@ class Uppers:
         self.assertEqual(len(config["rootfs"]["diff_ids"]), 2)
         again = self.path("layout-again")
         self.commit(f"oci:{again}:t", "-j", "1")
-        self.assertEqual(read(f"{layout}/index.json"), read(f"{again}/index.json"))
+        self.assertEqual(read_bytes(f"{layout}/index.json"), read_bytes(f"{again}/index.json"))
 
     def test_gnu_tar_unpacks_the_archive_over_the_lower_tree(self):
         need("tar")
@@ -314,7 +308,7 @@ class Uppers:
         run("tar", "-C", where, "--xattrs", "--xattrs-include=*", "--overwrite", "-xpf", layer,
             "etc/config", "holes", "new-1", "etc/new-2", "disk", "var/lib/other-elsewhere")
         for path, content in (("new-1", b"n" * 70000), ("var/lib/other-elsewhere", b"o" * 100000)):
-            self.assertEqual(read(f"{where}/{path}"), content)
+            self.assertEqual(read_bytes(f"{where}/{path}"), content)
         self.assertEqual(os.getxattr(f"{where}/etc/config", "user.new"), b"\0binary\xff")
         self.assertEqual(os.stat(f"{where}/new-1").st_ino, os.stat(f"{where}/etc/new-2").st_ino)
         self.assertLess(os.stat(f"{where}/holes").st_blocks, 1000)
@@ -410,7 +404,8 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertEqual(len(config["rootfs"]["diff_ids"]), 3)
         bundle = self.path("third")
         run("umoci", "unpack", "--image", f"{layout}:third", bundle)
-        self.assertEqual(read(f"{bundle}/rootfs/etc/unchanged"), b"u" * 5000 + b"changed after all")
+        self.assertEqual(read_bytes(f"{bundle}/rootfs/etc/unchanged"),
+                         b"u" * 5000 + b"changed after all")
         self.assertFalse(os.path.exists(f"{bundle}/rootfs/holes"))
         assert_refused(self, bcow("commit", f"oci:{layout}:stack", "--upper", upper,
                                   f"oci:{layout}:stack", check=False),
@@ -436,7 +431,7 @@ class OfBcow(Uppers, unittest.TestCase):
         layer = self.path("accurate.bcow")
         self.commit(layer)
         self.assertLess(os.path.getsize(layer), 200 << 10)
-        wanted = read(f"{self.lower}/var/lib/data/table")
+        wanted = read_bytes(f"{self.lower}/var/lib/data/table")
         wanted = wanted[:1 << 20] + b"changed" + wanted[(1 << 20) + 7:]
         shown = bcow("cat", layer, "/var/lib/data/table").out
         self.assertEqual(shown, wanted)
@@ -614,7 +609,7 @@ class OfBcow(Uppers, unittest.TestCase):
         try:
             for path in sketches:
                 with self.assertRaises(OSError) as refused:
-                    read(f"{self.merged}/{path}")
+                    read_bytes(f"{self.merged}/{path}")
                 self.assertEqual(refused.exception.errno, errno.EIO)
                 os.unlink(f"{upper}/{path}")
                 shutil.copy(f"{self.lower}/{path}", f"{upper}/{path}")

@@ -6,6 +6,7 @@ import os
 
 import subjects
 import support
+from support import read_bytes
 import syscalls
 
 
@@ -62,8 +63,7 @@ class UnionCase(LowerCase):
         return os.path.join(self.lower.tree, *names)
 
     def read(self, name):
-        with open(self.at(name), "rb") as file:
-            return file.read()
+        return read_bytes(self.at(name))
 
     def write(self, name, data=b"", mode=0o644):
         fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -90,8 +90,7 @@ class UnionCase(LowerCase):
         self.mount.remount()
 
     def original(self, name):
-        with open(self.below(name), "rb") as file:
-            return bytearray(file.read())
+        return bytearray(read_bytes(self.below(name)))
 
     def assert_error(self, code, function, *arguments, **options):
         """Fails unless a call raises the errno of this name."""

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 
 import support
+from support import read_bytes, write_file
 
 HERE = os.path.join(support.TOP, "tests", "e2e", "guest")
 MODULES = ("virtio_pci", "virtio_blk", "ext4", "xfs")
@@ -38,8 +39,7 @@ def modules(directory):
         # A module without a file is built into the kernel.
         if name not in files or files[name] in order:
             return
-        with open(files[name], "rb") as file:
-            wants = re.search(rb"\0depends=([^\0]*)\0", file.read())
+        wants = re.search(rb"\0depends=([^\0]*)\0", read_bytes(files[name]))
         for other in wants.group(1).decode().split(",") if wants else []:
             visit(other.replace("-", "_"))
         order.append(files[name])
@@ -106,8 +106,7 @@ def boot_root(disk, script, files=(), timeout=300):
         os.makedirs(run)
         for file in files:
             shutil.copy(file, run)
-        with open(os.path.join(run, "script"), "w") as out:
-            out.write(script)
+        write_file(os.path.join(run, "script"), script)
         # The kernel unpacks one archive after the other.
         both = os.path.join(scratch, "initramfs")
         shutil.copy(initramfs(), both)

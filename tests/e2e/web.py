@@ -1,7 +1,24 @@
-"""The HTTP servers of the tests, on ports of this machine's own."""
+"""The servers of the tests, on ports of this machine's own."""
 
+import contextlib
 import http.server
+import os
+import re
+import socket
+import subprocess
+import tempfile
 import threading
+
+from support import until
+
+PLAIN = """
+version: 0.1
+log: {level: error, accesslog: {disabled: true}}
+storage:
+  filesystem: {rootdirectory: "%s"}
+  maintenance: {readonly: {enabled: %s}}
+http: {addr: "127.0.0.1:%d", relativeurls: true}
+"""
 
 
 class WebServer(http.server.ThreadingHTTPServer):
@@ -30,3 +47,70 @@ class WebServer(http.server.ThreadingHTTPServer):
     def __exit__(self, *_):
         self.shutdown()
         self.server_close()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Sends answers, and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def asked_range(self, size):
+        """The first and last byte of the range that is asked for, in a content of this size; None
+        if the whole content is."""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        return asked and (int(asked[1]), min(int(asked[2]), size - 1))
+
+    def answer(self, status, data, headers=None, cut=None, length=None):
+        """Sends an answer; closes the connection after `cut` bytes of its body."""
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data) if length is None else length))
+        self.end_headers()
+        self.wfile.write(data if cut is None else data[:cut])
+        if cut is not None:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+def free_port():
+    """A port on which no program listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def listening(port, *command, env=None):
+    """Runs a program that listens on the port, for the length of a with block."""
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, env={**os.environ, **(env or {})},
+                                  stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            def answers():
+                if server.poll() is not None:
+                    log.seek(0)
+                    raise AssertionError(f"{command[0]} ended: {log.read().decode()}")
+                with socket.socket() as probe:
+                    return probe.connect_ex(("127.0.0.1", port)) == 0
+            until(answers, f"{command[0]} answers", 30)
+            yield
+        finally:
+            server.kill()
+            server.wait(30)
+
+
+@contextlib.contextmanager
+def plain_registry(directory, read_only=False):
+    """The port of a docker-registry without TLS, which names uploads by relative URLs."""
+    port = free_port()
+    config = os.path.join(directory, f"plain-{port}.yml")
+    with open(config, "w") as out:
+        storage = os.path.join(directory, f"plain-{port}")
+        out.write(PLAIN % (storage, "true" if read_only else "false", port))
+    with listening(port, "docker-registry", "serve", config):
+        yield port
