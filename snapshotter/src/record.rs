@@ -5,16 +5,17 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// The form of the record. A reader refuses any other than these.
+/// The schema of a record without a remote layer. A reader refuses an unknown schema.
 const SCHEMA: &str = "bcow.snapshot/1";
-/// The form of the record of a layer in a registry, which the first release cannot mount.
+/// The schema of a record with a remote layer. The first release does not know it, and refuses the
+/// record.
 const SCHEMA_REMOTE: &str = "bcow.snapshot/2";
 
 /// The kind of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// Read-only, for a reader.
+    /// A read-only snapshot (containerd's word; not an ext4 view).
     View,
     /// Writable.
     Active,
@@ -67,7 +68,8 @@ pub struct Record {
     /// containerd's labels.
     #[serde(default)]
     pub labels: Labels,
-    /// Whether the snapshot has a layer. One that was committed without a change has none.
+    /// Whether a layer of this snapshot is on the disk of this machine. A snapshot that was
+    /// committed without a change has none, and neither has one with a remote layer.
     #[serde(default)]
     pub has_layer: bool,
     /// The layer in a registry, instead of one on the disk.
@@ -80,7 +82,8 @@ pub struct Record {
 pub struct RemoteLayer {
     /// The name of the image, with the digest of its manifest.
     pub image: String,
-    /// The number of the layer, from 1. The snapshot shows this layer and those below it.
+    /// The uppermost layer that the snapshot shows, counted from 1. The layers below it are shown
+    /// too.
     pub layers: usize,
     /// The root hashes of the files of the image: the stack, then the layers from the lowest.
     pub files: Vec<String>,
@@ -119,7 +122,7 @@ impl Record {
         }
     }
 
-    /// This new record as that of a committed layer in a registry.
+    /// Turns this new record into the record of a committed snapshot whose layer is in a registry.
     pub fn in_registry(self, remote: RemoteLayer) -> Self {
         Record {
             schema: SCHEMA_REMOTE.to_owned(),

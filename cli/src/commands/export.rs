@@ -153,7 +153,7 @@ fn options(args: &Args, interrupt: &Interrupt) -> ExportOptions {
     }
 }
 
-/// Whether the image is a layer on its own.
+/// Whether the image is a single layer (of `bcow commit --upper`).
 fn is_layer(image: &OpenImage) -> Result<bool, CommandError> {
     Ok(metadata(image)?.get("layer").is_some())
 }
@@ -229,13 +229,13 @@ pub fn to_archive(
 /// The trees of an image's layers.
 pub struct ImageLayers {
     whole: Filesystem,
-    /// Of a stack, lowest first.
+    /// The layers of a stack, lowest first; empty for other images.
     stack: Vec<Filesystem>,
     is_layer: bool,
 }
 
 impl ImageLayers {
-    /// All layers of a stack; the only tree of other images.
+    /// Opens the trees of all layers of a stack, or the one tree of another image.
     pub fn of(image: &OpenImage, metadata: &Value) -> Result<Self, CommandError> {
         Ok(ImageLayers {
             whole: image.tree()?.into_filesystem(),
@@ -244,7 +244,7 @@ impl ImageLayers {
         })
     }
 
-    /// As layers of an image.
+    /// The layers to write.
     pub fn layers(&self) -> Layers<'_> {
         match (&self.stack[..], self.is_layer) {
             ([], false) => Layers::Flattened(&self.whole),
@@ -294,8 +294,7 @@ pub fn layers_of_stack(
     image: &OpenImage,
     metadata: &Value,
 ) -> Result<Vec<Filesystem>, CommandError> {
-    // A merged commit counts as one layer, although its tree includes the image below. A file with
-    // one layer (of `bcow commit --upper`) is one layer too.
+    // Not a stack: a merged commit, or a single layer, is exported as one tree.
     if metadata.get("commit").is_some() || metadata.get("layer").is_some() {
         return Ok(Vec::new());
     }

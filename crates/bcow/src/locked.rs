@@ -12,7 +12,7 @@ use crate::Storage;
 use crate::lock::{FileLock, LockError};
 use crate::new_file::NewFile;
 
-/// How many times a file is opened again because another file took its name.
+/// Attempts to lock a file that other processes keep replacing.
 const MAX_REPLACEMENTS: u32 = 100;
 
 /// The file of a writable disk, open for reading and writing. No other process writes to it until
@@ -57,8 +57,8 @@ impl LockedFile {
     pub fn open(path: &Path, note: &str) -> Result<Self, LockFileError> {
         for _ in 0..MAX_REPLACEMENTS {
             let path = path.canonicalize().map_err(LockFileError::Open)?;
-            // Examined first: the error of a file that is no writable disk is more precise than
-            // that of a file that this user must not write.
+            // The header is checked before the file is opened for writing: "it is sealed" helps
+            // more than EACCES, which a read-only sealed file would give.
             if let Some(header) = File::open(&path).ok().and_then(|file| header_of(&file)) {
                 check_writable(&header)?;
             }
@@ -102,7 +102,7 @@ impl LockedFile {
     }
 
     /// Gives a new file the mode and, where the host allows it, the owner and the group of this
-    /// file, whose place it may take. If the host refuses the group, the new file's group gets no
+    /// file, which it may replace. If the host refuses the group, the new file's group gets no
     /// permission: the old file may have denied it.
     pub fn pass_attributes(&self, new: &NewFile) -> io::Result<()> {
         use std::os::unix::fs::fchown;
@@ -121,7 +121,8 @@ impl LockedFile {
     }
 }
 
-/// The header of a file, if the file has a valid one. Nothing else of the file is examined.
+/// The header of a file, if the file has a valid one; a file that cannot be read has none. Nothing
+/// else of the file is examined.
 pub fn header_of(storage: &dyn Storage) -> Option<Header> {
     let mut area = [0; HEADER_AREA_BYTES];
     storage.read_at(0, &mut area).ok()?;

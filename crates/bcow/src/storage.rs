@@ -22,7 +22,7 @@ pub trait Storage: Send + Sync {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// Truncates or extends (with zeros) to `bytes` bytes.
     fn set_len(&self, bytes: u64) -> io::Result<()>;
-    /// Makes all earlier writes durable, and the length as far as reads of them need it.
+    /// Makes all earlier writes durable, with the length that is needed to read them (fdatasync).
     fn sync(&self) -> io::Result<()>;
     /// Releases the space of a range whose content is no longer needed. The range then reads as
     /// zeros or as before. The length does not change. A storage that cannot release space does
@@ -37,9 +37,9 @@ pub trait Storage: Send + Sync {
     fn prefers_written_space(&self) -> bool {
         false
     }
-    /// Calls `work`, which writes in the background, without a request of the user, and does not
-    /// change the visible content. A storage with a modification time may preserve it. The caller
-    /// holds no lock.
+    /// Calls `work`, which writes in the background and does not change the visible content: for
+    /// example, it completes blocks. A storage with a modification time may restore it afterwards.
+    /// The caller holds no lock.
     fn unasked(&self, work: &mut dyn FnMut()) {
         work();
     }
@@ -66,7 +66,7 @@ pub enum Version {
         bytes: u64,
         /// When its bytes changed last: seconds and nanoseconds.
         modified: (i64, i64),
-        /// When its bytes or its attributes changed last. No program can set this time.
+        /// When its bytes or its attributes changed last (st_ctim). No program can set this time.
         changed: (i64, i64),
     },
     /// Bytes that are checked on every read against a Merkle tree with this root.

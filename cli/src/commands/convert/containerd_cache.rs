@@ -1,7 +1,7 @@
-//! Layers of an ordinary image as files for the erofs snapshotter of containerd 2.4, which takes
-//! them instead of fetching the layers (`layer_content_caches`).
+//! Layers of an ordinary image as files for the erofs snapshotter of containerd 2.4, which uses a
+//! file here instead of fetching and unpacking the layer (`layer_content_caches`).
 //!
-//! The names are `DIR/sha256/XX/DIFFID.erofs`, where XX is the begin of DIFFID.
+//! The names are `DIR/sha256/XX/DIFFID.erofs`, where XX is the first two digits of DIFFID.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -63,7 +63,7 @@ fn write(
     ui: &Ui,
 ) -> Result<(), CommandError> {
     let cannot = || format!("cannot write containerd-cache:{}", directory.display());
-    // Beside the files, so that each gets its name by a link.
+    // On the file system of `directory`, so that link(2) can publish each file.
     let scratch = tempfile::Builder::new()
         .prefix(".bcow-")
         .tempdir_in(directory)
@@ -133,7 +133,7 @@ fn write(
     Ok(())
 }
 
-/// Refuses options and sources without a meaning for such files.
+/// Refuses options and sources that cannot be used for containerd-cache:.
 fn check(args: &Args, source: &Source) -> Result<(), CommandError> {
     let option = match args {
         Args {
@@ -160,7 +160,7 @@ fn check(args: &Args, source: &Source) -> Result<(), CommandError> {
     }
 }
 
-/// The error of a source in BCoW form, which has not the diffIDs of the ordinary image.
+/// The error for a source in BCoW form, which does not record the diffIDs of the ordinary image.
 pub fn not_ordinary(source: &str) -> CommandError {
     CommandError::usage(format!(
         "{source} is in BCoW form: its layers for containerd-cache: are not supported yet"

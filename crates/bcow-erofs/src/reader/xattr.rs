@@ -78,7 +78,7 @@ impl Filesystem {
         }
     }
 
-    /// Inline attributes first, as in the kernel.
+    /// Calls `each` for every attribute, inline ones first as in the kernel, until it breaks.
     fn each_xattr(
         &self,
         inode: &Inode,
@@ -91,7 +91,7 @@ impl Filesystem {
             nid: inode.nid,
             problem,
         };
-        // At most 256 KiB, and on the device; otherwise the inode was refused.
+        // `inode()` has checked that the area has at most 256 KiB and lies on the device.
         let mut bytes = vec![0; inode.xattr_bytes as usize];
         self.device_read(inode.xattr_offset, &mut bytes)?;
         let Ok((header, behind)) = XattrHeader::ref_from_prefix(&bytes) else {
