@@ -26,7 +26,7 @@ pub struct OpenFiles {
 
 impl RemoteFiles for OpenFiles {
     fn name(&self, digest: &Digest) -> PathBuf {
-        match self.places.first() {
+        match self.places.last() {
             Some(place) => place.name(digest),
             None => digest.to_string().into(),
         }

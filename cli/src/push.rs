@@ -5,8 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow::{Storage, header_of};
+use bcow_oci::copy::CopyFile;
 use bcow_oci::{ConvertError, Digest, LayoutForm, OpenContent};
-use bcow_remote::{Problem, RemoteError, Replace, Root, S3Content, S3Name, S3Upload, Upload};
+use bcow_remote::{
+    Problem, Remote, RemoteError, Replace, Root, S3, S3Content, S3Name, S3Upload, Upload,
+};
 use serde_json::Value;
 
 use crate::conversion::failure;
@@ -57,7 +60,9 @@ pub fn upload(
 
 /// A place for a file in S3.
 pub struct ToS3 {
-    name: String,
+    name: S3Name,
+    server: S3,
+    client: Remote,
     upload: S3Upload,
     replace: Replace,
 }
@@ -69,24 +74,34 @@ impl ToS3 {
             CommandError::usage(format!("invalid destination {url:?}: {problem}"))
                 .hint("write s3://BUCKET/KEY")
         })?;
-        let shown = name.to_string();
-        let client = remote::client(args, &shown)?;
-        let upload = S3Upload::new(&client, &s3::server()?, &name);
-        let place = ToS3 {
-            upload: upload.map_err(|error| cannot_write(&shown, &error))?,
-            name: shown,
-            replace,
-        };
+        let client = remote::client(args, &name.to_string())?;
+        let place = ToS3::at(name, s3::server()?, client, replace)?;
         if replace == Replace::Refused {
             let absent = place.upload.require_absent();
-            absent.map_err(|error| cannot_write(&place.name, &error))?;
+            absent.map_err(|error| place.cannot_write(&error))?;
         }
         Ok(place)
     }
 
+    fn at(
+        name: S3Name,
+        server: S3,
+        client: Remote,
+        replace: Replace,
+    ) -> Result<Self, CommandError> {
+        let upload = S3Upload::new(&client, &server, &name);
+        Ok(ToS3 {
+            upload: upload.map_err(|error| cannot_write(&name.to_string(), &error))?,
+            name,
+            server,
+            client,
+            replace,
+        })
+    }
+
     /// The name, for messages.
-    pub fn name(&self) -> &str {
-        &self.name
+    pub fn name(&self) -> String {
+        self.name.to_string()
     }
 
     /// Writes a BCoW file with a Merkle tree, whose bytes the caller has checked. Returns the
@@ -97,6 +112,62 @@ impl ToS3 {
         progress: &Progress<'_>,
         cancel: &AtomicBool,
     ) -> Result<u64, CommandError> {
+        progress.phase("sending");
+        progress.total(header_of(file).map(|header| header.file_bytes));
+        self.with_content(file, cancel, |content| {
+            self.write(content, progress, cancel)
+        })
+    }
+
+    /// Writes an image: the layers that are not there yet, under the names of their digests, and
+    /// then the stack, which is the last file. So the stack appears when all of the image is there.
+    /// Returns the number of bytes that were sent of each file.
+    pub fn send_image(
+        &self,
+        files: &[(Digest, CopyFile)],
+        progress: &Progress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<Vec<u64>, CommandError> {
+        progress.total(Some(files.iter().map(|(_, file)| file.bytes).sum()));
+        let mut sent = Vec::new();
+        for (index, (digest, file)) in files.iter().enumerate() {
+            progress.phase(&file.name);
+            let check = || file.check(digest).map_err(|error| failure(&error));
+            if index + 1 == files.len() {
+                check()?;
+                sent.push(self.with_content(&*file.storage, cancel, |content| {
+                    self.write(content, progress, cancel)
+                })?);
+                break;
+            }
+            if digest.sha256().is_none() {
+                return Err(CommandError::new(format!("cannot write {}", self.name))
+                    .caused_by_text(format!("{} has no SHA-256 digest", file.name)));
+            }
+            // A file of this name has this content. One that has not is a damaged one.
+            let name = self.name.blob(&digest.hex());
+            let (server, client) = (self.server.clone(), self.client.clone());
+            let place = ToS3::at(name, server, client, Replace::Allowed)?;
+            sent.push(place.with_content(&*file.storage, cancel, |content| {
+                let found = place.upload.has(content);
+                if found.map_err(|error| place.cannot_write(&error))? {
+                    progress.advance(content.length);
+                    return Ok(0);
+                }
+                check()?;
+                place.write(content, progress, cancel)
+            })?);
+        }
+        Ok(sent)
+    }
+
+    /// Calls `act` with the content of a file that can be read from a server.
+    fn with_content<T>(
+        &self,
+        file: &dyn Storage,
+        cancel: &AtomicBool,
+        act: impl FnOnce(&S3Content<'_>) -> Result<T, CommandError>,
+    ) -> Result<T, CommandError> {
         let header = header_of(file);
         let tree = header.as_ref().and_then(|header| header.merkle.as_ref());
         let (Some(header), Some(tree)) = (&header, tree) else {
@@ -104,22 +175,32 @@ impl ToS3 {
                 .caused_by_text("the file has no Merkle tree, and could not be read there")
                 .hint("`bcow seal` makes a disk immutable, with a Merkle tree"));
         };
-        progress.phase("sending");
-        progress.total(Some(header.file_bytes));
-        let content = S3Content {
+        act(&S3Content {
             length: header.file_bytes,
             root: &Root(tree.root).to_string(),
             read_at: &|offset, bytes| match cancel.load(Ordering::Relaxed) {
                 true => Err(io::ErrorKind::Interrupted.into()),
                 false => file.read_at(offset, bytes),
             },
-        };
+        })
+    }
+
+    fn write(
+        &self,
+        content: &S3Content<'_>,
+        progress: &Progress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<u64, CommandError> {
         let sent = |bytes| progress.advance(bytes);
-        let written = self.upload.write(&content, self.replace, &sent);
+        let written = self.upload.write(content, self.replace, &sent);
         written.map_err(|error| match cancel.load(Ordering::Relaxed) {
             true => failure(&ConvertError::Interrupted),
-            false => cannot_write(&self.name, &error),
+            false => self.cannot_write(&error),
         })
+    }
+
+    fn cannot_write(&self, error: &RemoteError) -> CommandError {
+        cannot_write(&self.name.to_string(), error)
     }
 }
 

@@ -25,6 +25,10 @@ use crate::error::{CommandError, Context};
 use crate::s3;
 use crate::size::{self, Human};
 
+mod beside;
+
+use beside::Beside;
+
 /// Options for images on other machines.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RemoteArgs {
@@ -99,6 +103,18 @@ impl Client {
         files.retain(|file| file.strong_count() > 0);
         files.push(Arc::downgrade(&file));
         file
+    }
+
+    /// Adds a file, if the server has it.
+    fn add_found(
+        &self,
+        opened: Result<RemoteFile, RemoteError>,
+    ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
+        match opened {
+            Ok(file) => Ok(Some(self.add(file))),
+            Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn files(&self) -> Vec<Arc<RemoteFile>> {
@@ -353,9 +369,8 @@ pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage,
     })?;
     let name = address.to_string();
     let lasting = Some(name.clone()).filter(|name| is_plain_url(name));
-    open_file(name, lasting, args, |remote| {
-        remote.open(&address, args.root_of(pinned))
-    })
+    let place = beside::Place::Web(address);
+    open_file(name, lasting, args, pinned, place)
 }
 
 /// Splits `#layers=N` from the name of an image in a registry: the N lowest layers are meant.
@@ -384,25 +399,27 @@ fn open_in_s3(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImag
     })?;
     let server = s3::server()?;
     let lasting = Some(name.to_string()).filter(|name| is_plain_url(name));
-    open_file(name.to_string(), lasting, args, |remote| {
-        remote.open_in_s3(&server, &name, args.root_of(pinned))
-    })
+    let shown = name.to_string();
+    let place = beside::Place::S3(server, name);
+    open_file(shown, lasting, args, pinned, place)
 }
 
-/// Opens an image of one file.
+/// Opens an image on a web server or in S3.
 fn open_file(
     name: String,
     lasting_url: Option<String>,
     args: &RemoteArgs,
-    open: impl FnOnce(&Remote) -> Result<RemoteFile, RemoteError>,
+    pinned: Pinned,
+    place: beside::Place,
 ) -> Result<RemoteImage, CommandError> {
     args.refuse_unsigned(&name)?;
     let client = args.client(&name)?;
-    let file = open(&client.remote).map_err(|error| cannot_open(&name, &error))?;
+    let file = place.open(&client.remote, args.root_of(pinned));
+    let file = file.map_err(|error| cannot_open(&name, &error))?;
     Ok(RemoteImage {
         name: name.into(),
         storage: client.add(file) as Arc<dyn Storage>,
-        files: None,
+        files: Some(Arc::new(Beside { place, client })),
         lasting_url,
         digest: None,
         manifest: None,
@@ -672,11 +689,8 @@ impl RemoteFiles for InRepository {
         facts: &LayerFacts,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
         let root = Root(facts.merkle_root);
-        match self.registry.blob(&digest.to_string(), Some(root)) {
-            Ok(file) => Ok(Some(self.client.add(file))),
-            Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        let opened = self.registry.blob(&digest.to_string(), Some(root));
+        self.client.add_found(opened)
     }
 }
 

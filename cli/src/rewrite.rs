@@ -29,6 +29,16 @@ impl<'u> TerminalMonitor<'u> {
             progress: ui.progress(),
         }
     }
+
+    /// The progress, for what follows the operation.
+    pub fn progress(&self) -> &Progress<'u> {
+        &self.progress
+    }
+
+    /// The signals, for what follows the operation.
+    pub fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
 }
 
 impl Monitor for TerminalMonitor<'_> {
@@ -76,11 +86,11 @@ pub fn write_new(
     new: &NewFile,
     destination: &Path,
     options: RewriteOptions,
-    ui: &Ui,
+    monitor: &TerminalMonitor<'_>,
 ) -> Result<Written, CommandError> {
     let cannot_write = || format!("cannot write {}", destination.display());
     let file = new.file().try_clone().context(cannot_write)?;
-    rewrite(source, Arc::new(file), options, &TerminalMonitor::new(ui)).map_err(|error| {
+    rewrite(source, Arc::new(file), options, monitor).map_err(|error| {
         let cannot_read = || format!("cannot read {}", name.display());
         operation_failure(&error, cannot_read, cannot_write)
     })

@@ -3,16 +3,17 @@
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bcow::chain::Share;
 use bcow::format::FormatError;
 use bcow::{Error, OpenOptions};
 use bcow_oci::ImageName;
-use bcow_oci::store::{self, Opened, Places, StoreError};
+use bcow_oci::store::{self, Opened, Places, RemoteFiles, StoreError};
 
 use crate::error::{CommandError, Context};
 use crate::form::guess;
-use crate::given::Given;
+use crate::given::{Given, OpenFiles};
 use crate::remote::{HEADING, RemoteArgs, RemoteImage};
 
 /// Directories in which the layers of an image are looked up, in addition to the layout of the
@@ -77,11 +78,15 @@ impl StoreArgs {
         options: &OpenOptions,
     ) -> Result<Opened, CommandError> {
         let directories = self.directories()?;
+        // What is open already needs no request.
+        let places = given.remote.iter().chain(&image.files).cloned().collect();
+        let files = Vec::new();
+        let remote: Arc<dyn RemoteFiles> = Arc::new(OpenFiles { files, places });
         let places = Places {
             stores: &directories,
             named: self.backing_dirs()?,
             files: &given.files,
-            remote: image.files.as_ref().or(given.remote.as_ref()),
+            remote: Some(&remote),
         };
         store::open_remote(image.name.clone(), image.storage.clone(), places, options)
             .map_err(|error| cannot_open(&image.name, &error))

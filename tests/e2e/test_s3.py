@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import html
 import http.server
+import io
 import json
 import os
 import re
@@ -19,13 +20,15 @@ import shutil
 import socket
 import ssl
 import subprocess
+import tarfile
 import tempfile
 import threading
 import unittest
 import urllib.parse
 
 import test_remote
-from support import (BCOW, WORK, assert_refused, assert_same_tree, bcow, need, run, until)
+from support import (BCOW, WORK, assert_refused, assert_same_tree, bcow, mounted, need, run,
+                     until)
 from test_remote import TIMEOUT, make_certificates, registry
 from web import WebServer
 
@@ -324,7 +327,8 @@ class Bucket(unittest.TestCase):
         home = tempfile.mkdtemp(prefix="home-", dir=self.directory)
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             self.addCleanup(os.environ.__setitem__, name, os.environ.pop(name))
-        self.env.update(HOME=home, AWS_REGION=REGION, AWS_ACCESS_KEY_ID=KEY_ID,
+        scratch = tempfile.mkdtemp(prefix="scratch-", dir=self.directory)
+        self.env.update(HOME=home, TMPDIR=scratch, AWS_REGION=REGION, AWS_ACCESS_KEY_ID=KEY_ID,
                         AWS_SECRET_ACCESS_KEY=SECRET)
 
     def server(self):
@@ -520,6 +524,208 @@ class Bucket(unittest.TestCase):
             self.bcow("copy", large, name)
             self.assertEqual((answers, server.uploads), (["2", "end"], {}))
             self.bcow("fsck", "--data", "--no-cache", name)
+
+    def layered(self):
+        """A docker archive with two layers, of which the upper one changes the lower one."""
+        def layer(name, files):
+            path = os.path.join(self.cache, name)
+            with tarfile.open(path, "w") as out:
+                for file, data in files.items():
+                    entry = tarfile.TarInfo(file)
+                    entry.size = len(data)
+                    out.addfile(entry, io.BytesIO(data))
+            with open(path, "rb") as file:
+                return name, hashlib.sha256(file.read()).hexdigest()
+
+        layers = [layer("lower.tar", {f"a-{n}": os.urandom(100_000) for n in range(120)}),
+                  layer("upper.tar", {"a-1": b"changed", ".wh.a-2": b"", "b": b"new"})]
+        config = {"architecture": "amd64", "os": "linux", "config": {"Env": ["A=b"]},
+                  "rootfs": {"type": "layers",
+                             "diff_ids": [f"sha256:{digest}" for _, digest in layers]}}
+        for name, document in ("config.json", config), ("manifest.json", [
+                {"Config": "config.json", "Layers": [name for name, _ in layers]}]):
+            with open(os.path.join(self.cache, name), "w") as out:
+                json.dump(document, out)
+        archive = os.path.join(self.cache, "layered.tar")
+        with tarfile.open(archive, "w") as out:
+            for name in "manifest.json", "config.json", "lower.tar", "upper.tar":
+                out.add(os.path.join(self.cache, name), arcname=name)
+        return f"docker-archive:{archive}"
+
+    @staticmethod
+    def blobs(layout):
+        """The BCoW files of a layout: layers and stacks, by the hexadecimal digest."""
+        found = {}
+        directory = os.path.join(layout, "blobs", "sha256")
+        for name in os.listdir(directory):
+            with open(os.path.join(directory, name), "rb") as file:
+                data = file.read()
+            if data.startswith(b"BCoW"):
+                found[name] = data
+        return found
+
+    def layout(self, source):
+        """A layout of the source, its BCoW files, and the digest of its stack."""
+        layout = os.path.join(self.cache, "layout")
+        bcow("convert", source, f"oci:{layout}:1", timeout=TIMEOUT)
+        shown = json.loads(bcow("inspect", "--json", f"oci:{layout}:1", timeout=TIMEOUT).out)
+        layers = {layer["digest"].removeprefix("sha256:") for layer in shown["stack"]["layers"]}
+        files = self.blobs(layout)
+        (stack,) = set(files) - layers
+        return f"oci:{layout}:1", files, stack
+
+    def test_stack_is_written_with_its_layers_and_read_everywhere(self):
+        source, files, stack = self.layout(self.layered())
+        name, place = f"s3://{BUCKET}/team/debian.bcow", f"/{BUCKET}/team"
+        listed = bcow("ls", "-lR", source, timeout=TIMEOUT).out
+        with self.server() as server:
+            report = json.loads(self.bcow("copy", "--json", source, name).out)
+            self.assertEqual([blob["copied_bytes"] for blob in report["blobs"]],
+                             [blob["bytes"] for blob in report["blobs"]])
+            written = {key: data for key, data in server.objects.items()
+                       if key.startswith(f"{place}/")}
+            expected = {f"{place}/blobs/sha256/{digest}": data for digest, data in files.items()
+                        if digest != stack}
+            expected[f"{place}/debian.bcow"] = files[stack]
+            self.assertEqual(set(written), set(expected))
+            self.assertTrue(written == expected, "the bytes")
+
+            # Every command finds the layers, also by way of a second image with the same layers.
+            self.assertEqual(self.bcow("ls", "-lR", name).out, listed)
+            self.assertEqual(self.bcow("cat", name, "/a-1").out, b"changed")
+            self.bcow("fsck", "--data", "--no-cache", name)
+            shown = json.loads(self.bcow("inspect", "--json", name).out)
+            self.assertEqual(len(shown["stack"]["layers"]), 2)
+            with mounted(source) as local, self.mounted(name) as where:
+                assert_same_tree(self, local, where)
+            report = json.loads(self.bcow("copy", "--json", source,
+                                          f"s3://{BUCKET}/team/again.bcow").out)
+            self.assertEqual([bool(blob["copied_bytes"]) for blob in report["blobs"]],
+                             [False, False, True])
+            assert_refused(self, self.bcow("copy", source, name, check=False), "--force")
+            self.bcow("copy", "--force", source, name)
+
+            # Back in a layout, it is the same image, and can be mounted without the server.
+            back = os.path.join(self.cache, "back")
+            self.bcow("copy", name, f"oci:{back}:1")
+            self.assertTrue(self.blobs(back) == files, "the files that were copied back")
+            self.assertEqual(bcow("ls", "-lR", f"oci:{back}:1", timeout=TIMEOUT).out, listed)
+            # From one bucket to another place of it.
+            other = f"s3://{BUCKET}/other/debian.bcow"
+            self.bcow("copy", name, other)
+            self.assertEqual(self.bcow("ls", "-lR", other).out, listed)
+
+            # A web server has layers at the same places: beside the stack, or of a whole layout.
+            server.public = True
+            for digest, data in files.items():
+                server.objects[f"/web/blobs/sha256/{digest}"] = data
+            for path in f"{place}/debian.bcow", f"/web/blobs/sha256/{stack}":
+                url = self.env["AWS_ENDPOINT_URL"] + path
+                self.assertEqual(self.bcow("ls", "-lR", "--no-cache", url).out, listed)
+                self.bcow("fsck", "--data", "--no-cache", url)
+            server.public = False
+
+            # A disk over it.
+            self.env["BCOW_BACKING_URLS"] = f"s3://{BUCKET}"
+            disk = os.path.join(self.cache, "disk.bcow")
+            self.bcow("create", "-b", name, disk)
+            self.bcow("fsck", "--data", disk)
+            # A missing layer is named with its place.
+            lost = next(key for key in server.objects if key.startswith(f"{place}/blobs"))
+            del server.objects[lost]
+            failed = self.bcow("ls", "--no-cache", name, check=False)
+            self.assertEqual(failed.code, 0, str(failed))
+            failed = self.bcow("cat", "--no-cache", name, "/a-3", check=False)
+            assert_refused(self, failed, "layer 1 of 2", "missing")
+            self.bcow("copy", "--force", source, name)
+            self.assertTrue(server.objects[lost] == expected[lost], "the layer that was lost")
+            self.assertEqual({code for _, code in server.asked}, {None})
+
+    def test_conversion_writes_layers_and_disks(self):
+        source = self.layered()
+        flat = os.path.join(self.cache, "flat.bcow")
+        bcow("convert", source, flat, timeout=TIMEOUT)
+        listed = bcow("ls", "-lR", flat, timeout=TIMEOUT).out
+        name = f"s3://{BUCKET}/converted.bcow"
+        _, files, stack = self.layout(source)
+        with self.server() as server:
+            done = self.bcow("convert", "--layers", source, name)
+            self.assertIn(b"2 layers", done.out)
+            self.assertIn(name.encode(), done.out)
+            self.assertTrue(server.objects[f"/{BUCKET}/converted.bcow"] == files[stack], "stack")
+            self.assertEqual(self.bcow("ls", "-lR", name).out, listed)
+            # From the stack in S3 into another one, layer by layer.
+            self.bcow("convert", "--layers", "--compress", "none", name,
+                      f"s3://{BUCKET}/x/plain.bcow")
+            self.assertEqual(self.bcow("ls", "-lR", f"s3://{BUCKET}/x/plain.bcow").out, listed)
+
+            raw = os.path.join(self.cache, "disk.raw")
+            with open(raw, "wb") as out:
+                out.write(os.urandom(3 << 20))
+            disk = f"s3://{BUCKET}/disk.bcow"
+            report = json.loads(self.bcow("convert", "--json", f"raw:{raw}", disk).out)
+            self.assertTrue(report["sealed"])
+            back = os.path.join(self.cache, "back.raw")
+            self.bcow("convert", disk, f"raw:{back}")
+            run("cmp", raw, back, timeout=TIMEOUT)
+            for options in ("--writable", f"raw:{raw}"), ("--layers", f"raw:{raw}"):
+                refused = self.bcow("convert", *options, f"s3://{BUCKET}/new.bcow", check=False)
+                self.assertEqual(refused.code, 2, str(refused))
+            refused = bcow("convert", "--layers", source, flat, check=False, timeout=TIMEOUT)
+            assert_refused(self, refused, "only for s3://", code=2)
+            self.assertNotIn(f"/{BUCKET}/new.bcow", server.objects)
+        self.assertEqual([name for name in os.listdir(self.env["TMPDIR"])], [])
+
+    def test_interrupted_stack_is_continued_and_sends_each_part_once(self):
+        source, files, stack = self.layout(self.layered())
+        name = f"s3://{BUCKET}/debian.bcow"
+        with self.server() as server:
+            second = threading.Event()
+
+            def hang(handler, fields):
+                if fields.get("partNumber") == "2" and not second.is_set():
+                    second.set()
+                    handler.close_connection = True
+                    return until(lambda: process.poll() is not None, "the end", TIMEOUT) or True
+                return False
+
+            server.fault = hang
+            process = subprocess.Popen([BCOW, "copy", source, name],
+                                       env={**os.environ, **self.env},
+                                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                self.assertTrue(second.wait(TIMEOUT), "the second part is not sent")
+            finally:
+                process.kill()
+                process.wait(TIMEOUT)
+            # Without all layers, there is no stack.
+            self.assertNotIn(f"/{BUCKET}/debian.bcow", server.objects)
+            self.assertEqual(server.sent, [1])
+            self.bcow("copy", source, name)
+            self.assertEqual((server.sent, server.uploads), ([1, 2], {}))
+            self.bcow("fsck", "--data", "--no-cache", name)
+            self.assertTrue(server.objects[f"/{BUCKET}/debian.bcow"] == files[stack], "stack")
+
+    def test_versitygw_takes_stacks(self):
+        source, files, stack = self.layout(self.layered())
+        with versitygw(self, BUCKET) as (posix, url):
+            self.env["AWS_ENDPOINT_URL_S3"] = url
+            name = f"s3://{BUCKET}/team x/debian.bcow"
+            self.bcow("copy", source, name)
+            here = os.path.join(posix, BUCKET, "team x")
+            for digest, data in files.items():
+                key = "debian.bcow" if digest == stack else f"blobs/sha256/{digest}"
+                with open(os.path.join(here, key), "rb") as file:
+                    self.assertTrue(file.read() == data, key)
+            report = json.loads(self.bcow("copy", "--json", "--force", source, name).out)
+            self.assertEqual([bool(blob["copied_bytes"]) for blob in report["blobs"]],
+                             [False, False, True])
+            with mounted(source) as local, self.mounted(name) as where:
+                assert_same_tree(self, local, where)
+            self.bcow("fsck", "--data", "--no-cache", name)
+            back = os.path.join(self.cache, "back")
+            self.bcow("copy", name, f"oci:{back}:1")
+            self.assertTrue(self.blobs(back) == files, "the files that were copied back")
 
     def test_versitygw_accepts_the_signatures(self):
         with versitygw(self, BUCKET) as (posix, url):

@@ -10,7 +10,7 @@ use crate::disks::open_to_replace;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::new_file::NewFile;
-use crate::rewrite::{threads, write_new};
+use crate::rewrite::{TerminalMonitor, threads, write_new};
 use crate::size::Human;
 use crate::ui::Ui;
 
@@ -59,7 +59,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         .pass_attributes(new.inner())
         .context(|| format!("cannot write {}", output.display()))?;
     let before = old.file.file().metadata().context(cannot_read)?;
-    let written = write_new(&old.image, &args.disk, &new, output, options, ui)?;
+    let written = write_new(
+        &old.image,
+        &args.disk,
+        &new,
+        output,
+        options,
+        &TerminalMonitor::new(ui),
+    )?;
     new.complete()?;
     ui.status(format_args!(
         "{}: file of {}, was {}",

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use bcow_oci::copy::CopyImage;
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
     ConvertError, ConvertOptions, ImageName, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport,
@@ -29,7 +30,7 @@ use crate::place::{self, Destination, Layout};
 use crate::push::{self, ToS3};
 use crate::remote::{self, InRegistry, Pinned};
 use crate::size::{self, Human, plural};
-use crate::ui::Ui;
+use crate::ui::{Progress, Ui};
 
 /// Largest limit of entries. Numbers of entries have 32 bits.
 const MAX_ENTRIES: u64 = 1 << 31;
@@ -57,7 +58,7 @@ const MAX_ENTRIES: u64 = 1 << 31;
 ///                               images can share, and a stack file that merges the layers
 ///     oci-archive:FILE[:REF]    such a layout in a tar archive
 ///     docker://HOST/REPO[:TAG]  such an image in a registry
-///     s3://BUCKET/KEY           one file in S3
+///     s3://BUCKET/KEY           one file in S3; with --layers, one file per layer
 ///     containerd-cache:DIR      the layers of an ordinary image as files that the erofs
 ///                               snapshotter of containerd 2.4 mounts
 ///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of SRC and its backings;
@@ -140,6 +141,9 @@ pub struct Args {
     /// file system
     #[arg(long)]
     as_files: bool,
+    /// Write one file per layer to S3, and the stack file that merges the layers
+    #[arg(long, hide_short_help = true)]
+    layers: bool,
     /// Skip the read-back of the complete image before it gets its name
     #[arg(long)]
     no_verify: bool,
@@ -186,7 +190,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (destination, sending) = match destination {
         Destination::S3(url) => {
             let sending = Sending::new(&url, args)?;
-            (Destination::File(sending.path.clone()), Some(sending))
+            (sending.destination(args.layers), Some(sending))
+        }
+        _ if args.layers => {
+            return Err(CommandError::usage("--layers is only for s3://BUCKET/KEY")
+                .hint("oci:, oci-archive: and docker: always have one file per layer"));
         }
         destination => (destination, None),
     };
@@ -220,16 +228,18 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ));
     }
     if disk::is_disk_conversion(&from, &destination, image.as_ref()) {
-        if sending.is_some() {
-            return Err(CommandError::usage("a disk is not converted into S3")
-                .hint("write to a file; `bcow copy` copies a sealed disk to s3://BUCKET/KEY"));
+        if sending.is_some() && args.writable {
+            return Err(
+                CommandError::usage("a disk in S3 is sealed, and not writable")
+                    .hint("make a disk over it: `bcow create -b s3://BUCKET/KEY NEW.bcow`"),
+            );
         }
         if args.prefetch.is_some() {
             return Err(CommandError::usage(
                 "--prefetch is only for images, not for disks",
             ));
         }
-        return disk::run(args, &from, &destination, image, ui);
+        return disk::run(args, &from, &destination, image, sending.as_ref(), ui);
     }
     // The source is opened before the destination is examined, so an error of the source comes
     // first.
@@ -296,12 +306,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             let progress = ui.progress();
             let report = bcow_oci::convert(&source, path, &options, &progress)
                 .map_err(|error| failure(&error))?;
-            drop(progress);
-            let shown = sent(&sending, path, &interrupt, ui)?;
-            match args.json {
-                true => ui.print_json(&as_json("bcow.convert/1", &report)?),
-                false => report_image(&report, shown, ui),
+            if let Some(sending) = &sending {
+                sending.send_file(path, &progress, &interrupt)?;
             }
+            drop(progress);
+            report_image(args, &report, path, &sending, ui)
         }
         (Destination::Layout(to), source) => {
             let layout = LayoutOptions {
@@ -312,20 +321,22 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 cache: args.cache.clone(),
                 dedup_lower: args.dedup_lower,
             };
-            let source = match (source, &image) {
-                (Some(source), _) => source,
-                (None, Some(image)) => {
-                    return recode::to_layout(args, image, to, &layout, &options, ui);
+            let report = match (source, &image) {
+                (Some(source), _) => {
+                    let progress = ui.progress();
+                    bcow_oci::convert_to_layout(&source, &layout, &options, &progress)
+                        .map_err(|error| failure(&error))?
                 }
+                (None, Some(image)) => recode::to_layout(image, to, &layout, &options, ui)?,
                 (None, None) => return Ok(()),
             };
-            let progress = ui.progress();
-            let report = bcow_oci::convert_to_layout(&source, &layout, &options, &progress)
-                .map_err(|error| failure(&error))?;
-            drop(progress);
+            let shown = match &sending {
+                Some(sending) => sending.send_layout(to, &interrupt, ui)?,
+                None => to.shown(),
+            };
             match args.json {
                 true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
-                false => report_layout(&report, to, ui),
+                false => report_layout(&report, &shown, ui),
             }
         }
         (Destination::ContainerdCache(directory), Some(source)) => {
@@ -335,11 +346,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         (Destination::File(path), None) => match &image {
             Some(image) => {
                 let report = recode::to_file(image, path, &options, ui)?;
-                let shown = sent(&sending, path, &interrupt, ui)?;
-                match args.json {
-                    true => ui.print_json(&as_json("bcow.convert/1", &report)?),
-                    false => report_image(&report, shown, ui),
+                if let Some(sending) = &sending {
+                    sending.send_file(path, &ui.progress(), &interrupt)?;
                 }
+                report_image(args, &report, path, &sending, ui)
             }
             None => Ok(()),
         },
@@ -355,12 +365,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
 }
 
-/// A file that is sent to S3 when it is complete.
+/// What is sent to S3 when it is complete: a file, or a layout with one image.
 struct Sending {
     place: ToS3,
-    /// The file, in a directory of its own.
-    path: PathBuf,
-    _directory: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 impl Sending {
@@ -376,29 +384,51 @@ impl Sending {
             .prefix("bcow-")
             .tempdir_in(&scratch)
             .context(cannot)?;
-        Ok(Sending {
-            place,
-            path: directory.path().join("image.bcow"),
-            _directory: directory,
-        })
+        Ok(Sending { place, directory })
     }
-}
 
-/// Sends the new file, if it is for S3. Returns the name of the destination.
-fn sent<'p>(
-    sending: &'p Option<Sending>,
-    path: &'p Path,
-    interrupt: &Interrupt,
-    ui: &Ui,
-) -> Result<&'p Path, CommandError> {
-    let Some(sending) = sending else {
-        return Ok(path);
-    };
-    let cannot = || format!("cannot read {}", path.display());
-    let file = File::open(path).context(cannot)?;
-    let progress = ui.progress();
-    sending.place.send(&file, &progress, &interrupt.flag())?;
-    Ok(Path::new(sending.place.name()))
+    /// What is written first, in a directory of its own.
+    fn destination(&self, in_layers: bool) -> Destination {
+        match in_layers {
+            false => Destination::File(self.directory.path().join("image.bcow")),
+            true => Destination::Layout(Layout {
+                form: LayoutForm::Directory,
+                path: self.directory.path().join("layout"),
+                reference: None,
+            }),
+        }
+    }
+
+    /// Sends the file at `path`.
+    fn send_file(
+        &self,
+        path: &Path,
+        progress: &Progress<'_>,
+        interrupt: &Interrupt,
+    ) -> Result<(), CommandError> {
+        let cannot = || format!("cannot read {}", path.display());
+        let file = File::open(path).context(cannot)?;
+        self.place.send(&file, progress, &interrupt.flag())?;
+        Ok(())
+    }
+
+    /// Sends the image of the layout. Returns the name of the destination.
+    fn send_layout(
+        &self,
+        layout: &Layout,
+        interrupt: &Interrupt,
+        ui: &Ui,
+    ) -> Result<String, CommandError> {
+        let image = CopyImage::of_layout(&Source::Oci {
+            directory: layout.path.clone(),
+            reference: None,
+        });
+        let image = image.map_err(|error| failure(&error))?;
+        let progress = ui.progress();
+        let cancel = interrupt.flag();
+        self.place.send_image(image.files(), &progress, &cancel)?;
+        Ok(self.place.name())
+    }
 }
 
 /// Reads a trace of `bcow mount --record`.
@@ -508,7 +538,16 @@ pub fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandEr
     Ok(Value::Object(object))
 }
 
-fn report_image(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError> {
+fn report_image(
+    args: &Args,
+    report: &Report,
+    path: &Path,
+    sending: &Option<Sending>,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    if args.json {
+        return ui.print_json(&as_json("bcow.convert/1", report)?);
+    }
     let mut out = ui.output();
     let layers = plural(report.layers.len() as u64, "layer");
     let saved = match report.deduplicated_bytes {
@@ -518,7 +557,10 @@ fn report_image(report: &Report, destination: &Path, ui: &Ui) -> Result<(), Comm
     writeln!(
         out,
         "{}: {layers}, {}, {} of file content{saved}, {} on disk{}",
-        destination.display(),
+        match sending {
+            Some(sending) => sending.place.name(),
+            None => path.display().to_string(),
+        },
         plural(report.entries, "entry"),
         Human(report.content_bytes),
         Human(report.file_bytes),
@@ -527,7 +569,7 @@ fn report_image(report: &Report, destination: &Path, ui: &Ui) -> Result<(), Comm
     out.finish()
 }
 
-fn report_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
+fn report_layout(report: &LayoutReport, name: &str, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
     for (i, layer) in report.layers.iter().enumerate() {
         let made = match layer.made {
@@ -548,7 +590,6 @@ fn report_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), 
             Human(layer.content_bytes),
         )?;
     }
-    let name = layout.shown();
     let layers = plural(report.layers.len() as u64, "layer");
     let bytes: u64 = report.layers.iter().map(|layer| layer.file_bytes).sum();
     writeln!(

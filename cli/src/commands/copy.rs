@@ -6,14 +6,15 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::Storage;
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
+use bcow::format::{BackingName, Use};
+use bcow::{Image, OpenOptions, Storage};
 use bcow_oci::copy::{
     CopyFile, CopyImage, CopyOptions, CopyTo, FileReport, ImageReport, copy_file, copy_image,
 };
 use bcow_oci::{ConvertError, ImageName, LayoutForm, Source, store};
 use bcow_remote::{Replace, Root};
+use serde_json::{Value, json};
 
 use super::convert::replace::{self, By};
 use crate::conversion::failure;
@@ -44,13 +45,13 @@ use crate::ui::Ui;
 /// An image keeps its manifest, and so its digest. If SRC is one file and DST is a layout, an
 /// archive or a registry, the file becomes the stack of a new image, and files that it names by
 /// digest become the layers of that image. An image with layers cannot be copied to one file: use
-/// `bcow convert`.
+/// `bcow convert`. In S3, the stack gets the name KEY; its layers are beside it, in blobs/sha256.
 ///
 /// The command verifies all data against the Merkle trees or the digests. It does not copy blobs
 /// that DST has. In a file or a directory, an interrupted copy stays under a temporary name
 /// (.NAME.*.partial), and the next copy completes it: it verifies each chunk, and reads only what
 /// is missing or wrong. In S3, an interrupted copy of a large file is continued in the same way,
-/// and an existing file is replaced only with --force.
+/// and an existing file KEY is replaced only with --force.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -138,7 +139,6 @@ fn require_root(from: &From, expected: Root) -> Result<(), CommandError> {
 }
 
 fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
-    let is_file = matches!(destination, Destination::File(_) | Destination::S3(_));
     let text = args.source.as_os_str().as_encoded_bytes();
     if text.starts_with(b"oci-archive:") {
         let shown = args.source.to_string_lossy();
@@ -165,7 +165,12 @@ fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
         ImageName::Remote(url) => {
             let found = remote::open(url, &args.stores.remote.uncached(), Pinned::AsAsked)?;
             let shown = found.name.display().to_string();
-            CopyFile::new(shown, found.storage, true)
+            let file = CopyFile::new(shown, Arc::clone(&found.storage), true);
+            let file = file.map_err(|error| failure(&error))?;
+            return match is_copied_alone(&file, destination)? {
+                true => Ok(From::File(file)),
+                false => with_files_below(file, &OpenImage::of_remote(found, &args.stores)?),
+            };
         }
         _ => {
             let located =
@@ -175,9 +180,32 @@ fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
         }
     };
     let file = file.map_err(|error| failure(&error))?;
-    match is_file {
+    match is_copied_alone(&file, destination)? {
         true => Ok(From::File(file)),
-        false => with_files_below(args, file),
+        false => with_files_below(file, &OpenImage::open(&args.source, &args.stores)?),
+    }
+}
+
+/// Whether the files below a file stay where they are. In S3, an image is useful with them only.
+fn is_copied_alone(file: &CopyFile, destination: &Destination) -> Result<bool, CommandError> {
+    match destination {
+        Destination::File(_) => Ok(true),
+        Destination::S3(_) => {
+            let options = OpenOptions::default();
+            let image = Image::open_storage(Arc::clone(&file.storage), &options);
+            let image = image.context(|| format!("cannot read {}", file.name))?;
+            let mut backings = image.backings();
+            let has_files_below =
+                backings.any(|backing| matches!(backing.name, BackingName::Digest(_)));
+            if image.header().purpose != Use::Image || !has_files_below {
+                return Ok(true);
+            }
+            // A layer on its own is used with the files that are below it in another place.
+            let metadata = image.metadata();
+            let metadata = metadata.context(|| format!("cannot read {}", file.name))?;
+            Ok(metadata.get("layer").is_some())
+        }
+        _ => Ok(false),
     }
 }
 
@@ -187,20 +215,21 @@ fn image_of_layout(source: &Source) -> Result<From, CommandError> {
 }
 
 /// A file, and the files that it names by digest, as an image.
-fn with_files_below(args: &Args, file: CopyFile) -> Result<From, CommandError> {
+fn with_files_below(file: CopyFile, image: &OpenImage) -> Result<From, CommandError> {
     let cannot = |error: &ConvertError| failure(error);
-    let opened = OpenImage::open(&args.source, &args.stores)?;
-    if opened.image().header().purpose != Use::Image || !opened.chain().is_empty() {
+    if image.image().header().purpose != Use::Image || !image.chain().is_empty() {
         return Err(CommandError::usage(format!("{} is a disk", file.name))
-            .hint("a disk is copied to a file"));
+            .hint("a disk is copied to a file or to s3://BUCKET/KEY"));
     }
-    let below = opened
+    let below = image
         .opened()
         .below
         .iter()
         .map(|below| {
             let is_local = below.storage.identity().is_some();
-            CopyFile::new(below.name.clone(), Arc::clone(&below.storage), !is_local)
+            let storage = Arc::clone(&below.storage);
+            let part = CopyFile::new(below.name.clone(), storage, !is_local)?;
+            Ok((below.digest.clone(), part))
         })
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| cannot(&error))?;
@@ -257,20 +286,23 @@ fn to_s3(
     interrupt: &Interrupt,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    let file = match from {
-        From::File(file) => file,
-        From::Image(image) => image.only_file().ok_or_else(|| {
-            CommandError::new(format!("cannot copy {} to {url}", image.name))
-                .caused_by_text("the image has layers, and a file has none")
-                .hint("`bcow convert` makes one file")
-        })?,
-    };
     let replace = match args.force {
         true => Replace::Allowed,
         false => Replace::Refused,
     };
     let place = ToS3::new(url, &args.stores.remote, replace)?;
     let progress = ui.progress();
+    let file = match from {
+        From::File(file) => file,
+        From::Image(image) => match image.only_file() {
+            Some(file) => file,
+            None => {
+                let sent = place.send_image(image.files(), &progress, &interrupt.flag())?;
+                drop(progress);
+                return report_sent(args, &place.name(), image, &sent, ui);
+            }
+        },
+    };
     if !file.is_checked {
         progress.phase("checking");
         let options = CheckOptions {
@@ -289,6 +321,41 @@ fn to_s3(
     drop(progress);
     let report = FileReport::new(&file.merkle_root, file.bytes, sent_bytes);
     report_file(args, place.name(), &report, ui)
+}
+
+/// Reports an image that was sent to S3; `sent` are the bytes of each file that were sent.
+fn report_sent(
+    args: &Args,
+    destination: &str,
+    image: &CopyImage,
+    sent: &[u64],
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let files = image.files().iter().zip(sent);
+    if args.json {
+        let blobs: Vec<Value> = files
+            .map(|((digest, file), sent)| {
+                json!({
+                    "digest": digest.to_string(),
+                    "bytes": file.bytes,
+                    "copied_bytes": sent,
+                })
+            })
+            .collect();
+        let root = Root(image.merkle_root()).to_string();
+        let report = json!({ "merkle_root": root, "blobs": blobs });
+        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+    }
+    let all: u64 = files.map(|((_, file), _)| file.bytes).sum();
+    let mut out = ui.output();
+    writeln!(
+        out,
+        "{destination}: {} of {}, {} copied",
+        plural(image.files().len() as u64, "file"),
+        Human(all),
+        Human(sent.iter().sum())
+    )?;
+    out.finish()
 }
 
 /// Refuses to copy a file over itself.

@@ -11,7 +11,7 @@ use crate::disks::{Below, open_to_replace};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
-use crate::rewrite::{metadata, threads, write_new};
+use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
@@ -168,7 +168,14 @@ fn seal(
         None => String::new(),
     };
     let size = options.form.size;
-    let written = write_new(image, name, &new, output, options, ui)?;
+    let written = write_new(
+        image,
+        name,
+        &new,
+        output,
+        options,
+        &TerminalMonitor::new(ui),
+    )?;
     new.complete()?;
     ui.status(format_args!(
         "{}: sealed disk of {} ({}){over}, file of {}",

@@ -84,6 +84,17 @@ impl Address {
         Address::parse(&format!("{}{base}{path}", self.origin()))
     }
 
+    /// The address of the file with this digest that belongs to the file at this address: see
+    /// [`blob_beside`]. It has the same query, because that can give access to a whole directory.
+    pub fn blob(&self, hex: &str) -> Result<Address, Problem> {
+        let path = blob_beside(self.0.path(), hex);
+        let query = match self.0.query() {
+            Some(query) => format!("?{query}"),
+            None => String::new(),
+        };
+        Address::parse(&format!("{}{path}{query}", self.origin()))
+    }
+
     /// Refuses plain HTTP, unless it is allowed.
     pub(crate) fn check(&self, transport: Transport) -> Result<(), Problem> {
         match transport == Transport::PlainToo || self.is_encrypted() {
@@ -148,6 +159,22 @@ impl Address {
             .authority()
             .map_or("", |authority| authority.as_str());
         (scheme, authority)
+    }
+}
+
+/// The directory of files named by their digests, as in an OCI layout.
+const BLOBS: &str = "blobs/sha256/";
+
+/// The path of the file with this digest that belongs to the stack at `path` (spec section 17): in
+/// `blobs/sha256` beside the stack; or beside the stack, if the stack is in such a directory.
+pub(crate) fn blob_beside(path: &str, hex: &str) -> String {
+    let directory = &path[..path.rfind('/').map_or(0, |slash| slash + 1)];
+    let is_among_blobs = directory
+        .strip_suffix(BLOBS)
+        .is_some_and(|above| above.is_empty() || above.ends_with('/'));
+    match is_among_blobs {
+        true => format!("{directory}{hex}"),
+        false => format!("{directory}{BLOBS}{hex}"),
     }
 }
 
@@ -219,6 +246,24 @@ mod tests {
         ] {
             from.join(location).expect_err(location);
         }
+    }
+
+    #[test]
+    fn layers_are_in_a_directory_of_blobs_beside_their_stack_or_among_the_blobs() {
+        for (stack, layer) in [
+            ("/debian.bcow", "/blobs/sha256/ab"),
+            ("/x/y/debian.bcow", "/x/y/blobs/sha256/ab"),
+            ("/x/blobs/sha256/cd", "/x/blobs/sha256/ab"),
+            ("/blobs/sha256/cd", "/blobs/sha256/ab"),
+            ("/xblobs/sha256/cd", "/xblobs/sha256/blobs/sha256/ab"),
+            ("debian.bcow", "blobs/sha256/ab"),
+            ("blobs/sha256/cd", "blobs/sha256/ab"),
+        ] {
+            assert_eq!(blob_beside(stack, "ab"), layer);
+        }
+        let signed = parse("https://host:8443/x/a.bcow?signature=1").blob("ab");
+        let signed = signed.expect("an address").with_secrets();
+        assert_eq!(signed, "https://host:8443/x/blobs/sha256/ab?signature=1");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use ring::hmac;
 use sha2::{Digest, Sha256};
 use ureq::http::Method;
 
-use crate::address::Address;
+use crate::address::{Address, blob_beside};
 use crate::client::{Answer, Client, Content};
 use crate::error::{Fault, Problem, printable};
 use crate::patience::Patience;
@@ -67,6 +67,18 @@ impl FromStr for S3Name {
 impl fmt::Display for S3Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "s3://{}/{}", self.bucket, self.key)
+    }
+}
+
+impl S3Name {
+    /// The name of the file with this digest that belongs to the file of this name, in the same
+    /// bucket.
+    #[must_use]
+    pub fn blob(&self, hex: &str) -> S3Name {
+        S3Name {
+            bucket: self.bucket.clone(),
+            key: blob_beside(&self.key, hex),
+        }
     }
 }
 

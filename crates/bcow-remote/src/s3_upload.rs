@@ -122,6 +122,15 @@ impl S3Upload {
         }
     }
 
+    /// Whether the file is there already, as this program has written it: with this length and this
+    /// root hash.
+    pub fn has(&self, content: &S3Content<'_>) -> Result<bool, RemoteError> {
+        let found = self.head().map_err(|problem| self.failed(problem))?;
+        Ok(found.is_some_and(|found| {
+            found.length == Some(content.length) && found.root.as_deref() == Some(content.root)
+        }))
+    }
+
     /// Writes the file. It appears whole or not at all. `sent` learns of each byte that has
     /// arrived, or was there. Returns the number of bytes that were sent.
     pub fn write(

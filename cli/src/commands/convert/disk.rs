@@ -11,8 +11,8 @@ use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
 use serde_json::json;
 
-use super::Args;
 use super::replace::{self, By};
+use super::{Args, Sending};
 use crate::conversion::Compress;
 use crate::copy_out::CopyOut;
 use crate::error::CommandError;
@@ -21,7 +21,7 @@ use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
 use crate::place::{self, Destination};
-use crate::rewrite::{metadata, threads, write_new};
+use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
@@ -110,6 +110,7 @@ pub fn run(
     from: &place::Source,
     destination: &Destination,
     image: Option<OpenImage>,
+    sending: Option<&Sending>,
     ui: &Ui,
 ) -> Result<(), CommandError> {
     refuse_options_of_images(args)?;
@@ -134,7 +135,7 @@ pub fn run(
             };
             source.refuse_as_destination(destination)?;
             replace::check(destination, By::Disk, args.force)?;
-            write_disk(args, &source, destination, ui)
+            write_disk(args, &source, destination, sending, ui)
         }
     }
 }
@@ -145,6 +146,7 @@ fn refuse_options_of_images(args: &Args) -> Result<(), CommandError> {
         (args.plain, "--plain"),
         (args.cache.is_some(), "--cache"),
         (args.dedup_lower, "--dedup-lower"),
+        (args.layers, "--layers"),
         (args.allow_truncated, "--allow-truncated"),
         (args.as_files, "--as-files"),
     ];
@@ -357,6 +359,7 @@ fn write_disk(
     args: &Args,
     source: &Source,
     destination: &Path,
+    sending: Option<&Sending>,
     ui: &Ui,
 ) -> Result<(), CommandError> {
     let size = source.device.size();
@@ -390,12 +393,17 @@ fn write_disk(
         options.form.log_bytes = WRITABLE_LOG_BYTES;
     }
     let device = &*source.device;
-    let written = write_new(device, &source.name, &new, destination, options, ui)?;
+    let monitor = TerminalMonitor::new(ui);
+    let written = write_new(device, &source.name, &new, destination, options, &monitor)?;
     new.complete()?;
+    if let Some(sending) = sending {
+        sending.send_file(destination, monitor.progress(), monitor.interrupt())?;
+    }
+    drop(monitor);
     report(
         args,
         ui,
-        destination,
+        &args.destination,
         size,
         written.file_bytes(),
         Some((verified, args.writable)),

@@ -4,10 +4,9 @@ use std::path::Path;
 
 use bcow_oci::export::ExportError;
 use bcow_oci::recode::recode;
-use bcow_oci::{ConvertOptions, LayoutOptions, Report, convert_trees};
+use bcow_oci::{ConvertOptions, LayoutOptions, LayoutReport, Report, convert_trees};
 use serde_json::Value;
 
-use super::{Args, as_json, report_layout};
 use crate::commands::export::{ImageLayers, export_failure};
 use crate::conversion::failure;
 use crate::error::CommandError;
@@ -39,27 +38,21 @@ pub fn to_file(
 /// Writes `image` into an OCI layout: a stack keeps its layers, another image becomes one
 /// layer.
 pub fn to_layout(
-    args: &Args,
     image: &OpenImage,
     layout: &Layout,
     destination: &LayoutOptions,
     options: &ConvertOptions,
     ui: &Ui,
-) -> Result<(), CommandError> {
+) -> Result<LayoutReport, CommandError> {
     image.refuse_as_destination(layout)?;
     let metadata: Value = image.metadata()?;
     let trees = ImageLayers::of(image, &metadata)?;
     let progress = ui.progress();
     let config = metadata.get("config");
-    let report = convert_trees(&trees.layers(), config, destination, options, &progress).map_err(
-        |error| match error {
+    convert_trees(&trees.layers(), config, destination, options, &progress).map_err(|error| {
+        match error {
             ExportError::Layout(error) => failure(&error),
             error => export_failure(image, &error),
-        },
-    )?;
-    drop(progress);
-    match args.json {
-        true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
-        false => report_layout(&report, layout, ui),
-    }
+        }
+    })
 }

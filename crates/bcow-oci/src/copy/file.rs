@@ -112,8 +112,8 @@ impl CopyFile {
         Ok(restored.written_bytes())
     }
 
-    /// Checks that the source has the digest, if it does not check what it reads.
-    pub(super) fn check(&self, expected: &Digest) -> Result<(), ConvertError> {
+    /// Checks that the file has the digest, if its storage does not check what it reads.
+    pub fn check(&self, expected: &Digest) -> Result<(), ConvertError> {
         if self.is_checked {
             return Ok(());
         }

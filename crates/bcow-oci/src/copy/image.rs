@@ -203,8 +203,12 @@ impl CopyImage {
     }
 
     /// The image in one file, and in the files below it, as an image of a layout or registry: the
-    /// file is the stack, and those below it are the layers.
-    pub fn of_files(file: CopyFile, below: Vec<CopyFile>) -> Result<CopyImage, ConvertError> {
+    /// file is the stack, and those below it are the layers. Each of `below` has the digest by
+    /// which the stack names it. Files of this machine are compared with it.
+    pub fn of_files(
+        file: CopyFile,
+        below: Vec<(Digest, CopyFile)>,
+    ) -> Result<CopyImage, ConvertError> {
         let name = file.name.clone();
         let metadata = metadata(&file)?;
         let config = match metadata.get("config") {
@@ -216,8 +220,10 @@ impl CopyImage {
         let mut files = Vec::new();
         let mut layers = Vec::new();
         let count = below.len();
-        for (index, part) in below.into_iter().chain([file]).enumerate() {
-            let digest = part.digest()?;
+        let digest = file.digest()?;
+        let stack = (digest, file);
+        for (index, (digest, part)) in below.into_iter().chain([stack]).enumerate() {
+            part.check(&digest)?;
             let media_type = match index == count {
                 true => STACK,
                 false => LAYER,
@@ -241,6 +247,12 @@ impl CopyImage {
             (config_digest, config),
             files,
         ))
+    }
+
+    /// The layers, then the stack. Of files that a server has, the digest is what the manifest or
+    /// the stack says.
+    pub fn files(&self) -> &[(Digest, CopyFile)] {
+        &self.files
     }
 
     /// The root of the stack's Merkle tree.
