@@ -39,8 +39,8 @@ impl Place {
     }
 
     /// Unmounts. A process that another test is just starting has our open files until it executes
-    /// its program, so the mount may be in use for a moment, and on a loaded machine for longer than
-    /// `bcow umount` waits.
+    /// its program. So the mount may be in use for a moment: on a loaded machine, for longer than
+    /// `bcow umount` tries.
     pub fn unmounted(&self) -> String {
         let start = Instant::now();
         loop {

@@ -187,7 +187,8 @@ impl MountError {
             MountError::Kernel(error) => error.hint(),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
             MountError::Busy(_) => Some(
-                "`bcow umount --lazy` detaches the mount now, and the mount ends with its last user",
+                "`bcow umount --lazy` detaches the mount now, and the mount ends with its last \
+                 user",
             ),
             _ => None,
         }
