@@ -11,10 +11,10 @@ use crate::running;
 /// The number of uses that are described one by one.
 const SHOWN: usize = 5;
 
-/// One line for each use of the mount that keeps it from being unmounted: the mounts on it, and the
-/// processes that this user may examine. This sends no request to the mount.
+/// One line for each use of the mount that keeps it from being unmounted: the mounts inside it, and
+/// the processes that this user may examine. This sends no request to the mount.
 pub fn describe(mount: &MountedImage) -> Vec<String> {
-    let mounts = mount.mounts_above().into_iter();
+    let mounts = mount.mounts_inside().into_iter();
     let mounts = mounts.map(|at| format!("another file system is mounted at {}", shown(&at)));
     let processes = processes_below(&mount.path).into_iter();
     let processes = processes.map(|(pid, path)| match running::command(pid) {

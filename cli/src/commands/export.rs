@@ -141,7 +141,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         (Form::Tar, Some(output)) => archive(args, &image, output, ui),
         (Form::Oci(layout), _) => oci(args, &image, layout, ui),
         (form, Some(output)) => address_space(form, &image, output, ui),
-        (_, None) => Ok(()),
+        (_, None) => Err(CommandError::usage("missing output file")),
     }
 }
 

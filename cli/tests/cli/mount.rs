@@ -152,6 +152,13 @@ fn busy_mount_is_left_alone_unless_lazy() {
         );
         let of_file = format!("uses {}\n", place.file("var/data").display());
         assert!(refused.contains(&of_file), "{refused}");
+        // A mount inside it is named too, also one of the same file system.
+        let inside = place.file("etc");
+        rustix::mount::mount_bind(place.file("var"), &inside).unwrap();
+        let again = place.0.shown(&["umount", "mnt"]);
+        rustix::mount::unmount(&inside, rustix::mount::UnmountFlags::empty()).unwrap();
+        let named = format!("another file system is mounted at {}\n", inside.display());
+        assert!(again.contains(&named), "{again}");
         let lines = refused
             .lines()
             .filter(|line| !line.contains("caused by: process"));

@@ -110,14 +110,13 @@ impl MountedImage {
         mountinfo::places_of(&self.device).unwrap_or_default()
     }
 
-    /// The other mounts at or below this mount, which keep it in use.
-    pub fn mounts_above(&self) -> Vec<PathBuf> {
-        let is_above = |entry: &MountEntry| {
-            entry.device != self.device && entry.target.starts_with(&self.path)
-        };
+    /// The paths of the mounts inside this one, which keep it in use.
+    pub fn mounts_inside(&self) -> Vec<PathBuf> {
         let mounts = mountinfo::mounts().unwrap_or_default();
-        let above = mounts.into_iter().filter(is_above);
-        above.map(|entry| entry.target).collect()
+        let targets = mounts.into_iter().map(|entry| entry.target);
+        targets
+            .filter(|target| *target != self.path && target.starts_with(&self.path))
+            .collect()
     }
 }
 

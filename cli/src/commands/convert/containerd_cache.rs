@@ -34,35 +34,13 @@ pub fn run(
     let cannot = || format!("cannot write containerd-cache:{}", directory.display());
     let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
     let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
-    let made = fs::create_dir_all(directory).context(cannot);
-    let written = made.and_then(|()| {
-        for new in &missing {
-            let parent = new.parent().filter(|parent| !parent.as_os_str().is_empty());
-            sync(parent.unwrap_or(Path::new("."))).context(cannot)?;
-        }
-        write(args, source, directory, options, ui)
-    });
-    if written.is_err() {
-        for new in missing {
-            // A directory with files is kept: each of them is complete.
-            let _ = fs::remove_dir(new);
-        }
+    // Dropped after the scratch directory.
+    let new_directories = NewDirectories(missing);
+    fs::create_dir_all(directory).context(cannot)?;
+    for new in &new_directories.0 {
+        let parent = new.parent().filter(|parent| !parent.as_os_str().is_empty());
+        sync(parent.unwrap_or(Path::new("."))).context(cannot)?;
     }
-    written
-}
-
-fn sync(directory: &Path) -> io::Result<()> {
-    File::open(directory)?.sync_all()
-}
-
-fn write(
-    args: &Args,
-    source: &Source,
-    directory: &Path,
-    options: &ConvertOptions,
-    ui: &Ui,
-) -> Result<(), CommandError> {
-    let cannot = || format!("cannot write containerd-cache:{}", directory.display());
     // On the file system of `directory`, so that link(2) can publish each file.
     let scratch = tempfile::Builder::new()
         .prefix(".bcow-")
@@ -131,6 +109,22 @@ fn write(
         Human(bytes),
     ));
     Ok(())
+}
+
+/// Directories that this command makes, the innermost first. Those that are empty at its end are
+/// removed: they are left of a failure. One with files is kept, because each file is complete.
+struct NewDirectories<'d>(Vec<&'d Path>);
+
+impl Drop for NewDirectories<'_> {
+    fn drop(&mut self) {
+        for directory in &self.0 {
+            let _ = fs::remove_dir(directory);
+        }
+    }
+}
+
+fn sync(directory: &Path) -> io::Result<()> {
+    File::open(directory)?.sync_all()
 }
 
 /// Refuses options and sources that cannot be used for containerd-cache:.
