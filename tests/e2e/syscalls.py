@@ -42,6 +42,27 @@ def syncfs(fd):
     checked(libc.syncfs(fd))
 
 
+@contextlib.contextmanager
+def stopped_threads(tids):
+    """Stops threads of another process by ptrace(2). At the end the process has been killed."""
+    seize, interrupt, all_children = 0x4206, 0x4207, 0x40000000
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    libc.ptrace.restype = ctypes.c_long
+    stopped = []
+    for tid in tids:
+        with contextlib.suppress(ProcessLookupError):
+            checked(libc.ptrace(seize, tid, None, None), f"ptrace of {tid}")
+            checked(libc.ptrace(interrupt, tid, None, None), f"ptrace of {tid}")
+            os.waitpid(tid, all_children)
+            stopped.append(tid)
+    try:
+        yield
+    finally:
+        for tid in stopped:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(tid, all_children)
+
+
 def utimens(path, atime, mtime, follow=True):
     """Sets times; each is nanoseconds, "now" (UTIME_NOW), or None (no change)."""
     def spec(time):

@@ -22,6 +22,7 @@ import time
 import unittest
 
 import support
+import syscalls
 from support import (assert_refused, bcow, is_mounted, need, read_bytes, read_text, run, until,
                      write_file)
 
@@ -69,6 +70,16 @@ def hidden_connections(pid):
                 os.close(file)
 
 
+def serving_threads(pid):
+    """The threads that answer requests for the disk of a mount."""
+    found = []
+    for tid in sorted(map(int, os.listdir(f"/proc/{pid}/task"))):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if read_text(f"/proc/{pid}/task/{tid}/comm").startswith("fuser-"):
+                found.append(tid)
+    return found
+
+
 class KernelDoor(unittest.TestCase):
     # Where the directory of a test is.
     top = support.WORK
@@ -94,10 +105,11 @@ class KernelDoor(unittest.TestCase):
             subprocess.run(["losetup", "-d", device], timeout=SECONDS, stderr=subprocess.DEVNULL)
         shutil.rmtree(self.dir, ignore_errors=True)
 
-    def abort(self):
-        """Ends the service of all disks of this test at once: each request fails, so nothing that
-        waits for one stays blocked, not even for memory."""
-        connections = [number for pid in self.processes() for number in hidden_connections(pid)]
+    def abort(self, connections=()):
+        """Ends the service of all disks of this test, or these connections, at once: each request
+        fails, so nothing that waits for one stays blocked, not even for memory."""
+        connections = connections or [number for pid in self.processes()
+                                      for number in hidden_connections(pid)]
         if not connections:
             return
         control = self.point("fusectl")
@@ -492,6 +504,36 @@ class Failures(KernelDoor):
         self.mount(disk, where)
         self.umount(where)
         self.assert_clean(disk)
+
+    def test_a_process_killed_while_it_waits_for_its_own_threads_ends(self):
+        """The kernel locks a loop device while it attaches a file to it. It must not wait there
+        for a dead process."""
+        disk, where = self.make_disk(), self.point()
+        rng = random.Random(SEED)
+        for _ in range(5 * KILLS):
+            process = subprocess.Popen([support.BCOW, "mount", "-f", disk, where],
+                                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            # Without pauses: all steps of the mount together take some milliseconds.
+            while not serving_threads(process.pid) and process.poll() is None:
+                pass
+            time.sleep(rng.choice((0, rng.random() * 0.002)))
+            with syscalls.stopped_threads(serving_threads(process.pid)):
+                # The mounting thread gets to its next request.
+                time.sleep(0.02)
+                connections = list(hidden_connections(process.pid))
+                process.kill()
+            self.assert_ends(process, connections)
+            if is_mounted(where):
+                self.umount(where)
+        self.assert_ended()
+
+    def assert_ends(self, process, connections):
+        try:
+            process.wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.abort(connections)
+            process.wait(timeout=SECONDS)
+            self.fail("the killed process did not end")
 
     def test_a_full_host_disk_loses_nothing_that_was_synced(self):
         small = self.point("small")

@@ -16,7 +16,9 @@ use std::thread::JoinHandle;
 
 use bcow::{BlockDevice, Disk, WritableDevice};
 use bcow_mount::filesystem::{self, Found, HEAD_BYTES};
-use bcow_mount::{Access, Attach, HiddenMount, HiddenName, LoopDevice, backing_of, run_apart};
+use bcow_mount::{
+    Access, Attach, HiddenMount, HiddenName, LoopDevice, backing_of, run_apart, run_apart_with,
+};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use rustix::io::Errno;
@@ -130,15 +132,24 @@ impl KernelSession {
             block_bytes: filesystem::device_block_bytes(found, size),
             access,
         };
-        // Dropped at the end of this function: the loop device lives as long as the mount then.
-        let device = service.attach(&name, attach)?;
-        let path = device.path();
-        run_apart(|| filesystem::mount(path, found.kind, &target, settings))
-            .ok_or_else(no_thread)??;
+        let loop_device = service.apart(|hidden| {
+            let file = hidden.open(&name.to_string(), attach.access)?;
+            // Dropped at the end: the loop device lives as long as the mount then.
+            let device = LoopDevice::attach(file.as_fd(), attach)?;
+            filesystem::mount(device.path(), found.kind, &target, settings)?;
+            tracing::info!(
+                "{} on {} (blocks of {} bytes), direct I/O: {}",
+                found.kind.name(),
+                device.path().display(),
+                attach.block_bytes,
+                device.has_direct_io()
+            );
+            Ok(device.path().to_owned())
+        })?;
         let listed = mountinfo::mounted_at(&target).ok().flatten();
         let mount = KernelMount {
             device: listed.map(|entry| entry.device),
-            loop_device: device.path().to_owned(),
+            loop_device,
             name,
             target,
             lifetime,
@@ -154,13 +165,6 @@ impl KernelSession {
             barriers: disk.barriers,
             outcome: outcome.descriptor(),
         });
-        tracing::info!(
-            "{} on {} (blocks of {} bytes), direct I/O: {}",
-            found.kind.name(),
-            device.path().display(),
-            attach.block_bytes,
-            device.has_direct_io()
-        );
         idle::watch(&stats);
         Ok(KernelSession {
             mount: Arc::new(mount),
@@ -323,14 +327,18 @@ impl Service {
         })
     }
 
-    /// Attaches the file to a loop device. This process keeps no descriptor of the file.
-    fn attach(&self, name: &HiddenName, how: Attach) -> Result<LoopDevice, MountError> {
+    /// Runs `work` in a thread that has no descriptor of this process but that of the hidden mount.
+    /// The other threads answer the requests that `work` waits for.
+    fn apart<T: Send>(
+        &self,
+        work: impl FnOnce(&HiddenMount) -> Result<T, bcow_mount::Error> + Send,
+    ) -> Result<T, MountError> {
         // Only `stop` takes the hidden mount.
         let Some(hidden) = &self.hidden else {
             return Err(MountError::Session(io::ErrorKind::NotConnected.into()));
         };
-        let file = hidden.open(&name.to_string(), how.access)?;
-        Ok(LoopDevice::attach(file.as_fd(), how)?)
+        let done = run_apart_with(hidden.as_fd(), || work(hidden));
+        Ok(done.ok_or_else(no_thread)??)
     }
 
     /// Ends the service, when the file is closed.

@@ -27,7 +27,7 @@ mod loop_device;
 mod memory;
 mod name;
 
-pub use apart::run_apart;
+pub use apart::{run_apart, run_apart_with};
 pub use direct::{file_of_source, mount_files};
 pub use error::Error;
 pub use growth::{grow, may_grow, set_size};
