@@ -11,9 +11,11 @@ spaces:
     bcow[+OPTION...]  options of `bcow mount` without the dashes, or of its -o:
                       bcow+sketch=packed+sync=volatile+writeback
     bcow+door=kernel  an upper of the kernel door, likewise with options
+    bcow+pool         a pool of its own, likewise with options
 """
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -253,11 +255,61 @@ class Kernel(Bcow):
         os.unlink(raw)
 
 
+class Pooled(Bcow):
+    """In a pool of its own, so that another process can take over the mount."""
+
+    def prepare(self):
+        super().prepare()
+        self.access = ",".join(option for option in self.access.split(",") if option != "pool")
+        self.pools = os.path.join(self.directory, "pools")
+        os.makedirs(self.pools, mode=0o700, exist_ok=True)
+
+    def command(self):
+        # The process is the keeper.
+        return ["env", f"BCOW_POOLS={self.pools}", BCOW, "pool", "start", "p", "--foreground"]
+
+    def bcow(self, *arguments):
+        return bcow(*arguments, env={"BCOW_POOLS": self.pools}, timeout=60)
+
+    def mount(self):
+        self.start()
+        socket = os.path.join(self.pools, "p.sock")
+        support.until(lambda: os.path.exists(socket) or self.process.poll() is not None,
+                      "the pool starts")
+        self.bcow("mount", self.lower.make_image(), self.where, "--pool", "p", "--upper",
+                  self.upper, *self.options, "-o", self.access)
+
+    def ended(self):
+        if self.serving() is not None:
+            self.bcow("pool", "stop", "p")
+        super().ended()
+
+    def serving(self):
+        """The process that serves the mount."""
+        pools = json.loads(self.bcow("pool", "list", "--json").out)["pools"]
+        return pools[0]["pid"] if pools else None
+
+    def kill(self):
+        """Kills the keeper too, so that no process takes over."""
+        pid = self.serving()
+        super().kill()
+        os.kill(pid, signal.SIGKILL)
+        support.until(lambda: not os.path.exists(f"/proc/{pid}"), "the process of the pool ends")
+
+    def remove(self):
+        if self.process is not None and (pid := self.serving()) is not None:
+            self.process.kill()
+            os.kill(pid, signal.SIGKILL)
+        super().remove()
+
+
 def subject(name, lower, directory):
     kind = {"plain": Plain, "overlayfs": Overlay, "fuse-overlayfs": FuseOverlay, "bcow": Bcow}[
         name.split("+")[0]]
     if kind is Bcow and "door=kernel" in name.split("+"):
         kind = Kernel
+    if kind is Bcow and "pool" in name.split("+"):
+        kind = Pooled
     return kind(name, lower, directory)
 
 

@@ -14,18 +14,26 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 import unittest
 
 import test_ahead
+import test_union_fsx
 from promises import promise
 from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
-                     is_mounted, need, run, until)
+                     is_mounted, need, read_bytes, run, until, write_file)
 
 TIMEOUT = 60
+# How often a test kills or replaces the process of a pool under load.
+STEPS = int(os.environ.get("BCOW_KILLS") or 6)
+# Programs that change files at the same time.
+PROGRAMS = 3
 # A pool at rest for ten seconds empties its cache between two steps of a test: rare, but possible.
 ATTEMPTS = 5
 
@@ -473,48 +481,6 @@ class Restarts(PoolCase):
         self.read(where)
         self.bcow("pool", "stop", "--force", "pool")
 
-    @promise("A mount with an upper is not taken over, and `bcow pool restart` says so")
-    def test_mounts_with_an_upper_are_not_taken_over(self):
-        self.start()
-        uppers = [os.path.join(self.pools, name) for name in ("one", "two")]
-        where, writable = self.mount(), self.mount("--upper", uppers[0])
-        pid = self.pid()
-        refused = self.bcow("pool", "restart", "pool", check=False)
-        assert_refused(self, refused, uppers[0], "not supported yet", "--force")
-        self.assertEqual(self.pid(), pid)
-        self.assertNotIn(os.path.realpath(where).encode(), refused.err)
-        with open(os.path.join(writable, "new"), "w") as file:
-            file.write("kept")
-        self.restart("--force")
-        self.assertFalse(is_mounted(writable))
-        with open(os.path.join(uppers[0], "new")) as file:
-            self.assertEqual(file.read(), "kept")
-        # A mount that another one covers stays, and is not counted as unmounted.
-        self.mount("--upper", uppers[0], where=writable)
-        run("mount", "-t", "tmpfs", "none", writable, timeout=TIMEOUT)
-        restarted = self.bcow("pool", "restart", "--force", "pool")
-        self.assertIn(b"1 mount of the pool pool could not be taken over", restarted.err)
-        for _ in range(2):
-            run("umount", "-l", writable, timeout=TIMEOUT)
-        self.assertFalse(is_mounted(writable))
-        # A crash ends the mount, and keeps what was made durable.
-        self.mount("--upper", uppers[1], where=writable)
-        file = os.open(os.path.join(writable, "new"), os.O_CREAT | os.O_WRONLY)
-        os.write(file, b"durable")
-        os.fsync(file)
-        self.kill()
-        with self.assertRaises(OSError) as raised:
-            os.fsync(file)
-        self.assertIn(raised.exception.errno, (errno.ENOTCONN, errno.ECONNABORTED))
-        with contextlib.suppress(OSError):
-            os.close(file)
-        self.assertEqual([mount["upper"] for mount in self.stats()["mounts"]], [None])
-        self.read(where)
-        self.mount("--upper", uppers[1], where=writable)
-        with open(os.path.join(writable, "new")) as file:
-            self.assertEqual(file.read(), "durable")
-        self.bcow("pool", "stop", "--force", "pool")
-
     def test_image_that_was_replaced_is_not_shown(self):
         image = self.path("own.bcow")
         shutil.copy(self.image, image)
@@ -551,6 +517,300 @@ class Restarts(PoolCase):
         until(has_ended, "the pool ends")
         self.assertFalse(is_mounted(where))
         self.assertEqual(self.list(), [])
+
+
+class Uppers(PoolCase):
+    """Mounts with an upper, whose process is killed or replaced."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.template = cls.path("template")
+        source = random.Random(8)
+        for directory in ("d0/e", "d1/e", "d2/e"):
+            os.makedirs(os.path.join(cls.template, directory))
+        write_file(os.path.join(cls.template, "large"), source.randbytes(12_000_000))
+        for directory in ("d0", "d1", "d2"):
+            # Up to 64 KiB, a file is copied whole at its first write.
+            for name, size in (("f0", 100_000), ("f1", 5000), ("f2", 60_000), ("e/g", 0)):
+                write_file(os.path.join(cls.template, directory, name), source.randbytes(size))
+            for name in (f"{directory}/e/hard", f"hard-{directory}"):
+                os.link(os.path.join(cls.template, directory, "f0"),
+                        os.path.join(cls.template, name))
+            os.symlink("target", os.path.join(cls.template, directory, "link"))
+        tree = cls.path("programs")
+        for number in range(PROGRAMS):
+            shutil.copytree(cls.template, os.path.join(tree, str(number)), symlinks=True)
+            for directory in ("d0", "d1", "d2"):
+                # copytree makes files of hard links.
+                for name in (f"{directory}/e/hard", f"hard-{directory}"):
+                    path = os.path.join(tree, str(number), name)
+                    os.remove(path)
+                    os.link(os.path.join(tree, str(number), directory, "f0"), path)
+        with contextlib.closing(sqlite3.connect(os.path.join(tree, "database"))) as database:
+            database.execute("CREATE TABLE numbers (number INTEGER PRIMARY KEY, text TEXT)")
+            with database:
+                database.executemany("INSERT INTO numbers VALUES (?, ?)",
+                                     ((number, "x" * 500) for number in range(20_000)))
+        cls.programs = cls.path("programs.bcow")
+        bcow("convert", f"dir:{tree}", cls.programs, timeout=TIMEOUT)
+
+    def setUp(self):
+        super().setUp()
+        self.upper = os.path.join(self.pools, "upper")
+        self.disturbed = 0
+        self.start()
+
+    def change(self, *options):
+        """Mounts; gives the mountpoint."""
+        return self.mount("--upper", self.upper, *options, image=self.programs)
+
+    def disturb(self, steps, wait):
+        """Kills and replaces the process `steps` times, after `wait` each time. A process that ends
+        soon after its start makes the keeper pause, and too many in a row end the pool."""
+        for _ in range(steps):
+            wait()
+            self.disturbed += 1
+            if self.disturbed % 4 == 0:
+                self.bcow("pool", "restart", "pool")
+            else:
+                self.kill()
+        wait()
+
+    def assert_sound(self, where):
+        """The mount ends, and its upper is right and free."""
+        self.bcow("umount", where)
+        checked = self.bcow("fsck", "--data", self.upper, self.programs)
+        self.assertIn(b"clean", checked.out)
+        self.assertEqual(os.listdir(os.path.join(self.upper, ".bcow/work")), [])
+        bcow("mount", self.programs, where, "--upper", self.upper, timeout=TIMEOUT)
+        bcow("umount", where, timeout=TIMEOUT)
+
+    @promise("Programs that change files in a mount of a pool see no error when the process of the "
+             "pool is killed or replaced, and lose no change")
+    def test_programs_see_no_error(self):
+        for options in ((), ("--sync", "batch=40"), ("-o", "writeback"), ("--size-limit", "1G")):
+            with self.subTest(options=options):
+                self.upper = os.path.join(self.pools, "upper" + "".join(options))
+                where = self.change(*options)
+                with contextlib.ExitStack() as stack:
+                    programs = [stack.enter_context(Program(os.path.join(where, str(number)),
+                                                            self.template, random.randrange(1 << 30)))
+                                for number in range(PROGRAMS)]
+
+                    def wait(programs=programs):
+                        for program in programs:
+                            program.goes_on(1)
+                        # At any moment of a round.
+                        time.sleep(random.random() / 4)
+
+                    self.disturb(STEPS, wait)
+                    for program in programs:
+                        program.finish()
+                statistics = json.loads(self.bcow("stats", where, "--json").out)
+                self.assertEqual(statistics["process"]["pid"], self.pid())
+                self.assertEqual(statistics["errors"]["total"], 0)
+                self.assert_sound(where)
+        self.bcow("pool", "stop", "pool")
+
+    def test_fsx_finds_no_error(self):
+        need("fsx")
+        where = self.change()
+        config = os.path.join(self.pools, "fsx.toml")
+        write_file(config, test_union_fsx.FSX)
+        for name in ("0/large", "new"):
+            with subprocess.Popen(["fsx", "-q", "-N", "30000", "-S", str(random.randrange(1 << 30)),
+                                   "-f", config, "-P", self.pools, os.path.join(where, name)],
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as fsx:
+                for _ in range(STEPS):
+                    time.sleep(random.random() / 2)
+                    self.disturb(1, lambda: None)
+                out = fsx.communicate(timeout=10 * TIMEOUT)[0]
+                self.assertEqual(fsx.returncode, 0, out)
+        self.assert_sound(where)
+        self.bcow("pool", "stop", "pool")
+
+    def test_a_database_keeps_its_transactions(self):
+        """SQLite, whose file is in the image: a sketch."""
+        where = self.change()
+        done = []
+        is_over = threading.Event()
+        failures = []
+
+        def run_transactions():
+            try:
+                path = os.path.join(where, "database")
+                with contextlib.closing(sqlite3.connect(path)) as database:
+                    database.execute("PRAGMA synchronous=FULL")
+                    numbers = random.Random(3)
+                    while not is_over.is_set():
+                        number, text = numbers.randrange(20_000), str(len(done)) * 100
+                        with database:
+                            database.execute("UPDATE numbers SET text = ? WHERE number = ?",
+                                             (text, number))
+                        done.append((number, text))
+            except sqlite3.Error as failure:
+                failures.append(failure)
+
+        thread = threading.Thread(target=run_transactions)
+        thread.start()
+        try:
+            def wait():
+                before = len(done)
+                until(lambda: len(done) > before + 5 or failures, "transactions end")
+
+            self.disturb(STEPS, wait)
+        finally:
+            is_over.set()
+            thread.join()
+        self.assertEqual(failures, [])
+        # Also without what only memory has.
+        self.assert_sound(where)
+        self.mount("--upper", self.upper, image=self.programs, where=where)
+        with contextlib.closing(sqlite3.connect(os.path.join(where, "database"))) as database:
+            self.assertEqual(database.execute("PRAGMA integrity_check").fetchall(), [("ok",)])
+            found = dict(database.execute("SELECT number, text FROM numbers"))
+        self.assertEqual({number: found[number] for number, _ in done}, dict(done))
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_removed_files_and_directories_in_use_stay(self):
+        where = self.change()
+        directory = os.path.join(where, "directory")
+        os.mkdir(directory)
+        handle = os.open(directory, os.O_RDONLY)
+        os.rmdir(directory)
+        file = os.open(os.path.join(where, "0/large"), os.O_RDWR)
+        os.remove(os.path.join(where, "0/large"))
+        os.pwrite(file, b"written", 5000)
+        expected = bytearray(read_bytes(os.path.join(self.template, "large")))
+        expected[5000:5007] = b"written"
+        self.disturb(2, lambda: None)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.assertEqual(os.pread(file, len(expected) + 1, 0), expected)
+        self.assertEqual((os.fstat(file).st_nlink, os.fstat(handle).st_nlink), (0, 0))
+        self.assertEqual(os.listdir(handle), [])
+        work = os.path.join(self.upper, ".bcow/work")
+        self.assertGreater(len([name for name in os.listdir(work) if name.startswith("orphan-")]), 1)
+        os.close(file)
+        os.close(handle)
+        until(lambda: not [name for name in os.listdir(work) if name.startswith("orphan-")],
+              "the kernel forgets the files")
+        self.assert_sound(where)
+        self.bcow("pool", "stop", "pool")
+
+    @promise("A packed sketch loses changes that no program synchronized when the process of its "
+             "pool is killed, and the next fsync says so")
+    def test_packed_sketches_report_a_loss(self):
+        where = self.change("--sketch", "packed")
+        file = os.open(os.path.join(where, "0/large"), os.O_RDWR)
+        self.addCleanup(os.close, file)
+        os.pwrite(file, b"kept", 0)
+        os.fsync(file)
+        self.kill()
+        os.pwrite(file, b"also", 8192)
+        # An orderly end loses nothing.
+        self.bcow("pool", "restart", "pool")
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.assertEqual((os.pread(file, 4, 0), os.pread(file, 4, 8192)), (b"kept", b"also"))
+        os.fsync(file)
+        os.pwrite(file, b"lost", 0)
+        self.kill()
+        with self.assertRaises(OSError) as raised:
+            os.fsync(file)
+        self.assertEqual(raised.exception.errno, errno.EIO)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.assertEqual(os.pread(file, 4, 0), b"kept")
+        self.bcow("pool", "stop", "--force", "pool", check=False)
+
+    def test_keeper_and_process_killed_keep_what_was_synchronized(self):
+        where = self.change()
+        with open(os.path.join(where, "new"), "wb") as file:
+            file.write(b"durable")
+            file.flush()
+            os.fsync(file)
+        for pid in (self.keeper(), self.pid()):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not self.is_served(where), "the mount answers ENOTCONN")
+        run("umount", "-l", where, timeout=TIMEOUT)
+        self.start()
+        self.mount("--upper", self.upper, image=self.programs, where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"durable")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    @staticmethod
+    def is_served(where):
+        try:
+            os.statvfs(where)
+            return True
+        except OSError as error:
+            return error.errno != errno.ENOTCONN
+
+    def test_image_that_was_replaced_ends_the_mount_and_frees_the_upper(self):
+        image = self.path("own.bcow")
+        shutil.copy(self.programs, image)
+        where = self.mount("--upper", self.upper, image=image)
+        write_file(os.path.join(where, "new"), b"kept")
+        shutil.copy(self.image, image + ".new")
+        os.rename(image + ".new", image)
+        refused = self.bcow("pool", "restart", "pool", check=False)
+        assert_refused(self, refused, os.path.realpath(where), "another image has its place now")
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"kept")
+        self.kill()
+        self.assertFalse(is_mounted(where))
+        self.mount("--upper", self.upper, image=self.programs, where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"kept")
+        # With --force, such a mount is unmounted, and the others stay.
+        self.bcow("umount", where)
+        shutil.copy(self.programs, image)
+        other = self.mount()
+        self.mount("--upper", self.upper, image=image, where=where)
+        os.remove(image)
+        self.bcow("pool", "restart", "--force", "pool")
+        self.assertFalse(is_mounted(where))
+        self.read(other)
+        self.bcow("pool", "stop", "--force", "pool")
+
+
+class Program:
+    """A program of `names_model.py`."""
+
+    def __init__(self, directory, template, seed):
+        self.rounds, self.lines = 0, []
+        self.process = subprocess.Popen(
+            [sys.executable, os.path.join(os.path.dirname(__file__), "names_model.py"), directory,
+             template, str(seed)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.thread = threading.Thread(target=self.follow, daemon=True)
+        self.seed = seed
+
+    def follow(self):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            self.rounds += line.strip().isdigit()
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.thread.join()
+        self.process.stdout.close()
+
+    def goes_on(self, rounds):
+        target = self.rounds + rounds
+        until(lambda: self.rounds >= target or self.process.poll() is not None,
+              "the program goes on")
+
+    def finish(self):
+        """Ends the program, which compares all files once more."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        code = self.process.wait(timeout=TIMEOUT)
+        self.thread.join()
+        if code != 0:
+            raise AssertionError(f"seed {self.seed}: {''.join(self.lines[-20:])}")
 
 
 class Refusals(PoolCase):

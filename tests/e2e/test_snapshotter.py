@@ -91,6 +91,10 @@ class WithSnapshotter(support.Scratch):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
+    def pool(self):
+        [pool] = json.loads(bcow("pool", "list", "--json").out)["pools"]
+        return pool
+
     def pool_mounts(self):
         return json.loads(bcow("pool", "stats", "p", "--json").out)["mounts"]
 
@@ -605,6 +609,23 @@ class Containers(WithContainerd):
         [mount] = client.Mounts(key=active).mounts
         self.assertIn("pool=p", mount.options)
         self.assertEqual(self.ctr("tasks", "start", "two").out, b"begun\nwent on\n")
+        # A container in the pool does not notice that the process is killed and replaced.
+        self.ctr("run", "--detach", "--snapshotter", "bcow", "bcow.test/small:1", "three",
+                 "/bin/sh", "-ec", "until [ -e /go ]; do echo more >>/log; sleep 0.05; done; "
+                 "cat /go; rm /log /go")
+        for step in ("kill", "restart"):
+            before = self.pool()
+            if step == "kill":
+                os.kill(before["pid"], signal.SIGKILL)
+            else:
+                bcow("pool", "restart", "p")
+            support.until(lambda: (self.pool()["restarts"] or 0) > before["restarts"],
+                          "another process takes over")
+        self.ctr("tasks", "exec", "--exec-id", "e", "three", "/bin/sh", "-ec",
+                 "grep -q more /log; echo went on >/go")
+        support.until(lambda: b"STOPPED" in self.ctr("tasks", "ls").out, "the container ends")
+        self.ctr("tasks", "rm", "three")
+        self.ctr("containers", "rm", "three")
         support.until(lambda: not self.pool_mounts(), "the mounts end")
         bcow("pool", "stop", "p")
         failed = run(self.path("helpers/mount.bcow"), mount.source, self.path("helpers"), "-o",

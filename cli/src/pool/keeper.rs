@@ -64,6 +64,8 @@ struct Kept {
     connection: OwnedFd,
     record: OwnedFd,
     device: Option<String>,
+    /// The ledger of a mount with an upper.
+    ledger: Option<OwnedFd>,
 }
 
 /// A running process of the pool.
@@ -225,6 +227,9 @@ impl<'a> Keeper<'a> {
             let descriptors = [kept.connection.as_fd(), kept.record.as_fd()];
             let device = kept.device.clone();
             link.send(&Packet::Mount { number, device }, &descriptors)?;
+            if let Some(ledger) = &kept.ledger {
+                link.send(&Packet::Ledger { number }, &[ledger.as_fd()])?;
+            }
         }
         link.send(&Packet::Begin, &[])
     }
@@ -310,6 +315,7 @@ impl<'a> Keeper<'a> {
                 target: PathBuf::new(),
                 device: kept.device,
                 agreed: 0,
+                ledger: None,
             };
             handover.unmount();
         }
@@ -330,6 +336,7 @@ fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<O
                     connection,
                     record,
                     device,
+                    ledger: None,
                 };
                 mounts.insert(number, kept);
             }
@@ -338,6 +345,11 @@ fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<O
                 "the keeper of a pool has too few descriptors for another mount",
             ),
         },
+        Packet::Ledger { number } => {
+            if let Some(kept) = mounts.get_mut(&number) {
+                kept.ledger = descriptors.pop();
+            }
+        }
         Packet::Release { number } => drop(mounts.remove(&number)),
         _ => {}
     }

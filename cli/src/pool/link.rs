@@ -64,6 +64,12 @@ pub enum Packet {
         /// The device number of the mount.
         device: Option<String>,
     },
+    /// To the keeper after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the ledger
+    /// of a mount with an upper.
+    Ledger {
+        /// The number of the mount.
+        number: u64,
+    },
     /// To the keeper: the mount has ended.
     Release {
         /// The number of the mount.

@@ -1,15 +1,17 @@
 //! A mounted image, from the mount to its end.
 
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
+use bcow_union::errors::ErrorLog;
 use bcow_union::fs::UnionFs;
 use bcow_union::log::{self, Severity};
 
 use crate::adapter::readonly::ReadOnly;
-use crate::adapter::writable::Writable;
+use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
@@ -61,8 +63,9 @@ pub struct Session {
     mount: Arc<Mutex<Mount>>,
     /// The upper to close at the end.
     union: Option<Closing>,
-    /// The flags of the protocol that are in use; of a mount without an upper only.
+    /// The flags of the protocol that are in use.
     agreed: Arc<AtomicU64>,
+    gate: Gate,
 }
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
@@ -85,6 +88,13 @@ pub struct Closer {
     outcome: Weak<Outcome>,
 }
 
+/// Stops a [`Session`] with an upper from another thread, for a process that takes it over.
+#[derive(Debug, Clone)]
+pub struct Stopper {
+    union: Weak<UnionFs>,
+    gate: Arc<RwLock<()>>,
+}
+
 /// Ends a [`Session`] from another thread.
 #[derive(Debug, Clone)]
 pub struct Unmounter {
@@ -105,21 +115,13 @@ impl Session {
     ) -> Result<Self, MountError> {
         let content = content.into();
         let mut options = options.clone();
-        options.settle(match content {
-            Content::Image(_) => Writing::Never,
-            Content::Union(_) => Writing::ToUpper,
-        })?;
+        options.settle(content.writing())?;
         let (mount, connection) = mount::mount(target, &options)?;
-        stats.set_mounted(
-            mount.target(),
-            match &content {
-                Content::Image(fs) => fs.errors(),
-                Content::Union(fs) => fs.errors(),
-            },
-        );
+        stats.set_mounted(mount.target(), content.errors());
         idle::watch(&stats);
         let (readers, config) = readers(threads);
         let agreed = Arc::default();
+        let gate = gate(&content);
         // The kernel itself refuses other users (see `Access`), so fuser need not.
         let all = fuser::SessionACL::All;
         let (fuse, union) = match content {
@@ -132,7 +134,9 @@ impl Session {
             Content::Union(fs) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&fs), outcome.descriptor());
-                let adapter = Writable::new(Arc::clone(&fs), stats, readers, options.write_cache());
+                let seen = Arc::clone(&agreed);
+                let (union, cache) = (Arc::clone(&fs), options.write_cache());
+                let adapter = Writable::new(union, stats, readers, cache, gate.clone(), seen);
                 let fuse = fuser::Session::from_fd(adapter, connection, all, config);
                 let union = Closing { union: fs, outcome };
                 (fuse.map(Fuse::Writable), Some(union))
@@ -143,14 +147,15 @@ impl Session {
             mount: Arc::new(Mutex::new(mount)),
             union,
             agreed,
+            gate,
         })
     }
 
-    /// Takes over a mount of an image without an upper, whose process has ended. The content and
-    /// the options must be those of that process. The kernel sends the requests again that it has
-    /// not answered.
+    /// Takes over a mount whose process has ended. The content and the options must be those of
+    /// that process; a union must have taken over its ledger. The kernel sends the requests again
+    /// that it has not answered.
     pub fn take_over(
-        fs: ImageFs,
+        content: impl Into<Content>,
         stats: Arc<MountStats>,
         handover: Handover,
         options: &MountOptions,
@@ -162,43 +167,71 @@ impl Session {
             source,
         })?;
         let mount = Mount::of(handover.target, handover.device, handover.connection);
-        stats.set_mounted(mount.target(), fs.errors());
+        let content = content.into();
+        let mut options = options.clone();
+        options.settle(content.writing())?;
+        stats.set_mounted(mount.target(), content.errors());
         idle::watch(&stats);
         let (readers, config) = readers(threads);
         let agreed = Arc::default();
+        let gate = gate(&content);
         let seen = Arc::clone(&agreed);
-        let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
-        let fuse = takeover::session(adapter, for_session, handover.agreed, config);
+        let flags = handover.agreed;
+        let (fuse, union) = match content {
+            Content::Image(fs) => {
+                let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
+                let fuse = takeover::session(adapter, for_session, flags, config);
+                (fuse.map(Fuse::ReadOnly), None)
+            }
+            Content::Union(fs) => {
+                let outcome = Arc::new(Outcome::new()?);
+                stats.set_union(Arc::clone(&fs), outcome.descriptor());
+                let (union, cache) = (Arc::clone(&fs), options.write_cache());
+                let adapter = Writable::new(union, stats, readers, cache, gate.clone(), seen);
+                let fuse = takeover::session(adapter, for_session, flags, config);
+                (
+                    fuse.map(Fuse::Writable),
+                    Some(Closing { union: fs, outcome }),
+                )
+            }
+        };
         let fuse = fuse.map_err(MountError::Session)?;
         takeover::resend(mount.connection())?;
         Ok(Session {
-            fuse: Fuse::ReadOnly(fuse),
+            fuse,
             mount: Arc::new(Mutex::new(mount)),
-            union: None,
+            union,
             agreed,
+            gate,
         })
     }
 
     /// What another process needs to take the mount over when this process has ended. `None` for a
-    /// mount with an upper, whose inodes only this process knows, and on a kernel before Linux 6.9.
+    /// mount with an upper that has no ledger, and on a kernel before Linux 6.9.
     pub fn hand_over(&self) -> Result<Option<Handover>, MountError> {
-        if self.union.is_some() {
-            return Ok(None);
-        }
+        let ledger = match &self.union {
+            None => None,
+            Some(closing) if closing.union.ledger().is_none() => return Ok(None),
+            Some(_) => self.ledger()?,
+        };
         let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
         if !takeover::resend(mount.connection())? {
             return Ok(None);
         }
-        let connection = mount.connection().try_clone_to_owned();
         Ok(Some(Handover {
-            connection: connection.map_err(|source| MountError::Process {
-                action: "duplicate the FUSE descriptor",
-                source,
-            })?,
+            connection: duplicate(mount.connection())?,
             target: mount.target().to_owned(),
             device: mount.device().map(str::to_owned),
             agreed: self.agreed.load(Ordering::Relaxed),
+            ledger,
         }))
+    }
+
+    /// The ledger of the upper, for a process that takes the mount over.
+    pub fn ledger(&self) -> Result<Option<OwnedFd>, MountError> {
+        let union = self.union.as_ref().map(|closing| &closing.union);
+        let ledger = union.and_then(|union| union.ledger());
+        ledger.map(duplicate).transpose()
     }
 
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
@@ -220,6 +253,15 @@ impl Session {
         self.union.as_ref().map(|closing| Closer {
             union: Arc::downgrade(&closing.union),
             outcome: Arc::downgrade(&closing.outcome),
+        })
+    }
+
+    /// A handle that stops the session for a process that takes it over; `None` without an upper, or
+    /// if no process can.
+    pub fn stopper(&self) -> Option<Stopper> {
+        Some(Stopper {
+            union: Arc::downgrade(&self.union.as_ref()?.union),
+            gate: Arc::clone(self.gate.as_ref()?),
         })
     }
 
@@ -295,6 +337,53 @@ impl Closer {
             _ => Ok(()),
         }
     }
+}
+
+impl Stopper {
+    /// Ends the requests in progress, stops all later ones for ever, and makes everything durable.
+    /// The caller ends the process afterwards.
+    pub fn stop(&self) -> Result<(), MountError> {
+        std::mem::forget(self.gate.write());
+        let Some(union) = self.union.upgrade() else {
+            return Ok(());
+        };
+        union.prepare_takeover().map_err(|errno| MountError::Close {
+            upper: union.upper_path().to_owned(),
+            source: errno.into(),
+        })
+    }
+}
+
+impl Content {
+    fn writing(&self) -> Writing {
+        match self {
+            Content::Image(_) => Writing::Never,
+            Content::Union(_) => Writing::ToUpper,
+        }
+    }
+
+    fn errors(&self) -> &Arc<ErrorLog> {
+        match self {
+            Content::Image(fs) => fs.errors(),
+            Content::Union(fs) => fs.errors(),
+        }
+    }
+}
+
+/// The gate of a mount that another process may take over.
+fn gate(content: &Content) -> Gate {
+    match content {
+        Content::Union(fs) => fs.ledger().map(|_| Arc::default()),
+        Content::Image(_) => None,
+    }
+}
+
+fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, MountError> {
+    let duplicate = descriptor.try_clone_to_owned();
+    duplicate.map_err(|source| MountError::Process {
+        action: "duplicate a descriptor of the mount",
+        source,
+    })
 }
 
 impl Fuse {

@@ -5,8 +5,9 @@
 //! fuser begins each session with an INIT, so it gets one from here, with the flags agreed on.
 //!
 //! The process before may have ended at any moment: the kernel sends the requests that it has read
-//! and not answered once more (FUSE_NOTIFY_RESEND, Linux 6.9). That is right only if each request
-//! can be answered twice, as for an image without an upper.
+//! and not answered once more (FUSE_NOTIFY_RESEND, Linux 6.9). Requests to an image without an
+//! upper can be answered twice. With an upper, the number of such a request shows that the kernel
+//! sends it again, and the union finds out whether it was executed.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -29,6 +30,8 @@ pub struct Handover {
     pub device: Option<String>,
     /// The flags of the protocol that the kernel and the first process agreed on.
     pub agreed: u64,
+    /// The ledger of the upper, if the mount has one: see [`bcow_union::fs::UnionFs::take_over`].
+    pub ledger: Option<OwnedFd>,
 }
 
 impl Handover {

@@ -50,6 +50,7 @@ pub mod errors;
 pub mod fs;
 mod host;
 mod image;
+mod ledger;
 pub mod log;
 mod mountinfo;
 mod node;

@@ -56,6 +56,9 @@ pub struct UnionOptions {
     pub small_bytes: u64,
     /// Number of threads that complete blocks of sketches in the background.
     pub fillers: usize,
+    /// Whether another process may take over the mount when this process has ended. The union then
+    /// keeps a record of its nodes, and names for removed files in use.
+    pub can_be_taken_over: bool,
 }
 
 impl Default for UnionOptions {
@@ -67,6 +70,7 @@ impl Default for UnionOptions {
             inode_limit: None,
             small_bytes: SMALL_BYTES,
             fillers: 1,
+            can_be_taken_over: false,
         }
     }
 }

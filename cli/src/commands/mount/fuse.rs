@@ -1,6 +1,7 @@
 //! A mount at the FUSE door, in a process of its own or in the process of a pool.
 
 use std::ffi::OsString;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use bcow::{BlockCache, OpenOptions};
@@ -60,7 +61,18 @@ pub fn mount(
     host: &Host<'_>,
     ui: &Ui,
 ) -> Result<Mounted, CommandError> {
-    open(args, options, reason, host, ui)?.mount(args, host, ui)
+    open(args, options, reason, host, UpperUse::New, ui)?.mount(args, host, ui)
+}
+
+/// What to do with the upper of a mount.
+#[derive(Debug, Clone, Copy)]
+pub enum UpperUse<'a> {
+    /// Open it for a new mount.
+    New,
+    /// Take it over from a process that has ended, with the ledger of that process.
+    TakeOver(BorrowedFd<'a>),
+    /// Leave it alone: this process, or another one, uses it.
+    None,
 }
 
 /// Content that is not mounted yet.
@@ -86,6 +98,7 @@ pub fn open(
     mut options: MountOptions,
     reason: String,
     host: &Host<'_>,
+    upper_use: UpperUse<'_>,
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
     let layers = args.layers();
@@ -130,12 +143,12 @@ pub fn open(
             .map(|recording| recording.destination().to_owned()),
     }));
     let mut owner_is_needed = None;
-    let content = match args.upper.path() {
-        None => Content::from(ImageFs::new(Arc::new(tree))),
-        Some(upper) => {
+    let content = match (args.upper.path(), upper_use) {
+        (None, _) | (_, UpperUse::None) => Content::from(ImageFs::new(Arc::new(tree))),
+        (Some(_), _) => {
             let union = args
                 .upper
-                .open(upper, args.directory(), &image, tree, host.signals, ui)?;
+                .open(args.directory(), &image, tree, host, upper_use, ui)?;
             owner_is_needed = upper::owner_who_is_needed(&union);
             Content::from(union)
         }
@@ -220,13 +233,9 @@ impl Opened {
     /// Takes over a mount of this content from a process that has ended. Sends no request to the
     /// mount, which this process does not serve yet.
     pub fn take_over(self, handover: Handover, service: Service) -> Result<Mounted, CommandError> {
-        let Content::Image(fs) = self.content else {
-            return Err(CommandError::new(
-                "cannot take over a mount with an upper: not supported yet",
-            ));
-        };
         let stats = Arc::clone(&self.stats);
-        let session = Session::take_over(fs, stats, handover, &self.options, self.threads);
+        let (content, options) = (self.content, &self.options);
+        let session = Session::take_over(content, stats, handover, options, self.threads);
         Ok(Mounted {
             session: session.map_err(|error| failure(&error))?,
             stats: self.stats,

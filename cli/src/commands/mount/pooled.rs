@@ -13,7 +13,7 @@ use bcow_fuse::MountOptions;
 use bcow_oci::ImageName;
 
 use super::door::Way;
-use super::fuse::{self, Host, InPool, Mounted, Opened};
+use super::fuse::{self, Host, InPool, Mounted, Opened, UpperUse};
 use super::{Args, check, helper};
 use crate::error::{CommandError, Context};
 use crate::image::{parse_name, shown_name};
@@ -96,6 +96,7 @@ pub fn open_again(
     args: &Args,
     host: PoolHost<'_>,
     attempts: Attempts,
+    upper_use: UpperUse<'_>,
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
     let (options, reason) = check_for_pool(args)?;
@@ -104,7 +105,8 @@ pub fn open_again(
     let host = host.into();
     let mut pauses = PAUSES.iter();
     loop {
-        let opened = fuse::open(args, options.clone(), reason.clone(), &host, ui);
+        let (options, reason) = (options.clone(), reason.clone());
+        let opened = fuse::open(args, options, reason, &host, upper_use, ui);
         match (opened, pauses.next()) {
             (Err(_), Some(&pause)) if is_tried_again => std::thread::sleep(pause),
             (opened, _) => return opened,

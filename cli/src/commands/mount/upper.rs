@@ -9,6 +9,7 @@ use bcow_fuse::signals::Signals;
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::{NodeId, SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions, UpperError};
 
+use super::fuse::{Host, UpperUse};
 use crate::commands::mount::{self, helper};
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
@@ -109,7 +110,7 @@ impl UpperArgs {
         self.sync
     }
 
-    fn options(&self) -> UnionOptions {
+    fn options(&self, can_be_taken_over: bool) -> UnionOptions {
         UnionOptions {
             sketch: match self.sketch {
                 SketchWhat::Auto => SketchChoice::Auto,
@@ -121,21 +122,24 @@ impl UpperArgs {
             inode_limit: self.inode_limit,
             small_bytes: SMALL_BYTES,
             fillers: self.fillers.into(),
+            can_be_taken_over,
         }
     }
 
-    /// The union of `image` and the upper at `path`, to be mounted at `directory`.
+    /// The union of `image` and the upper, to be mounted at `directory`.
     pub fn open(
         &self,
-        path: &Path,
         directory: &Path,
         image: &OpenImage,
         tree: Filesystem,
-        signals: Option<&Signals>,
+        host: &Host<'_>,
+        upper_use: UpperUse<'_>,
         ui: &Ui,
     ) -> Result<Arc<UnionFs>, CommandError> {
-        let options = self.options();
+        let options = self.options(host.pool.is_some());
+        let signals = host.signals;
         // The process changes its directory later, and publishes the path of the upper.
+        let path = self.upper.as_deref().unwrap_or(Path::new(""));
         let path = &std::path::absolute(path)
             .context(|| format!("cannot use upper {}", path.display()))?;
         let note = note(directory);
@@ -151,7 +155,12 @@ impl UpperArgs {
                 identity: image.identity(),
                 name: image.path().to_string_lossy().into_owned(),
             };
-            UnionFs::open(lower, path, &note, &options)
+            let UpperUse::TakeOver(ledger) = upper_use else {
+                return UnionFs::open(lower, path, &note, &options);
+            };
+            let ledger = ledger.try_clone_to_owned();
+            let ledger = ledger.map_err(|source| UpperError::Ledger { source })?;
+            UnionFs::take_over(lower, path, &note, &options, ledger)
         })
         .map_err(|error| failure(&error))
     }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::MountStats;
-use bcow_fuse::session::{Closer, Session, Unmounted, Unmounter};
+use bcow_fuse::session::{Closer, Session, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::stats::document::Cache;
 use bcow_union::log::{self, Severity};
@@ -99,6 +99,8 @@ struct Entry {
     stats: Weak<MountStats>,
     unmounter: Unmounter,
     closer: Option<Closer>,
+    /// Stops the mount for another process; `None` without an upper.
+    stopper: Option<Stopper>,
     /// What the keeper has of it for another process; `None` if none can take it over.
     kept: Option<Record>,
 }
@@ -185,13 +187,21 @@ impl Pool {
 
     /// Ends the process, when the uppers are durable.
     fn end_now(&self) -> ! {
-        self.close_uppers();
+        self.close_uppers(|_| true);
         // The kernel sees that the connections are closed, and fails the requests in flight.
         std::process::exit(1);
     }
 
-    fn close_uppers(&self) {
-        for closer in self.closers() {
+    fn close_uppers(&self, is_meant: impl Fn(u64) -> bool) {
+        let closers: Vec<Closer> = {
+            let state = self.state();
+            let mounts = state.mounts.iter();
+            let meant = mounts.filter(|(number, _)| is_meant(**number));
+            meant
+                .filter_map(|(_, entry)| entry.closer.clone())
+                .collect()
+        };
+        for closer in closers {
             if let Err(error) = closer.close() {
                 log_failure(&failure(&error));
             }
@@ -226,12 +236,6 @@ impl Pool {
             },
             devices,
         }
-    }
-
-    fn closers(&self) -> Vec<Closer> {
-        let state = self.state();
-        let mounts = state.mounts.values();
-        mounts.filter_map(|entry| entry.closer.clone()).collect()
     }
 
     /// Unmounts everything because of `reason`; the pool ends with its last mount. Returns the
@@ -487,6 +491,7 @@ impl<'a> Coming<'a> {
                     stats: Arc::downgrade(&stats),
                     unmounter: session.unmounter(),
                     closer: session.closer(),
+                    stopper: session.stopper(),
                     kept,
                 },
             );

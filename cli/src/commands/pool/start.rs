@@ -225,8 +225,15 @@ impl Given {
                         connection: next()?,
                         record: next()?,
                         device,
+                        ledger: None,
                     };
                     mounts.insert(number, kept);
+                }
+                Packet::Ledger { number } => {
+                    let ledger = next()?;
+                    if let Some(kept) = mounts.get_mut(&number) {
+                        kept.ledger = Some(ledger);
+                    }
                 }
                 Packet::Begin => {
                     let given = given.ok_or_else(|| io::Error::other("the socket is missing"))?;

@@ -8,11 +8,12 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::SystemTime;
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Attributes, Changes, SyncScope, UnionFs};
+use bcow_union::fs::{Attributes, Caller, Changes, EntryPlus, New, RequestId, SyncScope, UnionFs};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
@@ -48,7 +49,17 @@ pub(crate) struct Writable {
     opens_unasked: bool,
     /// Whether the kernel leaves the clearing of set-id bits to bcow.
     drops_set_id: bool,
+    gate: Gate,
+    /// The flags of the protocol that are in use, for a process that takes the mount over.
+    agreed: Arc<AtomicU64>,
 }
+
+/// Passes the requests of a mount, until another process shall take the mount over. A request that
+/// waits here when the process ends was not executed, and the kernel sends it to the other process.
+///
+/// Each request holds the lock shared while it is executed. Nothing holds it exclusively before the
+/// end of the process. It is acquired before all other locks.
+pub(crate) type Gate = Option<Arc<RwLock<()>>>;
 
 impl Writable {
     pub(crate) fn new(
@@ -56,6 +67,8 @@ impl Writable {
         stats: Arc<MountStats>,
         readers: Arc<Readers>,
         write_cache: WriteCache,
+        gate: Gate,
+        agreed: Arc<AtomicU64>,
     ) -> Self {
         Writable {
             fs,
@@ -64,6 +77,28 @@ impl Writable {
             write_cache,
             opens_unasked: false,
             drops_set_id: false,
+            gate,
+            agreed,
+        }
+    }
+
+    /// Makes an object; finishes one that a process before has made for the same request.
+    fn make(
+        &self,
+        request: &Request,
+        umask: u32,
+        (parent, name, mode): (INodeNo, &OsStr, u32),
+        new: New<'_>,
+        mut make: impl FnMut(&UnionFs, &Caller) -> Result<Attributes, Errno>,
+    ) -> Result<Attributes, Errno> {
+        let caller = caller(request, umask);
+        match self.fs.with_room(|fs| make(fs, &caller)) {
+            Err(Errno::EXIST) if request_id(request).is_resent => {
+                let (parent, name) = (id(parent), name.as_bytes());
+                self.fs
+                    .finish_new(&caller, parent, name, permissions(mode), new)
+            }
+            made => made,
         }
     }
 
@@ -94,8 +129,40 @@ impl Writable {
         }
     }
 
-    fn begin(&self, operation: Operation, node: NodeId) -> Answering<'_> {
-        Answering::begin(&self.readers, &self.stats, operation, node)
+    fn begin(&self, operation: Operation, node: NodeId) -> Passing<'_> {
+        Passing {
+            _answering: Answering::begin(&self.readers, &self.stats, operation, node),
+            _passing: self
+                .gate
+                .as_ref()
+                .map(|gate| gate.read().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+}
+
+/// The outcome of a removal. A name that is missing may have been removed for this very request,
+/// by a process that has ended.
+fn removed_before(request: &Request, removed: Result<(), Errno>) -> Result<(), Errno> {
+    match removed {
+        Err(Errno::NOENT) if request_id(request).is_resent => Ok(()),
+        removed => removed,
+    }
+}
+
+/// A request that this thread executes.
+struct Passing<'a> {
+    _passing: Option<RwLockReadGuard<'a, ()>>,
+    _answering: Answering<'a>,
+}
+
+/// The number of a request. The highest bit says that the kernel sends it again
+/// (FUSE_UNIQUE_RESEND of linux/fuse.h).
+fn request_id(request: &Request) -> RequestId {
+    const RESENT: u64 = 1 << 63;
+    let number = request.unique().0;
+    RequestId {
+        number: number & !RESENT,
+        is_resent: number & RESENT != 0,
     }
 }
 
@@ -112,6 +179,7 @@ impl fuser::Filesystem for Writable {
             wanted |= InitFlags::FUSE_WRITEBACK_CACHE;
         }
         let offered = negotiate(config, wanted);
+        self.agreed.store(offered.bits(), Ordering::Relaxed);
         self.opens_unasked = offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
         self.drops_set_id = offered.contains(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
         let _ = config.set_max_write(WRITE_BYTES);
@@ -195,10 +263,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::MakeNode, id(parent));
-        let caller = caller(request, umask);
+        let new = New::of_mode(mode, rdev);
         let made = self
-            .fs
-            .with_room(|fs| fs.make_node(&caller, id(parent), name.as_bytes(), mode, rdev))
+            .make(request, umask, (parent, name, mode), new, |fs, caller| {
+                fs.make_node(caller, id(parent), name.as_bytes(), mode, rdev)
+            })
             .inspect(|attributes| self.time_is_sent(attributes));
         reply::entry(made.map(encoded), reply);
     }
@@ -213,27 +282,27 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::MakeDirectory, id(parent));
-        let caller = caller(request, umask);
-        let made = self.fs.with_room(|fs| {
-            fs.make_directory(&caller, id(parent), name.as_bytes(), permissions(mode))
+        let place = (parent, name, mode);
+        let made = self.make(request, umask, place, New::Directory, |fs, caller| {
+            fs.make_directory(caller, id(parent), name.as_bytes(), permissions(mode))
         });
         reply::entry(made.map(encoded), reply);
     }
 
-    fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.begin(Operation::Unlink, id(parent));
         let removed = self
             .fs
             .with_room(|fs| fs.unlink(id(parent), name.as_bytes()));
-        reply::empty(removed, reply);
+        reply::empty(removed_before(request, removed), reply);
     }
 
-    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.begin(Operation::RemoveDirectory, id(parent));
         let removed = self
             .fs
             .with_room(|fs| fs.remove_directory(id(parent), name.as_bytes()));
-        reply::empty(removed, reply);
+        reply::empty(removed_before(request, removed), reply);
     }
 
     fn symlink(
@@ -245,21 +314,17 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::Symlink, id(parent));
-        let caller = caller(request, 0);
-        let made = self.fs.with_room(|fs| {
-            fs.make_symlink(
-                &caller,
-                id(parent),
-                name.as_bytes(),
-                target.as_os_str().as_bytes(),
-            )
+        let target = target.as_os_str().as_bytes();
+        let place = (parent, name, 0o777);
+        let made = self.make(request, 0, place, New::Symlink(target), |fs, caller| {
+            fs.make_symlink(caller, id(parent), name.as_bytes(), target)
         });
         reply::entry(made.map(encoded), reply);
     }
 
     fn rename(
         &self,
-        _request: &Request,
+        request: &Request,
         parent: INodeNo,
         name: &OsStr,
         new_parent: INodeNo,
@@ -272,11 +337,10 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::EINVAL);
         };
         let renamed = self.fs.with_room(|fs| {
-            fs.rename(
-                id(parent),
-                name.as_bytes(),
-                id(new_parent),
-                new_name.as_bytes(),
+            fs.rename_requested(
+                request_id(request),
+                (id(parent), name.as_bytes()),
+                (id(new_parent), new_name.as_bytes()),
                 how,
             )
         });
@@ -285,7 +349,7 @@ impl fuser::Filesystem for Writable {
 
     fn link(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         new_parent: INodeNo,
         new_name: &OsStr,
@@ -295,6 +359,13 @@ impl fuser::Filesystem for Writable {
         let linked = self
             .fs
             .with_room(|fs| fs.link(id(ino), id(new_parent), new_name.as_bytes()));
+        let linked = match linked {
+            Err(Errno::EXIST) if request_id(request).is_resent => {
+                let fs = &self.fs;
+                fs.finish_link(id(ino), id(new_parent), new_name.as_bytes())
+            }
+            linked => linked,
+        };
         reply::entry(linked.map(encoded), reply);
     }
 
@@ -384,7 +455,9 @@ impl fuser::Filesystem for Writable {
         reply: ReplyDirectory,
     ) {
         let _running = self.begin(Operation::ReadDirectory, id(ino));
-        reply::listing(reply, |each| self.fs.read_directory(handle.0, cookie, each));
+        reply::listing(reply, |each| {
+            self.fs.read_directory(id(ino), handle.0, cookie, each)
+        });
     }
 
     fn readdirplus(
@@ -397,13 +470,15 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.begin(Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
-            self.fs.read_directory_plus(handle.0, cookie, &mut |entry| {
+            let mut each = |entry: EntryPlus<'_>| {
                 let attributes = match entry.attributes {
                     Ok(attributes) => encoded(attributes),
                     Err(node) => damaged(INodeNo(node.0), entry.kind),
                 };
                 each(entry.name, entry.next_cookie, &attributes)
-            })
+            };
+            let (ino, handle) = (id(ino), handle.0);
+            self.fs.read_directory_plus(ino, handle, cookie, &mut each)
         });
     }
 
@@ -468,7 +543,10 @@ impl fuser::Filesystem for Writable {
         };
         let set = self
             .fs
-            .with_room(|fs| fs.set_xattr(node, name.as_bytes(), value, how))
+            .with_room(|fs| {
+                let name = name.as_bytes();
+                fs.set_xattr_requested(request_id(request), node, name, value, how)
+            })
             .and_then(|()| match name.as_bytes() {
                 b"system.posix_acl_access" => drop_set_gid(&self.fs, request, node),
                 _ => Ok(()),
@@ -506,7 +584,7 @@ impl fuser::Filesystem for Writable {
         reply::sized(names, size, reply);
     }
 
-    fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.begin(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
@@ -514,7 +592,7 @@ impl fuser::Filesystem for Writable {
         }
         let removed = self
             .fs
-            .with_room(|fs| fs.remove_xattr(node, name.as_bytes()));
+            .with_room(|fs| fs.remove_xattr_requested(request_id(request), node, name.as_bytes()));
         reply::empty(removed, reply);
     }
 
@@ -529,10 +607,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyCreate,
     ) {
         let _running = self.begin(Operation::Create, id(parent));
-        let caller = caller(request, umask);
+        let place = (parent, name, mode);
         let made = self
-            .fs
-            .with_room(|fs| fs.create(&caller, id(parent), name.as_bytes(), permissions(mode)))
+            .make(request, umask, place, New::File, |fs, caller| {
+                fs.create(caller, id(parent), name.as_bytes(), permissions(mode))
+            })
             .inspect(|attributes| self.time_is_sent(attributes));
         match made {
             Ok(attributes) => {

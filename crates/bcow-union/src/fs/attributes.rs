@@ -398,7 +398,7 @@ pub(super) fn attributes_above(node: &Node, stat: &Stat) -> Attributes {
         node: node.id,
         kind: node.kind,
         permissions: (stat.st_mode & 0o7777) as u16,
-        nlink: u32::try_from(stat.st_nlink).unwrap_or(u32::MAX),
+        nlink: u32::try_from(UnionFs::links_in_tree(node, stat.st_nlink)).unwrap_or(u32::MAX),
         uid: stat.st_uid,
         gid: stat.st_gid,
         size: u64::try_from(stat.st_size).unwrap_or(0),

@@ -179,7 +179,15 @@ impl UnionFs {
     pub(super) fn run_periodic(&self) {
         // Errors were logged. A sketch with unflushed data stays open, and a later fsync meets the
         // error again.
-        let _ = self.flush_sketches(self.durability());
+        let pass = self.ledger.as_ref().map(|ledger| ledger.begin_pass());
+        let waiting = std::mem::take(&mut *self.unrecorded.lock());
+        let flushed = self.flush_sketches(self.durability());
+        if let (Ok(()), Some(pass)) = (flushed, pass) {
+            pass.succeeded();
+        }
+        for node in waiting {
+            self.release_recorded(node);
+        }
         for (sketch, node) in self.open_sketches.all() {
             match (sketch.is_complete(), node.upgrade()) {
                 (Ok(true), Some(node)) => self.promote_if_complete(&node),
@@ -189,6 +197,33 @@ impl UnionFs {
         self.finish_batch_logged();
         self.table.purge();
         self.limit_descriptors();
+    }
+
+    /// Keeps a node that the kernel forgot, if its sketch has changes that no flush has recorded: a
+    /// process that takes over the mount finds the sketch by the node. Gives the node otherwise.
+    pub(super) fn keep_unrecorded(&self, node: Arc<Node>) -> Option<Arc<Node>> {
+        if self.ledger.is_none() {
+            return Some(node);
+        }
+        let is_recorded = match &node.read_state().content {
+            Content::Sketch(sketch) => sketch.is_recorded(),
+            _ => true,
+        };
+        match is_recorded {
+            true => Some(node),
+            false => {
+                self.unrecorded.lock().push(node);
+                None
+            }
+        }
+    }
+
+    /// Drops a node that was kept for its sketch, if a flush has recorded all changes.
+    fn release_recorded(&self, node: Arc<Node>) {
+        if let Some(node) = self.keep_unrecorded(node) {
+            self.forgotten(&node);
+            self.table.drop_node(node);
+        }
     }
 
     fn finish_batch_logged(&self) {

@@ -22,6 +22,7 @@ use super::types::{Allocate, Attributes, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
 use crate::blocks::BLOCK_BYTES;
+use crate::ledger::Flags;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
 use crate::sketch::{KeepSize, SketchKind};
@@ -510,8 +511,14 @@ impl UnionFs {
         self.copied_whole.fetch_add(1, Ordering::Relaxed);
         set_plain(state);
         let most = match self.options.sync {
-            // A file without a name does not survive a crash.
-            _ if node.is_removed.load(Ordering::Acquire) => return Ok(()),
+            // A file without a name does not survive a crash of the machine. A process that takes
+            // over the mount finds the bytes by the mark.
+            _ if node.is_removed.load(Ordering::Acquire) => {
+                return match self.ledger {
+                    Some(_) => self.set_metacopy(file, Metacopy::None),
+                    None => Ok(()),
+                };
+            }
             SyncPolicy::Strict => 1,
             SyncPolicy::Batch(most) => most,
             SyncPolicy::Volatile => {
@@ -522,6 +529,9 @@ impl UnionFs {
         };
         if let Some(upper) = &mut state.upper {
             upper.in_batch = true;
+        }
+        if let Some(entry) = node.entry() {
+            entry.set_flags(Flags::IN_BATCH, true);
         }
         self.add_to_batch(node, most);
         Ok(())

@@ -239,6 +239,7 @@ impl UnionFs {
         // `_temporary` unlinks the file when it is dropped; the descriptor stays open.
         let (_temporary, file) = self.make_copy(&inode)?;
         self.count_new(&file, &mut room);
+        self.keep_orphan(node, &file);
         self.release_on_drop(node);
         self.finish_copy(node, &mut state, &inode, file, false)
     }
@@ -270,6 +271,9 @@ impl UnionFs {
         });
         if is_regular {
             state.content = Content::Lower;
+        }
+        if let Some(entry) = node.entry() {
+            entry.set_host_inode(stat.st_ino);
         }
         self.descriptors.fetch_add(1, Ordering::Relaxed);
         self.copied_metadata.fetch_add(1, Ordering::Relaxed);

@@ -24,9 +24,11 @@ use crate::node::NodeId;
 use crate::upper::is_whiteout;
 
 /// Open directories, by handle.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Listings {
     next: AtomicU64,
+    /// Whether another process may continue a listing: then its cookies depend on the names only.
+    can_be_taken_over: bool,
     /// Held to find, add or remove a listing.
     open: Mutex<HashMap<u64, Arc<Listing>>>,
 }
@@ -42,6 +44,23 @@ struct Listing {
 struct Name {
     name: Box<[u8]>,
     from: From,
+    /// The cookie with which the listing continues after this name. Cookies increase.
+    next_cookie: u64,
+}
+
+impl Listings {
+    /// `generation` is the number of processes that served the mount before, if another process may
+    /// take it over.
+    pub(super) fn new(generation: Option<u64>) -> Self {
+        /// More handles than a process opens.
+        const HANDLES_BITS: u32 = 40;
+        Listings {
+            // A handle of an earlier process is not one of this process.
+            next: AtomicU64::new(generation.unwrap_or(0) << HANDLES_BITS),
+            can_be_taken_over: generation.is_some(),
+            open: Mutex::default(),
+        }
+    }
 }
 
 /// The source of a name.
@@ -73,6 +92,19 @@ impl UnionFs {
         Ok(handle)
     }
 
+    /// The listing of a handle that a process before this one gave for the directory `id`.
+    fn continue_listing(&self, id: NodeId, handle: u64) -> Result<Arc<Listing>, Errno> {
+        let node = self.node(id)?;
+        let mut open = self.listings.open.lock();
+        let listing = open.entry(handle).or_insert_with(|| {
+            Arc::new(Listing {
+                node,
+                names: Mutex::default(),
+            })
+        });
+        Ok(Arc::clone(listing))
+    }
+
     /// Closes a handle.
     pub fn close_directory(&self, handle: u64) {
         let closed = self.listings.open.lock().remove(&handle);
@@ -81,21 +113,24 @@ impl UnionFs {
 
     /// Calls `each` for the entries from `cookie` on, including `.` and `..`, until it breaks.
     /// Cookie 0 is the start; other cookies come from [`Entry::next_cookie`].
+    ///
+    /// A handle that this process has not given is of a process before; `id` is its directory.
     pub fn read_directory(
         &self,
+        id: NodeId,
         handle: u64,
         cookie: u64,
         each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
-        let (directory, names) = self.names_from(handle, cookie)?;
+        let (directory, names) = self.names_from(id, handle, cookie)?;
         let above = self.upper_directory(&directory)?;
-        for (index, name) in names.iter().enumerate().skip(skipped(cookie)) {
+        for name in after(&names, cookie) {
             let (node, kind) = self.identify(&directory, above.as_deref(), name);
             let flow = each(Entry {
                 name: &name.name,
                 node,
                 kind,
-                next_cookie: index as u64 + 1,
+                next_cookie: name.next_cookie,
             });
             if flow.is_break() {
                 break;
@@ -109,13 +144,14 @@ impl UnionFs {
     /// that were removed meanwhile are left out.
     pub fn read_directory_plus(
         &self,
+        id: NodeId,
         handle: u64,
         cookie: u64,
         each: &mut dyn FnMut(EntryPlus<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
-        let (directory, names) = self.names_from(handle, cookie)?;
-        for (index, name) in names.iter().enumerate().skip(skipped(cookie)) {
-            let next_cookie = index as u64 + 1;
+        let (directory, names) = self.names_from(id, handle, cookie)?;
+        for name in after(&names, cookie) {
+            let next_cookie = name.next_cookie;
             let is_dot = matches!(name.from, From::Dot(_));
             let (node, attributes, kind) = match self.find(&directory, &name.name) {
                 Ok(Some(node)) => {
@@ -155,14 +191,18 @@ impl UnionFs {
     }
 
     /// The directory of a handle and its names. A read from the start takes the names again.
-    fn names_from(&self, handle: u64, cookie: u64) -> Result<(Arc<Node>, Arc<Vec<Name>>), Errno> {
-        let listing = self
-            .listings
-            .open
-            .lock()
-            .get(&handle)
-            .cloned()
-            .ok_or(Errno::BADF)?;
+    fn names_from(
+        &self,
+        id: NodeId,
+        handle: u64,
+        cookie: u64,
+    ) -> Result<(Arc<Node>, Arc<Vec<Name>>), Errno> {
+        let listing = self.listings.open.lock().get(&handle).cloned();
+        let listing = match listing {
+            Some(listing) => listing,
+            None if self.listings.can_be_taken_over => self.continue_listing(id, handle)?,
+            None => return Err(Errno::BADF),
+        };
         let mut names = listing.names.lock();
         let taken = match &*names {
             Some(taken) if cookie > 0 => Arc::clone(taken),
@@ -181,18 +221,25 @@ impl UnionFs {
         let dot = |name: &[u8], node| Name {
             name: name.into(),
             from: From::Dot(node),
+            next_cookie: 0,
         };
         let mut names = vec![dot(b".", node.id), dot(b"..", parent)];
         if matches!(node.place(), Place::Nowhere) {
+            number(&mut names);
             return Ok(names);
         }
         self.each_name(node, &mut |name, from| {
             names.push(Name {
                 name: name.into(),
                 from,
+                next_cookie: 0,
             });
             ControlFlow::Continue(())
         })?;
+        match self.listings.can_be_taken_over {
+            true => number_by_names(&mut names),
+            false => number(&mut names),
+        }
         Ok(names)
     }
 
@@ -272,6 +319,44 @@ impl UnionFs {
     }
 }
 
-fn skipped(cookie: u64) -> usize {
-    usize::try_from(cookie).unwrap_or(usize::MAX)
+/// The names after a cookie.
+fn after(names: &[Name], cookie: u64) -> &[Name] {
+    &names[names.partition_point(|name| name.next_cookie <= cookie)..]
+}
+
+/// Cookies in the order of the names.
+fn number(names: &mut [Name]) {
+    for (cookie, name) in (1..).zip(names) {
+        name.next_cookie = cookie;
+    }
+}
+
+/// Cookies that are the same in each process: hash values of the names. The names are in the order
+/// of the cookies, `.` and `..` first.
+fn number_by_names(names: &mut [Name]) {
+    const DOTS: usize = 2;
+    let (dots, others) = names.split_at_mut(DOTS.min(names.len()));
+    number(dots);
+    for name in &mut *others {
+        name.next_cookie = hash(&name.name);
+    }
+    others.sort_unstable_by(|one, other| {
+        (one.next_cookie, &one.name).cmp(&(other.next_cookie, &other.name))
+    });
+    let mut last = DOTS as u64;
+    for name in others {
+        // Names with equal values follow each other.
+        name.next_cookie = name.next_cookie.max(last + 1);
+        last = name.next_cookie;
+    }
+}
+
+/// FNV-1a, of 62 bits: programs see the cookies as positive offsets.
+fn hash(name: &[u8]) -> u64 {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0100_0000_01b3;
+    let value = name.iter().fold(BASIS, |value, &byte| {
+        (value ^ u64::from(byte)).wrapping_mul(PRIME)
+    });
+    value >> 2
 }

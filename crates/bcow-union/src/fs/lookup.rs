@@ -315,7 +315,7 @@ impl UnionFs {
 
     /// The inode that the origin mark names, if the mark is of this image and the inode has the
     /// same type.
-    fn origin(&self, found: &UpperObject) -> Result<Option<Nid>, Errno> {
+    pub(super) fn origin(&self, found: &UpperObject) -> Result<Option<Nid>, Errno> {
         let Some(origin) = &found.marks.origin else {
             return Ok(None);
         };

@@ -20,13 +20,18 @@ mod lookup;
 mod lower;
 mod namespace;
 mod nodes;
+mod orphans;
 mod promote;
 mod recount;
 mod remove;
 mod rename;
 mod report;
+mod resent;
+mod restore;
 mod room;
 mod sync;
+#[cfg(test)]
+mod takeover_tests;
 #[cfg(test)]
 mod tests;
 mod types;
@@ -34,7 +39,7 @@ mod upper_entry;
 mod xattr;
 
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -46,6 +51,7 @@ use rustix::io::Errno;
 pub use crate::upper::XattrMode;
 pub use attributes::encode_device;
 pub use report::Report;
+pub use resent::{New, RequestId};
 pub use types::{
     Allocate, Attributes, Caller, Changes, Entry, EntryPlus, Figures, Privileges, RenameMode,
     SetTime, SyncScope,
@@ -54,6 +60,7 @@ pub use types::{
 use crate::account::Account;
 use crate::errors::{ErrorKind, ErrorLog, Failure, shown};
 use crate::image::Image;
+use crate::ledger::{Inherited, Ledger};
 use crate::log::Severity;
 use crate::node::NodeId;
 use crate::options::{SketchChoice, UnionOptions};
@@ -105,6 +112,13 @@ pub struct UnionFs {
     /// and is acquired before all other locks.
     closed: Mutex<Option<Result<(), Errno>>>,
     background: Arc<background::Background>,
+    /// What a process needs to take over the mount; `None` if none shall.
+    ledger: Option<Arc<Ledger>>,
+    /// Nodes that the kernel forgot, with sketches that have changes which no flush has recorded.
+    /// The lock is held only to add or to take nodes. Always empty without a ledger.
+    unrecorded: Mutex<Vec<Arc<Node>>>,
+    /// What the process before had executed and may not have answered.
+    executed: resent::Executed,
 }
 
 impl UnionFs {
@@ -120,14 +134,43 @@ impl UnionFs {
         note: &str,
         options: &UnionOptions,
     ) -> Result<Arc<UnionFs>, UpperError> {
-        let instance = Instance::open(
-            upper,
-            ImageName {
-                identity: lower.identity,
-                name: &lower.name,
-            },
-            note,
-        )?;
+        Self::open_with(lower, upper, note, options, None)
+    }
+
+    /// As [`UnionFs::open`], for a mount that another process served until it ended: the nodes that
+    /// the kernel holds stay valid, and no completed write is lost. `ledger` is that of the other
+    /// process ([`UnionFs::ledger`]); the image and the options must be the same.
+    pub fn take_over(
+        lower: LowerImage,
+        upper: &Path,
+        note: &str,
+        options: &UnionOptions,
+        ledger: OwnedFd,
+    ) -> Result<Arc<UnionFs>, UpperError> {
+        let inherited = Ledger::read(ledger).map_err(|source| UpperError::Ledger { source })?;
+        Self::open_with(lower, upper, note, options, Some(inherited))
+    }
+
+    fn open_with(
+        lower: LowerImage,
+        upper: &Path,
+        note: &str,
+        options: &UnionOptions,
+        inherited: Option<Inherited>,
+    ) -> Result<Arc<UnionFs>, UpperError> {
+        let image_name = ImageName {
+            identity: lower.identity,
+            name: &lower.name,
+        };
+        let instance = match inherited {
+            None => Instance::open(upper, image_name, note)?,
+            Some(_) => Instance::open_again(upper, image_name, note, orphans::PREFIX)?,
+        };
+        let generation = inherited.as_ref().map_or(0, |before| before.generation + 1);
+        let ledger = match options.can_be_taken_over {
+            true => Some(Ledger::new(generation).map_err(|source| UpperError::Ledger { source })?),
+            false => None,
+        };
         let failed = |action| {
             move |errno: Errno| UpperError::Io {
                 path: upper.to_owned(),
@@ -148,10 +191,13 @@ impl UnionFs {
         let directory = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
         let root = root_node(&image, directory).map_err(failed("examine it"))?;
         let batch_host = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
-        let table = NodeTable::new();
+        if let Some(ledger) = &ledger {
+            sketches.record_in(ledger);
+        }
+        let table = NodeTable::new(ledger.clone());
         let root = table.get_or_insert(NodeId::ROOT, || root);
         table.hold(&root);
-        let union = Arc::new(UnionFs {
+        let mut union = Arc::new(UnionFs {
             image,
             upper: instance,
             table,
@@ -166,7 +212,7 @@ impl UnionFs {
             open_sketches: background::OpenSketches::default(),
             account,
             options: options.clone(),
-            listings: Listings::default(),
+            listings: Listings::new(ledger.as_ref().map(|ledger| ledger.generation())),
             pending_frees: room::PendingFrees::default(),
             batch: Mutex::default(),
             batch_host,
@@ -177,14 +223,28 @@ impl UnionFs {
             copied_metadata: AtomicU64::new(0),
             closed: Mutex::default(),
             background: Arc::default(),
+            ledger,
+            unrecorded: Mutex::default(),
+            executed: resent::Executed::default(),
         });
         union
             .complete_root()
             .map_err(failed("copy the image's root to it"))?;
+        if let Some(inherited) = inherited {
+            union
+                .restore(inherited)
+                .map_err(failed("find the files that the kernel uses"))?;
+        }
         union
             .start_background()
             .map_err(|source| UpperError::Thread { source })?;
         Ok(union)
+    }
+
+    /// The ledger for a process that takes over the mount ([`UnionFs::take_over`]); `None` without
+    /// [`UnionOptions::can_be_taken_over`].
+    pub fn ledger(&self) -> Option<BorrowedFd<'_>> {
+        self.ledger.as_ref().map(|ledger| ledger.descriptor())
     }
 
     /// Path of the upper.
@@ -219,10 +279,15 @@ impl UnionFs {
             return;
         };
         if !node.is_removed.load(Ordering::Acquire) {
+            let Some(node) = self.keep_unrecorded(node) else {
+                return;
+            };
+            self.drop_orphan(&node);
             self.forgotten(&node);
             return self.table.drop_node(node);
         }
         self.pending_frees.forgotten(|| {
+            self.drop_orphan(&node);
             self.forgotten(&node);
             self.leave_batch(&node);
             self.table.drop_node(node);

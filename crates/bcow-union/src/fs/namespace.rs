@@ -14,6 +14,7 @@ use super::attributes::decode_device;
 use super::charge::{MARKS_BYTES, NAME_BYTES};
 use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
 use super::nodes::{Capabilities, Content, Node, Place, State, Upper};
+use super::resent::New;
 use super::types::{Attributes, Caller};
 use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
@@ -445,6 +446,19 @@ impl UnionFs {
         Ok(unchanged)
     }
 
+    /// Sets owner, mode and ACL of an object that a process made which may not have set them.
+    pub(super) fn own_new(
+        &self,
+        caller: &Caller,
+        parent: &Node,
+        permissions: u16,
+        new: &New<'_>,
+        file: &File,
+    ) -> Result<(), Errno> {
+        let owned = self.owned_in(caller, parent, permissions, new)?;
+        self.own(file, &owned, new).map(drop)
+    }
+
     /// Gives a new inode the ACL that it inherits from its directory, limited by the requested
     /// mode.
     fn inherit_acl(
@@ -653,25 +667,6 @@ impl UnionFs {
 /// sticky bits, which are set after the owner.
 fn first_mode(owned: &NewOwner) -> Mode {
     Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
-}
-
-/// The kind of object to make.
-enum New<'a> {
-    File,
-    Directory,
-    Symlink(&'a [u8]),
-    Special(FileType, u32),
-}
-
-impl New<'_> {
-    fn kind(&self) -> FileType {
-        match self {
-            New::File => FileType::Regular,
-            New::Directory => FileType::Directory,
-            New::Symlink(_) => FileType::Symlink,
-            New::Special(kind, _) => *kind,
-        }
-    }
 }
 
 /// Moves a temporary to its place, over a whiteout if there is one.

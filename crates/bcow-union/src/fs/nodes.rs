@@ -17,7 +17,7 @@
 //! 3. `times` (directories): held while the host's directory has a temporary time, and to read or
 //!    set its times.
 //! 4. `place`, and the shards of the table: held for a few instructions; no other lock is acquired
-//!    inside.
+//!    inside, but those of the node's record in the ledger.
 //!
 //! An fsync that makes a new name durable holds `name_sync` of that node, and acquires the `state`
 //! locks of other nodes inside.
@@ -37,6 +37,7 @@ use rustix::io::Errno;
 
 use super::upper_entry::UpperObject;
 use crate::account::{Account, StoredBlocks};
+use crate::ledger::{Entry, Flags, Ledger, NodeRecord};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
 use crate::upper::{Metacopy, Redirect, SketchKind};
@@ -94,6 +95,11 @@ pub(super) struct Node {
     /// Cached target of this symbolic link, so that the host's access time of the link does not
     /// change with each read.
     pub(super) target: OnceLock<Box<[u8]>>,
+    /// The record in the ledger, from the time when the kernel or another recorded node first holds
+    /// this one.
+    entry: OnceLock<Entry>,
+    /// Whether the work directory has a name of the file: see [`super::orphans`].
+    pub(super) has_orphan: AtomicBool,
     /// Set once the node lost its last name: the account to which the drop of this node gives back
     /// the space that its inode takes beside its data.
     release_on_drop: OnceLock<Arc<Account>>,
@@ -238,8 +244,75 @@ impl Node {
             is_waiting: AtomicBool::new(false),
             stored: OnceLock::new(),
             target: OnceLock::new(),
+            entry: OnceLock::new(),
+            has_orphan: AtomicBool::new(false),
             release_on_drop: OnceLock::new(),
         }
+    }
+
+    /// The node's record in the ledger.
+    pub(super) fn entry(&self) -> Option<&Entry> {
+        self.entry.get()
+    }
+
+    /// Records the node, and first the directories above it, from the top.
+    pub(super) fn enter(&self, ledger: &Arc<Ledger>) {
+        if self.entry.get().is_some() {
+            return;
+        }
+        let mut above = Vec::new();
+        let mut place = self.place();
+        while let Place::At { parent, .. } = place {
+            if parent.entry.get().is_some() {
+                break;
+            }
+            place = parent.place();
+            above.push(parent);
+        }
+        while let Some(parent) = above.pop() {
+            parent.enter_itself(ledger);
+        }
+        self.enter_itself(ledger);
+    }
+
+    fn enter_itself(&self, ledger: &Arc<Ledger>) {
+        if self.id == NodeId::ROOT {
+            return;
+        }
+        let entry = self.entry.get_or_init(|| {
+            let host_inode = self.state.try_read().and_then(|state| {
+                let upper = state.upper.as_ref()?;
+                Some((upper.host_inode, upper.in_batch))
+            });
+            let (host_inode, in_batch) = host_inode.unwrap_or_default();
+            let mut flags = Flags::NONE;
+            for (flag, is_set) in [
+                (Flags::IN_BATCH, in_batch),
+                (Flags::REMOVED, self.is_removed.load(Ordering::Acquire)),
+                (Flags::SYNC_FAILED, self.sync_failed.get().is_some()),
+            ] {
+                if is_set {
+                    flags = flags | flag;
+                }
+            }
+            let (parent, name) = recorded(&self.place.read());
+            let record = NodeRecord {
+                id: self.id.0,
+                lower: self.lower.map(|nid| nid.0),
+                references: 0,
+                parent,
+                host_inode,
+                kind: (self.kind.mode_bits() >> 12) as u8,
+                flags,
+                name,
+                is_place: false,
+            };
+            Entry::new(ledger, record)
+        });
+        // The node may have moved before the record could be found.
+        let place = self.place.read();
+        let (parent, name) = recorded(&place);
+        entry.set_place(parent, &name);
     }
 
     /// The node lost its last name: when its file in the upper is closed, the host frees the inode,
@@ -269,7 +342,18 @@ impl Node {
     }
 
     pub(super) fn set_place(&self, place: Place) {
-        let old = std::mem::replace(&mut *self.place.write(), place);
+        if let (Some(entry), Place::At { parent, .. }) = (self.entry.get(), &place) {
+            parent.enter(entry.ledger());
+        }
+        let old = {
+            let mut here = self.place.write();
+            let old = std::mem::replace(&mut *here, place);
+            if let Some(entry) = self.entry.get() {
+                let (parent, name) = recorded(&here);
+                entry.set_place(parent, &name);
+            }
+            old
+        };
         // Dropped outside the lock: the parent may hold the last reference to its own parent, and
         // so on.
         drop(old);
@@ -344,6 +428,14 @@ impl Node {
     }
 }
 
+/// A place in the form of the ledger.
+fn recorded(place: &Place) -> (u64, Box<[u8]>) {
+    match place {
+        Place::Root | Place::Nowhere => (0, Box::default()),
+        Place::At { parent, name } => (parent.id.0, name.clone()),
+    }
+}
+
 /// Counts changes and the durable ones among them. A change is durable only when a sync that began
 /// after the change has ended. Until then each thread that needs the change durable does a sync of
 /// its own.
@@ -378,6 +470,8 @@ const SHARDS: usize = 64;
 #[derive(Debug)]
 pub(super) struct NodeTable {
     shards: Vec<Mutex<HashMap<NodeId, Slot>>>,
+    /// Has a record of each node that the kernel holds.
+    ledger: Option<Arc<Ledger>>,
 }
 
 #[derive(Debug)]
@@ -389,9 +483,10 @@ struct Slot {
 }
 
 impl NodeTable {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(ledger: Option<Arc<Ledger>>) -> Self {
         NodeTable {
             shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            ledger,
         }
     }
 
@@ -428,13 +523,24 @@ impl NodeTable {
 
     /// Counts one reference of the kernel.
     pub(super) fn hold(&self, node: &Arc<Node>) {
+        self.hold_several(node, 1);
+    }
+
+    /// Counts `count` references of the kernel.
+    pub(super) fn hold_several(&self, node: &Arc<Node>, count: u64) {
+        if let Some(ledger) = &self.ledger {
+            node.enter(ledger);
+        }
         let mut shard = self.shard(node.id);
         let slot = shard.entry(node.id).or_insert_with(|| Slot {
             node: Arc::downgrade(node),
             held: None,
             references: 0,
         });
-        slot.references = slot.references.saturating_add(1);
+        slot.references = slot.references.saturating_add(count);
+        if let Some(entry) = node.entry() {
+            entry.set_references(slot.references);
+        }
         if slot.held.is_none() {
             slot.held = Some(Arc::clone(node));
         }
@@ -445,6 +551,9 @@ impl NodeTable {
         let mut shard = self.shard(id);
         let slot = shard.get_mut(&id)?;
         slot.references = slot.references.saturating_sub(count);
+        if let Some(entry) = slot.held.as_ref().and_then(|node| node.entry()) {
+            entry.set_references(slot.references);
+        }
         match slot.references {
             0 => slot.held.take(),
             _ => None,

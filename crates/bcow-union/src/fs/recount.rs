@@ -9,11 +9,12 @@ use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::host;
+use super::orphans::PREFIX;
 use crate::account::{Account, ChargeError, DataBlocks, HostInodes};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::beneath::open_directory_beneath;
 use crate::upper::{
-    Attribute, Instance, META, Mark, SketchKind, SketchMark, XattrMode, is_whiteout,
+    Attribute, Instance, META, Mark, SketchKind, SketchMark, XattrMode, is_whiteout, list,
 };
 
 /// Counts the bytes and inodes that an upper stores. Each inode counts once. Whiteouts are links to
@@ -36,7 +37,8 @@ pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(
     };
     count.maps(upper)?;
     count.tree(upper)?;
-    count.index(upper)
+    count.index(upper)?;
+    count.orphans(upper)
 }
 
 struct Count<'a> {
@@ -66,6 +68,16 @@ impl Count<'_> {
                     true => name.to_vec(),
                     false => [&path, &b"/"[..], name].concat(),
                 });
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts files without a name that programs use, after another process has ended.
+    fn orphans(&mut self, upper: &Instance) -> Result<(), Errno> {
+        for name in list(upper.work())? {
+            if name.starts_with(PREFIX.as_bytes()) {
+                self.entry(upper.work(), &name)?;
             }
         }
         Ok(())

@@ -14,6 +14,7 @@ use super::content::plain_file;
 use super::lookup::Access;
 use super::nodes::{Content, Node, Place};
 use super::{UnionFs, host};
+use crate::ledger::Flags;
 use crate::node::NodeId;
 
 impl UnionFs {
@@ -93,19 +94,22 @@ impl UnionFs {
                 self.recount_overhead_in(&*directory, &mut room);
                 hidden?;
             }
-            (true, true) => self.upper.place_whiteout(
-                directory.as_fd(),
-                name,
-                Some(rustix::fs::FileType::Directory),
-            )?,
+            (true, true) => {
+                let kind = rustix::fs::FileType::Directory;
+                let removed = self
+                    .upper
+                    .temporary_whiteout()?
+                    .exchange(directory.as_fd(), name, kind)
+                    .map_err(|(_, errno)| errno)?;
+                self.keep_directory(&node, removed);
+            }
             (true, false) => {
-                // It may contain whiteouts. The drop of the temporary removes it with them.
                 let removed = self.upper.move_to_work(
                     directory.as_fd(),
                     name,
                     rustix::fs::FileType::Directory,
                 )?;
-                drop(removed);
+                self.keep_directory(&node, removed);
                 self.recount_overhead(&*directory);
             }
         }
@@ -144,7 +148,7 @@ impl UnionFs {
         })
     }
 
-    fn names_below(&self, node: &Node) -> Result<u32, Errno> {
+    pub(super) fn names_below(&self, node: &Node) -> Result<u32, Errno> {
         match node.lower {
             Some(nid) if !node.is_directory() => Ok(self.image.inode(nid)?.nlink),
             _ => Ok(1),
@@ -158,8 +162,16 @@ impl UnionFs {
             return Ok(RemovedObject { file: None });
         }
         self.restore_nlink_mark(node)?;
-        self.open_upper(node, Access::Path)
-            .map(|file| RemovedObject { file: Some(file) })
+        let file = self.open_upper(node, Access::Path)?;
+        let indexed = node
+            .read_state()
+            .upper
+            .as_ref()
+            .is_some_and(|upper| upper.indexed);
+        if !indexed && !node.is_directory() {
+            self.keep_orphan(node, &file);
+        }
+        Ok(RemovedObject { file: Some(file) })
     }
 
     /// Called after `name` in `parent` was removed from a node. Failures are logged and leave
@@ -188,9 +200,12 @@ impl UnionFs {
         }
     }
 
-    fn set_removed(&self, node: &Node) {
+    pub(super) fn set_removed(&self, node: &Node) {
         if !node.is_removed.swap(true, Ordering::AcqRel) {
             self.pending_frees.removed();
+            if let Some(entry) = node.entry() {
+                entry.set_flags(Flags::REMOVED, true);
+            }
         }
     }
 
@@ -203,14 +218,18 @@ impl UnionFs {
             .is_some_and(|upper| upper.indexed);
         let is_last = match indexed {
             true => self.count_names(node.lower, file)? <= 0,
-            false => rustix::fs::fstat(file)?.st_nlink == 0,
+            false => Self::links_in_tree(node, rustix::fs::fstat(file)?.st_nlink) == 0,
         };
         if !is_last {
             return Ok(());
         }
         self.release_on_drop(node);
         self.set_removed(node);
-        if indexed && let Some(nid) = node.lower {
+        // Another process that takes over the mount needs the entry: see [`super::orphans`].
+        if indexed
+            && self.ledger.is_none()
+            && let Some(nid) = node.lower
+        {
             self.remove_index_entry(nid);
         }
         match node.kind {
@@ -228,15 +247,12 @@ impl UnionFs {
             (Content::Unknown, Some(upper)) => upper.is_sketch,
             _ => false,
         };
-        if is_sketch && let Some(mark) = self.read_marks(file)?.sketch {
-            // A program may still read the sketch, so it is opened before its map is removed. A
-            // damaged sketch is removed without that.
+        if is_sketch {
             drop(state);
-            let _ = self.known_content(node).map(drop);
-            self.open_sketches.remove(mark.id);
-            self.sketches
-                .remove(&mark)
-                .map_err(|error| self.content_failed(node, error))?;
+            // Another process that takes over the mount needs the map.
+            if self.ledger.is_none() {
+                self.remove_sketch_of(node, file)?;
+            }
         } else if !is_sketch && self.account.limit().is_some() {
             // Opens the file and finds its content now: [`UnionFs::forgotten`] needs both to
             // release the charge.
@@ -244,6 +260,25 @@ impl UnionFs {
             self.known_content(node).map(drop)?;
         }
         Ok(())
+    }
+
+    /// Removes the map of the sketch of a node without a name.
+    pub(super) fn remove_sketch(&self, node: &Node) -> Result<(), Errno> {
+        let file = self.open_upper(node, Access::Path)?;
+        self.remove_sketch_of(node, &file)
+    }
+
+    fn remove_sketch_of(&self, node: &Node, file: &File) -> Result<(), Errno> {
+        let Some(mark) = self.read_marks(file)?.sketch else {
+            return Ok(());
+        };
+        // A program may still read the sketch, so it is opened before its map is removed. A damaged
+        // sketch is removed without that.
+        let _ = self.known_content(node).map(drop);
+        self.open_sketches.remove(mark.id);
+        self.sketches
+            .remove(&mark)
+            .map_err(|error| self.content_failed(node, error))
     }
 
     /// Called when the kernel forgot a node. Releases the charge for its data if it has no name;

@@ -21,6 +21,7 @@ use super::nodes::{Node, Place};
 use super::types::{RenameMode, SetTime};
 use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
+use crate::ledger::Placing;
 use crate::node::NodeId;
 use crate::upper::{Mark, Temporary};
 
@@ -159,6 +160,7 @@ impl UnionFs {
             Some(there) if was_indexed_only => self.begin_recount(there)?,
             _ => None,
         };
+        let _placing = self.may_get(node, to);
         let placed = if matches!(above, UpperEntry::Whiteout) && node.is_directory() {
             // The directory and the whiteout exchange places: the old name may need a whiteout
             // anyway.
@@ -180,7 +182,9 @@ impl UnionFs {
             }
             return Err(errno);
         }
-        drop(cleared);
+        if let (Some(there), Some(cleared)) = (there, cleared) {
+            self.keep_directory(there, cleared);
+        }
         if matches!(above, UpperEntry::Whiteout) && node.is_directory() && !from.is_below {
             let none = rustix::fs::AtFlags::empty();
             if let Err(errno) = rustix::fs::unlinkat(&*from.directory, from.name, none) {
@@ -213,12 +217,20 @@ impl UnionFs {
         self.make_movable(to, there)?;
         self.hide_lower(node, to)?;
         self.hide_lower(there, from)?;
+        let _placing = (self.may_get(node, to), self.may_get(there, from));
         rename(from, to, RenameFlags::EXCHANGE)?;
         from.parent.names_have_changed();
         to.parent.names_have_changed();
         moved(node, from, to);
         moved(there, to, from);
         Ok(())
+    }
+
+    /// Records that the node may be at this place from now on, until the drop of the result.
+    fn may_get<'n>(&self, node: &'n Node, to: &End<'_>) -> Option<Placing<'n>> {
+        let entry = node.entry()?;
+        to.parent.enter(entry.ledger());
+        Some(entry.may_get(to.parent.id.0, to.name))
     }
 
     fn copy_up_locked_if_needed(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {

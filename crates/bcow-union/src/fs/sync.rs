@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use super::UnionFs;
 use super::nodes::{Content, Node, Place};
 use super::types::SyncScope;
+use crate::ledger::Flags;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
 use crate::sketch::Durability;
@@ -205,6 +206,9 @@ impl UnionFs {
         let file = self.open_upper(node, super::lookup::Access::Data)?;
         rustix::fs::fdatasync(&*file).inspect_err(|&errno| {
             let _ = node.sync_failed.set(errno);
+            if let Some(entry) = node.entry() {
+                entry.set_flags(Flags::SYNC_FAILED, true);
+            }
         })?;
         self.unmark(node)
     }
@@ -226,8 +230,26 @@ impl UnionFs {
         if let Some(upper) = &mut state.upper {
             upper.in_batch = false;
         }
+        if let Some(entry) = node.entry() {
+            entry.set_flags(Flags::IN_BATCH, false);
+        }
         node.marks_changed();
         Ok(())
+    }
+
+    /// Prepares the end of this process, so that another one takes over the mount: makes everything
+    /// durable, and records all sketches. The caller makes sure that no request is in progress or
+    /// begins.
+    pub fn prepare_takeover(&self) -> Result<(), Errno> {
+        // A close in another thread has the same effect.
+        let closed = self.closed.lock();
+        if closed.is_some() {
+            return Ok(());
+        }
+        self.background.stop();
+        let synced = self.sync_all();
+        self.confirm_sketches();
+        synced
     }
 
     /// Ends the use of the upper: makes everything durable, and removes the temporaries that the
@@ -243,6 +265,7 @@ impl UnionFs {
         self.background.stop();
         let synced = self.sync_all();
         self.confirm_sketches();
+        self.table.for_each(&mut |node| self.drop_orphan(node));
         self.upper.remove_spare_whiteouts();
         if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {
             // A clean unmount: the host's kernel has all data, and writes it to the disk later.

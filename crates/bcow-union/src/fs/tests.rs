@@ -2,8 +2,9 @@
 //! because no request starts them. They need root (for `trusted.` attributes) and mkfs.erofs.
 
 use std::fs;
+use std::io::{Seek, SeekFrom};
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,12 +27,12 @@ use super::{Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncSc
 use crate::node::NodeId;
 use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
 
-const BLOCK: u64 = 4096;
-const BIG: usize = 300_000;
+pub(super) const BLOCK: u64 = 4096;
+pub(super) const BIG: usize = 300_000;
 /// Number of files in the directory `many`, each of two blocks.
 const MANY: usize = 40;
 
-const ROOT: Caller = Caller {
+pub(super) const ROOT: Caller = Caller {
     uid: 0,
     gid: 0,
     pid: 1,
@@ -74,11 +75,21 @@ impl BlockDevice for Lower {
     }
 }
 
-struct Fixture {
+pub(super) struct Fixture {
     directory: TempDir,
     options: UnionOptions,
     lower: Arc<Lower>,
     union: Option<Arc<UnionFs>>,
+}
+
+/// A copy of a memory file.
+fn copy(file: BorrowedFd<'_>) -> OwnedFd {
+    let mut file = fs::File::from(file.try_clone_to_owned().unwrap());
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    let mut copy = fs::File::from(rustix::fs::memfd_create("copy", flags).unwrap());
+    file.seek(SeekFrom::Start(0)).unwrap();
+    std::io::copy(&mut file, &mut copy).unwrap();
+    copy.into()
 }
 
 fn make_image() -> Vec<u8> {
@@ -101,7 +112,7 @@ fn make_image() -> Vec<u8> {
 }
 
 impl Fixture {
-    fn new(options: UnionOptions) -> Option<Fixture> {
+    pub(super) fn new(options: UnionOptions) -> Option<Fixture> {
         if lacks_mkfs() {
             return None;
         }
@@ -123,22 +134,37 @@ impl Fixture {
         Some(fixture)
     }
 
-    fn upper(&self) -> PathBuf {
+    pub(super) fn upper(&self) -> PathBuf {
         self.directory.path().join("upper")
     }
 
-    fn open(&mut self) {
+    fn lower_image(&self) -> LowerImage {
         let device: Arc<dyn BlockDevice> = self.lower.clone();
-        let lower = LowerImage {
+        LowerImage {
             fs: Arc::new(Filesystem::open(device).unwrap()),
             identity: [7; 32],
             name: "image".into(),
-        };
-        self.union = Some(UnionFs::open(lower, &self.upper(), "a test", &self.options).unwrap());
+        }
+    }
+
+    fn open(&mut self) {
+        let union = UnionFs::open(self.lower_image(), &self.upper(), "a test", &self.options);
+        self.union = Some(union.unwrap());
+    }
+
+    /// Lets another union take over, as after a kill of the process.
+    pub(super) fn take_over(&mut self) {
+        let union = self.union.take().unwrap();
+        let ledger = copy(union.ledger().unwrap());
+        // A process that is killed would leave the nodes in the ledger.
+        drop(union);
+        let lower = self.lower_image();
+        let union = UnionFs::take_over(lower, &self.upper(), "a test", &self.options, ledger);
+        self.union = Some(union.unwrap());
     }
 
     /// Closes the union and opens it again, as an unmount and a mount do.
-    fn reopen(&mut self) {
+    pub(super) fn reopen(&mut self) {
         self.union.take().unwrap().close().unwrap();
         self.open();
     }
@@ -149,11 +175,11 @@ impl Fixture {
         self.open();
     }
 
-    fn fs(&self) -> &Arc<UnionFs> {
+    pub(super) fn fs(&self) -> &Arc<UnionFs> {
         self.union.as_ref().unwrap()
     }
 
-    fn get(&self, path: &str) -> Attributes {
+    pub(super) fn get(&self, path: &str) -> Attributes {
         let mut found = self.fs().attributes(NodeId::ROOT).unwrap();
         for name in path.split('/') {
             found = self
@@ -169,27 +195,27 @@ impl Fixture {
         self.fs().node(self.get(path).node).unwrap()
     }
 
-    fn content(&self, path: &str) -> Vec<u8> {
+    pub(super) fn content(&self, path: &str) -> Vec<u8> {
         self.read(self.get(path).node)
     }
 
-    fn read(&self, id: NodeId) -> Vec<u8> {
+    pub(super) fn read(&self, id: NodeId) -> Vec<u8> {
         let mut scratch = Vec::new();
         self.fs()
             .read(id, 0, 1 << 20, &mut scratch, <[u8]>::to_vec)
             .unwrap()
     }
 
-    fn write(&self, id: NodeId, offset: u64, data: &[u8]) {
+    pub(super) fn write(&self, id: NodeId, offset: u64, data: &[u8]) {
         let written = self.fs().write(id, offset, data, Privileges::Drop).unwrap();
         assert_eq!(written as usize, data.len());
     }
 
-    fn set(&self, id: NodeId, changes: Changes) -> Attributes {
+    pub(super) fn set(&self, id: NodeId, changes: Changes) -> Attributes {
         self.fs().set_attributes(id, &changes).unwrap()
     }
 
-    fn counted(&self) -> u64 {
+    pub(super) fn counted(&self) -> u64 {
         self.fs().report().counted_bytes
     }
 }

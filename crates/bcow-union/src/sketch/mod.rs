@@ -23,6 +23,7 @@ mod times;
 mod transit;
 
 use std::fs::File;
+use std::ops::Range;
 
 use rustix::io::Errno;
 
@@ -146,6 +147,13 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
 
     /// Whether the sketch does not need the lower file any more.
     fn is_complete(&self) -> Result<bool, SketchError>;
+
+    /// Takes over these bytes, which another process has written into the host's file of a sparse
+    /// sketch and not recorded. For a packed sketch nothing is known of such bytes.
+    fn restore(&self, written: &[Range<u64>]) -> Result<(), SketchError>;
+
+    /// Refuses all further changes and flushes with `errno`: changes were lost.
+    fn fail(&self, errno: Errno);
 
     /// Makes a plain file of a sparse sketch that is complete. Returns whether the host's file is a
     /// plain file now. Open users of the sketch continue to work.

@@ -6,7 +6,8 @@ use bcow::sync::thread::{self, JoinHandle};
 use bcow::sync::{Condvar, Mutex};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
-use std::sync::{Arc, PoisonError, Weak};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
 use bcow::BlockCache;
@@ -15,6 +16,7 @@ use super::host::MapStore;
 use super::locks::lock;
 use super::{Sketch, SketchError, SketchOptions};
 use crate::account::Account;
+use crate::ledger::Ledger;
 
 /// The number of blocks that a filler completes in one sketch before it goes on to the next sketch.
 const BLOCKS_PER_TURN: usize = 256;
@@ -66,6 +68,8 @@ pub(super) struct Shared {
     open: Mutex<HashMap<u64, Weak<dyn Fillable>>>,
     numbers: RandomState,
     next_number: AtomicU64,
+    /// Records changes for a process that takes over the mount.
+    pub(super) ledger: OnceLock<Arc<Ledger>>,
 }
 
 #[derive(Default)]
@@ -96,7 +100,25 @@ impl Shared {
             open: Mutex::default(),
             numbers: RandomState::new(),
             next_number: AtomicU64::new(0),
+            ledger: OnceLock::new(),
         })
+    }
+
+    /// Calls `note`, which notes written bytes of a sparse sketch where the next flush finds them.
+    /// Records the bytes in the ledger before that, because from then on other writes to the same
+    /// blocks need no record; and once more if a flush of all sketches has begun since, because
+    /// that flush may have missed the bytes.
+    pub(super) fn written<T>(&self, id: u64, bytes: Range<u64>, note: impl FnOnce() -> T) -> T {
+        let Some(ledger) = self.ledger.get() else {
+            return note();
+        };
+        let area = ledger.area();
+        ledger.written(id, bytes.clone());
+        let noted = note();
+        if ledger.area() != area {
+            ledger.written(id, bytes);
+        }
+        noted
     }
 
     /// Starts the fillers. If no thread can be started, reads and flushes complete the blocks.

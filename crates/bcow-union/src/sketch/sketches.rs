@@ -15,6 +15,7 @@ use super::sparse::Sparse;
 use super::{Lower, Sketch, SketchError, SketchKind, SketchMark, SketchOptions};
 use crate::account::Account;
 use crate::blocks::BLOCK_BYTES;
+use crate::ledger::Ledger;
 use crate::options::{SyncPolicy, UnionOptions};
 use crate::upper::{Instance, META, Namespace};
 
@@ -106,6 +107,11 @@ impl Sketches {
             shared: Shared::new(store, account, options),
             namespace,
         }
+    }
+
+    /// Records changes that no flush has recorded in this ledger, from now on.
+    pub(crate) fn record_in(&self, ledger: &Arc<Ledger>) {
+        let _ = self.shared.ledger.set(Arc::clone(ledger));
     }
 
     /// Makes a sketch of `host`, a file that is marked as a metadata copy of `lower`. The size and

@@ -193,6 +193,13 @@ pub enum UpperError {
         #[source]
         source: std::io::Error,
     },
+    /// The ledger of a mount that another process served cannot be read, or none can be created.
+    #[error("cannot use the ledger of the mount")]
+    Ledger {
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
     /// The host failed.
     #[error("{}: cannot {action}", path.display())]
     Io {

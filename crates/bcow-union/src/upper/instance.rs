@@ -79,6 +79,25 @@ impl Instance {
     /// an upper becomes one. The lock is held while this lives. `note` is stored with the lock;
     /// other processes that find the upper locked show it.
     pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Instance, UpperError> {
+        Self::open_keeping(path, image, note, None)
+    }
+
+    /// As [`Instance::open`], but keeps files whose names in the work directory begin with `kept`.
+    pub fn open_again(
+        path: &Path,
+        image: ImageName<'_>,
+        note: &str,
+        kept: &str,
+    ) -> Result<Instance, UpperError> {
+        Self::open_keeping(path, image, note, Some(kept))
+    }
+
+    fn open_keeping(
+        path: &Path,
+        image: ImageName<'_>,
+        note: &str,
+        kept: Option<&str>,
+    ) -> Result<Instance, UpperError> {
         refuse_overlap(path)?;
         let (root, is_created) = open_or_create_root(path)?;
         // An empty [`META`] directory can be left by an interrupted first open.
@@ -102,7 +121,7 @@ impl Instance {
                 image: Box::new((image.identity, image.name.to_owned())),
             });
         }
-        let found = match opening.probe() {
+        let found = match opening.probe(kept) {
             Err(error) if record.is_none() => {
                 opening.abandon(is_created);
                 return Err(error);
@@ -160,7 +179,7 @@ impl Instance {
         let lock = lock(meta.as_fd(), path, note)?;
         let opening = Opening::open(path, root, meta, lock)?;
         let record = Record::read(opening.meta.as_fd(), path)?.ok_or_else(missing)?;
-        let found = opening.probe()?;
+        let found = opening.probe(None)?;
         opening.finish(record, Provenance::Existing, found)
     }
 
@@ -241,6 +260,12 @@ impl Instance {
         let dir = dir?;
         work::set_noatime(&dir);
         Ok((temporary, dir))
+    }
+
+    /// The directory `name` in the work directory, which is removed with everything in it when the
+    /// result is dropped.
+    pub fn temporary_directory_at(&self, name: String) -> Temporary<'_> {
+        Temporary::adopt(self.work(), name, FileType::Directory)
     }
 
     /// Creates a device, pipe or socket in the work directory. `device` has the format of
@@ -427,10 +452,11 @@ impl Opening {
         })
     }
 
-    /// Empties the work directory and probes what the host permits.
-    fn probe(&self) -> Result<Names, UpperError> {
+    /// Empties the work directory, except for names that begin with `kept`, and probes what the
+    /// host permits.
+    fn probe(&self, kept: Option<&str>) -> Result<Names, UpperError> {
         let path = &self.path;
-        work::empty(self.work.as_fd())
+        work::empty(self.work.as_fd(), kept)
             .map_err(|errno| UpperError::io(path, "empty its work directory", errno))?;
         probe(self.work.as_fd()).map_err(|refused| match refused {
             Refused::Attributes => UpperError::NoAttributes { path: path.clone() },

@@ -43,6 +43,7 @@ pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
 pub use record::{DiskRecord, FileSystem, Record, SCHEMA};
+pub(crate) use work::list;
 pub(crate) use work::set_noatime_new;
 pub use work::{Temporary, is_whiteout};
 pub use xattr::{Attribute, XattrMode};

@@ -121,13 +121,15 @@ pub fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::fs::fsync(dir)
 }
 
-/// Removes everything from a directory. Symbolic links are not followed.
+/// Removes everything from a directory, except for names that begin with `kept`. Symbolic links are
+/// not followed.
 ///
 /// Directories below are moved up before they are emptied, so that neither the depth nor the length
 /// of a path matters.
-pub(super) fn empty(dir: BorrowedFd<'_>) -> Result<(), Errno> {
+pub(super) fn empty(dir: BorrowedFd<'_>, kept: Option<&str>) -> Result<(), Errno> {
     loop {
-        let names = list(dir)?;
+        let mut names = list(dir)?;
+        names.retain(|name| !kept.is_some_and(|kept| name.starts_with(kept.as_bytes())));
         if names.is_empty() {
             return Ok(());
         }

@@ -205,7 +205,7 @@ impl Union {
             names.push(String::from_utf8(entry.name.to_vec()).unwrap());
             ControlFlow::Continue(())
         };
-        self.fs().read_directory(handle, 0, &mut take).unwrap();
+        self.fs().read_directory(id, handle, 0, &mut take).unwrap();
         self.fs().close_directory(handle);
         names.retain(|name| name != "." && name != "..");
         names.sort();

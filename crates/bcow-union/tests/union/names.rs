@@ -133,7 +133,7 @@ fn damaged_entries_of_a_listing_take_no_reference_from_an_open_file() {
         let mut left = taken;
         union
             .fs()
-            .read_directory_plus(handle, 0, &mut |entry| {
+            .read_directory_plus(NodeId::ROOT, handle, 0, &mut |entry| {
                 if left == 0 {
                     return ControlFlow::Break(());
                 }

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bcow_fuse::session::Stopper;
 use bcow_fuse::{Handover, Unmounted, Unmounter};
 use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
 
 use super::{Coming, OwnDirectory, Pool, log_failure};
 use crate::commands::mount::failure;
-use crate::commands::mount::fuse::{Mounted, Opened};
+use crate::commands::mount::fuse::{Mounted, Opened, UpperUse};
 use crate::commands::mount::pooled::{self, Attempts};
 use crate::error::{CommandError, Context};
 use crate::image::hex;
@@ -38,6 +39,8 @@ pub struct Kept {
     pub record: OwnedFd,
     /// The device number of the mount.
     pub device: Option<String>,
+    /// The ledger of a mount with an upper.
+    pub ledger: Option<OwnedFd>,
 }
 
 /// A mount at a restart.
@@ -69,7 +72,10 @@ impl Pool {
                 .context(|| "cannot store the record of a mount")?;
             let device = handover.device;
             let descriptors = [handover.connection.as_fd(), stored.as_fd()];
-            let is_kept = self.tell(&Packet::Keep { number, device }, &descriptors);
+            let mut is_kept = self.tell(&Packet::Keep { number, device }, &descriptors);
+            if let Some(ledger) = &handover.ledger {
+                is_kept &= self.tell(&Packet::Ledger { number }, &[ledger.as_fd()]);
+            }
             Ok(is_kept.then_some(record))
         });
         kept.unwrap_or_else(|error| {
@@ -116,6 +122,7 @@ impl Pool {
             target: PathBuf::new(),
             device: kept.device,
             agreed: 0,
+            ledger: None,
         };
         let opened = Record::load(kept.record)
             .context(|| "cannot read its record")
@@ -123,12 +130,26 @@ impl Pool {
                 handover.target = OsString::from(record.target.clone()).into();
                 handover.agreed = record.agreed;
                 let coming = Coming::new(self)?;
-                let opened = self.open_again(&record, Attempts::Several)?;
+                let upper_use = match (&record.service.upper, &kept.ledger) {
+                    (Some(_), Some(ledger)) => UpperUse::TakeOver(ledger.as_fd()),
+                    (Some(upper), None) => {
+                        return Err(CommandError::new(format!(
+                            "the ledger of its upper {upper} is missing"
+                        )));
+                    }
+                    (None, _) => UpperUse::None,
+                };
+                let opened = self.open_again(&record, Attempts::Several, upper_use)?;
                 Ok((coming, opened, record))
             });
         match opened {
             Ok((coming, opened, record)) => {
                 let mounted = opened.take_over(handover, record.service.clone())?;
+                let ledger = mounted.session.ledger().map_err(|error| failure(&error))?;
+                if let Some(ledger) = ledger {
+                    // Before the first request, which the ledger of the process before would miss.
+                    self.tell(&Packet::Ledger { number }, &[ledger.as_fd()]);
+                }
                 coming.arrive(number, mounted, Some(record))
             }
             Err(error) => {
@@ -144,11 +165,17 @@ impl Pool {
 
     /// Opens the image of a mount again. It must be the same image: the kernel has its names and
     /// inodes in the cache.
-    fn open_again(&self, record: &Record, attempts: Attempts) -> Result<Opened, CommandError> {
+    fn open_again(
+        &self,
+        record: &Record,
+        attempts: Attempts,
+        upper_use: UpperUse<'_>,
+    ) -> Result<Opened, CommandError> {
         // If the directory is gone, a relative path leads to no image or to another one.
         let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
         let args = self.parse(record.arguments.clone())?;
-        let opened = pooled::open_again(&args, self.host(&[]), attempts, &Ui::collecting())?;
+        let host = self.host(&[]);
+        let opened = pooled::open_again(&args, host, attempts, upper_use, &Ui::collecting())?;
         match hex(&opened.identity) == record.identity {
             true => Ok(opened),
             false => Err(CommandError::new("another image has its place now")),
@@ -228,23 +255,50 @@ impl Pool {
         drop(state);
         // Mounts that are still in use are only detached, and have open uppers: make their data
         // durable before the process ends.
-        self.close_uppers();
+        let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
+        self.close_uppers(|number| detached.contains(&number));
+        self.stop_uppers();
         Ok(json!({ "unmounted": unmounted }))
+    }
+
+    /// Stops the requests to all mounts with an upper, and makes their data durable. The process
+    /// ends afterwards, and another one takes them over.
+    fn stop_uppers(&self) {
+        let stoppers: Vec<Stopper> = {
+            let state = self.state();
+            let mounts = state.mounts.values();
+            mounts.filter_map(|entry| entry.stopper.clone()).collect()
+        };
+        let stoppers = Mutex::new(stoppers);
+        let stop = || {
+            let next = || {
+                let mut stoppers = stoppers.lock().unwrap_or_else(PoisonError::into_inner);
+                stoppers.pop()
+            };
+            while let Some(stopper) = next() {
+                if let Err(error) = stopper.stop() {
+                    log_failure(&failure(&error));
+                }
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..THREADS {
+                // If no thread can be started, the others do the work.
+                let _ = thread::Builder::new().spawn_scoped(scope, stop);
+            }
+            stop();
+        });
     }
 
     /// Why another process could not take over a mount; `None` if it could.
     fn why_it_ends(&self, mount: &Staying) -> Option<String> {
         let at = mount.service.at.join(", ");
         let Some(record) = &mount.record else {
-            return Some(match &mount.service.upper {
-                Some(upper) => format!(
-                    "{at} has the upper {upper}: taking over a mount with an upper is not \
-                     supported yet"
-                ),
-                None => format!("{at} cannot be taken over: that needs Linux 6.9"),
-            });
+            return Some(format!("{at} cannot be taken over: that needs Linux 6.9"));
         };
-        let error = self.open_again(record, Attempts::One).err()?;
+        let error = self
+            .open_again(record, Attempts::One, UpperUse::None)
+            .err()?;
         let causes = std::iter::once(error.message());
         let causes: Vec<&str> = causes
             .chain(error.causes().iter().map(String::as_str))

@@ -21,6 +21,7 @@ mod storage;
 use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use bcow::sync::{Mutex, RwLock};
 use std::fs::File;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -233,9 +234,17 @@ impl Packed {
         Ok(())
     }
 
+    /// The content or the size has changed.
+    fn changed(&self) {
+        self.changes.fetch_add(1, Ordering::AcqRel);
+        if let Some(ledger) = self.shared.ledger.get() {
+            ledger.changed(self.id);
+        }
+    }
+
     fn reach(&self, end: u64) {
         self.size.fetch_max(end, Ordering::AcqRel);
-        self.changes.fetch_add(1, Ordering::AcqRel);
+        self.changed();
     }
 
     fn cut(&self, frame: &Frame, size: u64) -> Result<(), SketchError> {
@@ -255,7 +264,7 @@ impl Packed {
         }
         drop(state);
         self.cuts.fetch_add(1, Ordering::AcqRel);
-        self.changes.fetch_add(1, Ordering::AcqRel);
+        self.changed();
         self.lower.cut(size);
         self.size.store(size, Ordering::Release);
         let end = was.next_multiple_of(BLOCK_BYTES);
@@ -532,7 +541,7 @@ impl Sketch for Packed {
             };
             if offset < end.min(size) {
                 self.disk.write_zeroes(offset, end - offset, Space::Free)?;
-                self.changes.fetch_add(1, Ordering::AcqRel);
+                self.changed();
             }
             Ok(())
         })
@@ -568,9 +577,14 @@ impl Sketch for Packed {
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         self.flushes.join(|| {
             let changes = self.changes.load(Ordering::Acquire);
+            let ledger = self.shared.ledger.get();
+            let next_change = ledger.map_or(0, |ledger| ledger.next_change());
             let flushed = self.flush_once(how);
             let recorded = flushed.as_ref().map_or(NOT_RECORDED, |()| changes);
             self.recorded.store(recorded, Ordering::Release);
+            if let (Some(ledger), Ok(())) = (ledger, &flushed) {
+                ledger.recorded(self.id, next_change);
+            }
             flushed
         })
     }
@@ -610,6 +624,14 @@ impl Sketch for Packed {
         let _frame = read(&self.gate);
         let below = self.pieces(0, |_, _, _, depth| (depth > 1).then_some(()))?;
         Ok(below.is_none())
+    }
+    fn restore(&self, _: &[Range<u64>]) -> Result<(), SketchError> {
+        Ok(())
+    }
+    fn fail(&self, errno: Errno) {
+        self.fence.close(errno);
+        // The next process must know it too.
+        self.changed();
     }
     fn promote(&self) -> Result<bool, SketchError> {
         Ok(false)

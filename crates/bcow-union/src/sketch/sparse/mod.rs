@@ -272,8 +272,15 @@ impl Sparse {
         self.source(frame, &self.stripe(block), block, end)
     }
 
-    /// Marks blocks as present.
+    /// Marks blocks as present. What is behind the end of the file counts as zeros.
     fn set_present(&self, blocks: Range<u64>) {
+        let bytes = blocks.start * BLOCK_BYTES..blocks.end.saturating_mul(BLOCK_BYTES);
+        self.shared
+            .written(self.id, bytes, || self.set_recorded_present(blocks));
+    }
+
+    /// As [`Sparse::set_present`], for blocks whose bytes are in the ledger already.
+    fn set_recorded_present(&self, blocks: Range<u64>) {
         let mut presence = write(&self.presence);
         let newly = presence.present.insert(blocks.clone());
         presence.unrecorded.insert(blocks);
@@ -364,6 +371,12 @@ impl Sketch for Sparse {
     }
     fn is_complete(&self) -> Result<bool, SketchError> {
         Ok(self.covers_lower(&read(&self.gate)))
+    }
+    fn restore(&self, written: &[Range<u64>]) -> Result<(), SketchError> {
+        self.take_written(written)
+    }
+    fn fail(&self, errno: Errno) {
+        self.fence.close(errno);
     }
     fn promote(&self) -> Result<bool, SketchError> {
         self.make_plain()

@@ -111,9 +111,18 @@ impl Sparse {
         Ok(written)
     }
 
-    /// Records that bytes were written in blocks of one stripe. Returns the blocks that are newly
+    /// Notes that bytes were written in blocks of one stripe. Returns the blocks that are newly
     /// in transit: at most the first and the last.
     fn note(&self, stripe: &mut Stripe, bytes: Range<u64>) -> [Option<u64>; 2] {
+        match bytes.is_empty() {
+            true => [None; 2],
+            false => self
+                .shared
+                .written(self.id, bytes.clone(), || self.note_blocks(stripe, bytes)),
+        }
+    }
+
+    fn note_blocks(&self, stripe: &mut Stripe, bytes: Range<u64>) -> [Option<u64>; 2] {
         let size = self.size();
         let blocks = bytes.start / BLOCK_BYTES..bytes.end.div_ceil(BLOCK_BYTES);
         let mut began = [None; 2];
@@ -149,19 +158,39 @@ impl Sparse {
             };
             if is_complete {
                 if complete.end != block {
-                    self.set_present(complete);
+                    self.set_recorded_present(complete);
                     complete = block..block;
                 }
                 complete.end = block + 1;
             }
         }
         if !complete.is_empty() {
-            self.set_present(complete);
+            self.set_recorded_present(complete);
         }
         // The order matters. A flush that finds `in_transit` at zero must find the completed blocks
         // in the set of present blocks.
         self.transit_ended(ended);
         began
+    }
+
+    /// Takes over bytes that another process has written into the host's file and not recorded.
+    pub(super) fn take_written(&self, written: &[Range<u64>]) -> Result<(), SketchError> {
+        let frame = read(&self.gate);
+        self.fence.check()?;
+        let end = self.size().min(frame.covered() * BLOCK_BYTES);
+        for bytes in written {
+            let mut at = bytes.start;
+            while at < bytes.end.min(end) {
+                let unit_end = (at / UNIT_BYTES + 1) * UNIT_BYTES;
+                let piece = at..unit_end.min(bytes.end).min(end);
+                at = piece.end;
+                let began = self.note(&mut self.stripe(piece.start / BLOCK_BYTES), piece);
+                for block in began.into_iter().flatten() {
+                    self.later(&frame, block);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Subtracts `blocks` from the counters of blocks in transit. The blocks are present now, or

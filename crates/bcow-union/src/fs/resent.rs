@@ -1,0 +1,198 @@
+//! Requests that the kernel sends again.
+//!
+//! When a process ends, the kernel sends the requests that the process has read and not answered to
+//! the process that takes over. The first process may have executed such a request. Most requests
+//! can be executed twice. The others are changes of names: the kernel holds the lock of the
+//! directory until it gets the answer, and sends such a request only if it knows that the name does
+//! not exist (to create it) or exists (to remove it). So the present state of the name shows whether
+//! the request was executed. An exchange of two names is the exception, and is recorded.
+
+use std::collections::HashSet;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::FileType;
+use rustix::io::Errno;
+
+use super::lookup::Access;
+use super::types::{Attributes, Caller, RenameMode};
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::upper::XattrMode;
+
+/// The number of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RequestId {
+    /// The number, the same each time that the kernel sends the request.
+    pub number: u64,
+    /// Whether a process that has ended may have executed the request.
+    pub is_resent: bool,
+}
+
+/// An object that a request creates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum New<'a> {
+    /// An empty regular file.
+    File,
+    /// A directory.
+    Directory,
+    /// A symbolic link to this target.
+    Symlink(&'a [u8]),
+    /// A device, pipe or socket, with the device number in the kernel's 32-bit form.
+    Special(FileType, u32),
+}
+
+impl New<'_> {
+    /// The object that a request makes with this mode, which has the type, and device number.
+    pub fn of_mode(mode: u32, rdev: u32) -> Self {
+        match host::kind_of(mode) {
+            FileType::Regular => New::File,
+            kind => New::Special(kind, rdev),
+        }
+    }
+
+    /// The type of the object.
+    pub fn kind(&self) -> FileType {
+        match self {
+            New::File => FileType::Regular,
+            New::Directory => FileType::Directory,
+            New::Symlink(_) => FileType::Symlink,
+            New::Special(kind, _) => *kind,
+        }
+    }
+}
+
+/// Exchanges of names that a process executed before this one took over.
+#[derive(Debug, Default)]
+pub(super) struct Executed {
+    /// Numbers of their requests.
+    exchanges: HashSet<u64>,
+    /// Nodes that are at a place which was recorded as possible only: the process ended before it
+    /// could record the end of the change.
+    moved: HashSet<NodeId>,
+}
+
+impl Executed {
+    pub(super) fn new(exchanges: HashSet<u64>, moved: HashSet<NodeId>) -> Self {
+        Executed { exchanges, moved }
+    }
+}
+
+impl UnionFs {
+    /// Finishes the creation of an object, after the request was sent again and failed with
+    /// `EEXIST`. Gives the attributes, and counts one reference to the node.
+    pub fn finish_new(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        permissions: u16,
+        new: New<'_>,
+    ) -> Result<Attributes, Errno> {
+        let parent = self.node(parent)?;
+        let node = self.find_existing(&parent, name)?;
+        if node.kind != new.kind() || node.read_state().upper.is_none() {
+            return Err(Errno::EXIST);
+        }
+        {
+            let _names = parent.lock_names();
+            let file = self.open_upper(&node, Access::Path)?;
+            self.own_new(caller, &parent, permissions, &new, &file)?;
+            parent.names_have_changed();
+        }
+        node.name_is_new.store(true, Ordering::Release);
+        self.hold(&node)
+    }
+
+    /// Finishes the creation of a hard link, after the request was sent again and failed with
+    /// `EEXIST`. Counts one reference to the node.
+    pub fn finish_link(
+        &self,
+        id: NodeId,
+        parent: NodeId,
+        name: &[u8],
+    ) -> Result<Attributes, Errno> {
+        let parent = self.node(parent)?;
+        let node = self.find_existing(&parent, name)?;
+        if node.id != id {
+            return Err(Errno::EXIST);
+        }
+        parent.names_have_changed();
+        node.name_is_new.store(true, Ordering::Release);
+        self.hold(&node)
+    }
+
+    /// As [`UnionFs::rename`], for a request that may have been executed before.
+    pub fn rename_requested(
+        &self,
+        request: RequestId,
+        (parent, name): (NodeId, &[u8]),
+        (new_parent, new_name): (NodeId, &[u8]),
+        how: RenameMode,
+    ) -> Result<(), Errno> {
+        if request.is_resent
+            && self.has_renamed(request, parent, name, new_parent, new_name, how)?
+        {
+            return Ok(());
+        }
+        self.rename(parent, name, new_parent, new_name, how)?;
+        if how == RenameMode::Exchange
+            && let Some(ledger) = &self.ledger
+        {
+            ledger.exchanged(request.number);
+        }
+        Ok(())
+    }
+
+    fn has_renamed(
+        &self,
+        request: RequestId,
+        parent: NodeId,
+        name: &[u8],
+        new_parent: NodeId,
+        new_name: &[u8],
+        how: RenameMode,
+    ) -> Result<bool, Errno> {
+        let (parent, new_parent) = (self.node(parent)?, self.node(new_parent)?);
+        let source = self.find(&parent, name)?;
+        let target = self.find(&new_parent, new_name)?;
+        Ok(match (how, source, target) {
+            (RenameMode::Exchange, Some(source), Some(target)) => {
+                self.executed.exchanges.contains(&request.number)
+                    || [source.id, target.id]
+                        .iter()
+                        .all(|id| self.executed.moved.contains(id))
+            }
+            (RenameMode::Exchange, ..) => false,
+            (_, None, Some(_)) => true,
+            _ => false,
+        })
+    }
+
+    /// As [`UnionFs::set_xattr`], for a request that may have been executed before.
+    pub fn set_xattr_requested(
+        &self,
+        request: RequestId,
+        id: NodeId,
+        name: &[u8],
+        value: &[u8],
+        how: XattrMode,
+    ) -> Result<(), Errno> {
+        match self.set_xattr(id, name, value, how) {
+            Err(Errno::EXIST) if request.is_resent && self.xattr(id, name)? == value => Ok(()),
+            other => other,
+        }
+    }
+
+    /// As [`UnionFs::remove_xattr`], for a request that may have been executed before.
+    pub fn remove_xattr_requested(
+        &self,
+        request: RequestId,
+        id: NodeId,
+        name: &[u8],
+    ) -> Result<(), Errno> {
+        match self.remove_xattr(id, name) {
+            Err(Errno::NODATA) if request.is_resent => Ok(()),
+            other => other,
+        }
+    }
+}

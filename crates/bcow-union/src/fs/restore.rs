@@ -1,0 +1,424 @@
+//! Takes over the nodes that the kernel holds from a process that has ended.
+//!
+//! The ledger has the places that each node had or was about to get; the upper says which one is
+//! right. A file without a place is in the work directory (see [`super::orphans`]), in the index, or
+//! in the image only. All this happens before the first request.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::{FileType, Nid};
+use rustix::fs::AtFlags;
+use rustix::io::Errno;
+
+use super::content::set_plain;
+use super::lookup::{UPPER_ONLY, index_name};
+use super::nodes::{Content, Node, Place, State, Upper};
+use super::orphans::{self, orphan_name};
+use super::resent::Executed;
+use super::upper_entry::{UpperEntry, UpperObject};
+use super::{UnionFs, host};
+use crate::errors::ErrorKind;
+use crate::ledger::{Flags, Inherited, NodeRecord};
+use crate::node::NodeId;
+use crate::upper::list;
+
+/// The records of a node.
+#[derive(Debug, Default)]
+struct Saved {
+    node: Option<NodeRecord>,
+    /// The directories and names that the node can have. Those of a change in progress come last.
+    places: Vec<(NodeId, Box<[u8]>, Certainty)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Certainty {
+    Recorded,
+    Possible,
+}
+
+/// The nodes while they are being restored.
+struct Restoring<'a> {
+    union: &'a UnionFs,
+    saved: HashMap<NodeId, Saved>,
+    nodes: HashMap<NodeId, Arc<Node>>,
+    /// Names in the work directory of files without a place.
+    orphans: HashSet<Vec<u8>>,
+    /// Names in the index.
+    indexed: HashSet<Vec<u8>>,
+    /// Nodes of sketches, by the number of the sketch.
+    sketches: HashMap<u64, Arc<Node>>,
+    moved: HashSet<NodeId>,
+}
+
+/// Where a node was found.
+struct Found {
+    place: Place,
+    object: Option<UpperObject>,
+    is_orphan: bool,
+}
+
+impl UnionFs {
+    /// Restores the nodes and the unrecorded changes of sketches. The file system serves no request
+    /// yet.
+    pub(super) fn restore(self: &mut Arc<Self>, inherited: Inherited) -> Result<(), Errno> {
+        let orphans = list(self.upper.work())?.into_iter();
+        let orphans = orphans.filter(|name| name.starts_with(orphans::PREFIX.as_bytes()));
+        let mut restoring = Restoring {
+            union: self,
+            saved: HashMap::new(),
+            nodes: HashMap::from([(NodeId::ROOT, Arc::clone(&self.root))]),
+            orphans: orphans.collect(),
+            indexed: list(self.upper.index())?.into_iter().collect(),
+            sketches: HashMap::new(),
+            moved: HashSet::new(),
+        };
+        restoring.group(inherited.nodes);
+        let ids: Vec<NodeId> = restoring.saved.keys().copied().collect();
+        for id in ids {
+            restoring.restore_with_parents(id);
+        }
+        for (sketch, written) in &inherited.written {
+            restoring.restore_sketch(*sketch, written);
+        }
+        for sketch in &inherited.incomplete {
+            restoring.fail_sketch(*sketch);
+        }
+        let Restoring {
+            nodes,
+            orphans,
+            moved,
+            sketches,
+            ..
+        } = restoring;
+        drop(sketches);
+        for name in orphans {
+            // Of nodes that the kernel has forgotten.
+            let removed = rustix::fs::unlinkat(self.upper.work(), &*name, AtFlags::empty());
+            if let (Err(Errno::ISDIR | Errno::PERM), Ok(name)) = (removed, String::from_utf8(name))
+            {
+                drop(self.upper.temporary_directory_at(name));
+            }
+        }
+        for (_, node) in nodes {
+            if let Some(node) = self.keep_unrecorded(node) {
+                self.table.drop_node(node);
+            }
+        }
+        self.limit_descriptors();
+        let executed = Executed::new(inherited.exchanges, moved);
+        match Arc::get_mut(self) {
+            Some(union) => union.executed = executed,
+            // No thread runs yet that could have a reference.
+            None => return Err(Errno::BUSY),
+        }
+        Ok(())
+    }
+}
+
+impl Restoring<'_> {
+    fn group(&mut self, records: Vec<NodeRecord>) {
+        for record in records {
+            let saved = self.saved.entry(NodeId(record.id)).or_default();
+            if record.parent != 0 {
+                let certainty = match record.is_place {
+                    true => Certainty::Possible,
+                    false => Certainty::Recorded,
+                };
+                let place = (NodeId(record.parent), record.name.clone(), certainty);
+                match certainty {
+                    Certainty::Recorded => saved.places.insert(0, place),
+                    Certainty::Possible => saved.places.push(place),
+                }
+            }
+            if !record.is_place {
+                match &mut saved.node {
+                    Some(node) => node.references = node.references.max(record.references),
+                    none => *none = Some(record),
+                }
+            }
+        }
+        // A place without a node is of a node that was dropped meanwhile.
+        self.saved.retain(|_, saved| saved.node.is_some());
+    }
+
+    /// Restores a node, and first the directories that it can be in. A loop, because a path can be
+    /// deep.
+    fn restore_with_parents(&mut self, id: NodeId) {
+        let mut path = vec![id];
+        let mut begun = HashSet::new();
+        while let Some(&id) = path.last() {
+            if self.nodes.contains_key(&id) {
+                path.pop();
+                continue;
+            }
+            if begun.insert(id)
+                && let Some(saved) = self.saved.get(&id)
+            {
+                let parents = saved.places.iter().map(|(parent, ..)| *parent);
+                let missing = parents.filter(|parent| !self.nodes.contains_key(parent));
+                // A directory that is on the path already is not its own parent: the place is
+                // outdated.
+                let missing: Vec<NodeId> = missing.filter(|id| !begun.contains(id)).collect();
+                if !missing.is_empty() {
+                    path.extend(missing);
+                    continue;
+                }
+            }
+            path.pop();
+            if let Some(saved) = self.saved.remove(&id) {
+                self.restore_node(id, saved);
+            }
+        }
+    }
+
+    fn restore_node(&mut self, id: NodeId, saved: Saved) {
+        let Some(record) = saved.node else { return };
+        let union = self.union;
+        let kind = host::kind_of(u32::from(record.kind) << 12);
+        let lower = record.lower.map(Nid);
+        let Found {
+            place,
+            object,
+            is_orphan,
+        } = self.find(id, &record, kind, lower, &saved.places);
+        if object.is_none() && lower.is_none() {
+            // The kernel has forgotten the node, or the host had no space to keep it. The host can
+            // give the number of its inode to another file.
+            return;
+        }
+        let sketch = object.as_ref().and_then(|object| object.marks.sketch);
+        let links = object.as_ref().map(|object| object.stat.st_nlink);
+        let has_place = matches!(place, Place::At { .. });
+        let node = Node::new(id, kind, lower, place);
+        node.has_orphan.store(is_orphan, Ordering::Release);
+        if let Some(object) = object {
+            let mut state = State::of(Some(Upper::new(object)));
+            let is_partial = state.upper.as_ref().is_some_and(|upper| upper.is_partial);
+            if record.flags.contains(Flags::IN_BATCH) && is_partial && sketch.is_none() {
+                set_plain(&mut state);
+                if let Some(upper) = &mut state.upper {
+                    upper.in_batch = true;
+                }
+            }
+            *node.write_state() = state;
+            node.name_is_new.store(true, Ordering::Release);
+            union.descriptors.fetch_add(1, Ordering::Relaxed);
+        }
+        if kind == FileType::Directory {
+            node.names_have_changed();
+        }
+        if record.flags.contains(Flags::SYNC_FAILED) {
+            let _ = node.sync_failed.set(Errno::IO);
+        }
+        let mut node = Some(node);
+        let node = union.table.get_or_insert(id, || match node.take() {
+            Some(node) => node,
+            // The closure is called once.
+            None => Node::new(id, kind, lower, Place::Nowhere),
+        });
+        let is_removed =
+            record.flags.contains(Flags::REMOVED) || !has_place && self.has_no_name(&node, links);
+        if is_removed {
+            union.set_removed(&node);
+            if node.read_state().upper.is_some() {
+                union.release_on_drop(&node);
+            }
+            if kind == FileType::Regular && union.account.is_limited() {
+                // [`UnionFs::forgotten`] needs the content to release the charge. An error is for
+                // the program that uses the file.
+                let _ = union.known_content(&node).map(drop);
+            }
+        }
+        match record.references {
+            0 => {
+                if let Some(ledger) = &union.ledger {
+                    node.enter(ledger);
+                }
+            }
+            references => union.table.hold_several(&node, references),
+        }
+        let in_batch = node
+            .read_state()
+            .upper
+            .as_ref()
+            .is_some_and(|upper| upper.in_batch);
+        if in_batch {
+            union.batch.lock().push(Arc::clone(&node));
+        }
+        if let Some(mark) = sketch {
+            self.sketches.insert(mark.id, Arc::clone(&node));
+        }
+        self.nodes.insert(id, node);
+        union.limit_descriptors();
+    }
+
+    /// Finds the object of a node in the upper.
+    fn find(
+        &mut self,
+        id: NodeId,
+        record: &NodeRecord,
+        kind: FileType,
+        lower: Option<Nid>,
+        places: &[(NodeId, Box<[u8]>, Certainty)],
+    ) -> Found {
+        let is_orphan = self.orphans.remove(orphan_name(id).as_bytes());
+        for (parent, name, certainty) in places {
+            let Some(parent) = self.nodes.get(parent).cloned() else {
+                continue;
+            };
+            // A damaged object has an error only if a program uses it.
+            let Ok(Some(object)) = self.at(&parent, name, id, record, lower) else {
+                continue;
+            };
+            if *certainty == Certainty::Possible {
+                self.moved.insert(id);
+            }
+            let object = match object {
+                None if kind != FileType::Directory => lower.and_then(|nid| self.in_index(nid)),
+                other => other,
+            };
+            let name = name.clone();
+            let place = Place::At { parent, name };
+            return Found {
+                place,
+                object,
+                is_orphan,
+            };
+        }
+        let object = match is_orphan {
+            true => self.in_directory(self.union.upper.work(), orphan_name(id).as_bytes()),
+            false => None,
+        };
+        Found {
+            place: Place::Nowhere,
+            object: object.or_else(|| lower.and_then(|nid| self.in_index(nid))),
+            is_orphan,
+        }
+    }
+
+    /// Whether the node is at `name` in `parent`: its object in the upper, or `Some(None)` if only
+    /// the image has it.
+    fn at(
+        &self,
+        parent: &Arc<Node>,
+        name: &[u8],
+        id: NodeId,
+        record: &NodeRecord,
+        lower: Option<Nid>,
+    ) -> Result<Option<Option<UpperObject>>, Errno> {
+        let union = self.union;
+        if !parent.is_directory() {
+            return Ok(None);
+        }
+        let Some(directory) = union.upper_directory(parent)? else {
+            // Every change of a name brings its directory into the upper.
+            return Ok(lower.is_some().then_some(None));
+        };
+        match union.lookup_upper(&directory, name)? {
+            UpperEntry::Whiteout => Ok(None),
+            UpperEntry::Absent => {
+                let below = union.lookup_lower(parent, name)?;
+                Ok((lower.is_some() && below == lower).then_some(None))
+            }
+            UpperEntry::Object(found) => {
+                let inode = found.stat.st_ino;
+                let by_marks = union.lower_of(parent, name, &found)?;
+                let by_marks = by_marks.map(|nid| union.image.node(nid));
+                let is_it = by_marks == Some(id)
+                    || id == NodeId(UPPER_ONLY | inode)
+                    || record.host_inode == inode;
+                Ok(is_it.then_some(Some(*found)))
+            }
+        }
+    }
+
+    fn in_index(&self, nid: Nid) -> Option<UpperObject> {
+        let name = index_name(nid);
+        match self.indexed.contains(&name) {
+            true => {
+                let found = self.in_directory(self.union.upper.index(), &name)?;
+                (self.union.origin(&found) == Ok(Some(nid))).then_some(found)
+            }
+            false => None,
+        }
+    }
+
+    fn in_directory(
+        &self,
+        directory: std::os::fd::BorrowedFd<'_>,
+        name: &[u8],
+    ) -> Option<UpperObject> {
+        match self.union.lookup_upper(directory, name) {
+            Ok(UpperEntry::Object(found)) => Some(*found),
+            _ => None,
+        }
+    }
+
+    /// Whether a node without a known place has no name at all.
+    fn has_no_name(&self, node: &Node, links: Option<u64>) -> bool {
+        let Some(links) = links else {
+            // Only the image has it. An inode with several names there would have been copied up.
+            return node.is_directory()
+                || self.union.names_below(node).is_ok_and(|names| names <= 1);
+        };
+        let (file, indexed) = {
+            let state = node.read_state();
+            match &state.upper {
+                Some(upper) => (upper.file.clone(), upper.indexed),
+                None => return true,
+            }
+        };
+        match (file, indexed) {
+            (Some(file), true) => self
+                .union
+                .count_names(node.lower, &file)
+                .is_ok_and(|names| names <= 0),
+            _ => UnionFs::links_in_tree(node, links) == 0,
+        }
+    }
+
+    /// Restores the written bytes of a sparse sketch that no flush has recorded.
+    fn restore_sketch(&self, sketch: u64, written: &[std::ops::Range<u64>]) {
+        // Otherwise a flush has recorded them before the kernel forgot the node, or the file is
+        // plain or removed now.
+        let Some(node) = self.sketches.get(&sketch) else {
+            return;
+        };
+        let restored = self.union.known_content(node).and_then(|state| {
+            let Content::Sketch(open) = &state.content else {
+                return Ok(());
+            };
+            let restored = open.restore(written);
+            restored.map_err(|error| self.union.content_failed(node, error))
+        });
+        if restored.is_err() {
+            if let Some(ledger) = &self.union.ledger {
+                // The next process may be able to.
+                for bytes in written {
+                    ledger.written(sketch, bytes.clone());
+                }
+            }
+            self.fail_sketch(sketch);
+        }
+    }
+
+    /// A sketch has lost changes: its program gets an error when it synchronizes the file.
+    fn fail_sketch(&self, sketch: u64) {
+        let Some(node) = self.sketches.get(&sketch) else {
+            return;
+        };
+        let path = super::path_of(node).unwrap_or_default();
+        self.union.note_problem(
+            ErrorKind::UpperIo,
+            &path,
+            "unsynchronized changes were lost when the process of the mount ended",
+        );
+        if let Ok(state) = self.union.known_content(node)
+            && let Content::Sketch(open) = &state.content
+        {
+            open.fail(Errno::IO);
+        }
+    }
+}

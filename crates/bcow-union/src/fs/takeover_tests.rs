@@ -1,0 +1,529 @@
+//! Tests of unions that take over the nodes of another one, also in the middle of a change. They
+//! need root (for `trusted.` attributes) and mkfs.erofs.
+
+use std::fs;
+use std::ops::ControlFlow;
+
+use bcow_testkit::noise;
+use rustix::io::Errno;
+
+use super::resent::{New, RequestId};
+use super::tests::{BIG, BLOCK, Fixture, ROOT};
+use super::{Attributes, RenameMode, SyncScope, XattrMode};
+use crate::node::NodeId;
+use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
+
+const RESENT: RequestId = RequestId {
+    number: 77,
+    is_resent: true,
+};
+
+fn options() -> UnionOptions {
+    UnionOptions {
+        can_be_taken_over: true,
+        ..UnionOptions::default()
+    }
+}
+
+fn open() -> Option<Fixture> {
+    Fixture::new(options())
+}
+
+/// Names in the work directory of files without a name in the tree.
+fn orphans(fixture: &Fixture) -> usize {
+    let names = fs::read_dir(fixture.upper().join(".bcow/work")).unwrap();
+    names
+        .filter(|name| {
+            let name = name.as_ref().unwrap().file_name();
+            name.to_string_lossy().starts_with("orphan-")
+        })
+        .count()
+}
+
+fn create(fixture: &Fixture, parent: NodeId, name: &str) -> NodeId {
+    let made = fixture.fs().create(&ROOT, parent, name.as_bytes(), 0o644);
+    made.unwrap().node
+}
+
+fn mkdir(fixture: &Fixture, parent: NodeId, name: &str) -> NodeId {
+    let made = fixture
+        .fs()
+        .make_directory(&ROOT, parent, name.as_bytes(), 0o755);
+    made.unwrap().node
+}
+
+fn attributes(fixture: &Fixture, id: NodeId) -> Attributes {
+    fixture.fs().attributes(id).unwrap()
+}
+
+#[test]
+fn nodes_stay_valid_with_their_references() {
+    let Some(mut fixture) = open() else { return };
+    let (many, file) = (fixture.get("many").node, fixture.get("many/3").node);
+    let directory = mkdir(&fixture, many, "directory");
+    let long = "n".repeat(200);
+    let new = create(&fixture, directory, &long);
+    fixture.write(new, 0, b"new");
+    // Under another name, in a directory that was moved.
+    let fs = fixture.fs();
+    fs.rename(
+        many,
+        b"directory",
+        NodeId::ROOT,
+        b"moved",
+        RenameMode::Replace,
+    )
+    .unwrap();
+    fs.rename(NodeId::ROOT, b"many", directory, b"m", RenameMode::Replace)
+        .unwrap();
+    // Three references in all.
+    assert_eq!(fixture.get(&format!("moved/{long}")).node, new);
+    assert_eq!(fixture.get(&format!("moved/{long}")).node, new);
+    for _ in 0..2 {
+        fixture.take_over();
+        assert_eq!(fixture.read(new), b"new");
+        assert_eq!(fixture.read(file), vec![3; 2 * BLOCK as usize]);
+        assert_eq!(fixture.fs().lookup(many, b"3").unwrap().unwrap().node, file);
+        fixture.fs().forget(file, 1);
+    }
+    assert_eq!(fixture.get("moved/m/3").node, file);
+    fixture.write(file, 0, b"written");
+    assert_eq!(&fixture.content("moved/m/3")[..8], b"written\x03");
+    fixture.fs().forget(new, 2);
+    assert_eq!(attributes(&fixture, new).size, 3);
+    fixture.fs().forget(new, 1);
+    fixture.fs().table.purge();
+    assert_eq!(fixture.fs().attributes(new).unwrap_err(), Errno::STALE);
+}
+
+#[test]
+fn removed_files_and_directories_in_use_stay() {
+    let Some(mut fixture) = open() else { return };
+    let removed = create(&fixture, NodeId::ROOT, "removed");
+    let replaced = create(&fixture, NodeId::ROOT, "replaced");
+    let linked = create(&fixture, NodeId::ROOT, "linked");
+    let directory = mkdir(&fixture, NodeId::ROOT, "directory");
+    let (below, copied, big) = (
+        fixture.get("a").node,
+        fixture.get("b").node,
+        fixture.get("big"),
+    );
+    for (id, content) in [
+        (removed, "removed"),
+        (replaced, "replaced"),
+        (linked, "linked"),
+    ] {
+        fixture.write(id, 0, content.as_bytes());
+    }
+    fixture.write(copied, 0, b"S");
+    fixture.write(big.node, 5000, b"written");
+    let fs = fixture.fs();
+    fs.link(linked, NodeId::ROOT, b"other").unwrap();
+    for name in ["removed", "a", "b", "big", "linked"] {
+        fs.unlink(NodeId::ROOT, name.as_bytes()).unwrap();
+    }
+    fs.remove_directory(NodeId::ROOT, b"directory").unwrap();
+    fs.rename(
+        NodeId::ROOT,
+        b"c",
+        NodeId::ROOT,
+        b"replaced",
+        RenameMode::Replace,
+    )
+    .unwrap();
+    // A file of the image is copied up although it has no name.
+    fixture.write(below, 6, b"FILE");
+    let mut expected = noise(1, BIG);
+    expected[5000..5007].copy_from_slice(b"written");
+    for _ in 0..2 {
+        fixture.take_over();
+        for (id, content) in [
+            (removed, &b"removed"[..]),
+            (replaced, b"replaced"),
+            (linked, b"linked"),
+            (below, b"small FILE\n"),
+            (copied, b"Small file\n"),
+            (big.node, &expected),
+        ] {
+            assert!(fixture.read(id) == content);
+            let links = attributes(&fixture, id).nlink;
+            assert_eq!(links, u32::from(id == linked));
+        }
+        assert_eq!(attributes(&fixture, directory).nlink, 0);
+        assert_eq!(fixture.content("replaced"), b"small file\n");
+        assert_eq!(fixture.content("other"), b"linked");
+        fixture.fs().forget(linked, 1);
+    }
+    fixture.write(removed, 0, b"REMOVED");
+    assert_eq!(fixture.read(removed), b"REMOVED");
+    assert_eq!(orphans(&fixture), 7);
+    for id in [removed, replaced, below, copied, big.node, directory] {
+        fixture.fs().forget(id, 10);
+    }
+    fixture.fs().forget(linked, 10);
+    assert_eq!(orphans(&fixture), 0);
+    assert_eq!(fixture.content("other"), b"linked");
+    assert!(
+        fs::read_dir(fixture.upper().join(".bcow/maps"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+}
+
+#[test]
+fn files_with_several_names_in_the_image_are_found_by_the_index() {
+    let Some(mut fixture) = open() else { return };
+    let id = fixture.get("h1").node;
+    fixture.write(id, 0, b"written");
+    fixture.fs().unlink(NodeId::ROOT, b"h1").unwrap();
+    fixture.take_over();
+    assert_eq!(&fixture.read(id)[..7], b"written");
+    assert_eq!(attributes(&fixture, id).nlink, 1);
+    assert_eq!(fixture.get("h2").node, id);
+    fixture.fs().unlink(NodeId::ROOT, b"h2").unwrap();
+    fixture.take_over();
+    assert_eq!(&fixture.read(id)[..7], b"written");
+    assert_eq!(attributes(&fixture, id).nlink, 0);
+    fixture.fs().forget(id, 10);
+    let mut index = fs::read_dir(fixture.upper().join(".bcow/index")).unwrap();
+    assert!(index.next().is_none());
+}
+
+#[test]
+fn written_bytes_of_sparse_sketches_stay() {
+    let options = UnionOptions {
+        sketch: SketchChoice::Sparse,
+        small_bytes: 0,
+        ..options()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let id = fixture.get("big").node;
+    let mut expected = noise(1, BIG);
+    let mut change = |fixture: &Fixture, offset: usize, data: &[u8]| {
+        fixture.write(id, offset as u64, data);
+        expected[offset..offset + data.len()].copy_from_slice(data);
+        expected.clone()
+    };
+    // Parts of blocks, whole blocks, and a block that is complete after the second write.
+    change(&fixture, 100, b"part");
+    change(&fixture, 8192, &[7; 8192]);
+    change(&fixture, 20_480, &[8; 2000]);
+    let mut now = change(&fixture, 22_480, &[9; 2096]);
+    for round in 0..4 {
+        fixture.take_over();
+        assert!(fixture.read(id) == now, "{round}");
+        match round {
+            // The block is complete now, and this write is not the first one.
+            0 => now = change(&fixture, 3000, b"completed block"),
+            // Nothing that a flush has recorded comes back from the ledger.
+            1 => fixture.fs().run_periodic(),
+            2 => now = change(&fixture, 40_000, b"after the flush"),
+            _ => {}
+        }
+    }
+    // The kernel forgets the file: its changes are not recorded yet.
+    fixture.fs().forget(id, 10);
+    fixture.take_over();
+    assert!(fixture.content("big") == now);
+    fixture.fs().forget(id, 10);
+    fixture.fs().run_periodic();
+    assert!(fixture.fs().unrecorded.lock().is_empty());
+    fixture.take_over();
+    assert!(fixture.content("big") == now);
+}
+
+#[test]
+fn lost_changes_of_packed_sketches_are_reported() {
+    let options = UnionOptions {
+        sketch: SketchChoice::Packed,
+        small_bytes: 0,
+        ..options()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let id = fixture.get("big").node;
+    fixture.write(id, 0, b"kept");
+    fixture.fs().sync(id, SyncScope::Data).unwrap();
+    fixture.take_over();
+    assert_eq!(&fixture.read(id)[..4], b"kept");
+    fixture.fs().sync(id, SyncScope::Data).unwrap();
+    fixture.write(id, 0, b"lost");
+    for _ in 0..2 {
+        fixture.take_over();
+        assert_eq!(&fixture.read(id)[..4], b"kept");
+        assert_eq!(fixture.fs().sync(id, SyncScope::Data), Err(Errno::IO));
+    }
+    fixture.fs().run_periodic();
+    assert!(fixture.fs().prepare_takeover().is_err());
+}
+
+#[test]
+fn an_orderly_end_loses_no_change_of_packed_sketches() {
+    let options = UnionOptions {
+        sketch: SketchChoice::Packed,
+        small_bytes: 0,
+        ..options()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let id = fixture.get("big").node;
+    fixture.write(id, 0, b"kept");
+    fixture.fs().prepare_takeover().unwrap();
+    fixture.take_over();
+    assert_eq!(&fixture.read(id)[..4], b"kept");
+    fixture.fs().sync(id, SyncScope::All).unwrap();
+}
+
+#[test]
+fn small_files_that_are_not_durable_yet_stay() {
+    let options = UnionOptions {
+        sync: SyncPolicy::Batch(100),
+        ..options()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let (one, other) = (fixture.get("a").node, fixture.get("b").node);
+    fixture.write(one, 0, b"S");
+    fixture.write(other, 0, b"T");
+    fixture.fs().forget(other, 1);
+    for _ in 0..2 {
+        fixture.take_over();
+        assert_eq!(fixture.read(one), b"Small file\n");
+        assert_eq!(fixture.content("b"), b"Tmall file\n");
+        assert_eq!(fixture.fs().batch.lock().len(), 2);
+    }
+    fixture.fs().sync(one, SyncScope::Data).unwrap();
+    fixture.fs().finish_batch().unwrap();
+    fixture.take_over();
+    assert!(fixture.fs().batch.lock().is_empty());
+    assert_eq!(fixture.read(one), b"Small file\n");
+}
+
+/// A request was executed, and the process ended before it recorded the end of the change.
+#[test]
+fn executed_changes_of_names_are_recognized() {
+    let Some(mut fixture) = open() else { return };
+    let [one, other] = ["one", "other"].map(|name| {
+        let id = create(&fixture, NodeId::ROOT, name);
+        fixture.write(id, 0, name.as_bytes());
+        id
+    });
+    let directory = mkdir(&fixture, NodeId::ROOT, "directory");
+    let upper = fixture.upper();
+    let root = NodeId::ROOT;
+    // Both places are recorded before a rename. It was not executed...
+    let announce = |fixture: &Fixture, id: NodeId, parent: NodeId, name: &[u8]| {
+        let node = fixture.fs().node(id).unwrap();
+        std::mem::forget(node.entry().unwrap().may_get(parent.0, name));
+    };
+    announce(&fixture, one, directory, b"target");
+    fixture.take_over();
+    assert_eq!(fixture.get("one").node, one);
+    let rename = |fixture: &Fixture, name: &[u8], to: NodeId, new: &[u8], how| {
+        fixture
+            .fs()
+            .rename_requested(RESENT, (root, name), (to, new), how)
+    };
+    rename(&fixture, b"one", directory, b"first", RenameMode::Replace).unwrap();
+    // ... or it was executed.
+    announce(&fixture, other, directory, b"second");
+    fs::rename(upper.join("other"), upper.join("directory/second")).unwrap();
+    fixture.take_over();
+    assert_eq!(fixture.read(other), b"other");
+    rename(
+        &fixture,
+        b"other",
+        directory,
+        b"second",
+        RenameMode::NoReplace,
+    )
+    .unwrap();
+    assert_eq!(fixture.get("directory/second").node, other);
+    // A name that never was there is an error also at the second time.
+    let missing = rename(&fixture, b"none", directory, b"third", RenameMode::Replace);
+    assert_eq!(missing, Err(Errno::NOENT));
+    // An exchange, of which neither node was recorded.
+    announce(&fixture, one, directory, b"second");
+    announce(&fixture, other, directory, b"first");
+    let exchange = |fixture: &Fixture| {
+        let (one, other) = ((directory, &b"first"[..]), (directory, &b"second"[..]));
+        fixture
+            .fs()
+            .rename_requested(RESENT, one, other, RenameMode::Exchange)
+    };
+    rustix::fs::renameat_with(
+        rustix::fs::CWD,
+        upper.join("directory/first"),
+        rustix::fs::CWD,
+        upper.join("directory/second"),
+        rustix::fs::RenameFlags::EXCHANGE,
+    )
+    .unwrap();
+    fixture.take_over();
+    for round in 0..2 {
+        // In the second round, the number of the request is recorded.
+        exchange(&fixture).unwrap();
+        let names = ["directory/second", "directory/first"].map(|name| fixture.get(name).node);
+        assert_eq!(names, [one, other], "{round}");
+        if round == 0 {
+            let fresh = RequestId {
+                is_resent: false,
+                ..RESENT
+            };
+            let (one, other) = ((directory, &b"first"[..]), (directory, &b"second"[..]));
+            for _ in 0..2 {
+                fixture
+                    .fs()
+                    .rename_requested(fresh, one, other, RenameMode::Exchange)
+                    .unwrap();
+            }
+            fixture.take_over();
+        }
+    }
+}
+
+#[test]
+fn objects_that_exist_already_are_finished() {
+    let Some(mut fixture) = open() else { return };
+    let root = NodeId::ROOT;
+    // The process ended before it set the mode, whose bits the host does not set at once.
+    for name in ["file", "directory"] {
+        let path = fixture.upper().join(name);
+        match name {
+            "file" => fs::write(path, b"").unwrap(),
+            _ => fs::create_dir(path).unwrap(),
+        }
+    }
+    fixture.take_over();
+    for (name, new) in [("file", New::File), ("directory", New::Directory)] {
+        let fs = fixture.fs();
+        let made = fs
+            .finish_new(&ROOT, root, name.as_bytes(), 0o6751, new)
+            .unwrap();
+        assert_eq!(made.permissions, 0o6751, "{name}");
+        assert_eq!(fixture.get(name).node, made.node);
+        let other = fs.finish_new(&ROOT, root, name.as_bytes(), 0o644, New::Symlink(b"x"));
+        assert_eq!(other, Err(Errno::EXIST));
+    }
+    // The image's own file was not made by a request.
+    let image = fixture.fs().finish_new(&ROOT, root, b"c", 0o644, New::File);
+    assert_eq!(image, Err(Errno::EXIST));
+    let id = fixture.get("file").node;
+    fixture.fs().link(id, root, b"linked").unwrap();
+    assert_eq!(
+        fixture.fs().finish_link(id, root, b"linked").unwrap().nlink,
+        2
+    );
+    assert_eq!(fixture.fs().finish_link(id, root, b"c"), Err(Errno::EXIST));
+    // Attributes.
+    let fs = fixture.fs();
+    let set = |value: &[u8], request| {
+        fs.set_xattr_requested(request, id, b"user.name", value, XattrMode::Create)
+    };
+    let fresh = RequestId {
+        is_resent: false,
+        ..RESENT
+    };
+    set(b"one", fresh).unwrap();
+    assert_eq!(set(b"one", fresh), Err(Errno::EXIST));
+    assert_eq!(set(b"other", RESENT), Err(Errno::EXIST));
+    set(b"one", RESENT).unwrap();
+    fs.remove_xattr_requested(fresh, id, b"user.name").unwrap();
+    fs.remove_xattr_requested(RESENT, id, b"user.name").unwrap();
+    let again = fs.remove_xattr_requested(fresh, id, b"user.name");
+    assert_eq!(again, Err(Errno::NODATA));
+}
+
+#[test]
+fn listings_continue_where_they_were() {
+    let Some(mut fixture) = open() else { return };
+    let many = fixture.get("many").node;
+    let handle = fixture.fs().open_directory(many).unwrap();
+    let mut names = Vec::new();
+    let mut cookie = 0;
+    loop {
+        let before = names.len();
+        let mut left = 7;
+        fixture
+            .fs()
+            .read_directory(many, handle, cookie, &mut |entry| {
+                if left == 0 {
+                    return ControlFlow::Break(());
+                }
+                left -= 1;
+                names.push(String::from_utf8(entry.name.to_vec()).unwrap());
+                cookie = entry.next_cookie;
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        if names.len() == before {
+            break;
+        }
+        // Other names come and go.
+        fixture.take_over();
+        create(&fixture, many, &format!("new{before}"));
+    }
+    for number in 0..40 {
+        let name = number.to_string();
+        assert_eq!(
+            names.iter().filter(|one| **one == name).count(),
+            1,
+            "{name}"
+        );
+    }
+    let new = fixture.fs().open_directory(many).unwrap();
+    assert_ne!(new, handle);
+    fixture.fs().close_directory(handle);
+    fixture.fs().close_directory(new);
+}
+
+#[test]
+fn limits_count_removed_files_in_use() {
+    let options = UnionOptions {
+        size_limit: Some(100 * BLOCK),
+        ..options()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let empty = fixture.counted();
+    let id = create(&fixture, NodeId::ROOT, "new");
+    fixture.write(id, 0, &[7; 10 * BLOCK as usize]);
+    fixture.fs().unlink(NodeId::ROOT, b"new").unwrap();
+    let counted = fixture.counted();
+    assert!(counted >= empty + 10 * BLOCK);
+    fixture.take_over();
+    assert_eq!(fixture.counted(), counted);
+    fixture.fs().forget(id, 1);
+    assert_eq!(fixture.counted(), empty);
+}
+
+#[test]
+fn a_union_without_a_ledger_leaves_no_names() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let id = create(&fixture, NodeId::ROOT, "new");
+    fixture.fs().unlink(NodeId::ROOT, b"new").unwrap();
+    assert_eq!(orphans(&fixture), 0);
+    assert!(fixture.fs().ledger().is_none());
+    fixture.write(id, 0, b"written");
+    assert_eq!(fixture.read(id), b"written");
+}
+
+#[test]
+fn the_next_writer_removes_what_no_process_took_over() {
+    let Some(mut fixture) = open() else { return };
+    let id = create(&fixture, NodeId::ROOT, "new");
+    fixture.write(id, 0, b"written");
+    fixture.fs().unlink(NodeId::ROOT, b"new").unwrap();
+    assert_eq!(orphans(&fixture), 1);
+    fixture.reopen();
+    assert_eq!(orphans(&fixture), 0);
+}

@@ -1,0 +1,238 @@
+//! The ledger: what a process has to know to serve a mount that another process served.
+//!
+//! The kernel names inodes by node ids, and never tells their names again. The ledger records the
+//! nodes that the kernel holds, with their places, and the written bytes of sketches that no flush
+//! has recorded. It is a memory file: it survives a process that is killed, as the host's page
+//! cache does, if another process has it open too. It need not survive the machine.
+//!
+//! A process may be killed between any two stores. So the ledger never claims what is not true yet:
+//! a node that is about to be renamed has both places, and the reader of the ledger checks which
+//! one the upper has. Each record is in one piece that one write(2) replaces as a whole, because
+//! the piece lies within a page.
+//!
+//! ```text
+//! 0       header: version, generation, whether the ledger is complete, numbers of exchanges
+//! 4096    two areas of written ranges, 32 bytes each
+//! ...     records of nodes: cells of 64 bytes; long names take further cells
+//! ```
+
+mod node;
+mod ranges;
+#[cfg(test)]
+mod tests;
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use rustix::fs::MemfdFlags;
+
+use crate::log::{self, Severity};
+use node::Cells;
+use ranges::{Ranges, Record};
+
+pub use node::{Entry, Flags, NodeRecord, Placing};
+pub use ranges::Pass;
+
+/// The version of the layout. A process refuses other versions.
+const VERSION: u64 = 1;
+const MAGIC: [u8; 8] = *b"bcowledg";
+
+const VERSION_AT: u64 = 8;
+const GENERATION_AT: u64 = 16;
+/// Not zero if a record could not be written.
+const BROKEN_AT: u64 = 24;
+const EXCHANGES_AT: u64 = 1024;
+/// The number of exchanges that are remembered: more than the kernel has in flight at a time.
+const EXCHANGES: u64 = 256;
+const HEADER_BYTES: u64 = 4096;
+
+/// The ledger of a mount.
+#[derive(Debug)]
+pub struct Ledger {
+    file: File,
+    /// How many processes served the mount before.
+    generation: u64,
+    cells: Mutex<Cells>,
+    ranges: Ranges,
+    next_exchange: AtomicU64,
+    /// Begins at 1, so that a sketch without a change has lost none.
+    next_change: AtomicU64,
+    is_broken: AtomicBool,
+}
+
+/// The content of the ledger of a process that has ended.
+#[derive(Debug, Default)]
+pub struct Inherited {
+    /// The generation of that process.
+    pub generation: u64,
+    /// The nodes. A node can have several records, with different places.
+    pub nodes: Vec<NodeRecord>,
+    /// The written bytes of sparse sketches, by the number of the sketch.
+    pub written: HashMap<u64, Vec<Range<u64>>>,
+    /// The packed sketches that have lost changes.
+    pub incomplete: HashSet<u64>,
+    /// Numbers of the requests whose exchange of two names was executed.
+    pub exchanges: HashSet<u64>,
+}
+
+impl Ledger {
+    /// An empty ledger, for a mount that `generation` processes served before.
+    pub fn new(generation: u64) -> io::Result<Arc<Self>> {
+        let file = File::from(rustix::fs::memfd_create(
+            "bcow-ledger",
+            MemfdFlags::CLOEXEC,
+        )?);
+        file.write_all_at(&MAGIC, 0)?;
+        file.write_all_at(&VERSION.to_le_bytes(), VERSION_AT)?;
+        file.write_all_at(&generation.to_le_bytes(), GENERATION_AT)?;
+        // So that the store that marks the ledger as incomplete needs no memory.
+        file.write_all_at(&0_u64.to_le_bytes(), BROKEN_AT)?;
+        file.set_len(ranges::END)?;
+        Ok(Arc::new(Ledger {
+            file,
+            generation,
+            cells: Mutex::new(Cells::new(ranges::END)),
+            ranges: Ranges::default(),
+            next_exchange: AtomicU64::new(0),
+            next_change: AtomicU64::new(1),
+            is_broken: AtomicBool::new(false),
+        }))
+    }
+
+    /// Reads the ledger of a process that has ended.
+    pub fn read(file: OwnedFd) -> io::Result<Inherited> {
+        let file = File::from(file);
+        let mut header = [0; HEADER_BYTES as usize];
+        file.read_exact_at(&mut header, 0)?;
+        let word = |at: u64| word(&header, at as usize);
+        if header[..8] != MAGIC || word(VERSION_AT) != VERSION {
+            return Err(io::Error::other(format!(
+                "the ledger of the mount has version {}, and this program has version {VERSION}",
+                word(VERSION_AT)
+            )));
+        }
+        if word(BROKEN_AT) != 0 {
+            return Err(io::Error::other(
+                "the memory for the ledger of the mount was exhausted",
+            ));
+        }
+        let exchanges = (0..EXCHANGES).map(|index| word(EXCHANGES_AT + index * 8));
+        let mut inherited = Inherited {
+            generation: word(GENERATION_AT),
+            nodes: node::read_all(&file, ranges::END)?,
+            exchanges: exchanges.filter(|&number| number != 0).collect(),
+            ..Inherited::default()
+        };
+        // The last change of each packed sketch, and the first number that was not recorded.
+        let mut changes: HashMap<u64, (u64, u64)> = HashMap::new();
+        for (sketch, record) in ranges::read_all(&file)? {
+            match record {
+                Record::Written(bytes) => {
+                    inherited.written.entry(sketch).or_default().push(bytes);
+                }
+                Record::Changed(number) => {
+                    let last = &mut changes.entry(sketch).or_default().0;
+                    *last = number.max(*last);
+                }
+                Record::Recorded(number) => {
+                    let first = &mut changes.entry(sketch).or_default().1;
+                    *first = number.max(*first);
+                }
+            }
+        }
+        let lost = changes
+            .into_iter()
+            .filter(|(_, (last, first))| last > &0 && last >= first);
+        inherited.incomplete = lost.map(|(sketch, _)| sketch).collect();
+        Ok(inherited)
+    }
+
+    /// The memory file.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// How many processes served the mount before.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Records that the request with this number has exchanged two names.
+    pub fn exchanged(&self, number: u64) {
+        let slot = self.next_exchange.fetch_add(1, Ordering::Relaxed) % EXCHANGES;
+        self.write(&number.to_le_bytes(), EXCHANGES_AT + slot * 8);
+    }
+
+    /// Records that bytes of a sparse sketch are at their place in the host's file, and that no
+    /// flush has recorded them.
+    pub fn written(&self, sketch: u64, bytes: Range<u64>) {
+        self.append(sketch, &Record::Written(bytes));
+    }
+
+    /// The number of the area that [`Ledger::written`] uses now. A later [`Ledger::begin_pass`]
+    /// changes it.
+    pub fn area(&self) -> u64 {
+        self.ranges.area()
+    }
+
+    /// Records that a packed sketch has changed.
+    pub fn changed(&self, sketch: u64) {
+        let number = self.next_change.fetch_add(1, Ordering::SeqCst);
+        self.append(sketch, &Record::Changed(number));
+    }
+
+    /// The number of the next change. All changes before it were made before this call.
+    pub fn next_change(&self) -> u64 {
+        self.next_change.load(Ordering::SeqCst)
+    }
+
+    /// Records that a flush has recorded all changes of a packed sketch before the number
+    /// `next_change`.
+    pub fn recorded(&self, sketch: u64, next_change: u64) {
+        self.append(sketch, &Record::Recorded(next_change));
+    }
+
+    fn append(&self, sketch: u64, record: &Record) {
+        match self.ranges.place() {
+            Some(at) => self.write(&ranges::encode(sketch, record), at),
+            None => self.broken("too many written blocks wait for a flush"),
+        }
+    }
+
+    /// Begins to flush all sketches. When all flushes have succeeded, [`Pass::succeeded`] removes
+    /// the ranges that were written before. Only one thread may do so at a time.
+    pub fn begin_pass(&self) -> Pass<'_> {
+        Pass::begin(self)
+    }
+
+    /// Writes a piece of the ledger. If that fails, no process can take over the mount.
+    fn write(&self, bytes: &[u8], at: u64) {
+        if let Err(error) = self.file.write_all_at(bytes, at) {
+            self.broken(&error.to_string());
+        }
+    }
+
+    fn broken(&self, cause: &str) {
+        if self.is_broken.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        // The page is there, so this needs no memory.
+        let _ = self.file.write_all_at(&1_u64.to_le_bytes(), BROKEN_AT);
+        log::log(
+            Severity::Warning,
+            &format!("a mount cannot be taken over by another process any more: {cause}"),
+        );
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}

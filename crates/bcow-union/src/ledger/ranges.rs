@@ -1,0 +1,143 @@
+//! Changes of sketches that no flush has recorded yet: of sparse sketches the written bytes, of
+//! packed ones only the fact.
+//!
+//! The records are in two areas. A thread appends to the current one. A pass makes the other area
+//! current, flushes all sketches, and then empties the area that was current before. An append that
+//! is late by a pass is harmless: the flush has recorded the range, and a range stays true, because
+//! the bytes stay in the host's file until they are truncated, and truncated blocks ignore it.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::io::Errno;
+
+use super::{HEADER_BYTES, Ledger, word};
+
+/// The size of an area. Only the pages that are written take memory.
+const AREA_BYTES: u64 = 64 << 20;
+const RECORD_BYTES: u64 = 32;
+const WRITTEN: u64 = 1;
+const CHANGED: u64 = 2;
+const RECORDED: u64 = 3;
+/// The end of both areas.
+pub(super) const END: u64 = HEADER_BYTES + 2 * AREA_BYTES;
+
+#[derive(Debug, Default)]
+pub(super) struct Ranges {
+    /// The number of the current area; its last bit selects the place in the file.
+    area: AtomicU64,
+    /// The next free byte of each area.
+    ends: [AtomicU64; 2],
+    /// Whether the area before the current one has ranges that may not be recorded.
+    has_earlier: AtomicBool,
+}
+
+/// A pass of flushes over all sketches.
+#[must_use]
+pub struct Pass<'a> {
+    ledger: &'a Ledger,
+}
+
+impl Ranges {
+    pub(super) fn area(&self) -> u64 {
+        self.area.load(Ordering::SeqCst)
+    }
+
+    /// The place of the next range; `None` if the area is full.
+    pub(super) fn place(&self) -> Option<u64> {
+        let side = self.area() & 1;
+        let at = self.ends[side as usize].fetch_add(RECORD_BYTES, Ordering::Relaxed);
+        (at < AREA_BYTES).then_some(HEADER_BYTES + side * AREA_BYTES + at)
+    }
+}
+
+impl<'a> Pass<'a> {
+    pub(super) fn begin(ledger: &'a Ledger) -> Self {
+        let ranges = &ledger.ranges;
+        // If the pass before has failed, its area is still needed.
+        if !ranges.has_earlier.swap(true, Ordering::SeqCst) {
+            ranges.area.fetch_add(1, Ordering::SeqCst);
+        }
+        Pass { ledger }
+    }
+
+    /// All sketches are flushed: removes what was written before the pass.
+    pub fn succeeded(self) {
+        let ranges = &self.ledger.ranges;
+        let side = (ranges.area() + 1) & 1;
+        let start = HEADER_BYTES + side * AREA_BYTES;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(&self.ledger.file, flags, start, AREA_BYTES) {
+            Ok(()) => {
+                ranges.ends[side as usize].store(0, Ordering::SeqCst);
+                ranges.has_earlier.store(false, Ordering::SeqCst);
+            }
+            // The next pass tries it again.
+            Err(errno) => tracing::debug!("cannot empty a part of the ledger: {errno}"),
+        }
+    }
+}
+
+/// A record of a sketch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Record {
+    /// These bytes of a sparse sketch were written.
+    Written(Range<u64>),
+    /// A packed sketch has changed; the number of the change.
+    Changed(u64),
+    /// All changes of a packed sketch before this number are recorded.
+    Recorded(u64),
+}
+
+pub(super) fn encode(sketch: u64, record: &Record) -> [u8; RECORD_BYTES as usize] {
+    let (kind, first, second) = match record {
+        Record::Written(bytes) => (WRITTEN, bytes.start, bytes.end),
+        Record::Changed(number) => (CHANGED, *number, 0),
+        Record::Recorded(number) => (RECORDED, *number, 0),
+    };
+    let fields = [kind, sketch, first, second];
+    let mut record = [0; RECORD_BYTES as usize];
+    for (place, field) in record.chunks_exact_mut(8).zip(fields) {
+        place.copy_from_slice(&field.to_le_bytes());
+    }
+    record
+}
+
+fn decode(bytes: &[u8]) -> Option<(u64, Record)> {
+    let (first, second) = (word(bytes, 16), word(bytes, 24));
+    let record = match word(bytes, 0) {
+        WRITTEN => Record::Written(first..second),
+        CHANGED => Record::Changed(first),
+        RECORDED => Record::Recorded(first),
+        _ => return None,
+    };
+    Some((word(bytes, 8), record))
+}
+
+/// The records of both areas.
+pub(super) fn read_all(file: &File) -> io::Result<Vec<(u64, Record)>> {
+    let mut records = Vec::new();
+    let mut piece = vec![0; 64 << 10];
+    let mut at = HEADER_BYTES;
+    while at < END {
+        // Skips what was never written.
+        at = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => at.max(data / RECORD_BYTES * RECORD_BYTES),
+            Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        };
+        if at >= END {
+            break;
+        }
+        let count = piece.len().min((END - at) as usize);
+        file.read_exact_at(&mut piece[..count], at)?;
+        let pieces = piece[..count].chunks_exact(RECORD_BYTES as usize);
+        records.extend(pieces.filter_map(decode));
+        at += count as u64;
+    }
+    Ok(records)
+}
