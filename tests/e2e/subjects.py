@@ -273,8 +273,8 @@ class Pooled(Bcow):
 
     def mount(self):
         self.start()
-        socket = os.path.join(self.pools, "p.sock")
-        support.until(lambda: os.path.exists(socket) or self.process.poll() is not None,
+        # A killed pool has left its socket.
+        support.until(lambda: self.serving() is not None or self.process.poll() is not None,
                       "the pool starts")
         self.bcow("mount", self.lower.make_image(), self.where, "--pool", "p", "--upper",
                   self.upper, *self.options, "-o", self.access)

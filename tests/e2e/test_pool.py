@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 
 import test_ahead
 import test_union_fsx
@@ -594,9 +595,10 @@ class Uppers(PoolCase):
                 self.upper = os.path.join(self.pools, "upper" + "".join(options))
                 where = self.change(*options)
                 with contextlib.ExitStack() as stack:
-                    programs = [stack.enter_context(Program(os.path.join(where, str(number)),
-                                                            self.template, random.randrange(1 << 30)))
-                                for number in range(PROGRAMS)]
+                    programs = [
+                        stack.enter_context(Program(os.path.join(where, str(number)),
+                                                    self.template, random.randrange(1 << 30)))
+                        for number in range(PROGRAMS)]
 
                     def wait(programs=programs):
                         for program in programs:
@@ -690,11 +692,14 @@ class Uppers(PoolCase):
         self.assertEqual((os.fstat(file).st_nlink, os.fstat(handle).st_nlink), (0, 0))
         self.assertEqual(os.listdir(handle), [])
         work = os.path.join(self.upper, ".bcow/work")
-        self.assertGreater(len([name for name in os.listdir(work) if name.startswith("orphan-")]), 1)
+
+        def orphans():
+            return [name for name in os.listdir(work) if name.startswith("orphan-")]
+
+        self.assertEqual(len(orphans()), 2)
         os.close(file)
         os.close(handle)
-        until(lambda: not [name for name in os.listdir(work) if name.startswith("orphan-")],
-              "the kernel forgets the files")
+        until(lambda: not orphans(), "the kernel forgets the files")
         self.assert_sound(where)
         self.bcow("pool", "stop", "pool")
 
@@ -771,6 +776,206 @@ class Uppers(PoolCase):
         self.bcow("pool", "stop", "--force", "pool")
 
 
+class KernelDoor(PoolCase):
+    """Mounts at the kernel door: an image, a disk and an upper."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("e2fsck", "losetup")
+        super().setUpClass()
+        cls.disk = cls.path("disk.bcow")
+        views = unittest.mock.patch.dict(os.environ, BCOW_VIEWS=cls.path("views"))
+        views.start()
+        cls.addClassCleanup(views.stop)
+        bcow("create", "-b", cls.image, "--fs", "ext4", "-s", "1G", cls.disk, timeout=TIMEOUT)
+        cls.plain = cls.path("plain.bcow")
+        bcow("convert", "--plain", cls.image, cls.plain, timeout=TIMEOUT)
+
+    def setUp(self):
+        super().setUp()
+        self.upper = os.path.join(self.pools, "upper")
+        self.start()
+
+    def change(self, upper=None, where=None):
+        return self.mount("--door", "kernel", "--upper", upper or self.upper, "--size", "1G",
+                          where=where)
+
+    def loop_devices(self):
+        """The loop devices of bcow for files of this test."""
+        listed = run("losetup", "--list", "--noheadings", "--output", "BACK-FILE").out.decode()
+        return [line for line in listed.splitlines() if self.pools in line or self.disk in line]
+
+    def assert_sound(self, upper):
+        raw = os.path.join(self.pools, "check.raw")
+        self.bcow("convert", "--backing-dir", self.directory,
+                  os.path.join(upper, ".bcow/disk.bcow"), f"raw:{raw}")
+        run("e2fsck", "-fn", raw, timeout=TIMEOUT)
+        os.remove(raw)
+
+    @promise("A pool serves mounts at both doors")
+    def test_a_pool_serves_both_doors(self):
+        places = {"image": self.mount("--door", "kernel", image=self.plain),
+                  "disk": self.mount(image=self.disk), "upper": self.change(),
+                  "fuse": self.mount()}
+        types = {name: run("stat", "-f", "-c", "%T", where).out.decode().strip()
+                 for name, where in places.items()}
+        self.assertEqual(types["disk"], "ext2/ext3")
+        self.assertEqual(types["upper"], "ext2/ext3")
+        self.assertTrue(types["image"].startswith(("erofs", "UNKNOWN (0xe0f5e1e2)")), types)
+        pid = self.pid()
+        rows = json.loads(self.bcow("ps", "--json").out)["services"]
+        rows = {row["at"][0]: row for row in rows}
+        for where in places.values():
+            self.read(where)
+            row = rows[os.path.realpath(where)]
+            self.assertEqual((row["pid"], row["pool"]), (pid, "pool"))
+            statistics = json.loads(self.bcow("stats", where, "--json").out)
+            self.assertEqual((statistics["process"]["pid"], statistics["pool"]), (pid, "pool"))
+        self.assertEqual([mount["mode"] for mount in self.stats()["mounts"]],
+                         ["ro", "rw", "rw", "ro"])
+        self.assertIn(b"--pool needs a process", self.bcow("stats", places["image"]).out)
+        # What is written is there in the next mount, in the pool and outside.
+        for name in ("disk", "upper"):
+            write_file(os.path.join(places[name], "new"), name.encode())
+            self.bcow("umount", places[name])
+        self.mount(image=self.disk, where=places["disk"])
+        bcow("mount", self.image, places["upper"], "--upper", self.upper, timeout=TIMEOUT)
+        for name in ("disk", "upper"):
+            self.assertEqual(read_bytes(os.path.join(places[name], "new")), name.encode())
+            self.read(places[name])
+            self.bcow("umount", places[name])
+        self.assert_sound(self.upper)
+        self.bcow("pool", "stop", "--force", "pool")
+        self.assertEqual(self.loop_devices(), [])
+        self.assertFalse(any(map(is_mounted, places.values())))
+
+    @promise("A mount at the kernel door is not taken over, and `bcow pool restart` says so")
+    def test_restart_unmounts_only_with_force(self):
+        where, stays = self.change(), self.mount()
+        pid = self.pid()
+        refused = self.bcow("pool", "restart", "pool", check=False)
+        assert_refused(self, refused, os.path.realpath(where), "kernel door", "--force")
+        self.assertEqual(self.pid(), pid)
+        write_file(os.path.join(where, "new"), b"kept")
+        self.bcow("pool", "restart", "--force", "pool")
+        self.assertNotEqual(self.pid(), pid)
+        self.assertFalse(is_mounted(where))
+        self.read(stays)
+        self.change(where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"kept")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_a_pool_with_open_files_ends_with_the_last_one(self):
+        where = self.change()
+        pid = self.pid()
+        with open(os.path.join(where, "new"), "wb") as file:
+            stopped = self.bcow("pool", "stop", "--force", "pool")
+            self.assertIn(b"1", stopped.err + stopped.out)
+            self.assertFalse(is_mounted(where))
+            file.write(b"late")
+        self.assert_ends(pid)
+        self.start()
+        self.change(where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"late")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_killed_processes_leave_nothing_behind(self):
+        """Programs write to two uppers and synchronize; the FUSE mount stays."""
+        uppers = [os.path.join(self.pools, name) for name in ("one", "two")]
+        places, stays = [self.change(upper) for upper in uppers], self.mount()
+        for _ in range(3):
+            synchronized = [0, 0]
+
+            def write(index, synchronized=synchronized):
+                path = os.path.join(places[index], "numbers")
+                with contextlib.suppress(OSError), \
+                        open(path, "ab") as file:
+                    for number in range(1, 1 << 30):
+                        file.write(b"%d " % number)
+                        file.flush()
+                        os.fsync(file.fileno())
+                        synchronized[index] = number
+
+            threads = [threading.Thread(target=write, args=(index,)) for index in (0, 1)]
+            for thread in threads:
+                thread.start()
+            until(lambda: min(synchronized) > 20, "programs write", seconds=TIMEOUT)
+            self.kill()
+            for thread in threads:
+                thread.join(TIMEOUT)
+                self.assertFalse(thread.is_alive())
+            self.read(stays)
+            self.assertEqual(len(self.stats()["mounts"]), 1)
+            for where in places:
+                run("umount", "-l", where, timeout=TIMEOUT)
+            until(lambda: not self.loop_devices(), "the loop devices are gone")
+            for upper, where, last in zip(uppers, places, synchronized, strict=True):
+                self.change(upper, where)
+                numbers = [int(one) for one in read_bytes(os.path.join(where, "numbers")).split()]
+                self.assertEqual(numbers[:last], list(range(1, last + 1)))
+                os.remove(os.path.join(where, "numbers"))
+        for upper, where in zip(uppers, places, strict=True):
+            self.bcow("umount", where)
+            self.assert_sound(upper)
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_processes_killed_while_they_mount_end(self):
+        """A thread that waits for its own process in the kernel could never be killed."""
+        places = [self.place() for _ in range(3)]
+        for round in range(STEPS):
+            pid = self.pid()
+            mounts = [subprocess.Popen(
+                [BCOW, "mount", self.image, where, "--pool", "pool", "--door", "kernel", "--upper",
+                 os.path.join(self.pools, f"upper{index}"), "--size", "1G"],
+                env={**os.environ, **self.env}, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL) for index, where in enumerate(places)]
+            time.sleep(random.random() / 5)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.assert_ends(pid)
+            for mount in mounts:
+                mount.wait(TIMEOUT)
+            until(lambda: (self.find() or {}).get("pid") not in (None, pid), "the next process")
+            for where in places:
+                while is_mounted(where):
+                    run("umount", "-l", where, timeout=TIMEOUT)
+            until(lambda: not self.loop_devices(), "the loop devices are gone")
+            if round % 4 == 3:
+                # Too many short processes in a row end a pool.
+                self.bcow("pool", "restart", "pool")
+        for index, where in enumerate(places):
+            self.change(os.path.join(self.pools, f"upper{index}"), where)
+            self.read(where)
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_batches_are_for_the_fuse_door(self):
+        # For a disk, the command selects the door itself.
+        refused = bcow("mount", self.disk, self.place(), "--sync", "batch=3", check=False)
+        assert_refused(self, refused, "--sync batch is for the FUSE door", code=2)
+
+    def test_an_ordinary_user_is_refused(self):
+        pools = tempfile.mkdtemp(prefix="u-", dir=WORK)
+        self.addCleanup(shutil.rmtree, pools, ignore_errors=True)
+        os.chown(pools, UNPRIVILEGED, UNPRIVILEGED)
+        program, image = for_everyone(BCOW), for_everyone(self.image)
+        where = os.path.join(pools, "mnt")
+
+        def as_user(*arguments, check=True):
+            return run(program, *arguments, user=UNPRIVILEGED, env={"BCOW_POOLS": pools},
+                       check=check, timeout=TIMEOUT)
+
+        as_user("pool", "start", "own")
+        try:
+            os.mkdir(where)
+            os.chown(where, UNPRIVILEGED, UNPRIVILEGED)
+            for options in (("--upper", os.path.join(pools, "upper")), ()):
+                refused = as_user("mount", image, where, "--pool", "own", "--door", "kernel",
+                                  *options, check=False)
+                assert_refused(self, refused, "only root can mount")
+        finally:
+            as_user("pool", "stop", "own")
+
+
 class Program:
     """A program of `names_model.py`."""
 
@@ -824,8 +1029,6 @@ class Refusals(PoolCase):
                        ["--metrics", "127.0.0.1:0"]):
             self.refused("mount", self.image, where, "--pool=pool", *option,
                          mention=["cannot be used with"], code=2)
-        self.refused("mount", self.image, where, "--pool=pool", "--door=kernel",
-                     mention=["in a pool is not supported yet"], code=2)
         self.refused("mount", self.image, where, "--pool=../x", mention=["a name"], code=2)
         self.refused("mount", self.image, where, "--pool=pool",
                      mention=["it does not run", "bcow pool start pool"])

@@ -5,6 +5,7 @@ mod direct;
 mod door;
 pub mod fuse;
 pub mod helper;
+pub mod host;
 mod kernel;
 pub mod pooled;
 pub mod upper;
@@ -34,7 +35,8 @@ use crate::running::{self, Service};
 use crate::ui::Ui;
 use ahead::CompleteWhen;
 use door::Way;
-use fuse::Host;
+use fuse::Mounted;
+use host::Host;
 use upper::UpperArgs;
 
 /// Mount an image, read-only or with an upper that stores changes, or a disk
@@ -153,7 +155,7 @@ pub struct Args {
     #[arg(long, value_name = "WHEN", hide_short_help = true)]
     #[arg(help_heading = crate::remote::HEADING)]
     complete: Option<CompleteWhen>,
-    /// Let the process of this pool serve the mount (see `bcow pool`); FUSE door only
+    /// Let the process of this pool serve the mount (see `bcow pool`)
     #[arg(long, value_name = "NAME", value_parser = pool::parse_name)]
     #[arg(conflicts_with_all = ["foreground", "cache_size", "cpus", "metrics", "log_file"])]
     #[arg(conflicts_with = "record")]
@@ -248,7 +250,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(path) = &args.log_file {
         log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))?;
     }
-    let cache = BlockCache::new(args.cache_size);
     let running = Running {
         args,
         readiness,
@@ -256,34 +257,69 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         metrics,
         ui,
     };
-    let reason = match (way, args.upper.path()) {
-        (Way::Upper { reason }, Some(upper)) => {
-            let opened = kernel::open_upper(&running, upper, reason, &options, &cache)?;
-            return kernel::run(opened, running, options, cache);
-        }
-        (Way::Fuse { reason }, _) => reason,
-        // Whether the kernel mounts a disk depends on its content.
-        (Way::Content | Way::Upper { .. }, _) => match kernel::open(&running, &cache)? {
-            Some(opened) => return kernel::run(opened, running, options, cache),
-            None => {
-                settle(args, &mut options)?;
-                "the door of images".to_owned()
-            }
-        },
-    };
     let host = Host {
-        cache,
+        cache: BlockCache::new(args.cache_size),
         signals: Some(&running.signals),
         pool: None,
     };
-    let mount = fuse::mount(args, options, reason, &host, ui)?;
-    running.answer_metrics(mount.stats)?;
-    let session = mount.session;
-    let recording = mount.recording.as_ref();
-    running.serve(mount.service, mount.access, recording, |signals| {
+    let mounted = match make(args, way, &mut options, &host, ui)? {
+        Made::Served(mounted) => mounted,
+        Made::Direct(files) => {
+            let mounted = direct::run(&files, running, &options);
+            return mounted.map_err(|error| kernel::cannot_mount(&args.image, &error));
+        }
+    };
+    running.answer_metrics(mounted.stats)?;
+    let session = mounted.session;
+    let recording = mounted.recording.as_ref();
+    let _fetching = mounted.fetching;
+    running.serve(mounted.service, mounted.access, recording, |signals| {
         session.serve_until_signal(signals)
     })
 }
+
+/// A mount, or what it needs.
+enum Made {
+    /// A mount that this process has to serve.
+    Served(Box<Mounted>),
+    /// Files that the kernel can mount by itself. They are not mounted yet.
+    Direct(Vec<PathBuf>),
+}
+
+/// Opens the content, and mounts it at its door.
+fn make(
+    args: &Args,
+    way: Way,
+    options: &mut MountOptions,
+    host: &Host<'_>,
+    ui: &Ui,
+) -> Result<Made, CommandError> {
+    let opened = match (way, args.upper.path()) {
+        (Way::Upper { reason }, Some(upper)) => {
+            Some(kernel::open_upper(args, host, upper, reason, options, ui)?)
+        }
+        (Way::Fuse { reason }, _) => {
+            let mounted = fuse::mount(args, options.clone(), reason, host, ui)?;
+            return Ok(Made::Served(Box::new(mounted)));
+        }
+        // Whether the kernel mounts a disk depends on its content.
+        (Way::Content | Way::Upper { .. }, _) => kernel::open(args, host)?,
+    };
+    let Some(opened) = opened else {
+        settle(args, options)?;
+        let mounted = fuse::mount(args, options.clone(), DOOR_OF_IMAGES.to_owned(), host, ui)?;
+        return Ok(Made::Served(Box::new(mounted)));
+    };
+    if let Some(files) = opened.files() {
+        refuse_mounted(args.directory())?;
+        return Ok(Made::Direct(files.to_owned()));
+    }
+    let mounted = kernel::mount(opened, args, options, host)?;
+    Ok(Made::Served(Box::new(mounted)))
+}
+
+/// Why an image is mounted at the FUSE door.
+const DOOR_OF_IMAGES: &str = "the door of images";
 
 /// Checks the command line. Returns the way of the mount, and its mount options.
 fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
@@ -297,9 +333,6 @@ fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
         })?;
     }
     let way = door::select(args)?;
-    if args.pool.is_some() {
-        pooled::require_fuse(args, &way)?;
-    }
     if let Way::Fuse { .. } = way {
         settle(args, &mut options)?;
     }

@@ -40,7 +40,12 @@ pub struct DiskMount {
     pub upper: Option<PathBuf>,
     /// Whether flushes are honoured.
     pub barriers: Barriers,
+    /// Called when the disk is closed, and before `bcow umount` returns.
+    pub on_closed: Option<OnClosed>,
 }
+
+/// Releases what belongs to a disk; the argument says whether the disk has all written data.
+pub type OnClosed = Box<dyn FnOnce(bool) + Send>;
 
 /// How long the file of the disk is in use.
 #[derive(Debug, Default)]

@@ -24,7 +24,7 @@ use bcow_union::log::{self, Severity};
 use rustix::io::Errno;
 
 use crate::adapter::disk::DiskFile;
-use crate::disk::Lifetime;
+use crate::disk::{Lifetime, OnClosed};
 use crate::error::MountError;
 use crate::growth;
 use crate::idle;
@@ -32,7 +32,7 @@ use crate::mount::{Unmounted, unmount_places, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
-use crate::session::{abort_on_panic, show_closing};
+use crate::process::{abort_on_panic, show_closing};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 
@@ -61,6 +61,21 @@ pub struct KernelSession {
     disk: Option<Arc<Disk>>,
     path: PathBuf,
     outcome: Arc<Outcome>,
+    on_closed: Option<OnClosed>,
+}
+
+/// Ends a [`KernelSession`] from another thread.
+#[derive(Debug, Clone)]
+pub(crate) struct KernelUnmounter {
+    mount: Arc<KernelMount>,
+}
+
+/// Makes the disk of a [`KernelSession`] durable from another thread, before the process ends.
+#[derive(Debug, Clone)]
+pub(crate) struct KernelCloser {
+    disk: Weak<Disk>,
+    outcome: Weak<Outcome>,
+    path: PathBuf,
 }
 
 /// The file system that the kernel has mounted.
@@ -173,6 +188,7 @@ impl KernelSession {
             disk: writable,
             path: disk.path,
             outcome,
+            on_closed: disk.on_closed,
         })
     }
 
@@ -193,14 +209,30 @@ impl KernelSession {
         self.service.hidden.as_ref().map(HiddenMount::descriptor)
     }
 
-    /// Serves until the mount is gone. Then all written data is durable. SIGTERM, SIGINT and, in
-    /// the foreground, SIGHUP unmount; if files are in use, the mount is detached and served until
-    /// they are closed. A second signal flushes the disk and ends this process at once.
-    pub fn serve_until_signal(mut self, signals: Signals) -> Result<(), MountError> {
+    /// A handle that unmounts while the session is being served.
+    pub(crate) fn unmounter(&self) -> KernelUnmounter {
+        KernelUnmounter {
+            mount: Arc::clone(&self.mount),
+        }
+    }
+
+    /// A handle that makes the disk durable while the session is being served; `None` for content
+    /// that does not change.
+    pub(crate) fn closer(&self) -> Option<KernelCloser> {
+        Some(KernelCloser {
+            disk: Arc::downgrade(self.disk.as_ref()?),
+            outcome: Arc::downgrade(&self.outcome),
+            path: self.path.clone(),
+        })
+    }
+
+    /// Like [`KernelSession::serve`], but SIGTERM, SIGINT and, in the foreground, SIGHUP unmount.
+    /// If files are in use, the mount is detached and served until they are closed. A second signal
+    /// flushes the disk and ends this process at once.
+    pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
         abort_on_panic();
         let mount = Arc::clone(&self.mount);
-        let disk = self.disk.as_ref().map(Arc::downgrade);
-        let outcome = Arc::clone(&self.outcome);
+        let closer = self.closer();
         std::thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
@@ -210,12 +242,10 @@ impl KernelSession {
                     log::log(Severity::Warning, &warning);
                 }
                 signals.wait();
-                if let Some(disk) = disk.and_then(|disk| disk.upgrade()) {
-                    let flushed = disk.flush();
-                    if let Err(error) = &flushed {
-                        log::log(Severity::Error, &error.to_string());
-                    }
-                    outcome.report(flushed.map_err(|_| Errno::IO));
+                if let Some(closer) = closer
+                    && let Err(error) = closer.close()
+                {
+                    log::log(Severity::Error, &error.to_string());
                 }
                 // The kernel sees that the connection is closed, and fails the requests in flight.
                 std::process::exit(1);
@@ -224,6 +254,11 @@ impl KernelSession {
                 action: "start a thread",
                 source,
             })?;
+        self.serve()
+    }
+
+    /// Serves until the mount is gone. Then all written data is durable.
+    pub fn serve(mut self) -> Result<(), MountError> {
         self.mount.lifetime.wait(|| {
             // A failure is reported again by each later write, and at the end.
             if let Some(disk) = &self.disk
@@ -235,7 +270,12 @@ impl KernelSession {
         let served = self.service.stop();
         show_closing();
         let closed = self.close();
-        closed.and(served)
+        let result = closed.and(served);
+        // Before the outcome is closed: another process may use the disk then.
+        if let Some(on_closed) = self.on_closed.take() {
+            on_closed(result.is_ok());
+        }
+        result
     }
 
     /// Makes the disk durable and reports the result.
@@ -267,6 +307,29 @@ impl KernelSession {
                 source: errno.into(),
             }),
         }
+    }
+}
+
+impl KernelUnmounter {
+    /// Unmounts. If the mount is in use, unmounts lazily.
+    pub(crate) fn unmount(&self) -> Unmounted {
+        self.mount.unmount()
+    }
+}
+
+impl KernelCloser {
+    /// Makes the written data durable. The caller ends the process afterwards.
+    pub(crate) fn close(&self) -> Result<(), MountError> {
+        let (Some(disk), Some(outcome)) = (self.disk.upgrade(), self.outcome.upgrade()) else {
+            // The session has ended.
+            return Ok(());
+        };
+        let flushed = disk.flush();
+        outcome.report(flushed.as_ref().map(|_| ()).map_err(|_| Errno::IO));
+        flushed.map_err(|source| MountError::CloseDisk {
+            disk: self.path.clone(),
+            source,
+        })
     }
 }
 

@@ -32,6 +32,7 @@ mod mount;
 mod mountinfo;
 pub mod options;
 mod outcome;
+mod process;
 mod readers;
 pub mod session;
 pub mod signals;

@@ -15,6 +15,7 @@ use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
+use crate::kernel::{KernelCloser, KernelSession, KernelUnmounter};
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
@@ -24,16 +25,7 @@ use crate::stats::MountStats;
 use crate::takeover::{self, Handover};
 
 pub use crate::mount::Unmounted;
-
-/// Name that the process takes while it closes the upper of a writable mount, or writes a trace.
-/// Commands that wait for its end recognise it by this name.
-pub const CLOSING: &std::ffi::CStr = c"bcow-closing";
-
-/// Takes the name [`CLOSING`].
-pub fn show_closing() {
-    // Only other commands' reports use the name, so an error is ignored.
-    let _ = rustix::thread::set_name(CLOSING);
-}
+pub use crate::process::{CLOSING, abort_on_panic, show_closing};
 
 /// The content of a mount.
 pub enum Content {
@@ -81,11 +73,17 @@ enum Fuse {
     Writable(fuser::Session<Writable>),
 }
 
-/// Closes the upper of a [`Session`] from another thread, before the process ends.
+/// Closes the upper or the disk of a session from another thread, before the process ends.
 #[derive(Debug, Clone)]
-pub struct Closer {
-    union: Weak<UnionFs>,
-    outcome: Weak<Outcome>,
+pub struct Closer(Closes);
+
+#[derive(Debug, Clone)]
+enum Closes {
+    Upper {
+        union: Weak<UnionFs>,
+        outcome: Weak<Outcome>,
+    },
+    Disk(KernelCloser),
 }
 
 /// Stops a [`Session`] with an upper from another thread, for a process that takes it over.
@@ -95,10 +93,14 @@ pub struct Stopper {
     gate: Arc<RwLock<()>>,
 }
 
-/// Ends a [`Session`] from another thread.
+/// Ends a session from another thread.
 #[derive(Debug, Clone)]
-pub struct Unmounter {
-    mount: Arc<Mutex<Mount>>,
+pub struct Unmounter(Ends);
+
+#[derive(Debug, Clone)]
+enum Ends {
+    Fuse(Arc<Mutex<Mount>>),
+    Kernel(KernelUnmounter),
 }
 
 impl Session {
@@ -243,21 +245,21 @@ impl Session {
 
     /// A handle that unmounts while the session is being served.
     pub fn unmounter(&self) -> Unmounter {
-        Unmounter {
-            mount: Arc::clone(&self.mount),
-        }
+        Unmounter(Ends::Fuse(Arc::clone(&self.mount)))
     }
 
     /// A handle that closes the upper while the session is being served; `None` without an upper.
     pub fn closer(&self) -> Option<Closer> {
-        self.union.as_ref().map(|closing| Closer {
-            union: Arc::downgrade(&closing.union),
-            outcome: Arc::downgrade(&closing.outcome),
+        self.union.as_ref().map(|closing| {
+            Closer(Closes::Upper {
+                union: Arc::downgrade(&closing.union),
+                outcome: Arc::downgrade(&closing.outcome),
+            })
         })
     }
 
-    /// A handle that stops the session for a process that takes it over; `None` without an upper, or
-    /// if no process can.
+    /// A handle that stops the session for a process that takes it over; `None` without an upper,
+    /// or if no process can.
     pub fn stopper(&self) -> Option<Stopper> {
         Some(Stopper {
             union: Arc::downgrade(&self.union.as_ref()?.union),
@@ -331,10 +333,68 @@ impl Closer {
     /// Makes the written data durable, as the end of the session does. The caller ends the process
     /// afterwards.
     pub fn close(&self) -> Result<(), MountError> {
-        match (self.union.upgrade(), self.outcome.upgrade()) {
+        let (union, outcome) = match &self.0 {
+            Closes::Upper { union, outcome } => (union, outcome),
+            Closes::Disk(closer) => return closer.close(),
+        };
+        match (union.upgrade(), outcome.upgrade()) {
             (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
             // The session has ended.
             _ => Ok(()),
+        }
+    }
+}
+
+/// A mount at either door, in a process that has several.
+pub enum AnySession {
+    /// At the FUSE door.
+    Fuse(Session),
+    /// At the kernel door.
+    Kernel(KernelSession),
+}
+
+impl AnySession {
+    /// Serves until the mount is gone. Then the written data is durable, as far as the options of
+    /// the mount require it.
+    pub fn serve(self) -> Result<(), MountError> {
+        match self {
+            AnySession::Fuse(session) => session.serve(),
+            AnySession::Kernel(session) => session.serve(),
+        }
+    }
+
+    /// As [`AnySession::serve`], but signals end the mount; see [`Session::serve_until_signal`].
+    pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
+        match self {
+            AnySession::Fuse(session) => session.serve_until_signal(signals),
+            AnySession::Kernel(session) => session.serve_until_signal(signals),
+        }
+    }
+
+    /// A handle that unmounts while the session is being served.
+    pub fn unmounter(&self) -> Unmounter {
+        match self {
+            AnySession::Fuse(session) => session.unmounter(),
+            AnySession::Kernel(session) => Unmounter(Ends::Kernel(session.unmounter())),
+        }
+    }
+
+    /// A handle that makes the written data durable while the session is being served; `None` for a
+    /// mount that takes no writes.
+    pub fn closer(&self) -> Option<Closer> {
+        match self {
+            AnySession::Fuse(session) => session.closer(),
+            AnySession::Kernel(session) => {
+                session.closer().map(|closer| Closer(Closes::Disk(closer)))
+            }
+        }
+    }
+
+    /// The session, if another process can take it over: one at the FUSE door.
+    pub fn fuse(&self) -> Option<&Session> {
+        match self {
+            AnySession::Fuse(session) => Some(session),
+            AnySession::Kernel(_) => None,
         }
     }
 }
@@ -398,10 +458,13 @@ impl Fuse {
 impl Unmounter {
     /// Unmounts. If the mount is in use, unmounts lazily.
     pub fn unmount(&self) -> Unmounted {
-        self.mount
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .unmount()
+        match &self.0 {
+            Ends::Fuse(mount) => mount
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .unmount(),
+            Ends::Kernel(mount) => mount.unmount(),
+        }
     }
 
     /// Unmounts. If the mount is in use, unmounts lazily.
@@ -417,16 +480,4 @@ fn readers(threads: usize) -> (Arc<Readers>, fuser::Config) {
     // One thread more than answer requests: see `Readers`.
     config.n_threads = Some(threads + 1);
     (Readers::new(threads), config)
-}
-
-/// Makes the process abort on a panic. If only the thread ended, the program that waits for its
-/// reply would wait forever and could not be interrupted. When the process ends, the kernel fails
-/// the requests in flight.
-pub fn abort_on_panic() {
-    let default_hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        default_hook(info);
-        log::log(Severity::Error, &info.to_string());
-        std::process::abort();
-    }));
 }

@@ -36,6 +36,7 @@ pub fn files(args: &Args, image: &OpenImage) -> Result<Vec<PathBuf>, String> {
         ("--metrics", args.metrics.is_some()),
         ("--record", args.record.is_some()),
         ("--foreground", args.foreground),
+        ("--pool", args.pool.is_some()),
     ] {
         if is_given {
             return needs(option);

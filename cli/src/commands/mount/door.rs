@@ -74,7 +74,7 @@ fn select_without_upper(args: &Args) -> Result<Way, CommandError> {
         DoorChoice::Kernel => Way::Content,
         DoorChoice::Auto if is_disk && args.layers().is_empty() => Way::Content,
         DoorChoice::Auto => Way::Fuse {
-            reason: "the door of images".to_owned(),
+            reason: super::DOOR_OF_IMAGES.to_owned(),
         },
         DoorChoice::Fuse => Way::Fuse {
             reason: "as --door says".to_owned(),
@@ -85,7 +85,7 @@ fn select_without_upper(args: &Args) -> Result<Way, CommandError> {
             Err(CommandError::usage("--sync needs an upper or a disk")
                 .hint("`--upper DIR` names the directory that takes the changes"))
         }
-        Way::Content if args.door == DoorChoice::Kernel => {
+        Way::Content => {
             refuse_what_only_fuse_has(args)?;
             Ok(way)
         }

@@ -1,46 +1,26 @@
 //! A mount at the FUSE door, in a process of its own or in the process of a pool.
 
 use std::ffi::OsString;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use bcow::{BlockCache, OpenOptions};
+use bcow::OpenOptions;
 use bcow_fuse::options::Access;
-use bcow_fuse::session::Content;
-use bcow_fuse::signals::Signals;
+use bcow_fuse::session::{AnySession, Content};
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{Handover, ImageFs, MountOptions, MountStats, Session};
 
 use super::ahead::{self, Fetching};
-use super::{Args, failure, refuse_mounted, threads, upper};
+use super::host::{Host, UpperUse};
+use super::{Args, failure, refuse_mounted, upper};
 use crate::error::CommandError;
 use crate::image::{OpenImage, parse_name, shown_name};
 use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::ui::Ui;
 
-/// The process in which a mount is made.
-pub struct Host<'a> {
-    /// The cache of decoded blocks.
-    pub cache: BlockCache,
-    /// The signals that may interrupt the mount while it is being made.
-    pub signals: Option<&'a Signals>,
-    /// The pool, if the process has several mounts.
-    pub pool: Option<InPool>,
-}
-
-/// What a mount gets from its pool.
-#[derive(Debug, Clone)]
-pub struct InPool {
-    /// The name of the pool.
-    pub name: String,
-    /// Threads that answer the requests of one mount.
-    pub threads: Option<usize>,
-}
-
 /// A mount that programs can use as soon as its session is served.
 pub struct Mounted {
-    pub session: Session,
+    pub session: AnySession,
     pub stats: Arc<MountStats>,
     /// The entry for `bcow ps`.
     pub service: Service,
@@ -62,17 +42,6 @@ pub fn mount(
     ui: &Ui,
 ) -> Result<Mounted, CommandError> {
     open(args, options, reason, host, UpperUse::New, ui)?.mount(args, host, ui)
-}
-
-/// What to do with the upper of a mount.
-#[derive(Debug, Clone, Copy)]
-pub enum UpperUse<'a> {
-    /// Open it for a new mount.
-    New,
-    /// Take it over from a process that has ended, with the ledger of that process.
-    TakeOver(BorrowedFd<'a>),
-    /// Leave it alone: this process, or another one, uses it.
-    None,
 }
 
 /// Content that is not mounted yet.
@@ -153,10 +122,7 @@ pub fn open(
             Content::from(union)
         }
     };
-    let threads = match (&host.pool, args.threads) {
-        (Some(pool), None) if pool.threads.is_some() => pool.threads.unwrap_or(1),
-        _ => threads(args, args.upper.path().is_some()),
-    };
+    let threads = host.threads(args, args.upper.path().is_some());
     Ok(Opened {
         content,
         options,
@@ -220,7 +186,7 @@ impl Opened {
             pool: host.pool.as_ref().map(|pool| pool.name.clone()),
         };
         Ok(Mounted {
-            session,
+            session: AnySession::Fuse(session),
             stats: self.stats,
             service,
             identity: self.identity,
@@ -237,7 +203,7 @@ impl Opened {
         let (content, options) = (self.content, &self.options);
         let session = Session::take_over(content, stats, handover, options, self.threads);
         Ok(Mounted {
-            session: session.map_err(|error| failure(&error))?,
+            session: AnySession::Fuse(session.map_err(|error| failure(&error))?),
             stats: self.stats,
             service,
             identity: self.identity,

@@ -10,6 +10,7 @@ use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::kernel::{self, Barriers, Device, DiskMount, Kind};
 use bcow_fuse::options::Access;
+use bcow_fuse::session::AnySession;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{KernelSession, MountError, MountOptions, MountStats};
 use bcow_mount::Writeback;
@@ -17,7 +18,9 @@ use bcow_oci::ImageName;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
-use super::{Args, DoorChoice, Running, direct, failure, refuse_mounted, threads};
+use super::fuse::Mounted;
+use super::host::Host;
+use super::{Args, DoorChoice, direct, failure, refuse_mounted};
 use crate::commands::create::disk_size;
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
@@ -27,6 +30,7 @@ use crate::names;
 use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::size::Human;
+use crate::ui::Ui;
 use crate::upper::{
     NOTICES_WITHIN, PAUSE, cannot_use, holder_of_note, is_closing, note, when_free,
 };
@@ -45,7 +49,7 @@ pub struct Opened {
     grows_to: Option<u64>,
     /// Dropped after the disk.
     keeper: Keeper,
-    _fetching: Option<Fetching>,
+    fetching: Option<Fetching>,
     recording: Option<Recording>,
 }
 
@@ -60,13 +64,12 @@ enum Keeper {
 }
 
 /// Opens the disk, and returns it if the kernel shall mount it.
-pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>, CommandError> {
-    let args = running.args;
+pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError> {
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
-    let options = open_options(args, cache);
+    let options = open_options(args, &host.cache);
     let opened = match args.layers().is_empty() && is_writable_disk(&args.image) {
-        true => open_writable(running, &options)?,
+        true => open_writable(args, host, &options)?,
         false => open_sealed(args, &options)?,
     };
     let device: &dyn BlockDevice = match &opened.device {
@@ -77,14 +80,13 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
         (Ok(found), DoorChoice::Kernel) => found.kind,
         (Ok(found), _) if found.kind != Kind::Erofs => found.kind,
         // The FUSE door reads EROFS, and names the problem of other content.
-        (Ok(_) | Err(MountError::Kernel(_)), DoorChoice::Auto) => return Ok(None),
-        (Ok(found), DoorChoice::Fuse) => found.kind,
+        (Ok(_) | Err(MountError::Kernel(_)), _) => return Ok(None),
         (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
+    require_root(&args.image, kind)?;
     if kind == Kind::Erofs {
         require_sound(args, &opened.device)?;
     }
-    require_root(&args.image, kind)?;
     let OpenDevice {
         device,
         identity,
@@ -129,20 +131,20 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
             Some(file) => Keeper::Disk { _file: file },
             None => Keeper::None,
         },
-        _fetching: fetching,
+        fetching,
         recording,
     }))
 }
 
 /// Opens the upper, or begins one.
 pub fn open_upper(
-    running: &Running<'_>,
+    args: &Args,
+    host: &Host<'_>,
     upper: &Path,
     reason: String,
     mount_options: &MountOptions,
-    cache: &BlockCache,
+    ui: &Ui,
 ) -> Result<Opened, CommandError> {
-    let args = running.args;
     let asked = Asked {
         size: args.upper.size().map(disk_size).transpose()?,
         read_only: mount_options.asks_for_read_only(),
@@ -156,21 +158,19 @@ pub fn open_upper(
     require_root(&args.image, Kind::Ext4)?;
     require_no_deadlock(&args.image, &writeback)?;
     require_devices(&args.image)?;
-    let options = open_options(args, cache);
+    let options = open_options(args, &host.cache);
     // The process changes its directory later, and publishes the path of the upper.
     let path =
         std::path::absolute(upper).context(|| format!("cannot use upper {}", upper.display()))?;
     let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, &options)?;
-    running
-        .signals
-        .let_through()
+    host.let_signals_through()
         .map_err(|error| failure(&error))?;
     let note = note(args.directory());
     let opened = kernel_upper::open_or_begin(&image, &path, asked, &note, &options, |open| {
-        when_free(running.ui, || {
+        when_free(ui, || {
             // A wait for the end of another mount may be interrupted. Only the call that blocked
             // the signals can fail.
-            let _ = running.signals.let_through();
+            let _ = host.let_signals_through();
             open()
         })
     })?;
@@ -196,7 +196,7 @@ pub fn open_upper(
         files: None,
         grows_to,
         keeper: Keeper::Upper(instance),
-        _fetching: ahead::start(args, &image),
+        fetching: ahead::start(args, &image),
         recording: None,
     })
 }
@@ -204,11 +204,19 @@ pub fn open_upper(
 fn require_root(image: &Path, kind: Kind) -> Result<(), CommandError> {
     match rustix::process::geteuid().is_root() {
         true => Ok(()),
-        false => Err(CommandError::new(format!(
-            "only root can mount {} at the kernel door: only the kernel reads {}",
-            image.display(),
-            kind.name()
-        ))),
+        false => {
+            let refused = CommandError::new(format!(
+                "only root can mount {} at the kernel door",
+                image.display()
+            ));
+            Err(match kind {
+                Kind::Erofs => refused.hint("`--door fuse` mounts an image for its user"),
+                kind => refused.caused_by_text(format!(
+                    "{} can be mounted only by the driver of the kernel",
+                    kind.name()
+                )),
+            })
+        }
     }
 }
 
@@ -238,7 +246,7 @@ fn require_devices(image: &Path) -> Result<(), CommandError> {
 
 fn cannot_record() -> CommandError {
     CommandError::usage("--record is not supported yet for disks, and uppers at the kernel door")
-        .hint("record with `--door fuse`, or without the upper")
+        .hint("record a mount of the image without the upper")
 }
 
 fn cannot(image: &Path) -> CommandError {
@@ -288,10 +296,13 @@ struct OpenDevice {
     direct: Option<Result<Vec<PathBuf>, String>>,
 }
 
-fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
-    let args = running.args;
+fn open_writable(
+    args: &Args,
+    host: &Host<'_>,
+    options: &OpenOptions,
+) -> Result<OpenDevice, CommandError> {
     let below = Below::new(&args.stores, options)?;
-    let file = lock_when_free(running)?;
+    let file = lock_when_free(args, host)?;
     let disk: Disk = below.open_disk(&args.image, &file)?;
     let identity = disk.identity_hash();
     Ok(OpenDevice {
@@ -315,12 +326,12 @@ fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, Command
 }
 
 /// Locks the disk. Waits for a process that is ending an earlier mount of it.
-fn lock_when_free(running: &Running<'_>) -> Result<LockedFile, CommandError> {
-    let (args, start) = (running.args, Instant::now());
+fn lock_when_free(args: &Args, host: &Host<'_>) -> Result<LockedFile, CommandError> {
+    let start = Instant::now();
     let name = &args.image;
     let path = match parse_name(name)? {
         ImageName::File(path) => path,
-        // `may_mount` has selected a file.
+        // `is_writable_disk` has selected a file.
         _ => name.clone(),
     };
     loop {
@@ -330,7 +341,7 @@ fn lock_when_free(running: &Running<'_>) -> Result<LockedFile, CommandError> {
         };
         tracing::debug!("waiting for the end of another mount: {error}");
         // Only the call that blocked the signals can fail.
-        let _ = running.signals.let_through();
+        let _ = host.let_signals_through();
         std::thread::sleep(PAUSE);
     }
 }
@@ -346,41 +357,53 @@ fn ends_soon(error: &LockFileError, waited: Duration) -> bool {
     }
 }
 
-/// Mounts, and serves to the end.
-pub fn run(
-    opened: Opened,
-    running: Running<'_>,
-    options: MountOptions,
-    cache: BlockCache,
-) -> Result<(), CommandError> {
-    let args = running.args;
-    refuse_mounted(args.directory())?;
-    if let Some(files) = &opened.files {
-        let mounted = direct::run(files, running, &options);
-        return mounted.map_err(|error| cannot_mount(&args.image, &error));
+impl Opened {
+    /// The files of an image that the kernel reads by itself: no process has to serve such a mount.
+    pub fn files(&self) -> Option<&[PathBuf]> {
+        self.files.as_deref()
     }
+}
+
+/// Mounts.
+pub fn mount(
+    opened: Opened,
+    args: &Args,
+    options: &MountOptions,
+    host: &Host<'_>,
+) -> Result<Mounted, CommandError> {
+    refuse_mounted(args.directory())?;
     let file = PathBuf::from(parse_name(&args.image)?.absolute());
     let upper = match &opened.keeper {
         Keeper::Upper(instance) => Some(instance.path().to_owned()),
         _ => None,
     };
+    let pool = host.pool.as_ref();
     let stats = Arc::new(MountStats::new(About {
         image: file.clone().into(),
         file: file.clone(),
         identity: opened.identity,
-        cache,
+        cache: host.cache.clone(),
         door: Some(ServedBy {
             name: "kernel".to_owned(),
             reason: opened.reason,
         }),
         remote: args.stores.remote.report(),
-        pool: None,
+        pool: pool.map(|pool| pool.name.clone()),
         trace: opened
             .recording
             .as_ref()
             .map(|recording| recording.destination().to_owned()),
     }));
     let is_sealed = matches!(opened.device, Device::ReadOnly(_));
+    let keeper = opened.keeper;
+    let release = move |has_all: bool| {
+        if let (true, Keeper::Upper(instance)) = (has_all, &keeper) {
+            // A clean end: the host's kernel has all data. If the note stays, it only counts after
+            // a crash of the machine.
+            let _ = instance.forget_volatile();
+        }
+        drop(keeper);
+    };
     let disk = DiskMount {
         device: opened.device,
         path: opened.path,
@@ -389,23 +412,18 @@ pub fn run(
             SyncPolicy::Volatile => Barriers::Off,
             _ => Barriers::On,
         },
+        on_closed: Some(Box::new(release)),
     };
-    let threads = threads(args, !is_sealed);
-    let session = KernelSession::mount(
-        disk,
-        Arc::clone(&stats),
-        args.directory(),
-        &options,
-        threads,
-    )
-    .map_err(|error| cannot_mount(args.image.as_path(), &error))?;
+    let threads = host.threads(args, !is_sealed);
+    let session =
+        KernelSession::mount(disk, Arc::clone(&stats), args.directory(), options, threads)
+            .map_err(|error| cannot_mount(args.image.as_path(), &error))?;
     if let Some(bytes) = opened.grows_to {
         let grown = session.grow_file_system(bytes);
         grown.map_err(|error| cannot_mount(args.image.as_path(), &error))?;
     }
     let (mountpoint, device) = session.place();
     let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
-    running.answer_metrics(stats)?;
     let service = Service {
         kind: "mount".to_owned(),
         image: file.to_string_lossy().into_owned(),
@@ -417,22 +435,21 @@ pub fn run(
         since: running::now(),
         device,
         descriptor: session.descriptor(),
-        pool: None,
+        pool: pool.map(|pool| pool.name.clone()),
     };
-    let keeper = opened.keeper;
-    let recording = opened.recording;
-    running.serve(service, Access::Owner, recording.as_ref(), |signals| {
-        let served = session.serve_until_signal(signals);
-        if let (Ok(()), Keeper::Upper(instance)) = (&served, &keeper) {
-            // A clean end: the host's kernel has all data. If the note stays, it only counts after
-            // a crash of the machine.
-            let _ = instance.forget_volatile();
-        }
-        served
+    Ok(Mounted {
+        session: AnySession::Kernel(session),
+        stats,
+        service,
+        identity: opened.identity,
+        access: Access::Owner,
+        fetching: opened.fetching,
+        recording: opened.recording,
     })
 }
 
-fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
+/// The error of a mount, with a hint.
+pub fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
     match error {
         MountError::Kernel(_) | MountError::ReadDisk(_) => {
             let name = image.display();

@@ -13,10 +13,11 @@ use bcow_fuse::MountOptions;
 use bcow_oci::ImageName;
 
 use super::door::Way;
-use super::fuse::{self, Host, InPool, Mounted, Opened, UpperUse};
-use super::{Args, check, helper};
+use super::fuse::{self, Mounted, Opened};
+use super::host::{Host, InPool, UpperUse};
+use super::{Args, DOOR_OF_IMAGES, Made, check, helper, make, settle};
 use crate::error::{CommandError, Context};
-use crate::image::{parse_name, shown_name};
+use crate::image::parse_name;
 use crate::pool::protocol::{Request, View};
 use crate::pool::{PoolName, client};
 use crate::ui::Ui;
@@ -29,25 +30,6 @@ const PAUSES: [Duration; 5] = [
     Duration::from_secs(8),
     Duration::from_secs(15),
 ];
-
-/// Refuses a mount at the kernel door.
-pub fn require_fuse(args: &Args, way: &Way) -> Result<(), CommandError> {
-    let refused = |what: String| {
-        CommandError::usage(format!(
-            "{what} in a pool is not supported yet: a pool serves mounts at the FUSE door"
-        ))
-    };
-    match way {
-        Way::Fuse { .. } => Ok(()),
-        Way::Upper { .. } => Err(refused("an upper of the kernel door".to_owned())
-            .hint("leave --pool out, or use an upper of the FUSE door")),
-        Way::Content => Err(refused(format!(
-            "a mount of {} by a file system of the kernel",
-            shown_name(&args.image).display()
-        ))
-        .hint("leave --pool out; `--door fuse` mounts content that is EROFS")),
-    }
-}
 
 /// Lets the pool mount.
 pub fn request(name: &PoolName, ui: &Ui) -> Result<(), CommandError> {
@@ -78,9 +60,13 @@ pub struct PoolHost<'a> {
 
 /// Mounts in this process, which is a pool. The paths are relative to the directory of this thread.
 pub fn mount(args: &Args, host: PoolHost<'_>, ui: &Ui) -> Result<Mounted, CommandError> {
-    let (options, reason) = check_for_pool(args)?;
+    let (way, mut options) = check(args)?;
     refuse_own_mounts(args, host.devices)?;
-    fuse::mount(args, options, reason, &host.into(), ui)
+    match make(args, way, &mut options, &host.into(), ui)? {
+        Made::Served(mounted) => Ok(*mounted),
+        // [`direct::files`] gives none to a mount in a pool.
+        Made::Direct(_) => Err(CommandError::new("no process serves this mount")),
+    }
 }
 
 /// How often to open an image.
@@ -99,7 +85,7 @@ pub fn open_again(
     upper_use: UpperUse<'_>,
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
-    let (options, reason) = check_for_pool(args)?;
+    let (options, reason) = at_fuse(args)?;
     let is_tried_again =
         attempts == Attempts::Several && matches!(parse_name(&args.image)?, ImageName::Remote(_));
     let host = host.into();
@@ -114,12 +100,16 @@ pub fn open_again(
     }
 }
 
-fn check_for_pool(args: &Args) -> Result<(MountOptions, String), CommandError> {
-    let (way, options) = check(args)?;
-    require_fuse(args, &way)?;
+/// The options of a mount at the FUSE door, and why it is there.
+fn at_fuse(args: &Args) -> Result<(MountOptions, String), CommandError> {
+    let (way, mut options) = check(args)?;
     match way {
         Way::Fuse { reason } => Ok((options, reason)),
-        _ => Err(CommandError::usage("this door is not supported in a pool")),
+        // The process before has found content for the FUSE door.
+        Way::Content | Way::Upper { .. } => {
+            settle(args, &mut options)?;
+            Ok((options, DOOR_OF_IMAGES.to_owned()))
+        }
     }
 }
 

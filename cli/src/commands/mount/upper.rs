@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
-use bcow_fuse::signals::Signals;
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::{NodeId, SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions, UpperError};
 
-use super::fuse::{Host, UpperUse};
+use super::host::{Host, UpperUse};
 use crate::commands::mount::{self, helper};
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
@@ -137,19 +136,18 @@ impl UpperArgs {
         ui: &Ui,
     ) -> Result<Arc<UnionFs>, CommandError> {
         let options = self.options(host.pool.is_some());
-        let signals = host.signals;
         // The process changes its directory later, and publishes the path of the upper.
         let path = self.upper.as_deref().unwrap_or(Path::new(""));
         let path = &std::path::absolute(path)
             .context(|| format!("cannot use upper {}", path.display()))?;
         let note = note(directory);
         let tree = Arc::new(tree);
-        let let_through = || signals.map_or(Ok(()), Signals::let_through);
-        let_through().map_err(|error| mount::failure(&error))?;
+        host.let_signals_through()
+            .map_err(|error| mount::failure(&error))?;
         when_free(ui, || {
             // A wait for the end of another mount may be interrupted. Only the call that blocked
             // the signals can fail.
-            let _ = let_through();
+            let _ = host.let_signals_through();
             let lower = LowerImage {
                 fs: Arc::clone(&tree),
                 identity: image.identity(),

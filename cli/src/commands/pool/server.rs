@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::MountStats;
-use bcow_fuse::session::{Closer, Session, Stopper, Unmounted, Unmounter};
+use bcow_fuse::session::{AnySession, Closer, Session, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::stats::document::Cache;
 use bcow_union::log::{self, Severity};
@@ -24,7 +24,8 @@ use serde_json::{Value, json};
 
 use super::ParseMount;
 use super::stats::{Document, Memory, Mount, SCHEMA};
-use crate::commands::mount::fuse::{InPool, Mounted};
+use crate::commands::mount::fuse::Mounted;
+use crate::commands::mount::host::InPool;
 use crate::commands::mount::pooled::{self, PoolHost};
 use crate::commands::mount::{self, failure};
 use crate::error::{CommandError, Context};
@@ -103,6 +104,7 @@ struct Entry {
     stopper: Option<Stopper>,
     /// What the keeper has of it for another process; `None` if none can take it over.
     kept: Option<Record>,
+    is_at_kernel_door: bool,
 }
 
 impl Pool {
@@ -342,7 +344,7 @@ impl Pool {
     }
 
     /// Serves a mount to its end.
-    fn serve(&self, number: u64, session: Session) {
+    fn serve(&self, number: u64, session: AnySession) {
         if let Err(error) = session.serve() {
             log_failure(&failure(&error));
         }
@@ -491,7 +493,8 @@ impl<'a> Coming<'a> {
                     stats: Arc::downgrade(&stats),
                     unmounter: session.unmounter(),
                     closer: session.closer(),
-                    stopper: session.stopper(),
+                    stopper: session.fuse().and_then(Session::stopper),
+                    is_at_kernel_door: session.fuse().is_none(),
                     kept,
                 },
             );

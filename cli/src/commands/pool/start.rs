@@ -148,6 +148,11 @@ fn serve_given(
             CommandError::new("cannot restrict the process to --cpus").caused_by_text(cause)
         })?;
     }
+    // Before other threads exist: the kernel may write the pages of a mount at the kernel door back
+    // through any thread that another one waits for. An ordinary user has no such mounts.
+    if rustix::process::geteuid().is_root() {
+        let _ = bcow_mount::serve_writeback();
+    }
     remote::share_clients();
     let pool = Arc::new(Pool::new(
         Settings {

@@ -4,8 +4,8 @@
 //! the process that takes over. The first process may have executed such a request. Most requests
 //! can be executed twice. The others are changes of names: the kernel holds the lock of the
 //! directory until it gets the answer, and sends such a request only if it knows that the name does
-//! not exist (to create it) or exists (to remove it). So the present state of the name shows whether
-//! the request was executed. An exchange of two names is the exception, and is recorded.
+//! not exist (to create it) or exists (to remove it). So the present state of the name shows
+//! whether the request was executed. An exchange of two names is the exception, and is recorded.
 
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,8 @@
 //! Takes over the nodes that the kernel holds from a process that has ended.
 //!
 //! The ledger has the places that each node had or was about to get; the upper says which one is
-//! right. A file without a place is in the work directory (see [`super::orphans`]), in the index, or
-//! in the image only. All this happens before the first request.
+//! right. A file without a place is in the work directory (see [`super::orphans`]), in the index,
+//! or in the image only. All this happens before the first request.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

@@ -9,13 +9,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bcow_fuse::session::Stopper;
-use bcow_fuse::{Handover, Unmounted, Unmounter};
+use bcow_fuse::{Handover, Session, Unmounted, Unmounter};
 use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
 
 use super::{Coming, OwnDirectory, Pool, log_failure};
 use crate::commands::mount::failure;
-use crate::commands::mount::fuse::{Mounted, Opened, UpperUse};
+use crate::commands::mount::fuse::{Mounted, Opened};
+use crate::commands::mount::host::UpperUse;
 use crate::commands::mount::pooled::{self, Attempts};
 use crate::error::{CommandError, Context};
 use crate::image::hex;
@@ -49,13 +50,15 @@ struct Staying {
     unmounter: Unmounter,
     service: Service,
     record: Option<Record>,
+    is_at_kernel_door: bool,
 }
 
 impl Pool {
     /// Gives to the keeper what another process needs to take over this mount. Returns the record,
     /// or `None` if no other process can.
     pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<Record> {
-        let kept = mounted.session.hand_over().map_err(|error| failure(&error));
+        let session = mounted.session.fuse()?;
+        let kept = session.hand_over().map_err(|error| failure(&error));
         let kept = kept.and_then(|handover| {
             let Some(handover) = handover else {
                 return Ok(None);
@@ -145,8 +148,9 @@ impl Pool {
         match opened {
             Ok((coming, opened, record)) => {
                 let mounted = opened.take_over(handover, record.service.clone())?;
-                let ledger = mounted.session.ledger().map_err(|error| failure(&error))?;
-                if let Some(ledger) = ledger {
+                let session = mounted.session.fuse();
+                let ledger = session.map_or(Ok(None), Session::ledger);
+                if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
                     // Before the first request, which the ledger of the process before would miss.
                     self.tell(&Packet::Ledger { number }, &[ledger.as_fd()]);
                 }
@@ -209,6 +213,7 @@ impl Pool {
             unmounter: entry.unmounter.clone(),
             service: entry.service.clone(),
             record: entry.kept.clone(),
+            is_at_kernel_door: entry.is_at_kernel_door,
         });
         let mounts: Vec<Staying> = mounts.collect();
         drop(state);
@@ -294,7 +299,12 @@ impl Pool {
     fn why_it_ends(&self, mount: &Staying) -> Option<String> {
         let at = mount.service.at.join(", ");
         let Some(record) = &mount.record else {
-            return Some(format!("{at} cannot be taken over: that needs Linux 6.9"));
+            return Some(match mount.is_at_kernel_door {
+                true => format!(
+                    "{at} is at the kernel door: taking over such a mount is not supported yet"
+                ),
+                false => format!("{at} cannot be taken over: that needs Linux 6.9"),
+            });
         };
         let error = self
             .open_again(record, Attempts::One, UpperUse::None)
