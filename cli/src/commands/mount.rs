@@ -110,8 +110,8 @@ pub struct Args {
     more: Vec<PathBuf>,
     /// How programs reach the content. fuse: through FUSE. kernel: through a file system of the
     /// kernel (ext4, xfs or btrfs of a disk, ext4 over an image with --upper, EROFS of an image),
-    /// for root only. auto: an existing upper uses the door with which it began, a disk with ext4,
-    /// xfs or btrfs uses kernel, everything else uses fuse
+    /// for root only. auto: kernel for a disk with ext4, xfs or btrfs, and for an upper that began
+    /// at the kernel door; fuse for an image, and for a new upper
     #[arg(long, value_name = "DOOR", default_value = "auto")]
     door: DoorChoice,
     /// Serve the mount in the foreground

@@ -35,9 +35,11 @@ use ready::{PidFile, Signals};
 Sockets passed by systemd (socket activation) replace --socket and --listen. For a service of
 Type=notify, the server notifies systemd when it is ready.
 
-TLS needs a certificate and a key (PEM). With --tls-ca, each client also needs a certificate, signed
-by one of the certificates in that file. Without TLS, or with --tls allow, every client that can
-reach a TCP address can read all exports and write to writable exports, without a certificate.")]
+TLS needs a certificate and a key (PEM). It encrypts the connection and identifies the server. Only
+--tls-ca restricts who can connect: each client then needs a certificate, signed by one of the
+certificates in that file. Without --tls-ca, every client that can reach a TCP address can read all
+exports and write to writable exports, also with --tls require. With --tls allow, --tls-ca restricts
+only clients that use TLS.")]
 pub struct Args {
     /// The images and disks: files, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
@@ -129,7 +131,7 @@ struct LimitArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "TLS")]
 struct TlsArgs {
-    /// Whether clients must use TLS
+    /// Whether the server refuses connections without TLS (require) or not (allow)
     #[arg(
         long,
         value_name = "WHEN",
@@ -143,7 +145,7 @@ struct TlsArgs {
     /// Private key of the certificate
     #[arg(long, value_name = "FILE", requires = "tls_cert", value_hint = clap::ValueHint::FilePath)]
     tls_key: Option<PathBuf>,
-    /// Require a client certificate signed by one of the certificates in FILE
+    /// Accept only clients with a certificate that one of the certificates in FILE has signed
     #[arg(long, value_name = "FILE", requires = "tls_cert", value_hint = clap::ValueHint::FilePath)]
     tls_ca: Option<PathBuf>,
 }
