@@ -80,7 +80,9 @@ pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError
         (Ok(found), DoorChoice::Kernel) => found.kind,
         (Ok(found), _) if found.kind != Kind::Erofs => found.kind,
         // The FUSE door reads EROFS, and names the problem of other content.
-        (Ok(_) | Err(MountError::Kernel(_)), _) => return Ok(None),
+        (Ok(_) | Err(MountError::Kernel(_)), DoorChoice::Auto | DoorChoice::Fuse) => {
+            return Ok(None);
+        }
         (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
     require_root(&args.image, kind)?;
