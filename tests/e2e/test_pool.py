@@ -32,7 +32,7 @@ from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, fo
 
 TIMEOUT = 60
 # How often a test kills or replaces the process of a pool under load.
-STEPS = int(os.environ.get("BCOW_KILLS") or 6)
+STEPS = int(os.environ.get("BCOW_KILLS") or 4)
 # Programs that change files at the same time.
 PROGRAMS = 3
 # A pool at rest for ten seconds empties its cache between two steps of a test: rare, but possible.
