@@ -1,19 +1,21 @@
 //! Keeps the time of last modification of a host's file while bcow writes to the file without a
 //! change of its content: when it completes blocks or appends records.
 //!
-//! Such a writer reads the time before its work and restores it afterwards. If a program changed
-//! the file in the meantime, the writer does not restore the time. A change cannot begin between
-//! this check and the restoration. Other threads cannot read or set the time while it has a
-//! temporary value.
+//! Such a writer reads the time before its work and restores it afterwards. If a program changes
+//! the file in the meantime, the change notes its own time, which the writer then restores instead.
+//! A change cannot begin while the time is restored. Other threads cannot read or set the time
+//! while it has a temporary value.
 //!
 //! # Locks
 //!
-//! A thread takes `held` first, then waits for `changing`. A thread that changes the file does not
-//! wait for a thread that holds its times.
+//! A thread takes `held` first, then waits for `changing`. A thread that changes the file takes
+//! `changing`, then `changed`; it does not wait for a thread that holds the file's times.
 
-use bcow::sync::atomic::{AtomicU64, Ordering};
+use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use bcow::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 use std::sync::TryLockError;
+
+use rustix::fs::Timespec;
 
 use super::locks::{lock, read, write};
 use crate::host::HostFile;
@@ -26,11 +28,16 @@ pub(super) struct Times {
     changing: RwLock<()>,
     /// The number of changes of the file.
     changes: AtomicU64,
+    /// Whether a thread will restore the time of the file.
+    is_restored: AtomicBool,
+    /// The file's time after the last change that ended while `is_restored` was set.
+    changed: Mutex<Option<Timespec>>,
 }
 
 /// A change of the file in progress. The drop counts it as done.
 pub(super) struct Changing<'a> {
-    changes: &'a AtomicU64,
+    times: &'a Times,
+    file: &'a dyn HostFile,
     _changing: RwLockReadGuard<'a, ()>,
 }
 
@@ -41,11 +48,12 @@ pub(super) struct Held<'a> {
 }
 
 impl Times {
-    /// Starts a change of the file. The caller holds the result during the change.
-    pub(super) fn changing(&self) -> Changing<'_> {
+    /// Starts a change of `file`. The caller holds the result during the change.
+    pub(super) fn changing<'a>(&'a self, file: &'a dyn HostFile) -> Changing<'a> {
         Changing {
             _changing: read(&self.changing),
-            changes: &self.changes,
+            times: self,
+            file,
         }
     }
 
@@ -76,28 +84,41 @@ impl Held<'_> {
     /// file's time. A thread that holds [`Changing`] must not call this: it would deadlock.
     pub(super) fn preserve_time<T>(&self, file: &dyn HostFile, work: impl FnOnce() -> T) -> T {
         let times = self.times;
-        // The order matters. The time may or may not include a change that is in progress, but the
-        // end of that change increments `changes`.
-        let before = times.changes.load(Ordering::Acquire);
+        // A change that ends before this store is counted in `before`, and `modified` includes it.
+        // A change that ends later notes its time.
+        times.is_restored.store(true, Ordering::SeqCst);
+        let before = times.changes.load(Ordering::SeqCst);
         let modified = file.modified();
         let done = work();
-        let Ok(modified) = modified else {
-            return done;
+        let is_seen = match (&modified, file.modified()) {
+            (Ok(modified), Ok(now)) => now != *modified,
+            _ => false,
         };
-        let is_seen = file.modified().is_ok_and(|now| now != modified);
+        // A wrong time is not a reason to fail the work.
         if is_seen {
             let _no_change = write(&times.changing);
-            if times.changes.load(Ordering::Acquire) == before {
-                // A wrong time is not a reason to fail the work.
-                let _ = file.set_modified(modified);
+            let is_changed = times.changes.load(Ordering::SeqCst) != before;
+            let last = match is_changed {
+                true => *lock(&times.changed),
+                false => modified.ok(),
+            };
+            if let Some(last) = last {
+                let _ = file.set_modified(last);
             }
         }
+        times.is_restored.store(false, Ordering::SeqCst);
         done
     }
 }
 
 impl Drop for Changing<'_> {
     fn drop(&mut self) {
-        self.changes.fetch_add(1, Ordering::AcqRel);
+        let times = self.times;
+        times.changes.fetch_add(1, Ordering::SeqCst);
+        if times.is_restored.load(Ordering::SeqCst) {
+            // The lock covers the reading, so that the last one stays.
+            let mut changed = lock(&times.changed);
+            *changed = self.file.modified().ok();
+        }
     }
 }

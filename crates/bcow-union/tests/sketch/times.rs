@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
@@ -22,6 +22,8 @@ struct Gated {
     file: TestLower,
     /// The test holds it exclusively while readers must wait.
     gate: RwLock<()>,
+    /// The number of reads that have begun.
+    reads: AtomicU64,
     read_takes: Duration,
 }
 
@@ -30,6 +32,7 @@ impl Lower for Gated {
         self.file.size()
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno> {
+        self.reads.fetch_add(1, Ordering::SeqCst);
         let _open = self.gate.read().unwrap();
         thread::sleep(self.read_takes);
         self.file.read_at(offset, buf)
@@ -67,6 +70,7 @@ impl Timed {
         let lower = Arc::new(Gated {
             file: TestLower::full(100 * B),
             gate: RwLock::default(),
+            reads: AtomicU64::new(0),
             read_takes,
         });
         let sketches = on_host(&place, options);
@@ -128,6 +132,28 @@ fn a_block_that_is_completed_in_the_background_is_no_change() {
         }
         assert_eq!(timed.modified(), written, "{kind:?}");
         assert_eq!(timed.host.metadata().unwrap().modified().unwrap(), written);
+    }
+}
+
+#[test]
+fn a_write_while_a_block_is_completed_has_its_own_time() {
+    for kind in [SketchKind::Sparse, SketchKind::Packed] {
+        let timed = Timed::new(kind, in_background(), Duration::ZERO);
+        let written = {
+            let _closed = timed.lower.gate.write().unwrap();
+            timed.write(3..4);
+            let start = Instant::now();
+            while timed.lower.reads.load(Ordering::SeqCst) == 0 {
+                assert!(start.elapsed() < AT_MOST);
+                thread::yield_now();
+            }
+            tick();
+            let written = timed.write(40..41);
+            tick();
+            written
+        };
+        timed.sketch.settle().unwrap();
+        assert_eq!(timed.modified(), written, "{kind:?}");
     }
 }
 

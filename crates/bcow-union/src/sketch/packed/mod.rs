@@ -201,7 +201,7 @@ impl Packed {
         loop {
             {
                 let _frame = read(&self.gate);
-                let _changing = self.times.changing();
+                let _changing = self.times.changing(self.host.content());
                 self.fence.check()?;
                 let is_clean = self.is_clean.load(Ordering::Acquire);
                 if end <= self.size() || is_clean && end <= self.disk.size() {
@@ -209,7 +209,7 @@ impl Packed {
                 }
             }
             let _frame = write(&self.gate);
-            let _changing = self.times.changing();
+            let _changing = self.times.changing(self.host.content());
             self.make_room(end)?;
         }
     }
@@ -517,7 +517,7 @@ impl Sketch for Packed {
     }
     fn set_size(&self, size: u64) -> Result<(), SketchError> {
         let frame = write(&self.gate);
-        let _changing = self.times.changing();
+        let _changing = self.times.changing(self.host.content());
         self.fence.check()?;
         match size < self.size() {
             true => self.cut(&frame, size),
@@ -528,7 +528,7 @@ impl Sketch for Packed {
         let end = offset.saturating_add(length);
         if size == KeepSize::Grow {
             let _frame = write(&self.gate);
-            let _changing = self.times.changing();
+            let _changing = self.times.changing(self.host.content());
             self.fence.check()?;
             self.grow(end)?;
         }

@@ -26,7 +26,7 @@ impl Sparse {
         let end = end_of(offset, data.len() as u64)?;
         let frame = read(&self.gate);
         self.fence.check()?;
-        let _changing = self.times.changing();
+        let _changing = self.times.changing(self.content());
         if end > self.size() {
             self.before_growth(&frame)?;
         }
