@@ -870,7 +870,7 @@ class KernelDoor(PoolCase):
         pid = self.pid()
         with open(os.path.join(where, "new"), "wb") as file:
             stopped = self.bcow("pool", "stop", "--force", "pool")
-            self.assertIn(b"1", stopped.err + stopped.out)
+            self.assertIn(b"1 mount of the pool pool is in use", stopped.err)
             self.assertFalse(is_mounted(where))
             file.write(b"late")
         self.assert_ends(pid)

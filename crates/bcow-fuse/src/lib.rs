@@ -19,6 +19,7 @@
 //! ```
 
 mod adapter;
+mod any;
 pub mod daemon;
 mod direct;
 mod disk;
@@ -40,6 +41,7 @@ pub mod stats;
 mod takeover;
 mod unmount;
 
+pub use any::AnySession;
 pub use bcow_union::NodeId;
 pub use direct::mount_files;
 pub use error::MountError;

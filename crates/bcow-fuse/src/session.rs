@@ -1,7 +1,7 @@
 //! A mounted image, from the mount to its end.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
@@ -15,7 +15,7 @@ use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
-use crate::kernel::{KernelCloser, KernelSession, KernelUnmounter};
+use crate::kernel::{KernelCloser, KernelUnmounter};
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
@@ -68,6 +68,33 @@ struct Closing {
     outcome: Arc<Outcome>,
 }
 
+/// A connection to the kernel, on which no request was received yet.
+enum Connection {
+    /// Of a new mount.
+    New(OwnedFd),
+    /// Of a mount that another process has served, with these flags agreed on.
+    TakenOver { connection: OwnedFd, agreed: u64 },
+}
+
+impl Connection {
+    fn begin<F: fuser::Filesystem>(
+        self,
+        adapter: F,
+        config: fuser::Config,
+    ) -> io::Result<fuser::Session<F>> {
+        match self {
+            Connection::New(connection) => {
+                // The kernel itself refuses other users (see `Access`), so fuser need not.
+                let all = fuser::SessionACL::All;
+                fuser::Session::from_fd(adapter, connection, all, config)
+            }
+            Connection::TakenOver { connection, agreed } => {
+                takeover::session(adapter, connection, agreed, config)
+            }
+        }
+    }
+}
+
 enum Fuse {
     ReadOnly(fuser::Session<ReadOnly>),
     Writable(fuser::Session<Writable>),
@@ -103,6 +130,18 @@ enum Ends {
     Kernel(KernelUnmounter),
 }
 
+impl From<KernelCloser> for Closer {
+    fn from(closer: KernelCloser) -> Self {
+        Closer(Closes::Disk(closer))
+    }
+}
+
+impl From<KernelUnmounter> for Unmounter {
+    fn from(unmounter: KernelUnmounter) -> Self {
+        Unmounter(Ends::Kernel(unmounter))
+    }
+}
+
 impl Session {
     /// Mounts `content` at `target`. [`Session::serve`] will serve it with `threads` threads (at
     /// least one), which count their requests in `stats`.
@@ -119,38 +158,14 @@ impl Session {
         let mut options = options.clone();
         options.settle(content.writing())?;
         let (mount, connection) = mount::mount(target, &options)?;
-        stats.set_mounted(mount.target(), content.errors());
-        idle::watch(&stats);
-        let (readers, config) = readers(threads);
-        let agreed = Arc::default();
-        let gate = gate(&content);
-        // The kernel itself refuses other users (see `Access`), so fuser need not.
-        let all = fuser::SessionACL::All;
-        let (fuse, union) = match content {
-            Content::Image(fs) => {
-                let seen = Arc::clone(&agreed);
-                let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
-                let fuse = fuser::Session::from_fd(adapter, connection, all, config);
-                (fuse.map(Fuse::ReadOnly), None)
-            }
-            Content::Union(fs) => {
-                let outcome = Arc::new(Outcome::new()?);
-                stats.set_union(Arc::clone(&fs), outcome.descriptor());
-                let seen = Arc::clone(&agreed);
-                let (union, cache) = (Arc::clone(&fs), options.write_cache());
-                let adapter = Writable::new(union, stats, readers, cache, gate.clone(), seen);
-                let fuse = fuser::Session::from_fd(adapter, connection, all, config);
-                let union = Closing { union: fs, outcome };
-                (fuse.map(Fuse::Writable), Some(union))
-            }
-        };
-        Ok(Session {
-            fuse: fuse.map_err(MountError::Session)?,
-            mount: Arc::new(Mutex::new(mount)),
-            union,
-            agreed,
-            gate,
-        })
+        Self::on(
+            content,
+            stats,
+            mount,
+            Connection::New(connection),
+            &options,
+            threads,
+        )
     }
 
     /// Takes over a mount whose process has ended. The content and the options must be those of
@@ -163,44 +178,52 @@ impl Session {
         options: &MountOptions,
         threads: usize,
     ) -> Result<Self, MountError> {
-        let for_session = handover.connection.try_clone();
-        let for_session = for_session.map_err(|source| MountError::Process {
-            action: "duplicate the FUSE descriptor",
-            source,
-        })?;
+        let connection = Connection::TakenOver {
+            connection: duplicate(handover.connection.as_fd())?,
+            agreed: handover.agreed,
+        };
         let mount = Mount::of(handover.target, handover.device, handover.connection);
         let content = content.into();
         let mut options = options.clone();
         options.settle(content.writing())?;
+        let session = Self::on(content, stats, mount, connection, &options, threads)?;
+        let mount = session.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        takeover::resend(mount.connection())?;
+        drop(mount);
+        Ok(session)
+    }
+
+    /// A session on a connection to the kernel.
+    fn on(
+        content: Content,
+        stats: Arc<MountStats>,
+        mount: Mount,
+        connection: Connection,
+        options: &MountOptions,
+        threads: usize,
+    ) -> Result<Self, MountError> {
         stats.set_mounted(mount.target(), content.errors());
         idle::watch(&stats);
         let (readers, config) = readers(threads);
         let agreed = Arc::default();
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
-        let flags = handover.agreed;
         let (fuse, union) = match content {
             Content::Image(fs) => {
                 let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
-                let fuse = takeover::session(adapter, for_session, flags, config);
-                (fuse.map(Fuse::ReadOnly), None)
+                (connection.begin(adapter, config).map(Fuse::ReadOnly), None)
             }
-            Content::Union(fs) => {
+            Content::Union(union) => {
                 let outcome = Arc::new(Outcome::new()?);
-                stats.set_union(Arc::clone(&fs), outcome.descriptor());
-                let (union, cache) = (Arc::clone(&fs), options.write_cache());
-                let adapter = Writable::new(union, stats, readers, cache, gate.clone(), seen);
-                let fuse = takeover::session(adapter, for_session, flags, config);
-                (
-                    fuse.map(Fuse::Writable),
-                    Some(Closing { union: fs, outcome }),
-                )
+                stats.set_union(Arc::clone(&union), outcome.descriptor());
+                let (fs, cache) = (Arc::clone(&union), options.write_cache());
+                let adapter = Writable::new(fs, stats, readers, cache, gate.clone(), seen);
+                let fuse = connection.begin(adapter, config).map(Fuse::Writable);
+                (fuse, Some(Closing { union, outcome }))
             }
         };
-        let fuse = fuse.map_err(MountError::Session)?;
-        takeover::resend(mount.connection())?;
         Ok(Session {
-            fuse,
+            fuse: fuse.map_err(MountError::Session)?,
             mount: Arc::new(Mutex::new(mount)),
             union,
             agreed,
@@ -341,60 +364,6 @@ impl Closer {
             (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
             // The session has ended.
             _ => Ok(()),
-        }
-    }
-}
-
-/// A mount at either door, in a process that has several.
-pub enum AnySession {
-    /// At the FUSE door.
-    Fuse(Session),
-    /// At the kernel door.
-    Kernel(KernelSession),
-}
-
-impl AnySession {
-    /// Serves until the mount is gone. Then the written data is durable, as far as the options of
-    /// the mount require it.
-    pub fn serve(self) -> Result<(), MountError> {
-        match self {
-            AnySession::Fuse(session) => session.serve(),
-            AnySession::Kernel(session) => session.serve(),
-        }
-    }
-
-    /// As [`AnySession::serve`], but signals end the mount; see [`Session::serve_until_signal`].
-    pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
-        match self {
-            AnySession::Fuse(session) => session.serve_until_signal(signals),
-            AnySession::Kernel(session) => session.serve_until_signal(signals),
-        }
-    }
-
-    /// A handle that unmounts while the session is being served.
-    pub fn unmounter(&self) -> Unmounter {
-        match self {
-            AnySession::Fuse(session) => session.unmounter(),
-            AnySession::Kernel(session) => Unmounter(Ends::Kernel(session.unmounter())),
-        }
-    }
-
-    /// A handle that makes the written data durable while the session is being served; `None` for a
-    /// mount that takes no writes.
-    pub fn closer(&self) -> Option<Closer> {
-        match self {
-            AnySession::Fuse(session) => session.closer(),
-            AnySession::Kernel(session) => {
-                session.closer().map(|closer| Closer(Closes::Disk(closer)))
-            }
-        }
-    }
-
-    /// The session, if another process can take it over: one at the FUSE door.
-    pub fn fuse(&self) -> Option<&Session> {
-        match self {
-            AnySession::Fuse(session) => Some(session),
-            AnySession::Kernel(_) => None,
         }
     }
 }

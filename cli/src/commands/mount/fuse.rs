@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use bcow::OpenOptions;
 use bcow_fuse::options::Access;
-use bcow_fuse::session::{AnySession, Content};
+use bcow_fuse::session::Content;
 use bcow_fuse::stats::{About, ServedBy};
-use bcow_fuse::{Handover, ImageFs, MountOptions, MountStats, Session};
+use bcow_fuse::{AnySession, Handover, ImageFs, MountOptions, MountStats, Session};
 
 use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
@@ -112,12 +112,13 @@ pub fn open(
             .map(|recording| recording.destination().to_owned()),
     }));
     let mut owner_is_needed = None;
-    let content = match (args.upper.path(), upper_use) {
-        (None, _) | (_, UpperUse::None) => Content::from(ImageFs::new(Arc::new(tree))),
-        (Some(_), _) => {
-            let union = args
-                .upper
-                .open(args.directory(), &image, tree, host, upper_use, ui)?;
+    let tree = Arc::new(tree);
+    let union = args
+        .upper
+        .open(args.directory(), &image, &tree, host, upper_use, ui)?;
+    let content = match union {
+        None => Content::from(ImageFs::new(tree)),
+        Some(union) => {
             owner_is_needed = upper::owner_who_is_needed(&union);
             Content::from(union)
         }

@@ -125,23 +125,30 @@ impl UpperArgs {
         }
     }
 
-    /// The union of `image` and the upper, to be mounted at `directory`.
+    /// The union of `image`, with its file system `tree`, and the upper, to be mounted at
+    /// `directory`. `None` if the mount has no upper, or the upper is to be left alone.
     pub fn open(
         &self,
         directory: &Path,
         image: &OpenImage,
-        tree: Filesystem,
+        tree: &Arc<Filesystem>,
         host: &Host<'_>,
         upper_use: UpperUse<'_>,
         ui: &Ui,
-    ) -> Result<Arc<UnionFs>, CommandError> {
+    ) -> Result<Option<Arc<UnionFs>>, CommandError> {
+        let ledger = match upper_use {
+            UpperUse::New => None,
+            UpperUse::TakeOver(ledger) => Some(ledger),
+            UpperUse::None => return Ok(None),
+        };
+        let Some(path) = self.path() else {
+            return Ok(None);
+        };
         let options = self.options(host.pool.is_some());
         // The process changes its directory later, and publishes the path of the upper.
-        let path = self.upper.as_deref().unwrap_or(Path::new(""));
         let path = &std::path::absolute(path)
             .context(|| format!("cannot use upper {}", path.display()))?;
         let note = note(directory);
-        let tree = Arc::new(tree);
         host.let_signals_through()
             .map_err(|error| mount::failure(&error))?;
         when_free(ui, || {
@@ -149,17 +156,18 @@ impl UpperArgs {
             // the signals can fail.
             let _ = host.let_signals_through();
             let lower = LowerImage {
-                fs: Arc::clone(&tree),
+                fs: Arc::clone(tree),
                 identity: image.identity(),
                 name: image.path().to_string_lossy().into_owned(),
             };
-            let UpperUse::TakeOver(ledger) = upper_use else {
+            let Some(ledger) = ledger else {
                 return UnionFs::open(lower, path, &note, &options);
             };
             let ledger = ledger.try_clone_to_owned();
             let ledger = ledger.map_err(|source| UpperError::Ledger { source })?;
             UnionFs::take_over(lower, path, &note, &options, ledger)
         })
+        .map(Some)
         .map_err(|error| failure(&error))
     }
 }

@@ -13,10 +13,10 @@ use std::thread;
 use std::time::Duration;
 
 use bcow::BlockCache;
-use bcow_fuse::MountStats;
-use bcow_fuse::session::{AnySession, Closer, Session, Stopper, Unmounted, Unmounter};
+use bcow_fuse::session::{Closer, Session, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::stats::document::Cache;
+use bcow_fuse::{AnySession, MountStats};
 use bcow_union::log::{self, Severity};
 use nix::sched::CloneFlags;
 use rustix::process::Pid;

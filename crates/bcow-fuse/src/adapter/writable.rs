@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::SystemTime;
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Attributes, Caller, Changes, EntryPlus, New, RequestId, SyncScope, UnionFs};
+use bcow_union::fs::{Attributes, Changes, EntryPlus, New, RequestId, SyncScope, UnionFs};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
@@ -58,7 +58,7 @@ pub(crate) struct Writable {
 /// waits here when the process ends was not executed, and the kernel sends it to the other process.
 ///
 /// Each request holds the lock shared while it is executed. Nothing holds it exclusively before the
-/// end of the process. It is acquired before all other locks.
+/// end of the process. It is acquired before all locks of the file system.
 pub(crate) type Gate = Option<Arc<RwLock<()>>>;
 
 impl Writable {
@@ -82,24 +82,17 @@ impl Writable {
         }
     }
 
-    /// Makes an object; finishes one that a process before has made for the same request.
     fn make(
         &self,
         request: &Request,
         umask: u32,
         (parent, name, mode): (INodeNo, &OsStr, u32),
-        new: New<'_>,
-        mut make: impl FnMut(&UnionFs, &Caller) -> Result<Attributes, Errno>,
+        new: &New<'_>,
     ) -> Result<Attributes, Errno> {
-        let caller = caller(request, umask);
-        match self.fs.with_room(|fs| make(fs, &caller)) {
-            Err(Errno::EXIST) if request_id(request).is_resent => {
-                let (parent, name) = (id(parent), name.as_bytes());
-                self.fs
-                    .finish_new(&caller, parent, name, permissions(mode), new)
-            }
-            made => made,
-        }
+        let (request, caller) = (request_id(request), caller(request, umask));
+        let (parent, name, permissions) = (id(parent), name.as_bytes(), permissions(mode));
+        self.fs
+            .with_room(|fs| fs.make_requested(request, &caller, parent, name, permissions, new))
     }
 
     /// Before a FALLOCATE or COPY_FILE_RANGE.
@@ -137,15 +130,6 @@ impl Writable {
                 .as_ref()
                 .map(|gate| gate.read().unwrap_or_else(PoisonError::into_inner)),
         }
-    }
-}
-
-/// The outcome of a removal. A name that is missing may have been removed for this very request,
-/// by a process that has ended.
-fn removed_before(request: &Request, removed: Result<(), Errno>) -> Result<(), Errno> {
-    match removed {
-        Err(Errno::NOENT) if request_id(request).is_resent => Ok(()),
-        removed => removed,
     }
 }
 
@@ -263,11 +247,8 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::MakeNode, id(parent));
-        let new = New::of_mode(mode, rdev);
-        let made = self
-            .make(request, umask, (parent, name, mode), new, |fs, caller| {
-                fs.make_node(caller, id(parent), name.as_bytes(), mode, rdev)
-            })
+        let made = New::of_mode(mode, rdev)
+            .and_then(|new| self.make(request, umask, (parent, name, mode), &new))
             .inspect(|attributes| self.time_is_sent(attributes));
         reply::entry(made.map(encoded), reply);
     }
@@ -282,27 +263,26 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::MakeDirectory, id(parent));
-        let place = (parent, name, mode);
-        let made = self.make(request, umask, place, New::Directory, |fs, caller| {
-            fs.make_directory(caller, id(parent), name.as_bytes(), permissions(mode))
-        });
+        let made = self.make(request, umask, (parent, name, mode), &New::Directory);
         reply::entry(made.map(encoded), reply);
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.begin(Operation::Unlink, id(parent));
+        let request = request_id(request);
         let removed = self
             .fs
-            .with_room(|fs| fs.unlink(id(parent), name.as_bytes()));
-        reply::empty(removed_before(request, removed), reply);
+            .with_room(|fs| fs.unlink_requested(request, id(parent), name.as_bytes()));
+        reply::empty(removed, reply);
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.begin(Operation::RemoveDirectory, id(parent));
+        let request = request_id(request);
         let removed = self
             .fs
-            .with_room(|fs| fs.remove_directory(id(parent), name.as_bytes()));
-        reply::empty(removed_before(request, removed), reply);
+            .with_room(|fs| fs.remove_directory_requested(request, id(parent), name.as_bytes()));
+        reply::empty(removed, reply);
     }
 
     fn symlink(
@@ -314,11 +294,8 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::Symlink, id(parent));
-        let target = target.as_os_str().as_bytes();
-        let place = (parent, name, 0o777);
-        let made = self.make(request, 0, place, New::Symlink(target), |fs, caller| {
-            fs.make_symlink(caller, id(parent), name.as_bytes(), target)
-        });
+        let new = New::Symlink(target.as_os_str().as_bytes());
+        let made = self.make(request, 0, (parent, name, 0o777), &new);
         reply::entry(made.map(encoded), reply);
     }
 
@@ -356,16 +333,10 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.begin(Operation::Link, id(ino));
+        let (request, parent) = (request_id(request), id(new_parent));
         let linked = self
             .fs
-            .with_room(|fs| fs.link(id(ino), id(new_parent), new_name.as_bytes()));
-        let linked = match linked {
-            Err(Errno::EXIST) if request_id(request).is_resent => {
-                let fs = &self.fs;
-                fs.finish_link(id(ino), id(new_parent), new_name.as_bytes())
-            }
-            linked => linked,
-        };
+            .with_room(|fs| fs.link_requested(request, id(ino), parent, new_name.as_bytes()));
         reply::entry(linked.map(encoded), reply);
     }
 
@@ -607,11 +578,8 @@ impl fuser::Filesystem for Writable {
         reply: ReplyCreate,
     ) {
         let _running = self.begin(Operation::Create, id(parent));
-        let place = (parent, name, mode);
         let made = self
-            .make(request, umask, place, New::File, |fs, caller| {
-                fs.create(caller, id(parent), name.as_bytes(), permissions(mode))
-            })
+            .make(request, umask, (parent, name, mode), &New::File)
             .inspect(|attributes| self.time_is_sent(attributes));
         match made {
             Ok(attributes) => {

@@ -220,6 +220,10 @@ impl UnionFs {
 
     /// Drops a node that was kept for its sketch, if a flush has recorded all changes.
     fn release_recorded(&self, node: Arc<Node>) {
+        if self.table.is_held(node.id) {
+            // The kernel has looked it up again, and will forget it again.
+            return;
+        }
         if let Some(node) = self.keep_unrecorded(node) {
             self.forgotten(&node);
             self.table.drop_node(node);

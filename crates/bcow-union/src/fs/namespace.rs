@@ -88,16 +88,8 @@ impl UnionFs {
         mode: u32,
         rdev: u32,
     ) -> Result<Attributes, Errno> {
-        let permissions = (mode & 0o7777) as u16;
-        let new = match host::kind_of(mode) {
-            FileType::Regular => New::File,
-            // The device 0:0 would be a whiteout. The kernel's overlayfs refuses it with the same
-            // error.
-            FileType::CharDevice if rdev == 0 => return Err(Errno::PERM),
-            FileType::Directory | FileType::Symlink => return Err(Errno::INVAL),
-            kind => New::Special(kind, rdev),
-        };
-        self.make(caller, parent, name, permissions, &new)
+        let new = New::of_mode(mode, rdev)?;
+        self.make(caller, parent, name, (mode & 0o7777) as u16, &new)
     }
 
     /// Creates a directory.
@@ -122,7 +114,7 @@ impl UnionFs {
         self.make(caller, parent, name, 0o777, &New::Symlink(target))
     }
 
-    fn make(
+    pub(super) fn make(
         &self,
         caller: &Caller,
         parent: NodeId,

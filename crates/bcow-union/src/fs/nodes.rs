@@ -546,6 +546,12 @@ impl NodeTable {
         }
     }
 
+    /// Whether the kernel has references to the node with this id.
+    pub(super) fn is_held(&self, id: NodeId) -> bool {
+        let shard = self.shard(id);
+        shard.get(&id).is_some_and(|slot| slot.references > 0)
+    }
+
     /// Releases `count` references of the kernel; gives the node if they were the last.
     pub(super) fn release(&self, id: NodeId, count: u64) -> Option<Arc<Node>> {
         let mut shard = self.shard(id);

@@ -42,11 +42,15 @@ pub enum New<'a> {
 }
 
 impl New<'_> {
-    /// The object that a request makes with this mode, which has the type, and device number.
-    pub fn of_mode(mode: u32, rdev: u32) -> Self {
+    /// The object of mknod(2): `mode` has its type, `rdev` is a device number in the kernel's
+    /// 32-bit form. `EPERM` for the device 0:0, which would be a whiteout (the kernel's overlayfs refuses
+    /// it with the same error), `EINVAL` for types of other requests.
+    pub fn of_mode(mode: u32, rdev: u32) -> Result<Self, Errno> {
         match host::kind_of(mode) {
-            FileType::Regular => New::File,
-            kind => New::Special(kind, rdev),
+            FileType::Regular => Ok(New::File),
+            FileType::CharDevice if rdev == 0 => Err(Errno::PERM),
+            FileType::Directory | FileType::Symlink => Err(Errno::INVAL),
+            kind => Ok(New::Special(kind, rdev)),
         }
     }
 
@@ -78,15 +82,33 @@ impl Executed {
 }
 
 impl UnionFs {
-    /// Finishes the creation of an object, after the request was sent again and failed with
-    /// `EEXIST`. Gives the attributes, and counts one reference to the node.
-    pub fn finish_new(
+    /// Makes an object and gives its attributes, as [`UnionFs::create`] and the functions beside
+    /// it, for a request that may have been executed before. Counts one reference to the node.
+    pub fn make_requested(
+        &self,
+        request: RequestId,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        permissions: u16,
+        new: &New<'_>,
+    ) -> Result<Attributes, Errno> {
+        match self.make(caller, parent, name, permissions, new) {
+            Err(Errno::EXIST) if request.is_resent => {
+                self.finish_new(caller, parent, name, permissions, new)
+            }
+            made => made,
+        }
+    }
+
+    /// Finishes the creation of an object that exists already.
+    fn finish_new(
         &self,
         caller: &Caller,
         parent: NodeId,
         name: &[u8],
         permissions: u16,
-        new: New<'_>,
+        new: &New<'_>,
     ) -> Result<Attributes, Errno> {
         let parent = self.node(parent)?;
         let node = self.find_existing(&parent, name)?;
@@ -96,21 +118,25 @@ impl UnionFs {
         {
             let _names = parent.lock_names();
             let file = self.open_upper(&node, Access::Path)?;
-            self.own_new(caller, &parent, permissions, &new, &file)?;
+            self.own_new(caller, &parent, permissions, new, &file)?;
             parent.names_have_changed();
         }
         node.name_is_new.store(true, Ordering::Release);
         self.hold(&node)
     }
 
-    /// Finishes the creation of a hard link, after the request was sent again and failed with
-    /// `EEXIST`. Counts one reference to the node.
-    pub fn finish_link(
+    /// As [`UnionFs::link`], for a request that may have been executed before.
+    pub fn link_requested(
         &self,
+        request: RequestId,
         id: NodeId,
         parent: NodeId,
         name: &[u8],
     ) -> Result<Attributes, Errno> {
+        match self.link(id, parent, name) {
+            Err(Errno::EXIST) if request.is_resent => {}
+            linked => return linked,
+        }
         let parent = self.node(parent)?;
         let node = self.find_existing(&parent, name)?;
         if node.id != id {
@@ -119,6 +145,26 @@ impl UnionFs {
         parent.names_have_changed();
         node.name_is_new.store(true, Ordering::Release);
         self.hold(&node)
+    }
+
+    /// As [`UnionFs::unlink`], for a request that may have been executed before.
+    pub fn unlink_requested(
+        &self,
+        request: RequestId,
+        parent: NodeId,
+        name: &[u8],
+    ) -> Result<(), Errno> {
+        removed_before(request, self.unlink(parent, name))
+    }
+
+    /// As [`UnionFs::remove_directory`], for a request that may have been executed before.
+    pub fn remove_directory_requested(
+        &self,
+        request: RequestId,
+        parent: NodeId,
+        name: &[u8],
+    ) -> Result<(), Errno> {
+        removed_before(request, self.remove_directory(parent, name))
     }
 
     /// As [`UnionFs::rename`], for a request that may have been executed before.
@@ -194,5 +240,13 @@ impl UnionFs {
             Err(Errno::NODATA) if request.is_resent => Ok(()),
             other => other,
         }
+    }
+}
+
+/// The outcome of a removal. A name that is missing was removed by this very request.
+fn removed_before(request: RequestId, removed: Result<(), Errno>) -> Result<(), Errno> {
+    match removed {
+        Err(Errno::NOENT) if request.is_resent => Ok(()),
+        removed => removed,
     }
 }

@@ -5,6 +5,8 @@
 //! or in the image only. All this happens before the first request.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -212,12 +214,7 @@ impl Restoring<'_> {
         if record.flags.contains(Flags::SYNC_FAILED) {
             let _ = node.sync_failed.set(Errno::IO);
         }
-        let mut node = Some(node);
-        let node = union.table.get_or_insert(id, || match node.take() {
-            Some(node) => node,
-            // The closure is called once.
-            None => Node::new(id, kind, lower, Place::Nowhere),
-        });
+        let node = union.table.get_or_insert(id, || node);
         let is_removed =
             record.flags.contains(Flags::REMOVED) || !has_place && self.has_no_name(&node, links);
         if is_removed {
@@ -345,11 +342,7 @@ impl Restoring<'_> {
         }
     }
 
-    fn in_directory(
-        &self,
-        directory: std::os::fd::BorrowedFd<'_>,
-        name: &[u8],
-    ) -> Option<UpperObject> {
+    fn in_directory(&self, directory: BorrowedFd<'_>, name: &[u8]) -> Option<UpperObject> {
         match self.union.lookup_upper(directory, name) {
             Ok(UpperEntry::Object(found)) => Some(*found),
             _ => None,
@@ -380,7 +373,7 @@ impl Restoring<'_> {
     }
 
     /// Restores the written bytes of a sparse sketch that no flush has recorded.
-    fn restore_sketch(&self, sketch: u64, written: &[std::ops::Range<u64>]) {
+    fn restore_sketch(&self, sketch: u64, written: &[Range<u64>]) {
         // Otherwise a flush has recorded them before the kernel forgot the node, or the file is
         // plain or removed now.
         let Some(node) = self.sketches.get(&sketch) else {

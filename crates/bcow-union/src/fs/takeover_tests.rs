@@ -17,6 +17,10 @@ const RESENT: RequestId = RequestId {
     number: 77,
     is_resent: true,
 };
+const FRESH: RequestId = RequestId {
+    is_resent: false,
+    ..RESENT
+};
 
 fn options() -> UnionOptions {
     UnionOptions {
@@ -27,6 +31,15 @@ fn options() -> UnionOptions {
 
 fn open() -> Option<Fixture> {
     Fixture::new(options())
+}
+
+/// With sketches of this kind, also for small files.
+fn open_with(sketch: SketchChoice) -> Option<Fixture> {
+    Fixture::new(UnionOptions {
+        sketch,
+        small_bytes: 0,
+        ..options()
+    })
 }
 
 /// Names in the work directory of files without a name in the tree.
@@ -192,12 +205,7 @@ fn files_with_several_names_in_the_image_are_found_by_the_index() {
 
 #[test]
 fn written_bytes_of_sparse_sketches_stay() {
-    let options = UnionOptions {
-        sketch: SketchChoice::Sparse,
-        small_bytes: 0,
-        ..options()
-    };
-    let Some(mut fixture) = Fixture::new(options) else {
+    let Some(mut fixture) = open_with(SketchChoice::Sparse) else {
         return;
     };
     let id = fixture.get("big").node;
@@ -237,12 +245,7 @@ fn written_bytes_of_sparse_sketches_stay() {
 
 #[test]
 fn lost_changes_of_packed_sketches_are_reported() {
-    let options = UnionOptions {
-        sketch: SketchChoice::Packed,
-        small_bytes: 0,
-        ..options()
-    };
-    let Some(mut fixture) = Fixture::new(options) else {
+    let Some(mut fixture) = open_with(SketchChoice::Packed) else {
         return;
     };
     let id = fixture.get("big").node;
@@ -263,12 +266,7 @@ fn lost_changes_of_packed_sketches_are_reported() {
 
 #[test]
 fn an_orderly_end_loses_no_change_of_packed_sketches() {
-    let options = UnionOptions {
-        sketch: SketchChoice::Packed,
-        small_bytes: 0,
-        ..options()
-    };
-    let Some(mut fixture) = Fixture::new(options) else {
+    let Some(mut fixture) = open_with(SketchChoice::Packed) else {
         return;
     };
     let id = fixture.get("big").node;
@@ -372,15 +370,11 @@ fn executed_changes_of_names_are_recognized() {
         let names = ["directory/second", "directory/first"].map(|name| fixture.get(name).node);
         assert_eq!(names, [one, other], "{round}");
         if round == 0 {
-            let fresh = RequestId {
-                is_resent: false,
-                ..RESENT
-            };
             let (one, other) = ((directory, &b"first"[..]), (directory, &b"second"[..]));
             for _ in 0..2 {
                 fixture
                     .fs()
-                    .rename_requested(fresh, one, other, RenameMode::Exchange)
+                    .rename_requested(FRESH, one, other, RenameMode::Exchange)
                     .unwrap();
             }
             fixture.take_over();
@@ -404,39 +398,55 @@ fn objects_that_exist_already_are_finished() {
     for (name, new) in [("file", New::File), ("directory", New::Directory)] {
         let fs = fixture.fs();
         let made = fs
-            .finish_new(&ROOT, root, name.as_bytes(), 0o6751, new)
+            .make_requested(RESENT, &ROOT, root, name.as_bytes(), 0o6751, &new)
             .unwrap();
         assert_eq!(made.permissions, 0o6751, "{name}");
         assert_eq!(fixture.get(name).node, made.node);
-        let other = fs.finish_new(&ROOT, root, name.as_bytes(), 0o644, New::Symlink(b"x"));
+        let other = fs.make_requested(
+            RESENT,
+            &ROOT,
+            root,
+            name.as_bytes(),
+            0o644,
+            &New::Symlink(b"x"),
+        );
         assert_eq!(other, Err(Errno::EXIST));
     }
     // The image's own file was not made by a request.
-    let image = fixture.fs().finish_new(&ROOT, root, b"c", 0o644, New::File);
+    let image = fixture
+        .fs()
+        .make_requested(RESENT, &ROOT, root, b"c", 0o644, &New::File);
     assert_eq!(image, Err(Errno::EXIST));
+    // The first attempt of a request fails.
+    let file = fixture
+        .fs()
+        .make_requested(FRESH, &ROOT, root, b"file", 0o644, &New::File);
+    assert_eq!(file, Err(Errno::EXIST));
     let id = fixture.get("file").node;
     fixture.fs().link(id, root, b"linked").unwrap();
-    assert_eq!(
-        fixture.fs().finish_link(id, root, b"linked").unwrap().nlink,
-        2
-    );
-    assert_eq!(fixture.fs().finish_link(id, root, b"c"), Err(Errno::EXIST));
+    let link = |request, name: &[u8]| fixture.fs().link_requested(request, id, root, name);
+    assert_eq!(link(RESENT, b"linked").unwrap().nlink, 2);
+    assert_eq!(link(FRESH, b"linked"), Err(Errno::EXIST));
+    assert_eq!(link(RESENT, b"c"), Err(Errno::EXIST));
+    // Names that are removed already.
+    let fs = fixture.fs();
+    assert_eq!(fs.unlink_requested(RESENT, root, b"none"), Ok(()));
+    assert_eq!(fs.unlink_requested(FRESH, root, b"none"), Err(Errno::NOENT));
+    assert_eq!(fs.remove_directory_requested(RESENT, root, b"none"), Ok(()));
+    let missing = fs.remove_directory_requested(FRESH, root, b"none");
+    assert_eq!(missing, Err(Errno::NOENT));
     // Attributes.
     let fs = fixture.fs();
     let set = |value: &[u8], request| {
         fs.set_xattr_requested(request, id, b"user.name", value, XattrMode::Create)
     };
-    let fresh = RequestId {
-        is_resent: false,
-        ..RESENT
-    };
-    set(b"one", fresh).unwrap();
-    assert_eq!(set(b"one", fresh), Err(Errno::EXIST));
+    set(b"one", FRESH).unwrap();
+    assert_eq!(set(b"one", FRESH), Err(Errno::EXIST));
     assert_eq!(set(b"other", RESENT), Err(Errno::EXIST));
     set(b"one", RESENT).unwrap();
-    fs.remove_xattr_requested(fresh, id, b"user.name").unwrap();
+    fs.remove_xattr_requested(FRESH, id, b"user.name").unwrap();
     fs.remove_xattr_requested(RESENT, id, b"user.name").unwrap();
-    let again = fs.remove_xattr_requested(fresh, id, b"user.name");
+    let again = fs.remove_xattr_requested(FRESH, id, b"user.name");
     assert_eq!(again, Err(Errno::NODATA));
 }
 
@@ -502,6 +512,38 @@ fn limits_count_removed_files_in_use() {
     assert_eq!(fixture.counted(), counted);
     fixture.fs().forget(id, 1);
     assert_eq!(fixture.counted(), empty);
+}
+
+#[test]
+fn a_file_that_is_found_again_before_its_sketch_is_recorded_is_not_released() {
+    let options = UnionOptions {
+        sketch: SketchChoice::Sparse,
+        small_bytes: 0,
+        size_limit: Some(1000 * BLOCK),
+        ..options()
+    };
+    let Some(fixture) = Fixture::new(options) else {
+        return;
+    };
+    let empty = fixture.counted();
+    let id = fixture.get("big").node;
+    fixture.write(id, 0, b"written");
+    fixture.fs().forget(id, 1);
+    assert_eq!(fixture.fs().unrecorded.lock().len(), 1);
+    // The kernel finds it again. It becomes plain, and loses its name while a program has it open.
+    assert_eq!(fixture.get("big").node, id);
+    fixture.write(id, 0, &noise(2, BIG));
+    let node = fixture.fs().node(id).unwrap();
+    fixture.fs().promote_if_complete(&node);
+    drop(node);
+    fixture.fs().unlink(NodeId::ROOT, b"big").unwrap();
+    let counted = fixture.counted();
+    assert!(counted >= empty + BIG as u64 / BLOCK * BLOCK);
+    fixture.fs().run_periodic();
+    assert_eq!(fixture.counted(), counted);
+    assert_eq!(fixture.read(id), noise(2, BIG));
+    fixture.fs().forget(id, 10);
+    assert!(fixture.counted() < counted - BIG as u64 / BLOCK * BLOCK + BLOCK);
 }
 
 #[test]

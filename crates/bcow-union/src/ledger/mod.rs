@@ -12,14 +12,15 @@
 //!
 //! ```text
 //! 0       header: version, generation, whether the ledger is complete, numbers of exchanges
-//! 4096    two areas of written ranges, 32 bytes each
+//! 4096    two areas of changes of sketches, 32 bytes each
 //! ...     records of nodes: cells of 64 bytes; long names take further cells
 //! ```
 
+mod changes;
 mod node;
-mod ranges;
 #[cfg(test)]
 mod tests;
+
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
@@ -33,11 +34,11 @@ use parking_lot::Mutex;
 use rustix::fs::MemfdFlags;
 
 use crate::log::{self, Severity};
+use changes::{Changes, Record};
 use node::Cells;
-use ranges::{Ranges, Record};
 
+pub use changes::Pass;
 pub use node::{Entry, Flags, NodeRecord, Placing};
-pub use ranges::Pass;
 
 /// The version of the layout. A process refuses other versions.
 const VERSION: u64 = 1;
@@ -59,7 +60,7 @@ pub struct Ledger {
     /// How many processes served the mount before.
     generation: u64,
     cells: Mutex<Cells>,
-    ranges: Ranges,
+    changes: Changes,
     next_exchange: AtomicU64,
     /// Begins at 1, so that a sketch without a change has lost none.
     next_change: AtomicU64,
@@ -93,12 +94,12 @@ impl Ledger {
         file.write_all_at(&generation.to_le_bytes(), GENERATION_AT)?;
         // So that the store that marks the ledger as incomplete needs no memory.
         file.write_all_at(&0_u64.to_le_bytes(), BROKEN_AT)?;
-        file.set_len(ranges::END)?;
+        file.set_len(changes::END)?;
         Ok(Arc::new(Ledger {
             file,
             generation,
-            cells: Mutex::new(Cells::new(ranges::END)),
-            ranges: Ranges::default(),
+            cells: Mutex::new(Cells::new(changes::END)),
+            changes: Changes::default(),
             next_exchange: AtomicU64::new(0),
             next_change: AtomicU64::new(1),
             is_broken: AtomicBool::new(false),
@@ -125,28 +126,28 @@ impl Ledger {
         let exchanges = (0..EXCHANGES).map(|index| word(EXCHANGES_AT + index * 8));
         let mut inherited = Inherited {
             generation: word(GENERATION_AT),
-            nodes: node::read_all(&file, ranges::END)?,
+            nodes: node::read_all(&file, changes::END)?,
             exchanges: exchanges.filter(|&number| number != 0).collect(),
             ..Inherited::default()
         };
         // The last change of each packed sketch, and the first number that was not recorded.
-        let mut changes: HashMap<u64, (u64, u64)> = HashMap::new();
-        for (sketch, record) in ranges::read_all(&file)? {
+        let mut counts: HashMap<u64, (u64, u64)> = HashMap::new();
+        for (sketch, record) in changes::read_all(&file)? {
             match record {
                 Record::Written(bytes) => {
                     inherited.written.entry(sketch).or_default().push(bytes);
                 }
                 Record::Changed(number) => {
-                    let last = &mut changes.entry(sketch).or_default().0;
+                    let last = &mut counts.entry(sketch).or_default().0;
                     *last = number.max(*last);
                 }
                 Record::Recorded(number) => {
-                    let first = &mut changes.entry(sketch).or_default().1;
+                    let first = &mut counts.entry(sketch).or_default().1;
                     *first = number.max(*first);
                 }
             }
         }
-        let lost = changes
+        let lost = counts
             .into_iter()
             .filter(|(_, (last, first))| last > &0 && last >= first);
         inherited.incomplete = lost.map(|(sketch, _)| sketch).collect();
@@ -178,7 +179,7 @@ impl Ledger {
     /// The number of the area that [`Ledger::written`] uses now. A later [`Ledger::begin_pass`]
     /// changes it.
     pub fn area(&self) -> u64 {
-        self.ranges.area()
+        self.changes.area()
     }
 
     /// Records that a packed sketch has changed.
@@ -199,14 +200,14 @@ impl Ledger {
     }
 
     fn append(&self, sketch: u64, record: &Record) {
-        match self.ranges.place() {
-            Some(at) => self.write(&ranges::encode(sketch, record), at),
+        match self.changes.place() {
+            Some(at) => self.write(&changes::encode(sketch, record), at),
             None => self.broken("too many written blocks wait for a flush"),
         }
     }
 
     /// Begins to flush all sketches. When all flushes have succeeded, [`Pass::succeeded`] removes
-    /// the ranges that were written before. Only one thread may do so at a time.
+    /// the changes before it. Only one thread may do so at a time.
     pub fn begin_pass(&self) -> Pass<'_> {
         Pass::begin(self)
     }

@@ -3,8 +3,9 @@
 //!
 //! The records are in two areas. A thread appends to the current one. A pass makes the other area
 //! current, flushes all sketches, and then empties the area that was current before. An append that
-//! is late by a pass is harmless: the flush has recorded the range, and a range stays true, because
-//! the bytes stay in the host's file until they are truncated, and truncated blocks ignore it.
+//! is late by a pass is harmless: the flush has recorded the change. A written range stays true,
+//! because the bytes stay in the host's file until they are truncated, and truncated blocks ignore
+//! it.
 
 use std::fs::File;
 use std::io;
@@ -27,12 +28,12 @@ const RECORDED: u64 = 3;
 pub(super) const END: u64 = HEADER_BYTES + 2 * AREA_BYTES;
 
 #[derive(Debug, Default)]
-pub(super) struct Ranges {
+pub(super) struct Changes {
     /// The number of the current area; its last bit selects the place in the file.
     area: AtomicU64,
     /// The next free byte of each area.
     ends: [AtomicU64; 2],
-    /// Whether the area before the current one has ranges that may not be recorded.
+    /// Whether the area before the current one has changes that no flush may have recorded.
     has_earlier: AtomicBool,
 }
 
@@ -42,12 +43,12 @@ pub struct Pass<'a> {
     ledger: &'a Ledger,
 }
 
-impl Ranges {
+impl Changes {
     pub(super) fn area(&self) -> u64 {
         self.area.load(Ordering::SeqCst)
     }
 
-    /// The place of the next range; `None` if the area is full.
+    /// The place of the next record; `None` if the area is full.
     pub(super) fn place(&self) -> Option<u64> {
         let side = self.area() & 1;
         let at = self.ends[side as usize].fetch_add(RECORD_BYTES, Ordering::Relaxed);
@@ -57,24 +58,24 @@ impl Ranges {
 
 impl<'a> Pass<'a> {
     pub(super) fn begin(ledger: &'a Ledger) -> Self {
-        let ranges = &ledger.ranges;
+        let changes = &ledger.changes;
         // If the pass before has failed, its area is still needed.
-        if !ranges.has_earlier.swap(true, Ordering::SeqCst) {
-            ranges.area.fetch_add(1, Ordering::SeqCst);
+        if !changes.has_earlier.swap(true, Ordering::SeqCst) {
+            changes.area.fetch_add(1, Ordering::SeqCst);
         }
         Pass { ledger }
     }
 
     /// All sketches are flushed: removes what was written before the pass.
     pub fn succeeded(self) {
-        let ranges = &self.ledger.ranges;
-        let side = (ranges.area() + 1) & 1;
+        let changes = &self.ledger.changes;
+        let side = (changes.area() + 1) & 1;
         let start = HEADER_BYTES + side * AREA_BYTES;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         match rustix::fs::fallocate(&self.ledger.file, flags, start, AREA_BYTES) {
             Ok(()) => {
-                ranges.ends[side as usize].store(0, Ordering::SeqCst);
-                ranges.has_earlier.store(false, Ordering::SeqCst);
+                changes.ends[side as usize].store(0, Ordering::SeqCst);
+                changes.has_earlier.store(false, Ordering::SeqCst);
             }
             // The next pass tries it again.
             Err(errno) => tracing::debug!("cannot empty a part of the ledger: {errno}"),

@@ -1,0 +1,58 @@
+//! A mount at either door behind one type, for a process that has mounts at both.
+
+use crate::error::MountError;
+use crate::kernel::KernelSession;
+use crate::session::{Closer, Session, Unmounter};
+use crate::signals::Signals;
+
+/// A mount at either door.
+pub enum AnySession {
+    /// At the FUSE door.
+    Fuse(Session),
+    /// At the kernel door.
+    Kernel(KernelSession),
+}
+
+impl AnySession {
+    /// Serves until the mount is gone. Then the written data is durable, as far as the options of
+    /// the mount require it.
+    pub fn serve(self) -> Result<(), MountError> {
+        match self {
+            AnySession::Fuse(session) => session.serve(),
+            AnySession::Kernel(session) => session.serve(),
+        }
+    }
+
+    /// As [`AnySession::serve`], but signals end the mount; see [`Session::serve_until_signal`].
+    pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
+        match self {
+            AnySession::Fuse(session) => session.serve_until_signal(signals),
+            AnySession::Kernel(session) => session.serve_until_signal(signals),
+        }
+    }
+
+    /// A handle that unmounts while the session is being served.
+    pub fn unmounter(&self) -> Unmounter {
+        match self {
+            AnySession::Fuse(session) => session.unmounter(),
+            AnySession::Kernel(session) => session.unmounter().into(),
+        }
+    }
+
+    /// A handle that makes the written data durable while the session is being served; `None` for a
+    /// mount that takes no writes.
+    pub fn closer(&self) -> Option<Closer> {
+        match self {
+            AnySession::Fuse(session) => session.closer(),
+            AnySession::Kernel(session) => session.closer().map(Closer::from),
+        }
+    }
+
+    /// The session, if another process can take it over: one at the FUSE door.
+    pub fn fuse(&self) -> Option<&Session> {
+        match self {
+            AnySession::Fuse(session) => Some(session),
+            AnySession::Kernel(_) => None,
+        }
+    }
+}
