@@ -43,8 +43,8 @@ pub enum New<'a> {
 
 impl New<'_> {
     /// The object of mknod(2): `mode` has its type, `rdev` is a device number in the kernel's
-    /// 32-bit form. `EPERM` for the device 0:0, which would be a whiteout (the kernel's overlayfs refuses
-    /// it with the same error), `EINVAL` for types of other requests.
+    /// 32-bit form. `EPERM` for the device 0:0, which would be a whiteout (the kernel's overlayfs
+    /// refuses it with the same error), `EINVAL` for types of other requests.
     pub fn of_mode(mode: u32, rdev: u32) -> Result<Self, Errno> {
         match host::kind_of(mode) {
             FileType::Regular => Ok(New::File),
