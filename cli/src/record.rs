@@ -16,6 +16,9 @@ use crate::new_file::NewFile;
 /// The largest image that can be recorded: one bit is kept for each of its sectors.
 const MAX_BYTES: u64 = 1 << 40;
 const SECTOR_BYTES: u64 = TRACE_BLOCK_BYTES;
+/// The greatest number of files with the same content among which those that were read are looked
+/// for.
+const MAX_SHARING: usize = 64;
 
 /// An address space that records which of its sectors are read, each once.
 pub struct Recorder {
@@ -70,6 +73,13 @@ impl Recorder {
             }
             sector += in_word;
         }
+    }
+
+    /// Whether a byte of the sector that contains `offset` was read.
+    fn has_read(&self, offset: u64) -> bool {
+        let sector = offset / SECTOR_BYTES;
+        let word = self.seen.get((sector / 64) as usize);
+        word.is_some_and(|word| word.load(Ordering::Relaxed) >> (sector % 64) & 1 == 1)
     }
 
     /// Adds the sectors from `start` on whose bits are set.
@@ -171,10 +181,11 @@ impl Recording {
         let cannot = || format!("cannot write {}", self.destination.display());
         let ranges = self.recorder.ranges().clone();
         let tree = Filesystem::open(Arc::clone(&self.recorder.device)).context(cannot)?;
+        let (parts, is_truncated) = parts(&tree, &ranges, &self.recorder).context(cannot)?;
         let trace = Trace {
             image: self.identity,
-            truncated: self.recorder.is_full.load(Ordering::Relaxed),
-            parts: parts(&tree, &ranges).context(cannot)?,
+            truncated: is_truncated || self.recorder.is_full.load(Ordering::Relaxed),
+            parts,
         };
         let new = NewFile::create(&self.destination)?;
         let mut file = new.file();
@@ -198,6 +209,8 @@ struct Place {
 #[derive(Default)]
 struct Places {
     paths: Vec<Vec<u8>>,
+    /// Where the inode of each object begins.
+    inodes: Vec<u64>,
     /// Content of files, outside of their inodes.
     content: Vec<Place>,
     /// Inodes with what is stored beside them, and content of directories; each belongs to the
@@ -255,6 +268,7 @@ impl Places {
             }
             if has_place {
                 places.paths.push(path.to_vec());
+                places.inodes.push(start);
             }
         }
         places.content.sort_unstable_by_key(|place| place.start);
@@ -262,28 +276,38 @@ impl Places {
         Ok(places)
     }
 
-    /// The first of `places` that ends behind `at`. Places hardly overlap: of several files with
-    /// the same content, one is enough.
-    fn from(places: &[Place], at: u64) -> usize {
-        let begun = places.partition_point(|place| place.start <= at);
+    /// The first place of metadata that ends behind `at`. Such places hardly overlap.
+    fn metadata_from(&self, at: u64) -> usize {
+        let begun = self.metadata.partition_point(|place| place.start <= at);
         let mut first = begun;
         while first > 0 && begun - first < 64 {
             first -= 1;
-            if places[first].end > at {
+            if self.metadata[first].end > at {
                 return first;
             }
         }
         begun
     }
 
-    /// The file with content in this sector, and the block of the file.
-    fn file(&self, sector: u64) -> Option<(u32, u64)> {
+    /// The files with content in this sector, each with the block of the file. Several files share
+    /// the sector if they have the same content. A program that reads one of them reads its inode
+    /// first, so these are the files whose inodes were read; one file if none was.
+    fn files(&self, sector: u64, recorder: &Recorder) -> Vec<(u32, u64)> {
         let start = sector * SECTOR_BYTES;
-        let place = self.content.get(Places::from(&self.content, start))?;
-        (place.start <= start && start < place.end).then(|| {
-            let at = place.offset + (start - place.start);
-            (place.object, at / TRACE_BLOCK_BYTES)
-        })
+        let begun = self.content.partition_point(|place| place.start <= start);
+        let first = begun.saturating_sub(MAX_SHARING);
+        let sharing = self.content[first..begun].iter().rev();
+        let mut sharing: Vec<&Place> = sharing.filter(|place| place.end > start).collect();
+        let has_inode = |place: &&Place| recorder.has_read(self.inodes[place.object as usize]);
+        match sharing.iter().any(has_inode) {
+            true => sharing.retain(has_inode),
+            false => sharing.truncate(1),
+        }
+        let block = |place: &Place| (place.offset + (start - place.start)) / TRACE_BLOCK_BYTES;
+        sharing
+            .into_iter()
+            .map(|place| (place.object, block(place)))
+            .collect()
     }
 
     /// The directory to which most of the metadata in this sector belongs. A neighbour with a few
@@ -291,7 +315,7 @@ impl Places {
     fn directory(&self, sector: u64) -> Option<u32> {
         let (start, end) = (sector * SECTOR_BYTES, (sector + 1) * SECTOR_BYTES);
         let mut bytes: Vec<(u32, u64)> = Vec::new();
-        for place in &self.metadata[Places::from(&self.metadata, start)..] {
+        for place in &self.metadata[self.metadata_from(start)..] {
             if place.start >= end {
                 break;
             }
@@ -306,15 +330,31 @@ impl Places {
     }
 }
 
-/// The parts of the image in these ranges, each object once.
-fn parts(tree: &Filesystem, ranges: &[Range]) -> Result<Vec<TracePart>, ErofsError> {
+/// The parts of the image in these ranges, each object once, and whether the trace has no room for
+/// all of them.
+fn parts(
+    tree: &Filesystem,
+    ranges: &[Range],
+    recorder: &Recorder,
+) -> Result<(Vec<TracePart>, bool), ErofsError> {
+    let mut left = MAX_TRACE_RANGES;
+    let mut is_truncated = false;
     let places = Places::of(tree)?;
     let mut parts = Vec::new();
     let mut known: HashMap<(u32, bool), usize> = HashMap::new();
     let path = |object: u32| places.paths[object as usize].clone();
     for range in ranges {
         for sector in range.first..range.first + range.count {
-            if let Some((object, block)) = places.file(sector) {
+            let files = places.files(sector, recorder);
+            if files.is_empty()
+                && let Some(object) = places.directory(sector)
+            {
+                known.entry((object, false)).or_insert_with(|| {
+                    parts.push(TracePart::Directory { path: path(object) });
+                    parts.len() - 1
+                });
+            }
+            for (object, block) in files {
                 let index = *known.entry((object, true)).or_insert_with(|| {
                     parts.push(TracePart::File {
                         path: path(object),
@@ -327,17 +367,16 @@ fn parts(tree: &Filesystem, ranges: &[Range]) -> Result<Vec<TracePart>, ErofsErr
                 };
                 match blocks.last_mut() {
                     Some((first, count)) if *first + *count == block => *count += 1,
-                    _ => blocks.push((block, 1)),
+                    _ if left == 0 => is_truncated = true,
+                    _ => {
+                        blocks.push((block, 1));
+                        left -= 1;
+                    }
                 }
-            } else if let Some(object) = places.directory(sector) {
-                known.entry((object, false)).or_insert_with(|| {
-                    parts.push(TracePart::Directory { path: path(object) });
-                    parts.len() - 1
-                });
             }
         }
     }
-    Ok(parts)
+    Ok((parts, is_truncated))
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,6 +290,26 @@ class Listed(Ahead):
     def test_trace_has_the_files_in_the_order_of_their_use(self):
         self.assert_recorded(self.trace)
         self.assertLess(os.path.getsize(self.trace), 2000)
+
+    def test_file_that_was_read_is_recorded_and_not_one_with_the_same_content(self):
+        tree, image, trace = (self.path(name) for name in ("same", "same.bcow", "same.trace"))
+        for name in ("a", "m", "z"):
+            os.makedirs(os.path.join(tree, name))
+            shutil.copy(os.path.join(self.tree, "file-00"), os.path.join(tree, name, "same"))
+            # So that the inodes of the copies are not in one block.
+            for n in range(200):
+                write_file(os.path.join(tree, name, f"other-{n}"), b"")
+        bcow("convert", f"dir:{tree}", image, timeout=TIMEOUT)
+        for chosen in (("a",), ("z",), ("m", "z")):
+            with self.subTest(chosen):
+                with mounted(image, "--record", trace) as where:
+                    for name in chosen:
+                        read_bytes(os.path.join(where, name, "same"))
+                with open(trace) as text:
+                    lines = [json.loads(line) for line in text]
+                os.unlink(trace)
+                files = [line["file"] for line in lines if "file" in line]
+                self.assertEqual(sorted(files), [f"{name}/same" for name in chosen])
 
     def test_second_read_adds_nothing(self):
         trace = self.path("twice")

@@ -139,6 +139,7 @@ fn open_found(
         })
         .map_err(cannot_open)?;
     finder.record_layers(&facts);
+    finder.open_remote_layers(&facts);
     let resolver = FinderResolver::new(&finder, 0);
     let image =
         Image::open_with_backings(storage.clone(), options, &resolver).map_err(cannot_open)?;

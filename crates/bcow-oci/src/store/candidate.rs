@@ -40,6 +40,15 @@ impl Candidate {
         }
     }
 
+    /// Whether this machine may have the file. A file that the user named is one for any digest.
+    pub(super) fn may_be_here(&self) -> bool {
+        match self {
+            Candidate::Remote { .. } => false,
+            Candidate::UserFile(_) => true,
+            Candidate::Path(_) | Candidate::Named(..) => self.path().symlink_metadata().is_ok(),
+        }
+    }
+
     /// The directory of the file, if it is on this machine.
     pub(super) fn directory(&self) -> Option<PathBuf> {
         match self {

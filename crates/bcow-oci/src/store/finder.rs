@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Storage};
@@ -11,9 +12,14 @@ use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Storage};
 use super::candidate::Candidate;
 use super::error::{LayerProblem, MAX_DEPTH};
 use super::facts::{BackingFacts, LayerFacts, backing_facts, stack_facts};
-use super::remote::RemoteFiles;
+use super::remote::{RemoteFailure, RemoteFiles};
 use crate::digest::Digest;
-use crate::layout;
+use crate::error::ConvertError;
+use crate::{layout, parallel};
+
+/// Number of remote files that are opened at the same time. An opening has a few requests of its
+/// own at a time.
+const OPENINGS: usize = 8;
 
 /// A file that was found by its digest or its name.
 #[derive(Clone)]
@@ -69,8 +75,13 @@ pub(super) struct Finder {
     /// from the uppermost file, stays.
     facts: RefCell<HashMap<Digest, FileRecord>>,
     pub(super) lookups: RefCell<HashMap<Digest, Lookup>>,
+    /// Files of `remote` that were opened before their lookup.
+    opened: RefCell<HashMap<Digest, RemoteOpening>>,
     pub(super) problems: RefCell<Vec<Arc<LayerProblem>>>,
 }
+
+/// The outcome of [`RemoteFiles::open`].
+type RemoteOpening = Result<Option<Arc<dyn Storage>>, RemoteFailure>;
 
 /// What images record about one file.
 #[derive(Default)]
@@ -105,6 +116,7 @@ impl Finder {
             options,
             facts: RefCell::default(),
             lookups: RefCell::default(),
+            opened: RefCell::default(),
             problems: RefCell::default(),
         }
     }
@@ -144,6 +156,30 @@ impl Finder {
         {
             self.record_layers(&stack_facts(&metadata));
             self.record_backings(&backing_facts(&metadata), directory);
+        }
+    }
+
+    /// Opens the layers that only the other machine can have, several at the same time. Their
+    /// lookups, which follow one after the other, then wait for no request.
+    pub(super) fn open_remote_layers(&self, layers: &[LayerFacts]) {
+        let Some(remote) = &self.remote else {
+            return;
+        };
+        let is_here = |digest| self.candidates(digest).iter().any(Candidate::may_be_here);
+        let mut seen = HashSet::new();
+        let facts: Vec<LayerFacts> = layers
+            .iter()
+            .map(|layer| &layer.digest)
+            .filter(|&digest| seen.insert(digest) && !is_here(digest))
+            .filter_map(|digest| self.facts.borrow().get(digest)?.facts.clone())
+            .collect();
+        let order: Vec<usize> = (0..facts.len()).collect();
+        let open =
+            |index: usize| Ok::<_, ConvertError>(remote.open(&facts[index].digest, &facts[index]));
+        // A file that does not open is reported at its lookup.
+        if let Ok(opened) = parallel::run(&order, OPENINGS, &AtomicBool::new(false), open) {
+            let digests = facts.iter().map(|facts| facts.digest.clone());
+            self.opened.borrow_mut().extend(digests.zip(opened));
         }
     }
 
@@ -326,7 +362,12 @@ impl Finder {
             .borrow()
             .get(digest)
             .and_then(|k| k.facts.clone());
-        let Some(file) = candidate.open(facts.as_ref()).map_err(failed)? else {
+        let opened = match candidate {
+            Candidate::Remote { .. } => self.opened.borrow_mut().remove(digest),
+            _ => None,
+        };
+        let opened = opened.unwrap_or_else(|| candidate.open(facts.as_ref()));
+        let Some(file) = opened.map_err(failed)? else {
             return Ok(None);
         };
         // The files below the candidate are opened only after the candidate is known to be the

@@ -1,11 +1,15 @@
 //! A stack opens with exactly its own layers, from the places that the user allows.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockDevice, ImageWriter, MemoryStorage, OpenOptions, Verify, WriterOptions};
-use bcow_oci::store::{LayerProblem, Opened, Places, StoreError, backing_facts, open};
+use bcow::{BlockDevice, ImageWriter, MemoryStorage, OpenOptions, Storage, Verify, WriterOptions};
+use bcow_oci::store::{
+    LayerFacts, LayerProblem, Opened, Places, RemoteFailure, RemoteFiles, StoreError,
+    backing_facts, open, open_remote,
+};
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
@@ -409,4 +413,102 @@ fn no_reference_in_a_file_leaves_the_stores() {
     let opened = opened(&name(&layout, &format!("@{}", top.digest)), &[]).unwrap();
     assert_eq!(opened.problems.len(), 1);
     assert!(matches!(*opened.problems[0], LayerProblem::Missing { .. }));
+}
+
+/// A store on another machine. Each opening waits for a second one.
+struct Slow {
+    layers: Vec<Made>,
+    /// The digests whose opening has begun.
+    begun: Mutex<Vec<Digest>>,
+    changed: Condvar,
+}
+
+impl Slow {
+    fn new(layers: &[&Made]) -> Arc<Self> {
+        Arc::new(Slow {
+            layers: layers.iter().map(|&layer| layer.clone()).collect(),
+            begun: Mutex::default(),
+            changed: Condvar::new(),
+        })
+    }
+}
+
+impl RemoteFiles for Slow {
+    fn name(&self, digest: &Digest) -> PathBuf {
+        format!("slow/{}", digest.short()).into()
+    }
+
+    fn open(
+        &self,
+        digest: &Digest,
+        _: &LayerFacts,
+    ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
+        let mut begun = self.begun.lock().unwrap();
+        begun.push(digest.clone());
+        self.changed.notify_all();
+        let limit = Duration::from_secs(60);
+        let alone = |begun: &mut Vec<Digest>| begun.len() < 2;
+        let (begun, waited) = self
+            .changed
+            .wait_timeout_while(begun, limit, alone)
+            .unwrap();
+        assert!(!waited.timed_out(), "one layer is opened after the other");
+        drop(begun);
+        let found = self.layers.iter().find(|layer| layer.digest == *digest);
+        Ok(found.map(|layer| {
+            let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new(layer.bytes.clone()));
+            storage
+        }))
+    }
+}
+
+fn opened_remotely(stack: &Made, remote: &Arc<Slow>, stores: &[PathBuf]) -> Opened {
+    let remote: Arc<dyn RemoteFiles> = remote.clone();
+    let places = Places {
+        stores,
+        remote: Some(&remote),
+        ..Places::default()
+    };
+    let storage = Arc::new(MemoryStorage::new(stack.bytes.clone()));
+    open_remote("remote".into(), storage, places, &OpenOptions::default()).unwrap()
+}
+
+#[test]
+fn layers_on_another_machine_are_opened_at_the_same_time() {
+    let layers = [&b"first"[..], b"second", b"third"].map(layer);
+    let layers: Vec<&Made> = layers.iter().collect();
+    let remote = Slow::new(&layers);
+    let opened = opened_remotely(&stack(&layers), &remote, &[]);
+    opened.require_all().unwrap();
+    assert_eq!(shown(&opened, 3, 5), b"third");
+    // Each one once.
+    assert_eq!(remote.begun.lock().unwrap().len(), 3);
+}
+
+#[test]
+fn layers_that_are_here_are_not_looked_for_on_another_machine() {
+    let layers = [&b"first"[..], b"second", b"third"].map(layer);
+    let layers: Vec<&Made> = layers.iter().collect();
+    let store = tempfile::tempdir().unwrap();
+    let path = store.path().join(layers[1].digest.hex());
+    std::fs::write(path, &layers[1].bytes).unwrap();
+    let remote = Slow::new(&layers);
+    let opened = opened_remotely(&stack(&layers), &remote, &[store.path().to_owned()]);
+    opened.require_all().unwrap();
+    let begun = remote.begun.lock().unwrap();
+    assert_eq!(begun.len(), 2);
+    assert!(!begun.contains(&layers[1].digest));
+}
+
+#[test]
+fn a_layer_that_no_machine_has_is_missing() {
+    let layers = [&b"first"[..], b"second"].map(layer);
+    let layers: Vec<&Made> = layers.iter().collect();
+    let remote = Slow::new(&layers[..1]);
+    let opened = opened_remotely(&stack(&layers), &remote, &[]);
+    assert!(matches!(
+        opened.problems.as_slice(),
+        [problem] if matches!(**problem, LayerProblem::Missing { .. })
+    ));
+    assert_eq!(remote.begun.lock().unwrap().len(), 2);
 }
