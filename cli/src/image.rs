@@ -31,8 +31,8 @@ pub use crate::tree::{LastLink, Tree};
 /// Layers on top of an image.
 #[derive(Debug, Default, clap::Args)]
 pub struct LayerArgs {
-    /// Stack this layer, a file of `bcow commit --upper`, on top of the image (repeatable, lowest
-    /// first)
+    /// Stack this layer, which `bcow commit --upper` wrote, on top of the image (repeatable, the
+    /// lowest first)
     #[arg(long = "layer", value_name = "LAYER", value_hint = clap::ValueHint::FilePath)]
     pub layers: Vec<PathBuf>,
 }

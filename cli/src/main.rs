@@ -77,11 +77,11 @@ Exit status:
 
 Environment:
   BCOW_STORE         directories to search for layers, separated by colons (see also --store)
-  BCOW_CACHE         directory that keeps what is read of images on other machines (see --cache-dir)
-  BCOW_CACHE_LIMIT   limit of that directory, as a size (see --cache-limit)
-  BCOW_MIRRORS       servers that are asked first, between spaces (see --mirror)
-  BCOW_BACKING_URLS  allowed URLs of backings, between spaces (see --backing-url)
-  BCOW_POOLS         directory for the sockets of pools (see `bcow help pool`)
+  BCOW_CACHE         directory of the cache for images on other machines (see --cache-dir)
+  BCOW_CACHE_LIMIT   largest size of that cache (see --cache-limit)
+  BCOW_MIRRORS       URLs of mirrors, separated by spaces (see --mirror)
+  BCOW_BACKING_URLS  allowed URLs of backings, separated by spaces (see --backing-url)
+  BCOW_POOLS         directory for the sockets of pools (see `bcow help pool start`)
   BCOW_VIEWS         directory that keeps the ext4 metadata of images (see `bcow help create`)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour

@@ -32,27 +32,29 @@ use beside::Beside;
 /// Options for images on other machines.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RemoteArgs {
-    /// Accept the image only if its root hash is HEX, and verify every byte against HEX (see
-    /// `bcow inspect`). Also for files of this machine
+    /// Accept the image only if its root hash, which `bcow inspect` shows, is HEX, and verify every
+    /// byte against that hash. This also works for files on this machine
     #[arg(long, value_name = "HEX", hide_short_help = true, help_heading = HEADING)]
     pub root_hash: Option<Root>,
-    /// Keep what is read of images on other machines in DIR [default: $BCOW_CACHE, or
-    /// /var/cache/bcow for root, or $XDG_CACHE_HOME/bcow, or ~/.cache/bcow]
+    /// Cache the data of images on other machines in DIR [default: $BCOW_CACHE, or /var/cache/bcow
+    /// for root, or $XDG_CACHE_HOME/bcow, or ~/.cache/bcow]
     #[arg(long, value_name = "DIR", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_hint = clap::ValueHint::DirPath)]
     cache_dir: Option<PathBuf>,
-    /// Keep nothing of images on other machines
+    /// Use no cache for images on other machines
     #[arg(long, conflicts_with = "cache_dir", hide_short_help = true, help_heading = HEADING)]
     no_cache: bool,
-    /// Limit of the cache; the least recently used data is evicted [default: $BCOW_CACHE_LIMIT, or
-    /// none]
+    /// Largest size of the cache; beyond it, the least recently used data is evicted [default:
+    /// $BCOW_CACHE_LIMIT, or no limit]
     #[arg(long, value_name = "SIZE", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = size::parse)]
     cache_limit: Option<u64>,
-    /// Ask this server first, for bytes whose hash is known (repeatable) [default: $BCOW_MIRRORS]
+    /// Request data whose hash is known from this server first, and then from the server of the
+    /// image (repeatable) [default: $BCOW_MIRRORS]
     #[arg(long = "mirror", value_name = "URL", hide_short_help = true, help_heading = HEADING)]
     mirrors: Vec<String>,
-    /// Accept an image of a registry only if its manifest has a cosign signature by this key
+    /// Accept an image only if its manifest has a cosign signature that the public key in FILE
+    /// verifies; for images in registries only
     #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_hint = clap::ValueHint::FilePath)]
     verify_key: Option<PathBuf>,
@@ -61,11 +63,11 @@ pub struct RemoteArgs {
     #[arg(long, value_name = "FILE", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_hint = clap::ValueHint::FilePath)]
     auth_file: Option<PathBuf>,
-    /// Longest wait for a server that sends nothing, in seconds [default: 30]
+    /// Seconds to wait for a server that sends nothing [default: 30]
     #[arg(long, value_name = "SECONDS", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=86400))]
     server_timeout: Option<u32>,
-    /// Allow plain HTTP, which is not encrypted
+    /// Allow plain HTTP, which is not encrypted. bcow then always reaches registries by plain HTTP
     #[arg(long, hide_short_help = true, help_heading = HEADING)]
     insecure: bool,
     #[arg(skip)]

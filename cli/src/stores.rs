@@ -21,19 +21,19 @@ use crate::remote::{HEADING, RemoteArgs, RemoteImage};
 #[derive(Debug, Default, clap::Args)]
 pub struct StoreArgs {
     /// Also look for layers, and for backings recorded by digest, in this directory: an OCI layout,
-    /// or files named by their digest (repeatable)
+    /// or files named by their digest (repeatable; searched before $BCOW_STORE)
     #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     stores: Vec<PathBuf>,
     /// Also look for backing files in this directory (repeatable)
     #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     backing_dirs: Vec<PathBuf>,
-    /// Also open backings whose URL is PREFIX, or begins with PREFIX and a slash (repeatable)
-    /// [default: $BCOW_BACKING_URLS]
+    /// Open a backing by its URL only if the URL is PREFIX, or begins with PREFIX and a slash
+    /// (repeatable) [default: $BCOW_BACKING_URLS, or none]
     #[arg(long = "backing-url", value_name = "PREFIX", hide_short_help = true)]
     #[arg(help_heading = HEADING)]
     backing_urls: Vec<String>,
-    /// Read a disk without a lock, even while another process writes to the disk; reads may be
-    /// inconsistent
+    /// Read disks without a lock, even while another process writes to them; reads may be
+    /// inconsistent. A disk that the command opens for writing is locked all the same
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -42,7 +42,7 @@ pub struct StoreArgs {
 
 /// Stores for every command, as in PATH.
 const STORES: &str = "BCOW_STORE";
-/// Beginnings of URLs of backings that may be opened, between spaces.
+/// Beginnings of URLs of backings that may be opened, separated by spaces.
 const BACKING_URLS: &str = "BCOW_BACKING_URLS";
 
 impl StoreArgs {

@@ -47,20 +47,21 @@ pub struct Args {
     /// Make the device read-only
     #[arg(short, long, conflicts_with = "snapshot")]
     read_only: bool,
-    /// Make the device writable and discard all writes at the end; an unnamed file in TMPDIR stores
-    /// them
+    /// Make the device writable and discard all writes at the end; until then, an unnamed file in
+    /// $TMPDIR (or /tmp) stores them
     #[arg(long)]
     snapshot: bool,
     /// Detach when the last program closes the device
     #[arg(long)]
     until_closed: bool,
-    /// Connections between kernel and server [default: one for each CPU, up to 4]
+    /// Number of connections between the kernel and the server, at most 16 [default: one for each
+    /// CPU, up to 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
     connections: Option<u16>,
-    /// Logical block size of the device
+    /// Logical block size of the device: 512, 1024, 2048 or 4096
     #[arg(long, value_name = "SIZE", default_value = "512", value_parser = block_size)]
     block_size: u64,
-    /// Fail requests that take longer [default: no limit]
+    /// Fail requests that take longer than this time [default: no limit]
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u32>,
     /// Size of the cache of decoded blocks

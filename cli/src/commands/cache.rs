@@ -17,12 +17,15 @@ use crate::{cache, views};
 
 /// Show, check, fill or clear the caches: data of images on other machines, and ext4 metadata
 ///
-/// The cache keeps what was read of images on other machines. It is a directory with one sparse
-/// file per image file, and belongs to one user. These commands can be used at any time, also while
-/// images are mounted: what a process finds missing or wrong in the cache, it fetches again.
+/// The cache holds data of images on other machines. It is a directory with one sparse file per
+/// image file, and belongs to one user. These commands can be used at any time, also while images
+/// are mounted: a process that finds data missing or wrong in the cache fetches the data again.
 ///
-/// The directory `views` in it, or the one of BCOW_VIEWS, has the ext4 metadata that bcow has made
-/// for images (see `bcow help create`). A view that is removed is made again when it is needed.
+/// bcow also caches the ext4 metadata that it generates for an image (see `bcow help create`). This
+/// metadata is called a view of the image. bcow keeps the views in $BCOW_VIEWS, or else in the
+/// directory `views` of the default cache, also if --cache-dir or $BCOW_CACHE names another cache.
+/// These commands look for views in $BCOW_VIEWS, or else in the directory `views` of the cache that
+/// they use. bcow generates a removed view again when a command needs it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]

@@ -32,12 +32,14 @@ use crate::ui::Ui;
 ///     docker://HOST/REPO[:TAG]
 ///                      the same in a registry; layers that the registry has are not sent
 ///
-/// With --merge, FILE.bcow is a complete image of what the mount showed; unchanged data is still
-/// read from IMG. With --flatten, FILE.bcow is a complete image that needs no other file. When a
-/// layer or image that needs IMG is opened later, bcow looks for IMG by its file name in the
-/// directory of that layer or image, and by its file name or digest under --store. The command
-/// changes neither the upper nor IMG. No process may write to the upper during the command. A disk
-/// that was not unmounted is read with the changes in the journal of its file system.
+/// With --merge, FILE.bcow is an image with all files that the mount showed; bcow still reads
+/// unchanged data from IMG. With --flatten, FILE.bcow has the same files, and needs no other file.
+/// When a layer or image that needs IMG is opened later, bcow looks for IMG by its file name in the
+/// directory of that layer or image, and by its file name or digest under --store.
+///
+/// The command changes neither the upper nor IMG. No process may write to the upper during the
+/// command. A disk that was not unmounted is read with the changes in the journal of its file
+/// system.
 ///
 /// Without --upper, the command commits a disk. With NEW, it writes a sealed disk that has
 /// the same backing and contains only the disk's own data. The disk does not change.
@@ -60,10 +62,11 @@ pub struct Args {
     /// --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
-    /// Write a complete image, IMG with the changes; unchanged data is still read from IMG
+    /// Write a complete image: IMG with the changes applied; bcow still reads unchanged data from
+    /// IMG
     #[arg(long, requires = "upper")]
     merge: bool,
-    /// Write a complete image, IMG with the changes, that needs no other file
+    /// Write a complete image: IMG with the changes applied; the image needs no other file
     #[arg(long, requires = "upper", conflicts_with = "merge")]
     flatten: bool,
     /// Compression of the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default:

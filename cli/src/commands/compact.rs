@@ -30,7 +30,8 @@ pub struct Args {
     /// directory of FILE, NEW must be in that directory too
     #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Compress the stored blocks: zstd[:LEVEL]; later writes are not compressed
+    /// Compress the stored blocks: zstd[:LEVEL]; later writes are not compressed [default: no
+    /// compression]
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
     /// Threads that compress [default: one for each CPU]; the output does not depend on N

@@ -116,21 +116,23 @@ pub struct Args {
     /// Cache converted layers in DIR and reuse them (not if DST is a single .bcow file)
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
-    /// Do not store content that a lower layer has, but refer to that layer; the layer then works
-    /// only over the same lower layers (only for oci:, oci-archive: and docker:)
+    /// Refer to content of lower layers instead of storing it again; a layer then works only over
+    /// the same lower layers (only for oci:, oci-archive:, docker:, and s3: with --layers)
     #[arg(long)]
     dedup_lower: bool,
-    /// Store the files that a container reads at its start adjacently, before all others, and
-    /// record the list of them in the image: a mount that reads the image over the network fetches
-    /// them first. TRACE is a file of `bcow mount --record`. An image in layers gets only the list
+    /// Store the files that TRACE lists before all other files, and record in the image which parts
+    /// of them TRACE lists. A mount that reads the image over the network fetches these parts
+    /// first. `bcow mount --record` writes TRACE, for example during the start of a container. In
+    /// an image in layers, the order of the files does not change
     #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
     #[arg(hide_short_help = true)]
     prefetch: Option<PathBuf>,
-    /// Attach the new image to the image SRC, as an OCI referrer, in the repository of DST:
-    /// commands that open SRC by its name then use the new image
+    /// Attach the new image to SRC as an OCI referrer, in the repository of DST, which must contain
+    /// SRC. Commands that open SRC there by its tag then use the new image, except `bcow convert`
+    /// and `bcow copy`
     #[arg(long, hide_short_help = true)]
     referrer: bool,
-    /// Replace DST even if it is a disk, the backing of a disk, or not a BCoW file
+    /// Replace DST even if it is a disk, the backing of a disk, not a BCoW file, or in S3
     #[arg(short, long)]
     force: bool,
     /// Accept a tar archive without an end-of-archive marker, which may be truncated between two
@@ -144,7 +146,7 @@ pub struct Args {
     /// Write one file per layer to S3, and the stack file that merges the layers
     #[arg(long, hide_short_help = true)]
     layers: bool,
-    /// Skip the read-back of the complete image before it gets its name
+    /// Do not read back and verify DST before it gets its name
     #[arg(long)]
     no_verify: bool,
     /// Refuse a source with more entries

@@ -34,7 +34,7 @@ use crate::ui::Ui;
 ///     FILE, bcow:FILE           a sealed BCoW file
 ///     oci:DIR[:REF]             an image in BCoW form in an OCI layout
 ///     oci:DIR@sha256:DIGEST     one BCoW file of a layout
-///     oci-archive:FILE[:REF]    the same image in a tar archive
+///     oci-archive:FILE[:REF]    an image in BCoW form in an OCI layout in a tar archive
 ///     docker://HOST/REPO[:TAG]  an image in BCoW form in a registry
 ///     https://HOST/PATH         a BCoW file on a web server
 ///     s3://BUCKET/KEY           a BCoW file in S3

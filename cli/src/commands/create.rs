@@ -26,16 +26,16 @@ use crate::views::{UserViews, cannot_view};
 /// --backing-dir; or by its digest, in stores given by --store. If the backing has changed, the
 /// disk does not open.
 ///
-/// A disk over an image of another machine records the URL and the root hash of the image, and of
-/// an image in a registry also the digest of its manifest. The commands that use the disk open such
-/// a backing only if --backing-url, or $BCOW_BACKING_URLS, allows its URL.
+/// A disk over an image on another machine records the URL and the root hash of the image. For an
+/// image in a registry, it also records the digest of the manifest. The commands that use the disk
+/// open such a backing only if --backing-url, or $BCOW_BACKING_URLS, allows its URL.
 ///
 /// Layouts:
 ///
 ///     auto          4 KiB blocks for small writes, larger blocks for large writes; the first write
 ///                   to a region selects the block size of the region
-///     performance   at most 1024 blocks, or blocks of 16 MiB in a disk of more than 16 GiB:
-///                   fast, but a small write over a backing copies more
+///     performance   blocks of 1/1024 of the size of the disk, rounded up to a power of two from
+///                   4 KiB to 16 MiB: fast, but a small write over a backing copies more data
 ///     space         4 KiB blocks everywhere
 ///
 /// With --fs ext4, the disk shows the tree of the image given by -b as an ext4 file system. A
@@ -54,11 +54,11 @@ pub struct Args {
     /// machine, such as docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
     backing: Option<PathBuf>,
-    /// Record the backing by the digest of its file instead of its name; the backing must be
-    /// sealed, and is then found in stores (--store)
+    /// Record the backing by the digest of its file instead of its name. The backing must be sealed
+    /// and on this machine; commands then look for it in the directories of --store
     #[arg(long, requires = "backing")]
     by_digest: bool,
-    /// Show the tree of the image as a file system of this kind: ext4
+    /// Show the files of the backing as a file system of this kind: ext4
     #[arg(long, value_name = "KIND", requires = "backing", value_parser = file_system)]
     fs: Option<FileSystem>,
     /// Size of the disk, in bytes or with K, M, G or T [default: the size of the backing; 64G with

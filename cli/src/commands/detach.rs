@@ -19,7 +19,7 @@ pub struct Args {
     /// The device: /dev/nbdN
     #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
     device: PathBuf,
-    /// Detach the device even if it is mounted or in use; its users then get I/O errors
+    /// Detach the device even if it is mounted or in use; programs that use it then get I/O errors
     #[arg(short, long)]
     force: bool,
 }

@@ -53,16 +53,16 @@ Exit status, as in diff(1):
   2  error: an unreadable image, a damaged block, an invalid command line"
 )]
 pub struct Args {
-    /// The first image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
-    /// docker://...
+    /// The first image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://...
+    /// or docker://...
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
     a: PathBuf,
-    /// The second image
+    /// The second image or disk; not with --upper
     #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
     #[arg(required_unless_present = "upper", conflicts_with = "upper")]
     b: Option<PathBuf>,
-    /// Compare A with the changes in this upper of a writable mount of A, or in this disk of `bcow
-    /// create --fs ext4`
+    /// Compare A with A plus the changes in this upper of a writable mount of A, or in this disk of
+    /// `bcow create --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
     upper: Option<PathBuf>,
     /// Compare only types, content, link targets and device numbers

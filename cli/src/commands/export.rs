@@ -56,7 +56,8 @@ pub struct Args {
     /// erofs or raw
     #[arg(long, value_name = "FORM")]
     to: OsString,
-    /// Output file, for tar, erofs and raw; - is standard output
+    /// Output file; required for tar, erofs and raw, refused for the other forms; - is standard
+    /// output
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Compression of the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default:

@@ -59,7 +59,7 @@ Exit status, as in fsck(8):
   8   the check failed: the file is missing, unreadable, not a BCoW file, or of a newer version
   16  the command line is invalid")]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...; or the directory of an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
@@ -74,8 +74,9 @@ pub struct Args {
     /// not change
     #[arg(long)]
     repair: bool,
-    /// With --repair: another copy of the image, as a file, oci:DIR[:REF] or https://... . Damaged
-    /// bytes are replaced by those of the copy if the Merkle tree confirms them. Implies --data
+    /// With --repair: replace damaged bytes by those of this copy of the image, if the Merkle tree
+    /// confirms them. COPY is a file, oci:DIR[:REF], https://..., s3://... or docker://... (implies
+    /// --data)
     #[arg(long, value_name = "COPY", requires = "repair", value_hint = clap::ValueHint::FilePath)]
     from: Option<PathBuf>,
     /// Threads that read and verify [default: one for each CPU]

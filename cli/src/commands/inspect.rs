@@ -40,21 +40,21 @@ use crate::ui::{Output, Ui};
 /// fields, but never move them. Sizes are in bytes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
+    /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Print JSON (schema bcow.inspect/1)
     #[arg(long)]
     json: bool,
-    /// Print only the command with which root mounts a plain image on DIR with the kernel alone
-    /// [default DIR: /mnt]
+    /// Print only a shell command for root that mounts a plain image (`bcow convert --plain`) on
+    /// DIR without a process of bcow [default DIR: /mnt]
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     #[arg(default_missing_value = "/mnt", conflicts_with = "json")]
     #[arg(value_hint = clap::ValueHint::DirPath)]
     mount_command: Option<PathBuf>,
-    /// Print only the name, with a digest, of the image in BCoW form to which a name in a registry
-    /// leads; with --json, also its layers (schema bcow.resolve/1)
+    /// For a name in a registry: print only the name, with a digest, of the image in BCoW form that
+    /// bcow opens for it; with --json, also the layers of that image (schema bcow.resolve/1)
     #[arg(long, conflicts_with = "mount_command")]
     resolve: bool,
     #[command(flatten)]

@@ -125,9 +125,9 @@ pub struct Args {
     /// Size of the cache of decoded blocks
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
-    /// What to verify on every read: checksums of tables and blocks, or also the Merkle tree
-    /// [default: checksums; a plain image at the kernel door is not verified, as the kernel reads
-    /// it]
+    /// What bcow verifies on every read: the checksums of tables and blocks, or also the Merkle
+    /// tree [default: checksums; nothing if the kernel reads a plain image without a process of
+    /// bcow]
     #[arg(long, value_name = "WHAT")]
     verify: Option<VerifyWhat>,
     /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with
@@ -145,17 +145,18 @@ pub struct Args {
     /// Also append log messages to FILE, with the time: for machines without a system log
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     log_file: Option<PathBuf>,
-    /// When the mount ends, write to TRACE a list of what programs have read of the image, for
-    /// `bcow convert --prefetch`
+    /// When the mount ends, write to TRACE a list of the parts of the image that programs have
+    /// read, for `bcow convert --prefetch`
     #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
     record: Option<PathBuf>,
-    /// When to fetch the rest of an image on another machine into the cache: always, while no
-    /// program waits for the server (idle), or never [default: idle if the image has a list of
-    /// `bcow convert --prefetch`, else never]
+    /// When to fetch the rest of an image on another machine into the cache: all the time (always),
+    /// only while no program waits for the server (idle), or never [default: idle if the image has
+    /// a list of `bcow convert --prefetch`, else never]
     #[arg(long, value_name = "WHEN", hide_short_help = true)]
     #[arg(help_heading = crate::remote::HEADING)]
     complete: Option<CompleteWhen>,
-    /// Let the process of this pool serve the mount (see `bcow pool`)
+    /// Let the process of this pool serve the mount (see `bcow help pool`). Not with --foreground,
+    /// --cache-size, --cpus, --metrics, --log-file or --record
     #[arg(long, value_name = "NAME", value_parser = pool::parse_name)]
     #[arg(conflicts_with_all = ["foreground", "cache_size", "cpus", "metrics", "log_file"])]
     #[arg(conflicts_with = "record")]

@@ -13,11 +13,12 @@ use crate::ui::Ui;
 
 /// List mounts and served disks of this machine
 ///
-/// The command lists the processes of `bcow mount`, `bcow serve` and `bcow attach`. Root sees the
-/// processes of all users and containers; other users see their own. The command sends no request
-/// to these processes, so it also lists a process that hangs. If it finds no process of a mount, it
-/// shows what the kernel reports about the mount, and whether the process of the mount has died.
-/// The state of a plain image that the kernel reads without a process is `kernel`.
+/// The command lists the processes of `bcow mount`, `bcow serve` and `bcow attach`, and the mounts
+/// of pools. Root sees the processes of all users and containers; other users see their own. The
+/// command sends no request to these processes, so it also lists a process that hangs. If it finds
+/// no process of a mount, it shows what the kernel reports about the mount, and whether the process
+/// of the mount has died. The state of a plain image that the kernel reads without a process is
+/// `kernel`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.ps/1)

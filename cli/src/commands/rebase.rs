@@ -27,7 +27,8 @@ pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// The new backing: a BCoW file, an image as oci:DIR[:REF], or an image on another machine
+    /// The new backing: a BCoW file, oci:DIR[:REF], or an image on another machine, such as
+    /// docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(
         short,
         long,
@@ -39,7 +40,8 @@ pub struct Args {
     /// Remove the backing, after copying its visible data into the disk
     #[arg(long, conflicts_with = "backing")]
     no_backing: bool,
-    /// Record the new backing by the digest of its file instead of its name
+    /// Record the backing by the digest of its file instead of its name. The backing must be sealed
+    /// and on this machine; commands then look for it in the directories of --store
     #[arg(long, requires = "backing")]
     by_digest: bool,
     /// Change only the recorded backing, without a comparison; the disk then shows the data of the

@@ -51,7 +51,7 @@ pub struct SealArgs {
     /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
-    /// Skip the read-back of the new file before it gets its name
+    /// Do not read back and verify the new file before it gets its name
     #[arg(long)]
     no_verify: bool,
 }

@@ -52,18 +52,18 @@ pub struct Args {
     /// Serve an image under NAME instead of its file name (repeatable)
     #[arg(long = "export", value_name = "NAME=IMG")]
     exports: Vec<String>,
-    /// Description of an export in lists of exports (repeatable: first those of IMG, then those of
-    /// --export)
+    /// Description of an export, which clients see in lists of exports (repeatable: first for each
+    /// IMG, then for each --export)
     #[arg(long = "description", value_name = "TEXT")]
     descriptions: Vec<String>,
     /// Make all exports read-only
     #[arg(short, long, conflicts_with = "snapshot")]
     read_only: bool,
-    /// Make all exports writable and discard all writes at the end; an unnamed file in TMPDIR per
-    /// export stores them
+    /// Make all exports writable and discard all writes at the end; until then, one unnamed file
+    /// per export in $TMPDIR (or /tmp) stores them
     #[arg(long)]
     snapshot: bool,
-    /// Size of the cache of decoded blocks
+    /// Size of the cache of decoded blocks of all exports together
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
     #[command(flatten)]
@@ -92,7 +92,7 @@ struct ListenArgs {
     /// Write a newline to this file descriptor when clients can connect
     #[arg(long, value_name = "FD")]
     ready_fd: Option<u32>,
-    /// Exit after this time without a client
+    /// Exit when no client was connected for this time
     #[arg(long, value_name = "SECONDS")]
     exit_on_idle: Option<u32>,
 }

@@ -29,7 +29,7 @@ pub struct Args {
     /// Print JSON (schema bcow.stats/1), with latency histograms of all requests
     #[arg(long)]
     json: bool,
-    /// Seconds to wait for an answer of the mount [default: 5]
+    /// Seconds to wait for a mount that does not answer [default: 5]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     timeout: Option<u32>,
     /// Print the unchanged answer of the mount

@@ -24,11 +24,11 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// Unmount an image or a disk
 ///
 /// The command works only on mounts of `bcow mount`, for root and for the user who mounted. It
-/// returns when the process of the mount has ended. All data written to a writable mount is then
-/// durable (with --sync volatile, it is in the host's file system). If the host did not accept all
-/// data, the command fails, but the mount is unmounted anyway; likewise if the trace of `bcow mount
-/// --record` was not written. umount(8) and `fusermount3 -u` do not wait and do not report such a
-/// failure.
+/// returns when the process of the mount has ended, or, in a pool, when the mount has ended. All
+/// data written to a writable mount is then durable (with --sync volatile, it is in the host's file
+/// system). If the host did not accept all data, or the trace of `bcow mount --record` was not
+/// written, the command fails, but the mount is unmounted anyway. umount(8), `fusermount3 -u` and
+/// --lazy do not wait and do not report such a failure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The directory of the mount

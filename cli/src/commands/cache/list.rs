@@ -17,8 +17,10 @@ use crate::ui::{Output, Ui};
 /// whether a process uses it, its root hash, and the URL from which it was last fetched, if that is
 /// known. The command does not verify the bytes; `bcow cache verify` does.
 ///
-/// Of a view, the list shows the size of its ext4 and of its file, and the image as it was last
-/// named, or the start of the image's identity.
+/// For each view, the list shows the size of its ext4 file system, the space that the view takes up
+/// on the disk, the time of its last use, whether a process uses it, and the image as the last
+/// command named it. If no name is known, the list shows the first 12 characters of the image's
+/// identity.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.cache-list/1)

@@ -15,15 +15,16 @@ use crate::ui::Ui;
 
 /// Remove files from the cache, and views
 ///
-/// The command keeps files that a process uses, so existing mounts keep their cached data.
-/// (--cache-limit, in contrast, also evicts parts of files in use.) It keeps views in use, too.
+/// The command keeps files and views that a process uses, so existing mounts keep their cached
+/// data. The option --cache-limit of other commands, in contrast, also evicts parts of files in
+/// use.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("which").required(true))]
 pub struct Args {
-    /// Remove all files
+    /// Remove all files and views that no process uses
     #[arg(long, group = "which")]
     all: bool,
-    /// Remove files that were not used for this time: 90s, 30m, 12h, 7d or 4w
+    /// Remove files and views that were not used for this time: 90s, 30m, 12h, 7d or 4w
     #[arg(long, group = "which", value_name = "TIME", value_parser = parse_time)]
     older_than: Option<Duration>,
     /// Remove the least recently used files until the cache is not larger than SIZE. Views count

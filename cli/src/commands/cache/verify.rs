@@ -14,10 +14,10 @@ use crate::ui::Ui;
 
 /// Verify the cached data against the Merkle trees, and remove damaged data
 ///
-/// The command reads every cached byte. Damaged chunks are punched out of their files, and fetched
-/// again when they are needed. Files that do not belong to the cache are reported and kept. Views
-/// whose bytes do not match their checksums are removed, and made again when they are needed. The
-/// exit status is 0 also if damaged data was removed, because bcow fetches it again.
+/// The command reads every cached byte. It removes damaged chunks from their files; bcow fetches
+/// them again when they are needed. It removes views whose bytes do not match their checksums; bcow
+/// generates them again when they are needed. It reports files that do not belong to the cache, and
+/// keeps them. The exit status is 0 also if the command removed damaged data.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.cache-verify/1)

@@ -24,7 +24,7 @@ pub struct Args {
     /// The image: https://..., s3://... or docker://...
     #[arg(value_name = "IMG")]
     image: PathBuf,
-    /// Number of requests at a time
+    /// Number of requests at a time, at most 16
     #[arg(long, value_name = "N", default_value_t = 4)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=16))]
     connections: u16,

@@ -10,7 +10,9 @@ use crate::ui::Ui;
 
 /// List the pools of this user
 ///
-/// A pool that was killed is listed as dead until it is started again.
+/// A pool has two processes: one that serves the mounts, and one that starts another in its place
+/// if it crashes or is killed. If both were killed, the pool is listed as dead until `bcow pool
+/// start` starts it again.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.pools/1)

@@ -52,7 +52,7 @@ pub struct Args {
     /// for `bcow mount`]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Run in the foreground
+    /// Run the pool in the foreground
     #[arg(short, long)]
     foreground: bool,
     /// Also append log messages to FILE, with the time: for machines without a system log

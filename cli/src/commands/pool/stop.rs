@@ -16,7 +16,7 @@ pub struct Args {
     /// The name of the pool
     #[arg(value_name = "NAME", value_parser = pool::parse_name)]
     name: PoolName,
-    /// Unmount all mounts of the pool first
+    /// First unmount all mounts of the pool, even if files are in use
     #[arg(short, long)]
     force: bool,
 }
