@@ -7,6 +7,7 @@ use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::{Image, OpenOptions};
 use bcow_view::{CachedView, Shown, ViewCache, ViewError};
 
+use crate::cache;
 use crate::error::CommandError;
 
 /// The directory of views, in place of the default.
@@ -64,7 +65,8 @@ fn directory() -> Option<PathBuf> {
         let path = PathBuf::from(std::env::var_os(name)?);
         path.is_absolute().then_some(path)
     };
-    by_variable().or_else(|| {
+    let of_cache = || Some(cache::named(None)?.join("views"));
+    by_variable().or_else(of_cache).or_else(|| {
         if rustix::process::geteuid().is_root() {
             return Some(PathBuf::from("/var/cache/bcow/views"));
         }

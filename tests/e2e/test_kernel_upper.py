@@ -16,6 +16,7 @@ import signal
 import subprocess
 import time
 import unittest
+from unittest import mock
 
 import subjects
 import support
@@ -260,6 +261,12 @@ class Mounts(KernelUpper):
                                  env={"BCOW_VIEWS": ""}).out)
         self.assertEqual(listed["views_directory"], os.path.join(cache, "views"))
         self.assertEqual(listed["views"], [])
+        with mock.patch.dict(os.environ, BCOW_VIEWS="", BCOW_CACHE=cache):
+            self.continue_()
+            self.umount(self.where)
+            listed = json.loads(bcow("cache", "list", "--json").out)
+        self.assertEqual(listed["views_directory"], os.path.join(cache, "views"))
+        self.assertEqual(len(listed["views"]), 1)
         self.assert_ended()
 
     def test_many_instances_of_one_image_at_once(self):

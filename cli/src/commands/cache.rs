@@ -23,9 +23,9 @@ use crate::{cache, views};
 ///
 /// bcow also caches the ext4 metadata that it generates for an image (see `bcow help create`). This
 /// metadata is called a view of the image. bcow keeps the views in $BCOW_VIEWS, or else in the
-/// directory `views` of the default cache, also if --cache-dir or $BCOW_CACHE names another cache.
-/// These commands look for views in $BCOW_VIEWS, or else in the directory `views` of the cache that
-/// they use. bcow generates a removed view again when a command needs it.
+/// directory `views` of the cache; the --cache-dir of other commands does not move them. These
+/// commands look for views in $BCOW_VIEWS, or else in the directory `views` of the cache that they
+/// use. bcow generates a removed view again when a command needs it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]
