@@ -341,6 +341,17 @@ impl RemoteArgs {
         })
     }
 
+    /// The directory of the cache, if one can be used.
+    pub fn cache_directory(&self) -> Option<PathBuf> {
+        if self.no_cache {
+            return None;
+        }
+        Some(match cache::find(self.cache_dir.as_deref()).ok()? {
+            cache::Found::Cache(cache) => cache.path().to_owned(),
+            cache::Found::Missing(path) => path,
+        })
+    }
+
     fn cache(&self) -> Result<Option<Cache>, CommandError> {
         if self.no_cache {
             return Ok(None);

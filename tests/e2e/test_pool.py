@@ -1067,6 +1067,15 @@ class Refusals(PoolCase):
         inner = os.path.join(where, "image.bcow")
         self.refused("mount", inner, self.place(), "--pool=pool",
                      mention=["inside a mount of the same pool"])
+        self.refused("mount", self.image, self.place(), "--pool=pool", "--store", where,
+                     mention=[where, "inside a mount of the same pool"])
+        self.refused("mount", "https://127.0.0.1:9/image.bcow", self.place(), "--pool=pool",
+                     "--cache-dir", os.path.join(where, "cache"),
+                     mention=["inside a mount of the same pool"])
+        disk = self.path("disk.bcow")
+        bcow("create", "-b", inner, "--backing-dir", where, disk, timeout=TIMEOUT)
+        self.refused("mount", disk, self.place(), "--pool=pool", "--backing-dir", where,
+                     mention=[where, "inside a mount of the same pool"])
         self.read(self.mount(pool="other", image=inner))
         self.bcow("pool", "stop", "--force", "other")
         self.bcow("pool", "stop", "--force", "pool")

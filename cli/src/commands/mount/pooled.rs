@@ -123,21 +123,24 @@ impl From<PoolHost<'_>> for Host<'_> {
     }
 }
 
-/// Refuses files that the process would have to read from itself: at its end, the kernel would wait
-/// for answers of the process.
+/// Refuses paths below which the process would have to read from itself: at its end, the kernel
+/// would wait for answers of the process. Backings are beside their disk or in these directories.
 fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError> {
+    let stores = &args.stores;
     let mut paths: Vec<PathBuf> = args.upper.path().map(Path::to_owned).into_iter().collect();
+    paths.extend(stores.directories()?);
+    paths.extend(stores.backing_dirs()?.iter().cloned());
     for name in std::iter::once(&args.image).chain(&args.layers()) {
         paths.extend(match parse_name(name)? {
             ImageName::File(path) => Some(path),
             ImageName::Layout { directory, .. } | ImageName::Blob { directory, .. } => {
                 Some(directory)
             }
-            ImageName::Remote(_) => None,
+            ImageName::Remote(_) => stores.remote.cache_directory(),
         });
     }
     for path in paths {
-        // An upper that is missing will be on the file system of the directory that has it.
+        // A path that is missing will be on the file system of the directory that has it.
         let existing = path
             .ancestors()
             .find_map(|path| match path.as_os_str().is_empty() {
