@@ -18,7 +18,7 @@ use bcow::{Storage, Version};
 use crate::cache::CacheFile;
 use crate::error::{Fault, Problem, RemoteError};
 use crate::figures::Waiting;
-use crate::flights::{Claim, Flights, Until};
+use crate::in_flight::{Claim, InFlight, Until};
 use crate::mirrors::Sources;
 use crate::patience::Patience;
 use crate::shared::{MemoryKey, Shared};
@@ -64,7 +64,7 @@ pub struct RemoteFile {
     canonical: [u8; HEADER_AREA_BYTES],
     chunks: Chunks,
     cached: Option<CacheFile>,
-    flights: Flights,
+    in_flight: InFlight,
     /// Where the last requests ended. The lock is held for a lookup before a request, never during
     /// one.
     streams: Mutex<Streams>,
@@ -272,7 +272,7 @@ impl RemoteFile {
             canonical: header.canonical(),
             chunks: Chunks::new(tree),
             cached,
-            flights: Flights::default(),
+            in_flight: InFlight::default(),
             streams: Mutex::default(),
             sources,
             shared,
@@ -425,7 +425,7 @@ impl RemoteFile {
             let hashes = (0..count)
                 .map(|n| self.hash(chunk.after(n)))
                 .collect::<Result<Vec<_>, _>>()?;
-            let (flight, end) = match self.flights.claim(chunk, chunk.after(count)) {
+            let (flight, end) = match self.in_flight.claim(chunk, chunk.after(count)) {
                 Claim::Mine(flight, end) => (flight, end),
                 Claim::Other(wait) => {
                     let _waiting = self.counted_wait(purpose);

@@ -24,7 +24,7 @@ mod download;
 mod error;
 mod figures;
 mod file;
-mod flights;
+mod in_flight;
 mod mirrors;
 mod patience;
 mod registry;

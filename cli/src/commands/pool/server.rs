@@ -83,7 +83,7 @@ struct State {
     mounts: BTreeMap<u64, Entry>,
     next: u64,
     /// Mounts that are being made.
-    coming: usize,
+    in_progress: usize,
     is_ending: bool,
     /// Whether another process takes over.
     is_restarting: bool,
@@ -320,7 +320,7 @@ impl Pool {
     /// Mounts, and serves the mount in a thread of its own. Returns its number.
     fn mount(self: &Arc<Self>, asked: Asked, ui: &Ui) -> Result<u64, CommandError> {
         let args = self.parse(asked.arguments.clone())?;
-        let coming = Coming::new(self)?;
+        let mount = MountInProgress::new(self)?;
         let mounted = pooled::mount(&args, self.host(&self.devices()), ui)?;
         let number = {
             let mut state = self.state();
@@ -328,7 +328,7 @@ impl Pool {
             state.next - 1
         };
         let kept = self.keep(number, &mounted, asked);
-        coming
+        mount
             .arrive(number, mounted, kept)
             .inspect_err(|_| self.release(number))?;
         Ok(number)
@@ -413,7 +413,7 @@ impl Pool {
     fn stop(&self, force: bool) -> Result<Value, CommandError> {
         {
             let mut state = self.state();
-            let mounts = state.mounts.len() + state.coming;
+            let mounts = state.mounts.len() + state.in_progress;
             if mounts > 0 && !force {
                 let name = &self.settings.name;
                 return Err(CommandError::new(format!(
@@ -435,7 +435,7 @@ impl Pool {
 
 impl State {
     fn has_ended(&self) -> bool {
-        self.is_ending && self.mounts.is_empty() && self.coming == 0 && self.unanswered == 0
+        self.is_ending && self.mounts.is_empty() && self.in_progress == 0 && self.unanswered == 0
     }
 
     /// Publishes the list of mounts for `bcow ps`.
@@ -447,9 +447,9 @@ impl State {
 }
 
 /// A mount that is being made. Counts until it is dropped.
-struct Coming<'a>(&'a Arc<Pool>);
+struct MountInProgress<'a>(&'a Arc<Pool>);
 
-impl<'a> Coming<'a> {
+impl<'a> MountInProgress<'a> {
     fn new(pool: &'a Arc<Pool>) -> Result<Self, CommandError> {
         let mut state = pool.state();
         let cannot = || CommandError::new(format!("cannot use the pool {}", pool.settings.name));
@@ -459,11 +459,11 @@ impl<'a> Coming<'a> {
         if state.is_restarting {
             return Err(cannot().caused_by_text("it is restarting"));
         }
-        if state.mounts.len() + state.coming >= MAX_MOUNTS {
+        if state.mounts.len() + state.in_progress >= MAX_MOUNTS {
             return Err(cannot().caused_by_text(format!("it has {MAX_MOUNTS} mounts")));
         }
-        state.coming += 1;
-        Ok(Coming(pool))
+        state.in_progress += 1;
+        Ok(MountInProgress(pool))
     }
 
     /// Adds the mount to those of the pool, and serves it.
@@ -518,9 +518,9 @@ impl<'a> Coming<'a> {
     }
 }
 
-impl Drop for Coming<'_> {
+impl Drop for MountInProgress<'_> {
     fn drop(&mut self) {
-        self.0.state().coming -= 1;
+        self.0.state().in_progress -= 1;
         self.0.changed.notify_all();
     }
 }

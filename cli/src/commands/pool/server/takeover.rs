@@ -13,7 +13,7 @@ use bcow_fuse::{Handover, Session, Unmounted, Unmounter};
 use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
 
-use super::{Coming, OwnDirectory, Pool, log_failure};
+use super::{MountInProgress, OwnDirectory, Pool, log_failure};
 use crate::commands::mount::failure;
 use crate::commands::mount::fuse::{Mounted, Opened};
 use crate::commands::mount::host::UpperUse;
@@ -132,7 +132,7 @@ impl Pool {
             .and_then(|record| {
                 handover.target = OsString::from(record.target.clone()).into();
                 handover.agreed = record.agreed;
-                let coming = Coming::new(self)?;
+                let mount = MountInProgress::new(self)?;
                 let upper_use = match (&record.service.upper, &kept.ledger) {
                     (Some(_), Some(ledger)) => UpperUse::TakeOver(ledger.as_fd()),
                     (Some(upper), None) => {
@@ -143,10 +143,10 @@ impl Pool {
                     (None, _) => UpperUse::None,
                 };
                 let opened = self.open_again(&record, Attempts::Several, upper_use)?;
-                Ok((coming, opened, record))
+                Ok((mount, opened, record))
             });
         match opened {
-            Ok((coming, opened, record)) => {
+            Ok((mount, opened, record)) => {
                 let mounted = opened.take_over(handover, record.service.clone())?;
                 let session = mounted.session.fuse();
                 let ledger = session.map_or(Ok(None), Session::ledger);
@@ -154,7 +154,7 @@ impl Pool {
                     // Before the first request, which the ledger of the process before would miss.
                     self.tell(&Packet::Ledger { number }, &[ledger.as_fd()]);
                 }
-                coming.arrive(number, mounted, Some(record))
+                mount.arrive(number, mounted, Some(record))
             }
             Err(error) => {
                 let place = handover.target.display().to_string();
@@ -205,7 +205,7 @@ impl Pool {
         }
         // From now on no mount is added.
         state.is_restarting = true;
-        while state.coming > 0 {
+        while state.in_progress > 0 {
             state = self.wait(state);
         }
         let mounts = state.mounts.iter().map(|(&number, entry)| Staying {

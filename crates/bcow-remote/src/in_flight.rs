@@ -9,7 +9,7 @@ use crate::tree::Chunk;
 
 /// The fetches of one file.
 #[derive(Default)]
-pub(crate) struct Flights {
+pub(crate) struct InFlight {
     /// The runs of chunks that are being fetched, by their first chunk. They do not overlap. The
     /// lock is held for lookups and changes of this map, never during a request, and no other lock
     /// is taken under it.
@@ -46,7 +46,7 @@ pub(crate) enum Claim<'f> {
 
 /// A fetch of this thread.
 pub(crate) struct Flight<'f> {
-    flights: &'f Flights,
+    in_flight: &'f InFlight,
     first: Chunk,
     outcome: Arc<Outcome>,
     landed: bool,
@@ -67,7 +67,7 @@ pub(crate) enum Until {
     End,
 }
 
-impl Flights {
+impl InFlight {
     /// Claims the chunks from `first` to before `end`, or as many of them, from the first on, as no
     /// other thread fetches.
     pub(crate) fn claim(&self, first: Chunk, end: Chunk) -> Claim<'_> {
@@ -93,7 +93,7 @@ impl Flights {
             },
         );
         let flight = Flight {
-            flights: self,
+            in_flight: self,
             first,
             outcome,
             landed: false,
@@ -123,7 +123,7 @@ impl Flight<'_> {
         if std::mem::replace(&mut self.landed, true) {
             return;
         }
-        self.flights.running().remove(&self.first);
+        self.in_flight.running().remove(&self.first);
         self.outcome.state().result = Some(result);
         self.outcome.changed.notify_all();
     }
@@ -172,31 +172,40 @@ mod tests {
 
     #[test]
     fn a_claim_ends_before_another_threads_chunks() {
-        let flights = Flights::default();
-        let Claim::Mine(middle, end) = flights.claim(chunk(4), chunk(8)) else {
+        let in_flight = InFlight::default();
+        let Claim::Mine(middle, end) = in_flight.claim(chunk(4), chunk(8)) else {
             panic!("no other fetch is running");
         };
         assert_eq!(end, chunk(8));
-        let Claim::Mine(_before, end) = flights.claim(chunk(0), chunk(8)) else {
+        let Claim::Mine(_before, end) = in_flight.claim(chunk(0), chunk(8)) else {
             panic!("chunk 0 is free");
         };
         assert_eq!(end, chunk(4));
-        assert!(matches!(flights.claim(chunk(7), chunk(9)), Claim::Other(_)));
-        assert!(matches!(flights.claim(chunk(8), chunk(9)), Claim::Mine(..)));
+        assert!(matches!(
+            in_flight.claim(chunk(7), chunk(9)),
+            Claim::Other(_)
+        ));
+        assert!(matches!(
+            in_flight.claim(chunk(8), chunk(9)),
+            Claim::Mine(..)
+        ));
         middle.land(Ok(()));
-        assert!(matches!(flights.claim(chunk(7), chunk(8)), Claim::Mine(..)));
+        assert!(matches!(
+            in_flight.claim(chunk(7), chunk(8)),
+            Claim::Mine(..)
+        ));
     }
 
     #[test]
     fn waiting_threads_get_the_error() {
-        let flights = Flights::default();
-        let Claim::Mine(flight, _) = flights.claim(chunk(0), chunk(1)) else {
+        let in_flight = InFlight::default();
+        let Claim::Mine(flight, _) = in_flight.claim(chunk(0), chunk(1)) else {
             panic!("no other fetch is running");
         };
-        let Claim::Other(first) = flights.claim(chunk(0), chunk(1)) else {
+        let Claim::Other(first) = in_flight.claim(chunk(0), chunk(1)) else {
             panic!("chunk 0 is claimed");
         };
-        let Claim::Other(second) = flights.claim(chunk(0), chunk(1)) else {
+        let Claim::Other(second) = in_flight.claim(chunk(0), chunk(1)) else {
             panic!("chunk 0 is claimed");
         };
         assert!(
@@ -211,11 +220,11 @@ mod tests {
 
     #[test]
     fn a_read_waits_for_its_chunk_and_not_for_the_chunks_behind() {
-        let flights = Flights::default();
-        let Claim::Mine(flight, _) = flights.claim(chunk(0), chunk(9)) else {
+        let in_flight = InFlight::default();
+        let Claim::Mine(flight, _) = in_flight.claim(chunk(0), chunk(9)) else {
             panic!("no other fetch is running");
         };
-        let wait = |index| match flights.claim(chunk(index), chunk(9)) {
+        let wait = |index| match in_flight.claim(chunk(index), chunk(9)) {
             Claim::Other(wait) => wait,
             Claim::Mine(..) => panic!("chunk {index} is claimed"),
         };
