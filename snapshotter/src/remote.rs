@@ -47,7 +47,8 @@ pub struct RemoteArgs {
     /// credentials of its pulls for the images that they pull
     #[arg(long, value_name = "SOCKET")]
     image_service: Option<PathBuf>,
-    /// Limit of the cache in DIR/cache; the least recently used data is evicted
+    /// Largest size of the cache in DIR/cache; beyond it, the least recently used data is evicted
+    /// [default: no limit]
     #[arg(long, value_name = "SIZE")]
     cache_limit: Option<String>,
     /// When a mount fetches the rest of its image: always, idle or never [default: never]
@@ -57,10 +58,11 @@ pub struct RemoteArgs {
     /// cosign signature by this key
     #[arg(long, value_name = "FILE")]
     verify_key: Option<PathBuf>,
-    /// Ask this server first, for bytes whose hash is known (repeatable)
+    /// Request data whose hash is known from this server first, and then from the registry
+    /// (repeatable)
     #[arg(long, value_name = "URL")]
     mirror: Vec<String>,
-    /// Allow registries with plain HTTP
+    /// Reach registries by plain HTTP, which is not encrypted
     #[arg(long)]
     insecure: bool,
 }
