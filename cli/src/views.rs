@@ -33,7 +33,7 @@ impl UserViews {
 
     /// The cache itself.
     pub fn cache(&self) -> Result<ViewCache, ViewFailure> {
-        match directory() {
+        match directory(None) {
             Some(directory) => Ok(ViewCache::new(&directory, &self.options)),
             None => Err(format!("there is no directory for views: {VIEWS} names one").into()),
         }
@@ -49,24 +49,20 @@ impl Views for UserViews {
 /// The views of the commands on the cache in the directory `cache`, or, without a name, in the
 /// default one: those in `views` below it, unless the environment names another directory.
 pub fn of_cache(cache: Option<&Path>) -> Option<ViewCache> {
-    let below = cache.map(|cache| cache.join("views"));
-    let directory = by_variable().or(below).or_else(directory)?;
+    let directory = directory(cache)?;
     Some(ViewCache::new(&directory, &OpenOptions::default()))
 }
 
-fn by_variable() -> Option<PathBuf> {
-    let named = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
-    named.map(PathBuf::from)
-}
-
-fn directory() -> Option<PathBuf> {
+/// The directory of the views, for the cache that the command line names.
+fn directory(cache: Option<&Path>) -> Option<PathBuf> {
+    let variable = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
+    let of_cache = || Some(cache::named(cache)?.join("views"));
     // As the specification of XDG says, a relative path is ignored.
     let absolute = |name: &str| {
         let path = PathBuf::from(std::env::var_os(name)?);
         path.is_absolute().then_some(path)
     };
-    let of_cache = || Some(cache::named(None)?.join("views"));
-    by_variable().or_else(of_cache).or_else(|| {
+    variable.map(PathBuf::from).or_else(of_cache).or_else(|| {
         if rustix::process::geteuid().is_root() {
             return Some(PathBuf::from("/var/cache/bcow/views"));
         }

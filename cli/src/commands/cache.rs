@@ -56,8 +56,7 @@ impl DirectoryArgs {
 
     /// The views, and the cache that has them.
     fn views(&self) -> Result<Views, CommandError> {
-        let named = cache::named(self.cache_dir.as_deref());
-        let Some(cache) = views::of_cache(named.as_deref()) else {
+        let Some(cache) = views::of_cache(self.cache_dir.as_deref()) else {
             return Ok(Views::default());
         };
         let entries = cache.entries().context(|| cannot_read(cache.directory()))?;

@@ -126,20 +126,20 @@ fn open_found(
         source,
     };
     // The metadata describes the files below, so it is read before they are opened.
-    let facts = Image::open_storage(storage.clone(), options)
-        .and_then(|image| match image.metadata() {
-            Ok(metadata) => {
-                finder.record_backings(&backing_facts(&metadata), directory);
-                Ok(stack_facts(&metadata))
-            }
-            // An unreadable metadata section is not an error here: the files below are then hashed
-            // whole.
-            Err(error) if error.code().is_some() => Ok(Vec::new()),
-            Err(error) => Err(error),
-        })
-        .map_err(cannot_open)?;
+    let alone = Image::open_storage(storage.clone(), options).map_err(cannot_open)?;
+    let facts = match alone.metadata() {
+        Ok(metadata) => {
+            finder.record_backings(&backing_facts(&metadata), directory);
+            stack_facts(&metadata)
+        }
+        // An unreadable metadata section is not an error here: the files below are then hashed
+        // whole.
+        Err(error) if error.code().is_some() => Vec::new(),
+        Err(error) => return Err(cannot_open(error)),
+    };
     finder.record_layers(&facts);
-    finder.open_remote_layers(&facts);
+    finder.open_remote_files(&alone);
+    drop(alone);
     let resolver = FinderResolver::new(&finder, 0);
     let image =
         Image::open_with_backings(storage.clone(), options, &resolver).map_err(cannot_open)?;

@@ -159,19 +159,22 @@ impl Finder {
         }
     }
 
-    /// Opens the layers that only the other machine can have, several at the same time. Their
-    /// lookups, which follow one after the other, then wait for no request.
-    pub(super) fn open_remote_layers(&self, layers: &[LayerFacts]) {
+    /// Opens the backings of `image` that only the other machine can have, several at the same
+    /// time. Their lookups, which follow one after the other, then wait for no request.
+    pub(super) fn open_remote_files(&self, image: &Image) {
         let Some(remote) = &self.remote else {
             return;
         };
-        let is_here = |digest| self.candidates(digest).iter().any(Candidate::may_be_here);
+        let is_here = |digest: &Digest| self.candidates(digest).iter().any(Candidate::may_be_here);
         let mut seen = HashSet::new();
-        let facts: Vec<LayerFacts> = layers
-            .iter()
-            .map(|layer| &layer.digest)
-            .filter(|&digest| seen.insert(digest) && !is_here(digest))
-            .filter_map(|digest| self.facts.borrow().get(digest)?.facts.clone())
+        let facts: Vec<LayerFacts> = image
+            .backings()
+            .filter_map(|backing| match backing.name {
+                BackingName::Digest(digest) => Some(Digest::from_sha256(digest)),
+                _ => None,
+            })
+            .filter(|digest| seen.insert(digest.clone()) && !is_here(digest))
+            .filter_map(|digest| self.facts.borrow().get(&digest)?.facts.clone())
             .collect();
         let order: Vec<usize> = (0..facts.len()).collect();
         let open =

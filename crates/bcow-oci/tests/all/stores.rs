@@ -501,6 +501,18 @@ fn layers_that_are_here_are_not_looked_for_on_another_machine() {
 }
 
 #[test]
+fn layers_that_no_window_shows_are_not_requested() {
+    let layers = [&b"first"[..], b"second", b"third"].map(layer);
+    let layers: Vec<&Made> = layers.iter().collect();
+    let listed: Vec<Value> = layers.iter().map(|layer| layer.facts.clone()).collect();
+    let stack = make(b"tree", &layers[..2], &listed);
+    let remote = Slow::new(&layers);
+    let opened = opened_remotely(&stack, &remote, &[]);
+    assert_eq!(opened.layers.len(), 3);
+    assert!(!remote.begun.lock().unwrap().contains(&layers[2].digest));
+}
+
+#[test]
 fn a_layer_that_no_machine_has_is_missing() {
     let layers = [&b"first"[..], b"second"].map(layer);
     let layers: Vec<&Made> = layers.iter().collect();

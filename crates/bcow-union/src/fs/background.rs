@@ -220,12 +220,13 @@ impl UnionFs {
 
     /// Drops a node that was kept for its sketch, if a flush has recorded all changes.
     fn release_recorded(&self, node: Arc<Node>) {
-        if self.table.is_held(node.id) {
-            // The kernel has looked it up again, and will forget it again.
-            return;
+        // The kernel has looked it up again. Its next forget releases the node; that of a removed
+        // file, which is never kept, may have done so already.
+        if self.table.is_held(node.id) || node.is_removed.load(Ordering::Acquire) {
+            return self.table.drop_node(node);
         }
         if let Some(node) = self.keep_unrecorded(node) {
-            self.forgotten(&node);
+            self.end_tracking(&node);
             self.table.drop_node(node);
         }
     }

@@ -287,28 +287,34 @@ impl UnionFs {
         if node.kind != FileType::Regular || !self.account.is_limited() {
             return;
         }
-        let released = match node.is_removed.load(Ordering::Acquire) {
-            true => {
-                let state = node.read_state();
-                match (&state.content, plain_file(&state)) {
-                    (Content::Plain, Ok(file)) => self.stored(node).release_all(&*file),
-                    _ => return,
-                }
-            }
-            false => {
-                self.recount_if_open(node);
-                let Some(stored) = node.stored.get() else {
-                    return;
-                };
-                // A lookup may just have found the node again. It must not write meanwhile.
-                let mut state = node.write_state();
-                match self.open_upper_locked(node, &mut state, Access::Data) {
-                    Ok(file) => stored.stop_tracking(&*file),
-                    Err(_) => return,
-                }
-            }
+        if !node.is_removed.load(Ordering::Acquire) {
+            return self.end_tracking(node);
+        }
+        let state = node.read_state();
+        let (Content::Plain, Ok(file)) = (&state.content, plain_file(&state)) else {
+            return;
         };
-        if let Err(error) = released {
+        if let Err(error) = self.stored(node).release_all(&*file) {
+            self.content_failed(node, error);
+        }
+    }
+
+    /// Ends the tracking of the stored blocks of a node that the kernel forgot.
+    pub(super) fn end_tracking(&self, node: &Node) {
+        if node.kind != FileType::Regular || !self.account.is_limited() {
+            return;
+        }
+        self.recount_if_open(node);
+        let Some(stored) = node.stored.get() else {
+            return;
+        };
+        // A lookup may just have found the node again. It must not write meanwhile.
+        let mut state = node.write_state();
+        let Ok(file) = self.open_upper_locked(node, &mut state, Access::Data) else {
+            return;
+        };
+        if let Err(error) = stored.stop_tracking(&*file) {
+            drop(state);
             self.content_failed(node, error);
         }
     }
