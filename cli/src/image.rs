@@ -45,15 +45,16 @@ pub struct OpenImage {
     chain: Vec<ChainFile>,
     /// Problems with files below a disk.
     problems: Vec<Problem>,
-    /// The images that are shown as one, if this one was opened with layers; the lowest first.
+    /// The images that this one shows as one, the lowest first. Empty, unless this image was opened
+    /// with layers or as the lowest layers of a stack (`#layers=N`).
     parts: Vec<ImagePart>,
-    /// Where the image comes from, if that is another machine.
+    /// The image on another machine that was opened.
     remote: Option<RemoteImage>,
 }
 
 /// An image that is shown with others as one.
 pub struct ImagePart {
-    /// The byte of the whole address space where it begins.
+    /// The byte of the joined address space at which this image begins.
     pub start: u64,
     /// The image.
     pub image: OpenImage,
@@ -80,7 +81,7 @@ impl OpenImage {
         OpenImage::find(name, &Given::default(), stores, Pinned::Never, &options)?.complete()
     }
 
-    /// The image, if nothing is missing of it.
+    /// Returns the image, or an error if a file below it is missing or wrong.
     fn complete(self) -> Result<Self, CommandError> {
         let image = self;
         let name = &image.name;
@@ -102,8 +103,9 @@ impl OpenImage {
         OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
     }
 
-    /// Opens an image with `layers` on top, of which only the tree and the tables are needed:
-    /// layers of their stacks that are missing or do not match cause a warning.
+    /// As [`OpenImage::open_with_layers`], for a caller that needs only the trees and the tables. A
+    /// file below the image or below a layer that is missing or wrong causes a warning, not an
+    /// error.
     pub fn open_without_content(
         name: &Path,
         layers: &LayerArgs,
@@ -148,8 +150,8 @@ impl OpenImage {
         OpenImage::open_parts(name, layers, stores, options, &OpenImage::complete)
     }
 
-    /// Opens an image with `layers` on top; `check` judges whether what is missing of each is
-    /// needed.
+    /// Opens an image with `layers` on top. `check` gets each image as it is opened, and decides
+    /// whether the problems with files below it are an error.
     fn open_parts(
         name: &Path,
         layers: &[PathBuf],
@@ -185,7 +187,7 @@ impl OpenImage {
             false => base.parts.into_iter().map(|part| part.image).collect(),
         };
         for layer in layers {
-            // The layer finds the images below it among these files.
+            // A layer refers to files of the images below it, which are looked up among these.
             let given = given(&parts);
             let image = check(OpenImage::find(
                 layer,
@@ -290,17 +292,20 @@ impl OpenImage {
         }
     }
 
-    /// The URL by which a file may name this image of another machine.
+    /// The URL that a file may record as the name of this image: see
+    /// [`RemoteImage::lasting_url`]. `None` for an image on this machine.
     pub fn lasting_url(&self) -> Option<&str> {
         self.remote.as_ref()?.lasting_url.as_deref()
     }
 
-    /// The place on another machine from which the image comes.
+    /// The image on another machine that was opened. `None` for images that are shown as one, even
+    /// if they come from another machine.
     pub fn remote(&self) -> Option<&RemoteImage> {
         self.remote.as_ref()
     }
 
-    /// The images that are shown as one, if this one was opened with layers; the lowest first.
+    /// The images that this one shows as one, the lowest first. Empty, unless this image was opened
+    /// with layers or as the lowest layers of a stack (`#layers=N`).
     pub fn parts(&self) -> &[ImagePart] {
         &self.parts
     }
@@ -324,7 +329,7 @@ impl OpenImage {
             .context(|| format!("cannot read {}", self.name.display()))
     }
 
-    /// The form of its file system.
+    /// The form of its file system. An image whose metadata cannot be read counts as whole.
     pub fn form(&self) -> TreeForm {
         match self.metadata() {
             Ok(metadata) if metadata.get("layer").is_some() => TreeForm::Layer,
@@ -332,6 +337,9 @@ impl OpenImage {
         }
     }
 
+    /// Opens the image that the user calls `name`, and checks its root hash if `pinned` gives one.
+    /// The result lists the files below the image that are missing or wrong; only for `#layers=N`
+    /// they are an error.
     fn find(
         name: &Path,
         given: &Given,
@@ -342,12 +350,12 @@ impl OpenImage {
         let begun = std::time::Instant::now();
         let image = match stores.remote.root_of(pinned) {
             None => OpenImage::look(name, given, stores, pinned, options)?,
-            // Opened with this root only, and always verified.
+            // An image on another machine opens only with this root, and each read is verified.
             Some(_) if matches!(parse_name(name)?, ImageName::Remote(_)) => {
                 OpenImage::look(name, given, stores, pinned, options)?
             }
             Some(root) => {
-                // The header's root counts only if the bytes are checked against it.
+                // The root in a header proves nothing unless each read is verified against it.
                 let verified = OpenOptions {
                     verify: Verify::Merkle,
                     ..options.clone()
@@ -361,7 +369,7 @@ impl OpenImage {
         Ok(image)
     }
 
-    /// Fails if the image has another root hash.
+    /// Fails if the image has another root hash or none.
     fn require_root(&self, root: Root) -> Result<(), CommandError> {
         let found = self.image().header().merkle.as_ref();
         match found.is_some_and(|tree| tree.root == root.0) {
@@ -409,6 +417,8 @@ impl OpenImage {
         }
     }
 
+    /// Opens an image or a disk, by any form of name. Checks a root hash only for an image on
+    /// another machine.
     fn look(
         name: &Path,
         given: &Given,
@@ -451,7 +461,8 @@ impl OpenImage {
         Ok(OpenImage::of(name, opened))
     }
 
-    /// Opens an image of another machine, which was found already, with all its layers.
+    /// Opens an image on another machine that the caller has found already, with all its layers and
+    /// backings.
     pub fn of_remote(remote: RemoteImage, stores: &StoreArgs) -> Result<Self, CommandError> {
         OpenImage::open_remote(remote, &Given::default(), stores, &OpenOptions::default())?
             .complete()
@@ -471,7 +482,7 @@ impl OpenImage {
         })
     }
 
-    /// The files below a disk that were found, the nearest first; none of an image.
+    /// The files below a disk that were found, the nearest first. Empty for an image.
     pub fn chain(&self) -> &[ChainFile] {
         &self.chain
     }
@@ -481,12 +492,13 @@ impl OpenImage {
         &self.name
     }
 
-    /// The address space.
+    /// The block device with the address space of the image.
     pub fn image(&self) -> &Arc<Image> {
         &self.opened.image
     }
 
-    /// All files of the image.
+    /// The paths of all files of the image. A file on another machine has its name for messages
+    /// here.
     pub fn files(&self) -> Vec<PathBuf> {
         let below = self.opened.below.iter().map(|file| file.path.clone());
         let chain = self.chain.iter().filter_map(|file| file.path.clone());
@@ -530,7 +542,7 @@ impl OpenImage {
         }
     }
 
-    /// Refuses to write to a file that the image is made of: it would be gone.
+    /// Refuses to write to a file that the image is made of, because that destroys the image.
     pub fn refuse_own_name(&self, path: &Path) -> Result<(), CommandError> {
         let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
             (Ok(file), Ok(path)) => file == path,
@@ -618,7 +630,7 @@ fn given(images: &[OpenImage]) -> Given {
     }
 }
 
-/// An image of one file.
+/// An image without layers and without a list of the files below it.
 fn opened_alone(image: Arc<Image>, path: PathBuf) -> Opened {
     Opened {
         image,
@@ -638,7 +650,7 @@ fn identity_of(images: &[OpenImage]) -> [u8; 32] {
     }
 }
 
-/// An identity as metadata has it.
+/// An identity in hexadecimal, the form in which metadata records it.
 pub fn hex(identity: &[u8; 32]) -> String {
     identity.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,4 +1,4 @@
-//! What the snapshotter records of one snapshot, as a line of JSON.
+//! The snapshotter's record of one snapshot: a line of JSON.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -68,11 +68,11 @@ pub struct Record {
     /// containerd's labels.
     #[serde(default)]
     pub labels: Labels,
-    /// Whether a layer of this snapshot is on the disk of this machine. A snapshot that was
-    /// committed without a change has none, and neither has one with a remote layer.
+    /// Whether the snapshot has a layer on the disk of this machine. It has none if it is not
+    /// committed, if it was committed without a change, or if its layer is remote.
     #[serde(default)]
     pub has_layer: bool,
-    /// The layer in a registry, instead of one on the disk.
+    /// The layer of a committed snapshot, if it is in a registry instead of on the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteLayer>,
 }
@@ -82,15 +82,15 @@ pub struct Record {
 pub struct RemoteLayer {
     /// The name of the image, with the digest of its manifest.
     pub image: String,
-    /// The uppermost layer that the snapshot shows, counted from 1. The layers below it are shown
-    /// too.
+    /// The number of layers of the image that the snapshot shows, counted from the lowest. At least
+    /// 1.
     pub layers: usize,
     /// The root hashes of the files of the image: the stack, then the layers from the lowest.
     pub files: Vec<String>,
 }
 
 impl RemoteLayer {
-    /// The name that shows this layer and those below it.
+    /// The name by which bcow opens this layer with those below it.
     pub fn name(&self) -> String {
         match self.is_whole() {
             true => self.image.clone(),

@@ -107,7 +107,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     })
 }
 
-/// A finding of bcow or bcow-erofs, in one form.
+/// A finding of bcow, bcow-erofs or this command, in one form.
 struct Finding {
     error: bool,
     code: &'static str,
@@ -142,8 +142,9 @@ impl From<DamagedFile<'_>> for Finding {
 
 /// A file to check: the image, or a layer below it.
 struct Target {
-    /// The name of the file in the output, and in findings.
+    /// The name of the file in JSON, in the log, and in the line with its verdict.
     name: String,
+    /// The short name of the file in lines with findings.
     label: String,
     path: PathBuf,
     file: Arc<dyn Storage>,
@@ -153,11 +154,11 @@ struct Target {
     digest_code: &'static str,
 }
 
-/// The image, before it is known to be one.
+/// The file that IMG names, before its header is checked.
 struct Found {
     path: PathBuf,
     storage: Arc<dyn Storage>,
-    /// The file of this machine.
+    /// The open file, if it is on this machine.
     file: Option<Arc<std::fs::File>>,
     digest: Option<Digest>,
 }
@@ -287,7 +288,8 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         digest_code: "blob-digest",
     };
     let mut files = vec![check_file(&shown, target, &options)?];
-    // A damaged image may still name its layers. A file that is not an image has already failed.
+    // A damaged image may still name its layers. For a file that is not an image, `check_file` has
+    // already returned an error.
     let opening = OpenOptions::default();
     let opened = match remote.as_ref() {
         Some(image) => {
@@ -339,7 +341,8 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     })
 }
 
-/// The place of findings about lower files, as recorded in the upper file.
+/// The place of findings about files below that are missing or wrong: the table of the file above
+/// names these files.
 const BACKING_TABLE: &str = "backing table";
 /// Limit on findings about files with damaged content.
 const MAX_FILES: usize = 1000;
@@ -457,7 +460,7 @@ fn check_file(
     if let Some(writable) = &report.writable {
         tracing::debug!("{}: {writable:?}", target.name);
     }
-    // This version cannot judge a file with unknown features.
+    // The check cannot judge a file that is not a BCoW file, or one of a newer version.
     if report
         .findings
         .iter()
@@ -482,8 +485,8 @@ fn check_file(
         }
     }
     findings.extend(report.findings.iter().cloned().map(Finding::from));
-    // Blocks that were all read and found good need no second reading; if some are bad, reading the
-    // files names the damaged ones.
+    // With --data, all blocks were read. If there was no error, no file is damaged. Otherwise a
+    // second read finds out which files are damaged.
     let read_files = options.data && !report.is_sound();
     let inodes = check_tree(path, target.file.clone(), read_files, &mut findings)?;
     Ok(Checked {
@@ -519,7 +522,7 @@ fn outcome(errors: u64, warnings: u64) -> String {
     }
 }
 
-/// The scope of the verdict: all bytes, or all except the content of blocks.
+/// The scope of the check: all bytes, or all except the content of blocks.
 fn checked(args: &Args) -> &'static str {
     match args.data() {
         true => "all",
@@ -632,7 +635,7 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
     out.finish()
 }
 
-/// The words for a file without findings.
+/// The verdict on files without errors.
 fn clean(args: &Args) -> &'static str {
     match args.data() {
         true => "clean",
@@ -651,7 +654,7 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
     let read = match args.data() {
         true => match file.writable.map_or(0, |writable| writable.open_blocks) {
             0 => format!(", {} read", Human(file.bytes_read)),
-            // They get checksums when the disk is sealed.
+            // Open blocks have no checksums until the disk is sealed.
             open => format!(
                 ", {} read, {} without checksum",
                 Human(file.bytes_read),
@@ -683,8 +686,8 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
     )
 }
 
-/// Checks the file system, if there is one that opens. Returns the number of inodes in its
-/// superblock.
+/// Checks the file system in the file. Returns the number of inodes in the superblock. Returns
+/// `None` if the file has no file system, or if the image or the superblock is damaged.
 fn check_tree(
     path: &Path,
     storage: Arc<dyn Storage>,
@@ -693,7 +696,7 @@ fn check_tree(
 ) -> Result<Option<u64>, CommandError> {
     let image = match Image::open_storage(storage, &OpenOptions::default()) {
         Ok(image) => image,
-        // If the file is damaged, the first check has found it.
+        // The check of the structure has already reported this damage.
         Err(error) if error.code().is_some() && !findings.is_empty() => return Ok(None),
         Err(error) => return Err(cannot_open_file(path, path, &error)),
     };
@@ -712,7 +715,7 @@ fn check_tree(
             return Ok(None);
         }
     };
-    // File content is checked with the blocks, and by `damaged_files`.
+    // The check of the blocks covers the content of files. `damaged_files` names the damaged ones.
     let options = erofs_check::CheckOptions { read_data: false };
     let begun = std::time::Instant::now();
     let superblock = filesystem.superblock();

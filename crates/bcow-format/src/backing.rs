@@ -205,8 +205,9 @@ pub fn is_plain_name(name: &str) -> bool {
     (1..=255).contains(&name.len()) && !name.contains(['/', '\0']) && name != "." && name != ".."
 }
 
-/// Whether `url` may name a backing (spec section 8): it has a known scheme, and no place for a
-/// secret (user, password, query).
+/// Whether `url` may name a backing (spec section 8): it has a known scheme, and no part that could
+/// be a secret (user, password, query). A URL with the scheme `s3` has no such parts: all bytes
+/// behind the scheme belong to the bucket and the key.
 pub fn is_plain_url(url: &str) -> bool {
     let is_text = url.len() <= MAX_URL_BYTES && !url.chars().any(|c| c < ' ' || c == '\x7f');
     let Some((scheme, rest)) = url.split_once("://").filter(|_| is_text) else {

@@ -2,32 +2,39 @@
 //!
 //! The kernel gives a request to the thread that has waited longest. So if several threads wait,
 //! the requests of one program go to all of them in turn, and most wake a thread on another CPU
-//! than the program's. One waiting thread stays on the CPU of the program, and each request costs a
-//! fraction (docs/benchmarks.md).
+//! than the program's. If only one thread waits, it stays on the CPU of the program, and each
+//! request costs a fraction of that time (docs/benchmarks.md).
 //!
 //! So only the threads that are needed wait in the kernel; the others are *parked*: they wait here.
-//! One parked thread is the *watcher*. It looks at fixed intervals whether a thread waits in the
-//! kernel. If none does, and none has begun a request since the last look, all threads wait for
-//! something (the disk, a lock, another program): the watcher takes their place. If at most looks
-//! no thread waits, the CPU time of the threads is the limit, and one more thread takes part. While
-//! no requests come, the watcher sleeps.
+//! One parked thread is the *watcher*. At fixed intervals, it looks whether a thread waits in the
+//! kernel.
+//!
+//! - If no thread waits, and no request has begun since the last look, all active threads are busy
+//!   with long requests. Usually they wait for the disk, a lock or another program. The watcher
+//!   then stops watching, and waits for requests in the kernel itself. Another parked thread
+//!   becomes the watcher.
+//! - If requests begin, but most looks find no waiting thread, the CPU time of the threads is the
+//!   limit. One more thread takes part then. If few looks find none, one thread less takes part.
+//! - While no requests begin, the watcher sleeps.
 //!
 //! A thread that is parked cannot see the end of the mount. But each thread that waits in the
-//! kernel sees it, and ends; its end releases the parked threads. Only threads that have answered a
-//! request count, because only these are known here.
+//! kernel sees it, and ends; its end releases the parked threads. All counts are of *known*
+//! threads: those that have received a request.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The interval of the watcher. A request waits at most twice as long for a thread.
+/// The time between two looks of the watcher. If all active threads are busy, a request waits at
+/// most twice as long until a parked thread, if there is one, becomes active. If several requests
+/// wait, the parked threads become active one after the other.
 const INTERVAL: Duration = Duration::from_millis(2);
 /// The number of looks after which the watcher decides about the number of threads.
 const LOOKS: u32 = 16;
-/// The number of looks at which no thread waited, from which one more thread takes part.
+/// If no thread waited at this number of looks or more, one more thread takes part.
 const MAX_BUSY: u32 = 14;
-/// The number of such looks below which one thread less takes part.
+/// If no thread waited at fewer looks than this, one thread less takes part.
 const FEW_BUSY: u32 = 8;
 /// The number of looks without a request after which the watcher sleeps.
 const QUIET_LOOKS: u32 = 10;
@@ -35,12 +42,13 @@ const QUIET_LOOKS: u32 = 10;
 /// Counts the threads of one mount that wait for requests, and parks the others.
 #[derive(Debug)]
 pub(crate) struct Readers {
-    /// Threads that wait for a request in the kernel, or are about to.
+    /// Known threads that wait for a request in the kernel, or are about to.
     waiting: AtomicUsize,
     /// Known threads that are not parked.
     active: AtomicUsize,
     /// The number of threads that should be active, at least 1.
     wanted: AtomicUsize,
+    /// The greatest value of `wanted`.
     most: usize,
     /// The number of requests that have begun.
     begun: AtomicU64,
@@ -59,6 +67,7 @@ pub(crate) struct Readers {
 
 #[derive(Debug, Default)]
 struct Parked {
+    /// The number of parked threads, the watcher included.
     count: usize,
     /// The number of parked threads that must become active.
     called: usize,
@@ -75,19 +84,19 @@ pub(crate) struct Turn<'a> {
     kind: Kind,
 }
 
-/// What the number of threads depends on in a request.
+/// The kind of a request, as far as the number of threads depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// It usually takes less time than it takes to wake another thread.
+    /// The request usually takes less time than the wake-up of another thread.
     Brief,
-    /// It waits for the disk.
+    /// The request waits for the disk.
     Slow,
-    /// A brief one of a batch: the thread has more to do after it, so it is not parked.
+    /// A brief operation of a batch. The thread may have others of the batch to execute, so the end
+    /// of this one does not park the thread.
     InBatch,
 }
 
-/// A thread that has answered a request. The drop, at the end of the thread, releases the parked
-/// threads.
+/// A known thread. The drop, at the end of the thread, releases the parked threads.
 struct Member {
     readers: Arc<Readers>,
 }
@@ -97,8 +106,8 @@ thread_local! {
 }
 
 impl Readers {
-    /// For a mount at which up to `most` threads answer requests at a time. The mount needs one
-    /// thread more, for the watcher.
+    /// For a mount with `most` + 1 threads. Up to `most` of them are active; the other one is the
+    /// watcher, which also takes requests if all others are busy with long ones.
     pub(crate) fn new(most: usize) -> Arc<Readers> {
         Arc::new(Readers {
             waiting: AtomicUsize::new(0),
@@ -136,7 +145,8 @@ impl Readers {
         if kind == Kind::Slow && left == 0 {
             self.call_one();
         }
-        // The watcher sets this first and then looks at `begun`, so one of the two sees the other.
+        // The watcher sets `watcher_sleeps` before it reads `begun`; this thread changes `begun`
+        // before it reads `watcher_sleeps`. So at least one of them sees the other's change.
         if self.watcher_sleeps.load(Ordering::SeqCst) {
             let _parked = self.lock();
             self.watcher.notify_one();
@@ -182,7 +192,7 @@ impl Readers {
         self.waiting.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Waits until the thread is needed.
+    /// Waits until the thread is needed or the mount has ended.
     fn park(&self) {
         let mut parked = self.lock();
         parked.count += 1;
@@ -210,8 +220,8 @@ impl Readers {
         }
     }
 
-    /// Watches. Returns `true` if this thread is needed, and `false` if another reason to wake a
-    /// parked thread came first.
+    /// Does the watcher's work. Returns `true` if this thread must become active, and `false` if
+    /// [`Readers::call_one`] has called a parked thread or the mount has ended.
     fn watch<'a>(&self, mut parked: MutexGuard<'a, Parked>) -> (MutexGuard<'a, Parked>, bool) {
         let mut seen = self.begun.load(Ordering::SeqCst);
         let mut quiet = 0;
@@ -231,7 +241,8 @@ impl Readers {
             let begun = self.begun.load(Ordering::SeqCst);
             let is_busy = self.waiting.load(Ordering::SeqCst) == 0;
             if is_busy && begun == seen {
-                // All threads wait for something. More of them may follow.
+                // All active threads are busy with long requests. More such requests may follow, so
+                // fewer threads are parked from now on.
                 let wanted = self.wanted.load(Ordering::SeqCst);
                 self.want(wanted * 2);
                 return (parked, true);
@@ -248,7 +259,7 @@ impl Readers {
         (parked, false)
     }
 
-    /// Sleeps until a request begins, or the watcher is needed for another reason.
+    /// Sleeps until a request begins, a parked thread is called, or the mount ends.
     fn sleep<'a>(&self, parked: MutexGuard<'a, Parked>, seen: u64) -> MutexGuard<'a, Parked> {
         self.watcher_sleeps.store(true, Ordering::SeqCst);
         let parked = match self.begun.load(Ordering::SeqCst) == seen {
@@ -259,7 +270,8 @@ impl Readers {
         parked
     }
 
-    /// Counts a look, and decides after some of them. Returns whether one more thread is needed.
+    /// Counts a look. After [`LOOKS`] of them, changes the number of wanted threads if necessary.
+    /// Returns whether the watcher must become active.
     fn look(&self, parked: &mut Parked, is_busy: bool) -> bool {
         parked.looks += 1;
         parked.busy += u32::from(is_busy);
@@ -278,7 +290,8 @@ impl Readers {
         false
     }
 
-    /// Only the watcher calls this.
+    /// Sets the number of threads that should be active, within its limits. Only the watcher calls
+    /// this, so no other thread changes the number between its load and its store.
     fn want(&self, threads: usize) {
         self.wanted
             .store(threads.clamp(1, self.most), Ordering::SeqCst);
@@ -345,7 +358,7 @@ mod tests {
             }
         }
 
-        /// Queues a request; returns what shows its begin and what ends it.
+        /// Queues a request. Returns the channel that reports its begin, and the one that ends it.
         fn send(&self, kind: Kind) -> (Receiver<()>, Sender<()>) {
             let (begun, has_begun) = channel();
             let (ends, end) = channel();
@@ -370,7 +383,7 @@ mod tests {
                     while let Some(request) = queue.receive() {
                         let _turn = readers.begin(request.kind);
                         request.begun.send(()).unwrap();
-                        // An error: the test needs no more of the request.
+                        // The test ends the request by dropping the sender, which is an error here.
                         let _ = request.end.recv();
                     }
                 });
@@ -404,7 +417,7 @@ mod tests {
                 while readers.lock().count < 3 {
                     answered(queue, Kind::Brief);
                 }
-                // All threads at a time, and none of the requests ends before.
+                // A request for each thread; no request ends before all have begun.
                 let all: Vec<_> = (0..4).map(|_| queue.send(kind)).collect();
                 for (begun, _) in &all {
                     begun.recv().unwrap();

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-/// A remote file could not be opened or read.
+/// A remote file could not be opened, read or written.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{place}: {problem}")]
 pub struct RemoteError {
-    /// The file, and the range if there is one: `bytes 0..16384 of https://host/image.bcow`. It has
-    /// no query and no credentials.
+    /// The file, and the range if there is one: `bytes 0..16384 of https://host/image.bcow`. The
+    /// text contains no query and no credentials.
     pub place: String,
     /// The cause.
     pub problem: Problem,
@@ -17,13 +17,14 @@ pub struct RemoteError {
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
-    /// The text is not an address.
+    /// The text is not an address, or not one that bcow accepts.
     #[error("invalid address: {0}")]
     Address(String),
-    /// The address, or that of a redirect, has the scheme `http`.
+    /// The address, or that of a redirect, has the scheme `http`, which the caller does not allow.
     #[error("{0} is plain HTTP, which is not encrypted")]
     PlainHttp(String),
-    /// The certificates of this machine, with which servers are verified, cannot be read.
+    /// The certificates with which servers are verified are missing on this machine, or cannot be
+    /// read.
     #[error("cannot read the certificates that identify servers: {0}")]
     Certificates(String),
     /// No connection, or a connection that broke.
@@ -32,7 +33,8 @@ pub enum Problem {
     /// The connection is not safe: a wrong certificate, for example.
     #[error("TLS failed: {0}")]
     Tls(String),
-    /// The server cannot be reached, and the cache does not help.
+    /// The server cannot be reached, and the cache does not have enough to open the file without
+    /// the server.
     #[error("{problem}; {explanation}")]
     Offline {
         /// Why the server cannot be reached.
@@ -40,10 +42,11 @@ pub enum Problem {
         /// What is missing in the cache.
         explanation: String,
     },
-    /// The manifest is not signed as it must be.
+    /// The manifest has no signature that the key of the caller verifies.
     #[error("the signature cannot be accepted: {0}")]
     Signature(String),
-    /// The server did not answer in time, or stopped in the middle of an answer.
+    /// The server did not answer in time, or stopped in the middle of an answer. Also if no request
+    /// could begin in time, because too many others are running.
     #[error("the server did not answer within {} s", .0.as_secs_f32())]
     Timeout(Duration),
     /// The server requires credentials, or does not accept those that were sent (401, 403).
@@ -51,7 +54,7 @@ pub enum Problem {
     Denied {
         /// 401 or 403.
         status: u16,
-        /// What was sent.
+        /// The reason, from the server or from the client. Empty if it is not known.
         explanation: String,
     },
     /// The server does not have the file (404, 410).
@@ -60,30 +63,30 @@ pub enum Problem {
     /// The file ends before the requested range (416).
     #[error("the file on the server ends before these bytes (status 416)")]
     OutOfRange,
-    /// The server is overloaded or broken (408, 429, 5xx), and stayed so.
+    /// The server reports a failure that may be temporary (408, 425, 429, 500, 502, 503, 504).
     #[error("{}", busy(*.0))]
     Busy(u16),
     /// The registry takes no uploads (405).
     #[error("the registry takes no uploads (status 405): it is read-only, or a mirror")]
     ReadOnly,
-    /// The repository does not have the manifest to which another one is attached.
+    /// The repository does not have the manifest to which the upload attaches another one.
     #[error("the repository does not have the ordinary image to which it is attached")]
     NoSubject,
-    /// There is a file of this name, which is not to be replaced.
+    /// A file of this name exists, and the upload must not replace it.
     #[error("there is a file of this name already")]
     Exists,
-    /// The server refuses what it was sent.
+    /// The server refuses an upload.
     #[error("the server refuses it (status {status}){}", detail(.explanation))]
     Refused {
         /// The status.
         status: u16,
-        /// What the server says.
+        /// The reason that the server gives. Empty if it gives none.
         explanation: String,
     },
     /// The content that was to be sent cannot be read.
     #[error("cannot read what is to be sent: {0}")]
     Content(String),
-    /// The server sent another status.
+    /// The server sent a status that no other variant stands for.
     #[error("the server answers with status {0}")]
     Status(u16),
     /// The answer breaks the rules of HTTP, or does not fit the request.
@@ -92,10 +95,10 @@ pub enum Problem {
     /// More redirects than allowed.
     #[error("more than {0} redirects, one after the other")]
     Redirects(u32),
-    /// The server sends whole files only, and the file cannot be kept whole.
+    /// The server sends whole files only, and a whole file cannot be used. The text says why.
     #[error("the server does not send parts of files (it ignores Range), and {0}")]
     NoRanges(String),
-    /// The cache does not keep what was fetched for it.
+    /// There is no cache, or the cache does not keep the file.
     #[error("it is not kept in the cache: {0}")]
     NotKept(String),
     /// The bytes of the server do not match the Merkle tree.
@@ -174,12 +177,13 @@ impl Problem {
         }
     }
 
-    /// Whether no server has answered. A server that refuses has answered.
+    /// Whether no server has given a complete answer. A refusal is an answer.
     pub(crate) fn is_unreachable(&self) -> bool {
         matches!(self, Problem::Connection(_) | Problem::Timeout(_))
     }
 
-    /// The same for a name of which the cache does not have enough.
+    /// This problem, for a file that the cache cannot open without the server. `explanation` says
+    /// what is missing in the cache.
     pub(crate) fn and_not_cached(self, explanation: &str) -> Problem {
         Problem::Offline {
             problem: Box::new(self),
@@ -228,6 +232,7 @@ pub(crate) enum Retry {
 }
 
 impl Problem {
+    /// The fault of an attempt that is not repeated.
     pub(crate) fn for_good(self) -> Fault {
         Fault {
             problem: self,
@@ -235,6 +240,7 @@ impl Problem {
         }
     }
 
+    /// The fault of an attempt that may succeed if it is repeated.
     pub(crate) fn for_now(self) -> Fault {
         Fault {
             problem: self,

@@ -14,8 +14,8 @@ use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError,
 pub enum Mark {
     /// The directory hides the entries of the lower directory.
     Opaque,
-    /// The path of the lower directory, or of the lower file with the data, that this one
-    /// continues: see [`Redirect`].
+    /// The path of the lower counterpart: of the directory with which this one is merged, or of the
+    /// file with the data. See [`Redirect`].
     Redirect,
     /// The lower inode that this one was copied from: see [`Origin`].
     Origin,
@@ -74,12 +74,12 @@ pub const OPAQUE: &[u8] = b"y";
 pub struct Marks {
     /// The directory hides the entries of the lower directory.
     pub opaque: bool,
-    /// The lower object that this one continues, if it is not the one with the same name.
+    /// The path of the lower counterpart, if a mark gives it.
     pub redirect: Option<Redirect>,
     /// The lower inode that this one was copied from. `None` for origins that overlayfs wrote: they
     /// name inodes of host file systems.
     pub origin: Option<Origin>,
-    /// Whether the data is the lower file's.
+    /// The source of the data.
     pub metacopy: Metacopy,
     /// The difference between the number of names in the union and the number of links.
     pub nlink: Option<NlinkDelta>,
@@ -87,13 +87,14 @@ pub struct Marks {
     pub sketch: Option<SketchMark>,
     /// The owner. Used only with [`Ownership::Override`](super::Ownership::Override).
     pub owner: Option<Override>,
-    /// The damage of the owner's attribute. Ignored where owners are the host file's.
+    /// The error, if the attribute with the owner is damaged. Ignored with
+    /// [`Ownership::Native`](super::Ownership::Native).
     pub owner_damage: Option<MarkError>,
 }
 
 impl Marks {
-    /// Reads the marks of a file. One system call lists the attributes, and one more reads each
-    /// mark.
+    /// Reads the marks of a file. One system call lists the attributes, and one reads each mark. A
+    /// long list or value needs a second call.
     pub fn read(at: Attribute<'_>, namespace: Namespace) -> Result<Marks, ReadMarksError> {
         let mut marks = Marks::default();
         let list = at.list()?;
@@ -119,7 +120,7 @@ impl Marks {
         Ok(marks)
     }
 
-    /// Stores the decoded value of a mark.
+    /// Decodes the value of a mark, and stores it in the mark's field.
     pub fn take(&mut self, mark: Mark, value: &[u8]) -> Result<(), MarkError> {
         match mark {
             Mark::Opaque => self.opaque = value == OPAQUE,
@@ -134,12 +135,12 @@ impl Marks {
     }
 }
 
-/// The place of the lower part of a renamed directory or of a metadata copy.
+/// The place of the lower counterpart of a renamed directory or of a metadata copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Redirect {
     /// A path in the lower tree: components separated by slashes, without a leading slash.
     Path(Vec<u8>),
-    /// A name in the lower directory that the parent continues.
+    /// A name in the lower directory of the parent directory.
     Sibling(Vec<u8>),
 }
 
@@ -179,7 +180,7 @@ pub struct Origin {
     pub nid: u64,
 }
 
-/// The bytes of `struct ovl_fb` before the file handle, and the bytes with bcow's file handle.
+/// The size of `struct ovl_fb` in bytes, without a file handle and with bcow's file handle.
 const ORIGIN_HEAD: usize = 21;
 const ORIGIN_BYTES: usize = ORIGIN_HEAD + 8;
 /// `OVL_FH_VERSION`, `OVL_FH_MAGIC`.
@@ -196,8 +197,8 @@ impl Origin {
         bytes[0] = ORIGIN_VERSION;
         bytes[1] = ORIGIN_MAGIC;
         bytes[2] = ORIGIN_BYTES as u8;
-        // Byte 3 holds the flags. Zero means: not a directory index, and no particular byte order.
-        // bcow's handle is little-endian.
+        // Byte 3 holds the flags. Zero means that the handle is little-endian and that its inode is
+        // a lower one (neither `OVL_FH_FLAG_BIG_ENDIAN` nor `OVL_FH_FLAG_PATH_UPPER`).
         bytes[4] = ORIGIN_TYPE;
         bytes[5..ORIGIN_HEAD].copy_from_slice(&self.uuid);
         bytes[ORIGIN_HEAD..].copy_from_slice(&self.nid.to_le_bytes());
@@ -235,17 +236,18 @@ pub enum Metacopy {
     None,
     /// The lower file: only metadata was copied.
     Whole,
-    /// Both: the file is a sketch. overlayfs does not know this value and rejects the file, so it
-    /// never shows its holes as data.
+    /// Both: the file is a sketch. overlayfs refuses a file with this value and
+    /// [`REDIRECT_NOWHERE`], so that it never shows the holes of a sketch as data.
     Sketch,
 }
 
-/// The value of [`Metacopy::Sketch`]. It is shorter than overlayfs's header, so overlayfs considers
-/// it damaged (`ovl_check_metacopy_xattr`, since Linux 6.6).
+/// The value of [`Metacopy::Sketch`]. It is shorter than `struct ovl_metacopy`, so overlayfs treats
+/// it as damage (`ovl_check_metacopy_xattr`, since Linux 6.6).
 const SKETCH_METACOPY: [u8; 1] = [0xbc];
 
-/// The redirect of a sketch: a path that no image has. Every version of overlayfs finds no data
-/// there and returns EIO instead of the lower file's content. bcow ignores it.
+/// The redirect of a sketch: a path that no image is expected to have. Every version of overlayfs
+/// finds no data there, and returns EIO instead of the lower file's content. bcow ignores this
+/// redirect.
 pub const REDIRECT_NOWHERE: &[u8] = b"/.bcow/sketch";
 
 impl Metacopy {
@@ -277,8 +279,8 @@ impl Metacopy {
 pub enum NlinkDelta {
     /// The difference to the links of the upper's host file.
     Upper(i32),
-    /// The difference to the links of the lower file. Used while the number of the host file's
-    /// links, or of the names, changes alone.
+    /// The difference to the links of the lower file. Used during an operation that changes either
+    /// the links of the host file or the names, but not both (docs/upper.md, "Link count").
     Lower(i32),
 }
 
@@ -316,7 +318,7 @@ pub enum SketchKind {
     Packed,
 }
 
-/// The attribute of a sketch's host file.
+/// The value of [`Mark::Sketch`], an attribute of the sketch's host file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SketchMark {
     /// The sketch's number in this upper. It is also the name of its map.
