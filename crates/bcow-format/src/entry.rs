@@ -20,7 +20,7 @@ const _: () = assert!(size_of::<RawEntry>() == ENTRY_BYTES);
 /// The decoded entry of a region or block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
-    /// Reads from backing 0, or as zeros if the file has no backing.
+    /// Reads from backing 0 if the file has the feature `backing`, and as zeros otherwise.
     Absent,
     /// Reads as zeros.
     Zero,
@@ -60,7 +60,7 @@ pub struct Stored {
     pub at: Uba,
     /// Length in bytes.
     pub bytes: u32,
-    /// CRC32C of the range.
+    /// CRC32C of the range; 0 for [`Entry::Open`].
     pub crc: u32,
 }
 
@@ -76,7 +76,8 @@ impl Entry {
         }
     }
 
-    /// The range of a backing that the entry shows: index of the backing, first byte, end.
+    /// The part of a backing that a window or fragment shows: the index of the backing, and a range
+    /// of bytes in its address space. `None` for other entries, also for [`Entry::Absent`].
     pub fn shown(&self) -> Option<(u32, std::ops::Range<u64>)> {
         let (backing, address, bytes) = match *self {
             Entry::Window {
@@ -107,28 +108,31 @@ impl Stored {
 pub struct EntryContext<'a> {
     /// The file's header.
     pub header: &'a Header,
-    /// Length of the file that the entry may refer to, in bytes: from the header, or from the
-    /// record that contains the entry.
+    /// The stored range of the entry must end at or before this byte of the file. The value is the
+    /// length of the file in the header, or in the record that contains the entry.
     pub file_bytes: u64,
     /// Length of the region or block in bytes.
     pub length: u64,
     /// Offset of the region or block in the address space, in bytes.
     pub logical: u64,
-    /// Whether it is a root entry.
+    /// Whether the entry is for a whole region: an entry of the root table, or of a record that
+    /// replaces one.
     pub root: bool,
 }
 
-/// Why an entry is invalid. The caller knows the position of the entry and converts this to a
-/// [`crate::FormatError`].
+/// Why an entry is invalid. The caller knows the position of the entry, and converts the problem to
+/// a [`crate::FormatError`] with an error code (spec section 12).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EntryProblem {
-    /// `root-entry` or `table-entry`.
+    /// The code is `root-entry` in the root table, `table-entry` in a sub-block table.
     Entry(String),
-    /// `window-range`.
+    /// The part of a backing that a window or fragment shows is invalid. The code is `window-range`
+    /// in the root table, `table-entry` in a sub-block table.
     Window(String),
 }
 
-/// Decodes and validates the entry of a region or block.
+/// Decodes and validates the entry of a region or block. [`crate::check_window`] and
+/// [`crate::check_fragments`] compare the entry with the sizes of backings.
 pub fn decode_entry(
     bytes: &[u8; ENTRY_BYTES],
     context: &EntryContext<'_>,
@@ -311,7 +315,7 @@ fn wrong(problem: impl Into<String>) -> EntryProblem {
     EntryProblem::Entry(problem.into())
 }
 
-/// An entry that shows a backing names one that exists.
+/// Checks that the backing of a window or fragment exists.
 fn check_backing(what: &str, backing: u32, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
     let count = context.header.backing_count;
     match backing < count {
@@ -322,7 +326,8 @@ fn check_backing(what: &str, backing: u32, context: &EntryContext<'_>) -> Result
     }
 }
 
-/// A root entry may be a block itself only if regions are at most 16 MiB (spec section 6).
+/// Checks that the entry is not for a block of more than 16 MiB: a root entry can make the region a
+/// block only if `region_shift` is at most 24 (spec section 6).
 fn check_block_length(context: &EntryContext<'_>) -> Result<(), EntryProblem> {
     if context.root && context.header.region_shift > 24 {
         return Err(wrong("a block as large as a region of more than 16 MiB"));

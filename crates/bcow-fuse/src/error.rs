@@ -1,10 +1,13 @@
-//! Errors of mounting and unmounting a file system.
+//! Errors of mounts: making, serving, growing and ending them.
 
 use std::io;
 use std::path::PathBuf;
 
-/// A failure to mount or unmount. `source` is the host's error. [`MountError::hint`] returns
-/// advice for errors that the user can correct.
+/// A failure to make, serve, grow or end a mount. [`MountError::hint`] returns advice for errors
+/// that the user can correct.
+///
+/// The *door* of a mount is the file system driver that answers its requests: bcow's own driver at
+/// the FUSE door, a driver of the kernel at the kernel door.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -72,7 +75,8 @@ pub enum MountError {
     /// Reading from or writing to `/dev/fuse` failed.
     #[error("I/O on /dev/fuse failed")]
     Session(#[source] io::Error),
-    /// The upper could not be flushed completely at the end of the mount.
+    /// The upper could not be flushed completely at the end of the mount, or before another process
+    /// takes the mount over.
     #[error("cannot flush all writes to the upper {}", upper.display())]
     Close {
         /// The upper.
@@ -88,7 +92,7 @@ pub enum MountError {
         /// The error.
         source: bcow::Error,
     },
-    /// `rw` for a disk that is sealed.
+    /// The option `rw` for a sealed disk, or for an image.
     #[error("{} is sealed, and never changes", .0.display())]
     SealedDisk(PathBuf),
     /// A write or a flush of a mount at the kernel door failed before the end of the mount.
@@ -113,18 +117,19 @@ pub enum MountError {
     /// A step of a mount at the kernel door failed.
     #[error(transparent)]
     Kernel(#[from] bcow_mount::Error),
-    /// A mount option that the door of the mount does not have.
+    /// A known mount option that does not exist at the door of the mount.
     #[error("mount option {option:?} is not supported at the {door} door")]
     NotAtDoor {
-        /// The option.
+        /// The name of the option, without its value.
         option: &'static str,
-        /// The door.
+        /// The door: `FUSE` or `kernel`.
         door: &'static str,
     },
-    /// An operation on a process, its descriptors or its pipes failed.
+    /// An operation that belongs to no other variant failed, for example the start of a process or
+    /// of a thread.
     #[error("cannot {action}")]
     Process {
-        /// The operation that failed, to follow "cannot".
+        /// The operation, as words that follow "cannot".
         action: &'static str,
         /// The host's error.
         source: io::Error,

@@ -1,4 +1,4 @@
-//! Block devices of the kernel's nbd driver, by their names.
+//! Finds, examines and detaches block devices of the kernel's nbd driver.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,7 +17,7 @@ pub struct NbdDevice {
 }
 
 impl NbdDevice {
-    /// The device that the user calls `path`.
+    /// The device with the device file `path`. Fails if `path` is no device of the nbd driver.
     pub fn find(path: &Path) -> Result<Self, CommandError> {
         let shown = path.display();
         let metadata = fs::metadata(path).map_err(|error| {
@@ -32,7 +32,7 @@ impl NbdDevice {
         }
         let number = metadata.rdev();
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-        // The name of the kernel, which is independent of the name of the file.
+        // The kernel's name of the device. The device file can have any other name.
         let name = fs::read_link(format!("/sys/dev/block/{major}:{minor}"))
             .ok()
             .and_then(|link| Some(link.file_name()?.to_str()?.to_owned()));
@@ -54,18 +54,18 @@ impl NbdDevice {
         }
     }
 
-    /// Its number.
+    /// The number N of /dev/nbdN.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// The process that attached it, if it is attached.
+    /// The ID of the process that attached the device; `None` if the device is not attached.
     pub fn attached_by(&self) -> Option<u32> {
         let pid = fs::read_to_string(format!("/sys/block/nbd{}/pid", self.index)).ok()?;
         pid.trim().parse().ok()
     }
 
-    /// Fails if it is attached.
+    /// Fails if the device is attached.
     pub fn refuse_attached(&self) -> Result<(), CommandError> {
         match self.attached_by() {
             None => Ok(()),
@@ -77,7 +77,9 @@ impl NbdDevice {
         }
     }
 
-    /// What uses the device: a mount, swap, or another device on top.
+    /// Describes a use of the device or of a partition of it: a mount in this mount namespace,
+    /// swap, or another device on top. A program that has the device open is not found, nor is a
+    /// mount whose file system has a device number of its own (btrfs).
     pub fn in_use_by(&self) -> Option<String> {
         let name = format!("nbd{}", self.index);
         let block = PathBuf::from("/sys/block").join(&name);
@@ -109,7 +111,8 @@ impl NbdDevice {
         })
     }
 
-    /// Detaches it, when all that was written to it has gone to the server.
+    /// Writes the dirty pages of the device to the server and flushes it, then detaches the device.
+    /// If the flush fails, the device stays attached.
     pub fn detach(&self) -> Result<(), CommandError> {
         File::open(&self.path)
             .and_then(|device| device.sync_all())
@@ -120,7 +123,8 @@ impl NbdDevice {
     }
 }
 
-/// Where a device is mounted, by the kernel's table.
+/// The first mountpoint of the device `number` (`MAJOR:MINOR`) in `mounts`, the content of
+/// /proc/self/mountinfo. The kernel's escapes, such as `\040`, remain in it.
 fn mounted_at<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
     mounts.lines().find_map(|line| {
         let mut fields = line.split(' ');
@@ -139,7 +143,7 @@ fn no_device(path: &Path) -> CommandError {
         .hint("they are called /dev/nbd0, /dev/nbd1, and so on")
 }
 
-/// The error for a driver that does not do the request.
+/// The error for a failed request to the driver, with a hint.
 pub fn driver_failure(error: &DriverError) -> CommandError {
     let failure = CommandError::new(error.to_string());
     let failure = match std::error::Error::source(error) {

@@ -1,7 +1,10 @@
-//! Layers of an ordinary image as files for the erofs snapshotter of containerd 2.4, which uses a
-//! file here instead of fetching and unpacking the layer (`layer_content_caches`).
+//! Writes the layers of an ordinary image as files for the erofs snapshotter of containerd 2.4.
 //!
-//! The names are `DIR/sha256/XX/DIFFID.erofs`, where XX is the first two digits of DIFFID.
+//! The snapshotter looks for layers in the directories of its option `layer_content_caches`. If it
+//! finds the file of a layer there, it neither fetches nor unpacks the layer.
+//!
+//! The names are `DIR/sha256/XX/DIFFID.erofs`. DIFFID is the diffID without `sha256:`, and XX is
+//! its first two digits.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -21,8 +24,8 @@ use crate::names::quoted;
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
-/// Writes the layers of `source` into `directory`, which is made if it is missing. A file that is
-/// there is kept: containerd may have it mounted.
+/// Writes the layers of `source` into `directory`, which is made if it is missing. An existing file
+/// is kept: containerd may have mounted it.
 pub fn run(
     args: &Args,
     source: &Source,
@@ -34,7 +37,8 @@ pub fn run(
     let cannot = || format!("cannot write containerd-cache:{}", directory.display());
     let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
     let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
-    // Dropped after the scratch directory.
+    // Declared before `scratch`, so it is dropped after `scratch`: while the scratch directory
+    // exists, `directory` is not empty.
     let new_directories = NewDirectories(missing);
     fs::create_dir_all(directory).context(cannot)?;
     for new in &new_directories.0 {
@@ -71,7 +75,7 @@ pub fn run(
                 .caused_by_text(error)
                 .hint("containerd unpacks this image without a cache")
         })?;
-        // A cache can be shared, and has what everybody can pull.
+        // All users can read the file, for any umask: they may share the cache.
         fs::set_permissions(&blob, fs::Permissions::from_mode(0o644)).context(cannot)?;
         let place = directory.join("sha256").join(&name[..2]);
         made.push((layer, blob, place.join(format!("{name}.erofs")), place));
@@ -111,8 +115,9 @@ pub fn run(
     Ok(())
 }
 
-/// Directories that this command makes, the innermost first. Those that are empty at its end are
-/// removed: they are left of a failure. One with files is kept, because each file is complete.
+/// `directory` and its parents, as far as this command makes them; the innermost is first. The drop
+/// removes the empty ones, which remain after a failure. A directory with files is kept, because
+/// each file is complete.
 struct NewDirectories<'d>(Vec<&'d Path>);
 
 impl Drop for NewDirectories<'_> {
@@ -154,7 +159,7 @@ fn check(args: &Args, source: &Source) -> Result<(), CommandError> {
     }
 }
 
-/// The error for a source in BCoW form, which does not record the diffIDs of the ordinary image.
+/// The error for a source in BCoW form, which this command does not convert yet.
 pub fn not_ordinary(source: &str) -> CommandError {
     CommandError::usage(format!(
         "{source} is in BCoW form: its layers for containerd-cache: are not supported yet"
@@ -162,15 +167,15 @@ pub fn not_ordinary(source: &str) -> CommandError {
     .hint("name the ordinary image, whose diffIDs containerd asks for")
 }
 
-/// Fails if the kernel's overlayfs, which is what containerd stacks layers with, shows the layer in
-/// another way than a program that unpacks it.
+/// Fails if overlayfs shows an inode of the layer in another way than a program that unpacks the
+/// layer. containerd stacks the files with overlayfs.
 fn require_overlayfs(blob: &Path, diff_id: &str) -> Result<(), String> {
     let damaged = |error: &dyn std::fmt::Display| format!("layer {diff_id}: {error}");
     let image = Image::open(blob, &OpenOptions::default()).map_err(|error| damaged(&error))?;
     let fs = Filesystem::open(image).map_err(|error| damaged(&error))?;
     let mut walk = Walk::new(&fs);
     while let Some(inode) = walk.next().map_err(|error| damaged(&error))? {
-        // containerd makes the root directory of a container, also if no layer has an entry for it.
+        // The root directory is an exception: few layers have an entry for it.
         let is_root = walk.path().is_empty();
         let problem = unlike_overlayfs(&fs, &inode).map_err(|error| damaged(&error))?;
         if let Some(problem) = problem.filter(|_| !is_root) {
@@ -181,7 +186,8 @@ fn require_overlayfs(blob: &Path, diff_id: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// What overlayfs cannot represent of an inode of a layer (see [`bcow_erofs::overlay`]).
+/// Why overlayfs cannot represent an inode of a layer (see [`bcow_erofs::overlay`]); `None` if it
+/// can.
 fn unlike_overlayfs(fs: &Filesystem, inode: &Inode) -> Result<Option<&'static str>, ErofsError> {
     let (mark, problem) = match inode.kind {
         FileType::Directory => (
@@ -197,7 +203,7 @@ fn unlike_overlayfs(fs: &Filesystem, inode: &Inode) -> Result<Option<&'static st
     Ok(is_marked.then_some(problem))
 }
 
-/// The digits of a SHA-256 digest.
+/// The digits of a digest in text form; `None` if it is not a SHA-256.
 fn digits(digest: &str) -> Option<&str> {
     digest
         .strip_prefix("sha256:")

@@ -1,4 +1,4 @@
-//! Directories: the names in their blocks, in the order of the blocks.
+//! Reads the names in a directory, in the order of its blocks.
 
 use zerocopy::FromBytes;
 
@@ -8,18 +8,21 @@ use crate::format::{BLOCK_BYTES, DirectoryEntry, DirectoryTail, entry_type, inod
 use crate::node::{FileKind, InodeNumber};
 use crate::output::BlockBuffer;
 
-/// Bytes of an entry without its name, and of the checksum at the end of a block.
+/// Bytes of a directory entry without its name.
 const HEAD: usize = size_of::<DirectoryEntry>();
+/// Bytes of the checksum record at the end of a block.
 const TAIL: usize = size_of::<DirectoryTail>();
-/// Bytes of the entries `.` and `..`.
+/// Bytes of the entry `.`, and of the entry `..` without the unused end of its record.
 const DOT_BYTES: usize = 12;
-/// Bytes in front of the entries of the root of a hash tree, and of its other nodes.
+/// Bytes in front of the index entries of the root of a hash tree: `.`, `..` and the description of
+/// the tree.
 const ROOT_HEAD: usize = 32;
+/// Bytes in front of the index entries of another node: one empty directory entry.
 const NODE_HEAD: usize = 8;
-/// Bytes of such an entry.
+/// Bytes of an index entry, and of the checksum behind the room for them.
 const INDEX: usize = 8;
 
-/// A name in a directory.
+/// A name in a directory, and the inode with this name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
     /// The name.
@@ -29,7 +32,8 @@ pub struct Name {
 }
 
 impl Reader {
-    /// Reads the names of a directory, without `.` and `..`. There are at most `max` of them.
+    /// Reads the names in a directory, without `.` and `..`. Fails if the directory has more than
+    /// `max` names.
     pub fn names(&self, directory: &Inode, max: usize) -> Result<Vec<Name>, ReadError> {
         let damaged = |problem| Place::Inode(directory.number).damaged(problem);
         if directory.kind != FileKind::Directory {
@@ -62,7 +66,8 @@ impl Reader {
         }
     }
 
-    /// Checks a block of a directory. Returns how many bytes of it are entries.
+    /// Compares a block of a directory with its checksum. Returns the number of bytes at its start
+    /// that can have names. Without checksums, that is the whole block.
     fn entries(
         &self,
         directory: &Inode,
@@ -73,8 +78,9 @@ impl Reader {
             return Ok(BLOCK_BYTES);
         };
         let damaged = |problem| Place::Inode(directory.number).damaged(problem);
-        // The length of the record tells a node of the hash tree: the tail of a block with names
-        // can remain in it.
+        // In a node of the hash tree, the first record extends to the end of the block; in the
+        // root, the record of `..` does. A checksum record at the end of the block is no criterion:
+        // it can remain from a time when the block had names.
         let is_node = directory.flags & inode_flags::INDEX != 0
             && match is_first {
                 true => record(&block[DOT_BYTES..]) == Some(BLOCK_BYTES - DOT_BYTES),
@@ -102,8 +108,8 @@ impl Reader {
     }
 }
 
-/// The checksum in a node of a hash tree whose entries begin at byte `head`, and the one that
-/// belongs there.
+/// The stored and the computed checksum of a node of a hash tree. `head` is the number of bytes in
+/// front of the index entries. `None` if the node claims more entries than fit into a block.
 fn node_checksums(
     block: &BlockBuffer,
     head: usize,
@@ -119,7 +125,7 @@ fn node_checksums(
     Some((Checksum(stored), found))
 }
 
-/// The checksum at the end of a block with names.
+/// The checksum at the end of a block with names; `None` if the block has no checksum record.
 fn stored_checksum(block: &BlockBuffer) -> Option<Checksum> {
     let tail = DirectoryTail::read_from_bytes(&block[BLOCK_BYTES - TAIL..]).ok()?;
     let is_tail = tail.zero.get() == 0
@@ -129,13 +135,14 @@ fn stored_checksum(block: &BlockBuffer) -> Option<Checksum> {
     is_tail.then(|| Checksum(tail.checksum.get()))
 }
 
-/// The length of the first record, if there is a whole head.
+/// The length in bytes of the record at the start of `bytes`; `None` if `bytes` is shorter than the
+/// head of a record.
 fn record(bytes: &[u8]) -> Option<usize> {
     let (entry, _) = DirectoryEntry::read_from_prefix(bytes).ok()?;
     Some(entry.record_bytes.get().into())
 }
 
-/// Appends the names of a block. The error says what is wrong.
+/// Appends the names in `block`, a block or its part with names. The error describes the damage.
 fn read(block: &[u8], names: &mut Vec<Name>) -> Result<(), &'static str> {
     let mut rest = block;
     while !rest.is_empty() {
@@ -144,7 +151,8 @@ fn read(block: &[u8], names: &mut Vec<Name>) -> Result<(), &'static str> {
             return Err(damaged);
         };
         let name_bytes = usize::from(entry.name_bytes);
-        // The record of `..` in the root of a hash tree extends over the tree.
+        // In the root of a hash tree, the record of `..` extends over the index entries, which are
+        // not in `rest`.
         let length = usize::from(entry.record_bytes.get()).min(rest.len());
         if length < HEAD || !length.is_multiple_of(4) || name_bytes > length - HEAD {
             return Err(damaged);

@@ -1,12 +1,15 @@
 //! Converted layers that exist already: in the destination layout, and in a cache.
 //!
-//! A cache is a directory. The file `DIFFID-OPTIONS/DIGEST.bcow` in it is the layer with this
-//! diffID, made with certain options by a certain version: OPTIONS is a hash of the options and the
-//! version, DIGEST is the digest of the file. An entry gets its name when it is complete. Each use
-//! copies the entry, hashes the copy and compares the hash with the name. So several processes may
-//! use a cache at once, any file in the cache may be deleted at any time, and a corrupt entry is
-//! removed and made again. Empty files `ALGORITHM-HEX.source` beside an entry record which blobs
-//! were verified to be the layer.
+//! A cache is a directory. An *entry* is a file `ALGORITHM-DIFFID-OPTIONS/DIGEST.bcow` in it: the
+//! layer with this diffID, made with certain options by a certain version of bcow. OPTIONS is a
+//! hash of the options and the version, DIGEST is the SHA-256 of the file.
+//!
+//! An entry gets its name when all its bytes are written. Each use copies the entry, and compares
+//! the hash of the copied bytes with the name. So several processes may use a cache at once, and
+//! any file in the cache may be deleted at any time. An unusable entry is removed and made again.
+//!
+//! Empty files `ALGORITHM-HEX.source` beside an entry have the digests of blobs. A conversion has
+//! read each of these blobs, and found that its uncompressed archive has the diffID of the layer.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -23,7 +26,7 @@ use crate::layout::write::{LayoutWriter, digest_of};
 use crate::options::Progress;
 use crate::output::Output;
 
-/// Limit on the files of an entry that are tried.
+/// Limit on the entries of one layer that are tried.
 const MAX_FILES: usize = 16;
 const ENDING: &str = "bcow";
 
@@ -41,6 +44,7 @@ impl LayerCache {
         })
     }
 
+    /// The directory of the entries for this request.
     fn entry(&self, request: &LayerRequest) -> PathBuf {
         let options = format!("{}\n{}", request.tool, request.options);
         let id = &request.diff_id.0;
@@ -52,7 +56,8 @@ impl LayerCache {
         ))
     }
 
-    /// Copies the requested layer for the layout. A corrupt entry is removed.
+    /// Copies the requested layer from the cache into a new blob of the layout. Returns `None` if
+    /// the cache has no usable entry. An unusable entry is removed.
     pub(crate) fn get(
         &self,
         request: &LayerRequest,
@@ -88,7 +93,8 @@ impl LayerCache {
         Ok(None)
     }
 
-    /// The inner error is the reason why the entry is unusable.
+    /// Copies the entry at `path` into a new blob, and checks the copied bytes. The outer error is
+    /// an error of the new blob. The inner error is the reason why the entry is unusable.
     fn copy(
         &self,
         path: &Path,
@@ -100,7 +106,7 @@ impl LayerCache {
         let Some(named) = named else {
             return Ok(Err("the name of the entry is not a digest".to_owned()));
         };
-        // Reading a pipe or a device in place of the entry might never end.
+        // A pipe or a device in place of the entry is refused: a read of it might never end.
         match open_regular(path) {
             Ok(Some(_)) => {}
             Ok(None) => return Ok(Err("it no longer exists".to_owned())),
@@ -145,13 +151,13 @@ impl LayerCache {
         }))
     }
 
-    /// Whether the blob with this digest was verified to be the layer before.
+    /// Whether the cache records that the blob with this digest has the requested diffID.
     pub(crate) fn has_source(&self, request: &LayerRequest, source: Option<&Digest>) -> bool {
         source.is_some_and(|source| self.source_mark(request, source).exists())
     }
 
-    /// Records that the blob was verified. A failure is ignored: the next use verifies the blob
-    /// again.
+    /// Records that the blob with this digest has the requested diffID. A failure is ignored: the
+    /// next use verifies the blob again.
     pub(crate) fn record_source(&self, request: &LayerRequest, source: Option<&Digest>) {
         if let Some(source) = source {
             let _ = File::create(self.source_mark(request, source));
@@ -186,15 +192,17 @@ impl LayerCache {
             .map_err(|source| ConvertError::write("create", &directory, source))?;
         let output = Output::unnamed(&directory)?;
         let mut from = blob.file()?;
-        // The descriptor shares its position with the writer's.
+        // `from` shares its file position with the descriptor through which the blob was written,
+        // so the position is the end of the blob.
         io::Seek::rewind(&mut from).map_err(|e| ConvertError::write("read back", &directory, e))?;
         io::copy(&mut from, &mut output.file()?)
             .map_err(|source| ConvertError::write("write to", &directory, source))?;
+        // Nothing is synced: if a crash damages the entry, the next use removes it.
         output.name_as(&format!("{}.{ENDING}", layer.digest.hex()))
     }
 }
 
-/// The BCoW layers of the images in a layout.
+/// The BCoW layers of the images in a layout, as their manifests describe them.
 #[derive(Default)]
 pub(crate) struct LayoutLayers {
     by_diff_id: HashMap<String, Vec<LayoutLayer>>,
@@ -214,7 +222,8 @@ impl LayoutLayers {
         Ok(LayoutLayers { by_diff_id })
     }
 
-    /// Whether the blob with this digest was verified to be the layer before.
+    /// Whether a manifest names the blob with this digest as the source of a layer with the
+    /// requested diffID.
     pub(crate) fn has_source(&self, request: &LayerRequest, source: Option<&Digest>) -> bool {
         let layers = self.by_diff_id.get(&request.diff_id.to_string());
         let source = source.map(Digest::to_string);
@@ -222,7 +231,8 @@ impl LayoutLayers {
             && layers.is_some_and(|layers| layers.iter().any(|layer| layer.source == source))
     }
 
-    /// Opens the requested layer in the layout.
+    /// Opens the requested layer in the layout. Returns `None` if the layout has no usable blob of
+    /// it. With `verify`, a blob whose digest differs from its name is not usable.
     pub(crate) fn get(
         &self,
         request: &LayerRequest,
@@ -248,7 +258,8 @@ impl LayoutLayers {
     }
 }
 
-/// The inner error is the reason why the blob does not match its manifest.
+/// Opens the blob at `path`; `None` if it does not exist. The error is the reason why the blob is
+/// unusable.
 fn open_layer(
     path: &Path,
     layer: &LayoutLayer,

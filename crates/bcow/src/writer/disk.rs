@@ -1,4 +1,5 @@
-//! Features of disks that images do not have: absent ranges, a backing, a block size per region.
+//! Writes disks. Only a disk has absent ranges, a backing that these ranges show, and a block size
+//! for each region.
 
 use bcow_format::{
     BackingEntry, BlockShift, MAX_ADDRESS, MAX_LOG_BYTES, MAX_ROOT_ENTRIES, SECTOR_BYTES,
@@ -9,13 +10,13 @@ use crate::{BlockDevice, Content, Error};
 
 /// log2 of the largest region size, 2^30 bytes.
 const MAX_REGION_SHIFT: u8 = 30;
-/// log2 of the default block size of a disk. It is smaller than that of an image: guests read 4 KiB
-/// at scattered addresses, and each such read decodes a block.
+/// log2 of the default block size of [`append_disk`]. It is smaller than that of the content of an
+/// image: guests read 4 KiB at scattered addresses, and each such read decodes a block.
 const AUTO_DISK_SHIFT: u8 = 16;
 /// Bytes per read of the source.
 const READ_BYTES: u64 = 1 << 20;
 
-/// Properties of a disk that an image does not have.
+/// The options of a new disk, in addition to [`WriterOptions`].
 #[derive(Debug, Clone, Default)]
 pub struct DiskForm {
     /// Size of the address space in bytes, a multiple of 4096.
@@ -29,12 +30,14 @@ pub struct DiskForm {
     pub log_bytes: u64,
 }
 
-/// Which content of a disk a new file stores.
+/// Which content of a device [`append_disk`] stores in the new disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keep {
-    /// All content of the chain.
+    /// All content of the chain. The new disk must have no backing, because its holes would show
+    /// the backing.
     All,
-    /// The content of the file itself; the rest stays absent.
+    /// The content that the first file of the chain determines. The rest stays absent, so the new
+    /// disk needs the backing of that file.
     Own,
 }
 
@@ -78,8 +81,11 @@ impl DiskForm {
 }
 
 impl ImageWriter {
-    /// Leaves `count` bytes of a disk absent. A part of a block is appended as zeros; so with a
-    /// backing, the range must consist of whole blocks, except at the end of the disk.
+    /// Appends `count` absent bytes to a disk, or zeros to an image.
+    ///
+    /// Only whole blocks can be absent; the last block may be cut off by the end of the disk.
+    /// Without a backing, other parts of the range are appended as zeros, which read the same. With
+    /// a backing, they are an error.
     pub fn append_absent(&mut self, mut count: u64) -> Result<(), Error> {
         let Some(form) = &self.options.disk else {
             return self.append_zeros(count);
@@ -118,7 +124,8 @@ impl ImageWriter {
         1 << self.region_shift
     }
 
-    /// Sets the block size from here on, at the start of a region.
+    /// Sets the block size from the current position on. The position must be the start of a
+    /// region: a block that is being filled would be lost.
     fn begin_blocks(&mut self, shift: u8) {
         let shift = BlockShift::new(shift).unwrap_or(BlockShift::MIN);
         if shift != self.block_shift {
@@ -144,11 +151,14 @@ enum RunKind {
     Absent,
 }
 
-/// Appends a whole device to a disk that is being written. Calls `step` with the number of bytes of
-/// each step.
+/// Appends the content of `device`, from the writer's position to the end of the device. The
+/// position must be the start of a region.
 ///
-/// With [`Keep::Own`], a region gets blocks as small as necessary to store no more than the file of
-/// the device does. The block size of the writer is then the largest one.
+/// Calls `step` after each piece with the length of the piece in bytes. An error of `step` ends the
+/// copy.
+///
+/// With [`Keep::Own`], each region gets the largest block size with which no block is partly
+/// absent, so no content of the backing is stored. The writer's block size is the upper limit.
 pub fn append_disk<E: From<Error>>(
     writer: &mut ImageWriter,
     device: &dyn BlockDevice,
@@ -225,7 +235,7 @@ fn block_shift(runs: &[Run], largest: u8, end: u64) -> u8 {
     let edges = runs.iter().filter(|run| run.kind == RunKind::Absent);
     let bits = edges.fold(1u64 << largest, |bits, run| {
         let run_end = run.offset + run.length;
-        // The end of the disk ends a block of any size.
+        // A block of any size can end at `end`, which is the end of the region or of the disk.
         bits | run.offset | if run_end == end { 0 } else { run_end }
     });
     (bits.trailing_zeros() as u8).clamp(BlockShift::MIN.get(), largest)
@@ -291,7 +301,7 @@ mod tests {
         all
     }
 
-    /// Ten regions and a bit: one block of 4 KiB, a full region, noise at the very end.
+    /// Ten and a half regions of zeros, except for 4 KiB, a whole region and the last byte.
     fn sample() -> Vec<u8> {
         let mut bytes = vec![0; (42 << 20) + 12288];
         bytes[(9 << 20) + 4096..][..4096].fill(1);
@@ -326,7 +336,7 @@ mod tests {
         let base = sample();
         let size = base.len() as u64;
         let resolver = OneBacking(Some(Arc::new(base.clone())));
-        // The layer below: absent except a sector, a MiB of zeros, and the end.
+        // The source, over `base`: absent except a sector, 1 MiB of zeros and the last sector.
         let storage = Arc::new(MemoryStorage::default());
         let form = DiskForm {
             size,
