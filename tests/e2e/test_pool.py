@@ -55,6 +55,33 @@ class PoolCase(Scratch):
         cls.image = cls.path("image.bcow")
         bcow("convert", f"dir:{tree}", cls.image, timeout=TIMEOUT)
 
+    @classmethod
+    def make_programs(cls):
+        """Makes the tree of an image with a directory for each program that changes files."""
+        cls.template = cls.path("template")
+        source = random.Random(8)
+        for directory in ("d0/e", "d1/e", "d2/e"):
+            os.makedirs(os.path.join(cls.template, directory))
+        write_file(os.path.join(cls.template, "large"), source.randbytes(12_000_000))
+        for directory in ("d0", "d1", "d2"):
+            # Up to 64 KiB, a file is copied whole at its first write.
+            for name, size in (("f0", 100_000), ("f1", 5000), ("f2", 60_000), ("e/g", 0)):
+                write_file(os.path.join(cls.template, directory, name), source.randbytes(size))
+            for name in (f"{directory}/e/hard", f"hard-{directory}"):
+                os.link(os.path.join(cls.template, directory, "f0"),
+                        os.path.join(cls.template, name))
+            os.symlink("target", os.path.join(cls.template, directory, "link"))
+        tree = cls.path("programs")
+        for number in range(PROGRAMS):
+            shutil.copytree(cls.template, os.path.join(tree, str(number)), symlinks=True)
+            for directory in ("d0", "d1", "d2"):
+                # copytree makes files of hard links.
+                for name in (f"{directory}/e/hard", f"hard-{directory}"):
+                    path = os.path.join(tree, str(number), name)
+                    os.remove(path)
+                    os.link(os.path.join(tree, str(number), directory, "f0"), path)
+        return tree
+
     def setUp(self):
         # Short: the path of a socket has at most 108 bytes.
         self.pools = tempfile.mkdtemp(prefix="p-", dir=WORK)
@@ -115,6 +142,19 @@ class PoolCase(Scratch):
         until(lambda: (self.find()["restarts"] or 0) > before["restarts"],
               "another process takes over")
         return self.pid()
+
+    def fail_again_and_again(self):
+        """Kills the process of the pool until the keeper gives up."""
+        keeper = self.keeper()
+
+        def has_ended():
+            pool = self.find()
+            if pool and pool["pid"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pool["pid"], signal.SIGKILL)
+            return not os.path.exists(f"/proc/{keeper}")
+
+        until(has_ended, "the pool ends")
 
     def read(self, where):
         for name, data in self.files.items():
@@ -506,16 +546,8 @@ class Restarts(PoolCase):
     @promise("A pool whose process fails at once, again and again, ends and unmounts")
     def test_pool_that_fails_again_and_again_ends(self):
         self.start()
-        where, keeper = self.mount(), self.keeper()
-
-        def has_ended():
-            pool = self.find()
-            if pool and pool["pid"]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pool["pid"], signal.SIGKILL)
-            return not os.path.exists(f"/proc/{keeper}")
-
-        until(has_ended, "the pool ends")
+        where = self.mount()
+        self.fail_again_and_again()
         self.assertFalse(is_mounted(where))
         self.assertEqual(self.list(), [])
 
@@ -526,28 +558,7 @@ class Uppers(PoolCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.template = cls.path("template")
-        source = random.Random(8)
-        for directory in ("d0/e", "d1/e", "d2/e"):
-            os.makedirs(os.path.join(cls.template, directory))
-        write_file(os.path.join(cls.template, "large"), source.randbytes(12_000_000))
-        for directory in ("d0", "d1", "d2"):
-            # Up to 64 KiB, a file is copied whole at its first write.
-            for name, size in (("f0", 100_000), ("f1", 5000), ("f2", 60_000), ("e/g", 0)):
-                write_file(os.path.join(cls.template, directory, name), source.randbytes(size))
-            for name in (f"{directory}/e/hard", f"hard-{directory}"):
-                os.link(os.path.join(cls.template, directory, "f0"),
-                        os.path.join(cls.template, name))
-            os.symlink("target", os.path.join(cls.template, directory, "link"))
-        tree = cls.path("programs")
-        for number in range(PROGRAMS):
-            shutil.copytree(cls.template, os.path.join(tree, str(number)), symlinks=True)
-            for directory in ("d0", "d1", "d2"):
-                # copytree makes files of hard links.
-                for name in (f"{directory}/e/hard", f"hard-{directory}"):
-                    path = os.path.join(tree, str(number), name)
-                    os.remove(path)
-                    os.link(os.path.join(tree, str(number), directory, "f0"), path)
+        tree = cls.make_programs()
         with contextlib.closing(sqlite3.connect(os.path.join(tree, "database"))) as database:
             database.execute("CREATE TABLE numbers (number INTEGER PRIMARY KEY, text TEXT)")
             with database:
@@ -783,27 +794,42 @@ class KernelDoor(PoolCase):
     def setUpClass(cls):
         need("e2fsck", "losetup")
         super().setUpClass()
-        cls.disk = cls.path("disk.bcow")
+        # Loop devices show the names of disks and uppers, and other tests have some too.
+        cls.disk = cls.path(f"disk-{os.path.basename(cls.directory)}.bcow")
         views = unittest.mock.patch.dict(os.environ, BCOW_VIEWS=cls.path("views"))
         views.start()
         cls.addClassCleanup(views.stop)
         bcow("create", "-b", cls.image, "--fs", "ext4", "-s", "1G", cls.disk, timeout=TIMEOUT)
-        cls.plain = cls.path("plain.bcow")
+        cls.plain = cls.path(f"plain-{os.path.basename(cls.directory)}.bcow")
         bcow("convert", "--plain", cls.image, cls.plain, timeout=TIMEOUT)
+        cls.programs = cls.path("programs.bcow")
+        bcow("convert", f"dir:{cls.make_programs()}", cls.programs, timeout=TIMEOUT)
 
     def setUp(self):
         super().setUp()
-        self.upper = os.path.join(self.pools, "upper")
-        self.start()
+        self.upper = self.named("upper")
+        self.log = os.path.join(self.pools, "log")
+        self.start("pool", "--log-file", self.log)
 
-    def change(self, upper=None, where=None):
+    def named(self, name):
+        """The path of a disk or an upper, with a name that no other test has."""
+        return os.path.join(self.pools, f"{os.path.basename(self.pools)}-{name}")
+
+    def change(self, upper=None, where=None, *options, image=None):
         return self.mount("--door", "kernel", "--upper", upper or self.upper, "--size", "1G",
-                          where=where)
+                          *options, where=where, image=image)
+
+    def new_disk(self, name):
+        disk = self.named(name)
+        bcow("create", "-b", self.programs, "--fs", "ext4", "-s", "1G", "--backing-dir",
+             self.directory, disk, timeout=TIMEOUT)
+        return disk
 
     def loop_devices(self):
-        """The loop devices of bcow for files of this test."""
+        """The files of this test that loop devices have."""
         listed = run("losetup", "--list", "--noheadings", "--output", "BACK-FILE").out.decode()
-        return [line for line in listed.splitlines() if self.pools in line or self.disk in line]
+        names = [os.path.basename(path) for path in (self.pools, self.directory)]
+        return [line for line in listed.splitlines() if any(name in line for name in names)]
 
     def assert_sound(self, upper):
         raw = os.path.join(self.pools, "check.raw")
@@ -822,6 +848,7 @@ class KernelDoor(PoolCase):
         self.assertEqual(types["disk"], "ext2/ext3")
         self.assertEqual(types["upper"], "ext2/ext3")
         self.assertTrue(types["image"].startswith(("erofs", "UNKNOWN (0xe0f5e1e2)")), types)
+        self.assertEqual(len(self.loop_devices()), 3)
         pid = self.pid()
         rows = json.loads(self.bcow("ps", "--json").out)["services"]
         rows = {row["at"][0]: row for row in rows}
@@ -849,20 +876,165 @@ class KernelDoor(PoolCase):
         self.assertEqual(self.loop_devices(), [])
         self.assertFalse(any(map(is_mounted, places.values())))
 
-    @promise("A mount at the kernel door is not taken over, and `bcow pool restart` says so")
-    def test_restart_unmounts_only_with_force(self):
-        where, stays = self.change(), self.mount()
+    @promise("`bcow pool restart` keeps mounts at the kernel door")
+    def test_restart_keeps_mounts(self):
+        disk = self.new_disk("own.bcow")
+        volatile = self.named("volatile")
+        changed = {"upper": self.change(image=self.programs),
+                   "volatile": self.change(volatile, None, "--sync", "volatile",
+                                           image=self.programs),
+                   "disk": self.mount("--backing-dir", self.directory, image=disk)}
+        image = self.mount("--door", "kernel", image=self.plain)
+        everywhere = [*changed.values(), image]
+        devices = {where: os.stat(where).st_dev for where in everywhere}
+        with contextlib.ExitStack() as stack:
+            load = stack.enter_context(Load(image, self.files))
+            programs = [stack.enter_context(Program(os.path.join(where, "0"), self.template,
+                                                    random.randrange(1 << 30)))
+                        for where in changed.values()]
+            pids = [self.pid()]
+            for _ in range(STEPS):
+                for program in programs:
+                    program.goes_on(1)
+                load.goes_on()
+                # At any moment of a round.
+                time.sleep(random.random() / 4)
+                self.bcow("pool", "restart", "pool")
+                pids.append(self.pid())
+            load.goes_on()
+            for program in programs:
+                program.finish()
+        self.assertIsNone(load.failure)
+        self.assertEqual(len(set(pids)), STEPS + 1)
+        self.assertEqual({where: os.stat(where).st_dev for where in everywhere}, devices)
+        rows = json.loads(self.bcow("ps", "--json").out)["services"]
+        rows = {row["at"][0]: row["pid"] for row in rows}
+        for where in everywhere:
+            self.assertEqual(rows[os.path.realpath(where)], pids[-1])
+            statistics = json.loads(self.bcow("stats", where, "--json").out)
+            self.assertEqual(statistics["process"]["pid"], pids[-1])
+            self.assertEqual(statistics["errors"]["total"], 0)
+        # The process that took over does all that the first one did.
+        grown = self.bcow("resize", changed["disk"], "2G", check=False)
+        # Without the capability, the file system cannot grow; the disk has, or has not.
+        if grown.code == 0:
+            self.assertGreater(os.statvfs(changed["disk"]).f_blocks * 4096, 3 << 29)
+        else:
+            assert_refused(self, grown, "CAP_SYS_RESOURCE")
+        for name, where in changed.items():
+            write_file(os.path.join(where, "new"), name.encode())
+        keeper = self.keeper()
+        for where in everywhere:
+            self.bcow("umount", where)
+        until(lambda: self.stats()["mounts"] == [], "the pool notices the unmounts")
+        self.assertEqual(self.loop_devices(), [])
+        self.assertEqual(os.readlink(f"/proc/{keeper}/exe"), os.path.realpath(BCOW))
+        links = [os.readlink(f"/proc/{keeper}/fd/{number}")
+                 for number in os.listdir(f"/proc/{keeper}/fd")]
+        self.assertNotIn("/dev/fuse", links)
+        self.assert_sound(self.upper)
+        self.assert_sound(volatile)
+        for upper in (self.upper, volatile):
+            where = self.change(upper, image=self.programs)
+            self.assertEqual(read_bytes(os.path.join(where, "new")),
+                             upper.rsplit("-", 1)[1].encode())
+        self.bcow("pool", "stop", "--force", "pool")
+
+    @promise("A mount of an image at the kernel door stays if the process of its pool is killed")
+    def test_an_image_stays_if_the_process_is_killed(self):
+        where = self.mount("--door", "kernel", image=self.plain)
+        with Load(where, self.files) as load:
+            for step in (self.kill, self.kill, lambda: self.bcow("pool", "restart", "pool"),
+                         self.kill):
+                load.goes_on()
+                step()
+            load.goes_on()
+        self.assertIsNone(load.failure)
+        self.bcow("umount", where)
+        until(lambda: self.stats()["mounts"] == [], "the pool notices the unmount")
+        # The last process is gone, and so the keeper unmounts.
+        where = self.mount("--door", "kernel", image=self.plain)
+        self.fail_again_and_again()
+        self.assertFalse(is_mounted(where))
+
+    @promise("If another process has changed the disk meanwhile, the mount ends")
+    def test_a_disk_that_another_process_changed_is_not_taken_over(self):
+        """The program that takes over first changes the disk, as another process could."""
+        self.bcow("pool", "stop", "pool")
+        disk = self.new_disk("own.bcow")
+        program = os.path.join(self.pools, "program")
+        shutil.copy(BCOW, program)
+        run(program, "pool", "start", "pool", "--log-file", self.log, env=self.env,
+            timeout=TIMEOUT)
+        where = self.mount("--backing-dir", self.directory, image=disk)
+        stays = self.change()
+        write_file(os.path.join(where, "kept"), b"kept")
+        os.sync()
+        with open(os.path.join(where, "open"), "wb") as file:
+            os.remove(program)
+            change = f"{BCOW} resize --backing-dir {self.directory} {disk} 2G"
+            write_file(program, f"#!/bin/sh\n{change}\nexec {BCOW} \"$@\"\n")
+            os.chmod(program, 0o755)
+            self.bcow("pool", "restart", "pool")
+            self.assertFalse(is_mounted(where))
+            with self.assertRaises(OSError):
+                file.write(b"x" * 10_000)
+                file.flush()
+                os.fsync(file.fileno())
+            # What the file object still has is lost.
+            with contextlib.suppress(OSError):
+                file.close()
+        self.assertIn(b"another process has changed the disk", read_bytes(self.log))
+        write_file(os.path.join(stays, "new"), b"new")
+        name = os.path.basename(disk)
+        until(lambda: not any(name in line for line in self.loop_devices()),
+              "the loop device is gone")
+        again = self.mount("--backing-dir", self.directory, image=disk)
+        self.assertEqual(read_bytes(os.path.join(again, "kept")), b"kept")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_restart_is_refused_if_the_disk_could_not_be_opened_again(self):
+        disk = self.new_disk("own.bcow")
+        where, stays = self.mount("--backing-dir", self.directory, image=disk), self.change()
         pid = self.pid()
+        os.rename(disk, disk + ".away")
+        shutil.copy(self.disk, disk)
         refused = self.bcow("pool", "restart", "pool", check=False)
-        assert_refused(self, refused, os.path.realpath(where), "kernel door", "--force")
+        assert_refused(self, refused, os.path.realpath(where), "another file has the name",
+                       "--force")
         self.assertEqual(self.pid(), pid)
         write_file(os.path.join(where, "new"), b"kept")
         self.bcow("pool", "restart", "--force", "pool")
         self.assertNotEqual(self.pid(), pid)
         self.assertFalse(is_mounted(where))
         self.read(stays)
-        self.change(where=where)
+        os.rename(disk + ".away", disk)
+        where = self.mount("--backing-dir", self.directory, image=disk)
         self.assertEqual(read_bytes(os.path.join(where, "new")), b"kept")
+        self.bcow("pool", "stop", "--force", "pool")
+
+    def test_mounts_end_while_the_pool_restarts(self):
+        """Nothing is lost and nothing stays, whichever process closes the disk."""
+        uppers = [self.named(f"upper{number}") for number in range(4)]
+        places = [self.change(upper) for upper in uppers]
+        for round in range(STEPS):
+            for where in places:
+                write_file(os.path.join(where, f"file{round}"), b"x" * 100_000)
+            unmounts = [subprocess.Popen(["umount", where]) for where in places]
+            time.sleep(random.random() / 10)
+            self.bcow("pool", "restart", "pool")
+            for unmount in unmounts:
+                self.assertEqual(unmount.wait(TIMEOUT), 0)
+            until(lambda: self.stats()["mounts"] == [], "the mounts end")
+            until(lambda: not self.loop_devices(), "the loop devices are gone")
+            for upper, where in zip(uppers, places, strict=True):
+                self.change(upper, where)
+                for before in range(round + 1):
+                    self.assertEqual(len(read_bytes(os.path.join(where, f"file{before}"))),
+                                     100_000)
+        for upper, where in zip(uppers, places, strict=True):
+            self.bcow("umount", where)
+            self.assert_sound(upper)
         self.bcow("pool", "stop", "--force", "pool")
 
     def test_a_pool_with_open_files_ends_with_the_last_one(self):
@@ -881,7 +1053,7 @@ class KernelDoor(PoolCase):
 
     def test_killed_processes_leave_nothing_behind(self):
         """Programs write to two uppers and synchronize; the FUSE mount stays."""
-        uppers = [os.path.join(self.pools, name) for name in ("one", "two")]
+        uppers = [self.named(name) for name in ("one", "two")]
         places, stays = [self.change(upper) for upper in uppers], self.mount()
         for _ in range(3):
             synchronized = [0, 0]
@@ -926,7 +1098,7 @@ class KernelDoor(PoolCase):
             pid = self.pid()
             mounts = [subprocess.Popen(
                 [BCOW, "mount", self.image, where, "--pool", "pool", "--door", "kernel", "--upper",
-                 os.path.join(self.pools, f"upper{index}"), "--size", "1G"],
+                 self.named(f"upper{index}"), "--size", "1G"],
                 env={**os.environ, **self.env}, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL) for index, where in enumerate(places)]
             time.sleep(random.random() / 5)
@@ -944,7 +1116,7 @@ class KernelDoor(PoolCase):
                 # Too many short processes in a row end a pool.
                 self.bcow("pool", "restart", "pool")
         for index, where in enumerate(places):
-            self.change(os.path.join(self.pools, f"upper{index}"), where)
+            self.change(self.named(f"upper{index}"), where)
             self.read(where)
         self.bcow("pool", "stop", "--force", "pool")
 

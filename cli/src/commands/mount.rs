@@ -6,7 +6,7 @@ mod door;
 pub mod fuse;
 pub mod helper;
 pub mod host;
-mod kernel;
+pub mod kernel;
 pub mod pooled;
 pub mod upper;
 

@@ -15,6 +15,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use bcow_fuse::Handover;
+use bcow_fuse::kernel::DiskHandover;
 use bcow_fuse::signals::Ground;
 use bcow_union::log::{self, Severity};
 use nix::sys::signal::{SigSet, Signal};
@@ -64,8 +65,10 @@ struct Kept {
     connection: OwnedFd,
     record: OwnedFd,
     device: Option<String>,
-    /// The ledger of a mount with an upper.
-    ledger: Option<OwnedFd>,
+    /// Whether the mount is at the kernel door.
+    is_disk: bool,
+    /// The ledger of a mount with an upper, or the hidden mount of one at the kernel door.
+    companion: Option<OwnedFd>,
 }
 
 /// A running process of the pool.
@@ -225,10 +228,14 @@ impl<'a> Keeper<'a> {
         link.send(&socket, &[self.settings.listener.as_fd()])?;
         for (&number, kept) in &self.mounts {
             let descriptors = [kept.connection.as_fd(), kept.record.as_fd()];
-            let device = kept.device.clone();
-            link.send(&Packet::Mount { number, device }, &descriptors)?;
-            if let Some(ledger) = &kept.ledger {
-                link.send(&Packet::Ledger { number }, &[ledger.as_fd()])?;
+            let mount = Packet::Mount {
+                number,
+                device: kept.device.clone(),
+                is_disk: kept.is_disk,
+            };
+            link.send(&mount, &descriptors)?;
+            if let Some(companion) = &kept.companion {
+                link.send(&Packet::Companion { number }, &[companion.as_fd()])?;
             }
         }
         link.send(&Packet::Begin, &[])
@@ -310,6 +317,11 @@ impl<'a> Keeper<'a> {
     /// Unmounts what no process serves any more. The last mounts first: one may be inside another.
     fn unmount_all(&mut self) {
         while let Some((_, kept)) = self.mounts.pop_last() {
+            if kept.is_disk {
+                let (connection, hidden) = (kept.connection, kept.companion);
+                DiskHandover::unmount_by_number(connection, hidden, kept.device.as_deref());
+                continue;
+            }
             let handover = Handover {
                 connection: kept.connection,
                 target: PathBuf::new(),
@@ -330,13 +342,18 @@ fn end(link: &Link, signal: &str) {
 
 fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<OwnedFd>) {
     match packet {
-        Packet::Keep { number, device } => match (descriptors.pop(), descriptors.pop()) {
+        Packet::Keep {
+            number,
+            device,
+            is_disk,
+        } => match (descriptors.pop(), descriptors.pop()) {
             (Some(record), Some(connection)) => {
                 let kept = Kept {
                     connection,
                     record,
                     device,
-                    ledger: None,
+                    is_disk,
+                    companion: None,
                 };
                 mounts.insert(number, kept);
             }
@@ -345,9 +362,9 @@ fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<O
                 "the keeper of a pool has too few descriptors for another mount",
             ),
         },
-        Packet::Ledger { number } => {
+        Packet::Companion { number } => {
             if let Some(kept) = mounts.get_mut(&number) {
-                kept.ledger = descriptors.pop();
+                kept.companion = descriptors.pop();
             }
         }
         Packet::Release { number } => drop(mounts.remove(&number)),

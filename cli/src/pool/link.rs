@@ -47,6 +47,9 @@ pub enum Packet {
         number: u64,
         /// The device number of the mount.
         device: Option<String>,
+        /// Whether the mount is at the kernel door.
+        #[serde(default)]
+        is_disk: bool,
     },
     /// To the process: it has everything, and begins.
     Begin,
@@ -57,16 +60,21 @@ pub enum Packet {
     },
     /// To the keeper: the pool takes requests.
     Ready,
-    /// To the keeper: keep a mount, with its connection to the kernel and its record.
+    /// To the keeper: keep a mount, with its connection to the kernel and its record. The keeper
+    /// has a disk only while no process serves it.
     Keep {
         /// The number of the mount.
         number: u64,
         /// The device number of the mount.
         device: Option<String>,
+        /// Whether the mount is at the kernel door.
+        #[serde(default)]
+        is_disk: bool,
     },
     /// To the keeper after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the ledger
-    /// of a mount with an upper.
-    Ledger {
+    /// of a mount with an upper, or the hidden mount of one at the kernel door.
+    #[serde(rename = "ledger")]
+    Companion {
         /// The number of the mount.
         number: u64,
     },
@@ -195,6 +203,7 @@ mod tests {
         let keep = Packet::Keep {
             number: 7,
             device: Some("0:52".to_owned()),
+            is_disk: false,
         };
         process.send(&Packet::Ready, &[]).unwrap();
         process.send(&keep, &[writer.as_fd()]).unwrap();
@@ -223,6 +232,14 @@ mod tests {
         let more = br#"{"packet":"release","number":7,"more":1}"#;
         let expected = Packet::Release { number: 7 };
         assert_eq!(serde_json::from_slice::<Packet>(more).unwrap(), expected);
+        // An earlier version does not know mounts at the kernel door.
+        let earlier = br#"{"packet":"keep","number":7,"device":null}"#;
+        let expected = Packet::Keep {
+            number: 7,
+            device: None,
+            is_disk: false,
+        };
+        assert_eq!(serde_json::from_slice::<Packet>(earlier).unwrap(), expected);
     }
 
     #[test]

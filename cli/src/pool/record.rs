@@ -6,15 +6,21 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 
+use bcow_fuse::kernel::{DiskHandover, Place};
+use bcow_mount::HiddenName;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
 use super::protocol::{Bytes, MAX_REQUEST_BYTES};
+use crate::image::hex;
 use crate::running::Service;
 
-/// The version of the record. A process refuses later ones.
+/// The version of the record of a mount at the FUSE door. A process refuses later ones.
 const VERSION: u64 = 1;
+/// The version of the record of a mount at the kernel door.
+const DISK_VERSION: u64 = 2;
 /// Most bytes of a record: it has the request of the client, and paths.
 const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
@@ -35,6 +41,22 @@ pub struct Record {
     pub identity: String,
     /// The entry for `bcow ps`.
     pub service: Service,
+    /// For a mount at the kernel door.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<DiskRecord>,
+}
+
+/// The part of a [`Record`] that only a mount at the kernel door has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskRecord {
+    /// The loop device of the mount.
+    loop_device: Bytes,
+    /// The name of the file behind it.
+    file: String,
+    /// As [`DiskHandover::lost`].
+    pub lost: Option<i32>,
+    /// As [`DiskHandover::content`], in hexadecimal digits; `None` for an image.
+    pub content: Option<String>,
 }
 
 /// The part of a [`Record`] that the request for the mount has.
@@ -63,7 +85,34 @@ impl Record {
             agreed,
             identity,
             service,
+            disk: None,
         }
+    }
+
+    /// The record of the same mount at the kernel door, at the time of a handover.
+    pub fn at_kernel_door(self, handover: &DiskHandover) -> Self {
+        let place = &handover.place;
+        Record {
+            version: DISK_VERSION,
+            disk: Some(DiskRecord {
+                loop_device: place.loop_device.as_os_str().into(),
+                file: place.name.to_string(),
+                lost: handover.lost,
+                content: handover.content.map(|identity| hex(&identity)),
+            }),
+            ..self
+        }
+    }
+
+    /// Where a mount at the kernel door is.
+    pub fn place(&self, disk: &DiskRecord) -> io::Result<Place> {
+        let name = HiddenName::parse(&format!("/{}", disk.file));
+        Ok(Place {
+            target: PathBuf::from(OsString::from(self.target.clone())),
+            device: self.service.device.clone(),
+            loop_device: PathBuf::from(OsString::from(disk.loop_device.clone())),
+            name: name.ok_or(io::ErrorKind::InvalidData)?,
+        })
     }
 
     /// Writes the record to a memory file that cannot change.
@@ -92,9 +141,10 @@ impl Record {
         file.read_exact_at(&mut json, 0)?;
         let record: Record = serde_json::from_slice(&json)?;
         match record.version {
-            VERSION => Ok(record),
+            VERSION | DISK_VERSION => Ok(record),
             other => Err(io::Error::other(format!(
-                "the record has version {other}, and this program has version {VERSION}"
+                "the record has version {other}, and this program reads versions up to \
+                 {DISK_VERSION}"
             ))),
         }
     }
@@ -135,12 +185,48 @@ mod tests {
     }
 
     #[test]
+    fn the_record_of_a_disk_has_its_place() {
+        let place = Place {
+            target: "/mnt".into(),
+            device: None,
+            loop_device: "/dev/loop7".into(),
+            name: HiddenName {
+                pid: 3,
+                disk: "a.bcow".to_owned(),
+            },
+        };
+        let descriptor = || File::open("/dev/null").unwrap().into();
+        let handover = DiskHandover {
+            connection: descriptor(),
+            hidden: descriptor(),
+            place: place.clone(),
+            lost: Some(28),
+            content: Some([0xab; 32]),
+        };
+        let stored = record().at_kernel_door(&handover).store().unwrap();
+        let loaded = Record::load(stored).unwrap();
+        // A program that does not know such records must not serve the mount at the other door.
+        assert_eq!(loaded.version, 2);
+        let disk = loaded.disk.as_ref().unwrap();
+        assert_eq!(
+            (disk.lost, disk.content.clone()),
+            (Some(28), Some("ab".repeat(32)))
+        );
+        assert_eq!(loaded.place(disk).unwrap(), place);
+        let damaged = DiskRecord {
+            file: "another".to_owned(),
+            ..disk.clone()
+        };
+        loaded.place(&damaged).unwrap_err();
+    }
+
+    #[test]
     fn records_of_later_versions_are_refused() {
         let later = Record {
-            version: 2,
+            version: 3,
             ..record()
         };
         let error = Record::load(later.store().unwrap()).unwrap_err();
-        assert!(error.to_string().contains("version 2"), "{error}");
+        assert!(error.to_string().contains("version 3"), "{error}");
     }
 }

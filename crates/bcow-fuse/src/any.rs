@@ -15,11 +15,15 @@ pub enum AnySession {
 
 impl AnySession {
     /// Serves until the mount is gone. Then the written data is durable, as far as the options of
-    /// the mount require it.
-    pub fn serve(self) -> Result<(), MountError> {
+    /// the mount require it. `let_go` has the task described at [`KernelSession::serve`].
+    pub fn serve(self, let_go: impl FnOnce()) -> Result<(), MountError> {
         match self {
-            AnySession::Fuse(session) => session.serve(),
-            AnySession::Kernel(session) => session.serve(),
+            AnySession::Fuse(session) => {
+                let served = session.serve();
+                let_go();
+                served
+            }
+            AnySession::Kernel(session) => session.serve(let_go),
         }
     }
 
@@ -48,11 +52,19 @@ impl AnySession {
         }
     }
 
-    /// The session, if another process can take it over: one at the FUSE door.
+    /// The session, if it is one at the FUSE door.
     pub fn fuse(&self) -> Option<&Session> {
         match self {
             AnySession::Fuse(session) => Some(session),
             AnySession::Kernel(_) => None,
+        }
+    }
+
+    /// The session, if it is one at the kernel door.
+    pub fn kernel(&self) -> Option<&KernelSession> {
+        match self {
+            AnySession::Fuse(_) => None,
+            AnySession::Kernel(session) => Some(session),
         }
     }
 }

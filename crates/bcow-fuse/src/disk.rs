@@ -66,6 +66,8 @@ enum State {
     New,
     /// The file is open, by the loop device.
     Open,
+    /// The file is open, and another process will serve it.
+    HandedOver,
     /// The file was closed, or the service has ended.
     Ended,
 }
@@ -75,6 +77,41 @@ impl Lifetime {
         self.state
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Of a file that the loop device opened when another process served it. `lost` is the error
+    /// after which that process may have lost data.
+    pub(crate) fn taken_over(lost: Option<Errno>) -> Self {
+        let lifetime = Lifetime::default();
+        *lifetime.lock() = State::Open;
+        if let Some(errno) = lost {
+            lifetime.lose(errno);
+        }
+        lifetime
+    }
+
+    /// Records that another process will serve the file, unless it was closed. Returns whether that
+    /// is so.
+    pub(crate) fn hand_over(&self) -> bool {
+        let mut state = self.lock();
+        let is_open = *state == State::Open;
+        if is_open {
+            *state = State::HandedOver;
+        }
+        is_open
+    }
+
+    /// Records that the file was closed. Never returns after [`Lifetime::hand_over`]: the kernel
+    /// sends the request again, to the other process.
+    pub(crate) fn release(&self) {
+        let mut state = self.lock();
+        while *state == State::HandedOver {
+            let waited = self.changed.wait(state);
+            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
+        }
+        *state = State::Ended;
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Records the opening. Only the first one is allowed: the file is for one loop device.
@@ -136,5 +173,41 @@ impl Lifetime {
                 state = self.lock();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_close_after_the_handover_is_left_to_the_other_process() {
+        let lifetime = Arc::new(Lifetime::taken_over(Some(Errno::NOSPC)));
+        assert_eq!(lifetime.lost(), Some(Errno::NOSPC));
+        assert!(!lifetime.open(), "the loop device has the file");
+        assert!(lifetime.hand_over());
+        let (sender, receiver) = mpsc::channel();
+        let closing = Arc::clone(&lifetime);
+        // The thread waits until the end of the process.
+        thread::spawn(move || {
+            closing.release();
+            let _ = sender.send(());
+        });
+        let waited = receiver.recv_timeout(Duration::from_millis(50));
+        assert_eq!(waited, Err(mpsc::RecvTimeoutError::Timeout));
+        assert!(!lifetime.has_ended());
+    }
+
+    #[test]
+    fn a_file_that_was_closed_is_not_handed_over() {
+        let lifetime = Lifetime::default();
+        assert!(!lifetime.hand_over(), "it was not opened yet");
+        assert!(lifetime.open());
+        lifetime.release();
+        assert!(lifetime.has_ended());
+        assert!(!lifetime.hand_over());
     }
 }

@@ -4,21 +4,27 @@
 //! loop device opens the file; the kernel mounts the file system of the loop device. Each step can
 //! fail, and then the steps before it are undone in reverse.
 //!
+//! A pool can replace its process. A disk is handed over only by a process that ends as planned,
+//! because the kernel relies on all that it has written, and the tables of the disk between two
+//! flushes are in the memory of the process. An image never changes, so a process can take it over
+//! after a crash.
+//!
 //! At the end, the kernel unmounts the file system, which writes back all pages; detaches the loop
 //! device, because nothing has it open any more; and closes the file. This process sees the close,
 //! ends its service, and makes the disk durable.
 
-use std::io;
+mod place;
+mod service;
+
 use std::os::fd::{AsFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bcow::{BlockDevice, Disk, WritableDevice};
 use bcow_mount::filesystem::{self, Found, HEAD_BYTES};
-use bcow_mount::{
-    Access, Attach, HiddenMount, HiddenName, LoopDevice, backing_of, run_apart, run_apart_with,
-};
+use bcow_mount::{Access, Attach, HiddenName, LoopDevice};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use rustix::io::Errno;
@@ -28,13 +34,16 @@ use crate::disk::{Lifetime, OnClosed};
 use crate::error::MountError;
 use crate::growth;
 use crate::idle;
-use crate::mount::{Unmounted, unmount_places, usable_mountpoint};
+use crate::mount::{Unmounted, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
 use crate::process::{abort_on_panic, show_closing};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
+use service::{Descriptors, Service};
+
+pub use place::{DiskHandover, Place};
 
 pub use crate::disk::{Barriers, Device, DiskMount};
 pub use bcow_mount::filesystem::Kind;
@@ -61,8 +70,14 @@ pub struct KernelSession {
     disk: Option<Arc<Disk>>,
     path: PathBuf,
     outcome: Arc<Outcome>,
-    on_closed: Option<OnClosed>,
+    release: Arc<Release>,
+    /// Whether another process has the descriptors of the hidden mount.
+    is_shared: AtomicBool,
 }
+
+/// Releases what belongs to a disk, once: at the end of the session, or of its process. A leaf
+/// lock; it is not held during the release.
+struct Release(Mutex<Option<OnClosed>>);
 
 /// Ends a [`KernelSession`] from another thread.
 #[derive(Debug, Clone)]
@@ -78,22 +93,20 @@ pub(crate) struct KernelCloser {
     path: PathBuf,
 }
 
+/// Stops a [`KernelSession`] from another thread, for a process that takes it over.
+#[derive(Clone)]
+pub struct DiskStopper {
+    mount: Arc<KernelMount>,
+    descriptors: Arc<Descriptors>,
+    disk: Weak<Disk>,
+    release: Arc<Release>,
+    path: PathBuf,
+}
+
 /// The file system that the kernel has mounted.
 #[derive(Debug)]
 struct KernelMount {
-    target: PathBuf,
-    /// The device number of the mount. Another mount may have it after this one has ended.
-    device: Option<String>,
-    /// The loop device and the file behind it, by which the mount is known to be this one.
-    loop_device: PathBuf,
-    name: HiddenName,
-    lifetime: Arc<Lifetime>,
-}
-
-/// The threads that answer requests for the file of the disk, and the hidden mount that has it.
-struct Service {
-    hidden: Option<HiddenMount>,
-    thread: Option<JoinHandle<io::Result<()>>>,
+    place: Place,
     lifetime: Arc<Lifetime>,
 }
 
@@ -124,25 +137,11 @@ impl KernelSession {
             Device::Writable(_) => Access::ReadWrite,
             Device::ReadOnly(_) => Access::ReadOnly,
         };
-        let errors = Arc::new(ErrorLog::default());
         let lifetime = Arc::new(Lifetime::default());
-        let outcome = Arc::new(Outcome::new()?);
         let name = HiddenName::of(disk.upper.as_ref().unwrap_or(&disk.path));
-        let writable = match &disk.device {
-            Device::Writable(disk) => Some(Arc::clone(disk)),
-            Device::ReadOnly(_) => None,
-        };
-        let service = Service::start(
-            DiskFile {
-                name: name.to_string(),
-                device: disk.device,
-                barriers: disk.barriers,
-                stats: Arc::clone(&stats),
-                errors: Arc::clone(&errors),
-                lifetime: Arc::clone(&lifetime),
-            },
-            threads,
-        )?;
+        let errors = Arc::new(ErrorLog::default());
+        let file = disk_file(&disk, &name, &stats, &errors, &lifetime);
+        let service = Service::start(file, threads)?;
         let attach = Attach {
             block_bytes: filesystem::device_block_bytes(found, size),
             access,
@@ -162,51 +161,130 @@ impl KernelSession {
             Ok(device.path().to_owned())
         })?;
         let listed = mountinfo::mounted_at(&target).ok().flatten();
-        let mount = KernelMount {
+        let place = Place {
             device: listed.map(|entry| entry.device),
             loop_device,
             name,
             target,
-            lifetime,
         };
-        stats.set_mounted(&mount.target, &errors);
+        let mount = KernelMount { place, lifetime };
+        Self::on(disk, found.kind, mount, service, &stats, &errors)
+    }
+
+    /// Takes over a mount whose process has ended. The content must be that of that process; no
+    /// other process may keep the descriptors of a disk, because no process could take it over
+    /// after a crash of this one. The kernel sends the requests again that it has not answered.
+    pub fn take_over(
+        disk: DiskMount,
+        stats: Arc<MountStats>,
+        handover: DiskHandover,
+        threads: usize,
+    ) -> Result<Self, MountError> {
+        let DiskHandover {
+            connection,
+            hidden,
+            place,
+            lost,
+            ..
+        } = handover;
+        let found = match &disk.device {
+            Device::Writable(disk) => detect(&**disk)?,
+            Device::ReadOnly(device) => detect(&**device)?,
+        };
+        let lifetime = Arc::new(Lifetime::taken_over(lost.map(Errno::from_raw_os_error)));
+        let errors = Arc::new(ErrorLog::default());
+        let file = disk_file(&disk, &place.name, &stats, &errors, &lifetime);
+        let service = Service::take_over(file, threads, hidden, connection)?;
+        let mount = KernelMount { place, lifetime };
+        Self::on(disk, found.kind, mount, service, &stats, &errors)
+    }
+
+    fn on(
+        disk: DiskMount,
+        kind: Kind,
+        mount: KernelMount,
+        service: Service,
+        stats: &Arc<MountStats>,
+        errors: &Arc<ErrorLog>,
+    ) -> Result<Self, MountError> {
+        let outcome = Arc::new(Outcome::new()?);
+        let (writable, size) = match disk.device {
+            Device::Writable(disk) => (Some(Arc::clone(&disk)), disk.size()),
+            Device::ReadOnly(device) => (None, device.size()),
+        };
+        stats.set_mounted(&mount.place.target, errors);
         stats.set_disk(DiskUse {
             disk: writable.as_ref().map_or_else(Weak::new, Arc::downgrade),
             path: disk.path.clone(),
-            upper: disk.upper.clone(),
+            upper: disk.upper,
             size,
-            filesystem: found.kind.name(),
-            loop_device: mount.loop_device.clone(),
+            filesystem: kind.name(),
+            loop_device: mount.place.loop_device.clone(),
             barriers: disk.barriers,
             outcome: outcome.descriptor(),
         });
-        idle::watch(&stats);
+        idle::watch(stats);
         Ok(KernelSession {
             mount: Arc::new(mount),
             service,
-            kind: found.kind,
+            kind,
             disk: writable,
             path: disk.path,
             outcome,
-            on_closed: disk.on_closed,
+            release: Arc::new(Release(Mutex::new(disk.on_closed))),
+            is_shared: AtomicBool::new(false),
+        })
+    }
+
+    /// What another process needs to take over a mount that never changes, also after a crash of
+    /// this process. `None` for a disk, and on a kernel before Linux 6.9.
+    pub fn hand_over(&self) -> Result<Option<DiskHandover>, MountError> {
+        if self.disk.is_some() {
+            return Ok(None);
+        }
+        let descriptors = self.service.descriptors().duplicate()?;
+        self.is_shared.store(descriptors.is_some(), Relaxed);
+        Ok(descriptors.map(|(connection, hidden)| DiskHandover {
+            connection,
+            hidden,
+            place: self.mount.place.clone(),
+            lost: None,
+            content: None,
+        }))
+    }
+
+    /// A handle that stops the session for a process that takes it over; `None` for content that
+    /// never changes, and on a kernel before Linux 6.9.
+    pub fn stopper(&self) -> Option<DiskStopper> {
+        let disk = self.disk.as_ref()?;
+        let descriptors = self.service.descriptors();
+        descriptors.can_be_handed_over().then(|| DiskStopper {
+            mount: Arc::clone(&self.mount),
+            descriptors: Arc::clone(descriptors),
+            disk: Arc::downgrade(disk),
+            release: Arc::clone(&self.release),
+            path: self.path.clone(),
         })
     }
 
     /// Grows the file system to `bytes` bytes, the size of its disk.
     pub fn grow_file_system(&self, bytes: u64) -> Result<(), MountError> {
-        growth::grow_own(&self.mount.target, self.kind, bytes)
+        growth::grow_own(&self.mount.place.target, self.kind, bytes)
     }
 
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
     /// lists the mount.
     pub fn place(&self) -> (PathBuf, Option<String>) {
-        (self.mount.target.clone(), self.mount.device.clone())
+        (
+            self.mount.place.target.clone(),
+            self.mount.place.device.clone(),
+        )
     }
 
     /// The descriptor of the hidden mount. Other processes of root read the statistics of the mount
     /// through it.
     pub fn descriptor(&self) -> Option<RawFd> {
-        self.service.hidden.as_ref().map(HiddenMount::descriptor)
+        self.service.descriptors().number()
     }
 
     /// A handle that unmounts while the session is being served.
@@ -238,7 +316,7 @@ impl KernelSession {
             .spawn(move || {
                 let name = signals.wait();
                 let unmounted = mount.unmount();
-                if let Some(warning) = unmounted.warning(name, &mount.target) {
+                if let Some(warning) = unmounted.warning(name, &mount.place.target) {
                     log::log(Severity::Warning, &warning);
                 }
                 signals.wait();
@@ -254,11 +332,13 @@ impl KernelSession {
                 action: "start a thread",
                 source,
             })?;
-        self.serve()
+        self.serve(|| {})
     }
 
-    /// Serves until the mount is gone. Then all written data is durable.
-    pub fn serve(mut self) -> Result<(), MountError> {
+    /// Serves until the mount is gone. Then all written data is durable. Calls `let_go` when the
+    /// kernel has closed the file: the kernel ends the connection when no process has the
+    /// descriptors of [`KernelSession::hand_over`] any more.
+    pub fn serve(mut self, let_go: impl FnOnce()) -> Result<(), MountError> {
         self.mount.lifetime.wait(|| {
             // A failure is reported again by each later write, and at the end.
             if let Some(disk) = &self.disk
@@ -267,14 +347,14 @@ impl KernelSession {
                 log::log(Severity::Error, &error.to_string());
             }
         });
+        let_go();
+        self.is_shared.store(false, Relaxed);
         let served = self.service.stop();
         show_closing();
         let closed = self.close();
         let result = closed.and(served);
         // Before the outcome is closed: another process may use the disk then.
-        if let Some(on_closed) = self.on_closed.take() {
-            on_closed(result.is_ok());
-        }
+        self.release.release(result.is_ok());
         result
     }
 
@@ -335,9 +415,11 @@ impl KernelCloser {
 
 impl Drop for KernelSession {
     fn drop(&mut self) {
-        if self.mount.unmount() != Unmounted::Gone {
-            // The threads end with the process. A wait for the last user could take forever.
-            self.service.thread = None;
+        let unmounted = self.mount.unmount();
+        if unmounted != Unmounted::Gone || self.is_shared.load(Relaxed) {
+            // The threads end with the process, or when no process has the descriptors. A wait for
+            // the last user could take forever.
+            self.service.abandon();
         }
     }
 }
@@ -345,82 +427,80 @@ impl Drop for KernelSession {
 impl KernelMount {
     /// Unmounts if the mount still exists. Safe to call several times.
     fn unmount(&self) -> Unmounted {
-        let is_ours = || backing_of(&self.loop_device).as_ref() == Some(&self.name);
-        if self.lifetime.has_ended() || !is_ours() {
-            return Unmounted::Gone;
-        }
-        run_apart(|| unmount_places(self.device.as_deref())).unwrap_or(Unmounted::Stays)
-    }
-}
-
-fn no_thread() -> MountError {
-    MountError::Process {
-        action: "start a thread",
-        source: io::ErrorKind::OutOfMemory.into(),
-    }
-}
-
-impl Service {
-    /// Makes the hidden mount and serves it.
-    fn start(file: DiskFile, threads: usize) -> Result<Self, MountError> {
-        let (hidden, connection) = HiddenMount::new()?;
-        let lifetime = Arc::clone(&file.lifetime);
-        let mut config = fuser::Config::default();
-        config.n_threads = Some(threads.max(1));
-        // The kernel itself refuses other users.
-        let all = fuser::SessionACL::All;
-        let session =
-            fuser::Session::from_fd(file, connection, all, config).map_err(MountError::Session)?;
-        let ending = Arc::clone(&lifetime);
-        let thread = std::thread::Builder::new()
-            .name("disk".into())
-            .spawn(move || {
-                let ended = session.run();
-                ending.end();
-                ended
-            })
-            .map_err(|source| MountError::Process {
-                action: "start a thread",
-                source,
-            })?;
-        Ok(Service {
-            hidden: Some(hidden),
-            thread: Some(thread),
-            lifetime,
-        })
-    }
-
-    /// Runs `work` in a thread that has no descriptor of this process but that of the hidden mount.
-    /// The other threads answer the requests that `work` waits for.
-    fn apart<T: Send>(
-        &self,
-        work: impl FnOnce(&HiddenMount) -> Result<T, bcow_mount::Error> + Send,
-    ) -> Result<T, MountError> {
-        // Only `stop` takes the hidden mount.
-        let Some(hidden) = &self.hidden else {
-            return Err(MountError::Session(io::ErrorKind::NotConnected.into()));
-        };
-        let done = run_apart_with(hidden.as_fd(), || work(hidden));
-        Ok(done.ok_or_else(no_thread)??)
-    }
-
-    /// Ends the service, when the file is closed.
-    fn stop(&mut self) -> Result<(), MountError> {
-        self.hidden = None;
-        let Some(thread) = self.thread.take() else {
-            return Ok(());
-        };
-        match thread.join() {
-            Ok(ended) => ended.map_err(MountError::Session),
-            // The hook of a panic has ended the process.
-            Err(_) => Ok(()),
+        match self.lifetime.has_ended() {
+            true => Unmounted::Gone,
+            false => self.place.unmount(),
         }
     }
 }
 
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.stop();
-        self.lifetime.end();
+impl Release {
+    fn release(&self, has_all: bool) {
+        let release = {
+            let mut release = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            release.take()
+        };
+        if let Some(release) = release {
+            release(has_all);
+        }
+    }
+}
+
+impl DiskStopper {
+    /// Makes everything durable in tables, while requests continue: a [`DiskStopper::stop`] that
+    /// follows has less to do and rarely fails.
+    pub fn prepare(&self) -> Result<(), MountError> {
+        match self.disk.upgrade() {
+            Some(disk) => disk.checkpoint().map_err(|error| self.failed(error)),
+            // The session has ended.
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the requests in progress, stops all later ones for ever, and makes everything durable.
+    /// The caller ends the process afterwards. `None` if the mount is ending.
+    pub fn stop(&self) -> Result<Option<DiskHandover>, MountError> {
+        let Some(disk) = self.disk.upgrade() else {
+            return Ok(None);
+        };
+        if !self.mount.lifetime.hand_over() {
+            return Ok(None);
+        }
+        disk.close_for_exit().map_err(|error| self.failed(error))?;
+        let content = disk.identity_hash();
+        let lost = self.mount.lifetime.lost();
+        self.release.release(lost.is_none());
+        let descriptors = self.descriptors.duplicate()?;
+        Ok(descriptors.map(|(connection, hidden)| DiskHandover {
+            connection,
+            hidden,
+            place: self.mount.place.clone(),
+            lost: lost.map(Errno::raw_os_error),
+            content: Some(content),
+        }))
+    }
+
+    fn failed(&self, source: bcow::Error) -> MountError {
+        MountError::CloseDisk {
+            disk: self.path.clone(),
+            source,
+        }
+    }
+}
+
+fn disk_file(
+    disk: &DiskMount,
+    name: &HiddenName,
+    stats: &Arc<MountStats>,
+    errors: &Arc<ErrorLog>,
+    lifetime: &Arc<Lifetime>,
+) -> DiskFile {
+    DiskFile {
+        name: name.to_string(),
+        device: disk.device.clone(),
+        barriers: disk.barriers,
+        stats: Arc::clone(stats),
+        errors: Arc::clone(errors),
+        lifetime: Arc::clone(lifetime),
     }
 }

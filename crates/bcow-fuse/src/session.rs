@@ -1,7 +1,7 @@
 //! A mounted image, from the mount to its end.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
@@ -22,7 +22,7 @@ use crate::outcome::Outcome;
 use crate::readers::Readers;
 use crate::signals::Signals;
 use crate::stats::MountStats;
-use crate::takeover::{self, Handover};
+use crate::takeover::{self, Handover, duplicate};
 
 pub use crate::mount::Unmounted;
 pub use crate::process::{CLOSING, abort_on_panic, show_closing};
@@ -405,14 +405,6 @@ fn gate(content: &Content) -> Gate {
         Content::Union(fs) => fs.ledger().map(|_| Arc::default()),
         Content::Image(_) => None,
     }
-}
-
-fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, MountError> {
-    let duplicate = descriptor.try_clone_to_owned();
-    duplicate.map_err(|source| MountError::Process {
-        action: "duplicate a descriptor of the mount",
-        source,
-    })
 }
 
 impl Fuse {

@@ -82,6 +82,15 @@ pub(crate) fn session<F: fuser::Filesystem>(
     Ok(session)
 }
 
+/// Another descriptor of the same open file.
+pub(crate) fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, MountError> {
+    let duplicate = descriptor.try_clone_to_owned();
+    duplicate.map_err(|source| MountError::Process {
+        action: "duplicate a descriptor of the mount",
+        source,
+    })
+}
+
 /// Makes `descriptor` refer to what `other` refers to.
 fn replace(descriptor: BorrowedFd<'_>, other: &OwnedFd) -> io::Result<()> {
     // SAFETY: both descriptors are open, and stay open. The owner of `descriptor` uses it for reads

@@ -58,6 +58,11 @@ impl HiddenMount {
         Ok((HiddenMount { mount }, connection))
     }
 
+    /// A mount that another process made.
+    pub fn of(mount: OwnedFd) -> Self {
+        HiddenMount { mount }
+    }
+
     /// Opens the file `name` in its root directory, for direct I/O.
     pub fn open(&self, name: &str, access: crate::Access) -> Result<OwnedFd, Error> {
         let access = match access {

@@ -86,7 +86,7 @@ pub enum Problem {
     /// The content that was to be sent cannot be read.
     #[error("cannot read what is to be sent: {0}")]
     Content(String),
-    /// The server sent a status that no other variant stands for.
+    /// The server sent a status that has no variant of its own.
     #[error("the server answers with status {0}")]
     Status(u16),
     /// The answer breaks the rules of HTTP, or does not fit the request.

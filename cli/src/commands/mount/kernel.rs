@@ -1,5 +1,7 @@
 //! The kernel door: a disk with a file system of the kernel.
 
+pub mod again;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -62,8 +64,35 @@ enum Keeper {
     Upper(DiskInstance),
 }
 
-/// Opens the disk, and returns it if the kernel shall mount it.
+/// Opens the disk, and returns it if the kernel shall mount it. Checks the metadata of an image,
+/// because the kernel parses it next, with fewer checks.
 pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError> {
+    let opened = open_unchecked(args, host)?;
+    if let Some((opened, Kind::Erofs)) = &opened {
+        require_sound(args, &opened.device)?;
+    }
+    let Some((mut opened, kind)) = opened else {
+        return Ok(None);
+    };
+    // After the check, which reads all metadata.
+    let recording = match (&opened.device, args.record.as_deref()) {
+        (_, None) => None,
+        (Device::ReadOnly(device), Some(path)) if kind == Kind::Erofs => {
+            Some(Recording::start(device.clone(), opened.identity, path)?)
+        }
+        _ => return Err(cannot_record()),
+    };
+    if let Some(recording) = &recording {
+        opened.device = Device::ReadOnly(recording.device());
+    }
+    Ok(Some(Opened {
+        recording,
+        ..opened
+    }))
+}
+
+/// Opens the disk, and returns it with the kind of its file system if the kernel shall mount it.
+fn open_unchecked(args: &Args, host: &Host<'_>) -> Result<Option<(Opened, Kind)>, CommandError> {
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     let options = open_options(args, &host.cache);
@@ -85,9 +114,6 @@ pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError
         (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
     require_root(&args.image, kind)?;
-    if kind == Kind::Erofs {
-        require_sound(args, &opened.device)?;
-    }
     let OpenDevice {
         device,
         identity,
@@ -103,19 +129,7 @@ pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError
     if files.is_none() {
         require_no_deadlock(&args.image, &writeback)?;
     }
-    // After the check, which reads all metadata.
-    let recording = match (&device, args.record.as_deref()) {
-        (_, None) => None,
-        (Device::ReadOnly(device), Some(path)) if kind == Kind::Erofs => {
-            Some(Recording::start(device.clone(), identity, path)?)
-        }
-        _ => return Err(cannot_record()),
-    };
-    let device = match &recording {
-        Some(recording) => Device::ReadOnly(recording.device()),
-        None => device,
-    };
-    Ok(Some(Opened {
+    let opened = Opened {
         device,
         identity,
         reason: match args.door {
@@ -133,8 +147,9 @@ pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError
             None => Keeper::None,
         },
         fetching,
-        recording,
-    }))
+        recording: None,
+    };
+    Ok(Some((opened, kind)))
 }
 
 /// Opens the upper, or begins one.
@@ -150,6 +165,17 @@ pub fn open_upper(
         size: args.upper.size().map(disk_size).transpose()?,
         read_only: mount_options.asks_for_read_only(),
     };
+    open_asked(args, host, upper, reason, asked, ui)
+}
+
+fn open_asked(
+    args: &Args,
+    host: &Host<'_>,
+    upper: &Path,
+    reason: String,
+    asked: Asked,
+    ui: &Ui,
+) -> Result<Opened, CommandError> {
     if args.record.is_some() {
         return Err(cannot_record());
     }
@@ -373,53 +399,17 @@ pub fn mount(
     host: &Host<'_>,
 ) -> Result<Mounted, CommandError> {
     refuse_mounted(args.directory())?;
-    let file = PathBuf::from(parse_name(&args.image)?.absolute());
-    let upper = match &opened.keeper {
-        Keeper::Upper(instance) => Some(instance.path().to_owned()),
-        _ => None,
-    };
-    let pool = host.pool.as_ref();
-    let stats = Arc::new(MountStats::new(About {
-        image: file.clone().into(),
-        file: file.clone(),
-        identity: opened.identity,
-        cache: host.cache.clone(),
-        door: Some(ServedBy {
-            name: "kernel".to_owned(),
-            reason: opened.reason,
-        }),
-        remote: args.stores.remote.report(),
-        pool: pool.map(|pool| pool.name.clone()),
-        trace: opened
-            .recording
-            .as_ref()
-            .map(|recording| recording.destination().to_owned()),
-    }));
-    let is_sealed = matches!(opened.device, Device::ReadOnly(_));
-    let keeper = opened.keeper;
-    let release = move |has_all: bool| {
-        if let (true, Keeper::Upper(instance)) = (has_all, &keeper) {
-            // A clean end: the host's kernel has all data. If the note stays, it only counts after
-            // a crash of the machine.
-            let _ = instance.forget_volatile();
-        }
-        drop(keeper);
-    };
-    let disk = DiskMount {
-        device: opened.device,
-        path: opened.path,
-        upper: upper.clone(),
-        barriers: match args.upper.sync() {
-            SyncPolicy::Volatile => Barriers::Off,
-            _ => Barriers::On,
-        },
-        on_closed: Some(Box::new(release)),
-    };
-    let threads = host.threads(args, !is_sealed);
-    let session =
-        KernelSession::mount(disk, Arc::clone(&stats), args.directory(), options, threads)
-            .map_err(|error| cannot_mount(args.image.as_path(), &error))?;
-    if let Some(bytes) = opened.grows_to {
+    let grows_to = opened.grows_to;
+    let ready = opened.prepare(args, host)?;
+    let session = KernelSession::mount(
+        ready.disk,
+        Arc::clone(&ready.stats),
+        args.directory(),
+        options,
+        ready.threads,
+    )
+    .map_err(|error| cannot_mount(args.image.as_path(), &error))?;
+    if let Some(bytes) = grows_to {
         let grown = session.grow_file_system(bytes);
         grown.map_err(|error| cannot_mount(args.image.as_path(), &error))?;
     }
@@ -427,26 +417,95 @@ pub fn mount(
     let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
     let service = Service {
         kind: "mount".to_owned(),
-        image: file.to_string_lossy().into_owned(),
+        image: ready.file.to_string_lossy().into_owned(),
         layers: args.layer_names()?,
         export: None,
-        upper: upper.as_deref().map(running::absolute),
+        upper: ready.upper.as_deref().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],
         mode: if is_writable { "rw" } else { "ro" }.to_owned(),
         since: running::now(),
         device,
         descriptor: session.descriptor(),
-        pool: pool.map(|pool| pool.name.clone()),
+        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
     };
     Ok(Mounted {
         session: AnySession::Kernel(session),
-        stats,
+        stats: ready.stats,
         service,
-        identity: opened.identity,
+        identity: ready.identity,
         access: Access::Owner,
-        fetching: opened.fetching,
-        recording: opened.recording,
+        fetching: ready.fetching,
+        recording: ready.recording,
     })
+}
+
+/// A disk that a session can serve.
+struct Ready {
+    disk: DiskMount,
+    stats: Arc<MountStats>,
+    /// The image, by a name that means the same to other processes.
+    file: PathBuf,
+    upper: Option<PathBuf>,
+    identity: [u8; 32],
+    threads: usize,
+    fetching: Option<Fetching>,
+    recording: Option<Recording>,
+}
+
+impl Opened {
+    fn prepare(self, args: &Args, host: &Host<'_>) -> Result<Ready, CommandError> {
+        let file = PathBuf::from(parse_name(&args.image)?.absolute());
+        let upper = match &self.keeper {
+            Keeper::Upper(instance) => Some(instance.path().to_owned()),
+            _ => None,
+        };
+        let stats = Arc::new(MountStats::new(About {
+            image: file.clone().into(),
+            file: file.clone(),
+            identity: self.identity,
+            cache: host.cache.clone(),
+            door: Some(ServedBy {
+                name: "kernel".to_owned(),
+                reason: self.reason,
+            }),
+            remote: args.stores.remote.report(),
+            pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+            trace: self
+                .recording
+                .as_ref()
+                .map(|recording| recording.destination().to_owned()),
+        }));
+        let is_sealed = matches!(self.device, Device::ReadOnly(_));
+        let keeper = self.keeper;
+        let release = move |has_all: bool| {
+            if let (true, Keeper::Upper(instance)) = (has_all, &keeper) {
+                // A clean end: the host's kernel has all data. If the note stays, it only counts
+                // after a crash of the machine.
+                let _ = instance.forget_volatile();
+            }
+            drop(keeper);
+        };
+        let disk = DiskMount {
+            device: self.device,
+            path: self.path,
+            upper: upper.clone(),
+            barriers: match args.upper.sync() {
+                SyncPolicy::Volatile => Barriers::Off,
+                _ => Barriers::On,
+            },
+            on_closed: Some(Box::new(release)),
+        };
+        Ok(Ready {
+            disk,
+            stats,
+            file,
+            upper,
+            identity: self.identity,
+            threads: host.threads(args, !is_sealed),
+            fetching: self.fetching,
+            recording: self.recording,
+        })
+    }
 }
 
 /// The error of a mount, with a hint.

@@ -10,16 +10,18 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::MountOptions;
+use bcow_fuse::kernel::DiskHandover;
 use bcow_oci::ImageName;
 
 use super::door::Way;
 use super::fuse::{self, Mounted, Opened};
 use super::host::{Host, InPool, UpperUse};
-use super::{Args, DOOR_OF_IMAGES, Made, check, helper, make, settle};
+use super::{Args, DOOR_OF_IMAGES, Made, check, helper, kernel, make, settle};
 use crate::error::{CommandError, Context};
 use crate::image::parse_name;
 use crate::pool::protocol::{Request, View};
 use crate::pool::{PoolName, client};
+use crate::running::Service;
 use crate::ui::Ui;
 
 /// Pauses before the attempts to open an image on another machine again.
@@ -86,14 +88,52 @@ pub fn open_again(
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
     let (options, reason) = at_fuse(args)?;
+    let host = host.into();
+    attempt(args, attempts, || {
+        fuse::open(args, options.clone(), reason.clone(), &host, upper_use, ui)
+    })
+}
+
+/// As [`open_again`], for a mount at the kernel door.
+pub fn open_disk_again(
+    args: &Args,
+    host: PoolHost<'_>,
+    ui: &Ui,
+) -> Result<kernel::Opened, CommandError> {
+    let (way, options) = check(args)?;
+    let host = host.into();
+    attempt(args, Attempts::Several, || {
+        kernel::again::open(args, &way, &options, &host, ui)
+    })
+}
+
+/// Checks that another process could open the content of a mount at the kernel door. Returns the
+/// identity of the image; `None` for a disk.
+pub fn check_disk(args: &Args, host: PoolHost<'_>) -> Result<Option<[u8; 32]>, CommandError> {
+    kernel::again::check(args, &host.into())
+}
+
+/// Continues a mount at the kernel door whose content was opened again.
+pub fn take_over_disk(
+    opened: kernel::Opened,
+    args: &Args,
+    host: PoolHost<'_>,
+    handover: DiskHandover,
+    service: Service,
+) -> Result<Mounted, CommandError> {
+    opened.take_over(args, &host.into(), handover, service)
+}
+
+fn attempt<T>(
+    args: &Args,
+    attempts: Attempts,
+    open: impl Fn() -> Result<T, CommandError>,
+) -> Result<T, CommandError> {
     let is_tried_again =
         attempts == Attempts::Several && matches!(parse_name(&args.image)?, ImageName::Remote(_));
-    let host = host.into();
     let mut pauses = PAUSES.iter();
     loop {
-        let (options, reason) = (options.clone(), reason.clone());
-        let opened = fuse::open(args, options, reason, &host, upper_use, ui);
-        match (opened, pauses.next()) {
+        match (open(), pauses.next()) {
             (Err(_), Some(&pause)) if is_tried_again => std::thread::sleep(pause),
             (opened, _) => return opened,
         }

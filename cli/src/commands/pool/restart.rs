@@ -18,9 +18,8 @@ const TAKES_OVER_WITHIN: Duration = Duration::from_secs(120);
 /// so after an upgrade of that file it runs the new version of bcow. Meanwhile, programs that use
 /// the mounts wait. The command returns when the new process serves the mounts.
 ///
-/// The new process cannot take over a mount at the kernel door, a mount whose image is gone, or any
-/// mount on a kernel before Linux 6.9. The command fails if the pool has such a mount, unless
-/// --force unmounts it.
+/// The new process cannot take over a mount whose image or disk is gone, or any mount on a kernel
+/// before Linux 6.9. The command fails if the pool has such a mount, unless --force unmounts it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool

@@ -13,7 +13,8 @@ use std::thread;
 use std::time::Duration;
 
 use bcow::BlockCache;
-use bcow_fuse::session::{Closer, Session, Stopper, Unmounted, Unmounter};
+use bcow_fuse::kernel::DiskStopper;
+use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::stats::document::Cache;
 use bcow_fuse::{AnySession, MountStats};
@@ -100,11 +101,17 @@ struct Entry {
     stats: Weak<MountStats>,
     unmounter: Unmounter,
     closer: Option<Closer>,
-    /// Stops the mount for another process; `None` without an upper.
-    stopper: Option<Stopper>,
-    /// What the keeper has of it for another process; `None` if none can take it over.
+    /// Stops the mount for another process; `None` without an upper and without a disk.
+    stopper: Option<AnyStopper>,
+    /// What another process needs to take the mount over; `None` if none can. The keeper has it,
+    /// with descriptors; that of a disk, only at a restart.
     kept: Option<Record>,
-    is_at_kernel_door: bool,
+}
+
+#[derive(Clone)]
+enum AnyStopper {
+    Upper(Stopper),
+    Disk(DiskStopper),
 }
 
 impl Pool {
@@ -345,17 +352,13 @@ impl Pool {
 
     /// Serves a mount to its end.
     fn serve(&self, number: u64, session: AnySession) {
-        if let Err(error) = session.serve() {
+        if let Err(error) = session.serve(|| self.release(number)) {
             log_failure(&failure(&error));
         }
-        let removed = {
+        {
             let mut state = self.state();
-            let removed = state.mounts.remove(&number);
+            state.mounts.remove(&number);
             state.publish();
-            removed
-        };
-        if removed.is_some_and(|entry| entry.kept.is_some()) {
-            self.release(number);
         }
         self.changed.notify_all();
     }
@@ -493,8 +496,7 @@ impl<'a> MountInProgress<'a> {
                     stats: Arc::downgrade(&stats),
                     unmounter: session.unmounter(),
                     closer: session.closer(),
-                    stopper: session.fuse().and_then(Session::stopper),
-                    is_at_kernel_door: session.fuse().is_none(),
+                    stopper: stopper(&session),
                     kept,
                 },
             );
@@ -515,6 +517,13 @@ impl<'a> MountInProgress<'a> {
             state.publish();
             CommandError::new(name).caused_by(&error)
         })
+    }
+}
+
+fn stopper(session: &AnySession) -> Option<AnyStopper> {
+    match session {
+        AnySession::Fuse(session) => session.stopper().map(AnyStopper::Upper),
+        AnySession::Kernel(session) => session.stopper().map(AnyStopper::Disk),
     }
 }
 

@@ -87,6 +87,9 @@ fn keep(args: &Args, readiness: Option<Readiness>, ui: &Ui) -> Result<u8, Comman
     if let Some(path) = &args.log_file {
         open_log(path)?;
     }
+    // Its children inherit this. While a process takes over, the kernel may need memory that only a
+    // write to a mount at the kernel door sets free.
+    serve_writeback();
     let log_file = args.log_file.as_deref().map(std::path::absolute);
     let (listener, _socket) = listen(&args.name)?;
     let keeper = Keeper::new(keeper::Settings {
@@ -148,11 +151,8 @@ fn serve_given(
             CommandError::new("cannot restrict the process to --cpus").caused_by_text(cause)
         })?;
     }
-    // Before other threads exist: the kernel may write the pages of a mount at the kernel door back
-    // through any thread that another one waits for. An ordinary user has no such mounts.
-    if rustix::process::geteuid().is_root() {
-        let _ = bcow_mount::serve_writeback();
-    }
+    // Before other threads exist.
+    serve_writeback();
     remote::share_clients();
     let pool = Arc::new(Pool::new(
         Settings {
@@ -177,6 +177,14 @@ fn serve_given(
     pool.report_ready();
     pool.wait_for_end();
     Ok(())
+}
+
+/// Declares that the kernel may write the pages of a mount at the kernel door back through any
+/// thread that another one waits for. An ordinary user has no such mounts.
+fn serve_writeback() {
+    if rustix::process::geteuid().is_root() {
+        let _ = bcow_mount::serve_writeback();
+    }
 }
 
 fn detach(args: &Args) -> Result<(), CommandError> {
@@ -225,19 +233,24 @@ impl Given {
                         mounts: BTreeMap::new(),
                     });
                 }
-                Packet::Mount { number, device } => {
+                Packet::Mount {
+                    number,
+                    device,
+                    is_disk,
+                } => {
                     let kept = Kept {
                         connection: next()?,
                         record: next()?,
                         device,
-                        ledger: None,
+                        is_disk,
+                        companion: None,
                     };
                     mounts.insert(number, kept);
                 }
-                Packet::Ledger { number } => {
-                    let ledger = next()?;
+                Packet::Companion { number } => {
+                    let companion = next()?;
                     if let Some(kept) = mounts.get_mut(&number) {
-                        kept.ledger = Some(ledger);
+                        kept.companion = Some(companion);
                     }
                 }
                 Packet::Begin => {

@@ -27,6 +27,8 @@ use crate::stats::{MountStats, Operation};
 const FILE: INodeNo = INodeNo(2);
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
+/// The flags of the protocol that are in use.
+pub(crate) const FLAGS: InitFlags = InitFlags::FUSE_ASYNC_DIO;
 /// The unit of allocation that the loop device announces for discards, in bytes.
 const BLOCK_BYTES: u32 = 4096;
 
@@ -163,8 +165,7 @@ impl fuser::Filesystem for DiskFile {
         // Without FUSE_ASYNC_DIO, the loop device would wait for each request before the next one.
         // The stale pages that the flag can leave (see the writable adapter) are those of the
         // file's page cache, which direct requests do not fill.
-        let wanted = InitFlags::FUSE_ASYNC_DIO;
-        let _ = config.add_capabilities(wanted & config.capabilities());
+        let _ = config.add_capabilities(FLAGS & config.capabilities());
         let _ = config.set_max_write(WRITE_BYTES);
         let _ = config.set_max_background(BACKGROUND_REQUESTS);
         Ok(())
@@ -238,8 +239,8 @@ impl fuser::Filesystem for DiskFile {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
+        self.lifetime.release();
         reply.ok();
-        self.lifetime.end();
     }
 
     fn read(

@@ -201,6 +201,16 @@ impl Disk {
         let closed = self.inner.gate.close();
         self.inner.close(closed.get())
     }
+
+    /// As [`Disk::close`], for a disk that other threads refer to. Their later operations never
+    /// return, so the caller ends the process afterwards.
+    pub fn close_for_exit(&self) -> Result<(), Error> {
+        self.inner.fills.stop();
+        let closed = self.inner.gate.close();
+        let result = self.inner.close(closed.get());
+        std::mem::forget(closed);
+        result
+    }
 }
 
 impl Drop for Disk {

@@ -73,6 +73,46 @@ fn assert_sound(storage: &Arc<MemoryStorage>) {
     assert!(report.findings.is_empty(), "{:?}", report.findings);
 }
 
+/// The threads that still refer to the disk wait, as in a process that ends.
+#[test]
+fn a_disk_that_is_closed_for_an_exit_changes_no_more() {
+    for options in layouts(9 * MIB) {
+        let storage = Arc::new(MemoryStorage::default());
+        let (disk, device) = over(&storage, &options, noise(3, 9 << 20));
+        let disk = Arc::new(disk);
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let writing = Arc::clone(&disk);
+        std::thread::spawn(move || {
+            for number in 0_u64.. {
+                let at = number * 4093 % (9 * MIB - 100);
+                writing.write_at(at, &number.to_le_bytes()).unwrap();
+                let _ = sender.send((at, number));
+            }
+        });
+        let begun: Vec<(u64, u64)> = receiver.iter().take(500).collect();
+        disk.close_for_exit().unwrap();
+        let identity = disk.identity_hash();
+        let file = storage.to_vec();
+        let written: Vec<(u64, u64)> = begun.into_iter().chain(receiver.try_iter()).collect();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert_eq!(storage.to_vec(), file);
+        assert_sound(&storage);
+        let again = reopen(&crashed(&storage), Some(&device));
+        assert_eq!(again.identity_hash(), identity);
+        let mut newest = noise(3, 9 << 20);
+        for (at, number) in written {
+            newest[at as usize..at as usize + 8].copy_from_slice(&number.to_le_bytes());
+        }
+        let shown = read(&again, 0, 9 << 20);
+        // The last write can have ended without its message.
+        let differs = newest
+            .iter()
+            .zip(&shown)
+            .filter(|(one, other)| one != other);
+        assert!(differs.count() <= 8);
+    }
+}
+
 #[test]
 fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
     for options in layouts(9 * MIB + 4096) {

@@ -8,20 +8,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bcow_fuse::session::Stopper;
-use bcow_fuse::{Handover, Session, Unmounted, Unmounter};
+use bcow_fuse::kernel::DiskHandover;
+use bcow_fuse::{AnySession, Handover, KernelSession, MountError, Session, Unmounted, Unmounter};
 use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
 
-use super::{MountInProgress, OwnDirectory, Pool, log_failure};
-use crate::commands::mount::failure;
+use super::{AnyStopper, MountInProgress, OwnDirectory, Pool, log_failure};
 use crate::commands::mount::fuse::{Mounted, Opened};
 use crate::commands::mount::host::UpperUse;
 use crate::commands::mount::pooled::{self, Attempts};
+use crate::commands::mount::{self, failure, kernel};
 use crate::error::{CommandError, Context};
 use crate::image::hex;
 use crate::pool::link::Packet;
-use crate::pool::record::{Asked, Record};
+use crate::pool::record::{Asked, DiskRecord, Record};
 use crate::running::Service;
 use crate::ui::Ui;
 
@@ -40,8 +40,10 @@ pub struct Kept {
     pub record: OwnedFd,
     /// The device number of the mount.
     pub device: Option<String>,
-    /// The ledger of a mount with an upper.
-    pub ledger: Option<OwnedFd>,
+    /// Whether the mount is at the kernel door.
+    pub is_disk: bool,
+    /// The ledger of a mount with an upper, or the hidden mount of one at the kernel door.
+    pub companion: Option<OwnedFd>,
 }
 
 /// A mount at a restart.
@@ -50,41 +52,94 @@ struct Staying {
     unmounter: Unmounter,
     service: Service,
     record: Option<Record>,
-    is_at_kernel_door: bool,
 }
 
 impl Pool {
-    /// Gives to the keeper what another process needs to take over this mount. Returns the record,
-    /// or `None` if no other process can.
+    /// Gives to the keeper what another process needs to take over this mount; of a disk, nothing
+    /// before a restart. Returns the record, or `None` if no other process can take it over.
     pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<Record> {
-        let session = mounted.session.fuse()?;
-        let kept = session.hand_over().map_err(|error| failure(&error));
-        let kept = kept.and_then(|handover| {
-            let Some(handover) = handover else {
-                return Ok(None);
-            };
-            let record = Record::new(
-                asked,
-                handover.target.into(),
-                handover.agreed,
-                hex(&mounted.identity),
-                mounted.service.clone(),
-            );
-            let stored = record
-                .store()
-                .context(|| "cannot store the record of a mount")?;
-            let device = handover.device;
-            let descriptors = [handover.connection.as_fd(), stored.as_fd()];
-            let mut is_kept = self.tell(&Packet::Keep { number, device }, &descriptors);
-            if let Some(ledger) = &handover.ledger {
-                is_kept &= self.tell(&Packet::Ledger { number }, &[ledger.as_fd()]);
-            }
-            Ok(is_kept.then_some(record))
-        });
+        let kept = match &mounted.session {
+            AnySession::Fuse(session) => self.keep_fuse(number, session, mounted, asked),
+            AnySession::Kernel(session) => self.keep_kernel(number, session, mounted, asked),
+        };
         kept.unwrap_or_else(|error| {
             log_failure(&error);
             None
         })
+    }
+
+    fn keep_fuse(
+        &self,
+        number: u64,
+        session: &Session,
+        mounted: &Mounted,
+        asked: Asked,
+    ) -> Result<Option<Record>, CommandError> {
+        let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
+            return Ok(None);
+        };
+        let record = Record::new(
+            asked,
+            handover.target.into(),
+            handover.agreed,
+            hex(&mounted.identity),
+            mounted.service.clone(),
+        );
+        let stored = store(&record)?;
+        let keep = Packet::Keep {
+            number,
+            device: handover.device,
+            is_disk: false,
+        };
+        let mut is_kept = self.tell(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
+        if let Some(ledger) = &handover.ledger {
+            is_kept &= self.tell(&Packet::Companion { number }, &[ledger.as_fd()]);
+        }
+        Ok(is_kept.then_some(record))
+    }
+
+    fn keep_kernel(
+        &self,
+        number: u64,
+        session: &KernelSession,
+        mounted: &Mounted,
+        asked: Asked,
+    ) -> Result<Option<Record>, CommandError> {
+        let (target, _) = session.place();
+        let record = Record::new(
+            asked,
+            target.into(),
+            0,
+            hex(&mounted.identity),
+            mounted.service.clone(),
+        );
+        if session.stopper().is_some() {
+            return Ok(Some(record));
+        }
+        let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
+            return Ok(None);
+        };
+        self.keep_disk(number, &record, &handover)
+            .map(|is_kept| is_kept.then_some(record))
+    }
+
+    /// Gives a mount at the kernel door to the keeper. Returns whether the keeper has it.
+    fn keep_disk(
+        &self,
+        number: u64,
+        record: &Record,
+        handover: &DiskHandover,
+    ) -> Result<bool, CommandError> {
+        let stored = store(&record.clone().at_kernel_door(handover))?;
+        let keep = Packet::Keep {
+            number,
+            device: handover.place.device.clone(),
+            is_disk: true,
+        };
+        Ok(
+            self.tell(&keep, &[handover.connection.as_fd(), stored.as_fd()])
+                && self.tell(&Packet::Companion { number }, &[handover.hidden.as_fd()]),
+        )
     }
 
     /// The mount has ended.
@@ -119,32 +174,60 @@ impl Pool {
     }
 
     fn take_over_one(self: &Arc<Self>, number: u64, kept: Kept) -> Result<(), CommandError> {
-        let name = &self.settings.name;
+        let Kept {
+            connection,
+            record,
+            device,
+            is_disk,
+            companion,
+        } = kept;
+        let record = Record::load(record).context(|| "cannot read its record");
+        match (record, companion) {
+            (Ok(record), Some(hidden)) if record.disk.is_some() => {
+                self.take_over_disk(number, record, connection, hidden)
+            }
+            (record, companion) if is_disk => {
+                self.release(number);
+                DiskHandover::unmount_by_number(connection, companion, device.as_deref());
+                let missing = |_| CommandError::new("its hidden mount is missing");
+                let place = device.unwrap_or_default();
+                Err(self.lost(&place, &record.map_or_else(|error| error, missing)))
+            }
+            (record, ledger) => self.take_over_fuse(number, record, connection, device, ledger),
+        }
+    }
+
+    fn take_over_fuse(
+        self: &Arc<Self>,
+        number: u64,
+        record: Result<Record, CommandError>,
+        connection: OwnedFd,
+        device: Option<String>,
+        ledger: Option<OwnedFd>,
+    ) -> Result<(), CommandError> {
         let mut handover = Handover {
-            connection: kept.connection,
+            connection,
             target: PathBuf::new(),
-            device: kept.device,
+            device,
             agreed: 0,
             ledger: None,
         };
-        let opened = Record::load(kept.record)
-            .context(|| "cannot read its record")
-            .and_then(|record| {
-                handover.target = OsString::from(record.target.clone()).into();
-                handover.agreed = record.agreed;
-                let mount = MountInProgress::new(self)?;
-                let upper_use = match (&record.service.upper, &kept.ledger) {
-                    (Some(_), Some(ledger)) => UpperUse::TakeOver(ledger.as_fd()),
-                    (Some(upper), None) => {
-                        return Err(CommandError::new(format!(
-                            "the ledger of its upper {upper} is missing"
-                        )));
-                    }
-                    (None, _) => UpperUse::None,
-                };
-                let opened = self.open_again(&record, Attempts::Several, upper_use)?;
-                Ok((mount, opened, record))
-            });
+        let opened = record.and_then(|record| {
+            handover.target = OsString::from(record.target.clone()).into();
+            handover.agreed = record.agreed;
+            let mount = MountInProgress::new(self)?;
+            let upper_use = match (&record.service.upper, &ledger) {
+                (Some(_), Some(ledger)) => UpperUse::TakeOver(ledger.as_fd()),
+                (Some(upper), None) => {
+                    return Err(CommandError::new(format!(
+                        "the ledger of its upper {upper} is missing"
+                    )));
+                }
+                (None, _) => UpperUse::None,
+            };
+            let opened = self.open_again(&record, Attempts::Several, upper_use)?;
+            Ok((mount, opened, record))
+        });
         match opened {
             Ok((mount, opened, record)) => {
                 let mounted = opened.take_over(handover, record.service.clone())?;
@@ -152,19 +235,79 @@ impl Pool {
                 let ledger = session.map_or(Ok(None), Session::ledger);
                 if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
                     // Before the first request, which the ledger of the process before would miss.
-                    self.tell(&Packet::Ledger { number }, &[ledger.as_fd()]);
+                    self.tell(&Packet::Companion { number }, &[ledger.as_fd()]);
                 }
                 mount.arrive(number, mounted, Some(record))
             }
             Err(error) => {
                 let place = handover.target.display().to_string();
                 handover.unmount();
-                let lost = format!("pool {name}: cannot take over {place}, which is unmounted");
-                let lost = CommandError::new(lost).caused_by_text(error.message());
-                let causes = error.causes().iter().cloned();
-                Err(causes.fold(lost, CommandError::caused_by_text))
+                Err(self.lost(&place, &error))
             }
         }
+    }
+
+    fn take_over_disk(
+        self: &Arc<Self>,
+        number: u64,
+        record: Record,
+        connection: OwnedFd,
+        hidden: OwnedFd,
+    ) -> Result<(), CommandError> {
+        let Some(disk) = &record.disk else {
+            return Ok(());
+        };
+        let target = PathBuf::from(OsString::from(record.target.clone()));
+        let target = target.display().to_string();
+        let place = record.place(disk).context(|| "cannot read its record")?;
+        if !place.exists() {
+            // The kernel has closed the file: the mount has ended meanwhile.
+            self.release(number);
+            return Ok(());
+        }
+        let handover = DiskHandover {
+            connection,
+            hidden,
+            place: place.clone(),
+            lost: disk.lost,
+            content: None,
+        };
+        let opened = MountInProgress::new(self).and_then(|mount| {
+            let (args, opened) = self.open_disk_again(&record, disk)?;
+            Ok((mount, args, opened))
+        });
+        if opened.is_err() || disk.content.is_some() {
+            // No process can take a disk over after a crash of this one. And the kernel does not
+            // wait for a connection that no process has.
+            self.release(number);
+        }
+        match opened {
+            Ok((mount, args, opened)) => {
+                let service = record.service.clone();
+                let host = self.host(&[]);
+                let mounted = pooled::take_over_disk(opened, &args, host, handover, service)
+                    .map_err(|error| {
+                        // The session has closed the connection.
+                        self.release(number);
+                        place.unmount();
+                        self.lost(&target, &error)
+                    })?;
+                mount.arrive(number, mounted, Some(record))
+            }
+            Err(error) => {
+                handover.unmount();
+                Err(self.lost(&target, &error))
+            }
+        }
+    }
+
+    /// The error of a mount that this process cannot take over.
+    fn lost(&self, place: &str, error: &CommandError) -> CommandError {
+        let name = &self.settings.name;
+        let lost = format!("pool {name}: cannot take over {place}, which is unmounted");
+        let lost = CommandError::new(lost).caused_by_text(error.message());
+        let causes = error.causes().iter().cloned();
+        causes.fold(lost, CommandError::caused_by_text)
     }
 
     /// Opens the image of a mount again. It must be the same image: the kernel has its names and
@@ -182,7 +325,43 @@ impl Pool {
         let opened = pooled::open_again(&args, host, attempts, upper_use, &Ui::collecting())?;
         match hex(&opened.identity) == record.identity {
             true => Ok(opened),
-            false => Err(CommandError::new("another image has its place now")),
+            false => Err(another_image()),
+        }
+    }
+
+    /// Opens the content of a mount at the kernel door again. A disk must be as the process before
+    /// has left it: the kernel relies on all that it has written.
+    fn open_disk_again(
+        &self,
+        record: &Record,
+        disk: &DiskRecord,
+    ) -> Result<(mount::Args, kernel::Opened), CommandError> {
+        let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
+        let args = self.parse(record.arguments.clone())?;
+        let opened = pooled::open_disk_again(&args, self.host(&[]), &Ui::collecting())?;
+        // The identity of a disk without an upper changes with its content.
+        let is_image = record.service.upper.is_some() || disk.content.is_none();
+        if is_image && hex(&opened.identity()) != record.identity {
+            return Err(another_image());
+        }
+        match opened.content() == disk.content {
+            true => Ok((args, opened)),
+            false => Err(CommandError::new("another process has changed the disk")),
+        }
+    }
+
+    /// Fails if the content of a mount cannot be opened again.
+    fn check_again(&self, mount: &Staying, record: &Record) -> Result<(), CommandError> {
+        if mount.service.descriptor.is_none() {
+            return self
+                .open_again(record, Attempts::One, UpperUse::None)
+                .map(drop);
+        }
+        let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
+        let args = self.parse(record.arguments.clone())?;
+        match pooled::check_disk(&args, self.host(&[]))? {
+            Some(identity) if hex(&identity) != record.identity => Err(another_image()),
+            _ => Ok(()),
         }
     }
 
@@ -213,7 +392,6 @@ impl Pool {
             unmounter: entry.unmounter.clone(),
             service: entry.service.clone(),
             record: entry.kept.clone(),
-            is_at_kernel_door: entry.is_at_kernel_door,
         });
         let mounts: Vec<Staying> = mounts.collect();
         drop(state);
@@ -231,6 +409,10 @@ impl Pool {
                     "`bcow umount` unmounts one, `bcow pool restart --force {name}` all such \
                      mounts; the others stay"
                 )));
+        }
+        if let Err(error) = self.prepare_disks() {
+            self.state().is_restarting = false;
+            return Err(cannot().caused_by(&error));
         }
         let mut unmounted = 0;
         for (mount, _) in &others {
@@ -262,27 +444,56 @@ impl Pool {
         // durable before the process ends.
         let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
         self.close_uppers(|number| detached.contains(&number));
-        self.stop_uppers();
+        let ending = self.stop_mounts();
+        let mut state = self.state();
+        while ending
+            .iter()
+            .any(|number| state.mounts.contains_key(number))
+        {
+            state = self.wait(state);
+        }
         Ok(json!({ "unmounted": unmounted }))
     }
 
-    /// Stops the requests to all mounts with an upper, and makes their data durable. The process
-    /// ends afterwards, and another one takes them over.
-    fn stop_uppers(&self) {
-        let stoppers: Vec<Stopper> = {
-            let state = self.state();
-            let mounts = state.mounts.values();
-            mounts.filter_map(|entry| entry.stopper.clone()).collect()
-        };
-        let stoppers = Mutex::new(stoppers);
+    fn stoppers(&self) -> Vec<(u64, AnyStopper, Option<Record>)> {
+        let state = self.state();
+        let mounts = state.mounts.iter().filter_map(|(&number, entry)| {
+            let stopper = entry.stopper.clone()?;
+            Some((number, stopper, entry.kept.clone()))
+        });
+        mounts.collect()
+    }
+
+    /// Makes the disks of all mounts durable, while programs use them. If that fails, the pool must
+    /// not restart: a mount whose disk cannot be closed ends.
+    fn prepare_disks(&self) -> Result<(), MountError> {
+        self.stoppers()
+            .iter()
+            .try_for_each(|(_, stopper, _)| match stopper {
+                AnyStopper::Upper(_) => Ok(()),
+                AnyStopper::Disk(stopper) => stopper.prepare(),
+            })
+    }
+
+    /// Stops the requests to all mounts with an upper or a disk, and makes their data durable. The
+    /// process ends afterwards, and another one takes them over. Returns the mounts that have ended
+    /// and still have to close their disks.
+    fn stop_mounts(&self) -> Vec<u64> {
+        let stoppers = Mutex::new(self.stoppers());
+        let ending = Mutex::new(Vec::new());
         let stop = || {
             let next = || {
                 let mut stoppers = stoppers.lock().unwrap_or_else(PoisonError::into_inner);
                 stoppers.pop()
             };
-            while let Some(stopper) = next() {
-                if let Err(error) = stopper.stop() {
-                    log_failure(&failure(&error));
+            while let Some((number, stopper, record)) = next() {
+                match self.stop_one(number, &stopper, record) {
+                    Ok(Stopped::Completely) => {}
+                    Ok(Stopped::IsEnding) => {
+                        let mut ending = ending.lock().unwrap_or_else(PoisonError::into_inner);
+                        ending.push(number);
+                    }
+                    Err(error) => log_failure(&error),
                 }
             }
         };
@@ -293,26 +504,61 @@ impl Pool {
             }
             stop();
         });
+        ending.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stop_one(
+        &self,
+        number: u64,
+        stopper: &AnyStopper,
+        record: Option<Record>,
+    ) -> Result<Stopped, CommandError> {
+        let stopper = match stopper {
+            AnyStopper::Upper(stopper) => {
+                let stopped = stopper.stop().map_err(|error| failure(&error));
+                return stopped.map(|()| Stopped::Completely);
+            }
+            AnyStopper::Disk(stopper) => stopper,
+        };
+        let handover = stopper.stop().map_err(|error| failure(&error))?;
+        match (handover, record) {
+            (None, _) => Ok(Stopped::IsEnding),
+            (Some(handover), Some(record)) => self
+                .keep_disk(number, &record, &handover)
+                .map(|_| Stopped::Completely),
+            (Some(_), None) => Ok(Stopped::Completely),
+        }
     }
 
     /// Why another process could not take over a mount; `None` if it could.
     fn why_it_ends(&self, mount: &Staying) -> Option<String> {
         let at = mount.service.at.join(", ");
         let Some(record) = &mount.record else {
-            return Some(match mount.is_at_kernel_door {
-                true => format!(
-                    "{at} is at the kernel door: taking over such a mount is not supported yet"
-                ),
-                false => format!("{at} cannot be taken over: that needs Linux 6.9"),
-            });
+            return Some(format!("{at} cannot be taken over: that needs Linux 6.9"));
         };
-        let error = self
-            .open_again(record, Attempts::One, UpperUse::None)
-            .err()?;
+        let error = self.check_again(mount, record).err()?;
         let causes = std::iter::once(error.message());
         let causes: Vec<&str> = causes
             .chain(error.causes().iter().map(String::as_str))
             .collect();
         Some(format!("{at}: {}", causes.join(": ")))
     }
+}
+
+/// How far a mount was stopped.
+enum Stopped {
+    /// No thread of this process changes anything any more.
+    Completely,
+    /// The mount has ended, and another thread closes its disk.
+    IsEnding,
+}
+
+fn store(record: &Record) -> Result<OwnedFd, CommandError> {
+    record
+        .store()
+        .context(|| "cannot store the record of a mount")
+}
+
+fn another_image() -> CommandError {
+    CommandError::new("another image has its place now")
 }

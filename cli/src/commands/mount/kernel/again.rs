@@ -1,0 +1,129 @@
+//! A mount at the kernel door whose process ends: the content is opened again, for another process.
+
+use std::path::Path;
+
+use bcow::lock::LockError;
+use bcow::{LockFileError, LockedFile};
+use bcow_fuse::kernel::{Device, DiskHandover};
+use bcow_fuse::options::Access;
+use bcow_fuse::{AnySession, KernelSession, MountOptions};
+
+use super::super::door::Way;
+use super::super::fuse::Mounted;
+use super::super::host::Host;
+use super::super::{Args, failure};
+use super::{Asked, Opened, open_asked, open_options, open_unchecked};
+use crate::disks::{cannot_lock, is_writable_disk, lock_note};
+use crate::error::CommandError;
+use crate::image::{OpenImage, hex};
+use crate::kernel_upper::is_kernel_upper;
+use crate::running::Service;
+use crate::ui::Ui;
+use crate::upper::holder_of_note;
+
+/// Opens the content of a mount, after the end of the process that has served it. The kernel has
+/// parsed its metadata, so that is not checked again.
+pub fn open(
+    args: &Args,
+    way: &Way,
+    options: &MountOptions,
+    host: &Host<'_>,
+    ui: &Ui,
+) -> Result<Opened, CommandError> {
+    match (way, args.upper.path()) {
+        (Way::Upper { reason }, Some(upper)) => {
+            require_upper(upper)?;
+            // The disk has its size, which another command may have changed during the mount.
+            let asked = Asked {
+                size: None,
+                read_only: options.asks_for_read_only(),
+            };
+            open_asked(args, host, upper, reason.clone(), asked, ui)
+        }
+        _ => match open_unchecked(args, host)? {
+            Some((opened, _)) => Ok(opened),
+            None => Err(CommandError::new("the kernel cannot mount it any more")),
+        },
+    }
+}
+
+/// Checks that the content of a mount, which this process still serves, can be opened again.
+/// Returns the identity of the image; `None` for a disk.
+pub fn check(args: &Args, host: &Host<'_>) -> Result<Option<[u8; 32]>, CommandError> {
+    if let Some(upper) = args.upper.path() {
+        require_upper(upper)?;
+    } else if args.layers().is_empty() && is_writable_disk(&args.image) {
+        return require_own_lock(&args.image).map(|()| None);
+    }
+    let options = open_options(args, &host.cache);
+    let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, &options)?;
+    Ok(Some(image.identity()))
+}
+
+/// An upper that is gone would be begun again.
+fn require_upper(upper: &Path) -> Result<(), CommandError> {
+    match is_kernel_upper(upper) {
+        true => Ok(()),
+        false => Err(CommandError::new(format!(
+            "{} is not the upper of the mount any more",
+            upper.display()
+        ))),
+    }
+}
+
+/// Fails unless the file at `disk` is the one that this process has locked.
+fn require_own_lock(disk: &Path) -> Result<(), CommandError> {
+    match LockedFile::open(disk, &lock_note("pool restart")) {
+        Err(LockFileError::Lock(LockError::Writer(note)))
+            if holder_of_note(&note) == Some(std::process::id()) =>
+        {
+            Ok(())
+        }
+        Ok(_) => Err(CommandError::new(format!(
+            "another file has the name {} now",
+            disk.display()
+        ))),
+        Err(error) => Err(cannot_lock(disk, disk, &error)),
+    }
+}
+
+impl Opened {
+    /// The identity of the image.
+    pub fn identity(&self) -> [u8; 32] {
+        self.identity
+    }
+
+    /// The state of a disk, in hexadecimal digits; `None` for an image.
+    pub fn content(&self) -> Option<String> {
+        match &self.device {
+            Device::Writable(disk) => Some(hex(&disk.identity_hash())),
+            Device::ReadOnly(_) => None,
+        }
+    }
+
+    /// Takes over a mount of this content from a process that has ended.
+    pub fn take_over(
+        self,
+        args: &Args,
+        host: &Host<'_>,
+        handover: DiskHandover,
+        service: Service,
+    ) -> Result<Mounted, CommandError> {
+        let ready = self.prepare(args, host)?;
+        let stats = ready.stats.clone();
+        let session = KernelSession::take_over(ready.disk, stats, handover, ready.threads);
+        let session = session.map_err(|error| failure(&error))?;
+        Ok(Mounted {
+            service: Service {
+                descriptor: session.descriptor(),
+                ..service
+            },
+            session: AnySession::Kernel(session),
+            stats: ready.stats,
+            identity: ready.identity,
+            access: Access::Owner,
+            fetching: ready.fetching,
+            recording: None,
+        })
+    }
+}

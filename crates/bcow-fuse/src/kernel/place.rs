@@ -1,0 +1,84 @@
+//! Where a file system of the kernel is mounted, and how another process continues to serve it.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use bcow_mount::{HiddenName, backing_of, run_apart};
+
+use crate::mount::{Unmounted, unmount_places};
+
+/// A mount of the kernel on a loop device of bcow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The canonical mountpoint.
+    pub target: PathBuf,
+    /// The device number of the mount. Another mount may have it after this one has ended.
+    pub device: Option<String>,
+    /// The loop device and the file behind it, by which the mount is known to be this one.
+    pub loop_device: PathBuf,
+    /// See [`Place::loop_device`].
+    pub name: HiddenName,
+}
+
+impl Place {
+    /// Whether the loop device still has the file of this mount.
+    pub fn exists(&self) -> bool {
+        backing_of(&self.loop_device).as_ref() == Some(&self.name)
+    }
+
+    /// Unmounts if the mount still exists. Safe to call several times.
+    pub fn unmount(&self) -> Unmounted {
+        match self.exists() {
+            true => unmount_in_use(self.device.as_deref()),
+            false => Unmounted::Gone,
+        }
+    }
+}
+
+/// Unmounts the file system with this device number. The kernel may wait for the process that
+/// serves it, so no descriptor of this process may be in the way.
+fn unmount_in_use(device: Option<&str>) -> Unmounted {
+    run_apart(|| unmount_places(device)).unwrap_or(Unmounted::Stays)
+}
+
+/// A mount at the kernel door that another process can serve.
+#[derive(Debug)]
+pub struct DiskHandover {
+    /// The connection of the hidden mount to the kernel.
+    pub connection: OwnedFd,
+    /// The hidden mount.
+    pub hidden: OwnedFd,
+    /// The mount.
+    pub place: Place,
+    /// The number of the first error of a write or a flush, after which data may be lost.
+    pub lost: Option<i32>,
+    /// Of a disk: its [`bcow::Disk::identity_hash`] after the last change. The kernel relies on all
+    /// that it has written, so another process may serve the mount only if this is the same.
+    pub content: Option<[u8; 32]>,
+}
+
+impl DiskHandover {
+    /// Unmounts a mount that no process serves. Programs that use it get errors. No other process
+    /// may keep the descriptors: the kernel would wait for answers.
+    pub fn unmount(self) -> Unmounted {
+        let DiskHandover {
+            connection,
+            hidden,
+            place,
+            ..
+        } = self;
+        // Requests fail from now on, so the kernel does not wait for answers.
+        drop((connection, hidden));
+        place.unmount()
+    }
+
+    /// As [`DiskHandover::unmount`], for a process that knows only the device number.
+    pub fn unmount_by_number(
+        connection: OwnedFd,
+        hidden: Option<OwnedFd>,
+        device: Option<&str>,
+    ) -> Unmounted {
+        drop((connection, hidden));
+        unmount_in_use(device)
+    }
+}

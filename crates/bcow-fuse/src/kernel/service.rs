@@ -1,0 +1,176 @@
+//! The threads that answer requests for the file of a disk, and the hidden mount that has it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use bcow_mount::{HiddenMount, run_apart_with};
+
+use crate::adapter::disk::{DiskFile, FLAGS};
+use crate::disk::Lifetime;
+use crate::error::MountError;
+use crate::takeover::{self, duplicate};
+
+pub(super) struct Service {
+    descriptors: Arc<Descriptors>,
+    thread: Option<JoinHandle<io::Result<()>>>,
+    lifetime: Arc<Lifetime>,
+}
+
+/// The descriptors of a hidden mount.
+#[derive(Debug)]
+pub(super) struct Descriptors {
+    /// The kernel ends the mount when its last descriptor is closed. The lock is held to close it,
+    /// to duplicate it, and while the kernel mounts the file system; never for a request.
+    hidden: Mutex<Option<HiddenMount>>,
+    /// The connection to the kernel, if another process can take it over.
+    connection: Option<OwnedFd>,
+}
+
+impl Service {
+    /// Makes the hidden mount and serves it with `threads` threads.
+    pub(super) fn start(file: DiskFile, threads: usize) -> Result<Self, MountError> {
+        let (hidden, connection) = HiddenMount::new()?;
+        let ours = duplicate(connection.as_fd())?;
+        // The kernel itself refuses other users.
+        let all = fuser::SessionACL::All;
+        let lifetime = Arc::clone(&file.lifetime);
+        let session = fuser::Session::from_fd(file, connection, all, config(threads))
+            .map_err(MountError::Session)?;
+        // Before the first request, which would be sent again otherwise.
+        let ours = takeover::resend(ours.as_fd())?.then_some(ours);
+        Service::run(session, hidden, ours, lifetime)
+    }
+
+    /// Serves a hidden mount that another process has served. The kernel sends the requests again
+    /// that this process has not answered.
+    pub(super) fn take_over(
+        file: DiskFile,
+        threads: usize,
+        hidden: OwnedFd,
+        connection: OwnedFd,
+    ) -> Result<Self, MountError> {
+        let ours = duplicate(connection.as_fd())?;
+        let lifetime = Arc::clone(&file.lifetime);
+        let session = takeover::session(file, connection, FLAGS.bits(), config(threads));
+        let session = session.map_err(MountError::Session)?;
+        let ours = takeover::resend(ours.as_fd())?.then_some(ours);
+        Service::run(session, HiddenMount::of(hidden), ours, lifetime)
+    }
+
+    fn run(
+        session: fuser::Session<DiskFile>,
+        hidden: HiddenMount,
+        connection: Option<OwnedFd>,
+        lifetime: Arc<Lifetime>,
+    ) -> Result<Self, MountError> {
+        let ending = Arc::clone(&lifetime);
+        let thread = std::thread::Builder::new()
+            .name("disk".into())
+            .spawn(move || {
+                let ended = session.run();
+                ending.end();
+                ended
+            })
+            .map_err(|source| MountError::Process {
+                action: "start a thread",
+                source,
+            })?;
+        Ok(Service {
+            descriptors: Arc::new(Descriptors {
+                hidden: Mutex::new(Some(hidden)),
+                connection,
+            }),
+            thread: Some(thread),
+            lifetime,
+        })
+    }
+
+    /// Runs `work` in a thread that has no descriptor of this process but that of the hidden mount.
+    /// The other threads answer the requests that `work` waits for.
+    pub(super) fn apart<T: Send>(
+        &self,
+        work: impl FnOnce(&HiddenMount) -> Result<T, bcow_mount::Error> + Send,
+    ) -> Result<T, MountError> {
+        let hidden = self.descriptors.hidden();
+        // Only `stop` takes the hidden mount.
+        let Some(hidden) = &*hidden else {
+            return Err(MountError::Session(io::ErrorKind::NotConnected.into()));
+        };
+        let done = run_apart_with(hidden.as_fd(), || work(hidden));
+        Ok(done.ok_or_else(no_thread)??)
+    }
+
+    pub(super) fn descriptors(&self) -> &Arc<Descriptors> {
+        &self.descriptors
+    }
+
+    /// Ends the service without a wait for its threads, which end with the process.
+    pub(super) fn abandon(&mut self) {
+        self.thread = None;
+    }
+
+    /// Ends the service, when the file is closed.
+    pub(super) fn stop(&mut self) -> Result<(), MountError> {
+        *self.descriptors.hidden() = None;
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        match thread.join() {
+            Ok(ended) => ended.map_err(MountError::Session),
+            // The hook of a panic has ended the process.
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+impl Descriptors {
+    fn hidden(&self) -> MutexGuard<'_, Option<HiddenMount>> {
+        self.hidden.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the descriptor of the hidden mount.
+    pub(super) fn number(&self) -> Option<RawFd> {
+        self.hidden().as_ref().map(HiddenMount::descriptor)
+    }
+
+    /// Whether another process can take the connection over. It cannot on a kernel before Linux
+    /// 6.9.
+    pub(super) fn can_be_handed_over(&self) -> bool {
+        self.connection.is_some()
+    }
+
+    /// Duplicates of the connection and of the hidden mount, for another process; `None` if none
+    /// can take them over, or the service has ended.
+    pub(super) fn duplicate(&self) -> Result<Option<(OwnedFd, OwnedFd)>, MountError> {
+        let hidden = self.hidden();
+        let (Some(connection), Some(hidden)) = (&self.connection, &*hidden) else {
+            return Ok(None);
+        };
+        Ok(Some((
+            duplicate(connection.as_fd())?,
+            duplicate(hidden.as_fd())?,
+        )))
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.stop();
+        self.lifetime.end();
+    }
+}
+
+fn config(threads: usize) -> fuser::Config {
+    let mut config = fuser::Config::default();
+    config.n_threads = Some(threads.max(1));
+    config
+}
+
+fn no_thread() -> MountError {
+    MountError::Process {
+        action: "start a thread",
+        source: io::ErrorKind::OutOfMemory.into(),
+    }
+}
