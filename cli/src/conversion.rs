@@ -1,6 +1,7 @@
 //! Options, errors and progress that the commands which write images and disks share.
 
 use bcow_oci::{Compression, ConvertError};
+use bcow_remote::RemoteError;
 
 use crate::error::{CommandError, exit};
 use crate::interrupt::interrupted;
@@ -85,7 +86,7 @@ pub fn failure(error: &ConvertError) -> CommandError {
     if let Some(source) = std::error::Error::source(error) {
         failure = failure.caused_by(source);
     }
-    let of_server = remote::of_server(error).and_then(|error| remote::hint(&error.problem));
+    let of_server = RemoteError::below(error).and_then(|error| remote::hint(&error.problem));
     if let Some(hint) = error.hint().or(of_server.map(str::to_owned)) {
         failure = failure.hint(hint);
     }

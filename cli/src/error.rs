@@ -5,6 +5,8 @@
 use std::error::Error;
 use std::fmt;
 
+use bcow_remote::RemoteError;
+
 /// Exit statuses, documented in the help and in the user's guide.
 pub mod exit {
     /// Done.
@@ -40,6 +42,7 @@ pub struct CommandError {
     causes: Vec<String>,
     hint: Option<String>,
     exit: u8,
+    may_pass: bool,
 }
 
 impl CommandError {
@@ -51,6 +54,7 @@ impl CommandError {
             causes: Vec::new(),
             hint: None,
             exit: exit::FAILED,
+            may_pass: false,
         }
     }
 
@@ -61,6 +65,7 @@ impl CommandError {
 
     /// Adds `error` and everything below it to the causes.
     pub fn caused_by(mut self, error: &(dyn Error + 'static)) -> Self {
+        self.may_pass |= RemoteError::below(error).is_some_and(|error| error.problem.may_pass());
         let mut next = Some(error);
         while let Some(error) = next {
             self.push_cause(error.to_string());
@@ -79,6 +84,18 @@ impl CommandError {
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
+    }
+
+    /// Records whether the cause may pass without any change by the user, for example because a
+    /// server does not answer.
+    pub fn passes_if(mut self, may_pass: bool) -> Self {
+        self.may_pass |= may_pass;
+        self
+    }
+
+    /// Whether the operation may succeed after a while.
+    pub fn may_pass(&self) -> bool {
+        self.may_pass
     }
 
     /// Ends the process with this status rather than [`exit::FAILED`].

@@ -617,9 +617,10 @@ pub fn reference(url: &str) -> Result<Reference, CommandError> {
 /// answer, with its hint.
 fn cannot_convert(error: &ConvertError, failed: &str) -> CommandError {
     let failure = CommandError::new(failed);
-    match (of_server(error), error) {
+    match (RemoteError::below(error), error) {
         (Some(cause), _) => {
             let failure = failure.caused_by_text(cause.to_string());
+            let failure = failure.passes_if(cause.problem.may_pass());
             match hint(&cause.problem) {
                 Some(hint) => failure.hint(hint),
                 None => failure,
@@ -630,25 +631,6 @@ fn cannot_convert(error: &ConvertError, failed: &str) -> CommandError {
             None => failure.caused_by(error),
         },
     }
-}
-
-/// The answer of a server that caused an error.
-pub fn of_server<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e RemoteError> {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(found) = error.downcast_ref::<RemoteError>() {
-            return Some(found);
-        }
-        // The source of an `io::Error` is that of the error inside.
-        let inside = error
-            .downcast_ref::<std::io::Error>()
-            .and_then(|error| error.get_ref());
-        next = match inside {
-            Some(inside) => Some(inside),
-            None => error.source(),
-        };
-    }
-    None
 }
 
 /// What `bcow_oci` reads of a registry.
@@ -831,6 +813,7 @@ pub fn explain(failure: CommandError, name: &str, error: &RemoteError) -> Comman
         true => failure.caused_by_text(error.problem.to_string()),
         false => failure.caused_by_text(error.to_string()),
     };
+    let failure = failure.passes_if(error.problem.may_pass());
     match hint(&error.problem) {
         Some(hint) => failure.hint(hint),
         None => failure,

@@ -182,6 +182,15 @@ impl Problem {
         matches!(self, Problem::Connection(_) | Problem::Timeout(_))
     }
 
+    /// Whether the same request may succeed after a while without any change by the user.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Problem::Connection(_) | Problem::Timeout(_) | Problem::Busy(_) => true,
+            Problem::Offline { problem, .. } => problem.may_pass(),
+            _ => false,
+        }
+    }
+
     /// This problem, for a file that the cache cannot open without the server. `explanation` says
     /// what is missing in the cache.
     pub(crate) fn and_not_cached(self, explanation: &str) -> Problem {
@@ -197,6 +206,27 @@ impl Problem {
             place: place.into(),
             problem: self,
         }
+    }
+}
+
+impl RemoteError {
+    /// The error of a remote file that caused `error`.
+    pub fn below<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e RemoteError> {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            if let Some(found) = error.downcast_ref::<RemoteError>() {
+                return Some(found);
+            }
+            // The source of an `io::Error` is that of the error inside.
+            let inside = error
+                .downcast_ref::<std::io::Error>()
+                .and_then(|error| error.get_ref());
+            next = match inside {
+                Some(inside) => Some(inside),
+                None => error.source(),
+            };
+        }
+        None
     }
 }
 
@@ -252,6 +282,25 @@ impl Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn error_of_a_remote_file_is_found_below_others() {
+        let error = Problem::Busy(503).at("https://host/image.bcow");
+        let nested = std::io::Error::other(std::io::Error::from(error));
+        let found = RemoteError::below(&nested).unwrap();
+        assert_eq!(found.place, "https://host/image.bcow");
+        assert!(found.problem.may_pass());
+        assert!(RemoteError::below(&std::io::Error::other("x")).is_none());
+    }
+
+    #[test]
+    fn only_some_problems_pass() {
+        let timeout = Problem::Timeout(Duration::ZERO);
+        assert!(timeout.clone().may_pass());
+        assert!(timeout.and_not_cached("x").may_pass());
+        assert!(!Problem::Changed.may_pass());
+        assert!(!Problem::Changed.and_not_cached("x").may_pass());
+    }
 
     #[test]
     fn text_of_a_server_is_made_harmless() {

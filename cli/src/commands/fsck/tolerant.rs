@@ -5,9 +5,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bcow::{FileIdentity, Storage, header_of};
-use bcow_remote::Problem;
-
-use crate::remote::of_server;
+use bcow_remote::{Problem, RemoteError};
 
 /// Most chunks of one file that may be wrong. Each costs a second attempt.
 const MAX_WRONG_CHUNKS: usize = 1000;
@@ -70,7 +68,7 @@ impl Tolerant {
 
 /// Whether the server sent bytes that do not match the Merkle tree.
 fn is_wrong(error: &io::Error) -> bool {
-    of_server(error).is_some_and(|error| matches!(error.problem, Problem::WrongBytes))
+    RemoteError::below(error).is_some_and(|error| matches!(error.problem, Problem::WrongBytes))
 }
 
 impl Storage for Tolerant {
@@ -116,8 +114,6 @@ impl Storage for Tolerant {
 
 #[cfg(test)]
 mod tests {
-    use bcow_remote::RemoteError;
-
     use super::*;
 
     /// A file of ones on a server that sends other bytes for some chunks.

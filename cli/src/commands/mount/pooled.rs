@@ -71,11 +71,11 @@ pub fn mount(args: &Args, host: PoolHost<'_>, ui: &Ui) -> Result<Mounted, Comman
     }
 }
 
-/// How often to open an image.
+/// How often to open an image whose server does not answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attempts {
     One,
-    /// Of an image on another machine, which may be reachable again after a while.
+    /// The server may be reachable again after a while.
     Several,
 }
 
@@ -89,7 +89,7 @@ pub fn open_again(
 ) -> Result<Opened, CommandError> {
     let (options, reason) = at_fuse(args)?;
     let host = host.into();
-    attempt(args, attempts, || {
+    attempt(attempts, || {
         fuse::open(args, options.clone(), reason.clone(), &host, upper_use, ui)
     })
 }
@@ -102,7 +102,7 @@ pub fn open_disk_again(
 ) -> Result<kernel::Opened, CommandError> {
     let (way, options) = check(args)?;
     let host = host.into();
-    attempt(args, Attempts::Several, || {
+    attempt(Attempts::Several, || {
         kernel::again::open(args, &way, &options, &host, ui)
     })
 }
@@ -125,16 +125,24 @@ pub fn take_over_disk(
 }
 
 fn attempt<T>(
-    args: &Args,
     attempts: Attempts,
-    open: impl Fn() -> Result<T, CommandError>,
+    open: impl FnMut() -> Result<T, CommandError>,
 ) -> Result<T, CommandError> {
-    let is_tried_again =
-        attempts == Attempts::Several && matches!(parse_name(&args.image)?, ImageName::Remote(_));
-    let mut pauses = PAUSES.iter();
+    match attempts {
+        Attempts::One => attempt_after(&[], open),
+        Attempts::Several => attempt_after(&PAUSES, open),
+    }
+}
+
+/// Opens again after each pause, unless the failure is one that stays.
+fn attempt_after<T>(
+    pauses: &[Duration],
+    mut open: impl FnMut() -> Result<T, CommandError>,
+) -> Result<T, CommandError> {
+    let mut pauses = pauses.iter();
     loop {
         match (open(), pauses.next()) {
-            (Err(_), Some(&pause)) if is_tried_again => std::thread::sleep(pause),
+            (Err(error), Some(&pause)) if error.may_pass() => std::thread::sleep(pause),
             (opened, _) => return opened,
         }
     }
@@ -203,4 +211,39 @@ fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow_remote::{Problem, RemoteError};
+
+    use super::*;
+
+    /// Opens with a failure of this kind each time. Returns how often.
+    fn attempts_with(problem: &Problem) -> usize {
+        let mut attempts = 0;
+        let failed = attempt_after(&[Duration::ZERO; 3], || {
+            attempts += 1;
+            let error = RemoteError {
+                place: "https://host/image.bcow".to_owned(),
+                problem: problem.clone(),
+            };
+            Err::<(), _>(CommandError::new("cannot open it").caused_by(&error))
+        });
+        failed.unwrap_err();
+        attempts
+    }
+
+    #[test]
+    fn only_failures_that_may_pass_are_tried_again() {
+        assert_eq!(attempts_with(&Problem::Timeout(Duration::ZERO)), 4);
+        assert_eq!(attempts_with(&Problem::Changed), 1);
+    }
+
+    #[test]
+    fn an_image_that_is_there_again_is_opened() {
+        let mut results = vec![Ok(7), Err(CommandError::new("x").passes_if(true))];
+        let opened = attempt_after(&[Duration::ZERO; 3], || results.pop().unwrap());
+        assert_eq!(opened.unwrap(), 7);
+    }
 }
