@@ -37,7 +37,8 @@ pub enum Keep {
     /// the backing.
     All,
     /// The content that the first file of the chain determines. The rest stays absent, so the new
-    /// disk needs the backing of that file.
+    /// disk needs the backing of that file. A device with windows or fragments is refused: their
+    /// content would be lost, because absent ranges show the backing at their own address only.
     Own,
 }
 
@@ -165,6 +166,13 @@ pub fn append_disk<E: From<Error>>(
     keep: Keep,
     step: &mut dyn FnMut(u64) -> Result<(), E>,
 ) -> Result<(), E> {
+    if keep == Keep::Own && device.has_windows() {
+        return Err(E::from(Error::Unsupported(
+            "the disk has windows or fragments: a copy without the content of its backings would \
+             lose them"
+                .into(),
+        )));
+    }
     let size = device.size();
     let largest = match writer.options.block_bytes {
         Some(_) => writer.block_shift.get(),
