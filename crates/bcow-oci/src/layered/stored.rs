@@ -39,6 +39,8 @@ pub(crate) struct StoredLayer {
     /// The windows onto lower layers.
     pub windows: Vec<LowerWindow>,
     pub made: LayerOrigin,
+    /// Digest of a source blob whose archive, as a conversion has checked, has the diffID.
+    pub checked_source: Option<Digest>,
     /// The file, if it has no name yet.
     pub new: Option<NewBlob>,
     /// The name in messages.
@@ -170,6 +172,7 @@ impl StoredLayer {
             own_bytes,
             windows,
             made,
+            checked_source: None,
             new: None,
         })
     }

@@ -268,6 +268,45 @@ fn a_contradiction_in_the_source_is_found_even_if_the_layer_exists() {
 }
 
 #[test]
+fn a_source_that_was_not_checked_is_checked_later() {
+    let layered = layered(&image(&[1]).source(None), |_| {});
+    let into = |reference: &str| LayoutOptions {
+        directory: layered.layout(),
+        reference: Some(reference.into()),
+        ..LayoutOptions::default()
+    };
+    // The same layers, but each under the other's diffID.
+    let mut swapped = Layout::new();
+    let (a, b) = (base(), upper(1));
+    let layers = [(LAYER, a.clone(), b.clone()), (LAYER, b, a)];
+    let descriptor = swapped.image("linux/amd64", &layers);
+    swapped.list(descriptor, None);
+    let source = swapped.source(None);
+    let trusting = ConvertOptions {
+        verify: false,
+        ..options()
+    };
+    convert_to_layout(&source, &into("trusted"), &trusting, &()).unwrap();
+    let Err(error) = convert_to_layout(&source, &into("checked"), &options(), &()) else {
+        panic!("the contradiction is not found");
+    };
+    assert!(error.to_string().contains("diffID"), "{error}");
+    // A source that was checked before keeps its annotation, with or without verification.
+    let claims = |digest: &bcow_oci::Digest| {
+        let manifest = std::fs::read(layered.blobs().join(digest.hex())).unwrap();
+        let manifest: Value = serde_json::from_slice(&manifest).unwrap();
+        let layers = manifest["layers"].as_array().unwrap().clone();
+        let claim = |layer: &Value| layer["annotations"]["io.bcow.source.digest"].is_string();
+        layers.iter().filter(|layer| claim(layer)).count()
+    };
+    let again = image(&[1]);
+    let report = convert_to_layout(&again.source(None), &into("again"), &trusting, &()).unwrap();
+    assert_eq!(claims(&report.manifest), 2);
+    let report = convert_to_layout(&source, &into("trusted"), &trusting, &()).unwrap();
+    assert_eq!(claims(&report.manifest), 0);
+}
+
+#[test]
 fn an_image_does_not_replace_its_own_source() {
     let mut source = Layout::new();
     let tar = base();
