@@ -15,6 +15,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::LayerOrigin;
 use super::manifest::{self, LayoutLayer};
@@ -106,14 +107,9 @@ impl LayerCache {
         let Some(named) = named else {
             return Ok(Err("the name of the entry is not a digest".to_owned()));
         };
-        // A pipe or a device in place of the entry is refused: a read of it might never end.
-        match open_regular(path) {
-            Ok(Some(_)) => {}
+        let entry = match open_file(path) {
+            Ok(Some(entry)) => entry,
             Ok(None) => return Ok(Err("it no longer exists".to_owned())),
-            Err(error) => return Ok(Err(error.to_string())),
-        }
-        let mut entry = match File::open(path) {
-            Ok(entry) => entry,
             Err(error) => return Ok(Err(error.to_string())),
         };
         let output = layout.new_blob()?;
@@ -121,7 +117,7 @@ impl LayerCache {
         let mut hasher = Hasher::new(Algorithm::Sha256);
         let mut buffer = vec![0; 1 << 20];
         loop {
-            let read = match entry.read(&mut buffer) {
+            let read = match (&*entry).read(&mut buffer) {
                 Ok(0) => break,
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -139,7 +135,7 @@ impl LayerCache {
         let blob = layout.finish(output)?;
         let file = blob.file()?;
         Ok(StoredLayer::open(
-            file,
+            Arc::new(file),
             blob.digest.clone(),
             blob.size,
             request,
@@ -258,6 +254,13 @@ impl LayoutLayers {
     }
 }
 
+/// Opens a regular file; `None` if it does not exist. A pipe or a device in its place is refused: a
+/// read of it might never end. The path is not opened again, because another file can take its
+/// place at any time.
+fn open_file(path: &Path) -> Result<Option<Arc<File>>, ConvertError> {
+    Ok(open_regular(path)?.and_then(|blob| blob.file()))
+}
+
 /// Opens the blob at `path`; `None` if it does not exist. The error is the reason why the blob is
 /// unusable.
 fn open_layer(
@@ -266,10 +269,9 @@ fn open_layer(
     request: &LayerRequest,
     verify: bool,
 ) -> Result<Option<StoredLayer>, String> {
-    if open_regular(path).map_err(|e| e.to_string())?.is_none() {
+    let Some(file) = open_file(path).map_err(|e| e.to_string())? else {
         return Ok(None);
-    }
-    let file = File::open(path).map_err(|e| e.to_string())?;
+    };
     let found = file.metadata().map_err(|e| e.to_string())?.len();
     if found != layer.size {
         return Err(format!(
@@ -291,4 +293,61 @@ fn open_layer(
         LayerOrigin::Layout,
     )
     .map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::digest::DiffId;
+    use crate::layout::write::LayoutForm;
+
+    /// Replaces `path` by a FIFO and by a regular file, in turn.
+    fn alternate(path: &Path) {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+        let other = path.with_extension("other");
+        mknodat(CWD, &other, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        std::fs::rename(&other, path).unwrap();
+        std::fs::write(&other, b"").unwrap();
+        std::fs::rename(&other, path).unwrap();
+    }
+
+    #[test]
+    fn a_fifo_that_takes_the_place_of_an_entry_does_not_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let request = LayerRequest {
+            diff_id: DiffId(Digest::of(b"archive")),
+            options: serde_json::json!({}),
+            tool: "test".into(),
+            open: bcow::OpenOptions::default(),
+        };
+        let cache = LayerCache::open(&dir.path().join("cache")).unwrap();
+        let entry = cache.entry(&request).join(format!("{:064}.bcow", 0));
+        std::fs::create_dir(cache.entry(&request)).unwrap();
+        let is_done = Arc::new(AtomicBool::new(false));
+        let changer = std::thread::spawn({
+            let is_done = is_done.clone();
+            move || {
+                while !is_done.load(Ordering::Relaxed) {
+                    alternate(&entry);
+                }
+            }
+        });
+        let (done, end) = mpsc::channel();
+        let layout = dir.path().join("layout");
+        std::thread::spawn(move || {
+            let layout = LayoutWriter::open(&layout, &LayoutForm::Directory).unwrap();
+            for _ in 0..2000 {
+                assert!(cache.get(&request, &layout, &()).unwrap().is_none());
+            }
+            done.send(()).unwrap();
+        });
+        let end = end.recv_timeout(Duration::from_secs(60));
+        is_done.store(true, Ordering::Relaxed);
+        changer.join().unwrap();
+        assert!(end.is_ok(), "a read of an entry blocks");
+    }
 }

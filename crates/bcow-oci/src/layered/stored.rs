@@ -104,7 +104,7 @@ impl StoredLayer {
         let file = blob.file()?;
         let path = layout.blob_path(&blob.digest);
         let found = StoredLayer::open(
-            file,
+            Arc::new(file),
             blob.digest.clone(),
             blob.size,
             request,
@@ -119,14 +119,13 @@ impl StoredLayer {
     /// Opens a layer whose digest the caller has verified or trusts. The inner error names the
     /// property in which the layer differs from the requested one.
     pub(crate) fn open(
-        file: File,
+        file: Arc<File>,
         digest: Digest,
         file_bytes: u64,
         request: &LayerRequest,
         made: LayerOrigin,
     ) -> Result<StoredLayer, String> {
-        let image = Image::open_storage(Arc::new(file), &request.open)
-            .map_err(|error| error.to_string())?;
+        let image = Image::open_storage(file, &request.open).map_err(|error| error.to_string())?;
         let metadata = image.metadata().map_err(|error| error.to_string())?;
         let document: Document = serde_json::from_value(metadata)
             .map_err(|error| format!("its metadata is not that of a layer: {error}"))?;
