@@ -6,12 +6,13 @@
 //!
 //! An entry gets its name when all its bytes are written. Each use copies the entry, and compares
 //! the hash of the copied bytes with the name. So several processes may use a cache at once, and
-//! any file in the cache may be deleted at any time. An unusable entry is removed and made again.
+//! any file in the cache may be deleted at any time. An entry with wrong content is removed, and an
+//! entry that cannot be read stays; both are made again.
 //!
 //! Empty files `ALGORITHM-HEX.source` beside an entry have the digests of blobs. A conversion has
 //! read each of these blobs, and found that its uncompressed archive has the diffID of the layer.
 
-use std::collections::HashMap;
+use std::collections::{BinaryHeap, HashMap};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use std::sync::Arc;
 
 use super::LayerOrigin;
 use super::manifest::{self, LayoutLayer};
-use super::stored::{LayerRequest, StoredLayer};
+use super::stored::{LayerRequest, StoredLayer, Unusable};
 use crate::blob::open_regular;
 use crate::digest::{Algorithm, Digest, Hasher};
 use crate::error::ConvertError;
@@ -58,59 +59,62 @@ impl LayerCache {
     }
 
     /// Copies the requested layer from the cache into a new blob of the layout. Returns `None` if
-    /// the cache has no usable entry. An unusable entry is removed.
+    /// the cache has no usable entry. An entry with wrong content is removed.
     pub(crate) fn get(
         &self,
         request: &LayerRequest,
         layout: &LayoutWriter,
         progress: &dyn Progress,
     ) -> Result<Option<StoredLayer>, ConvertError> {
-        let Ok(files) = std::fs::read_dir(self.entry(request)) else {
-            return Ok(None);
-        };
-        let mut paths: Vec<PathBuf> = files
-            .filter_map(|file| Some(file.ok()?.path()))
-            .filter(|path| path.extension().is_some_and(|e| e == ENDING))
-            .take(MAX_FILES)
-            .collect();
-        paths.sort();
-        for path in paths {
-            match self.copy(&path, request, layout)? {
-                Ok(layer) => return Ok(Some(layer)),
-                Err(problem) => {
-                    let dropped = match std::fs::remove_file(&path) {
-                        Ok(()) => "it was removed",
-                        // Another process removed the entry first.
-                        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was removed",
-                        Err(_) => "it cannot be removed",
-                    };
-                    progress.warning(&format!(
-                        "cache entry {}: {problem}; {dropped}, and the layer is converted again",
-                        path.display()
-                    ));
-                }
+        let directory = self.entry(request);
+        let files = match std::fs::read_dir(&directory) {
+            Ok(files) => files,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                progress.warning(&format!(
+                    "cannot read {}: {error}; the layer is converted again",
+                    directory.display()
+                ));
+                return Ok(None);
             }
+        };
+        let paths = files
+            .filter_map(|file| Some(file.ok()?.path()))
+            .filter(|path| path.extension().is_some_and(|e| e == ENDING));
+        for path in first(paths, MAX_FILES) {
+            let (problem, then) = match self.copy(&path, request, layout)? {
+                Ok(Some(layer)) => return Ok(Some(layer)),
+                // Another process removed the entry.
+                Ok(None) => continue,
+                Err(problem @ Unusable::Unreadable(_)) => (problem, ""),
+                Err(problem @ Unusable::Wrong(_)) => (problem, remove(&path)),
+            };
+            progress.warning(&format!(
+                "cache entry {}: {problem}; {then}the layer is converted again",
+                path.display()
+            ));
         }
         Ok(None)
     }
 
-    /// Copies the entry at `path` into a new blob, and checks the copied bytes. The outer error is
-    /// an error of the new blob. The inner error is the reason why the entry is unusable.
+    /// Copies the entry at `path` into a new blob, and checks the copied bytes; `None` if the entry
+    /// does not exist any more. The outer error is an error of the new blob.
     fn copy(
         &self,
         path: &Path,
         request: &LayerRequest,
         layout: &LayoutWriter,
-    ) -> Result<Result<StoredLayer, String>, ConvertError> {
+    ) -> Result<Result<Option<StoredLayer>, Unusable>, ConvertError> {
+        let wrong = |problem: &str| Ok(Err(Unusable::Wrong(problem.to_owned())));
         let named = path.file_stem().and_then(|name| name.to_str());
         let named: Option<Digest> = named.and_then(|hex| format!("sha256:{hex}").parse().ok());
         let Some(named) = named else {
-            return Ok(Err("the name of the entry is not a digest".to_owned()));
+            return wrong("the name of the entry is not a digest");
         };
         let entry = match open_file(path) {
             Ok(Some(entry)) => entry,
-            Ok(None) => return Ok(Err("it no longer exists".to_owned())),
-            Err(error) => return Ok(Err(error.to_string())),
+            Ok(None) => return Ok(Ok(None)),
+            Err(unusable) => return Ok(Err(unusable)),
         };
         let output = layout.new_blob()?;
         let mut file = output.file()?;
@@ -121,16 +125,14 @@ impl LayerCache {
                 Ok(0) => break,
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Ok(Err(error.to_string())),
+                Err(error) => return Ok(Err(unreadable(&error))),
             };
             hasher.update(&buffer[..read]);
             file.write_all(&buffer[..read])
                 .map_err(|source| ConvertError::write("write to", layout.directory(), source))?;
         }
         if hasher.finish() != named {
-            return Ok(Err(
-                "it is damaged: its digest differs from its name".to_owned()
-            ));
+            return wrong("it is damaged: its digest differs from its name");
         }
         let blob = layout.finish(output)?;
         let file = blob.file()?;
@@ -143,7 +145,7 @@ impl LayerCache {
         )
         .map(|mut layer| {
             layer.new = Some(blob);
-            layer
+            Some(layer)
         }))
     }
 
@@ -171,11 +173,8 @@ impl LayerCache {
     /// Adds a layer to the cache. A failure gives a warning, not an error.
     pub(crate) fn put(&self, request: &LayerRequest, layer: &StoredLayer, progress: &dyn Progress) {
         if let Err(error) = self.try_put(request, layer) {
-            let cause = match std::error::Error::source(&error) {
-                Some(source) => format!(": {source}"),
-                None => String::new(),
-            };
-            progress.warning(&format!("cannot add a layer to the cache: {error}{cause}"));
+            let error = with_cause(&error);
+            progress.warning(&format!("cannot add a layer to the cache: {error}"));
         }
     }
 
@@ -195,6 +194,40 @@ impl LayerCache {
             .map_err(|source| ConvertError::write("write to", &directory, source))?;
         // Nothing is synced: if a crash damages the entry, the next use removes it.
         output.name_as(&format!("{}.{ENDING}", layer.digest.hex()))
+    }
+}
+
+/// The first `count` paths in the order of their names, without a list of all paths.
+fn first(paths: impl Iterator<Item = PathBuf>, count: usize) -> Vec<PathBuf> {
+    let mut first = BinaryHeap::with_capacity(count + 1);
+    for path in paths {
+        first.push(path);
+        if first.len() > count {
+            first.pop();
+        }
+    }
+    first.into_sorted_vec()
+}
+
+/// Removes an entry. Returns the part of the warning about it.
+fn remove(path: &Path) -> &'static str {
+    match std::fs::remove_file(path) {
+        Ok(()) => "it was removed, and ",
+        // Another process removed the entry first.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was removed, and ",
+        Err(_) => "it cannot be removed, and ",
+    }
+}
+
+fn unreadable(error: &io::Error) -> Unusable {
+    Unusable::Unreadable(format!("it cannot be read: {error}"))
+}
+
+/// The text of an error and of its cause.
+fn with_cause(error: &ConvertError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
     }
 }
 
@@ -257,32 +290,36 @@ impl LayoutLayers {
 /// Opens a regular file; `None` if it does not exist. A pipe or a device in its place is refused: a
 /// read of it might never end. The path is not opened again, because another file can take its
 /// place at any time.
-fn open_file(path: &Path) -> Result<Option<Arc<File>>, ConvertError> {
-    Ok(open_regular(path)?.and_then(|blob| blob.file()))
+fn open_file(path: &Path) -> Result<Option<Arc<File>>, Unusable> {
+    match open_regular(path) {
+        Ok(blob) => Ok(blob.and_then(|blob| blob.file())),
+        Err(error @ ConvertError::Read { .. }) => Err(Unusable::Unreadable(with_cause(&error))),
+        Err(error) => Err(Unusable::Wrong(error.to_string())),
+    }
 }
 
-/// Opens the blob at `path`; `None` if it does not exist. The error is the reason why the blob is
-/// unusable.
+/// Opens the blob at `path`; `None` if it does not exist.
 fn open_layer(
     path: &Path,
     layer: &LayoutLayer,
     request: &LayerRequest,
     verify: bool,
-) -> Result<Option<StoredLayer>, String> {
-    let Some(file) = open_file(path).map_err(|e| e.to_string())? else {
+) -> Result<Option<StoredLayer>, Unusable> {
+    let wrong = |problem: String| Err(Unusable::Wrong(problem));
+    let Some(file) = open_file(path)? else {
         return Ok(None);
     };
-    let found = file.metadata().map_err(|e| e.to_string())?.len();
+    let found = file.metadata().map_err(|e| unreadable(&e))?.len();
     if found != layer.size {
-        return Err(format!(
+        return wrong(format!(
             "its length in bytes is {found}, not {}",
             layer.size
         ));
     }
     if verify {
-        let (digest, _) = digest_of(&file).map_err(|e| e.to_string())?;
+        let (digest, _) = digest_of(&file).map_err(|e| unreadable(&e))?;
         if digest != layer.digest {
-            return Err("it is damaged: its digest differs from its name".to_owned());
+            return wrong("it is damaged: its digest differs from its name".to_owned());
         }
     }
     StoredLayer::open(

@@ -242,6 +242,64 @@ fn damaged_files_in_the_cache_are_reported_and_converted_again() {
     }
 }
 
+/// Converts an image twice, with a cache. `change` changes each entry in between. Returns how the
+/// layers were made the second time, and the warnings.
+fn convert_twice(change: impl Fn(&Path)) -> (Vec<LayerOrigin>, Vec<String>) {
+    let image = image(&[1]);
+    let dir = tempfile::tempdir().unwrap();
+    let convert = |warnings: &Warnings| {
+        let target = tempfile::tempdir().unwrap();
+        let layout = LayoutOptions {
+            directory: target.path().join("layout"),
+            cache: Some(dir.path().to_owned()),
+            ..LayoutOptions::default()
+        };
+        let report = convert_to_layout(&image.source(None), &layout, &options(), warnings);
+        report.unwrap().layers.iter().map(|l| l.made).collect()
+    };
+    let _: Vec<LayerOrigin> = convert(&Warnings::default());
+    entries(dir.path()).iter().for_each(|path| change(path));
+    let warnings = Warnings::default();
+    let made = convert(&warnings);
+    (made, warnings.0.into_inner().unwrap())
+}
+
+#[test]
+fn an_entry_that_cannot_be_opened_is_not_removed() {
+    let (made, warnings) = convert_twice(|path| {
+        std::fs::remove_file(path).unwrap();
+        // A loop: to open it is an error, also for root.
+        std::os::unix::fs::symlink(path, path).unwrap();
+    });
+    assert_eq!(made, [LayerOrigin::Converted; 2]);
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(
+        warnings.iter().all(|text| !text.contains("removed")),
+        "{warnings:?}"
+    );
+}
+
+#[test]
+fn an_entry_that_another_process_removes_is_no_reason_for_a_warning() {
+    let (made, warnings) = convert_twice(|path| {
+        std::fs::remove_file(path).unwrap();
+        std::os::unix::fs::symlink("removed", path).unwrap();
+    });
+    assert_eq!(made, [LayerOrigin::Converted; 2]);
+    assert!(warnings.is_empty(), "{warnings:?}");
+}
+
+#[test]
+fn entries_are_tried_in_the_order_of_their_names() {
+    let (made, warnings) = convert_twice(|path| {
+        for i in 0..100 {
+            std::fs::write(path.with_file_name(format!("x{i}.bcow")), b"").unwrap();
+        }
+    });
+    assert_eq!(made, [LayerOrigin::Cache; 2]);
+    assert!(warnings.is_empty(), "{warnings:?}");
+}
+
 #[test]
 fn a_contradiction_in_the_source_is_found_even_if_the_layer_exists() {
     let good = image(&[1]);
