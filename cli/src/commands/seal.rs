@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use bcow::format::Use;
 use bcow::operation::RewriteOptions;
-use bcow::{Compression, Image, Keep, OpenOptions};
+use bcow::{BlockDevice, Compression, Image, Keep, OpenOptions};
 
 use crate::conversion::{BlockSize, Compress, block_size, compression};
 use crate::disks::{Below, open_to_replace};
@@ -175,7 +175,11 @@ fn seal(
         output,
         options,
         &TerminalMonitor::new(ui),
-    )?;
+    )
+    .map_err(|error| match keep == Keep::Own && image.has_windows() {
+        true => error.hint("`bcow seal --flatten` stores all content in one file"),
+        false => error,
+    })?;
     new.complete()?;
     ui.status(format_args!(
         "{}: sealed disk of {} ({}){over}, file of {}",

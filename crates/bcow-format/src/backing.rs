@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS, MAX_URL_BYTES};
+use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_URL_BYTES};
 use crate::{
     FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches, incompatible,
 };
@@ -223,12 +223,13 @@ pub fn is_plain_url(url: &str) -> bool {
     }
 }
 
-/// Encodes a backing table.
-pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
+/// Encodes a backing table. Fails if a name, or the table, is longer than the format allows.
+pub fn encode_backings(backings: &[BackingEntry]) -> Result<Vec<u8>, FormatError> {
     let mut bytes = Vec::new();
     let mut names = Vec::new();
     let names_start = backings.len() * BACKING_ENTRY_BYTES;
-    for backing in backings {
+    for (index, backing) in (0..).zip(backings) {
+        let refused = |problem| FormatError::BackingEntry { index, problem };
         let (kind, layout, digest, name) = match &backing.name {
             BackingName::Digest(digest) => (1, 0, *digest, Vec::new()),
             BackingName::FileName { name, identity } => (
@@ -246,18 +247,19 @@ pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
                 3,
                 *layout,
                 *identity,
-                encode_backings(std::slice::from_ref(image)),
+                encode_backings(std::slice::from_ref(image))?,
             ),
         };
+        let name_offset = names_start + names.len();
+        let name_bytes = u16::try_from(name.len()).ok();
+        let name_bytes = name_bytes
+            .filter(|_| name_offset + name.len() <= MAX_BACKING_BYTES as usize)
+            .ok_or_else(|| refused(format!("a name of {} bytes, which is too long", name.len())))?;
         let raw = RawBacking {
             kind,
             reserved: 0,
-            name_bytes: U16::new(name.len() as u16),
-            name_offset: U32::new(if kind == 1 {
-                0
-            } else {
-                (names_start + names.len()) as u32
-            }),
+            name_bytes: U16::new(name_bytes),
+            name_offset: U32::new(if kind == 1 { 0 } else { name_offset as u32 }),
             size: U64::new(backing.size),
             layout: U32::new(layout),
             reserved_2: [0; 12],
@@ -267,5 +269,5 @@ pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
         names.extend_from_slice(&name);
     }
     bytes.extend_from_slice(&names);
-    bytes
+    Ok(bytes)
 }

@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::sizes::{ENTRY_BYTES, SECTOR_BYTES};
+use crate::sizes::{ENTRY_BYTES, MAX_ADDRESS, SECTOR_BYTES};
 use crate::{Header, Uba, incompatible};
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
@@ -276,7 +276,8 @@ pub fn decode_entry(
     }
 }
 
-/// Encodes an entry.
+/// Encodes an entry. Panics if its address has more than 48 bits: the caller keeps addresses below
+/// [`crate::MAX_ADDRESS`].
 pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
     let (kind, address, length, check) = match *entry {
         Entry::Absent => (0, 0, 0, 0),
@@ -296,7 +297,8 @@ pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
             backing,
         } => (7, address, bytes, backing),
     };
-    debug_assert!(address < 1 << 48);
+    // Also in release builds: the entry would refer to other data.
+    assert!(address < MAX_ADDRESS, "an address of more than 48 bits");
     let mut low = [0; 6];
     low.copy_from_slice(&address.to_le_bytes()[..6]);
     let raw = RawEntry {
@@ -362,4 +364,20 @@ fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryP
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Entry, Stored, encode_entry};
+    use crate::Uba;
+
+    #[test]
+    #[should_panic(expected = "48 bits")]
+    fn an_address_is_never_cut() {
+        encode_entry(&Entry::Raw(Stored {
+            at: Uba(1 << 48 | 4096),
+            bytes: 4096,
+            crc: 0,
+        }));
+    }
 }

@@ -18,7 +18,8 @@
 //! assert_eq!(FormatError::NotBcow.code(), "not-bcow");
 //!
 //! let backing = BackingEntry { name: BackingName::Digest([7; 32]), size: 4096 };
-//! assert_eq!(encode_backings(&[backing]).len(), bcow_format::BACKING_ENTRY_BYTES);
+//! assert_eq!(encode_backings(&[backing])?.len(), bcow_format::BACKING_ENTRY_BYTES);
+//! # Ok::<(), FormatError>(())
 //! ```
 
 mod address;

@@ -326,16 +326,19 @@ impl LayerConversions<'_> {
                 (None, Some(cache)) => cache.get(&request, self.layout, self.progress)?,
                 (found, _) => found,
             };
-            if let Some(layer) = found {
+            if let Some(mut layer) = found {
                 tracing::info!("{}: there already, as {}", input.name, layer.digest);
                 self.progress.phase(&input.name);
-                self.check_source(input, &request)?;
+                if self.check_source(input, &request)? {
+                    layer.checked_source.clone_from(&input.digest);
+                }
                 return Ok(layer);
             }
         }
         tracing::debug!("{}: converted with {threads} threads", input.name);
         let (blob, diff_id) = self.convert(input, &options, threads, lower)?;
-        let layer = StoredLayer::new(blob, &request(&diff_id), self.layout)?;
+        let mut layer = StoredLayer::new(blob, &request(&diff_id), self.layout)?;
+        layer.checked_source.clone_from(&input.digest);
         if let Some(cache) = &self.cache {
             let request = request(&diff_id);
             cache.put(&request, &layer, self.progress);
@@ -347,27 +350,26 @@ impl LayerConversions<'_> {
     /// Checks that the source's blob has the recorded diffID, for a layer whose BCoW file existed
     /// already. Without this check, an image whose manifest and configuration contradict each other
     /// would fail or succeed depending on the cache. A blob that was checked before is not read
-    /// again.
+    /// again. Without verification, no blob is read. Returns whether the blob is checked.
     fn check_source(
         &self,
         input: &LayerInput,
         request: &stored::LayerRequest,
-    ) -> Result<(), ConvertError> {
+    ) -> Result<bool, ConvertError> {
         let digest = input.digest.as_ref();
         let cache = self.cache.as_ref();
-        if !self.options.verify
-            || self.existing.has_source(request, digest)
-            || cache.is_some_and(|cache| cache.has_source(request, digest))
-        {
+        let is_checked = self.existing.has_source(request, digest)
+            || cache.is_some_and(|cache| cache.has_source(request, digest));
+        if is_checked || !self.options.verify {
             self.progress.advance(input.blob.length().unwrap_or(0));
-            return Ok(());
+            return Ok(is_checked);
         }
         let reading = self.reading();
         read_layer(input, &reading, |stream| TarReader::new(stream).finish())?;
         if let Some(cache) = cache {
             cache.record_source(request, digest);
         }
-        Ok(())
+        Ok(true)
     }
 
     fn reading(&self) -> Reading<'_> {

@@ -50,6 +50,12 @@ pub trait BlockDevice: Send + Sync {
         })
     }
 
+    /// Whether the device can have windows or fragments. In their ranges, a [`Status`] with a depth
+    /// above 1 does not mean that the backing of the disk has this content at the same address.
+    fn has_windows(&self) -> bool {
+        false
+    }
+
     /// The BCoW file with this address space, if known. Devices with the same identity have the
     /// same bytes at the same places.
     fn identity(&self) -> Option<FileIdentity> {
@@ -158,6 +164,9 @@ impl<T: BlockDevice + ?Sized> BlockDevice for std::sync::Arc<T> {
     }
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         (**self).status(offset, length)
+    }
+    fn has_windows(&self) -> bool {
+        (**self).has_windows()
     }
     fn identity(&self) -> Option<FileIdentity> {
         (**self).identity()

@@ -589,6 +589,11 @@ impl BlockDevice for Image {
         }
     }
 
+    fn has_windows(&self) -> bool {
+        let features = &self.header.features;
+        features.has_incompatible(incompatible::WINDOWS | incompatible::FRAGMENTS)
+    }
+
     fn identity(&self) -> Option<crate::storage::FileIdentity> {
         self.file.storage.identity()
     }

@@ -33,14 +33,22 @@ pub struct Name {
 
 impl Reader {
     /// Reads the names in a directory, without `.` and `..`. Fails if the directory has more than
-    /// `max` names.
+    /// `max` names. Each block of the file system is read at most once, also if the directory is
+    /// damaged.
     pub fn names(&self, directory: &Inode, max: usize) -> Result<Vec<Name>, ReadError> {
         let damaged = |problem| Place::Inode(directory.number).damaged(problem);
         if directory.kind != FileKind::Directory {
             return Err(damaged("it is no directory"));
         }
         let blocks = directory.size.div_ceil(BLOCK_BYTES as u64);
+        if blocks > self.blocks {
+            return Err(damaged("the directory is longer than the file system"));
+        }
         let extents = self.extents(directory)?;
+        // Blocks without names do not count against `max`.
+        if extents.overlap() {
+            return Err(damaged("two blocks of the directory are in the same place"));
+        }
         let mut names = Vec::new();
         let mut next = 0;
         for run in &extents.content {
@@ -53,8 +61,8 @@ impl Reader {
                     break;
                 }
                 let block = self.block(run.physical + n)?;
-                let entries = self.entries(directory, &block, run.logical == 0 && n == 0)?;
-                read(&block[..entries], &mut names).map_err(damaged)?;
+                let records = self.records(directory, &block, run.logical == 0 && n == 0)?;
+                read(&block, &records, &mut names).map_err(damaged)?;
                 if names.len() > max {
                     return Err(damaged("the directory has too many names"));
                 }
@@ -66,16 +74,19 @@ impl Reader {
         }
     }
 
-    /// Compares a block of a directory with its checksum. Returns the number of bytes at its start
-    /// that can have names. Without checksums, that is the whole block.
-    fn entries(
+    /// Compares a block of a directory with its checksum. Returns the place of the records that can
+    /// have names. Without checksums, that is the whole block.
+    fn records(
         &self,
         directory: &Inode,
         block: &BlockBuffer,
         is_first: bool,
-    ) -> Result<usize, ReadError> {
+    ) -> Result<Records, ReadError> {
         let Some(seed) = self.seed_of(directory.number, directory.generation) else {
-            return Ok(BLOCK_BYTES);
+            return Ok(Records {
+                end: BLOCK_BYTES,
+                limit: BLOCK_BYTES,
+            });
         };
         let damaged = |problem| Place::Inode(directory.number).damaged(problem);
         // In a node of the hash tree, the first record extends to the end of the block; in the
@@ -87,25 +98,42 @@ impl Reader {
                 false => record(&block[..]) == Some(BLOCK_BYTES),
             };
         // A node of the hash tree has no names, except `.` and `..` in the root.
-        let (names, stored, found) = match is_node {
+        let (records, stored, found) = match is_node {
             true => {
                 let head = if is_first { ROOT_HEAD } else { NODE_HEAD };
                 let (stored, found) = node_checksums(block, head, seed)
                     .ok_or_else(|| damaged("a node of the directory's hash tree is damaged"))?;
-                (if is_first { 2 * DOT_BYTES } else { 0 }, stored, found)
+                let records = Records {
+                    end: if is_first { 2 * DOT_BYTES } else { 0 },
+                    limit: BLOCK_BYTES,
+                };
+                (records, stored, found)
             }
             false => {
                 let covered = BLOCK_BYTES - TAIL;
                 let stored = stored_checksum(block)
                     .ok_or_else(|| damaged("a block of the directory has no checksum"))?;
-                (covered, stored, seed.with(&block[..covered]))
+                let records = Records {
+                    end: covered,
+                    limit: covered,
+                };
+                (records, stored, seed.with(&block[..covered]))
             }
         };
         match stored == found {
-            true => Ok(names),
+            true => Ok(records),
             false => Err(damaged("the checksum of a block of the directory is wrong")),
         }
     }
+}
+
+/// The place of the records of a block that can have names, from the start of the block on.
+struct Records {
+    /// The last record begins before this byte.
+    end: usize,
+    /// No record extends beyond this byte. It is behind `end` in the root of a hash tree, where the
+    /// record of `..` extends over the index entries.
+    limit: usize,
 }
 
 /// The stored and the computed checksum of a node of a hash tree. `head` is the number of bytes in
@@ -142,19 +170,22 @@ fn record(bytes: &[u8]) -> Option<usize> {
     Some(entry.record_bytes.get().into())
 }
 
-/// Appends the names in `block`, a block or its part with names. The error describes the damage.
-fn read(block: &[u8], names: &mut Vec<Name>) -> Result<(), &'static str> {
-    let mut rest = block;
-    while !rest.is_empty() {
+/// Appends the names in `block`. The error describes the damage.
+fn read(block: &BlockBuffer, records: &Records, names: &mut Vec<Name>) -> Result<(), &'static str> {
+    let mut at = 0;
+    while at < records.end {
+        let rest = &block[at..records.limit];
         let damaged = "a block of the directory is damaged";
         let Ok((entry, behind)) = DirectoryEntry::read_from_prefix(rest) else {
             return Err(damaged);
         };
         let name_bytes = usize::from(entry.name_bytes);
-        // In the root of a hash tree, the record of `..` extends over the index entries, which are
-        // not in `rest`.
-        let length = usize::from(entry.record_bytes.get()).min(rest.len());
-        if length < HEAD || !length.is_multiple_of(4) || name_bytes > length - HEAD {
+        let length = usize::from(entry.record_bytes.get());
+        if length < HEAD
+            || !length.is_multiple_of(4)
+            || name_bytes > length - HEAD
+            || length > rest.len()
+        {
             return Err(damaged);
         }
         let name = &behind[..name_bytes];
@@ -167,7 +198,7 @@ fn read(block: &[u8], names: &mut Vec<Name>) -> Result<(), &'static str> {
                 inode: InodeNumber(entry.inode.get()),
             });
         }
-        rest = &rest[length..];
+        at += length;
     }
     Ok(())
 }

@@ -50,6 +50,16 @@ impl Extents {
         let found = self.content.get(at)?;
         (u64::from(found.logical) <= logical).then_some(found)
     }
+
+    /// Whether two blocks of the file are the same block of the file system.
+    pub(super) fn overlap(&self) -> bool {
+        let places = self.content.iter().map(|run| (run.physical, run.blocks));
+        let mut places: Vec<(u64, u32)> = places.collect();
+        places.sort_unstable();
+        places
+            .windows(2)
+            .any(|pair| pair[0].0 + u64::from(pair[0].1) > pair[1].0)
+    }
 }
 
 impl Reader {

@@ -169,6 +169,77 @@ fn a_changed_byte_of_metadata_is_an_error_or_is_not_read() {
     }
 }
 
+/// The changes that put `bytes` at byte `at` of a file system.
+fn put(image: &super::tree::Image, at: u64, bytes: &[u8]) -> BTreeMap<u64, u8> {
+    let mut old = vec![0; bytes.len()];
+    let file = image.file.as_file();
+    file.read_exact_at(&mut old, at).expect("bytes");
+    let bits = old.iter().zip(bytes).map(|(old, new)| old ^ new);
+    (at..).zip(bits).collect()
+}
+
+/// The names of the root directory of an image with one file, after `change` of the places of its
+/// inode and of its only block. No checksums are compared.
+fn names_after(
+    change: impl Fn(&super::tree::Image, u64, u64) -> BTreeMap<u64, u8>,
+) -> Result<Vec<bcow_ext4::Name>, ReadError> {
+    let mut tree = Tree::new();
+    tree.add(0, "file", super::tree::file(1));
+    let image = image(&tree, 64 << 20);
+    // Without METADATA_CHECKSUM, 0x400, of the features that allow reading only.
+    let plain = BTreeMap::from([(1024 + 101, 4)]);
+    let reader = Reader::open(Box::new(source(&image, plain.clone()))).expect("a file system");
+    let inode = reader.inode_table(0).expect("a table").blocks.start * BLOCK + 256;
+    let root = reader.inode(InodeNumber::ROOT).expect("the root");
+    let block = reader.extents(&root).expect("extents").content[0].physical;
+    assert_eq!(reader.names(&root, NAMES).expect("names").len(), 2);
+    let mut changed = change(&image, inode, block);
+    changed.extend(plain);
+    let reader = Reader::open(Box::new(source(&image, changed))).expect("a file system");
+    reader.names(&reader.inode(InodeNumber::ROOT)?, NAMES)
+}
+
+#[test]
+fn a_directory_that_repeats_a_block_is_refused() {
+    let found = names_after(|image, inode, block| {
+        // Four extents of one block each, in the inode.
+        let mut tree = [0xf30a_u16, 4, 4, 0, 0, 0].map(u16::to_le_bytes).concat();
+        for logical in 0..4u32 {
+            tree.extend(logical.to_le_bytes());
+            tree.extend([1, 0, 0, 0]);
+            tree.extend((block as u32).to_le_bytes());
+        }
+        let mut changed = put(image, inode + 40, &tree);
+        changed.extend(put(image, inode + 4, &(4 * BLOCK as u32).to_le_bytes()));
+        changed
+    });
+    let error = found.expect_err("a refusal").to_string();
+    assert!(
+        error.contains("inode 2: two blocks of the directory"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_directory_that_is_longer_than_the_file_system_is_refused() {
+    let found = names_after(|image, inode, _| put(image, inode + 108, &1u32.to_le_bytes()));
+    let error = found.expect_err("a refusal").to_string();
+    assert!(
+        error.contains("inode 2: the directory is longer"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_record_that_extends_beyond_its_block_is_damage() {
+    // The last record of the block has 12 bytes.
+    let found = names_after(|image, _, block| {
+        put(image, block * BLOCK + BLOCK - 12 + 4, &16u16.to_le_bytes())
+    });
+    let error = found.expect_err("a refusal").to_string();
+    assert!(error.contains("damaged: inode 2"), "{error}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 8,

@@ -6,19 +6,21 @@
 //!
 //! An entry gets its name when all its bytes are written. Each use copies the entry, and compares
 //! the hash of the copied bytes with the name. So several processes may use a cache at once, and
-//! any file in the cache may be deleted at any time. An unusable entry is removed and made again.
+//! any file in the cache may be deleted at any time. An entry with wrong content is removed, and an
+//! entry that cannot be read stays; both are made again.
 //!
 //! Empty files `ALGORITHM-HEX.source` beside an entry have the digests of blobs. A conversion has
 //! read each of these blobs, and found that its uncompressed archive has the diffID of the layer.
 
-use std::collections::HashMap;
+use std::collections::{BinaryHeap, HashMap};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::LayerOrigin;
 use super::manifest::{self, LayoutLayer};
-use super::stored::{LayerRequest, StoredLayer};
+use super::stored::{LayerRequest, StoredLayer, Unusable};
 use crate::blob::open_regular;
 use crate::digest::{Algorithm, Digest, Hasher};
 use crate::error::ConvertError;
@@ -57,89 +59,85 @@ impl LayerCache {
     }
 
     /// Copies the requested layer from the cache into a new blob of the layout. Returns `None` if
-    /// the cache has no usable entry. An unusable entry is removed.
+    /// the cache has no usable entry. An entry with wrong content is removed.
     pub(crate) fn get(
         &self,
         request: &LayerRequest,
         layout: &LayoutWriter,
         progress: &dyn Progress,
     ) -> Result<Option<StoredLayer>, ConvertError> {
-        let Ok(files) = std::fs::read_dir(self.entry(request)) else {
-            return Ok(None);
-        };
-        let mut paths: Vec<PathBuf> = files
-            .filter_map(|file| Some(file.ok()?.path()))
-            .filter(|path| path.extension().is_some_and(|e| e == ENDING))
-            .take(MAX_FILES)
-            .collect();
-        paths.sort();
-        for path in paths {
-            match self.copy(&path, request, layout)? {
-                Ok(layer) => return Ok(Some(layer)),
-                Err(problem) => {
-                    let dropped = match std::fs::remove_file(&path) {
-                        Ok(()) => "it was removed",
-                        // Another process removed the entry first.
-                        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was removed",
-                        Err(_) => "it cannot be removed",
-                    };
-                    progress.warning(&format!(
-                        "cache entry {}: {problem}; {dropped}, and the layer is converted again",
-                        path.display()
-                    ));
-                }
+        let directory = self.entry(request);
+        let files = match std::fs::read_dir(&directory) {
+            Ok(files) => files,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                progress.warning(&format!(
+                    "cannot read {}: {error}; the layer is converted again",
+                    directory.display()
+                ));
+                return Ok(None);
             }
+        };
+        let paths = files
+            .filter_map(|file| Some(file.ok()?.path()))
+            .filter(|path| path.extension().is_some_and(|e| e == ENDING));
+        for path in first(paths, MAX_FILES) {
+            let (problem, then) = match self.copy(&path, request, layout)? {
+                Ok(Some(layer)) => return Ok(Some(layer)),
+                // Another process removed the entry.
+                Ok(None) => continue,
+                Err(problem @ Unusable::Unreadable(_)) => (problem, ""),
+                Err(problem @ Unusable::Wrong(_)) => (problem, remove(&path)),
+            };
+            progress.warning(&format!(
+                "cache entry {}: {problem}; {then}the layer is converted again",
+                path.display()
+            ));
         }
         Ok(None)
     }
 
-    /// Copies the entry at `path` into a new blob, and checks the copied bytes. The outer error is
-    /// an error of the new blob. The inner error is the reason why the entry is unusable.
+    /// Copies the entry at `path` into a new blob, and checks the copied bytes; `None` if the entry
+    /// does not exist any more. The outer error is an error of the new blob.
     fn copy(
         &self,
         path: &Path,
         request: &LayerRequest,
         layout: &LayoutWriter,
-    ) -> Result<Result<StoredLayer, String>, ConvertError> {
+    ) -> Result<Result<Option<StoredLayer>, Unusable>, ConvertError> {
+        let wrong = |problem: &str| Ok(Err(Unusable::Wrong(problem.to_owned())));
         let named = path.file_stem().and_then(|name| name.to_str());
         let named: Option<Digest> = named.and_then(|hex| format!("sha256:{hex}").parse().ok());
         let Some(named) = named else {
-            return Ok(Err("the name of the entry is not a digest".to_owned()));
+            return wrong("the name of the entry is not a digest");
         };
-        // A pipe or a device in place of the entry is refused: a read of it might never end.
-        match open_regular(path) {
-            Ok(Some(_)) => {}
-            Ok(None) => return Ok(Err("it no longer exists".to_owned())),
-            Err(error) => return Ok(Err(error.to_string())),
-        }
-        let mut entry = match File::open(path) {
-            Ok(entry) => entry,
-            Err(error) => return Ok(Err(error.to_string())),
+        let entry = match open_file(path) {
+            Ok(Some(entry)) => entry,
+            Ok(None) => return Ok(Ok(None)),
+            Err(unusable) => return Ok(Err(unusable)),
         };
         let output = layout.new_blob()?;
         let mut file = output.file()?;
         let mut hasher = Hasher::new(Algorithm::Sha256);
         let mut buffer = vec![0; 1 << 20];
         loop {
-            let read = match entry.read(&mut buffer) {
+            let read = match (&*entry).read(&mut buffer) {
                 Ok(0) => break,
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Ok(Err(error.to_string())),
+                Err(error) => return Ok(Err(unreadable(&error))),
             };
             hasher.update(&buffer[..read]);
             file.write_all(&buffer[..read])
                 .map_err(|source| ConvertError::write("write to", layout.directory(), source))?;
         }
         if hasher.finish() != named {
-            return Ok(Err(
-                "it is damaged: its digest differs from its name".to_owned()
-            ));
+            return wrong("it is damaged: its digest differs from its name");
         }
         let blob = layout.finish(output)?;
         let file = blob.file()?;
         Ok(StoredLayer::open(
-            file,
+            Arc::new(file),
             blob.digest.clone(),
             blob.size,
             request,
@@ -147,7 +145,7 @@ impl LayerCache {
         )
         .map(|mut layer| {
             layer.new = Some(blob);
-            layer
+            Some(layer)
         }))
     }
 
@@ -175,11 +173,8 @@ impl LayerCache {
     /// Adds a layer to the cache. A failure gives a warning, not an error.
     pub(crate) fn put(&self, request: &LayerRequest, layer: &StoredLayer, progress: &dyn Progress) {
         if let Err(error) = self.try_put(request, layer) {
-            let cause = match std::error::Error::source(&error) {
-                Some(source) => format!(": {source}"),
-                None => String::new(),
-            };
-            progress.warning(&format!("cannot add a layer to the cache: {error}{cause}"));
+            let error = with_cause(&error);
+            progress.warning(&format!("cannot add a layer to the cache: {error}"));
         }
     }
 
@@ -199,6 +194,40 @@ impl LayerCache {
             .map_err(|source| ConvertError::write("write to", &directory, source))?;
         // Nothing is synced: if a crash damages the entry, the next use removes it.
         output.name_as(&format!("{}.{ENDING}", layer.digest.hex()))
+    }
+}
+
+/// The first `count` paths in the order of their names, without a list of all paths.
+fn first(paths: impl Iterator<Item = PathBuf>, count: usize) -> Vec<PathBuf> {
+    let mut first = BinaryHeap::with_capacity(count + 1);
+    for path in paths {
+        first.push(path);
+        if first.len() > count {
+            first.pop();
+        }
+    }
+    first.into_sorted_vec()
+}
+
+/// Removes an entry. Returns the part of the warning about it.
+fn remove(path: &Path) -> &'static str {
+    match std::fs::remove_file(path) {
+        Ok(()) => "it was removed, and ",
+        // Another process removed the entry first.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was removed, and ",
+        Err(_) => "it cannot be removed, and ",
+    }
+}
+
+fn unreadable(error: &io::Error) -> Unusable {
+    Unusable::Unreadable(format!("it cannot be read: {error}"))
+}
+
+/// The text of an error and of its cause.
+fn with_cause(error: &ConvertError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
     }
 }
 
@@ -258,29 +287,39 @@ impl LayoutLayers {
     }
 }
 
-/// Opens the blob at `path`; `None` if it does not exist. The error is the reason why the blob is
-/// unusable.
+/// Opens a regular file; `None` if it does not exist. A pipe or a device in its place is refused: a
+/// read of it might never end. The path is not opened again, because another file can take its
+/// place at any time.
+fn open_file(path: &Path) -> Result<Option<Arc<File>>, Unusable> {
+    match open_regular(path) {
+        Ok(blob) => Ok(blob.and_then(|blob| blob.file())),
+        Err(error @ ConvertError::Read { .. }) => Err(Unusable::Unreadable(with_cause(&error))),
+        Err(error) => Err(Unusable::Wrong(error.to_string())),
+    }
+}
+
+/// Opens the blob at `path`; `None` if it does not exist.
 fn open_layer(
     path: &Path,
     layer: &LayoutLayer,
     request: &LayerRequest,
     verify: bool,
-) -> Result<Option<StoredLayer>, String> {
-    if open_regular(path).map_err(|e| e.to_string())?.is_none() {
+) -> Result<Option<StoredLayer>, Unusable> {
+    let wrong = |problem: String| Err(Unusable::Wrong(problem));
+    let Some(file) = open_file(path)? else {
         return Ok(None);
-    }
-    let file = File::open(path).map_err(|e| e.to_string())?;
-    let found = file.metadata().map_err(|e| e.to_string())?.len();
+    };
+    let found = file.metadata().map_err(|e| unreadable(&e))?.len();
     if found != layer.size {
-        return Err(format!(
+        return wrong(format!(
             "its length in bytes is {found}, not {}",
             layer.size
         ));
     }
     if verify {
-        let (digest, _) = digest_of(&file).map_err(|e| e.to_string())?;
+        let (digest, _) = digest_of(&file).map_err(|e| unreadable(&e))?;
         if digest != layer.digest {
-            return Err("it is damaged: its digest differs from its name".to_owned());
+            return wrong("it is damaged: its digest differs from its name".to_owned());
         }
     }
     StoredLayer::open(
@@ -291,4 +330,61 @@ fn open_layer(
         LayerOrigin::Layout,
     )
     .map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::digest::DiffId;
+    use crate::layout::write::LayoutForm;
+
+    /// Replaces `path` by a FIFO and by a regular file, in turn.
+    fn alternate(path: &Path) {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+        let other = path.with_extension("other");
+        mknodat(CWD, &other, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        std::fs::rename(&other, path).unwrap();
+        std::fs::write(&other, b"").unwrap();
+        std::fs::rename(&other, path).unwrap();
+    }
+
+    #[test]
+    fn a_fifo_that_takes_the_place_of_an_entry_does_not_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let request = LayerRequest {
+            diff_id: DiffId(Digest::of(b"archive")),
+            options: serde_json::json!({}),
+            tool: "test".into(),
+            open: bcow::OpenOptions::default(),
+        };
+        let cache = LayerCache::open(&dir.path().join("cache")).unwrap();
+        let entry = cache.entry(&request).join(format!("{:064}.bcow", 0));
+        std::fs::create_dir(cache.entry(&request)).unwrap();
+        let is_done = Arc::new(AtomicBool::new(false));
+        let changer = std::thread::spawn({
+            let is_done = is_done.clone();
+            move || {
+                while !is_done.load(Ordering::Relaxed) {
+                    alternate(&entry);
+                }
+            }
+        });
+        let (done, end) = mpsc::channel();
+        let layout = dir.path().join("layout");
+        std::thread::spawn(move || {
+            let layout = LayoutWriter::open(&layout, &LayoutForm::Directory).unwrap();
+            for _ in 0..2000 {
+                assert!(cache.get(&request, &layout, &()).unwrap().is_none());
+            }
+            done.send(()).unwrap();
+        });
+        let end = end.recv_timeout(Duration::from_secs(60));
+        is_done.store(true, Ordering::Relaxed);
+        changer.join().unwrap();
+        assert!(end.is_ok(), "a read of an entry blocks");
+    }
 }

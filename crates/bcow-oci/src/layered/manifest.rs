@@ -22,7 +22,8 @@ const DIFF_ID: &str = "io.bcow.layer.diff-id";
 const OPTIONS: &str = "io.bcow.layer.options";
 /// The version of bcow that made the layer.
 const TOOL: &str = "io.bcow.tool";
-/// Digest, media type and size of the blob that the layer was made of.
+/// Digest, media type and size of the source blob of the layer. The digest is a claim on which
+/// later conversions rely, so it is written only for a blob that was checked.
 const SOURCE_DIGEST: &str = "io.bcow.source.digest";
 const SOURCE_MEDIA_TYPE: &str = "io.bcow.source.media-type";
 const SOURCE_SIZE: &str = "io.bcow.source.size";
@@ -57,13 +58,15 @@ impl Manifest<'_> {
                     (TOOL, tool.clone()),
                     (MERKLE_ROOT, hex(&layer.merkle_root)),
                 ]);
-                if let Some(digest) = &input.digest {
+                let checked = layer.checked_source.as_ref();
+                let checked = checked.filter(|digest| input.digest.as_ref() == Some(digest));
+                if let Some(digest) = checked {
                     all.insert(SOURCE_DIGEST, digest.to_string());
                 }
                 if let Some(media_type) = &input.media_type {
                     all.insert(SOURCE_MEDIA_TYPE, media_type.clone());
                 }
-                if let (Some(_), Some(size)) = (&input.digest, input.size) {
+                if let (Some(_), Some(size)) = (checked, input.size) {
                     all.insert(SOURCE_SIZE, size.to_string());
                 }
                 annotated(LAYER, &layer.digest, layer.file_bytes, &all)
@@ -126,7 +129,7 @@ pub(crate) struct LayoutLayer {
     pub digest: Digest,
     pub size: u64,
     pub diff_id: String,
-    /// Digest of the blob that the layer was made of.
+    /// Digest of the source blob, if it was checked.
     pub source: Option<String>,
     options: serde_json::Value,
     tool: String,

@@ -1,5 +1,6 @@
 //! A converted layer in its stored form, and its metadata.
 
+use std::fmt;
 use std::fs::File;
 use std::sync::Arc;
 
@@ -39,6 +40,8 @@ pub(crate) struct StoredLayer {
     /// The windows onto lower layers.
     pub windows: Vec<LowerWindow>,
     pub made: LayerOrigin,
+    /// Digest of a source blob whose archive, as a conversion has checked, has the diffID.
+    pub checked_source: Option<Digest>,
     /// The file, if it has no name yet.
     pub new: Option<NewBlob>,
     /// The name in messages.
@@ -92,6 +95,30 @@ struct ContentDocument {
     metadata_start: u64,
 }
 
+/// Why the file of a layer is unusable.
+pub(crate) enum Unusable {
+    /// It cannot be read. The cause may be temporary, such as the limit on open files.
+    Unreadable(String),
+    /// Its content is not that of the layer.
+    Wrong(String),
+}
+
+impl fmt::Display for Unusable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Unusable::Unreadable(problem) | Unusable::Wrong(problem)) = self;
+        f.write_str(problem)
+    }
+}
+
+impl From<bcow::Error> for Unusable {
+    fn from(error: bcow::Error) -> Self {
+        match error.code() {
+            Some(_) => Unusable::Wrong(error.to_string()),
+            None => Unusable::Unreadable(error.to_string()),
+        }
+    }
+}
+
 impl StoredLayer {
     /// A layer that was just converted.
     pub(crate) fn new(
@@ -102,7 +129,7 @@ impl StoredLayer {
         let file = blob.file()?;
         let path = layout.blob_path(&blob.digest);
         let found = StoredLayer::open(
-            file,
+            Arc::new(file),
             blob.digest.clone(),
             blob.size,
             request,
@@ -114,41 +141,42 @@ impl StoredLayer {
         Ok(layer)
     }
 
-    /// Opens a layer whose digest the caller has verified or trusts. The inner error names the
-    /// property in which the layer differs from the requested one.
+    /// Opens a layer whose digest the caller has verified or trusts. [`Unusable::Wrong`]
+    /// names the property in which the layer differs from the requested one.
     pub(crate) fn open(
-        file: File,
+        file: Arc<File>,
         digest: Digest,
         file_bytes: u64,
         request: &LayerRequest,
         made: LayerOrigin,
-    ) -> Result<StoredLayer, String> {
-        let image = Image::open_storage(Arc::new(file), &request.open)
-            .map_err(|error| error.to_string())?;
-        let metadata = image.metadata().map_err(|error| error.to_string())?;
-        let document: Document = serde_json::from_value(metadata)
-            .map_err(|error| format!("its metadata is not that of a layer: {error}"))?;
+    ) -> Result<StoredLayer, Unusable> {
+        let wrong = |problem: String| Err(Unusable::Wrong(problem));
+        let image = Image::open_storage(file, &request.open)?;
+        let document: Document = match serde_json::from_value(image.metadata()?) {
+            Ok(document) => document,
+            Err(error) => return wrong(format!("its metadata is not that of a layer: {error}")),
+        };
         if document.layer.diff_id != request.diff_id.to_string() {
-            return Err(format!(
+            return wrong(format!(
                 "it is layer {}, not {}",
                 document.layer.diff_id.chars().take(80).collect::<String>(),
                 request.diff_id
             ));
         }
         if document.tool != request.tool || document.options != request.options {
-            return Err("it was made by another version or with other options".to_owned());
+            return wrong("it was made by another version or with other options".to_owned());
         }
         let Some(merkle) = &image.header().merkle else {
-            return Err("it has no Merkle tree".to_owned());
+            return wrong("it has no Merkle tree".to_owned());
         };
         if image.header().file_bytes != file_bytes {
-            return Err(format!(
+            return wrong(format!(
                 "the length in bytes is {file_bytes}, but its header records {}",
                 image.header().file_bytes
             ));
         }
         let merkle_root = merkle.root;
-        let windows = windows(&image).map_err(|error| error.to_string())?;
+        let windows = windows(&image)?;
         let own_bytes = windows.first().map_or(image.size(), |first| first.start);
         let content = document.content;
         Ok(StoredLayer {
@@ -170,6 +198,7 @@ impl StoredLayer {
             own_bytes,
             windows,
             made,
+            checked_source: None,
             new: None,
         })
     }

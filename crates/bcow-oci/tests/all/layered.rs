@@ -242,6 +242,64 @@ fn damaged_files_in_the_cache_are_reported_and_converted_again() {
     }
 }
 
+/// Converts an image twice, with a cache. `change` changes each entry in between. Returns how the
+/// layers were made the second time, and the warnings.
+fn convert_twice(change: impl Fn(&Path)) -> (Vec<LayerOrigin>, Vec<String>) {
+    let image = image(&[1]);
+    let dir = tempfile::tempdir().unwrap();
+    let convert = |warnings: &Warnings| {
+        let target = tempfile::tempdir().unwrap();
+        let layout = LayoutOptions {
+            directory: target.path().join("layout"),
+            cache: Some(dir.path().to_owned()),
+            ..LayoutOptions::default()
+        };
+        let report = convert_to_layout(&image.source(None), &layout, &options(), warnings);
+        report.unwrap().layers.iter().map(|l| l.made).collect()
+    };
+    let _: Vec<LayerOrigin> = convert(&Warnings::default());
+    entries(dir.path()).iter().for_each(|path| change(path));
+    let warnings = Warnings::default();
+    let made = convert(&warnings);
+    (made, warnings.0.into_inner().unwrap())
+}
+
+#[test]
+fn an_entry_that_cannot_be_opened_is_not_removed() {
+    let (made, warnings) = convert_twice(|path| {
+        std::fs::remove_file(path).unwrap();
+        // A loop: to open it is an error, also for root.
+        std::os::unix::fs::symlink(path, path).unwrap();
+    });
+    assert_eq!(made, [LayerOrigin::Converted; 2]);
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(
+        warnings.iter().all(|text| !text.contains("removed")),
+        "{warnings:?}"
+    );
+}
+
+#[test]
+fn an_entry_that_another_process_removes_is_no_reason_for_a_warning() {
+    let (made, warnings) = convert_twice(|path| {
+        std::fs::remove_file(path).unwrap();
+        std::os::unix::fs::symlink("removed", path).unwrap();
+    });
+    assert_eq!(made, [LayerOrigin::Converted; 2]);
+    assert!(warnings.is_empty(), "{warnings:?}");
+}
+
+#[test]
+fn entries_are_tried_in_the_order_of_their_names() {
+    let (made, warnings) = convert_twice(|path| {
+        for i in 0..100 {
+            std::fs::write(path.with_file_name(format!("x{i}.bcow")), b"").unwrap();
+        }
+    });
+    assert_eq!(made, [LayerOrigin::Cache; 2]);
+    assert!(warnings.is_empty(), "{warnings:?}");
+}
+
 #[test]
 fn a_contradiction_in_the_source_is_found_even_if_the_layer_exists() {
     let good = image(&[1]);
@@ -265,6 +323,45 @@ fn a_contradiction_in_the_source_is_found_even_if_the_layer_exists() {
         ..options()
     };
     assert!(layered_with(&source, &trusting, cached).is_ok());
+}
+
+#[test]
+fn a_source_that_was_not_checked_is_checked_later() {
+    let layered = layered(&image(&[1]).source(None), |_| {});
+    let into = |reference: &str| LayoutOptions {
+        directory: layered.layout(),
+        reference: Some(reference.into()),
+        ..LayoutOptions::default()
+    };
+    // The same layers, but each under the other's diffID.
+    let mut swapped = Layout::new();
+    let (a, b) = (base(), upper(1));
+    let layers = [(LAYER, a.clone(), b.clone()), (LAYER, b, a)];
+    let descriptor = swapped.image("linux/amd64", &layers);
+    swapped.list(descriptor, None);
+    let source = swapped.source(None);
+    let trusting = ConvertOptions {
+        verify: false,
+        ..options()
+    };
+    convert_to_layout(&source, &into("trusted"), &trusting, &()).unwrap();
+    let Err(error) = convert_to_layout(&source, &into("checked"), &options(), &()) else {
+        panic!("the contradiction is not found");
+    };
+    assert!(error.to_string().contains("diffID"), "{error}");
+    // A source that was checked before keeps its annotation, with or without verification.
+    let claims = |digest: &bcow_oci::Digest| {
+        let manifest = std::fs::read(layered.blobs().join(digest.hex())).unwrap();
+        let manifest: Value = serde_json::from_slice(&manifest).unwrap();
+        let layers = manifest["layers"].as_array().unwrap().clone();
+        let claim = |layer: &Value| layer["annotations"]["io.bcow.source.digest"].is_string();
+        layers.iter().filter(|layer| claim(layer)).count()
+    };
+    let again = image(&[1]);
+    let report = convert_to_layout(&again.source(None), &into("again"), &trusting, &()).unwrap();
+    assert_eq!(claims(&report.manifest), 2);
+    let report = convert_to_layout(&source, &into("trusted"), &trusting, &()).unwrap();
+    assert_eq!(claims(&report.manifest), 0);
 }
 
 #[test]

@@ -159,7 +159,7 @@ impl Disk {
                 Error::Unsupported(format!("metadata that is no JSON: {error}"))
             })?)?;
         let backings = match &backing {
-            Some((entry, _)) => section(&encode_backings(std::slice::from_ref(entry)))?,
+            Some((entry, _)) => section(&backing_table(entry)?)?,
             None => Section::default(),
         };
         // The root table is all zeros, "absent everywhere", which a sparse file has without a
@@ -221,4 +221,10 @@ impl Disk {
         };
         Disk::create(storage, options, None, &open)
     }
+}
+
+/// The backing table of a disk over this backing.
+pub(super) fn backing_table(entry: &BackingEntry) -> Result<Vec<u8>, Error> {
+    encode_backings(std::slice::from_ref(entry))
+        .map_err(|error| Error::Unsupported(error.to_string()))
 }

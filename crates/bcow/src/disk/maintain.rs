@@ -7,12 +7,13 @@ use std::ops::Range;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES, Section,
-    Stored, Uba, crc32c, encode_backings, incompatible,
+    Stored, Uba, crc32c, incompatible,
 };
 
 use super::blocks::{Blocks, CHECKED_SHIFT, Table};
 use super::checkpoint::{Change, section_range};
 use super::committer::{Committer, Taken};
+use super::create::backing_table;
 use super::extents::Extents;
 use super::locks::{Closed, lock};
 use super::region::Region;
@@ -73,13 +74,12 @@ impl Disk {
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
     ) -> Result<(), Error> {
         let inner = &self.inner;
+        let table = backing.as_ref().map(|(entry, _)| backing_table(entry));
+        let table = table.transpose()?;
         inner.maintain(|_, _, next| {
             next.change.freed.push(section_range(&next.header.backings));
-            next.header.backings = match &backing {
-                Some((entry, _)) => {
-                    let bytes = encode_backings(std::slice::from_ref(entry));
-                    inner.write_section(&bytes, &mut next.change)?
-                }
+            next.header.backings = match &table {
+                Some(bytes) => inner.write_section(bytes, &mut next.change)?,
                 None => Section::default(),
             };
             next.header.backing_count = backing.is_some().into();

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, BlockShift, Entry, Features, Header, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES,
-    SECTOR_BYTES, Section, State, Stored, SubBlockTable, Uba, Use, encode_root, encode_table,
-    incompatible, read_only_compatible,
+    BackingEntry, BlockShift, Entry, Features, Header, MAX_ADDRESS, MAX_METADATA_BYTES,
+    MAX_ROOT_ENTRIES, SECTOR_BYTES, Section, State, Stored, SubBlockTable, Uba, Use, encode_root,
+    encode_table, incompatible, read_only_compatible,
 };
 use sha2::{Digest, Sha256};
 
@@ -207,7 +207,7 @@ impl Composer {
             .get(backing as usize)
             .map(|entry| entry.size);
         match (size, address.checked_add(bytes)) {
-            (Some(size), Some(end)) if end <= size => Ok(()),
+            (Some(size), Some(end)) if end <= size.min(MAX_ADDRESS) => Ok(()),
             _ => Err(Error::Unsupported(format!(
                 "bytes {address}+{bytes} of backing {backing}, which has {} bytes",
                 size.unwrap_or(0)

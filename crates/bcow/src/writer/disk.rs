@@ -37,7 +37,8 @@ pub enum Keep {
     /// the backing.
     All,
     /// The content that the first file of the chain determines. The rest stays absent, so the new
-    /// disk needs the backing of that file.
+    /// disk needs the backing of that file. A device with windows or fragments is refused: their
+    /// content would be lost, because absent ranges show the backing at their own address only.
     Own,
 }
 
@@ -90,6 +91,9 @@ impl ImageWriter {
         let Some(form) = &self.options.disk else {
             return self.append_zeros(count);
         };
+        if count > 0 {
+            self.windows.check_no_windows()?;
+        }
         let (size, has_backing) = (form.size, form.backing.is_some());
         let length = u64::from(self.block_shift.bytes());
         while count > 0 {
@@ -126,14 +130,22 @@ impl ImageWriter {
 
     /// Sets the block size from the current position on. The position must be the start of a
     /// region: a block that is being filled would be lost.
-    fn begin_blocks(&mut self, shift: u8) {
+    fn begin_blocks(&mut self, shift: u8) -> Result<(), Error> {
+        self.windows.check_no_windows()?;
+        if !self.position().is_multiple_of(self.region_bytes()) {
+            return Err(Error::Unsupported(format!(
+                "a device from byte {} on, which is not the start of a region of {} bytes",
+                self.position(),
+                self.region_bytes()
+            )));
+        }
         let shift = BlockShift::new(shift).unwrap_or(BlockShift::MIN);
         if shift != self.block_shift {
-            debug_assert!(self.position().is_multiple_of(self.region_bytes()));
             self.block_shift = shift;
             self.block = Vec::with_capacity(shift.bytes() as usize);
             self.layout.begin(self.block_start, shift);
         }
+        Ok(())
     }
 }
 
@@ -152,7 +164,7 @@ enum RunKind {
 }
 
 /// Appends the content of `device`, from the writer's position to the end of the device. The
-/// position must be the start of a region.
+/// position must be the start of a region, and no window may be before it.
 ///
 /// Calls `step` after each piece with the length of the piece in bytes. An error of `step` ends the
 /// copy.
@@ -165,14 +177,26 @@ pub fn append_disk<E: From<Error>>(
     keep: Keep,
     step: &mut dyn FnMut(u64) -> Result<(), E>,
 ) -> Result<(), E> {
+    if keep == Keep::Own && device.has_windows() {
+        return Err(E::from(Error::Unsupported(
+            "the disk has windows or fragments: a copy without the content of its backings would \
+             lose them"
+                .into(),
+        )));
+    }
+    let form = writer.options.disk.as_ref();
+    if keep == Keep::All && form.is_some_and(|form| form.backing.is_some()) {
+        return Err(E::from(Error::Unsupported(
+            "all content of a device, in a disk with a backing: its holes would show the backing"
+                .into(),
+        )));
+    }
     let size = device.size();
     let largest = match writer.options.block_bytes {
         Some(_) => writer.block_shift.get(),
         None => AUTO_DISK_SHIFT.min(writer.region_shift),
     };
-    if writer.options.block_bytes.is_none() {
-        writer.begin_blocks(largest);
-    }
+    writer.begin_blocks(largest)?;
     let mut buffer = Vec::new();
     let mut start = writer.position();
     while start < size {
@@ -187,7 +211,7 @@ pub fn append_disk<E: From<Error>>(
             continue;
         }
         if keep == Keep::Own {
-            writer.begin_blocks(block_shift(&runs, largest, end));
+            writer.begin_blocks(block_shift(&runs, largest, end))?;
         }
         for run in &runs {
             match run.kind {
@@ -344,7 +368,7 @@ mod tests {
             ..DiskForm::default()
         };
         let mut first = writer(&storage, form.clone(), 1);
-        first.begin_blocks(12);
+        first.begin_blocks(12).unwrap();
         first.append_absent(40960).unwrap();
         first.append(&[5; 4096]).unwrap();
         first.append_absent((16 << 20) - 45056).unwrap();
@@ -445,5 +469,45 @@ mod tests {
             let report = check::check(storage, &check::CheckOptions::FULL).unwrap();
             assert!(report.findings.is_empty(), "{:?}", report.findings);
         }
+    }
+
+    #[test]
+    fn a_partly_filled_block_in_front_of_a_device_is_refused() {
+        let form = DiskForm {
+            size: 8 << 20,
+            ..DiskForm::default()
+        };
+        let mut writer = writer(&Arc::new(MemoryStorage::default()), form, 1);
+        writer.append(&[1; 4096]).unwrap();
+        let device = vec![2; 8 << 20];
+        let appended = append_disk::<Error>(&mut writer, &device, Keep::All, &mut |_| Ok(()));
+        assert!(matches!(appended, Err(Error::Unsupported(_))));
+    }
+
+    #[test]
+    fn absent_bytes_after_a_window_are_refused() {
+        let form = DiskForm {
+            size: 16 << 20,
+            ..DiskForm::default()
+        };
+        let mut writer = writer(&Arc::new(MemoryStorage::default()), form, 1);
+        writer.append_absent(4 << 20).unwrap();
+        let below = writer.add_backing(named(4 << 20));
+        writer.append_window(below, 0, 4 << 20).unwrap();
+        let appended = writer.append_absent(8 << 20);
+        assert!(matches!(appended, Err(Error::Unsupported(_))));
+    }
+
+    #[test]
+    fn all_content_is_not_stored_over_a_backing() {
+        let form = DiskForm {
+            size: 8 << 20,
+            backing: Some(named(8 << 20)),
+            ..DiskForm::default()
+        };
+        let mut writer = writer(&Arc::new(MemoryStorage::default()), form, 1);
+        let device = vec![0; 8 << 20];
+        let appended = append_disk::<Error>(&mut writer, &device, Keep::All, &mut |_| Ok(()));
+        assert!(matches!(appended, Err(Error::Unsupported(_))));
     }
 }

@@ -91,6 +91,9 @@ impl Windows {
                 entry.size
             )));
         }
+        if address + bytes > MAX_ADDRESS {
+            return Err(refused(format!("addresses end at {MAX_ADDRESS}")));
+        }
         position
             .checked_next_multiple_of(REGION_BYTES)
             .filter(|start| {
@@ -178,6 +181,6 @@ impl Windows {
                 entry.name, entry.size
             )));
         }
-        Ok(encode_backings(&self.backings))
+        encode_backings(&self.backings).map_err(|error| Error::Unsupported(error.to_string()))
     }
 }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName};
+use bcow::operation::{RewriteOptions, rewrite};
 use bcow::{
-    BlockDevice, Composer, Composition, Compression, Content, Error, Image, Mapping, MemoryStorage,
-    OneBacking, OpenOptions, ShownBy,
+    BlockDevice, Composer, Composition, Compression, Content, Error, Image, Keep, Mapping,
+    MemoryStorage, OneBacking, OpenOptions, ShownBy,
 };
 use bcow_testkit::noise;
 
@@ -157,4 +158,25 @@ fn what_does_not_fit_is_refused() {
     mixed.window(65536, 0, 0, 4096).unwrap();
     mixed.write_at(65536 + 32768, &[1]).unwrap();
     assert!(mixed.finish(&serde_json::json!({})).is_err());
+}
+
+#[test]
+fn the_own_content_of_a_disk_with_windows_is_not_stored_without_them() {
+    let (storage, _, expected) = composed(&[(0, noise(1, 16384))]);
+    let over = OneBacking(Some(Arc::new(noise(5, BACKING as usize))));
+    let disk = Image::open_with_backings(storage, &OpenOptions::default(), &over).unwrap();
+    let new = || Arc::new(MemoryStorage::default());
+    let form = RewriteOptions::sealed(&disk, Keep::Own);
+    let Err(error) = rewrite(&*disk, new(), form, &()) else {
+        panic!("the content of the windows and fragments is lost");
+    };
+    assert!(error.to_string().contains("windows"), "{error}");
+    // All content can be stored.
+    let whole = new();
+    let form = RewriteOptions::sealed(&disk, Keep::All);
+    rewrite(&*disk, whole.clone(), form, &()).unwrap();
+    let whole = Image::open_storage(whole, &OpenOptions::default()).unwrap();
+    let mut found = vec![0; SIZE as usize];
+    whole.read_at(0, &mut found).unwrap();
+    assert!(found == expected);
 }

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName, Uba};
 use bcow::{
-    BackingResolver, BlockDevice, Compression, Error, Image, ImageWriter, Mapping, MemoryStorage,
-    OpenOptions, ShownBy, Verify, WriterOptions, Written, verify_written,
+    BackingResolver, BlockDevice, Composer, Composition, Compression, DiskForm, Error, Image,
+    ImageWriter, Mapping, MemoryStorage, OpenOptions, ShownBy, Verify, WriterOptions, Written,
+    verify_written,
 };
 use bcow_testkit::noise;
 use sha2::{Digest, Sha256};
@@ -357,4 +358,58 @@ fn errors_name_the_backing() {
             .starts_with(&format!("backing {name}: the file is 20000 bytes"))
     );
     assert_eq!(error.code(), Some("truncated"));
+}
+
+#[test]
+fn a_name_that_does_not_fit_into_the_table_is_refused() {
+    // A length of 16 bits would be 4.
+    let long = "name".repeat((1 << 14) + 1);
+    for name in [
+        BackingName::FileName {
+            name: long.clone(),
+            identity: None,
+        },
+        BackingName::Url {
+            url: format!("s3://{long}"),
+            merkle_root: [1; 32],
+        },
+    ] {
+        let backing = BackingEntry { name, size: 4096 };
+        let options = WriterOptions {
+            disk: Some(DiskForm {
+                size: 4096,
+                backing: Some(backing),
+                ..DiskForm::default()
+            }),
+            ..WriterOptions::default()
+        };
+        let storage = Arc::new(MemoryStorage::default());
+        let mut writer = ImageWriter::on_storage(storage, options).unwrap();
+        writer.append_absent(4096).unwrap();
+        let written = writer.finish(&[], &serde_json::json!({}));
+        assert!(matches!(written, Err(Error::Unsupported(_))));
+    }
+}
+
+#[test]
+fn a_window_onto_an_address_of_more_than_48_bits_is_refused() {
+    let backing = BackingEntry {
+        name: BackingName::Digest([1; 32]),
+        size: 1 << 49,
+    };
+    let storage = Arc::new(MemoryStorage::default());
+    let mut writer = ImageWriter::on_storage(storage.clone(), WriterOptions::default()).unwrap();
+    let below = writer.add_backing(backing.clone());
+    let added = writer.append_window(below, 1 << 48, 4096);
+    assert!(matches!(added, Err(Error::Unsupported(_))));
+    let form = Composition {
+        size: 1 << 22,
+        region_shift: 22,
+        block_shift: 16,
+        compression: Compression::None,
+        backings: vec![backing],
+    };
+    let mut composer = Composer::new(storage, form).unwrap();
+    assert!(composer.window(0, 0, 1 << 48, 4096).is_err());
+    assert!(composer.fragment(0, 0, 1 << 48, 1).is_err());
 }
