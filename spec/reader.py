@@ -504,7 +504,7 @@ def check_entry(entry, header, in_root, code, file_bytes):
     elif kind == "window":
         must(header.incompatible & WINDOWS, "a window without the feature windows")
         must(entry.address % SECTOR == 0, f"address {entry.address}")
-        must(entry.length >= 1, "a window of no sectors")
+        must(entry.length >= 1, "a window of 0 sectors")
         # Section 8. The check against the backing's size follows after the backing table is read.
         must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has",
              "window-range")

@@ -120,12 +120,17 @@ fn decode_one(
         .and_then(|bytes| RawBacking::ref_from_bytes(bytes).ok())
         .ok_or("outside the table")?;
     let layout = raw.layout.get();
-    if raw.reserved != 0 || raw.reserved_2 != [0; 12] || (raw.kind != 3 && layout != 0) {
+    if raw.reserved != 0 || raw.reserved_2 != [0; 12] {
         return Err("reserved bytes are not zero".into());
+    }
+    if raw.kind != 3 && layout != 0 {
+        return Err("a layout, in an entry that is not a view".into());
     }
     let size = raw.size.get();
     if !size.is_multiple_of(SECTOR_BYTES) || size > MAX_ADDRESS {
-        return Err(format!("size {size}"));
+        return Err(format!(
+            "its size {size} is not a multiple of {SECTOR_BYTES}, or is too large"
+        ));
     }
     let (name_bytes, name_offset) = (
         raw.name_bytes.get() as usize,
@@ -195,7 +200,7 @@ fn decode_one(
                 merkle_root: raw.digest,
             }
         }
-        kind => return Err(format!("kind {kind}")),
+        kind => return Err(format!("unknown kind {kind}")),
     };
     Ok(BackingEntry { name, size })
 }

@@ -220,7 +220,7 @@ pub fn decode_entry(
                 ));
             }
             if length == 0 {
-                return Err(wrong("window of no sectors"));
+                return Err(wrong("window of 0 sectors"));
             }
             if u64::from(length) * SECTOR_BYTES > context.length {
                 return Err(EntryProblem::Window(format!(
@@ -323,7 +323,7 @@ fn check_backing(what: &str, backing: u32, context: &EntryContext<'_>) -> Result
     match backing < count {
         true => Ok(()),
         false => Err(EntryProblem::Window(format!(
-            "{what} onto backing {backing} of {count}"
+            "{what} onto backing {backing}, but the file has {count} backings"
         ))),
     }
 }

@@ -47,7 +47,7 @@ pub enum Problem {
     Signature(String),
     /// The server did not answer in time, or stopped in the middle of an answer. Also if no request
     /// could begin in time, because too many others are running.
-    #[error("the server did not answer within {} s", .0.as_secs_f32())]
+    #[error("the server did not answer within {} s", tenths(*.0))]
     Timeout(Duration),
     /// The server requires credentials, or does not accept those that were sent (401, 403).
     #[error("the server denies access (status {status}){}", detail(.explanation))]
@@ -140,6 +140,11 @@ fn busy(status: u16) -> String {
         429 => "the server limits the number of requests (status 429)".to_owned(),
         status => format!("the server reports a temporary failure (status {status})"),
     }
+}
+
+/// Seconds, rounded to tenths.
+fn tenths(time: Duration) -> f64 {
+    (time.as_secs_f64() * 10.0).round() / 10.0
 }
 
 fn detail(text: &str) -> String {
@@ -295,7 +300,8 @@ mod tests {
 
     #[test]
     fn only_some_problems_pass() {
-        let timeout = Problem::Timeout(Duration::ZERO);
+        let timeout = Problem::Timeout(Duration::from_secs(10) / 3);
+        assert!(timeout.to_string().ends_with("within 3.3 s"), "{timeout}");
         assert!(timeout.clone().may_pass());
         assert!(timeout.and_not_cached("x").may_pass());
         assert!(!Problem::Changed.may_pass());
