@@ -14,7 +14,7 @@ use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::store::{self, Places};
+use bcow_oci::store::{self, Opened, Places, StoreError};
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
@@ -288,8 +288,6 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         digest_code: "blob-digest",
     };
     let mut files = vec![check_file(&shown, target, &options)?];
-    // A damaged image may still name its layers. For a file that is not an image, `check_file` has
-    // already returned an error.
     let opening = OpenOptions::default();
     let opened = match remote.as_ref() {
         Some(image) => {
@@ -298,7 +296,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         }
         None => store::open(&name, places, &opening),
     };
-    if let Ok(opened) = opened {
+    if let Some(opened) = with_layers(&shown, opened, &files[0])? {
         let top = &mut files[0];
         top.findings
             .extend(opened.problems.iter().map(|problem| Finding {
@@ -339,6 +337,23 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         0 => exit::DONE,
         _ => exit::FSCK_ERRORS_LEFT,
     })
+}
+
+/// The image with the files below it. `None` if damage that the check of its file has reported
+/// hides which files these are; a damaged image may still name them. Any other failure is an error:
+/// files below would go unchecked.
+fn with_layers(
+    image: &Path,
+    opened: Result<Opened, StoreError>,
+    top: &Checked,
+) -> Result<Option<Opened>, CommandError> {
+    match opened {
+        Ok(opened) => Ok(Some(opened)),
+        Err(StoreError::Open { source, .. }) if source.code().is_some() && top.errors() > 0 => {
+            Ok(None)
+        }
+        Err(error) => Err(cannot_open(image, &error)),
+    }
 }
 
 /// The place of findings about files below that are missing or wrong: the table of the file above
@@ -751,4 +766,74 @@ fn check_tree(
         findings.extend(damaged.into_iter().map(Finding::from));
     }
     Ok(Some(inodes))
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::{Error, MemoryStorage};
+
+    use super::*;
+
+    fn checked(findings: Vec<Finding>) -> Checked {
+        Checked {
+            target: Target {
+                name: "a".into(),
+                label: "a".into(),
+                path: "a".into(),
+                file: Arc::new(MemoryStorage::new(Vec::new())),
+                digest: None,
+                digest_code: "blob-digest",
+            },
+            findings,
+            omitted: 0,
+            tables: 0,
+            blocks: 0,
+            bytes_read: 0,
+            writable: None,
+            inodes: None,
+        }
+    }
+
+    #[test]
+    fn image_that_does_not_open_after_its_check_is_an_error() {
+        let unreadable = || {
+            Err(StoreError::Open {
+                path: "a".into(),
+                source: Error::Io {
+                    action: "read",
+                    offset: 0,
+                    source: std::io::ErrorKind::TimedOut.into(),
+                },
+            })
+        };
+        let damaged = || {
+            Err(StoreError::Open {
+                path: "a".into(),
+                source: Error::Merkle { start: 0, end: 1 },
+            })
+        };
+        let found = |error| {
+            checked(vec![Finding {
+                error,
+                code: "merkle",
+                place: "byte 0".into(),
+                message: "differs".into(),
+            }])
+        };
+        let image = Path::new("a");
+        let text = |opened, top: &Checked| match with_layers(image, opened, top) {
+            Ok(opened) => panic!("no error, {}", opened.is_some()),
+            Err(error) => error.causes().join(": "),
+        };
+        // The layers would be unchecked, and the image called clean.
+        assert!(text(unreadable(), &checked(Vec::new())).contains("timed out"));
+        assert!(text(unreadable(), &found(true)).contains("timed out"));
+        assert!(text(damaged(), &checked(Vec::new())).contains("Merkle"));
+        assert!(text(damaged(), &found(false)).contains("Merkle"));
+        // Reported damage is no reason to stop.
+        assert!(matches!(
+            with_layers(image, damaged(), &found(true)),
+            Ok(None)
+        ));
+    }
 }
