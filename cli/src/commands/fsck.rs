@@ -66,7 +66,7 @@ pub struct Args {
     /// The image of an upper [default: the path recorded in the upper]
     #[arg(value_name = "LOWER", value_hint = clap::ValueHint::FilePath)]
     below: Option<PathBuf>,
-    /// Read and verify every byte
+    /// Read and verify every byte. For a file on this machine, --root-hash implies --data
     #[arg(long)]
     data: bool,
     /// Repair errors that have exactly one correct repair: a damaged header slot; the log, free
@@ -94,7 +94,15 @@ pub struct Args {
 impl Args {
     /// Whether every byte is read. A restored file is read as a whole in any case.
     fn data(&self) -> bool {
-        self.data || self.from.is_some()
+        self.data || self.from.is_some() || self.is_pinned_file()
+    }
+
+    /// Whether --root-hash names the content of a file on this machine. The root in its header says
+    /// nothing about the content until all of it is hashed. Each read of an image on another
+    /// machine is verified.
+    fn is_pinned_file(&self) -> bool {
+        self.stores.remote.root_hash.is_some()
+            && !matches!(parse_name(&self.image), Ok(ImageName::Remote(_)))
     }
 }
 

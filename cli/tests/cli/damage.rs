@@ -55,6 +55,30 @@ fn damaged_file_content() {
     );
 }
 
+/// The root hash of an image, as `--root-hash` takes it.
+fn root_hash(sandbox: &Sandbox, name: &str) -> String {
+    let root = inspect(sandbox, name)["merkle"]["root"].clone();
+    root.as_str().unwrap().to_owned()
+}
+
+#[test]
+fn fsck_with_a_root_hash_reads_every_byte() {
+    let sandbox = Sandbox::with_image();
+    let root = format!("--root-hash={}", root_hash(&sandbox, "image.bcow"));
+    let check = ["fsck", "--json", &root, "image.bcow"];
+    let json: Value = serde_json::from_slice(&sandbox.ok(&check)).unwrap();
+    assert_eq!(
+        (&json["checked"], &json["data"]),
+        (&"all".into(), &true.into())
+    );
+    let at = find(&sandbox, "image.bcow", &noise(10_000)[..64]);
+    flip(&sandbox, "image.bcow", at);
+    sandbox.ok(&["fsck", "image.bcow"]);
+    let shown = sandbox.shown(&["fsck", &root, "image.bcow"]);
+    assert!(shown.contains("error merkle: "), "{shown}");
+    assert!(shown.ends_with("--- exit status 4\n"), "{shown}");
+}
+
 #[test]
 fn damaged_file_system_metadata() {
     let sandbox = Sandbox::with_image();
