@@ -263,6 +263,14 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     };
 
     let progress = ui.progress();
+    // Another image must not be changed. A file without a readable header has no root yet.
+    if let Some(file) = found
+        .file
+        .as_ref()
+        .filter(|file| header_of(&***file).is_some())
+    {
+        require_root(args, file)?;
+    }
     let mut repaired = Vec::new();
     if let Some(from) = &args.from {
         progress.phase("restoring");
@@ -275,16 +283,8 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         repaired.extend(done.context(|| format!("cannot repair {}", args.image.display()))?);
     }
     progress.phase("checking");
-    if let (Some(root), Some(file)) = (args.stores.remote.root_hash, &found.file) {
-        let tree = header_of(&**file).and_then(|header| header.merkle);
-        if tree.is_none_or(|tree| tree.root != root.0) {
-            return Err(
-                CommandError::new(format!("cannot check {}", shown.display()))
-                    .caused_by_text(format!("its root hash is not {root}")),
-            );
-        }
-    }
     if let Some(file) = &found.file {
+        require_root(args, file)?;
         lock_for_reading(&args.image, file, args.stores.share())?;
     }
     let target = Target {
@@ -361,6 +361,21 @@ fn with_layers(
             Ok(None)
         }
         Err(error) => Err(cannot_open(image, &error)),
+    }
+}
+
+/// Refuses a file whose header has another root hash than --root-hash.
+fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
+    let Some(root) = args.stores.remote.root_hash else {
+        return Ok(());
+    };
+    let tree = header_of(file).and_then(|header| header.merkle);
+    match tree.is_some_and(|tree| tree.root == root.0) {
+        true => Ok(()),
+        false => Err(
+            CommandError::new(format!("cannot check {}", args.image.display()))
+                .caused_by_text(format!("its root hash is not {root}")),
+        ),
     }
 }
 

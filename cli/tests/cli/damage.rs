@@ -80,6 +80,27 @@ fn fsck_with_a_root_hash_reads_every_byte() {
 }
 
 #[test]
+fn file_with_another_root_hash_is_not_repaired() {
+    let sandbox = Sandbox::with_image();
+    let root = format!("--root-hash={}", root_hash(&sandbox, "image.bcow"));
+    let good = sandbox.read("image.bcow");
+    sandbox.write("copy.bcow", &good);
+    flip(&sandbox, "image.bcow", 60);
+    let damaged = sandbox.read("image.bcow");
+    let other = format!("--root-hash={}", "0".repeat(64));
+    for from in [&[][..], &["--from=copy.bcow"]] {
+        let repair = [&["fsck", "--repair", &other], from, &["image.bcow"]].concat();
+        let shown = sandbox.shown(&repair);
+        assert!(shown.contains("its root hash is not"), "{shown}");
+        assert!(shown.ends_with("--- exit status 8\n"), "{shown}");
+        assert!(sandbox.read("image.bcow") == damaged, "{shown}");
+    }
+    let shown = sandbox.shown(&["fsck", "--repair", &root, "image.bcow"]);
+    assert!(shown.ends_with("--- exit status 1\n"), "{shown}");
+    assert!(sandbox.read("image.bcow") == good, "{shown}");
+}
+
+#[test]
 fn damaged_file_system_metadata() {
     let sandbox = Sandbox::with_image();
     let facts = inspect(&sandbox, "image.bcow");
