@@ -382,7 +382,7 @@ fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
 /// The place of findings about files below that are missing or wrong: the table of the file above
 /// names these files.
 const BACKING_TABLE: &str = "backing table";
-/// Limit on findings about files with damaged content.
+/// Limit on findings about files with damaged content in one file. The others are counted.
 const MAX_FILES: usize = 1000;
 /// Codes of the findings that `--repair` repairs.
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
@@ -526,16 +526,16 @@ fn check_file(
     // With --data, all blocks were read. If there was no error, no file is damaged. Otherwise a
     // second read finds out which files are damaged.
     let read_files = options.data && !report.is_sound();
-    let inodes = check_tree(path, target.file.clone(), read_files, &mut findings)?;
+    let tree = check_tree(path, target.file.clone(), read_files, &mut findings)?;
     Ok(Checked {
         target,
         findings,
-        omitted: report.omitted,
+        omitted: report.omitted + tree.omitted,
         tables: report.tables,
         blocks: report.blocks,
         bytes_read: report.bytes_read,
         writable: report.writable,
-        inodes,
+        inodes: tree.inodes,
     })
 }
 
@@ -724,22 +724,33 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
     )
 }
 
-/// Checks the file system in the file. Returns the number of inodes in the superblock. Returns
-/// `None` if the file has no file system, or if the image or the superblock is damaged.
+/// The result for the file system in a file, besides its findings.
+#[derive(Default)]
+struct CheckedTree {
+    /// The number of inodes in the superblock. `None` if the file has no file system, or if the
+    /// image or the superblock is damaged.
+    inodes: Option<u64>,
+    /// The number of damaged files beyond [`MAX_FILES`].
+    omitted: u64,
+}
+
+/// Checks the file system in the file.
 fn check_tree(
     path: &Path,
     storage: Arc<dyn Storage>,
     read_files: bool,
     findings: &mut Vec<Finding>,
-) -> Result<Option<u64>, CommandError> {
+) -> Result<CheckedTree, CommandError> {
     let image = match Image::open_storage(storage, &OpenOptions::default()) {
         Ok(image) => image,
         // The check of the structure has already reported this damage.
-        Err(error) if error.code().is_some() && !findings.is_empty() => return Ok(None),
+        Err(error) if error.code().is_some() && !findings.is_empty() => {
+            return Ok(CheckedTree::default());
+        }
         Err(error) => return Err(cannot_open_file(path, path, &error)),
     };
     if !image.header().features.has_compatible(compatible::EROFS) {
-        return Ok(None);
+        return Ok(CheckedTree::default());
     }
     let filesystem = match Filesystem::open(image.clone()) {
         Ok(filesystem) => filesystem,
@@ -750,7 +761,7 @@ fn check_tree(
                 place: "superblock".into(),
                 message: error.to_string(),
             });
-            return Ok(None);
+            return Ok(CheckedTree::default());
         }
     };
     // The check of the blocks covers the content of files. `damaged_files` names the damaged ones.
@@ -774,7 +785,10 @@ fn check_tree(
         found.len()
     );
     findings.extend(found.into_iter().map(Finding::from));
-    let inodes = filesystem.superblock().inodes;
+    let mut tree = CheckedTree {
+        inodes: Some(filesystem.superblock().inodes),
+        omitted: 0,
+    };
     if read_files {
         let unreadable = unreadable_ranges(&image);
         for UnreadableRange { bytes, error } in &unreadable {
@@ -786,9 +800,10 @@ fn check_tree(
             );
         }
         let damaged = damaged_files(&filesystem, &unreadable, MAX_FILES);
-        findings.extend(damaged.into_iter().map(Finding::from));
+        findings.extend(damaged.files.into_iter().map(Finding::from));
+        tree.omitted = damaged.omitted;
     }
-    Ok(Some(inodes))
+    Ok(tree)
 }
 
 #[cfg(test)]

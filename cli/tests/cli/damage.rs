@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::support::{Sandbox, noise, snapshot};
+use crate::support::{Sandbox, Tar, noise, snapshot};
 
 fn inspect(sandbox: &Sandbox, name: &str) -> Value {
     serde_json::from_slice(&sandbox.ok(&["inspect", "--json", name])).unwrap()
@@ -98,6 +98,35 @@ fn file_with_another_root_hash_is_not_repaired() {
     let shown = sandbox.shown(&["fsck", "--repair", &root, "image.bcow"]);
     assert!(shown.ends_with("--- exit status 1\n"), "{shown}");
     assert!(sandbox.read("image.bcow") == good, "{shown}");
+}
+
+#[test]
+fn damaged_files_beyond_the_limit_are_counted() {
+    let sandbox = Sandbox::new();
+    let content = noise(10_000);
+    let mut archive = Tar::new().directory("./");
+    for number in 0..1003 {
+        archive = archive.file(&format!("{number}"), &content);
+    }
+    sandbox.write("many.tar", &archive.finish());
+    sandbox.ok(&[
+        "convert",
+        "--compress=none",
+        "--block-size=4K",
+        "tar:many.tar",
+        "many.bcow",
+    ]);
+    let at = find(&sandbox, "many.bcow", &content[..64]);
+    flip(&sandbox, "many.bcow", at);
+    let output = sandbox.run(&["fsck", "--data", "--json", "many.bcow"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let findings = json["findings"].as_array().unwrap();
+    let named = findings.iter().filter(|found| found["code"] == "file-data");
+    assert_eq!(named.count(), 1000);
+    assert_eq!(json["findings_omitted"], 3);
+    assert_eq!(json["errors"], findings.len() + 3);
+    let shown = sandbox.shown(&["fsck", "--data", "many.bcow"]);
+    assert!(shown.contains("\n... and 3 more\n"), "{shown}");
 }
 
 #[test]
