@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::check::{self, CheckOptions};
-use bcow::format::compatible;
+use bcow::format::{Use, compatible};
 use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
@@ -18,7 +18,7 @@ use bcow_oci::store::{self, Opened, Places, StoreError};
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
-use crate::disks::{is_disk, lock_for_reading, open_for_repair};
+use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
     LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
@@ -410,9 +410,10 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
         return;
     }
     let top = &files[0];
-    if is_disk(&top.target.path) {
+    let header = header_of(&*top.target.file);
+    if header.is_some_and(|header| header.purpose != Use::Image) {
         // If the disk does not open, none of its data can be read.
-        if Image::open(&top.target.path, &OpenOptions::default()).is_ok() {
+        if Image::open_storage(top.target.file.clone(), &OpenOptions::default()).is_ok() {
             ui.hint(format_args!(
                 "these commands save the readable data of the disk: \
                  `bcow serve --read-only {image} --socket SOCKET` and \
