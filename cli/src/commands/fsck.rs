@@ -8,7 +8,7 @@ mod upper;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::check::{self, CheckOptions};
+use bcow::check::{self, CheckOptions, Repair};
 use bcow::format::{Use, compatible};
 use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
@@ -276,11 +276,14 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         progress.phase("restoring");
         repaired = restore::run(args, &name, &found.path, from, places, threads)?;
     }
+    let mut was_damaged = !repaired.is_empty();
     if args.repair {
         progress.phase("repairing");
         let (file, _lock) = open_for_repair(&args.image, &found.path)?;
         let done = check::repair(file);
-        repaired.extend(done.context(|| format!("cannot repair {}", args.image.display()))?);
+        let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
+        was_damaged |= done.iter().any(Repair::is_of_damage);
+        repaired.extend(done.iter().map(Repair::to_string));
     }
     progress.phase("checking");
     if let Some(file) = &found.file {
@@ -341,7 +344,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         }
     }
     Ok(match errors {
-        0 if !repaired.is_empty() => exit::FSCK_REPAIRED,
+        0 if was_damaged => exit::FSCK_REPAIRED,
         0 => exit::DONE,
         _ => exit::FSCK_ERRORS_LEFT,
     })
