@@ -10,7 +10,7 @@ use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
-use bcow_oci::{ConvertError, ImageName, LayoutForm};
+use bcow_oci::{ImageName, LayoutForm};
 use bcow_remote::Root;
 use bcow_view::{Shown, ViewError};
 use serde_json::{Map, Value, json};
@@ -58,6 +58,8 @@ pub struct ImagePart {
     pub start: u64,
     /// The image.
     pub image: OpenImage,
+    /// The form of its file system.
+    form: TreeForm,
 }
 
 impl OpenImage {
@@ -219,8 +221,8 @@ impl OpenImage {
             }
             parts.push(image);
         }
-        OpenImage::joined(&shown_base, parts, options)
-            .map_err(|error| cannot(&layers[layers.len() - 1]).caused_by(&error))
+        let top = &layers[layers.len() - 1];
+        OpenImage::joined(&shown_base, parts, options, &|| cannot(top))
     }
 
     /// The `count` lowest layers of this stack as an image.
@@ -246,37 +248,41 @@ impl OpenImage {
         });
         let files = files.collect::<Result<Vec<_>, CommandError>>()?;
         let name = PathBuf::from(format!("{shown}#layers={count}"));
-        OpenImage::joined(&name, files, options).map_err(|error| cannot().caused_by(&error))
+        OpenImage::joined(&name, files, options, &cannot)
     }
 
-    /// Shows `images`, the lowest first, as one image with this name.
+    /// Shows `images`, the lowest first, as one image with this name. `cannot` is the error of a
+    /// merge that fails.
     fn joined(
         name: &Path,
         images: Vec<OpenImage>,
         options: &OpenOptions,
-    ) -> Result<Self, ConvertError> {
-        let parts: Vec<JoinPart> = images
+        cannot: &dyn Fn() -> CommandError,
+    ) -> Result<Self, CommandError> {
+        let parts = images
             .iter()
-            .map(|image| JoinPart {
-                image: image.image().clone(),
-                name: image.name.display().to_string(),
-                form: image.form(),
+            .map(|image| {
+                Ok(JoinPart {
+                    image: image.image().clone(),
+                    name: image.name.display().to_string(),
+                    form: image.form()?,
+                })
             })
-            .collect();
+            .collect::<Result<Vec<_>, CommandError>>()?;
         let mut described = Map::new();
         let over = hex(&identity_of(&images));
         described.insert("commit".into(), json!({ "over": over }));
-        if let Ok(metadata) = images[0].metadata()
-            && let Some(config) = metadata.get("config")
-        {
+        if let Some(config) = images[0].metadata()?.get("config") {
             described.insert("config".into(), config.clone());
         }
-        let Joined { image, starts } = join(&parts, described, options)?;
+        let Joined { image, starts } =
+            join(&parts, described, options).map_err(|error| cannot().caused_by(&error))?;
         let opened = opened_alone(image, images[0].opened.path.clone());
         let mut joined = OpenImage::of(name, opened);
-        let parts = starts.into_iter().zip(images);
+        let forms = parts.into_iter().map(|part| part.form);
+        let parts = starts.into_iter().zip(images).zip(forms);
         joined.parts = parts
-            .map(|(start, image)| ImagePart { start, image })
+            .map(|((start, image), form)| ImagePart { start, image, form })
             .collect();
         Ok(joined)
     }
@@ -329,12 +335,13 @@ impl OpenImage {
             .context(|| format!("cannot read {}", self.name.display()))
     }
 
-    /// The form of its file system. An image whose metadata cannot be read counts as whole.
-    pub fn form(&self) -> TreeForm {
-        match self.metadata() {
-            Ok(metadata) if metadata.get("layer").is_some() => TreeForm::Layer,
-            _ => TreeForm::Whole,
-        }
+    /// The form of its file system. Unreadable metadata is an error: the whiteouts of a layer would
+    /// be devices in a whole image.
+    pub fn form(&self) -> Result<TreeForm, CommandError> {
+        Ok(match self.metadata()?.get("layer") {
+            Some(_) => TreeForm::Layer,
+            None => TreeForm::Whole,
+        })
     }
 
     /// Opens the image that the user calls `name`, and checks its root hash if `pinned` gives one.
@@ -599,7 +606,7 @@ impl Shown for OpenImage {
             Ok::<_, ViewError>(JoinPart {
                 image: image.map_err(ViewError::Image)?,
                 name: part.image.name.display().to_string(),
-                form: part.image.form(),
+                form: part.form,
             })
         });
         let parts = parts.collect::<Result<Vec<_>, _>>()?;

@@ -77,13 +77,19 @@ pub struct Record {
     pub remote: Option<RemoteLayer>,
 }
 
+/// The field of a record that every schema has.
+#[derive(Deserialize)]
+struct OnlySchema {
+    schema: String,
+}
+
 /// A layer of an image in BCoW form in a registry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteLayer {
     /// The name of the image, with the digest of its manifest.
     pub image: String,
     /// The number of layers of the image that the snapshot shows, counted from the lowest. At least
-    /// 1.
+    /// 1, and at most the number of layers of the image.
     pub layers: usize,
     /// The root hashes of the files of the image: the stack, then the layers from the lowest.
     pub files: Vec<String>,
@@ -100,7 +106,7 @@ impl RemoteLayer {
 
     /// Whether this is the uppermost layer of the image.
     pub fn is_whole(&self) -> bool {
-        self.layers + 1 == self.files.len()
+        self.files.len().checked_sub(1) == Some(self.layers)
     }
 }
 
@@ -159,13 +165,32 @@ impl Record {
 
     /// Reads what [`encode`](Self::encode) wrote. The error says what is wrong.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let record: Record = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        let invalid = |error: serde_json::Error| error.to_string();
+        let unsupported = |schema: &str| format!("unsupported schema {schema:?}");
+        // The other fields of a newer schema may have types and values that are unknown here.
+        let OnlySchema { schema } = serde_json::from_slice(bytes).map_err(invalid)?;
+        if ![SCHEMA, SCHEMA_REMOTE].contains(&&*schema) {
+            return Err(unsupported(&schema));
+        }
+        let record: Record = serde_json::from_slice(bytes).map_err(invalid)?;
         let expected = match record.remote {
             None => SCHEMA,
             Some(_) => SCHEMA_REMOTE,
         };
-        if record.schema != expected {
-            return Err(format!("unsupported schema {:?}", record.schema));
+        if schema != expected {
+            return Err(unsupported(&schema));
+        }
+        if let Some(remote) = &record.remote {
+            let count = remote.files.len().saturating_sub(1);
+            if !(1..=count).contains(&remote.layers) {
+                return Err(format!(
+                    "it shows {} layers of an image with {count} layers",
+                    remote.layers
+                ));
+            }
+            if record.has_layer {
+                return Err("its layer is on the disk and in a registry".to_owned());
+            }
         }
         if record.name.is_empty() {
             return Err("the name is empty".to_owned());
@@ -231,9 +256,38 @@ mod tests {
             (&line.replace("shot/1", "shot/2")[..], "unsupported schema"),
             (&line.replace("\"a\"", "\"\""), "the name is empty"),
             (&line.replace("active", "other"), "unknown variant"),
+            // A newer schema is named even if its other fields are unknown.
+            (
+                &line.replace("shot/1", "shot/9").replace("active", "other"),
+                "unsupported schema \"bcow.snapshot/9\"",
+            ),
         ] {
             let error = Record::decode(bad.as_bytes()).unwrap_err();
             assert!(error.contains(expected), "{bad}: {error}");
         }
+    }
+
+    #[test]
+    fn impossible_layers_in_a_registry_are_refused() {
+        let record = |layers, has_layer| {
+            let remote = RemoteLayer {
+                image: "docker://h/r@sha256:a".to_owned(),
+                layers,
+                files: vec!["s".into(), "1".into(), "2".into()],
+            };
+            let record = Record::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
+            let mut record = record.in_registry(remote);
+            record.has_layer = has_layer;
+            Record::decode(&record.encode().unwrap())
+        };
+        for layers in [1, 2] {
+            record(layers, false).unwrap();
+        }
+        for layers in [0, 3, usize::MAX] {
+            let error = record(layers, false).unwrap_err();
+            assert!(error.contains("of an image with 2 layers"), "{error}");
+        }
+        let error = record(1, true).unwrap_err();
+        assert!(error.contains("on the disk and in a registry"), "{error}");
     }
 }

@@ -291,6 +291,20 @@ class Remote(WebCase):
             shown = self.bcow("fsck", "--data", url, check=False)
             self.assertIn(b"hint: replace the damaged file on the server", shown.err)
 
+    def test_damaged_disk_on_a_server_gets_the_hints_for_disks(self):
+        disk = os.path.join(self.served, "disk.bcow")
+        raw = self.path("disk.raw")
+        write_file(raw, os.urandom(1 << 20))
+        bcow("convert", "--compress", "none", f"raw:{raw}", disk, timeout=TIMEOUT)
+        with open(disk, "r+b") as file:
+            file.seek(1 << 19)
+            file.write(b"wrong")
+        with self.server() as server:
+            shown = self.bcow("fsck", "--data", server.url("disk.bcow"), check=False)
+        self.assertEqual(shown.code, 4, str(shown))
+        self.assertIn(b"qemu-img convert --salvage", shown.err)
+        self.assertNotIn(b"bcow convert", shown.err)
+
     def test_damaged_and_missing_bytes_are_restored_from_the_server(self):
         broken = os.path.join(self.cache, "broken.bcow")
         with self.server() as server:

@@ -174,8 +174,10 @@ fn attach(
         let services = served.services("attach", |_| vec![place.clone()]);
         let _published = running::publish(services);
         if let Err(error) = attached(args, ui, device, readiness, signals) {
-            // No other process knows of the device yet, so it is removed.
-            device.detach()?;
+            // No other process knows of the device yet, so it is removed, and no data is lost.
+            if let Err(other) = device.disconnect() {
+                ui.warning(full_text(&other));
+            }
             return Err(error);
         }
         match serving.join() {
@@ -194,8 +196,12 @@ fn attached(
     signals: Signals,
 ) -> Result<(), CommandError> {
     let ours = device.clone();
-    // Should that fail, the device is still there for another try.
-    signals.on_first(move || drop(ours.detach()))?;
+    signals.on_first(move || {
+        // Should that fail, the device is still there for another try.
+        if let Err(error) = ours.flush().and_then(|()| ours.disconnect()) {
+            tracing::error!("{}", full_text(&error));
+        }
+    })?;
     match readiness {
         Some(readiness) => readiness.announce().map_err(|error| daemon_failure(&error)),
         None => {
@@ -207,6 +213,13 @@ fn attached(
             Ok(())
         }
     }
+}
+
+/// The error with its causes, in one line.
+fn full_text(error: &CommandError) -> String {
+    let causes = error.causes().iter().map(String::as_str);
+    let parts: Vec<&str> = std::iter::once(error.message()).chain(causes).collect();
+    parts.join(": ")
 }
 
 /// One per CPU, up to a limit: each connection adds threads.

@@ -19,7 +19,8 @@ pub struct Args {
     /// The device: /dev/nbdN
     #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
     device: PathBuf,
-    /// Detach the device even if it is mounted or in use; programs that use it then get I/O errors
+    /// Detach the device even if it is mounted or in use, or if the flush fails; programs that use
+    /// it then get I/O errors, and data that was not flushed is lost
     #[arg(short, long)]
     force: bool,
 }
@@ -31,14 +32,22 @@ pub fn run(args: &Args) -> Result<(), CommandError> {
     let Some(server) = device.attached_by() else {
         return Err(CommandError::new(format!("{shown} is not attached")));
     };
-    if !args.force
-        && let Some(user) = device.in_use_by()
-    {
-        return Err(CommandError::new(format!("cannot detach {shown}"))
-            .caused_by_text(user)
-            .hint("unmount the device first, or use --force"));
+    let cannot = || CommandError::new(format!("cannot detach {shown}"));
+    if !args.force {
+        match device.in_use_by() {
+            Ok(None) => {}
+            Ok(Some(user)) => {
+                let failure = cannot().caused_by_text(user);
+                return Err(failure.hint("unmount the device first, or use --force"));
+            }
+            Err(error) => {
+                let failure = cannot().caused_by(&error);
+                return Err(failure.hint("--force does not check whether the device is in use"));
+            }
+        }
     }
-    device.detach()?;
+    let flushed = device.flush();
+    let unflushed = disconnect(flushed, args.force, || device.disconnect())?;
     // The end of a server of another program is not waited for.
     let name = std::fs::read_to_string(format!("/proc/{server}/comm")).unwrap_or_default();
     let process = PathBuf::from(format!("/proc/{server}"));
@@ -51,7 +60,28 @@ pub fn run(args: &Args) -> Result<(), CommandError> {
                 SERVER_EXIT_TIMEOUT.as_secs()
             ))
             .hint("the disk is in use until that process has ended; `bcow ps` shows its state")
-    })
+    })?;
+    match unflushed {
+        None => Ok(()),
+        Some(error) => Err(error.caused_by_text("the device is detached; unwritten data is lost")),
+    }
+}
+
+/// Disconnects the device after an attempt to flush it. If the flush failed, the device stays
+/// attached; with `force` it is disconnected, and the result has the error of the flush.
+fn disconnect(
+    flushed: Result<(), CommandError>,
+    force: bool,
+    disconnect: impl FnOnce() -> Result<(), CommandError>,
+) -> Result<Option<CommandError>, CommandError> {
+    let unflushed = match flushed {
+        Err(error) if !force => {
+            return Err(error.hint("--force detaches the device, and loses the unwritten data"));
+        }
+        flushed => flushed.err(),
+    };
+    disconnect()?;
+    Ok(unflushed)
 }
 
 /// The device or its disk is still in use.
@@ -85,6 +115,27 @@ mod tests {
     fn a_server_that_does_not_end_is_an_error() {
         assert!(wait_until_free(|| true, Duration::ZERO).is_ok());
         assert!(wait_until_free(|| false, Duration::ZERO).is_err());
+    }
+
+    #[test]
+    fn failed_flush_keeps_the_device_unless_forced() {
+        let error = || CommandError::new("cannot flush the device");
+        let run = |flushed, force| {
+            let mut disconnected = false;
+            let result = disconnect(flushed, force, || {
+                disconnected = true;
+                Ok(())
+            });
+            (disconnected, result)
+        };
+        assert!(matches!(run(Ok(()), false), (true, Ok(None))));
+        assert!(matches!(run(Err(error()), false), (false, Err(_))));
+        // The failure is reported all the same.
+        assert!(matches!(run(Err(error()), true), (true, Ok(Some(_)))));
+        let refused = disconnect(Err(error()), true, || {
+            Err(CommandError::new("not permitted"))
+        });
+        assert_eq!(refused.unwrap_err().message(), "not permitted");
     }
 
     #[test]

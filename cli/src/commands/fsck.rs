@@ -8,17 +8,17 @@ mod upper;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::check::{self, CheckOptions};
-use bcow::format::compatible;
+use bcow::check::{self, CheckOptions, Repair};
+use bcow::format::{Use, compatible};
 use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::store::{self, Places};
+use bcow_oci::store::{self, Opened, Places, StoreError};
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
-use crate::disks::{is_disk, lock_for_reading, open_for_repair};
+use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
     LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
@@ -66,7 +66,7 @@ pub struct Args {
     /// The image of an upper [default: the path recorded in the upper]
     #[arg(value_name = "LOWER", value_hint = clap::ValueHint::FilePath)]
     below: Option<PathBuf>,
-    /// Read and verify every byte
+    /// Read and verify every byte. For a file on this machine, --root-hash implies --data
     #[arg(long)]
     data: bool,
     /// Repair errors that have exactly one correct repair: a damaged header slot; the log, free
@@ -94,7 +94,15 @@ pub struct Args {
 impl Args {
     /// Whether every byte is read. A restored file is read as a whole in any case.
     fn data(&self) -> bool {
-        self.data || self.from.is_some()
+        self.data || self.from.is_some() || self.is_pinned_file()
+    }
+
+    /// Whether --root-hash names the content of a file on this machine. The root in its header says
+    /// nothing about the content until all of it is hashed. Each read of an image on another
+    /// machine is verified.
+    fn is_pinned_file(&self) -> bool {
+        self.stores.remote.root_hash.is_some()
+            && !matches!(parse_name(&self.image), Ok(ImageName::Remote(_)))
     }
 }
 
@@ -255,28 +263,31 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     };
 
     let progress = ui.progress();
+    // Another image must not be changed. A file without a readable header has no root yet.
+    if let Some(file) = found
+        .file
+        .as_ref()
+        .filter(|file| header_of(&***file).is_some())
+    {
+        require_root(args, file)?;
+    }
     let mut repaired = Vec::new();
     if let Some(from) = &args.from {
         progress.phase("restoring");
         repaired = restore::run(args, &name, &found.path, from, places, threads)?;
     }
+    let mut was_damaged = !repaired.is_empty();
     if args.repair {
         progress.phase("repairing");
         let (file, _lock) = open_for_repair(&args.image, &found.path)?;
         let done = check::repair(file);
-        repaired.extend(done.context(|| format!("cannot repair {}", args.image.display()))?);
+        let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
+        was_damaged |= done.iter().any(Repair::is_of_damage);
+        repaired.extend(done.iter().map(Repair::to_string));
     }
     progress.phase("checking");
-    if let (Some(root), Some(file)) = (args.stores.remote.root_hash, &found.file) {
-        let tree = header_of(&**file).and_then(|header| header.merkle);
-        if tree.is_none_or(|tree| tree.root != root.0) {
-            return Err(
-                CommandError::new(format!("cannot check {}", shown.display()))
-                    .caused_by_text(format!("its root hash is not {root}")),
-            );
-        }
-    }
     if let Some(file) = &found.file {
+        require_root(args, file)?;
         lock_for_reading(&args.image, file, args.stores.share())?;
     }
     let target = Target {
@@ -288,8 +299,6 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         digest_code: "blob-digest",
     };
     let mut files = vec![check_file(&shown, target, &options)?];
-    // A damaged image may still name its layers. For a file that is not an image, `check_file` has
-    // already returned an error.
     let opening = OpenOptions::default();
     let opened = match remote.as_ref() {
         Some(image) => {
@@ -298,7 +307,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         }
         None => store::open(&name, places, &opening),
     };
-    if let Ok(opened) = opened {
+    if let Some(opened) = with_layers(&shown, opened, &files[0])? {
         let top = &mut files[0];
         top.findings
             .extend(opened.problems.iter().map(|problem| Finding {
@@ -335,16 +344,48 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         }
     }
     Ok(match errors {
-        0 if !repaired.is_empty() => exit::FSCK_REPAIRED,
+        0 if was_damaged => exit::FSCK_REPAIRED,
         0 => exit::DONE,
         _ => exit::FSCK_ERRORS_LEFT,
     })
 }
 
+/// The image with the files below it. `None` if damage that the check of its file has reported
+/// hides which files these are; a damaged image may still name them. Any other failure is an error:
+/// files below would go unchecked.
+fn with_layers(
+    image: &Path,
+    opened: Result<Opened, StoreError>,
+    top: &Checked,
+) -> Result<Option<Opened>, CommandError> {
+    match opened {
+        Ok(opened) => Ok(Some(opened)),
+        Err(StoreError::Open { source, .. }) if source.code().is_some() && top.errors() > 0 => {
+            Ok(None)
+        }
+        Err(error) => Err(cannot_open(image, &error)),
+    }
+}
+
+/// Refuses a file whose header has another root hash than --root-hash.
+fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
+    let Some(root) = args.stores.remote.root_hash else {
+        return Ok(());
+    };
+    let tree = header_of(file).and_then(|header| header.merkle);
+    match tree.is_some_and(|tree| tree.root == root.0) {
+        true => Ok(()),
+        false => Err(
+            CommandError::new(format!("cannot check {}", args.image.display()))
+                .caused_by_text(format!("its root hash is not {root}")),
+        ),
+    }
+}
+
 /// The place of findings about files below that are missing or wrong: the table of the file above
 /// names these files.
 const BACKING_TABLE: &str = "backing table";
-/// Limit on findings about files with damaged content.
+/// Limit on findings about files with damaged content in one file. The others are counted.
 const MAX_FILES: usize = 1000;
 /// Codes of the findings that `--repair` repairs.
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
@@ -372,9 +413,10 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
         return;
     }
     let top = &files[0];
-    if is_disk(&top.target.path) {
+    let header = header_of(&*top.target.file);
+    if header.is_some_and(|header| header.purpose != Use::Image) {
         // If the disk does not open, none of its data can be read.
-        if Image::open(&top.target.path, &OpenOptions::default()).is_ok() {
+        if Image::open_storage(top.target.file.clone(), &OpenOptions::default()).is_ok() {
             ui.hint(format_args!(
                 "these commands save the readable data of the disk: \
                  `bcow serve --read-only {image} --socket SOCKET` and \
@@ -488,16 +530,16 @@ fn check_file(
     // With --data, all blocks were read. If there was no error, no file is damaged. Otherwise a
     // second read finds out which files are damaged.
     let read_files = options.data && !report.is_sound();
-    let inodes = check_tree(path, target.file.clone(), read_files, &mut findings)?;
+    let tree = check_tree(path, target.file.clone(), read_files, &mut findings)?;
     Ok(Checked {
         target,
         findings,
-        omitted: report.omitted,
+        omitted: report.omitted + tree.omitted,
         tables: report.tables,
         blocks: report.blocks,
         bytes_read: report.bytes_read,
         writable: report.writable,
-        inodes,
+        inodes: tree.inodes,
     })
 }
 
@@ -686,22 +728,33 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
     )
 }
 
-/// Checks the file system in the file. Returns the number of inodes in the superblock. Returns
-/// `None` if the file has no file system, or if the image or the superblock is damaged.
+/// The result for the file system in a file, besides its findings.
+#[derive(Default)]
+struct CheckedTree {
+    /// The number of inodes in the superblock. `None` if the file has no file system, or if the
+    /// image or the superblock is damaged.
+    inodes: Option<u64>,
+    /// The number of damaged files beyond [`MAX_FILES`].
+    omitted: u64,
+}
+
+/// Checks the file system in the file.
 fn check_tree(
     path: &Path,
     storage: Arc<dyn Storage>,
     read_files: bool,
     findings: &mut Vec<Finding>,
-) -> Result<Option<u64>, CommandError> {
+) -> Result<CheckedTree, CommandError> {
     let image = match Image::open_storage(storage, &OpenOptions::default()) {
         Ok(image) => image,
         // The check of the structure has already reported this damage.
-        Err(error) if error.code().is_some() && !findings.is_empty() => return Ok(None),
+        Err(error) if error.code().is_some() && !findings.is_empty() => {
+            return Ok(CheckedTree::default());
+        }
         Err(error) => return Err(cannot_open_file(path, path, &error)),
     };
     if !image.header().features.has_compatible(compatible::EROFS) {
-        return Ok(None);
+        return Ok(CheckedTree::default());
     }
     let filesystem = match Filesystem::open(image.clone()) {
         Ok(filesystem) => filesystem,
@@ -712,7 +765,7 @@ fn check_tree(
                 place: "superblock".into(),
                 message: error.to_string(),
             });
-            return Ok(None);
+            return Ok(CheckedTree::default());
         }
     };
     // The check of the blocks covers the content of files. `damaged_files` names the damaged ones.
@@ -736,7 +789,10 @@ fn check_tree(
         found.len()
     );
     findings.extend(found.into_iter().map(Finding::from));
-    let inodes = filesystem.superblock().inodes;
+    let mut tree = CheckedTree {
+        inodes: Some(filesystem.superblock().inodes),
+        omitted: 0,
+    };
     if read_files {
         let unreadable = unreadable_ranges(&image);
         for UnreadableRange { bytes, error } in &unreadable {
@@ -748,7 +804,78 @@ fn check_tree(
             );
         }
         let damaged = damaged_files(&filesystem, &unreadable, MAX_FILES);
-        findings.extend(damaged.into_iter().map(Finding::from));
+        findings.extend(damaged.files.into_iter().map(Finding::from));
+        tree.omitted = damaged.omitted;
     }
-    Ok(Some(inodes))
+    Ok(tree)
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::{Error, MemoryStorage};
+
+    use super::*;
+
+    fn checked(findings: Vec<Finding>) -> Checked {
+        Checked {
+            target: Target {
+                name: "a".into(),
+                label: "a".into(),
+                path: "a".into(),
+                file: Arc::new(MemoryStorage::new(Vec::new())),
+                digest: None,
+                digest_code: "blob-digest",
+            },
+            findings,
+            omitted: 0,
+            tables: 0,
+            blocks: 0,
+            bytes_read: 0,
+            writable: None,
+            inodes: None,
+        }
+    }
+
+    #[test]
+    fn image_that_does_not_open_after_its_check_is_an_error() {
+        let unreadable = || {
+            Err(StoreError::Open {
+                path: "a".into(),
+                source: Error::Io {
+                    action: "read",
+                    offset: 0,
+                    source: std::io::ErrorKind::TimedOut.into(),
+                },
+            })
+        };
+        let damaged = || {
+            Err(StoreError::Open {
+                path: "a".into(),
+                source: Error::Merkle { start: 0, end: 1 },
+            })
+        };
+        let found = |error| {
+            checked(vec![Finding {
+                error,
+                code: "merkle",
+                place: "byte 0".into(),
+                message: "differs".into(),
+            }])
+        };
+        let image = Path::new("a");
+        let text = |opened, top: &Checked| match with_layers(image, opened, top) {
+            Ok(opened) => panic!("no error, {}", opened.is_some()),
+            Err(error) => error.causes().join(": "),
+        };
+        // The layers would be unchecked, and the image called clean.
+        assert!(text(unreadable(), &checked(Vec::new())).contains("timed out"));
+        assert!(text(unreadable(), &found(true)).contains("timed out"));
+        assert!(text(damaged(), &checked(Vec::new())).contains("Merkle"));
+        assert!(text(damaged(), &found(false)).contains("Merkle"));
+        // Reported damage is no reason to stop.
+        assert!(matches!(
+            with_layers(image, damaged(), &found(true)),
+            Ok(None)
+        ));
+    }
 }

@@ -2,8 +2,13 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
 
-use crate::support::{Sandbox, sample};
+use serde_json::Value;
+
+use crate::support::{Sandbox, Tar, missing, sample};
 
 /// Fails with a message that has each of these words; the files in the directory are what they
 /// were.
@@ -197,4 +202,98 @@ fn counts_of_one_are_singular() {
     let output = sandbox.run(&["convert", "one.bcow", "raw:out"]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("disk of 1 B (1 byte)"), "{text}");
+}
+
+/// An image of two layers in the layout `source`.
+fn image_in_layers() -> Sandbox {
+    let sandbox = Sandbox::new();
+    for (name, content) in [("low", &b"low"[..]), ("high", b"high")] {
+        let archive = Tar::new().directory("./").file(name, content).finish();
+        sandbox.write(&format!("{name}.tar"), &archive);
+    }
+    sandbox.layout("source", "x", &["low.tar", "high.tar"]);
+    sandbox
+}
+
+/// The layers in a report about `containerd-cache:`.
+fn cached_layers(json: &[u8]) -> Vec<Value> {
+    let report: Value = serde_json::from_slice(json).unwrap();
+    report["layers"].as_array().unwrap().clone()
+}
+
+#[test]
+fn files_of_a_containerd_cache_follow_the_umask() {
+    let sandbox = image_in_layers();
+    for (umask, mode) in [("077", 0o600), ("022", 0o644)] {
+        let cache = format!("containerd-cache:cache-{umask}");
+        let mut convert = Command::new("sh");
+        let script = format!("umask {umask} && exec \"$@\"");
+        convert.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_bcow")]);
+        convert.args(["convert", "--json", "oci:source:x", &cache]);
+        let output = convert.current_dir(sandbox.path("")).output().unwrap();
+        let layers = cached_layers(&output.stdout);
+        assert_eq!(layers.len(), 2);
+        for layer in &layers {
+            let file = sandbox.path(layer["file"].as_str().unwrap());
+            let found = file.metadata().unwrap().permissions().mode() & 0o777;
+            assert_eq!(found, mode, "umask {umask}");
+        }
+    }
+}
+
+#[test]
+fn kept_files_of_a_containerd_cache_are_reported_as_they_are() {
+    let sandbox = image_in_layers();
+    let convert = [
+        "convert",
+        "--json",
+        "oci:source:x",
+        "containerd-cache:cache",
+    ];
+    let layers = cached_layers(&sandbox.ok(&convert));
+    let sizes = |layers: &[Value]| -> Vec<u64> {
+        let sizes = layers.iter().map(|layer| layer["file_bytes"].as_u64());
+        sizes.map(Option::unwrap).collect()
+    };
+    let [low, high] = sizes(&layers)[..] else {
+        panic!("{layers:?}");
+    };
+    // A file of another version of the program may have another size.
+    let file = layers[1]["file"].as_str().unwrap();
+    sandbox.patch(file, |bytes| bytes.resize(high as usize + 4096, 0));
+    // One of two files is missing.
+    std::fs::remove_file(sandbox.path(layers[0]["file"].as_str().unwrap())).unwrap();
+    let again = cached_layers(&sandbox.ok(&convert));
+    assert_eq!(sizes(&again), [low, high + 4096]);
+    let is_new = |layer: &Value| layer["is_new"].as_bool().unwrap();
+    assert_eq!(again.iter().map(is_new).collect::<Vec<_>>(), [true, false]);
+    // All are there, so no layer is read: the damage of both remains unknown.
+    for archive in ["low.tar", "high.tar"] {
+        let digest = bcow_oci::Digest::of(&sandbox.read(archive)).hex();
+        sandbox.patch(&format!("source/blobs/sha256/{digest}"), |bytes| {
+            bytes.fill(1)
+        });
+    }
+    let again = cached_layers(&sandbox.ok(&convert));
+    assert_eq!(sizes(&again), [low, high + 4096]);
+    assert!(!again.iter().any(is_new));
+    assert_eq!(std::fs::read_dir(sandbox.path("cache")).unwrap().count(), 1);
+}
+
+#[test]
+fn failed_link_leaves_no_directory_in_a_containerd_cache() {
+    let sandbox = image_in_layers();
+    let Ok(elsewhere) = tempfile::tempdir_in("/dev/shm") else {
+        return missing("/dev/shm", &"it is not writable");
+    };
+    let device = |path: &Path| path.metadata().unwrap().dev();
+    if device(elsewhere.path()) == device(&sandbox.path("")) {
+        return missing("a second file system", &"/dev/shm is the one of the tests");
+    }
+    // No file can have a second name on another file system.
+    std::fs::create_dir(sandbox.path("cache")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), sandbox.path("cache/sha256")).unwrap();
+    let shown = sandbox.shown(&["convert", "oci:source:x", "containerd-cache:cache"]);
+    assert!(shown.ends_with("--- exit status 1\n"), "{shown}");
+    assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::support::{Sandbox, noise, snapshot};
+use crate::support::{Sandbox, Tar, noise, snapshot};
 
 fn inspect(sandbox: &Sandbox, name: &str) -> Value {
     serde_json::from_slice(&sandbox.ok(&["inspect", "--json", name])).unwrap()
@@ -53,6 +53,80 @@ fn damaged_file_content() {
         sandbox.ok(&["cat", "image.bcow", "etc/motd"]),
         b"Welcome.\n"
     );
+}
+
+/// The root hash of an image, as `--root-hash` takes it.
+fn root_hash(sandbox: &Sandbox, name: &str) -> String {
+    let root = inspect(sandbox, name)["merkle"]["root"].clone();
+    root.as_str().unwrap().to_owned()
+}
+
+#[test]
+fn fsck_with_a_root_hash_reads_every_byte() {
+    let sandbox = Sandbox::with_image();
+    let root = format!("--root-hash={}", root_hash(&sandbox, "image.bcow"));
+    let check = ["fsck", "--json", &root, "image.bcow"];
+    let json: Value = serde_json::from_slice(&sandbox.ok(&check)).unwrap();
+    assert_eq!(
+        (&json["checked"], &json["data"]),
+        (&"all".into(), &true.into())
+    );
+    let at = find(&sandbox, "image.bcow", &noise(10_000)[..64]);
+    flip(&sandbox, "image.bcow", at);
+    sandbox.ok(&["fsck", "image.bcow"]);
+    let shown = sandbox.shown(&["fsck", &root, "image.bcow"]);
+    assert!(shown.contains("error merkle: "), "{shown}");
+    assert!(shown.ends_with("--- exit status 4\n"), "{shown}");
+}
+
+#[test]
+fn file_with_another_root_hash_is_not_repaired() {
+    let sandbox = Sandbox::with_image();
+    let root = format!("--root-hash={}", root_hash(&sandbox, "image.bcow"));
+    let good = sandbox.read("image.bcow");
+    sandbox.write("copy.bcow", &good);
+    flip(&sandbox, "image.bcow", 60);
+    let damaged = sandbox.read("image.bcow");
+    let other = format!("--root-hash={}", "0".repeat(64));
+    for from in [&[][..], &["--from=copy.bcow"]] {
+        let repair = [&["fsck", "--repair", &other], from, &["image.bcow"]].concat();
+        let shown = sandbox.shown(&repair);
+        assert!(shown.contains("its root hash is not"), "{shown}");
+        assert!(shown.ends_with("--- exit status 8\n"), "{shown}");
+        assert!(sandbox.read("image.bcow") == damaged, "{shown}");
+    }
+    let shown = sandbox.shown(&["fsck", "--repair", &root, "image.bcow"]);
+    assert!(shown.ends_with("--- exit status 1\n"), "{shown}");
+    assert!(sandbox.read("image.bcow") == good, "{shown}");
+}
+
+#[test]
+fn damaged_files_beyond_the_limit_are_counted() {
+    let sandbox = Sandbox::new();
+    let content = noise(10_000);
+    let mut archive = Tar::new().directory("./");
+    for number in 0..1003 {
+        archive = archive.file(&format!("{number}"), &content);
+    }
+    sandbox.write("many.tar", &archive.finish());
+    sandbox.ok(&[
+        "convert",
+        "--compress=none",
+        "--block-size=4K",
+        "tar:many.tar",
+        "many.bcow",
+    ]);
+    let at = find(&sandbox, "many.bcow", &content[..64]);
+    flip(&sandbox, "many.bcow", at);
+    let output = sandbox.run(&["fsck", "--data", "--json", "many.bcow"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let findings = json["findings"].as_array().unwrap();
+    let named = findings.iter().filter(|found| found["code"] == "file-data");
+    assert_eq!(named.count(), 1000);
+    assert_eq!(json["findings_omitted"], 3);
+    assert_eq!(json["errors"], findings.len() + 3);
+    let shown = sandbox.shown(&["fsck", "--data", "many.bcow"]);
+    assert!(shown.contains("\n... and 3 more\n"), "{shown}");
 }
 
 #[test]

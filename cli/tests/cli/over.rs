@@ -286,3 +286,17 @@ fn layers_are_written_as_oci_layers_and_archives() {
     sandbox.ok(&["convert", "oci:out:x", "back.bcow"]);
     assert_eq!(sandbox.ok(&["diff", "back.bcow", "merged.bcow"]), b"");
 }
+
+#[test]
+fn image_with_unreadable_metadata_is_not_joined() {
+    let sandbox = layered();
+    let name = "base.bcow";
+    sandbox.ok(&["ls", name, "--layer=one.bcow"]);
+    let at = u64::from_le_bytes(sandbox.read(name)[88..96].try_into().unwrap());
+    sandbox.patch(name, |file| file[at as usize] ^= 0x40);
+    // The metadata says whether the image is a layer, whose whiteouts are not files.
+    let text = sandbox.shown(&["ls", name, "--layer=one.bcow"]);
+    assert!(text.contains("cannot read base.bcow"), "{text}");
+    assert!(text.ends_with("--- exit status 1\n"), "{text}");
+    sandbox.ok(&["ls", name]);
+}

@@ -59,7 +59,17 @@ pub struct DamagedFile<'r> {
     pub range: &'r UnreadableRange,
 }
 
-/// Finds the files with content in one of `ranges`, which are in order; at most `limit` names.
+/// The files that [`damaged_files`] found.
+#[derive(Debug, Default)]
+pub struct DamagedFiles<'r> {
+    /// The first files, in the order of the tree.
+    pub files: Vec<DamagedFile<'r>>,
+    /// The number of further files.
+    pub omitted: u64,
+}
+
+/// Finds the files with content in one of `ranges`, which are in order. The result names at most
+/// `limit` of them.
 ///
 /// The search reads maps only: the files of a hostile image can be very long, all with the same
 /// content. It leaves out parts of the tree that cannot be read.
@@ -67,10 +77,10 @@ pub fn damaged_files<'r>(
     fs: &Filesystem,
     ranges: &'r [UnreadableRange],
     limit: usize,
-) -> Vec<DamagedFile<'r>> {
-    let mut damaged = Vec::new();
+) -> DamagedFiles<'r> {
+    let mut damaged = DamagedFiles::default();
     let mut walk = Walk::new(fs);
-    while damaged.len() < limit {
+    loop {
         let inode = match walk.next() {
             Ok(Some(inode)) => inode,
             Ok(None) => break,
@@ -79,8 +89,12 @@ pub fn damaged_files<'r>(
         if inode.kind == FileType::Regular
             && let Some((offset, range)) = first_unreadable(fs, &inode, ranges)
         {
+            if damaged.files.len() == limit {
+                damaged.omitted += 1;
+                continue;
+            }
             let path = [b"/", walk.path()].concat();
-            damaged.push(DamagedFile {
+            damaged.files.push(DamagedFile {
                 path,
                 offset,
                 range,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::archive::{Archive, Files};
 use crate::blob::Blob;
+use crate::digest::DiffId;
 use crate::error::ConvertError;
 use crate::image::Image;
 use crate::layer::LayerInput;
@@ -83,6 +84,20 @@ impl Input {
             Input::Directory(_) => None,
         }
     }
+}
+
+/// The diffIDs of the layers of `source`, lowest first, without reading a layer. `None` if the
+/// source does not record them: a directory, or a tar archive.
+pub fn diff_ids(
+    source: &Source,
+    options: &ConvertOptions,
+) -> Result<Option<Vec<DiffId>>, ConvertError> {
+    if matches!(source, Source::Tar(_) | Source::Directory(_)) {
+        return Ok(None);
+    }
+    let input = Input::open(source, options)?;
+    let layers = input.image().map_or(&[][..], |image| &image.layers);
+    Ok(layers.iter().map(|layer| layer.diff_id.clone()).collect())
 }
 
 /// Logs the image that was found.

@@ -85,6 +85,7 @@ pub use digest::{DiffId, Digest};
 pub use error::{ConvertError, ErrorKind, ImageForm, LimitKind, Place, TarProblem};
 #[cfg(feature = "testing")]
 pub use fuzz::fuzz_ingest;
+pub use input::diff_ids;
 pub use layered::{
     LayerOrigin, LayoutOptions, LayoutReport, StackReport, StoredLayerReport, convert_to_layout,
     convert_trees,

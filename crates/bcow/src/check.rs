@@ -21,7 +21,7 @@ mod repair;
 mod restore;
 mod space;
 
-pub use repair::repair;
+pub use repair::{Repair, repair};
 pub use restore::{RestoreError, Restored, restore};
 
 /// Most findings that a report keeps; a file of random bytes would have millions.

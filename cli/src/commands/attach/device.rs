@@ -79,57 +79,93 @@ impl NbdDevice {
 
     /// Describes a use of the device or of a partition of it: a mount in this mount namespace,
     /// swap, or another device on top. A program that has the device open is not found, nor is a
-    /// mount whose file system has a device number of its own (btrfs).
-    pub fn in_use_by(&self) -> Option<String> {
+    /// mount whose file system has a device number of its own (btrfs). An error means that the use
+    /// is unknown.
+    pub fn in_use_by(&self) -> io::Result<Option<String>> {
         let name = format!("nbd{}", self.index);
-        let block = PathBuf::from("/sys/block").join(&name);
-        let mut parts = vec![block.clone()];
-        for entry in fs::read_dir(&block).into_iter().flatten().flatten() {
-            if entry.file_name().to_string_lossy().starts_with(&name) {
-                parts.push(entry.path());
-            }
-        }
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
-        parts.iter().find_map(|part| {
-            let number = fs::read_to_string(part.join("dev")).ok()?;
-            let part_name = part.file_name()?.to_string_lossy().into_owned();
-            mounted_at(&mounts, number.trim())
-                .map(|place| format!("{part_name} is mounted at {place}"))
-                .or_else(|| {
-                    let swap = format!("/dev/{part_name} ");
-                    swaps
-                        .lines()
-                        .any(|line| line.starts_with(&swap))
-                        .then(|| format!("{part_name} is used for swap"))
-                })
-                .or_else(|| {
-                    let holder = fs::read_dir(part.join("holders")).ok()?.next()?.ok()?;
-                    let holder = holder.file_name().to_string_lossy().into_owned();
-                    Some(format!("{part_name} is part of {holder}"))
-                })
-        })
+        find_use(Path::new("/sys/block"), Path::new("/proc"), &name)
     }
 
-    /// Writes the dirty pages of the device to the server and flushes it, then detaches the device.
-    /// If the flush fails, the device stays attached.
-    pub fn detach(&self) -> Result<(), CommandError> {
+    /// Writes the dirty pages of the device to the server and flushes it.
+    pub fn flush(&self) -> Result<(), CommandError> {
         File::open(&self.path)
             .and_then(|device| device.sync_all())
-            .context(|| format!("cannot flush {}", self.path.display()))?;
+            .context(|| format!("cannot flush {}", self.path.display()))
+    }
+
+    /// Detaches the device. Data that was not flushed is lost.
+    pub fn disconnect(&self) -> Result<(), CommandError> {
         Driver::open()
             .and_then(|mut driver| driver.disconnect(self.index))
             .map_err(|error| driver_failure(&error))
     }
 }
 
+/// See [`NbdDevice::in_use_by`]. `blocks` is /sys/block, and `processes` is /proc.
+fn find_use(blocks: &Path, processes: &Path, name: &str) -> io::Result<Option<String>> {
+    let block = blocks.join(name);
+    let mut parts = vec![block.clone()];
+    for entry in fs::read_dir(&block).map_err(unreadable(&block))? {
+        let entry = entry.map_err(unreadable(&block))?;
+        if entry.file_name().to_string_lossy().starts_with(name) {
+            parts.push(entry.path());
+        }
+    }
+    let mounts = processes.join("self/mountinfo");
+    let mounts = fs::read(&mounts).map_err(unreadable(&mounts))?;
+    // A kernel without swap has no such file.
+    let swaps = if_there(&processes.join("swaps"), |swaps| fs::read(swaps))?.unwrap_or_default();
+    for part in parts {
+        let part_name = part.file_name().unwrap_or_default().to_string_lossy();
+        // A partition can vanish meanwhile.
+        let Some(number) = if_there(&part.join("dev"), |dev| fs::read_to_string(dev))? else {
+            continue;
+        };
+        if let Some(place) = mounted_at(&mounts, number.trim()) {
+            return Ok(Some(format!("{part_name} is mounted at {place}")));
+        }
+        let swap = format!("/dev/{part_name} ");
+        let mut swaps = swaps.split(|&byte| byte == b'\n');
+        if swaps.any(|line| line.starts_with(swap.as_bytes())) {
+            return Ok(Some(format!("{part_name} is used for swap")));
+        }
+        let first = |holders: &Path| fs::read_dir(holders)?.next().transpose();
+        if let Some(holder) = if_there(&part.join("holders"), first)?.flatten() {
+            let holder = holder.file_name().to_string_lossy().into_owned();
+            return Ok(Some(format!("{part_name} is part of {holder}")));
+        }
+    }
+    Ok(None)
+}
+
+/// The result of `read`; `None` if the file does not exist.
+fn if_there<T>(path: &Path, read: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<Option<T>> {
+    match read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some).map_err(unreadable(path)),
+    }
+}
+
+/// Adds the path to an error.
+fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> io::Error {
+    move |error| {
+        io::Error::new(
+            error.kind(),
+            format!("cannot read {}: {error}", path.display()),
+        )
+    }
+}
+
 /// The first mountpoint of the device `number` (`MAJOR:MINOR`) in `mounts`, the content of
 /// /proc/self/mountinfo. The kernel's escapes, such as `\040`, remain in it.
-fn mounted_at<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
-    mounts.lines().find_map(|line| {
-        let mut fields = line.split(' ');
-        (fields.nth(2)? == number).then(|| fields.nth(1)).flatten()
-    })
+fn mounted_at(mounts: &[u8], number: &str) -> Option<String> {
+    let place = mounts.split(|&byte| byte == b'\n').find_map(|line| {
+        let mut fields = line.split(|&byte| byte == b' ');
+        (fields.nth(2)? == number.as_bytes())
+            .then(|| fields.nth(1))
+            .flatten()
+    });
+    place.map(|place| String::from_utf8_lossy(place).into_owned())
 }
 
 /// The major number of nbd devices (linux/major.h).
@@ -163,10 +199,54 @@ mod tests {
 
     #[test]
     fn mounts_are_found_by_device_number() {
-        let mounts = "22 1 254:0 / / rw - ext4 /dev/vda rw\n\
-                      40 22 43:32 / /mnt/a\\040b rw,relatime shared:1 - ext4 /dev/nbd1 rw\n";
-        assert_eq!(mounted_at(mounts, "43:32"), Some("/mnt/a\\040b"));
+        // The kernel does not escape bytes that are no UTF-8.
+        let mounts = b"22 1 254:0 / / rw - ext4 /dev/vda rw\n\
+                       39 22 254:1 / /mnt/\xff rw - ext4 /dev/vdb rw\n\
+                       40 22 43:32 / /mnt/a\\040b rw,relatime shared:1 - ext4 /dev/nbd1 rw\n";
+        let place = mounted_at(mounts, "43:32");
+        assert_eq!(place.as_deref(), Some("/mnt/a\\040b"));
         assert_eq!(mounted_at(mounts, "43:3"), None);
+    }
+
+    #[test]
+    fn unknown_use_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| {
+            let path = directory.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, bytes).unwrap();
+        };
+        let remove = |name: &str| fs::remove_file(directory.path().join(name)).unwrap();
+        let find = || find_use(directory.path(), &directory.path().join("proc"), "nbd0");
+        let error = find().unwrap_err().to_string();
+        assert!(
+            error.starts_with("cannot read ") && error.contains("/nbd0: "),
+            "{error}"
+        );
+        write("nbd0/dev", b"43:0\n");
+        write("nbd0/nbd0p1/dev", b"43:1\n");
+        let error = find().unwrap_err().to_string();
+        assert!(error.contains("/self/mountinfo: "), "{error}");
+        let other = b"22 1 254:0 / / rw - ext4 /dev/vda rw\n";
+        write("proc/self/mountinfo", other);
+        // Neither a kernel without swap nor a device without holders is an error.
+        assert_eq!(find().unwrap(), None);
+        write(
+            "proc/self/mountinfo",
+            b"40 22 43:1 / /mnt/\xff rw - ext4 /dev/nbd0p1 rw\n",
+        );
+        let user = find().unwrap().unwrap();
+        assert_eq!(user, "nbd0p1 is mounted at /mnt/\u{fffd}");
+        write("proc/self/mountinfo", other);
+        write("proc/swaps", b"Filename Type\n/dev/nbd0p1 partition\n");
+        assert_eq!(find().unwrap().unwrap(), "nbd0p1 is used for swap");
+        remove("proc/swaps");
+        write("nbd0/nbd0p1/holders/dm-0", b"");
+        assert_eq!(find().unwrap().unwrap(), "nbd0p1 is part of dm-0");
+        remove("nbd0/nbd0p1/holders/dm-0");
+        fs::create_dir(directory.path().join("proc/swaps")).unwrap();
+        let error = find().unwrap_err().to_string();
+        assert!(error.contains("/swaps: "), "{error}");
     }
 
     #[test]

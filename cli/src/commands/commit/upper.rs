@@ -159,7 +159,7 @@ impl UpperCommit<'_> {
         let whole = self.image.tree()?;
         let below = layers_of_stack(self.image, &metadata)?;
         let layers = match &below[..] {
-            [] if self.image.form() == TreeForm::Whole => {
+            [] if self.image.form()? == TreeForm::Whole => {
                 Layers::Base(whole.filesystem(), vec![&layer.filesystem])
             }
             [] => Layers::Stack(vec![whole.filesystem(), &layer.filesystem]),
@@ -270,7 +270,7 @@ impl UpperCommit<'_> {
     fn merged(&self, changes: Changes) -> Result<ErofsTree, CommandError> {
         let lower = self.image.tree()?.into_filesystem();
         let options = ReadOptions {
-            form: self.image.form(),
+            form: self.image.form()?,
             place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
             tails: LOWER_FROM,
             max_inodes: Limits::default().max_entries,

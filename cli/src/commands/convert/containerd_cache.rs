@@ -8,13 +8,14 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bcow::{Image, OpenOptions};
 use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK};
 use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Walk};
-use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, Source, convert_to_layout};
+use bcow_oci::{
+    ConvertOptions, DiffId, LayoutForm, LayoutOptions, Source, convert_to_layout, diff_ids,
+};
 use serde_json::json;
 
 use super::Args;
@@ -25,7 +26,7 @@ use crate::size::{Human, plural};
 use crate::ui::Ui;
 
 /// Writes the layers of `source` into `directory`, which is made if it is missing. An existing file
-/// is kept: containerd may have mounted it.
+/// is kept: containerd may have mounted it. If all files exist, no layer is read.
 pub fn run(
     args: &Args,
     source: &Source,
@@ -34,78 +35,30 @@ pub fn run(
     ui: &Ui,
 ) -> Result<(), CommandError> {
     check(args, source)?;
-    let cannot = || format!("cannot write containerd-cache:{}", directory.display());
-    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
-    let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
-    // Declared before `scratch`, so it is dropped after `scratch`: while the scratch directory
-    // exists, `directory` is not empty.
-    let new_directories = NewDirectories(missing);
-    fs::create_dir_all(directory).context(cannot)?;
-    for new in &new_directories.0 {
-        let parent = new.parent().filter(|parent| !parent.as_os_str().is_empty());
-        sync(parent.unwrap_or(Path::new("."))).context(cannot)?;
-    }
-    // On the file system of `directory`, so that link(2) can publish each file.
-    let scratch = tempfile::Builder::new()
-        .prefix(".bcow-")
-        .tempdir_in(directory)
-        .context(cannot)?;
-    let layout = LayoutOptions {
-        directory: scratch.path().join("layout"),
-        form: LayoutForm::Directory,
-        cache: args.cache.clone(),
-        ..LayoutOptions::default()
+    let cache = Cache { directory };
+    let layers = match cache.kept(source, options)? {
+        Some(layers) => layers,
+        None => cache.write(args, source, options, ui)?,
     };
-    let progress = ui.progress();
-    let report =
-        convert_to_layout(source, &layout, options, &progress).map_err(|error| failure(&error))?;
-    drop(progress);
-    let mut made = Vec::new();
-    for layer in &report.layers {
-        let diff_id = layer.diff_id.to_string();
-        let digest = layer.digest.to_string();
-        let (Some(name), Some(blob)) = (digits(&diff_id), digits(&digest)) else {
-            return Err(CommandError::new(cannot()).caused_by_text(format!(
-                "the diffID {diff_id} or the digest {digest} of its file is not a SHA-256"
-            )));
-        };
-        let blob = layout.directory.join("blobs/sha256").join(blob);
-        require_overlayfs(&blob, &diff_id).map_err(|error| {
-            CommandError::new(cannot())
-                .caused_by_text(error)
-                .hint("containerd unpacks this image without a cache")
-        })?;
-        // All users can read the file, for any umask: they may share the cache.
-        fs::set_permissions(&blob, fs::Permissions::from_mode(0o644)).context(cannot)?;
-        let place = directory.join("sha256").join(&name[..2]);
-        made.push((layer, blob, place.join(format!("{name}.erofs")), place));
-    }
-    let mut layers = Vec::new();
-    let mut new = 0;
-    for (layer, blob, path, place) in made {
-        fs::create_dir_all(&place).context(cannot)?;
-        let is_new = match fs::hard_link(&blob, &path) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
-            linked => linked.context(cannot).map(|()| true)?,
-        };
-        for place in [&*place, &directory.join("sha256"), directory] {
-            sync(place).context(cannot)?;
-        }
-        new += usize::from(is_new);
-        layers.push(json!({
-            "diff_id": layer.diff_id,
-            "file": path,
-            "file_bytes": layer.file_bytes,
-            "is_new": is_new,
-        }));
-    }
     if args.json {
+        let layers: Vec<_> = layers
+            .iter()
+            .map(|layer| {
+                json!({
+                    "diff_id": layer.diff_id,
+                    "file": layer.path,
+                    "file_bytes": layer.file_bytes,
+                    "is_new": layer.is_new,
+                })
+            })
+            .collect();
         return ui.print_json(&json!({
             "schema": "bcow.convert-containerd-cache/1",
             "layers": layers,
         }));
     }
-    let bytes = report.layers.iter().map(|layer| layer.file_bytes).sum();
+    let bytes = layers.iter().map(|layer| layer.file_bytes).sum();
+    let new = layers.iter().filter(|layer| layer.is_new).count();
     ui.status(format_args!(
         "containerd-cache:{}: {} of {} in all, {new} new",
         directory.display(),
@@ -115,14 +68,175 @@ pub fn run(
     Ok(())
 }
 
-/// `directory` and its parents, as far as this command makes them; the innermost is first. The drop
-/// removes the empty ones, which remain after a failure. A directory with files is kept, because
-/// each file is complete.
-struct NewDirectories<'d>(Vec<&'d Path>);
+/// The file of a layer in the cache.
+struct CachedLayer {
+    diff_id: DiffId,
+    path: PathBuf,
+    /// The size of this file. A kept file can differ from one that this version would write.
+    file_bytes: u64,
+    is_new: bool,
+}
 
-impl Drop for NewDirectories<'_> {
+/// A directory of the option `layer_content_caches`.
+struct Cache<'d> {
+    directory: &'d Path,
+}
+
+impl Cache<'_> {
+    fn cannot(&self) -> String {
+        format!("cannot write containerd-cache:{}", self.directory.display())
+    }
+
+    /// The path of the file of a layer.
+    fn path(&self, diff_id: &DiffId) -> Result<PathBuf, CommandError> {
+        let text = diff_id.to_string();
+        let Some(name) = digits(&text) else {
+            return Err(CommandError::new(self.cannot())
+                .caused_by_text(format!("the diffID {text} is not a SHA-256")));
+        };
+        let place = self.directory.join("sha256").join(&name[..2]);
+        Ok(place.join(format!("{name}.erofs")))
+    }
+
+    /// The layers of `source`, if the cache has the files of all of them.
+    fn kept(
+        &self,
+        source: &Source,
+        options: &ConvertOptions,
+    ) -> Result<Option<Vec<CachedLayer>>, CommandError> {
+        let Some(diff_ids) = diff_ids(source, options).map_err(|error| failure(&error))? else {
+            return Ok(None);
+        };
+        // The conversion reports an image without layers.
+        if diff_ids.is_empty() {
+            return Ok(None);
+        }
+        let mut layers = Vec::new();
+        for diff_id in diff_ids {
+            let path = self.path(&diff_id)?;
+            match path.symlink_metadata() {
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+                found => found.context(|| self.cannot())?,
+            };
+            layers.push(self.layer(diff_id, path, false)?);
+        }
+        Ok(Some(layers))
+    }
+
+    /// The layer with the file at `path`.
+    fn layer(
+        &self,
+        diff_id: DiffId,
+        path: PathBuf,
+        is_new: bool,
+    ) -> Result<CachedLayer, CommandError> {
+        let cannot = || CommandError::new(self.cannot());
+        let metadata = path
+            .metadata()
+            .map_err(|error| cannot().caused_by_text(format!("{}: {error}", path.display())))?;
+        match metadata.is_file() {
+            true => Ok(CachedLayer {
+                diff_id,
+                path,
+                file_bytes: metadata.len(),
+                is_new,
+            }),
+            false => {
+                Err(cannot().caused_by_text(format!("{} is not a regular file", path.display())))
+            }
+        }
+    }
+
+    /// Converts all layers, and adds the files that the cache does not have.
+    fn write(
+        &self,
+        args: &Args,
+        source: &Source,
+        options: &ConvertOptions,
+        ui: &Ui,
+    ) -> Result<Vec<CachedLayer>, CommandError> {
+        let cannot = || self.cannot();
+        // Declared before `scratch`, so it is dropped after `scratch`: while the scratch directory
+        // exists, `directory` is not empty.
+        let mut new_directories = NewDirectories::default();
+        new_directories.make(self.directory).context(cannot)?;
+        // On the file system of `directory`, so that link(2) can publish each file.
+        let scratch = tempfile::Builder::new()
+            .prefix(".bcow-")
+            .tempdir_in(self.directory)
+            .context(cannot)?;
+        let layout = LayoutOptions {
+            directory: scratch.path().join("layout"),
+            form: LayoutForm::Directory,
+            cache: args.cache.clone(),
+            ..LayoutOptions::default()
+        };
+        let progress = ui.progress();
+        let report = convert_to_layout(source, &layout, options, &progress)
+            .map_err(|error| failure(&error))?;
+        drop(progress);
+        let mut made = Vec::new();
+        for layer in report.layers {
+            let path = self.path(&layer.diff_id)?;
+            let digest = layer.digest.to_string();
+            let Some(blob) = digits(&digest) else {
+                return Err(CommandError::new(cannot())
+                    .caused_by_text(format!("the digest {digest} of a file is not a SHA-256")));
+            };
+            let blob = layout.directory.join("blobs/sha256").join(blob);
+            require_overlayfs(&blob, &layer.diff_id).map_err(|error| {
+                CommandError::new(cannot())
+                    .caused_by_text(error)
+                    .hint("containerd unpacks this image without a cache")
+            })?;
+            made.push((layer.diff_id, blob, path));
+        }
+        let mut layers = Vec::new();
+        for (diff_id, blob, path) in made {
+            let place = path.parent().unwrap_or(self.directory);
+            new_directories.make(place).context(cannot)?;
+            let is_new = match fs::hard_link(&blob, &path) {
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+                linked => linked.context(cannot).map(|()| true)?,
+            };
+            sync(place).context(cannot)?;
+            layers.push(self.layer(diff_id, path, is_new)?);
+        }
+        Ok(layers)
+    }
+}
+
+/// Directories that this command made, in the order in which it made them. The drop removes the
+/// empty ones, which remain after a failure. A directory with files is kept, because each file is
+/// complete.
+#[derive(Default)]
+struct NewDirectories(Vec<PathBuf>);
+
+impl NewDirectories {
+    /// Makes `directory` and its missing parents, each with a durable name.
+    fn make(&mut self, directory: &Path) -> io::Result<()> {
+        let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+        let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
+        for new in missing.into_iter().rev() {
+            match fs::create_dir(new) {
+                Ok(()) => self.0.push(new.to_owned()),
+                // Another process has made it.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists && new.is_dir() => {}
+                Err(error) => return Err(error),
+            }
+            let parent = new.parent().filter(|parent| !parent.as_os_str().is_empty());
+            sync(parent.unwrap_or(Path::new(".")))?;
+        }
+        match directory.is_dir() {
+            true => Ok(()),
+            false => Err(ErrorKind::NotADirectory.into()),
+        }
+    }
+}
+
+impl Drop for NewDirectories {
     fn drop(&mut self) {
-        for directory in &self.0 {
+        for directory in self.0.iter().rev() {
             let _ = fs::remove_dir(directory);
         }
     }
@@ -169,7 +283,7 @@ pub fn not_ordinary(source: &str) -> CommandError {
 
 /// Fails if overlayfs shows an inode of the layer in another way than a program that unpacks the
 /// layer. containerd stacks the files with overlayfs.
-fn require_overlayfs(blob: &Path, diff_id: &str) -> Result<(), String> {
+fn require_overlayfs(blob: &Path, diff_id: &DiffId) -> Result<(), String> {
     let damaged = |error: &dyn std::fmt::Display| format!("layer {diff_id}: {error}");
     let image = Image::open(blob, &OpenOptions::default()).map_err(|error| damaged(&error))?;
     let fs = Filesystem::open(image).map_err(|error| damaged(&error))?;

@@ -22,17 +22,11 @@ pub fn to_file(
     ui: &Ui,
 ) -> Result<Report, CommandError> {
     image.refuse_own_name(destination)?;
+    let form = image.form()?;
     let progress = ui.progress();
     let name = image.path().display().to_string();
-    recode(
-        image.image(),
-        image.form(),
-        &name,
-        destination,
-        options,
-        &progress,
-    )
-    .map_err(|error| failure(&error))
+    recode(image.image(), form, &name, destination, options, &progress)
+        .map_err(|error| failure(&error))
 }
 
 /// Writes `image` into an OCI layout: a stack keeps its layers, another image becomes one

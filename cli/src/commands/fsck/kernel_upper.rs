@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use bcow::check::{self, CheckOptions};
+use bcow::check::{self, CheckOptions, Repair};
 use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_fuse::kernel::{self, Kind};
 use bcow_union::{DiskInstance, DiskReader, META, UpperError};
@@ -69,9 +69,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     progress.phase("checking");
     let found = examine(args, ui)?;
     drop(progress);
+    let lines: Vec<String> = repaired.iter().map(Repair::to_string).collect();
     match args.json {
-        true => ui.print_json(&as_json(args, &found, &repaired))?,
-        false => print_text(args, ui, &found, &repaired)?,
+        true => ui.print_json(&as_json(args, &found, &lines))?,
+        false => print_text(args, ui, &found, &lines)?,
     }
     // A repair often follows an accident, which may have damaged data too.
     if found.errors() == 0 && found.size.is_some() && args.repair && !args.data {
@@ -80,15 +81,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
             args.image.display()
         ));
     }
-    Ok(match (found.errors(), repaired.is_empty()) {
-        (0, true) => exit::DONE,
-        (0, false) => exit::FSCK_REPAIRED,
+    Ok(match found.errors() {
+        0 if repaired.iter().any(Repair::is_of_damage) => exit::FSCK_REPAIRED,
+        0 => exit::DONE,
         _ => exit::FSCK_ERRORS_LEFT,
     })
 }
 
 /// Repairs the file of the disk. An upper without a disk has nothing to repair.
-fn repair(upper: &Path, ui: &Ui) -> Result<Vec<String>, CommandError> {
+fn repair(upper: &Path, ui: &Ui) -> Result<Vec<Repair>, CommandError> {
     let note = format!("bcow fsck --repair, process {}", std::process::id());
     let instance = match when_free(ui, || DiskInstance::open_existing(upper, &note)) {
         Ok(instance) => instance,

@@ -102,7 +102,7 @@ pub(super) fn is_complete(
 }
 
 fn check_mark(mark: &SketchMark, lower: &Inode) -> Result<(), String> {
-    if mark.kind == SketchKind::Sparse && 1u64 << mark.block_shift != BLOCK_BYTES {
+    if !mark.has_supported_blocks() {
         return Err(format!(
             "its blocks are of 2^{} bytes, which this version does not know",
             mark.block_shift

@@ -3,6 +3,8 @@
 //! Names and values are those of overlayfs (`fs/overlayfs/overlayfs.h`) where overlayfs has them.
 //! docs/upper.md lists all of them.
 
+use std::ops::Range;
+
 use bcow_format::{crc32c, crc32c_matches};
 use rustix::io::Errno;
 
@@ -340,6 +342,10 @@ pub struct SketchMark {
 pub const SKETCH_MARK_BYTES: usize = 40;
 const SKETCH_VERSION: u8 = 1;
 const MAP_EXISTS: u8 = 1;
+/// log2 of the block size of a sparse sketch in bytes.
+const SPARSE_BLOCK_SHIFT: u8 = 12;
+/// The reserved bytes, which are 0.
+const SKETCH_RESERVED: [Range<usize>; 2] = [4..8, 32..36];
 /// The offset of the checksum.
 const SKETCH_CRC: usize = SKETCH_MARK_BYTES - 4;
 
@@ -362,7 +368,9 @@ impl SketchMark {
         bytes
     }
 
-    /// Decodes a value. Checks its length, checksum and version, and the limits of each field.
+    /// Decodes a value. Checks its length, checksum and version, the limits of each field, and that
+    /// reserved bytes are 0. [`has_supported_blocks`](Self::has_supported_blocks) is a separate
+    /// check, because another block size is not damage.
     pub fn decode(value: &[u8]) -> Result<SketchMark, MarkError> {
         let bad = || MarkError::new("bcow.sketch", value);
         let bytes: &[u8; SKETCH_MARK_BYTES] = value.try_into().map_err(|_| bad())?;
@@ -387,9 +395,11 @@ impl SketchMark {
             lower_limit: u64_at(16),
             size: u64_at(24),
         };
+        let mut reserved = SKETCH_RESERVED.into_iter().flatten();
         let most = i64::MAX as u64;
         let sensible = bytes[0] == SKETCH_VERSION
             && bytes[3] & !MAP_EXISTS == 0
+            && reserved.all(|at| bytes[at] == 0)
             && (9..=30).contains(&mark.block_shift)
             && mark.lower_limit <= most
             && mark.size <= most
@@ -398,6 +408,12 @@ impl SketchMark {
             true => Ok(mark),
             false => Err(bad()),
         }
+    }
+
+    /// Whether this version reads blocks of this size. The disk of a packed sketch has its own
+    /// block size.
+    pub fn has_supported_blocks(&self) -> bool {
+        self.kind == SketchKind::Packed || self.block_shift == SPARSE_BLOCK_SHIFT
     }
 }
 
@@ -501,6 +517,17 @@ mod tests {
             assert!(SketchMark::decode(&bytes).is_err(), "bit {bit}");
         }
         assert!(SketchMark::decode(&bytes[..39]).is_err());
+    }
+
+    #[test]
+    fn reserved_bytes_of_a_sketch_must_be_zero() {
+        for at in [4, 7, 32, 35] {
+            let mut bytes = sketch().encode();
+            bytes[at] = 1;
+            let crc = crc32c(&bytes[..SKETCH_CRC]);
+            bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
+            assert!(SketchMark::decode(&bytes).is_err(), "byte {at}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Repairs that need no guess. A repair never changes the visible content.
 
+use std::fmt;
 use std::sync::Arc;
 
 use bcow_format::{HEADER_AREA_BYTES, Header, SLOT_BYTES, Section, State, choose_header};
@@ -9,8 +10,45 @@ use crate::checked::read_header;
 use crate::storage::Storage;
 use crate::{Disk, Error, OpenOptions, UnreadBackings};
 
-/// Repairs the file in `storage`, which is open for writing and locked. Returns a description of
-/// each change.
+/// A change that [`repair`] made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Repair {
+    /// The header slot of this name was damaged, and is written again.
+    Slot(&'static str),
+    /// The free list was damaged, and is rebuilt.
+    FreeList,
+    /// This number of bytes was neither in use nor in the free list, and is free again.
+    LostBytes(u64),
+    /// This number of records of the log is in the tables now.
+    Records(u64),
+}
+
+impl Repair {
+    /// Whether the file was damaged or had lost space. Records in the log are part of a sound file
+    /// whose writer did not close it.
+    pub fn is_of_damage(&self) -> bool {
+        !matches!(self, Repair::Records(_))
+    }
+}
+
+impl fmt::Display for Repair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Repair::Slot(name) => {
+                write!(f, "header slot {name} was damaged and is written again")
+            }
+            Repair::FreeList => f.write_str("the free list was damaged and is made anew"),
+            Repair::LostBytes(bytes) => {
+                write!(f, "{bytes} lost bytes of the file are free again")
+            }
+            Repair::Records(records) => {
+                write!(f, "{records} records of the log are in the tables now")
+            }
+        }
+    }
+}
+
+/// Repairs the file in `storage`, which is open for writing and locked. Returns each change.
 ///
 /// - A damaged header slot is rewritten from the valid one.
 /// - In a writable file, the records are folded into the tables, the free list is rebuilt if it is
@@ -18,7 +56,7 @@ use crate::{Disk, Error, OpenOptions, UnreadBackings};
 ///
 /// Other damage stays as it is and is reported by [`check`], above all contradictions between two
 /// parts of the file. An interruption leaves the file no worse than before.
-pub fn repair(storage: Arc<dyn Storage>) -> Result<Vec<String>, Error> {
+pub fn repair(storage: Arc<dyn Storage>) -> Result<Vec<Repair>, Error> {
     let mut done = Vec::new();
     let header = match read_header(&*storage) {
         Ok(header) => header,
@@ -35,7 +73,7 @@ pub fn repair(storage: Arc<dyn Storage>) -> Result<Vec<String>, Error> {
 fn repair_slots(
     storage: &dyn Storage,
     header: &Header,
-    done: &mut Vec<String>,
+    done: &mut Vec<Repair>,
 ) -> Result<(), Error> {
     let mut area = [0; HEADER_AREA_BYTES];
     storage
@@ -64,9 +102,7 @@ fn repair_slots(
         ..header.clone()
     };
     write_slot(storage, bad, &slot)?;
-    done.push(format!(
-        "header slot {name} was damaged and is written again"
-    ));
+    done.push(Repair::Slot(name));
     Ok(())
 }
 
@@ -83,7 +119,7 @@ fn write_slot(storage: &dyn Storage, index: usize, header: &Header) -> Result<()
 fn repair_writable(
     storage: &Arc<dyn Storage>,
     header: Header,
-    done: &mut Vec<String>,
+    done: &mut Vec<Repair>,
 ) -> Result<(), Error> {
     let quick = CheckOptions {
         data: false,
@@ -105,7 +141,7 @@ fn repair_writable(
         // header is right.
         write_slot(&**storage, 0, &without)?;
         write_slot(&**storage, 1, &without)?;
-        done.push("the free list was damaged and is made anew".into());
+        done.push(Repair::FreeList);
     }
     let Some(writable) = report.writable else {
         return Ok(());
@@ -117,13 +153,10 @@ fn repair_writable(
     let found = disk.rebuild_free_list()?;
     disk.close()?;
     if found > 0 {
-        done.push(format!("{found} lost bytes of the file are free again"));
+        done.push(Repair::LostBytes(found));
     }
     if writable.records > 0 {
-        done.push(format!(
-            "{} records of the log are in the tables now",
-            writable.records
-        ));
+        done.push(Repair::Records(writable.records));
     }
     Ok(())
 }

@@ -161,7 +161,7 @@ impl Sparse {
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<Self>, SketchError> {
-        if 1u64.checked_shl(mark.block_shift.into()) != Some(BLOCK_BYTES) {
+        if !mark.has_supported_blocks() {
             return Err(SketchError::Unsupported {
                 field: "block size of 2 to the power of",
                 value: mark.block_shift.into(),
