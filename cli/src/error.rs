@@ -119,6 +119,13 @@ impl CommandError {
         &self.causes
     }
 
+    /// The message with its causes, in one line, for logs.
+    pub fn in_one_line(&self) -> String {
+        let causes = self.causes.iter().map(String::as_str);
+        let parts: Vec<&str> = std::iter::once(self.message()).chain(causes).collect();
+        parts.join(": ")
+    }
+
     /// The hint.
     pub fn hint_text(&self) -> Option<&str> {
         self.hint.as_deref()

@@ -176,7 +176,7 @@ fn attach(
         if let Err(error) = attached(args, ui, device, readiness, signals) {
             // No other process knows of the device yet, so it is removed, and no data is lost.
             if let Err(other) = device.disconnect() {
-                ui.warning(full_text(&other));
+                ui.warning(other.in_one_line());
             }
             return Err(error);
         }
@@ -199,7 +199,7 @@ fn attached(
     signals.on_first(move || {
         // Should that fail, the device is still there for another try.
         if let Err(error) = ours.flush().and_then(|()| ours.disconnect()) {
-            tracing::error!("{}", full_text(&error));
+            tracing::error!("{}", error.in_one_line());
         }
     })?;
     match readiness {
@@ -213,13 +213,6 @@ fn attached(
             Ok(())
         }
     }
-}
-
-/// The error with its causes, in one line.
-fn full_text(error: &CommandError) -> String {
-    let causes = error.causes().iter().map(String::as_str);
-    let parts: Vec<&str> = std::iter::once(error.message()).chain(causes).collect();
-    parts.join(": ")
 }
 
 /// One per CPU, up to a limit: each connection adds threads.

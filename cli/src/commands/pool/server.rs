@@ -708,12 +708,7 @@ fn log_request(request: &Request, client: Pid) {
 
 /// No process reads standard error of a pool in the background.
 pub fn log_failure(error: &CommandError) {
-    let text = std::iter::once(error.message());
-    let causes = error.causes().iter().map(String::as_str);
-    log::log(
-        Severity::Error,
-        &text.chain(causes).collect::<Vec<_>>().join(": "),
-    );
+    log::log(Severity::Error, &error.in_one_line());
 }
 
 /// A number from /proc/self/status.

@@ -537,11 +537,7 @@ impl Pool {
             return Some(format!("{at} cannot be taken over: that needs Linux 6.9"));
         };
         let error = self.check_again(mount, record).err()?;
-        let causes = std::iter::once(error.message());
-        let causes: Vec<&str> = causes
-            .chain(error.causes().iter().map(String::as_str))
-            .collect();
-        Some(format!("{at}: {}", causes.join(": ")))
+        Some(format!("{at}: {}", error.in_one_line()))
     }
 }
 
