@@ -141,6 +141,13 @@ def noise(paths, seed):
         os.close(descriptor)
 
 
+def compute(_paths, seed):
+    """Computes for ever: what any program on the same CPUs costs the quiet mount."""
+    source = random.Random(seed)
+    while True:
+        source.random()
+
+
 def quiet(paths, seconds):
     """The times of reads at a fixed rate, in seconds; each begins when it is due."""
     source = random.Random(1)
@@ -169,20 +176,21 @@ def neighbour(bench, options):
     half = len(cpus) // 2
     halves = [",".join(map(str, part)) for part in (cpus[:half] or cpus, cpus[half:] or cpus)]
     rows, alone = [], None
-    for name, pools, noisy in [
-            ("alone", [("quiet", [])], False),
-            ("beside a noisy mount, one pool", [("both", [])], True),
-            ("two pools", [("quiet", []), ("noisy", [])], True),
+    for name, pools, beside in [
+            ("alone", [("quiet", [])], None),
+            (f"beside {READERS} programs that only compute", [("quiet", [])], compute),
+            ("beside a noisy mount, one pool", [("both", [])], noise),
+            ("two pools", [("quiet", []), ("noisy", [])], noise),
             ("two pools, each with half of the CPUs",
-             [("quiet", ["--cpus", halves[0]]), ("noisy", ["--cpus", halves[1]])], True)]:
+             [("quiet", ["--cpus", halves[0]]), ("noisy", ["--cpus", halves[1]])], noise)]:
         drop_caches()
         for pool, settings in pools:
             bench.run("pool", "start", pool, "--memory", "32M", *settings)
         places = [bench.mount("--pool", pools[0][0]), bench.mount("--pool", pools[-1][0])]
         paths = large_files(places[0])
         others = [str(places[1] / os.path.relpath(path, places[0])) for path in paths]
-        readers = [multiprocessing.Process(target=noise, args=(others, seed), daemon=True)
-                   for seed in range(READERS if noisy else 0)]
+        readers = [multiprocessing.Process(target=beside, args=(others, seed), daemon=True)
+                   for seed in range(READERS if beside else 0)]
         for reader in readers:
             reader.start()
         quiet(paths, 1)

@@ -74,17 +74,17 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        OpenImage::find(name, &Given::default(), stores, Pinned::AsAsked, options)?.complete()
+        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::AsAsked, options)?.require_complete()
     }
 
     /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
     pub fn open_second(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
-        OpenImage::find(name, &Given::default(), stores, Pinned::Never, &options)?.complete()
+        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::Never, &options)?.require_complete()
     }
 
     /// Returns the image, or an error if a file below it is missing or wrong.
-    fn complete(self) -> Result<Self, CommandError> {
+    fn require_complete(self) -> Result<Self, CommandError> {
         let image = self;
         let name = &image.name;
         if let Some(problem) = image.problems.first() {
@@ -161,7 +161,7 @@ impl OpenImage {
         options: &OpenOptions,
         check: &dyn Fn(OpenImage) -> Result<OpenImage, CommandError>,
     ) -> Result<Self, CommandError> {
-        let base = check(OpenImage::find(
+        let base = check(OpenImage::open_pinned(
             name,
             &Given::default(),
             stores,
@@ -183,7 +183,7 @@ impl OpenImage {
             return Err(cannot(&layers[0])
                 .caused_by_text(format!("{} is a disk, and has no layers", shown.display())));
         }
-        let shown_base = base.name.clone();
+        let base_name = base.name.clone();
         let mut parts = match base.parts.is_empty() {
             true => vec![base],
             false => base.parts.into_iter().map(|part| part.image).collect(),
@@ -191,7 +191,7 @@ impl OpenImage {
         for layer in layers {
             // A layer refers to files of the images below it, which are looked up among these.
             let given = given(&parts);
-            let image = check(OpenImage::find(
+            let image = check(OpenImage::open_pinned(
                 layer,
                 &given,
                 stores,
@@ -201,7 +201,7 @@ impl OpenImage {
             let metadata = image.metadata()?;
             let Some(described) = metadata.get("layer") else {
                 return Err(cannot(layer)
-                    .caused_by_text("it is no layer, but an image of its own")
+                    .caused_by_text("the file is a complete image, not a layer")
                     .hint("`bcow commit IMG --upper UPPER LAYER.bcow` makes a layer"));
             };
             let below = identity_of(&parts);
@@ -222,7 +222,7 @@ impl OpenImage {
             parts.push(image);
         }
         let top = &layers[layers.len() - 1];
-        OpenImage::joined(&shown_base, parts, options, &|| cannot(top))
+        OpenImage::joined(&base_name, parts, options, &|| cannot(top))
     }
 
     /// The `count` lowest layers of this stack as an image.
@@ -347,7 +347,7 @@ impl OpenImage {
     /// Opens the image that the user calls `name`, and checks its root hash if `pinned` gives one.
     /// The result lists the files below the image that are missing or wrong; only for `#layers=N`
     /// they are an error.
-    fn find(
+    fn open_pinned(
         name: &Path,
         given: &Given,
         stores: &StoreArgs,
@@ -356,10 +356,10 @@ impl OpenImage {
     ) -> Result<Self, CommandError> {
         let begun = std::time::Instant::now();
         let image = match stores.remote.root_of(pinned) {
-            None => OpenImage::look(name, given, stores, pinned, options)?,
+            None => OpenImage::open_any(name, given, stores, pinned, options)?,
             // An image on another machine opens only with this root, and each read is verified.
             Some(_) if matches!(parse_name(name)?, ImageName::Remote(_)) => {
-                OpenImage::look(name, given, stores, pinned, options)?
+                OpenImage::open_any(name, given, stores, pinned, options)?
             }
             Some(root) => {
                 // The root in a header proves nothing unless each read is verified against it.
@@ -367,7 +367,7 @@ impl OpenImage {
                     verify: Verify::Merkle,
                     ..options.clone()
                 };
-                let image = OpenImage::look(name, given, stores, pinned, &verified)?;
+                let image = OpenImage::open_any(name, given, stores, pinned, &verified)?;
                 image.require_root(root)?;
                 image
             }
@@ -426,7 +426,7 @@ impl OpenImage {
 
     /// Opens an image or a disk, by any form of name. Checks a root hash only for an image on
     /// another machine.
-    fn look(
+    fn open_any(
         name: &Path,
         given: &Given,
         stores: &StoreArgs,
@@ -472,7 +472,7 @@ impl OpenImage {
     /// backings.
     pub fn of_remote(remote: RemoteImage, stores: &StoreArgs) -> Result<Self, CommandError> {
         OpenImage::open_remote(remote, &Given::default(), stores, &OpenOptions::default())?
-            .complete()
+            .require_complete()
     }
 
     fn open_remote(
@@ -521,7 +521,7 @@ impl OpenImage {
     pub fn refuse_as_destination(&self, layout: &Layout) -> Result<(), CommandError> {
         match &layout.form {
             LayoutForm::Directory => self.refuse_own_reference(layout),
-            LayoutForm::Archive => self.refuse_own_name(&layout.path),
+            LayoutForm::Archive => self.refuse_own_file(&layout.path),
             LayoutForm::Registry(_) => Ok(()),
         }
     }
@@ -550,7 +550,7 @@ impl OpenImage {
     }
 
     /// Refuses to write to a file that the image is made of, because that destroys the image.
-    pub fn refuse_own_name(&self, path: &Path) -> Result<(), CommandError> {
+    pub fn refuse_own_file(&self, path: &Path) -> Result<(), CommandError> {
         let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
             (Ok(file), Ok(path)) => file == path,
             _ => false,

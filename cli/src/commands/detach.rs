@@ -29,7 +29,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<(), CommandError> {
     let device = NbdDevice::find(&args.device)?;
     let shown = args.device.display();
-    let Some(server) = device.attached_by() else {
+    let Some(server) = device.attaching_pid() else {
         return Err(CommandError::new(format!("{shown} is not attached")));
     };
     let cannot = || CommandError::new(format!("cannot detach {shown}"));
@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<(), CommandError> {
     let name = std::fs::read_to_string(format!("/proc/{server}/comm")).unwrap_or_default();
     let process = PathBuf::from(format!("/proc/{server}"));
     let is_free =
-        || device.attached_by().is_none() && (name.trim() != "bcow" || !is_running(&process));
+        || device.attaching_pid().is_none() && (name.trim() != "bcow" || !is_running(&process));
     wait_until_free(is_free, SERVER_EXIT_TIMEOUT).map_err(|Timeout| {
         CommandError::new(format!("cannot detach {shown} completely"))
             .caused_by_text(format!(

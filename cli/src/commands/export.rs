@@ -212,7 +212,7 @@ pub fn to_archive(
         })?;
         return out.finish().map(|()| None);
     }
-    image.refuse_own_name(output)?;
+    image.refuse_own_file(output)?;
     let new = NewFile::create(output)?;
     let cannot = || format!("cannot write {}", output.display());
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
@@ -382,7 +382,7 @@ fn address_space(
         export.stream(&mut out)?;
         return out.finish();
     }
-    image.refuse_own_name(output)?;
+    image.refuse_own_file(output)?;
     let new = NewFile::create(output)?;
     export.raw(&new, &|| format!("cannot write {}", output.display()))?;
     progress.phase("syncing");

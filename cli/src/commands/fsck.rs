@@ -339,8 +339,8 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     match args.json {
         true => ui.print_json(&as_json(args, &files, &repaired))?,
         false => {
-            tell(args, ui, &files, &repaired)?;
-            advise(args, &name, &files, ui);
+            print_report(args, ui, &files, &repaired)?;
+            print_hints(args, &name, &files, ui);
         }
     }
     Ok(match errors {
@@ -391,7 +391,7 @@ const MAX_FILES: usize = 1000;
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
 /// Prints recovery commands as hints on standard error. A test runs each of these commands.
-fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
+fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
     let image = name.absolute();
     let image = match name {
         ImageName::Remote(_) => Path::new(&image).display(),
@@ -565,7 +565,7 @@ fn outcome(errors: u64, warnings: u64) -> String {
 }
 
 /// The scope of the check: all bytes, or all except the content of blocks.
-fn checked(args: &Args) -> &'static str {
+fn scope(args: &Args) -> &'static str {
     match args.data() {
         true => "all",
         false => "structure",
@@ -620,7 +620,7 @@ fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
         "findings_omitted": sum(|file| file.omitted),
         "repaired": repaired,
         "data": args.data(),
-        "checked": checked(args),
+        "checked": scope(args),
         "tables": sum(|file| file.tables),
         "blocks": sum(|file| file.blocks),
         "bytes_read": sum(|file| file.bytes_read),
@@ -629,7 +629,7 @@ fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
     })
 }
 
-fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<(), CommandError> {
+fn print_report(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<(), CommandError> {
     let mut out = ui.output();
     for line in repaired {
         writeln!(out, "repaired: {line}")?;
@@ -656,7 +656,7 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
             writeln!(out, "... and {} more", Count(file.omitted))?;
         }
         if file.errors() + file.warnings() > 0 || !ui.quiet() {
-            tell_file(args, file, &mut out)?;
+            print_file(args, file, &mut out)?;
         }
     }
     let errors: u64 = files.iter().map(Checked::errors).sum();
@@ -685,7 +685,7 @@ fn clean(args: &Args) -> &'static str {
     }
 }
 
-fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
+fn print_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
     let (errors, warnings) = (file.errors(), file.warnings());
     let counts = match (errors, warnings) {
         (0, 0) => String::new(),

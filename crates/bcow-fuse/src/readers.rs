@@ -33,7 +33,7 @@ const INTERVAL: Duration = Duration::from_millis(2);
 /// The number of looks after which the watcher decides about the number of threads.
 const LOOKS: u32 = 16;
 /// If no thread waited at this number of looks or more, one more thread takes part.
-const MAX_BUSY: u32 = 14;
+const MANY_BUSY: u32 = 14;
 /// If no thread waited at fewer looks than this, one thread less takes part.
 const FEW_BUSY: u32 = 8;
 /// The number of looks without a request after which the watcher sleeps.
@@ -93,7 +93,7 @@ pub(crate) enum Kind {
     Slow,
     /// A brief operation of a batch. The thread may have others of the batch to execute, so the end
     /// of this one does not park the thread.
-    InBatch,
+    BriefInBatch,
 }
 
 /// A known thread. The drop, at the end of the thread, releases the parked threads.
@@ -177,7 +177,7 @@ impl Readers {
     /// Ends a request: parks the thread if it is not needed.
     fn end_turn(&self, kind: Kind) {
         let is_surplus = |active: usize| {
-            (kind != Kind::InBatch
+            (kind != Kind::BriefInBatch
                 && active > self.wanted.load(Ordering::SeqCst)
                 && self.waiting.load(Ordering::SeqCst) > 0)
                 .then(|| active - 1)
@@ -283,7 +283,7 @@ impl Readers {
         let wanted = self.wanted.load(Ordering::SeqCst);
         if busy < FEW_BUSY {
             self.want(wanted - 1);
-        } else if busy >= MAX_BUSY {
+        } else if busy >= MANY_BUSY {
             self.want(wanted + 1);
             return self.active.load(Ordering::SeqCst) < self.wanted.load(Ordering::SeqCst);
         }

@@ -196,7 +196,7 @@ impl Auth {
                 scope,
             }) => {
                 let realm = Address::parse(realm).map_err(|_| {
-                    Problem::Answer("it names an invalid token server".into()).for_good()
+                    Problem::Answer("it names an invalid token server".into()).permanent()
                 })?;
                 let named = scope.as_ref().filter(|_| !self.own_scopes);
                 let scopes = named.map_or(&self.scopes[..], std::slice::from_ref);
@@ -221,7 +221,7 @@ fn denied(explanation: &str) -> Fault {
         status: 401,
         explanation: explanation.to_owned(),
     }
-    .for_good()
+    .permanent()
 }
 
 fn require_secrecy(address: &Address) -> Result<(), Fault> {
@@ -279,7 +279,7 @@ fn fetch_token(
             fields.extend(service);
             let address = realm
                 .with_query(&encode(&fields))
-                .map_err(Problem::for_good)?;
+                .map_err(Problem::permanent)?;
             let authorization = match credentials {
                 Some(Credentials::Password { user, password }) => Some(basic(user, password)),
                 _ => None,
@@ -305,7 +305,7 @@ fn fetch_token(
             _ => fault,
         });
     }
-    let invalid = || Problem::Answer(format!("no valid token from {}", realm.server())).for_good();
+    let invalid = || Problem::Answer(format!("no valid token from {}", realm.server())).permanent();
     let body = answer.body.read_document(TOKEN_BYTES)?;
     let token: Token = serde_json::from_slice(&body).map_err(|_| invalid())?;
     let lifetime = token.expires_in.map_or(USUAL_LIFETIME, Duration::from_secs);

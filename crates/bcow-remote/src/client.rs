@@ -107,7 +107,7 @@ impl Client {
             return Ok(&self.plain);
         }
         let agent = self.encrypted().as_ref();
-        agent.map_err(|problem| problem.clone().for_good())
+        agent.map_err(|problem| problem.clone().permanent())
     }
 
     /// Sends a GET request, and returns what the server answers, with any status. The answer must
@@ -162,14 +162,14 @@ impl Client {
     }
 
     fn begin(&self, address: &Address, patience: &Patience) -> Result<(Running, Duration), Fault> {
-        address.check(self.transport).map_err(Problem::for_good)?;
-        let late = || Problem::Timeout(patience.longest_silence()).for_good();
+        address.check(self.transport).map_err(Problem::permanent)?;
+        let late = || Problem::Timeout(patience.longest_silence()).permanent();
         let permit = self.permits.take(patience.deadline()).ok_or_else(late)?;
         let left = patience
             .deadline()
             .checked_duration_since(Instant::now())
             .filter(|left| !left.is_zero())
-            .ok_or_else(|| Problem::Timeout(Duration::ZERO).for_good())?;
+            .ok_or_else(|| Problem::Timeout(Duration::ZERO).permanent())?;
         Ok((Running::new(&self.counters, permit), left))
     }
 }
@@ -216,7 +216,7 @@ fn call<B: AsSendBody>(
     running: Running,
     traffic: Arc<Traffic>,
 ) -> Result<Answer, Fault> {
-    let invalid = |_| Problem::Answer("it led to an invalid request".into()).for_good();
+    let invalid = |_| Problem::Answer("it led to an invalid request".into()).permanent();
     let Limits {
         silence,
         sending,
@@ -268,14 +268,14 @@ impl Answer {
                 status: self.status,
                 explanation: String::new(),
             }
-            .for_good(),
-            404 | 410 => Problem::NotFound(self.status).for_good(),
-            416 => Problem::OutOfRange.for_good(),
+            .permanent(),
+            404 | 410 => Problem::NotFound(self.status).permanent(),
+            416 => Problem::OutOfRange.permanent(),
             status @ (408 | 425 | 429 | 500 | 502 | 503 | 504) => Fault {
                 problem: Problem::Busy(status),
                 retry: self.retry_after().map_or(Retry::Soon, Retry::After),
             },
-            status => Problem::Status(status).for_good(),
+            status => Problem::Status(status).permanent(),
         }
     }
 
@@ -334,7 +334,7 @@ impl AnswerBody {
             bytes.extend_from_slice(&buf[..count]);
             if bytes.len() as u64 > most {
                 let why = format!("it has more than {most} bytes");
-                return Err(Problem::Answer(why).for_good());
+                return Err(Problem::Answer(why).permanent());
             }
         }
     }
@@ -357,7 +357,7 @@ impl AnswerBody {
     /// all reads together, however few bytes each of them brings.
     pub(crate) fn read(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
         if Instant::now() >= self.deadline {
-            return Err(Problem::Timeout(self.longest_silence).for_now());
+            return Err(Problem::Timeout(self.longest_silence).transient());
         }
         let silence = self.longest_silence;
         let read = self.reader.read(buf);
@@ -375,7 +375,7 @@ impl AnswerBody {
 fn body_fault(error: io::Error, silence: Duration) -> Fault {
     if error.kind() == io::ErrorKind::UnexpectedEof {
         return Problem::Connection("the connection ended in the middle of an answer".into())
-            .for_now();
+            .transient();
     }
     fault(&ureq::Error::from(error), silence)
 }
@@ -384,29 +384,29 @@ fn body_fault(error: io::Error, silence: Duration) -> Fault {
 /// the query.
 fn fault(error: &ureq::Error, silence: Duration) -> Fault {
     match error {
-        ureq::Error::Timeout(_) => Problem::Timeout(silence).for_now(),
-        ureq::Error::HostNotFound => Problem::Connection("host not found".into()).for_now(),
+        ureq::Error::Timeout(_) => Problem::Timeout(silence).transient(),
+        ureq::Error::HostNotFound => Problem::Connection("host not found".into()).transient(),
         ureq::Error::Io(error) => match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
-                Problem::Timeout(silence).for_now()
+                Problem::Timeout(silence).transient()
             }
             // rustls reports a certificate that it refuses in this form.
-            io::ErrorKind::InvalidData => Problem::Tls(error.to_string()).for_good(),
-            _ => Problem::Connection(format!("no connection to the server: {error}")).for_now(),
+            io::ErrorKind::InvalidData => Problem::Tls(error.to_string()).permanent(),
+            _ => Problem::Connection(format!("no connection to the server: {error}")).transient(),
         },
-        ureq::Error::Rustls(error) => Problem::Tls(error.to_string()).for_good(),
-        ureq::Error::Tls(why) => Problem::Tls((*why).to_owned()).for_good(),
-        ureq::Error::Protocol(error) => Problem::Answer(error.to_string()).for_now(),
+        ureq::Error::Rustls(error) => Problem::Tls(error.to_string()).permanent(),
+        ureq::Error::Tls(why) => Problem::Tls((*why).to_owned()).permanent(),
+        ureq::Error::Protocol(error) => Problem::Answer(error.to_string()).transient(),
         ureq::Error::LargeResponseHeader(..) => {
-            Problem::Answer(format!("its headers have more than {HEADER_BYTES} bytes")).for_good()
+            Problem::Answer(format!("its headers have more than {HEADER_BYTES} bytes")).permanent()
         }
         ureq::Error::ConnectProxyFailed(_) => {
-            Problem::Connection("the proxy refuses the connection".into()).for_now()
+            Problem::Connection("the proxy refuses the connection".into()).transient()
         }
         ureq::Error::InvalidProxyUrl => {
-            Problem::Connection("the URL of the proxy is invalid".into()).for_good()
+            Problem::Connection("the URL of the proxy is invalid".into()).permanent()
         }
-        _ => Problem::Connection("the request failed".into()).for_now(),
+        _ => Problem::Connection("the request failed".into()).transient(),
     }
 }
 

@@ -129,7 +129,7 @@ impl Download {
                 self.body = None;
                 Ok(None)
             }
-            0 => Err(Problem::Answer("it has no bytes".into()).for_now()),
+            0 => Err(Problem::Answer("it has no bytes".into()).transient()),
             count => {
                 *got += count as u64;
                 Ok(Some(count))
@@ -160,7 +160,7 @@ impl Download {
             "the blob has {found} bytes there, and {} by its descriptor",
             self.length
         ))
-        .for_good()
+        .permanent()
     }
 
     /// Skips the bytes that the caller has already.
@@ -171,7 +171,7 @@ impl Download {
                 "the connection broke {} times, and the server does not send the rest of a blob",
                 self.restarts
             ))
-            .for_good());
+            .permanent());
         }
         let mut buf = vec![0; SKIP_BYTES];
         let mut left = self.at;

@@ -268,7 +268,7 @@ pub(crate) enum Retry {
 
 impl Problem {
     /// The fault of an attempt that is not repeated.
-    pub(crate) fn for_good(self) -> Fault {
+    pub(crate) fn permanent(self) -> Fault {
         Fault {
             problem: self,
             retry: Retry::Never,
@@ -276,7 +276,7 @@ impl Problem {
     }
 
     /// The fault of an attempt that may succeed if it is repeated.
-    pub(crate) fn for_now(self) -> Fault {
+    pub(crate) fn transient(self) -> Fault {
         Fault {
             problem: self,
             retry: Retry::Soon,

@@ -178,7 +178,7 @@ impl RemoteFile {
                     bytes, total, body, ..
                 }) => head_of_part(bytes, total, body, Some(root)),
                 Ok(Ranged::Whole { .. }) => {
-                    Err(Problem::NoRanges("it is a mirror".to_owned()).for_good())
+                    Err(Problem::NoRanges("it is a mirror".to_owned()).permanent())
                 }
                 Err(fault) => Err(fault),
             };
@@ -624,7 +624,7 @@ impl RemoteFile {
             if matches!(fault.problem, Problem::WrongBytes | Problem::Changed) {
                 wrong += 1;
                 if wrong >= ATTEMPTS_AT_WRONG_BYTES {
-                    fault = fault.problem.for_good();
+                    fault = fault.problem.permanent();
                 }
             }
             patience.wait(fault).map_err(|problem| {
@@ -682,11 +682,11 @@ impl RemoteFile {
             }) => (bytes, has_changed, body),
             Ok(Ranged::Whole { .. }) => {
                 let why = "it did when the file was opened".to_owned();
-                return Err(Problem::NoRanges(why).for_now());
+                return Err(Problem::NoRanges(why).transient());
             }
             // When the file was opened, it was long enough.
             Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
-                return Err(Problem::Changed.for_good());
+                return Err(Problem::Changed.permanent());
             }
             Err(fault) => return Err(fault),
         };
@@ -702,8 +702,8 @@ impl RemoteFile {
             left -= length as u64;
             if !self.matches(chunk, &bytes, &run.hashes[*done as usize]) {
                 return Err(match has_changed {
-                    true => Problem::Changed.for_now(),
-                    false => Problem::WrongBytes.for_now(),
+                    true => Problem::Changed.transient(),
+                    false => Problem::WrongBytes.transient(),
                 });
             }
             sink(chunk, &self.keep(chunk, bytes, run.purpose));
@@ -714,7 +714,7 @@ impl RemoteFile {
         }
         match *done > first {
             true => Ok(()),
-            false => Err(Problem::Answer("it is shorter than a chunk".into()).for_now()),
+            false => Err(Problem::Answer("it is shorter than a chunk".into()).transient()),
         }
     }
 }

@@ -130,10 +130,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_for_good_is_not_tried_again() {
+    fn a_permanent_fault_is_not_tried_again() {
         let mut patience = Patience::reading(Duration::from_secs(60), &Arc::default());
         patience
-            .wait(Problem::NotFound(404).for_good())
+            .wait(Problem::NotFound(404).permanent())
             .expect_err("no retry");
     }
 
@@ -151,13 +151,13 @@ mod tests {
     fn an_attempt_cut_short_by_the_deadline_does_not_hide_the_cause() {
         let mut patience = Patience::reading(Duration::from_secs(60), &Arc::default());
         let cause = Problem::Connection("refused".into());
-        patience.wait(cause.for_now()).expect("time is left");
+        patience.wait(cause.transient()).expect("time is left");
         let cut = Problem::Timeout(Duration::from_millis(1));
-        let reported = patience.wait(cut.for_good()).expect_err("the end");
+        let reported = patience.wait(cut.permanent()).expect_err("the end");
         assert!(matches!(reported, Problem::Connection(_)), "{reported}");
-        patience.wait(Problem::Busy(503).for_now()).expect("time");
+        patience.wait(Problem::Busy(503).transient()).expect("time");
         let silent = Problem::Timeout(patience.longest_silence());
-        let reported = patience.wait(silent.for_good()).expect_err("the end");
+        let reported = patience.wait(silent.permanent()).expect_err("the end");
         assert!(matches!(reported, Problem::Timeout(_)), "{reported}");
     }
 
@@ -165,7 +165,7 @@ mod tests {
     fn opening_ends_after_some_attempts() {
         let mut patience = Patience::opening(Duration::from_secs(60), &Arc::default());
         let mut attempts = 1;
-        while patience.wait(Problem::Busy(503).for_now()).is_ok() {
+        while patience.wait(Problem::Busy(503).transient()).is_ok() {
             attempts += 1;
         }
         assert_eq!(attempts, OPENING_ATTEMPTS);

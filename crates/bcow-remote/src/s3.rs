@@ -216,7 +216,7 @@ impl Signer {
         patience: &Patience,
     ) -> Result<Answer, Fault> {
         let checked = request.address.check(client.transport);
-        checked.map_err(Problem::for_good)?;
+        checked.map_err(Problem::permanent)?;
         let mut is_second = false;
         loop {
             let signed = self.sign(request, SystemTime::now())?;
@@ -328,7 +328,7 @@ impl Signer {
             }
         }
         if code == Some("RequestTimeout") {
-            return Refusal::Final(Problem::Busy(status).for_now());
+            return Refusal::Final(Problem::Busy(status).transient());
         }
         let explanation = match (region, code, element(&text, "Message")) {
             (Some(region), ..) if region != self.region => {
@@ -344,7 +344,7 @@ impl Signer {
                 status,
                 explanation,
             }
-            .for_good(),
+            .permanent(),
         )
     }
 }
@@ -361,7 +361,7 @@ fn denied(explanation: String) -> Fault {
         status: 403,
         explanation,
     }
-    .for_good()
+    .permanent()
 }
 
 /// The content of the first element of this name. The documents of S3 are flat and short.

@@ -423,16 +423,16 @@ impl S3Upload {
                     match (element(&text, "ETag"), element(&text, "Code")) {
                         (Some(tag), _) => Ok(unescape(tag)),
                         (None, Some("InternalError" | "SlowDown" | "ServiceUnavailable")) => {
-                            Err(Problem::Busy(500).for_now())
+                            Err(Problem::Busy(500).transient())
                         }
                         (None, code) => Err(Problem::Refused {
                             status: 200,
                             explanation: printable(code.unwrap_or("an answer without a tag")),
                         }
-                        .for_good()),
+                        .permanent()),
                     }
                 }
-                412 => Err(Problem::Exists.for_good()),
+                412 => Err(Problem::Exists.permanent()),
                 _ => Err(refusal(answer)),
             }
         })?;
@@ -573,7 +573,7 @@ fn checksum(bytes: &[u8]) -> String {
 
 fn tag_of(answer: &Answer) -> Result<String, Fault> {
     let tag = answer.header("etag").map(str::to_owned);
-    tag.ok_or_else(|| Problem::Answer("it has no ETag".into()).for_good())
+    tag.ok_or_else(|| Problem::Answer("it has no ETag".into()).permanent())
 }
 
 fn document(mut answer: Answer) -> Result<String, Fault> {
@@ -603,8 +603,8 @@ fn refusal(mut answer: Answer) -> Fault {
     };
     match status {
         // Two requests at one time.
-        409 => problem.for_now(),
-        _ => problem.for_good(),
+        409 => problem.transient(),
+        _ => problem.permanent(),
     }
 }
 

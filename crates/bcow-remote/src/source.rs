@@ -84,14 +84,14 @@ impl Source {
         match answer.status {
             206 => {
                 let (from, to, total) = content_range(&answer).ok_or_else(|| {
-                    Problem::Answer("status 206 without a valid Content-Range".into()).for_now()
+                    Problem::Answer("status 206 without a valid Content-Range".into()).transient()
                 })?;
                 if from != start || to >= end {
                     return Err(Problem::Answer(format!(
                         "it has bytes {from}..{}, not {start}..{end}",
                         to.saturating_add(1)
                     ))
-                    .for_now());
+                    .transient());
                 }
                 Ok(Ranged::Part {
                     has_changed: self.has_changed(&answer, total),
@@ -141,11 +141,11 @@ impl Source {
                 return Ok(answer);
             }
             let location = answer.header("location").unwrap_or_default();
-            address = address.join(location).map_err(Problem::for_good)?;
+            address = address.join(location).map_err(Problem::permanent)?;
             answer.body.finish();
             tracing::debug!("{} redirects to {address}", self.address);
         }
-        Err(Problem::Redirects(MAX_REDIRECTS).for_good())
+        Err(Problem::Redirects(MAX_REDIRECTS).permanent())
     }
 
     /// Sends a request, with authorization if the address is on the server that requires it.
@@ -234,7 +234,7 @@ fn refuse_compressed(answer: &Answer) -> Result<(), Fault> {
     match answer.header("content-encoding") {
         None | Some("identity") => Ok(()),
         Some(_) => {
-            Err(Problem::Answer("it is compressed, which was not requested".into()).for_good())
+            Err(Problem::Answer("it is compressed, which was not requested".into()).permanent())
         }
     }
 }

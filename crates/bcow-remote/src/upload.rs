@@ -266,7 +266,7 @@ impl Upload {
                 Some(found) if found != length.to_string() => Err(Problem::Answer(format!(
                     "the blob has {found} bytes there, and {length} here"
                 ))
-                .for_good()),
+                .permanent()),
                 _ => Ok(true),
             },
             status if is_redirect(status) => Ok(true),
@@ -281,7 +281,7 @@ impl Upload {
         let uploads = self.access.address("blobs/uploads/")?;
         if let Some(from) = &self.from {
             let query = encode(&[("mount", digest), ("from", from)]);
-            let address = uploads.with_query(&query).map_err(Problem::for_good)?;
+            let address = uploads.with_query(&query).map_err(Problem::permanent)?;
             match self
                 .access
                 .send(Method::POST, &address, &[], Content::Bytes(&[]), patience)
@@ -300,7 +300,7 @@ impl Upload {
                 .send(Method::POST, &uploads, &[], Content::Bytes(&[]), patience)?;
         match answer.status {
             202 => location(&answer, &uploads).map(Some),
-            405 => Err(Problem::ReadOnly.for_good()),
+            405 => Err(Problem::ReadOnly.permanent()),
             _ => Err(refusal(answer)),
         }
     }
@@ -377,9 +377,9 @@ impl Upload {
                 "the registry counts the manifest as {}",
                 printable(found)
             ))
-            .for_good()),
+            .permanent()),
             (200..=204, _) => Ok(answer.header("oci-subject").is_some()),
-            (405, _) => Err(Problem::ReadOnly.for_good()),
+            (405, _) => Err(Problem::ReadOnly.permanent()),
             _ => Err(refusal(answer)),
         }
     }

@@ -28,7 +28,7 @@ impl NbdDevice {
             }
         })?;
         if !metadata.file_type().is_block_device() {
-            return Err(no_device(path));
+            return Err(not_nbd(path));
         }
         let number = metadata.rdev();
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
@@ -45,12 +45,12 @@ impl NbdDevice {
                 path: path.to_owned(),
                 index,
             }),
-            None if major == MAJOR && name.is_none() => {
+            None if major == NBD_MAJOR && name.is_none() => {
                 Err(CommandError::new(format!("cannot use {shown}"))
                     .caused_by_text("the kernel has no such device")
                     .hint(NO_DRIVER))
             }
-            None => Err(no_device(path)),
+            None => Err(not_nbd(path)),
         }
     }
 
@@ -60,19 +60,19 @@ impl NbdDevice {
     }
 
     /// The ID of the process that attached the device; `None` if the device is not attached.
-    pub fn attached_by(&self) -> Option<u32> {
+    pub fn attaching_pid(&self) -> Option<u32> {
         let pid = fs::read_to_string(format!("/sys/block/nbd{}/pid", self.index)).ok()?;
         pid.trim().parse().ok()
     }
 
     /// Fails if the device is attached.
     pub fn refuse_attached(&self) -> Result<(), CommandError> {
-        match self.attached_by() {
+        match self.attaching_pid() {
             None => Ok(()),
             Some(pid) => Err(
                 CommandError::new(format!("cannot use {}", self.path.display()))
                     .caused_by_text(format!("it is attached already, by process {pid}"))
-                    .hint("`bcow detach` frees it; or take another one"),
+                    .hint("detach it with `bcow detach`, or use another device"),
             ),
         }
     }
@@ -169,13 +169,13 @@ fn mounted_at(mounts: &[u8], number: &str) -> Option<String> {
 }
 
 /// The major number of nbd devices (linux/major.h).
-const MAJOR: u32 = 43;
+const NBD_MAJOR: u32 = 43;
 
 const NO_DRIVER: &str = "`modprobe nbd` loads the kernel's nbd driver, and makes its devices";
 
-fn no_device(path: &Path) -> CommandError {
+fn not_nbd(path: &Path) -> CommandError {
     CommandError::new(format!("cannot use {}", path.display()))
-        .caused_by_text("it is no device of the nbd driver")
+        .caused_by_text("it is not a whole device of the nbd driver")
         .hint("they are called /dev/nbd0, /dev/nbd1, and so on")
 }
 
@@ -188,7 +188,7 @@ pub fn driver_failure(error: &DriverError) -> CommandError {
     };
     match error {
         DriverError::NotLoaded => failure.hint(NO_DRIVER),
-        DriverError::NotPermitted => failure.hint("run it as root"),
+        DriverError::NotPermitted => failure.hint("run the command as root"),
         _ => failure,
     }
 }

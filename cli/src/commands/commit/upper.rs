@@ -210,7 +210,7 @@ impl UpperCommit<'_> {
                     .hint("store everything in it (--flatten), or write the changes to tar:FILE"),
             );
         }
-        self.image.refuse_own_name(path)?;
+        self.image.refuse_own_file(path)?;
         let interrupt = Interrupt::catch();
         let options = self.convert_options(&interrupt)?;
         let progress = self.ui.progress();

@@ -184,10 +184,10 @@ impl Cache<'_> {
                     .caused_by_text(format!("the digest {digest} of a file is not a SHA-256")));
             };
             let blob = layout.directory.join("blobs/sha256").join(blob);
-            require_overlayfs(&blob, &layer.diff_id).map_err(|error| {
+            refuse_unlike_overlayfs(&blob, &layer.diff_id).map_err(|error| {
                 CommandError::new(cannot())
                     .caused_by_text(error)
-                    .hint("containerd unpacks this image without a cache")
+                    .hint("containerd can still pull and unpack this image without these files")
             })?;
             made.push((layer.diff_id, blob, path));
         }
@@ -283,7 +283,7 @@ pub fn not_ordinary(source: &str) -> CommandError {
 
 /// Fails if overlayfs shows an inode of the layer in another way than a program that unpacks the
 /// layer. containerd stacks the files with overlayfs.
-fn require_overlayfs(blob: &Path, diff_id: &DiffId) -> Result<(), String> {
+fn refuse_unlike_overlayfs(blob: &Path, diff_id: &DiffId) -> Result<(), String> {
     let damaged = |error: &dyn std::fmt::Display| format!("layer {diff_id}: {error}");
     let image = Image::open(blob, &OpenOptions::default()).map_err(|error| damaged(&error))?;
     let fs = Filesystem::open(image).map_err(|error| damaged(&error))?;

@@ -21,7 +21,7 @@ pub fn to_file(
     options: &ConvertOptions,
     ui: &Ui,
 ) -> Result<Report, CommandError> {
-    image.refuse_own_name(destination)?;
+    image.refuse_own_file(destination)?;
     let form = image.form()?;
     let progress = ui.progress();
     let name = image.path().display().to_string();

@@ -52,7 +52,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     drop(progress);
     match args.json {
         true => ui.print_json(&as_json(args, &found, &repaired))?,
-        false => tell(args, ui, &found, &repaired)?,
+        false => print_report(args, ui, &found, &repaired)?,
     }
     Ok(match (found.report.is_sound(), repaired.is_empty()) {
         (false, _) => exit::FSCK_ERRORS_LEFT,
@@ -192,7 +192,7 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
     })
 }
 
-fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), CommandError> {
+fn print_report(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), CommandError> {
     let report = &found.report;
     let mut out = ui.output();
     for line in repaired {

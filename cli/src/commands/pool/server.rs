@@ -219,11 +219,11 @@ impl Pool {
 
     /// Reports to the keeper that the pool takes requests.
     pub fn report_ready(&self) {
-        self.tell(&Packet::Ready, &[]);
+        self.notify_keeper(&Packet::Ready, &[]);
     }
 
     /// Without a keeper, this process serves its mounts to their end.
-    fn tell(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> bool {
+    fn notify_keeper(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> bool {
         self.link.send(packet, descriptors).is_ok()
     }
 

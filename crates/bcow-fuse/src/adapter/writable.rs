@@ -178,7 +178,7 @@ impl fuser::Filesystem for Writable {
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
         // A batch of forgets is one request, and each can free a large file.
-        let _turn = self.readers.begin(Kind::InBatch);
+        let _turn = self.readers.begin(Kind::BriefInBatch);
         self.fs.forget(id(ino), count);
     }
 

@@ -29,8 +29,8 @@ use crate::options::Progress;
 use crate::output::Output;
 
 /// Limit on the entries of one layer that are tried.
-const MAX_FILES: usize = 16;
-const ENDING: &str = "bcow";
+const MAX_ENTRIES: usize = 16;
+const EXTENSION: &str = "bcow";
 
 /// A directory of converted layers.
 pub(crate) struct LayerCache {
@@ -47,7 +47,7 @@ impl LayerCache {
     }
 
     /// The directory of the entries for this request.
-    fn entry(&self, request: &LayerRequest) -> PathBuf {
+    fn directory_of(&self, request: &LayerRequest) -> PathBuf {
         let options = format!("{}\n{}", request.tool, request.options);
         let id = &request.diff_id.0;
         self.directory.join(format!(
@@ -66,7 +66,7 @@ impl LayerCache {
         layout: &LayoutWriter,
         progress: &dyn Progress,
     ) -> Result<Option<StoredLayer>, ConvertError> {
-        let directory = self.entry(request);
+        let directory = self.directory_of(request);
         let files = match std::fs::read_dir(&directory) {
             Ok(files) => files,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -80,8 +80,8 @@ impl LayerCache {
         };
         let paths = files
             .filter_map(|file| Some(file.ok()?.path()))
-            .filter(|path| path.extension().is_some_and(|e| e == ENDING));
-        for path in first(paths, MAX_FILES) {
+            .filter(|path| path.extension().is_some_and(|e| e == EXTENSION));
+        for path in first(paths, MAX_ENTRIES) {
             let (problem, then) = match self.copy(&path, request, layout)? {
                 Ok(Some(layer)) => return Ok(Some(layer)),
                 // Another process removed the entry.
@@ -151,19 +151,19 @@ impl LayerCache {
 
     /// Whether the cache records that the blob with this digest has the requested diffID.
     pub(crate) fn has_source(&self, request: &LayerRequest, source: Option<&Digest>) -> bool {
-        source.is_some_and(|source| self.source_mark(request, source).exists())
+        source.is_some_and(|source| self.source_record_path(request, source).exists())
     }
 
     /// Records that the blob with this digest has the requested diffID. A failure is ignored: the
     /// next use verifies the blob again.
     pub(crate) fn record_source(&self, request: &LayerRequest, source: Option<&Digest>) {
         if let Some(source) = source {
-            let _ = File::create(self.source_mark(request, source));
+            let _ = File::create(self.source_record_path(request, source));
         }
     }
 
-    fn source_mark(&self, request: &LayerRequest, source: &Digest) -> PathBuf {
-        self.entry(request).join(format!(
+    fn source_record_path(&self, request: &LayerRequest, source: &Digest) -> PathBuf {
+        self.directory_of(request).join(format!(
             "{}-{}.source",
             source.algorithm().name(),
             source.hex()
@@ -182,7 +182,7 @@ impl LayerCache {
         let Some(blob) = &layer.new else {
             return Ok(());
         };
-        let directory = self.entry(request);
+        let directory = self.directory_of(request);
         std::fs::create_dir_all(&directory)
             .map_err(|source| ConvertError::write("create", &directory, source))?;
         let output = Output::unnamed(&directory)?;
@@ -193,7 +193,7 @@ impl LayerCache {
         io::copy(&mut from, &mut output.file()?)
             .map_err(|source| ConvertError::write("write to", &directory, source))?;
         // Nothing is synced: if a crash damages the entry, the next use removes it.
-        output.name_as(&format!("{}.{ENDING}", layer.digest.hex()))
+        output.name_as(&format!("{}.{EXTENSION}", layer.digest.hex()))
     }
 }
 
@@ -362,8 +362,8 @@ mod tests {
             open: bcow::OpenOptions::default(),
         };
         let cache = LayerCache::open(&dir.path().join("cache")).unwrap();
-        let entry = cache.entry(&request).join(format!("{:064}.bcow", 0));
-        std::fs::create_dir(cache.entry(&request)).unwrap();
+        let entry = cache.directory_of(&request).join(format!("{:064}.bcow", 0));
+        std::fs::create_dir(cache.directory_of(&request)).unwrap();
         let is_done = Arc::new(AtomicBool::new(false));
         let changer = std::thread::spawn({
             let is_done = is_done.clone();

@@ -44,7 +44,7 @@ pub(super) fn read_head(
         Ok(Ranged::Whole { length, body }) => fetch_whole(shared, length, body, pin),
         // A file without a first byte.
         Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
-            Err(Problem::Format(bcow::format::FormatError::NotBcow).for_good())
+            Err(Problem::Format(bcow::format::FormatError::NotBcow).permanent())
         }
         Err(fault) => Err(fault),
     }
@@ -62,7 +62,7 @@ pub(super) fn head_of_part(
     let (header, slots) = parse_head(&bytes, pin)?;
     if let Some(total) = total {
         let is_whole = header.check_file_length(total);
-        is_whole.map_err(|error| Problem::Format(error).for_good())?;
+        is_whole.map_err(|error| Problem::Format(error).permanent())?;
     }
     Ok(Head {
         bytes,
@@ -77,16 +77,16 @@ fn parse_head(bytes: &[u8], pin: Option<Hash>) -> Result<(Header, [u8; HEADER_AR
     let there = bytes.len().min(HEADER_AREA_BYTES);
     slots[..there].copy_from_slice(&bytes[..there]);
     let header =
-        choose_header(&slots[..there]).map_err(|error| Problem::Format(error).for_good())?;
+        choose_header(&slots[..there]).map_err(|error| Problem::Format(error).permanent())?;
     let Some(tree) = &header.merkle else {
-        return Err(Problem::NoTree.for_good());
+        return Err(Problem::NoTree.permanent());
     };
     match pin {
         Some(pin) if pin != tree.root => Err(Problem::WrongRoot {
             found: Root(tree.root).to_string(),
             expected: Root(pin).to_string(),
         }
-        .for_good()),
+        .permanent()),
         _ => Ok((header, slots)),
     }
 }
@@ -100,7 +100,7 @@ fn fetch_whole(
     pin: Option<Hash>,
 ) -> Result<Head, Fault> {
     let most = shared.options.whole_bytes;
-    let refuse = |why: String| Err(Problem::NoRanges(why).for_good());
+    let refuse = |why: String| Err(Problem::NoRanges(why).permanent());
     let Some(cache) = &shared.options.cache else {
         return refuse("there is no cache to keep the whole file in".into());
     };
@@ -111,7 +111,7 @@ fn fetch_whole(
         Problem::NoRanges(format!(
             "the whole file cannot be written into the cache: {error}"
         ))
-        .for_good()
+        .permanent()
     };
     let new = cache.new_file().map_err(cannot)?;
     let mut head = Vec::new();
@@ -144,10 +144,10 @@ fn fetch_whole(
         }
     }
     let Some((header, slots)) = parsed else {
-        return Err(Problem::NoTree.for_good());
+        return Err(Problem::NoTree.permanent());
     };
     let is_whole = header.check_file_length(at);
-    is_whole.map_err(|error| Problem::Format(error).for_good())?;
+    is_whole.map_err(|error| Problem::Format(error).permanent())?;
     let root = header.merkle.as_ref().map_or([0; 32], |tree| tree.root);
     shared.fetched_bytes.fetch_add(at, Ordering::Relaxed);
     Ok(Head {

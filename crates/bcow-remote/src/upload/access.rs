@@ -35,7 +35,7 @@ impl Access {
     }
 
     pub(super) fn address(&self, path: &str) -> Result<Address, Fault> {
-        self.base.join(path).map_err(Problem::for_good)
+        self.base.join(path).map_err(Problem::permanent)
     }
 
     /// Sends a request, with authorization if the address is on the registry's server.
@@ -78,7 +78,7 @@ impl Access {
                 status: 401,
                 explanation,
             }
-            .for_now());
+            .transient());
         };
         let authorization = self.auth.header(client, &self.base, patience)?;
         with(authorization.as_deref(), content)

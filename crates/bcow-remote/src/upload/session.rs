@@ -86,7 +86,7 @@ impl<'s> Session<'s> {
         (offset, length): (u64, u64),
         patience: &Patience,
     ) -> Result<Answer, Fault> {
-        let unreadable = |error: &io::Error| Problem::Content(error.to_string()).for_good();
+        let unreadable = |error: &io::Error| Problem::Content(error.to_string()).permanent();
         let failed = RefCell::new(None);
         let mut reader = Watched {
             content: (self.blob.open)(offset).map_err(|error| unreadable(&error))?,
@@ -239,7 +239,7 @@ fn completed(answer: Answer) -> Result<(), Ended> {
 /// Where an upload goes on: any form of URL, on any server.
 pub(super) fn location(answer: &Answer, address: &Address) -> Result<Address, Fault> {
     let text = answer.header("location").unwrap_or_default();
-    address.join(text).map_err(Problem::for_good)
+    address.join(text).map_err(Problem::permanent)
 }
 
 fn with_digest(location: &Address, digest: &str) -> Result<Address, Ended> {

@@ -116,14 +116,14 @@ impl Marks {
             if let Some(mark) = known
                 && let Some(value) = at.get(name)?
             {
-                marks.take(mark, &value)?;
+                marks.apply(mark, &value)?;
             }
         }
         Ok(marks)
     }
 
     /// Decodes the value of a mark, and stores it in the mark's field.
-    pub fn take(&mut self, mark: Mark, value: &[u8]) -> Result<(), MarkError> {
+    pub fn apply(&mut self, mark: Mark, value: &[u8]) -> Result<(), MarkError> {
         match mark {
             Mark::Opaque => self.opaque = value == OPAQUE,
             Mark::Redirect if value == REDIRECT_NOWHERE => {}
@@ -396,15 +396,15 @@ impl SketchMark {
             size: u64_at(24),
         };
         let mut reserved = SKETCH_RESERVED.into_iter().flatten();
-        let most = i64::MAX as u64;
-        let sensible = bytes[0] == SKETCH_VERSION
+        let max_size = i64::MAX as u64;
+        let within_limits = bytes[0] == SKETCH_VERSION
             && bytes[3] & !MAP_EXISTS == 0
             && reserved.all(|at| bytes[at] == 0)
             && (9..=30).contains(&mark.block_shift)
-            && mark.lower_limit <= most
-            && mark.size <= most
+            && mark.lower_limit <= max_size
+            && mark.size <= max_size
             && (kind == SketchKind::Packed || mark.size == 0);
-        match intact && sensible {
+        match intact && within_limits {
             true => Ok(mark),
             false => Err(bad()),
         }
@@ -476,7 +476,7 @@ mod tests {
     #[test]
     fn the_redirect_of_a_sketch_leads_nowhere() {
         let mut marks = Marks::default();
-        marks.take(Mark::Redirect, b"/.bcow/sketch").unwrap();
+        marks.apply(Mark::Redirect, b"/.bcow/sketch").unwrap();
         assert_eq!(marks, Marks::default());
     }
 
@@ -563,7 +563,7 @@ mod tests {
         ) {
             let mut marks = Marks::default();
             for mark in Mark::ALL {
-                let _ = marks.take(mark, &bytes);
+                let _ = marks.apply(mark, &bytes);
             }
             let _ = Override::decode(&bytes);
         }

@@ -91,9 +91,9 @@ impl Pool {
             device: handover.device,
             is_disk: false,
         };
-        let mut is_kept = self.tell(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
+        let mut is_kept = self.notify_keeper(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
         if let Some(ledger) = &handover.ledger {
-            is_kept &= self.tell(&Packet::Companion { number }, &[ledger.as_fd()]);
+            is_kept &= self.notify_keeper(&Packet::Companion { number }, &[ledger.as_fd()]);
         }
         Ok(is_kept.then_some(record))
     }
@@ -137,14 +137,14 @@ impl Pool {
             is_disk: true,
         };
         Ok(
-            self.tell(&keep, &[handover.connection.as_fd(), stored.as_fd()])
-                && self.tell(&Packet::Companion { number }, &[handover.hidden.as_fd()]),
+            self.notify_keeper(&keep, &[handover.connection.as_fd(), stored.as_fd()])
+                && self.notify_keeper(&Packet::Companion { number }, &[handover.hidden.as_fd()]),
         )
     }
 
     /// The mount has ended.
     pub(super) fn release(&self, number: u64) {
-        self.tell(&Packet::Release { number }, &[]);
+        self.notify_keeper(&Packet::Release { number }, &[]);
     }
 
     /// Takes over the mounts of the previous process. Mounts whose image cannot be opened again are
@@ -235,7 +235,7 @@ impl Pool {
                 let ledger = session.map_or(Ok(None), Session::ledger);
                 if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
                     // Before the first request, which the ledger of the process before would miss.
-                    self.tell(&Packet::Companion { number }, &[ledger.as_fd()]);
+                    self.notify_keeper(&Packet::Companion { number }, &[ledger.as_fd()]);
                 }
                 mount.arrive(number, mounted, Some(record))
             }

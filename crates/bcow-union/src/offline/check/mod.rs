@@ -376,7 +376,7 @@ impl Checker<'_> {
                     .get(name)?
                     .map(|value| Override::decode(&value).map(|owner| marks.owner = Some(owner))),
                 None => None,
-                Some(mark) => at.get(name)?.map(|value| marks.take(mark, &value)),
+                Some(mark) => at.get(name)?.map(|value| marks.apply(mark, &value)),
             };
             if let Some(Err(error)) = read {
                 self.report.error("upper-mark", path, error.to_string());
