@@ -74,13 +74,15 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::AsAsked, options)?.require_complete()
+        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::AsAsked, options)?
+            .require_complete()
     }
 
     /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
     pub fn open_second(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
-        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::Never, &options)?.require_complete()
+        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::Never, &options)?
+            .require_complete()
     }
 
     /// Returns the image, or an error if a file below it is missing or wrong.
@@ -149,7 +151,7 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        OpenImage::open_parts(name, layers, stores, options, &OpenImage::complete)
+        OpenImage::open_parts(name, layers, stores, options, &OpenImage::require_complete)
     }
 
     /// Opens an image with `layers` on top. `check` gets each image as it is opened, and decides

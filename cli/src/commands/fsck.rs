@@ -629,7 +629,12 @@ fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
     })
 }
 
-fn print_report(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<(), CommandError> {
+fn print_report(
+    args: &Args,
+    ui: &Ui,
+    files: &[Checked],
+    repaired: &[String],
+) -> Result<(), CommandError> {
     let mut out = ui.output();
     for line in repaired {
         writeln!(out, "repaired: {line}")?;

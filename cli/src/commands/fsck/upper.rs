@@ -192,7 +192,12 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
     })
 }
 
-fn print_report(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), CommandError> {
+fn print_report(
+    args: &Args,
+    ui: &Ui,
+    found: &Found,
+    repaired: &[String],
+) -> Result<(), CommandError> {
     let report = &found.report;
     let mut out = ui.output();
     for line in repaired {
