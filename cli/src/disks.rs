@@ -31,11 +31,11 @@ pub struct OpenChain {
     pub problems: Vec<Problem>,
 }
 
-/// A disk, open for writing, and its locked file. The disk itself locks the writable files below it
-/// against writers.
+/// A disk, open for writing, and its locked file. Writable files below the disk are locked against
+/// writers as long as the disk is open, unless --force-share is given.
 pub struct WritableDisk {
     pub disk: Disk,
-    // Dropped after the disk.
+    // Dropped after the disk, which may write to the file until it is dropped.
     pub file: LockedFile,
 }
 
@@ -46,7 +46,7 @@ pub struct Problem {
     pub hint: Option<String>,
 }
 
-/// Whether the file at `path` is a disk, according to its header.
+/// Whether the file at `path` is a disk or a sketch, and so no image, according to its header.
 pub fn is_disk(path: &Path) -> bool {
     header_at(path).is_some_and(|header| header.purpose != Use::Image)
 }
@@ -67,7 +67,7 @@ pub fn is_writable_disk(path: &Path) -> bool {
         .is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
 }
 
-/// The note by which locked files name this process.
+/// The note that this process leaves in a file that it locks: its command and its number.
 pub fn lock_note(command: &str) -> String {
     format!("bcow {command}, process {}", std::process::id())
 }
@@ -122,12 +122,13 @@ impl<'a> Below<'a> {
         Ok(opened)
     }
 
-    /// For the disk at `path`.
+    /// The opener of the files below the disk at `path`.
     pub fn opener(&self, path: &Path) -> Opener<'_> {
         Opener::new(path, self.policy())
     }
 
-    /// The problems of an opener of [`Below::policy`].
+    /// Adds the hint, and for a digest the cause, to the problems of an opener that has
+    /// [`Below::policy`].
     fn problems(&self, problems: &[Arc<ChainProblem>]) -> Vec<Problem> {
         let in_stores = self.stores.problems();
         let mut in_stores = in_stores.iter();
@@ -147,21 +148,22 @@ impl<'a> Below<'a> {
             .collect()
     }
 
-    /// The first problem of an opener of [`Below::policy`].
+    /// The same for the first problem of such an opener.
     pub fn first_problem(&self, problem: &Arc<ChainProblem>) -> Problem {
         let first = self.problems(std::slice::from_ref(problem)).pop();
         first.unwrap_or_else(|| Problem::of(problem))
     }
 
-    /// Opens the disk in a locked file, which the user calls `name`. The disk locks the writable
-    /// files below it against writers.
+    /// Opens the disk in a locked file, which the user calls `name`. Writable files below the disk
+    /// are locked against writers as long as the disk is open, unless --force-share is given.
     pub fn open_disk(&self, name: &Path, file: &LockedFile) -> Result<Disk, CommandError> {
         let opener = self.opener(file.path());
         Disk::open(file.storage(), &self.options, &opener)
             .map_err(|error| self.cannot_open_disk(name, &error, opener.problems().first()))
     }
 
-    /// The error of a disk that does not open, or of a problem below it.
+    /// The error for a disk that does not open. If a backing is missing, the cause is `problem`,
+    /// the first problem with a file below the disk.
     pub fn cannot_open_disk(
         &self,
         name: &Path,
@@ -235,12 +237,12 @@ impl Problem {
         }
     }
 
-    /// The error of the disk that the user calls `name` and that needs the file.
+    /// The error for the disk that the user calls `name`, above the file that has the problem.
     pub fn failure(&self, name: &Path) -> CommandError {
         self.cause_of(CommandError::new(format!("cannot open {}", name.display())))
     }
 
-    /// Adds the problem to an error.
+    /// Adds the problem as a cause, and its hint, to an error.
     pub fn cause_of(&self, failure: CommandError) -> CommandError {
         let failure = failure.caused_by_text(self.text.clone());
         match &self.hint {
@@ -402,8 +404,9 @@ pub fn lock_for_reading(name: &Path, file: &File, share: Share) -> Result<(), Co
     Ok(())
 }
 
-/// Opens a file for repair, with the lock of a writer. A sealed file is never written, and needs no
-/// lock.
+/// Opens a file for repair. A writable file is locked as by a writer. A sealed file is not locked:
+/// the repair only replaces damaged bytes by those with which the file was sealed. A file without a
+/// valid header is not locked either.
 pub fn open_for_repair(
     name: &Path,
     path: &Path,

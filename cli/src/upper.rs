@@ -1,4 +1,5 @@
-//! Reading of uppers of writable mounts, while no process writes to them.
+//! Uppers of writable mounts, for all commands: the note in the lock of an upper, the wait for the
+//! end of another mount, the opening for reading, and the error for an upper that cannot be used.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,14 +12,16 @@ use crate::image::OpenImage;
 use crate::running::{self, State};
 use crate::ui::Ui;
 
-/// How long a process may keep the upper before it ends its mount: umount(8) returns before the
-/// process has noticed the unmount.
+/// How long to wait for a process that holds an upper or a disk and shows no sign that its mount
+/// ends: umount(8) returns before that process has noticed the unmount.
 pub const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 /// After this time, a message tells the user the reason of the delay.
 const MESSAGE_AFTER: Duration = Duration::from_millis(500);
+/// Pause between two attempts to open an upper or to lock a disk.
 pub const PAUSE: Duration = Duration::from_millis(10);
 
-/// The begin of the note in the lock of an upper; the number of the process follows.
+/// The start of the note of a mount, in the lock of an upper or of a disk. The number of the
+/// process follows.
 const NOTE: &str = "bcow mount, process ";
 
 /// The note of this process in an upper's lock, when it mounts at `directory`.
@@ -30,14 +33,15 @@ pub fn note(directory: &Path) -> String {
     )
 }
 
-/// The process that left a note; `None` if the process is not a mount.
+/// The number of the process in the note of a mount; `None` for the note of another command.
 pub fn holder_of_note(note: &str) -> Option<u32> {
     let rest = note.strip_prefix(NOTE)?;
     let end = rest.find(|c: char| !c.is_ascii_digit());
     rest[..end.unwrap_or(rest.len())].parse().ok()
 }
 
-/// Opens an upper with `open`. Waits for a process that is ending a mount of the upper.
+/// Opens an upper with `open`. Tries again while another process holds the upper and may soon
+/// release it.
 pub fn when_free<T>(
     ui: &Ui,
     mut open: impl FnMut() -> Result<T, UpperError>,
@@ -59,8 +63,8 @@ pub fn when_free<T>(
     }
 }
 
-/// Whether the process that holds the upper soon releases it: it ends its mount, or may be about
-/// to.
+/// Whether the process that holds the upper may soon release it: the process is ending its mount,
+/// or may not have noticed the unmount yet.
 fn ends_soon(error: &UpperError, waited: Duration) -> bool {
     let Some((_, holder)) = error.in_use() else {
         return false;
@@ -70,13 +74,14 @@ fn ends_soon(error: &UpperError, waited: Duration) -> bool {
             Some(pid) => is_closing(pid) || waited < NOTICES_WITHIN,
             None => false,
         },
-        // A process that has removed its note releases its lock next.
+        // The holder has no note. A writer removes its note just before it releases its lock; a
+        // reader never has one.
         LockError::InUse => waited < NOTICES_WITHIN,
         LockError::Io(_) => false,
     }
 }
 
-/// Whether a process is ending a writable mount. A stopped process is not.
+/// Whether a process is ending a writable mount. False for a process that a signal has stopped.
 pub fn is_closing(pid: u32) -> bool {
     match running::state(pid) {
         Some(State::Ending) => true,
@@ -85,7 +90,8 @@ pub fn is_closing(pid: u32) -> bool {
     }
 }
 
-/// Opens an upper for reading, if no process writes to it and it belongs to `image`.
+/// Opens an upper for reading. Fails if a process writes to it, if it belongs to another image than
+/// `image`, or if the machine stopped while it was mounted with `--sync volatile`.
 pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, CommandError> {
     let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
@@ -98,7 +104,7 @@ pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, 
     }
 }
 
-/// Refuses an upper of another image. An upper that overlayfs made belongs to no image.
+/// Refuses an upper of another image. Accepts an upper that overlayfs made: it belongs to no image.
 pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), CommandError> {
     let identity = image.identity();
     match upper.record() {
@@ -152,7 +158,7 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
     }
 }
 
-/// Says which processes have the upper in use.
+/// Adds the processes that have the upper in use to the causes of a failure.
 pub fn name_holders(failure: CommandError, upper: &Path) -> CommandError {
     let holders = running::describe_lock_holders(&upper.join(running::LOCK_IN_UPPER));
     holders
@@ -160,9 +166,9 @@ pub fn name_holders(failure: CommandError, upper: &Path) -> CommandError {
         .fold(failure, CommandError::caused_by_text)
 }
 
-/// As [`Context::context`], for a merge of an upper with its image.
+/// Adds the failed action to an error of a merge of an upper with its image.
 pub trait Joined<T> {
-    /// Names the upper.
+    /// As [`Context::context`]. The message names `upper`.
     fn joined(self, upper: &Path) -> Result<T, CommandError>;
 }
 
@@ -180,7 +186,7 @@ mod tests {
     fn process_is_read_from_the_note_of_a_mount() {
         let note = note(Path::new("/mnt, process 8"));
         assert_eq!(holder_of_note(&note), Some(std::process::id()));
-        // As earlier versions wrote it.
+        // The note of a mounted disk, and of an upper that an earlier version mounted.
         assert_eq!(holder_of_note("bcow mount, process 7"), Some(7));
         assert_eq!(holder_of_note("bcow fsck --repair, process 7"), None);
         assert_eq!(holder_of_note("bcow mount, process "), None);

@@ -1,8 +1,9 @@
-//! A mount in the process of a pool: the request for it, and its answer there.
+//! A mount in the process of a pool: the request that the command sends, and the mount that the
+//! process of the pool makes.
 //!
-//! The command sends its command line and its directory, and the pool does the rest: it opens the
-//! files, and mounts. So a mount in a pool has all options, and the pool can open files again after
-//! the command has ended.
+//! The command sends its command line and its working directory. The process of the pool parses the
+//! command line, opens the files, and mounts. So the request needs no fields for the options of a
+//! mount, and the pool can open the files again after the command has ended.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ use crate::pool::{PoolName, client};
 use crate::running::Service;
 use crate::ui::Ui;
 
-/// Pauses before the attempts to open an image on another machine again.
+/// Pauses between the attempts to open an image on another machine.
 const PAUSES: [Duration; 5] = [
     Duration::from_secs(1),
     Duration::from_secs(2),
@@ -33,7 +34,7 @@ const PAUSES: [Duration; 5] = [
     Duration::from_secs(15),
 ];
 
-/// Lets the pool mount.
+/// Requests the mount from the pool, and waits for its answer.
 pub fn request(name: &PoolName, ui: &Ui) -> Result<(), CommandError> {
     let cannot = || format!("cannot mount in the pool {name}");
     let arguments = match helper::command_line()? {
@@ -60,18 +61,19 @@ pub struct PoolHost<'a> {
     pub devices: &'a [String],
 }
 
-/// Mounts in this process, which is a pool. The paths are relative to the directory of this thread.
+/// Mounts in this process, which is that of a pool. Relative paths in `args` start at the working
+/// directory of this thread.
 pub fn mount(args: &Args, host: PoolHost<'_>, ui: &Ui) -> Result<Mounted, CommandError> {
     let (way, mut options) = check(args)?;
     refuse_own_mounts(args, host.devices)?;
     match make(args, way, &mut options, &host.into(), ui)? {
         Made::Served(mounted) => Ok(*mounted),
-        // [`direct::files`] gives none to a mount in a pool.
+        // Unreachable: [`direct::files`] requires a process for each mount with --pool.
         Made::Direct(_) => Err(CommandError::new("no process serves this mount")),
     }
 }
 
-/// How often to open an image whose server does not answer.
+/// How many attempts to make to open an image whose server does not answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attempts {
     One,
@@ -79,7 +81,8 @@ pub enum Attempts {
     Several,
 }
 
-/// Opens the image of a mount that a process of the pool made, for another process.
+/// Opens again the image of a mount at the FUSE door that the pool has made already: to take the
+/// mount over from another process, or to check that another process can.
 pub fn open_again(
     args: &Args,
     host: PoolHost<'_>,
@@ -94,7 +97,8 @@ pub fn open_again(
     })
 }
 
-/// As [`open_again`], for a mount at the kernel door.
+/// Opens again the content of a mount at the kernel door, to take the mount over from another
+/// process.
 pub fn open_disk_again(
     args: &Args,
     host: PoolHost<'_>,
@@ -134,7 +138,7 @@ fn attempt<T>(
     }
 }
 
-/// Opens again after each pause, unless the failure is one that stays.
+/// Calls `open`, and calls it again after each of the pauses as long as the error may pass.
 fn attempt_after<T>(
     pauses: &[Duration],
     mut open: impl FnMut() -> Result<T, CommandError>,
@@ -153,7 +157,7 @@ fn at_fuse(args: &Args) -> Result<(MountOptions, String), CommandError> {
     let (way, mut options) = check(args)?;
     match way {
         Way::Fuse { reason } => Ok((options, reason)),
-        // The process before has found content for the FUSE door.
+        // The process that made the mount found that the content belongs to the FUSE door.
         Way::Content | Way::Upper { .. } => {
             settle(args, &mut options)?;
             Ok((options, DOOR_OF_IMAGES.to_owned()))
@@ -171,8 +175,10 @@ impl From<PoolHost<'_>> for Host<'_> {
     }
 }
 
-/// Refuses paths below which the process would have to read from itself: at its end, the kernel
-/// would wait for answers of the process. Backings are beside their disk or in these directories.
+/// Refuses paths that are inside a mount of this pool. The process would then send requests to
+/// itself, and when it ends, the kernel would wait for answers that the process no longer gives.
+/// Backings have no paths here: they are in the directory of their disk or in one of these
+/// directories.
 fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError> {
     let stores = &args.stores;
     let mut paths: Vec<PathBuf> = args.upper.path().map(Path::to_owned).into_iter().collect();
@@ -188,7 +194,8 @@ fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError
         });
     }
     for path in paths {
-        // A path that is missing will be on the file system of the directory that has it.
+        // A path that does not exist yet will be on the file system of its nearest directory that
+        // exists.
         let existing = path
             .ancestors()
             .find_map(|path| match path.as_os_str().is_empty() {
@@ -219,7 +226,7 @@ mod tests {
 
     use super::*;
 
-    /// Opens with a failure of this kind each time. Returns how often.
+    /// The number of attempts if each of them fails with `problem`.
     fn attempts_with(problem: &Problem) -> usize {
         let mut attempts = 0;
         let failed = attempt_after(&[Duration::ZERO; 3], || {

@@ -1,7 +1,7 @@
 //! The adapter of a disk that is shown as one file, for a loop device.
 //!
-//! The kernel opens the file once and sends direct reads and writes, so neither pages nor
-//! attributes of the file are cached above this process.
+//! The loop device opens the file once and sends direct reads and writes, so the kernel caches no
+//! pages of the file. It caches the attributes, of which only a setattr request changes any.
 
 use std::ffi::OsStr;
 use std::io;
@@ -27,9 +27,10 @@ use crate::stats::{MountStats, Operation};
 const FILE: INodeNo = INodeNo(2);
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
-/// The flags of the protocol that are in use.
+/// The flags of the protocol that this adapter requests from the kernel.
 pub(crate) const FLAGS: InitFlags = InitFlags::FUSE_ASYNC_DIO;
-/// The unit of allocation that the loop device announces for discards, in bytes.
+/// The block size of the file in bytes. The loop device gets it by statfs, and announces it as the
+/// granularity of discards.
 const BLOCK_BYTES: u32 = 4096;
 
 /// Implements fuser's trait for a disk.
@@ -113,7 +114,7 @@ impl DiskFile {
         errno
     }
 
-    /// Runs a write to the disk, and records its failure.
+    /// Runs `change`, a write or a flush, on the disk, and records its failure.
     fn change(
         &self,
         operation: Operation,
@@ -124,7 +125,7 @@ impl DiskFile {
             Device::Writable(disk) => {
                 change(disk).map_err(|error| self.failed(operation, offset, &error))
             }
-            // The loop device is read-only, so the kernel sends none.
+            // The loop device is read-only, so the kernel sends no such request.
             Device::ReadOnly(_) => Err(Errno::ROFS),
         }
     }
@@ -163,8 +164,8 @@ fn errno(error: &bcow::Error) -> Errno {
 impl fuser::Filesystem for DiskFile {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         // Without FUSE_ASYNC_DIO, the loop device would wait for each request before the next one.
-        // The stale pages that the flag can leave (see the writable adapter) are those of the
-        // file's page cache, which direct requests do not fill.
+        // The flag can leave stale pages in the page cache of a file (see the writable adapter).
+        // This file has none, because all its requests are direct.
         let _ = config.add_capabilities(FLAGS & config.capabilities());
         let _ = config.set_max_write(WRITE_BYTES);
         let _ = config.set_max_background(BACKGROUND_REQUESTS);
@@ -218,8 +219,9 @@ impl fuser::Filesystem for DiskFile {
     }
 
     fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        // Without FOPEN_NOFLUSH, the kernel waits at a close for the reply to a request. If this
-        // process is killed, the kernel closes this file for it, and would wait forever.
+        // Without FOPEN_NOFLUSH, each close of the file sends a FLUSH request and waits for the
+        // reply. If this process is killed while it has the file open, the kernel closes the file
+        // and would wait forever, because no thread is left to reply.
         let flags = FopenFlags::FOPEN_DIRECT_IO
             | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
             | FopenFlags::FOPEN_NOFLUSH;
@@ -316,7 +318,8 @@ impl fuser::Filesystem for DiskFile {
         reply::empty(flushed, reply);
     }
 
-    /// Discards and writes of zeros. The loop device sends both as a hole, so a hole must read as
+    /// Discards and writes of zeros. The loop device sends a discard as a hole. It also sends a
+    /// write of zeros as a hole, unless the space must stay allocated. So a hole must read as
     /// zeros.
     fn fallocate(
         &self,

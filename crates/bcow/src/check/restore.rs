@@ -17,9 +17,9 @@ pub struct Restored {
     /// The restored ranges, in file order, adjacent ones merged: the header slots, damaged chunks
     /// behind them, and damaged pieces of the tree.
     pub written: Vec<Range<u64>>,
-    /// Damaged ranges that no copy has intact, in the same form.
+    /// Damaged ranges for which no copy has intact bytes that a tree confirms, in the same form.
     pub unrestored: Vec<Range<u64>>,
-    /// Bytes beyond the end that were cut off.
+    /// Number of bytes that were cut off: those beyond the length that the header states.
     pub cut_off: u64,
 }
 
@@ -80,10 +80,10 @@ struct Damage {
 /// recorded elsewhere; it is used only if both header slots of `file` are damaged. A copy with
 /// another root is ignored. A copy may be damaged itself: every chunk and every piece of the tree
 /// is checked before it is written. Header slots are copied from a copy whose header the tree
-/// confirms; its second slot is not checked.
+/// confirms. The tree confirms the slot that has this header; the other slot is copied unchecked.
 ///
-/// Only damaged chunks, damaged pieces of the tree and lost header slots are written, in place. An
-/// interruption leaves the file no worse than before.
+/// Only damaged chunks, damaged pieces of the tree and damaged header slots are written, in place,
+/// and the length of the file is corrected. An interruption leaves the file no worse than before.
 pub fn restore(
     file: &dyn Storage,
     root: Option<[u8; 32]>,
@@ -136,8 +136,8 @@ pub fn restore(
     tree.reverse();
     let mut found = restore_chunks(file, &sources, shape, thread_count)?;
     found.append(&mut tree);
-    // Slots that differ from those of the copy only outside the canonical header (generation, root,
-    // checksum) stay. `repair` rewrites a single damaged slot.
+    // The slots are left as they are if their canonical header is that of the copy. They may then
+    // differ in generation, Merkle root and checksum. `repair` rewrites a single damaged slot.
     if let Some(copy) = verified
         && header
             .as_ref()
@@ -209,7 +209,7 @@ fn restore_chunks(
             range: start + skip as u64..end,
             is_restored: false,
         };
-        // The first source whose tree is intact for this chunk decides.
+        // The first source whose tree is intact for this chunk decides whether bytes are correct.
         for with_tree in sources {
             let matches = |chunk| with_tree.verifier.matches(with_tree.storage, index, chunk);
             match matches(stored.clone()) {

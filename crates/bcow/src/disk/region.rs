@@ -1,4 +1,5 @@
-//! One region of an open disk: the entries of its blocks, and which of them no record has yet.
+//! One region of an open disk: the entries of its blocks, and the blocks whose entries are in no
+//! record yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,9 +11,10 @@ use super::extents::Ranges;
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A region. A reader, or a writer into a block in place, holds the lock shared; a change of an
-/// entry holds it exclusively. An exclusive holder thus knows that no other thread uses a block of
-/// the region, except a completion that is reading old data (see [`Transit::id`]).
+/// A region. A thread that reads a block, or writes into a block in place, holds the lock of
+/// `state` shared. A thread that changes an entry holds it exclusively. So the exclusive holder
+/// knows that no other thread uses a block of the region, except a completion that is reading old
+/// data (see [`Transit::id`]).
 pub(super) struct Region {
     pub(super) index: u64,
     /// Length of the region in bytes.
@@ -25,28 +27,31 @@ pub(super) struct Region {
 }
 
 /// The entries of a region and their state.
+///
+/// The *published* entry of a block is its entry in the newest record that has the block, which may
+/// be the record in flight, or else in the table of the region.
 #[derive(Debug)]
 pub(super) struct State {
     /// `None` until the table is read from the file.
     pub(super) blocks: Option<Blocks>,
-    /// Blocks that differ from the newest record or table. In a region that is not cut into blocks,
+    /// Blocks whose entry is newer than the published one. In a region that is not cut into blocks,
     /// block 0 is the whole region.
     pub(super) pending: BTreeMap<u32, Pending>,
-    /// Set when the region was cut into blocks while it was pending as a whole: the entry that it
-    /// had as a whole, and the entry that is published.
+    /// Set if the region was cut into blocks while it was pending as a whole: its entry when it was
+    /// cut, and its published entry. The next record takes it.
     whole: Option<(Entry, Entry)>,
     /// The blocks of this region in the record in flight.
     committing: Option<Committing>,
-    /// Whether the table in the file is older than the newest record.
+    /// Whether the log has entries of the region that are newer than its table in the file.
     pub(super) logged: bool,
     /// Memory in bytes that the committer counts for the region while it is logged.
     pub(super) counted: u64,
 }
 
-/// A block that differs from the newest record or table.
+/// A block whose entry is newer than the published one.
 #[derive(Debug)]
 pub(super) struct Pending {
-    /// The entry in the newest record or table. Its space is free when the next record is durable.
+    /// The published entry. Its space is free when the next record with the block is durable.
     pub(super) published: Entry,
     /// Set while the block is incomplete.
     pub(super) transit: Option<Transit>,
@@ -65,7 +70,7 @@ pub(super) struct Transit {
     pub(super) written: Ranges,
 }
 
-/// Identifies a transit. No two transits of an open disk have the same.
+/// Identifies a transit. No two transits of an open disk have the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TransitId(u64);
 
@@ -79,22 +84,23 @@ impl TransitIds {
     }
 }
 
-/// The blocks of a region that the record in flight replaces, with the entries published before.
+/// The blocks of a region in the record in flight, with the entries that were published before it.
 #[derive(Debug, Default)]
 struct Committing {
     whole: Option<(Entry, Entry)>,
     blocks: BTreeMap<u32, Replaced>,
 }
 
-/// A block that the record in flight replaces.
+/// A block whose published entry the record in flight replaces.
 #[derive(Debug, Clone, Copy)]
 struct Replaced {
+    /// The entry that was published before the record.
     published: Entry,
     /// Whether the new entry stores no data.
     given_up: bool,
 }
 
-/// Space that a record freed.
+/// Space that becomes free when a record is durable.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Freed {
     pub(super) stored: Stored,
@@ -136,8 +142,8 @@ impl Region {
         }
     }
 
-    /// Whether the file has all that the region contains, so that eviction loses nothing. The
-    /// caller holds the only reference.
+    /// Whether the table in the file has all entries of the region, so that eviction loses nothing.
+    /// The caller holds the only reference.
     pub(super) fn is_clean(&self) -> bool {
         self.state.try_read().is_ok_and(|state| {
             state.pending.is_empty()
@@ -169,7 +175,8 @@ impl State {
         self.pending.get(&index)?.transit.as_ref()
     }
 
-    /// Whether the block was written since the last record, so that it may be overwritten in place.
+    /// Whether the entry of the block is in no record yet, so that the block may be overwritten in
+    /// place.
     pub(super) fn is_fresh(&self, index: u32) -> bool {
         self.pending.contains_key(&index)
     }
@@ -235,7 +242,8 @@ impl State {
         }
     }
 
-    /// Records that a further part of a block in transit was written.
+    /// Adds a range to the written ranges of a block in transit. Ends the transit if no gap is
+    /// left.
     pub(super) fn wrote_in_transit(&mut self, index: u32, range: Range<u32>, length: u32) {
         if let Some(pending) = self.pending.get_mut(&index)
             && let Some(transit) = &mut pending.transit
@@ -247,22 +255,22 @@ impl State {
         }
     }
 
-    /// The entries as of the newest record or table, including the record in flight, if there is
-    /// one.
+    /// The published entries.
     pub(super) fn published(&self) -> Blocks {
         let mut blocks = self.blocks().clone();
         for (index, pending) in &self.pending {
             blocks.replace(*index, pending.published);
         }
         match self.whole {
-            // Before it was cut, the region had one entry.
+            // No record has the cut yet.
             Some((_, published)) => Blocks::Whole(published),
             None => blocks,
         }
     }
 
     /// Moves all complete pending blocks into the record in flight and appends their mappings.
-    /// `finish` turns the entry of a block into the entry to record. If it fails, nothing is moved.
+    /// `finish` turns the entry of a block into the entry to record. If `finish` fails, nothing is
+    /// moved.
     pub(super) fn take_for_record<E>(
         &mut self,
         region_start: u64,
@@ -336,7 +344,7 @@ impl State {
     /// The space that the record in flight frees.
     pub(super) fn freed_by_record(&self) -> impl Iterator<Item = Freed> + '_ {
         self.committing.iter().flat_map(|committing| {
-            // The data of the whole region before it was zeroed and cut.
+            // The space of a region that was stored as one block, before it was zeroed and cut.
             let whole = committing.whole.and_then(|(_, published)| {
                 Some(Freed {
                     stored: published.stored()?,
@@ -353,8 +361,9 @@ impl State {
         self.logged |= self.committing.take().is_some();
     }
 
-    /// Makes the blocks of a failed record pending again. Adds to `freed` the space of blocks that
-    /// were written again since. Returns the number of blocks that became pending again.
+    /// Makes the blocks of a failed record pending again. Of a block that was changed after the
+    /// record took it, adds to `freed` the space that the record named. Returns the number of the
+    /// other blocks, which were no longer pending.
     pub(super) fn record_failed(&mut self, freed: &mut Vec<Stored>) -> u64 {
         let Some(committing) = self.committing.take() else {
             return 0;
@@ -364,10 +373,10 @@ impl State {
             match self.pending.get_mut(&index) {
                 Some(pending) => {
                     let between = std::mem::replace(&mut pending.published, published);
-                    // A transit may still copy from this space.
                     match &pending.transit {
                         Some(transit) if transit.source == between => {
-                            // Then the space stays allocated until the file is opened again.
+                            // The transit still copies from this space, so the space stays
+                            // allocated until the file is opened again.
                         }
                         _ => freed.extend(between.stored()),
                     }

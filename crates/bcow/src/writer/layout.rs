@@ -5,7 +5,7 @@ use bcow_format::{BlockShift, Entry, Stored, SubBlockTable, encode_table};
 use super::Appender;
 use crate::Error;
 
-/// The stored form of one block, or of a run of blocks.
+/// One stored block, or a run of blocks without stored data.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Record {
     /// A number of zero blocks.
@@ -104,7 +104,7 @@ impl Layout {
     }
 
     /// Writes the sub-block tables and returns the root entries. `fill` is the entry of blocks that
-    /// were not appended; a region of `fill` only has no table.
+    /// were not appended. A region gets no table if all its blocks have this entry.
     pub(super) fn write_tables(
         &self,
         size: u64,
@@ -114,7 +114,8 @@ impl Layout {
     ) -> Result<Vec<Entry>, Error> {
         let regions = size.div_ceil(1 << region_shift);
         let mut root = vec![fill; regions as usize];
-        // Entries of the current region. A region with one entry for all of it is never put here.
+        // The current region and its entries. A region that one record fills is not put here: its
+        // entry goes into the root table.
         let mut open: Option<(u64, SubBlockTable)> = None;
         for placed in self.placed() {
             let (entry, blocks) = match placed.record {
@@ -135,7 +136,8 @@ impl Layout {
                 let start = region << region_shift;
                 let length = (size - start).min(1 << region_shift);
                 let here = end.min(start + length);
-                // A stored block fills a region only if it is the only block of the region.
+                // A stored block becomes a root entry only if blocks are as large as regions. In a
+                // short last region, a smaller block gets a table even if it is the only one.
                 let is_one = entry.stored().is_none() || placed.shift.get() == region_shift;
                 if is_one && at == start && here == start + length {
                     root[region as usize] = entry;
