@@ -1,8 +1,10 @@
 //! Copies images in BCoW form, byte for byte, between files, layouts and registries.
 //!
-//! A file is written under a temporary name that a later copy finds again. A part that is there is
-//! compared with the Merkle tree chunk by chunk, and only the rest is read from the source. Blobs
-//! that the destination has are not copied.
+//! A copy to a file or a directory writes each file under a temporary name. After an interruption,
+//! the next copy finds the partial file by this name. It compares each chunk of the partial file
+//! with the Merkle tree, and reads only missing and wrong chunks from the source. A copy to an
+//! archive or a registry does not continue partial files. A blob that the directory or the registry
+//! already has is not copied.
 
 mod file;
 mod image;
@@ -29,7 +31,7 @@ pub use image::CopyImage;
 /// Options of a copy.
 #[derive(Debug, Clone, Default)]
 pub struct CopyOptions {
-    /// Threads that compare and read chunks.
+    /// Number of threads that compare and read chunks. A copy to a registry does not use it.
     pub threads: usize,
     /// Cancels the copy when it is set.
     pub cancel: Option<Arc<AtomicBool>>,
@@ -38,11 +40,11 @@ pub struct CopyOptions {
 /// Where an image is copied to.
 #[derive(Debug, Clone)]
 pub struct CopyTo {
-    /// The layout's directory, or the file of an archive. For a registry, any directory.
+    /// The layout's directory, or the file of an archive. A copy to a registry does not use it.
     pub directory: PathBuf,
     /// Directory, archive or registry.
     pub form: LayoutForm,
-    /// Name of the image in the layout.
+    /// Name of the image in the layout. A copy to a registry does not use it.
     pub reference: Option<String>,
 }
 
@@ -54,13 +56,13 @@ pub struct FileReport {
     pub merkle_root: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Bytes that were read from the source and written. The others were there, from a copy that
-    /// was interrupted.
+    /// Bytes that were read from the source and written. An interrupted copy had written the other
+    /// bytes.
     pub copied_bytes: u64,
 }
 
 impl FileReport {
-    /// The result of a copy that another crate has made.
+    /// The report of a copy that another crate has made, such as a copy to S3.
     pub fn new(merkle_root: &[u8; 32], file_bytes: u64, copied_bytes: u64) -> Self {
         FileReport {
             merkle_root: hex(merkle_root),
@@ -88,7 +90,8 @@ pub struct BlobReport {
     pub digest: Digest,
     /// Its length in bytes.
     pub bytes: u64,
-    /// Bytes that were copied: 0 if the destination had the blob.
+    /// Bytes that were copied; 0 if the destination had the blob. A copy to a layout always writes
+    /// the configuration.
     pub copied_bytes: u64,
 }
 
@@ -113,8 +116,8 @@ pub fn copy_file(
     })
 }
 
-/// Copies an image into a layout or a registry. The index, or the tag, has the image when all its
-/// blobs are there.
+/// Copies an image into a layout or a registry. The index or the tag names the image only after all
+/// its blobs are in the layout or the registry.
 pub fn copy_image(
     image: &CopyImage,
     to: &CopyTo,

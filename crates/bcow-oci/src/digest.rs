@@ -20,7 +20,7 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// The text in front of the colon.
+    /// The algorithm's name in the text of a digest, in front of the colon.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Sha256 => "sha256",
@@ -28,6 +28,7 @@ impl Algorithm {
         }
     }
 
+    /// Length of a digest in bytes.
     fn bytes(self) -> usize {
         match self {
             Algorithm::Sha256 => 32,
@@ -160,7 +161,7 @@ impl serde::Serialize for Digest {
     }
 }
 
-/// The digest of a layer's *uncompressed* bytes, which identifies the layer across sources.
+/// The digest of a layer's *uncompressed* archive. A layer has the same diffID in every source.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DiffId(pub Digest);
 

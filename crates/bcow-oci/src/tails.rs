@@ -1,5 +1,6 @@
-//! Keeps file tails until the inodes are written, after all other content. A tail is the last
-//! partial block of a file, or a small file as a whole; EROFS stores it behind the inode.
+//! Keeps file tails until the inodes are written. The inodes are written after all other content. A
+//! tail is the last partial block of a file, or a small file as a whole; EROFS stores it behind the
+//! inode.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -11,9 +12,10 @@ use bcow_erofs::tree::{Tail, TailSource};
 
 use crate::error::ConvertError;
 
-/// Bytes kept in memory before they are written to a file.
+/// Limit of the tails in memory, in bytes. Before they exceed it, they are written to the file.
 const MEMORY_BYTES: usize = 8 << 20;
-/// Bytes per read from the file: tails are read in about the order in which they were stored.
+/// Bytes per read from the file. One read serves many tails, because tails are read in about the
+/// order in which they were stored.
 const READ_BYTES: usize = 256 << 10;
 
 /// Longest tail in bytes: a whole block is not stored behind an inode.
@@ -54,7 +56,8 @@ impl TailStore {
                 source,
             ));
         };
-        // Whole tails are spilled, so that no tail is partly in the file.
+        // The tails in memory are written to the file before the new tail is added, so that no tail
+        // is partly in the file.
         if self.memory.len() + length > MEMORY_BYTES {
             self.spill().map_err(|source| {
                 ConvertError::write("write a temporary file in", &self.directory, source)

@@ -7,10 +7,11 @@ use crate::checksum::Checksum;
 use crate::format::{FAST_LINK_BYTES, INODE_BYTES, RawInode, inode_flags};
 use crate::node::{DeviceNumber, FileKind, InodeNumber, Timestamp};
 
-/// Bytes of old inodes, in front of the extra fields.
+/// Bytes of an inode in front of the extra fields. Old inodes have no extra fields.
 const OLD_BYTES: usize = 128;
-/// Extra bytes up to the upper half of the checksum, and up to the extra bits of a time.
+/// Least `extra_bytes` of an inode that has the upper half of the checksum.
 const WITH_CHECKSUM: u16 = 4;
+/// Least `extra_bytes` of an inode that has the extra bits of the modification time.
 const WITH_MODIFIED: u16 = 12;
 /// Offsets of the two halves of the checksum.
 const CHECKSUM_LOW: usize = 124;
@@ -31,19 +32,20 @@ pub struct Inode {
     pub gid: u32,
     /// Length in bytes.
     pub size: u64,
-    /// Number of names; of a directory, something else.
+    /// Number of names. For a directory, it is 2 more than the number of subdirectories, or 1 if
+    /// there are more subdirectories than ext4 counts.
     pub links: u16,
     /// Last modification of the content.
     pub modified: Timestamp,
     /// The number of a device; `None` for other types.
     pub device: Option<DeviceNumber>,
-    /// A number that each new inode gets.
+    /// A number that distinguishes this inode from earlier inodes with the same inode number.
     pub generation: u32,
     pub(super) flags: u32,
     /// Extent tree, link target or device.
     pub(super) block: [u8; 60],
     pub(super) xattr_block: u64,
-    /// What follows the extra fields.
+    /// The bytes after the extra fields, which can hold extended attributes.
     pub(super) behind: Vec<u8>,
 }
 
@@ -53,12 +55,13 @@ impl Inode {
         (self.xattr_block != 0).then_some(self.xattr_block)
     }
 
-    /// Whether the content is in blocks, by an extent tree.
+    /// Whether the inode has an extent tree, which maps its content to blocks.
     pub(super) fn has_extents(&self) -> bool {
         self.flags & inode_flags::EXTENTS != 0
     }
 
-    /// The target of a symbolic link that is in the inode.
+    /// The target of a symbolic link, if the target is in the inode. The caller checks that the
+    /// inode is a symbolic link.
     pub(super) fn short_target(&self) -> Option<&[u8]> {
         let is_short = !self.has_extents() && self.size < FAST_LINK_BYTES as u64;
         is_short.then(|| &self.block[..self.size as usize])
@@ -151,7 +154,8 @@ fn join_time(low: u32, extra: u32) -> Timestamp {
     }
 }
 
-/// A device number in the place of the extent tree.
+/// Decodes a device number, which is in the place of the extent tree. Linux has an old and a new
+/// form of device numbers; in the new form, the first word is 0.
 fn device(block: &[u8; 60]) -> DeviceNumber {
     let word =
         |at: usize| u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);

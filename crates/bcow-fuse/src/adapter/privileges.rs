@@ -1,25 +1,28 @@
-//! Decides whether set-id bits stay, for requests in which fuser does not pass on the kernel's
-//! flag.
+//! Decides whether a request clears set-id bits, if fuser passes on no flag that says so.
 //!
 //! With FUSE_HANDLE_KILLPRIV_V2, the kernel leaves it to bcow to clear set-id bits when a file is
-//! written, truncated or changes its owner. In return, the kernel requests `security.capability`
-//! once per file instead of before every write. (The kernel still removes capabilities itself.)
+//! written or truncated, or gets another owner or group. In return, the kernel requests
+//! `security.capability` once per file instead of before every write. (The kernel still removes
+//! capabilities itself.)
 //!
-//! Flags of the requests say when to clear the bits. fuser passes on the flag of WRITE, but not
-//! that of SETATTR. This module derives the flag of SETATTR. The kernel sets it when the owner
-//! changes, and for a new size if the caller does not have CAP_FSETID.
+//! A flag in WRITE and in SETATTR says whether to clear the bits. fuser passes on the flag of
+//! WRITE, but not that of SETATTR. This module derives the flag of SETATTR. The kernel sets it when
+//! the owner or the group changes, and for a new size if the caller does not have CAP_FSETID.
+//! FALLOCATE and COPY_FILE_RANGE have no such flag. They clear the bits if the caller does not have
+//! CAP_FSETID.
 //!
 //! Before a write, fallocate, copy_file_range and similar calls of a caller without CAP_FSETID, the
-//! kernel sends an empty SETATTR. It sends an empty SETATTR in two other cases too: for
-//! `chown(-1, -1)`, and after a write by root has removed a capability. The request does not tell
-//! these cases apart, so an empty SETATTR clears set-id bits only where this is right in all cases:
-//! if the caller owns the file and does not have CAP_FSETID. The bits of other files are cleared by
-//! the WRITE, FALLOCATE or COPY_FILE_RANGE that follows. So a caller that may not change a file
-//! cannot clear its set-id bits by `chown(-1, -1)`.
+//! kernel sends an empty SETATTR: one that changes no attribute. It sends an empty SETATTR in two
+//! other cases too: for `chown(-1, -1)`, and after a write by root has removed a capability. bcow
+//! cannot distinguish these cases by the request. An empty SETATTR therefore clears set-id bits
+//! only if the caller does not have CAP_FSETID, and owns the file or may act as its owner. So a
+//! caller that may not change a file cannot clear its set-id bits by `chown(-1, -1)`. If a caller
+//! writes to a file of another owner, the WRITE, FALLOCATE or COPY_FILE_RANGE that follows the
+//! empty SETATTR clears the bits.
 //!
-//! The replies to these three requests do not carry a mode. The kernel therefore must not cache the
-//! mode of a file with set-id bits ([`validity`]); otherwise it would execute the file with the
-//! cached bits.
+//! The replies to WRITE, FALLOCATE and COPY_FILE_RANGE do not carry a mode. The kernel therefore
+//! must not cache the mode of a file with set-id bits ([`validity`]); otherwise it would execute
+//! the file with the cached bits.
 
 use std::time::Duration;
 
@@ -31,8 +34,9 @@ use rustix::io::Errno;
 
 use super::FOREVER;
 
-/// Numbers of capabilities (linux/capability.h): act as the owner, keep set-id bits.
+/// Number of the capability to act as the owner of every file (linux/capability.h).
 const CAP_FOWNER: u32 = 3;
+/// Number of the capability to keep set-id bits (linux/capability.h).
 const CAP_FSETID: u32 = 4;
 
 const SET_UID: u16 = 0o4000;
@@ -48,7 +52,8 @@ pub(super) fn validity(attributes: &FileAttr) -> Duration {
     }
 }
 
-/// Adds the clearing of set-id bits to `changes` if a SETATTR implies it.
+/// Adds permissions without set-id bits to `changes`, if a SETATTR with these changes must clear
+/// the bits. Permissions that the caller sets stay.
 pub(super) fn drop_set_id(
     fs: &UnionFs,
     request: &Request,
@@ -76,7 +81,7 @@ pub(super) fn drop_set_id(
 }
 
 /// Clears the set-id bits of a file whose content the caller changes by FALLOCATE or
-/// COPY_FILE_RANGE. These requests have no flag for it.
+/// COPY_FILE_RANGE, unless the caller may keep them.
 pub(super) fn drop_set_id_of_content(
     fs: &UnionFs,
     request: &Request,
@@ -113,7 +118,7 @@ fn set_id_attributes(fs: &UnionFs, node: NodeId) -> Result<Option<Attributes>, E
     Ok((attributes.kind != FileType::Directory && is_set_id).then_some(attributes))
 }
 
-/// Whether the caller owns the file or has CAP_FOWNER.
+/// Whether the caller owns the file, is root, or has CAP_FOWNER.
 fn owns(request: &Request, attributes: &Attributes) -> bool {
     let user = request.uid();
     user == 0
@@ -121,8 +126,7 @@ fn owns(request: &Request, attributes: &Attributes) -> bool {
         || Process::of(request).is_some_and(|process| process.has(CAP_FOWNER))
 }
 
-/// Clears set-group-ID after a new ACL, unless the caller is in the group or has
-/// CAP_FSETID.
+/// Clears set-group-ID after a new ACL, unless the caller is in the file's group or has CAP_FSETID.
 pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Result<(), Errno> {
     let attributes = fs.attributes(node)?;
     if attributes.permissions & SET_GID == 0 || is_in_group(request, attributes.gid) {
@@ -135,7 +139,8 @@ pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Res
     fs.set_attributes(node, &changes).map(drop)
 }
 
-/// Whether the caller is in the file's group.
+/// Whether the caller counts as a member of the file's group. A caller that has CAP_FSETID counts
+/// as a member, and so does a caller that changes the owner or the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Group {
     Same,
@@ -143,8 +148,8 @@ enum Group {
 }
 
 /// The permissions after the kernel's rule for clearing set-id bits. Set-group-ID without group
-/// execute is not a privilege but an old mark for mandatory locking; it stays if the caller is in
-/// the group.
+/// execute is not a privilege but an old mark for mandatory locking. It stays if the caller counts
+/// as a member of the group.
 fn without_set_id(permissions: u16, group: Group) -> u16 {
     let kept = permissions & !SET_UID;
     match kept & GROUP_EXECUTES == 0 && group == Group::Same {
@@ -153,8 +158,8 @@ fn without_set_id(permissions: u16, group: Group) -> u16 {
     }
 }
 
-/// Whether the caller has CAP_FSETID in the initial user namespace; the kernel accepts no other.
-/// `false` if this cannot be determined.
+/// Whether the caller is root and has CAP_FSETID in the initial user namespace. The kernel accepts
+/// the capability in no other user namespace. `false` if this cannot be determined.
 fn may_keep_set_id(request: &Request) -> bool {
     if request.uid() != 0 {
         // Only root is checked: the capability without uid 0 is rare, and clearing the bits is the
@@ -164,7 +169,7 @@ fn may_keep_set_id(request: &Request) -> bool {
     Process::of(request).is_some_and(|process| process.has(CAP_FSETID))
 }
 
-/// Whether the caller is in the group or has CAP_FSETID.
+/// Whether the caller is in the group or may keep set-id bits.
 fn is_in_group(request: &Request, group: u32) -> bool {
     request.gid() == group
         || may_keep_set_id(request)
@@ -186,7 +191,7 @@ impl Process {
     }
 
     fn of(request: &Request) -> Option<Process> {
-        // 0 is a process that is not visible in this PID namespace.
+        // The kernel sends 0 for a process outside the PID namespace in which the mount was made.
         let pid = Some(request.pid()).filter(|&pid| pid != 0)?;
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
         let map = std::fs::read_to_string(format!("/proc/{pid}/uid_map")).ok()?;

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::document::{DiskFigures, Document, OperationFigures, Remote, Upper};
 
-/// The whole document as metrics.
+/// The document as metrics. Some fields have no metric, such as the mountpoint.
 pub(crate) fn text(document: &Document) -> String {
     let mut out = Metrics::default();
     let Document {
@@ -200,7 +200,7 @@ impl Metrics {
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    /// Writes families of one sample: name, kind, help and value.
+    /// Writes a family with one sample for each name, kind, help and value.
     fn figures(&mut self, figures: &[(&str, &str, &str, u64)]) {
         for (name, kind, help, value) in figures {
             self.family(name, kind, help);

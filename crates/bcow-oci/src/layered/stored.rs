@@ -40,9 +40,10 @@ pub(crate) struct StoredLayer {
     /// The windows onto lower layers.
     pub windows: Vec<LowerWindow>,
     pub made: LayerOrigin,
-    /// Digest of a source blob whose archive, as a conversion has checked, has the diffID.
+    /// Digest of the source's blob, if a conversion has checked that the uncompressed archive of
+    /// this blob has the diffID of the layer.
     pub checked_source: Option<Digest>,
-    /// The file, if it has no name yet.
+    /// The blob, if it has no name in the layout yet. `None` if the layout already had the blob.
     pub new: Option<NewBlob>,
     /// The name in messages.
     name: String,
@@ -68,6 +69,7 @@ pub(crate) struct LayerInfo {
     pub content_bytes: u64,
     pub deduplicated_bytes: u64,
     pub lower_bytes: u64,
+    /// The byte in the address space where the metadata of the file system begins.
     pub metadata_start: u64,
 }
 
@@ -99,7 +101,7 @@ struct ContentDocument {
 pub(crate) enum Unusable {
     /// It cannot be read. The cause may be temporary, such as the limit on open files.
     Unreadable(String),
-    /// Its content is not that of the layer.
+    /// It can be read, but it is not the requested layer, or it is damaged.
     Wrong(String),
 }
 
@@ -208,7 +210,8 @@ impl StoredLayer {
         Filesystem::open(self.image.clone()).map_err(|error| self.damaged(error))
     }
 
-    /// The digest in the form of backing tables.
+    /// The bytes of the digest, as a backing table stores them. A digest of another algorithm than
+    /// SHA-256 is an error.
     pub(crate) fn sha256(&self) -> Result<[u8; 32], ConvertError> {
         self.digest
             .sha256()
@@ -237,7 +240,8 @@ impl StoredLayer {
     }
 }
 
-/// The windows of an image. Adjacent windows are merged.
+/// The windows of an image onto its backings. Two windows are merged if they are adjacent both in
+/// the image and in the same backing.
 fn windows(image: &Image) -> Result<Vec<LowerWindow>, bcow::Error> {
     let mut windows: Vec<LowerWindow> = Vec::new();
     if image.backings().next().is_none() {
