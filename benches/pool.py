@@ -10,16 +10,18 @@ and reads one file (--file), so that its threads have worked; with --fill also t
 fill the caches. A process gives its caches back after ten seconds without a request.
 
 Neighbours: one mount is read as fast as possible by several processes, past the kernel's cache; the
-other reads 4 KiB at random at a fixed rate, and its p99 counts: alone, in one pool, in two pools,
-in two pools with --cpus. Needs root.
+other reads 4 KiB at random at a fixed rate, and its p99 counts: alone, beside programs that use no
+other mount, in one pool, in two pools, in two pools with --cpus. Needs root.
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import tempfile
 import time
@@ -141,6 +143,14 @@ def noise(paths, seed):
         os.close(descriptor)
 
 
+def noise_on_host(directory, paths, seed):
+    """As `noise`, with copies of the files on the file system of the host: what such readers cost
+    without a second mount."""
+    own = directory / f"copies{seed}"
+    own.mkdir()
+    noise([shutil.copy(path, own) for path in paths], seed)
+
+
 def compute(_paths, seed):
     """Computes for ever: what any program on the same CPUs costs the quiet mount."""
     source = random.Random(seed)
@@ -179,6 +189,8 @@ def neighbour(bench, options):
     for name, pools, beside in [
             ("alone", [("quiet", [])], None),
             (f"beside {READERS} programs that only compute", [("quiet", [])], compute),
+            (f"beside {READERS} readers of the host's file system", [("quiet", [])],
+             functools.partial(noise_on_host, bench.directory)),
             ("beside a noisy mount, one pool", [("both", [])], noise),
             ("two pools", [("quiet", []), ("noisy", [])], noise),
             ("two pools, each with half of the CPUs",

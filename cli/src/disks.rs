@@ -317,7 +317,7 @@ fn in_use(
     access: Access,
 ) -> CommandError {
     let failure = running::describe_lock_holders(path).into_iter().fold(
-        CommandError::new(cannot).caused_by(error),
+        CommandError::new(cannot).caused_by(error).passes_if(true),
         CommandError::caused_by_text,
     );
     match access {

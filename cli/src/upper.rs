@@ -129,7 +129,7 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         source = cause.source();
     }
     if let Some((path, _)) = error.in_use() {
-        failure = name_holders(failure, path);
+        failure = name_holders(failure, path).passes_if(true);
     }
     match error {
         _ if error.in_use().is_some() => failure.hint("unmount the upper first, or wait"),

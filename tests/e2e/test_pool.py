@@ -975,7 +975,8 @@ class KernelDoor(PoolCase):
             change = f"{BCOW} resize --backing-dir {self.directory} {disk} 2G"
             write_file(program, f"#!/bin/sh\n{change}\nexec {BCOW} \"$@\"\n")
             os.chmod(program, 0o755)
-            self.bcow("pool", "restart", "pool")
+            failed = self.bcow("pool", "restart", "pool", check=False)
+            assert_refused(self, failed, "1 mount of the pool pool could not be taken over")
             self.assertFalse(is_mounted(where))
             with self.assertRaises(OSError):
                 file.write(b"x" * 10_000)
@@ -1013,6 +1014,37 @@ class KernelDoor(PoolCase):
         self.assertEqual(read_bytes(os.path.join(where, "new")), b"kept")
         self.bcow("pool", "stop", "--force", "pool")
 
+    def test_a_signal_during_a_restart_ends_the_pool_and_loses_nothing(self):
+        """Whichever process gets it, and before, while or after the mounts are stopped."""
+        for round in range(2 * STEPS):
+            uppers = [self.named(f"{round}-{number}") for number in range(3)]
+            places = [self.change(upper) for upper in uppers]
+            for where in places:
+                # In the kernel's cache only.
+                write_file(os.path.join(where, "new"), b"x" * 3_000_000)
+            pool = self.find()
+            restart = subprocess.Popen([BCOW, "pool", "restart", "pool"],
+                                       env={**os.environ, **self.env},
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            time.sleep(random.random() / 8)
+            # A service manager signals both; a user signals one of them.
+            for name in (("keeper",), ("pid",), ("keeper", "pid"))[round % 3]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pool[name], signal.SIGTERM)
+            restart.wait(TIMEOUT)
+            if round % 3 == 1 and os.path.exists(f"/proc/{pool['keeper']}"):
+                # The process had ended before the signal.
+                os.kill(pool["keeper"], signal.SIGTERM)
+            self.assert_ends(pool["keeper"])
+            self.assertFalse(any(map(is_mounted, places)))
+            self.assertEqual(self.loop_devices(), [])
+            self.start("pool", "--log-file", self.log)
+            for upper, where in zip(uppers, places, strict=True):
+                self.change(upper, where)
+                self.assertEqual(read_bytes(os.path.join(where, "new")), b"x" * 3_000_000)
+                self.bcow("umount", where)
+        self.bcow("pool", "stop", "pool")
+
     def test_mounts_end_while_the_pool_restarts(self):
         """Nothing is lost and nothing stays, whichever process closes the disk."""
         uppers = [self.named(f"upper{number}") for number in range(4)]
@@ -1020,7 +1052,10 @@ class KernelDoor(PoolCase):
         for round in range(STEPS):
             for where in places:
                 write_file(os.path.join(where, f"file{round}"), b"x" * 100_000)
-            unmounts = [subprocess.Popen(["umount", where]) for where in places]
+            commands = (["umount"], [BCOW, "umount"], [BCOW, "umount"], ["umount"])
+            unmounts = [subprocess.Popen([*command, where], env={**os.environ, **self.env},
+                                         stderr=subprocess.DEVNULL)
+                        for command, where in zip(commands, places, strict=True)]
             time.sleep(random.random() / 10)
             self.bcow("pool", "restart", "pool")
             for unmount in unmounts:

@@ -12,7 +12,9 @@ use crate::commands::mount::failure;
 use crate::error::CommandError;
 use crate::mount_users;
 use crate::names::printable;
-use crate::running::{self, Server, State};
+use crate::pool;
+use crate::pool::client::{self, Found};
+use crate::running::{self, Server, Service, State};
 use crate::ui::Ui;
 use crate::upper::is_closing;
 
@@ -74,7 +76,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             (None, None) => None,
             _ => Some(match (&document.pool, &ending) {
                 // Its process continues.
-                (Some(_), Some(ending)) => wait_for_mount(ending, &document.process),
+                (Some(pool), Some(ending)) => {
+                    wait_for_mount(ending, &document.process, pool, &mount)
+                }
                 (Some(_), None) => Waited::Ended,
                 (None, _) => wait_for(&document.process),
             }),
@@ -214,6 +218,14 @@ fn require_complete(
     let cause = match ending.read() {
         Ended::Complete => return Ok(()),
         Ended::Incomplete(reason) => printable(&reason).into_owned(),
+        Ended::HandedOver => {
+            ui.warning(format_args!(
+                "another process of the pool has ended the mount; the log of the pool has an error \
+                 if not all written data is in {}",
+                store.name
+            ));
+            return Ok(());
+        }
         Ended::Unknown => format!(
             "process {} of the mount ended before all data was written",
             process.pid
@@ -282,8 +294,40 @@ enum Waited {
     Stopped,
 }
 
-/// Waits until a process that serves other mounts too has released the upper of this one.
-fn wait_for_mount(ending: &Ending, process: &Process) -> Waited {
+/// Waits until a process that serves other mounts too has released the upper of this one. If it has
+/// left the mount to another process, waits for that.
+fn wait_for_mount(ending: &Ending, process: &Process, pool: &str, mount: &MountedImage) -> Waited {
+    match wait_for_release(ending, process) {
+        Waited::Ended if !process.is_running() => {}
+        waited => return waited,
+    }
+    // The next process answers when it has taken over all mounts.
+    let found = pool::parse_name(pool).ok().and_then(|name| {
+        let directory = pool::Directory::find().ok()??;
+        client::find(&directory.socket(&name)).ok()
+    });
+    if let Some(Found::Running(connection)) = found {
+        drop(connection);
+        while is_listed(mount) && bcow_fuse::mounted_image(&mount.path).is_err() {
+            std::thread::sleep(PAUSE);
+        }
+    }
+    Waited::Ended
+}
+
+/// Whether a process still has the mount in its list, also if the kernel has ended it.
+fn is_listed(mount: &MountedImage) -> bool {
+    let is_it = |service: &Service| {
+        service.device.as_deref() == Some(&*mount.device)
+            && service.at.iter().any(|at| Path::new(at) == mount.path)
+    };
+    let servers = running::servers();
+    servers
+        .iter()
+        .any(|server| server.services.iter().any(is_it))
+}
+
+fn wait_for_release(ending: &Ending, process: &Process) -> Waited {
     while !ending.wait(NOTICES_WITHIN) {
         if running::state(process.pid) == Some(State::Stopped) {
             return Waited::Stopped;

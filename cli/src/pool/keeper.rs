@@ -58,6 +58,9 @@ pub struct Keeper<'a> {
     since: u64,
     restarts: u64,
     mounts: BTreeMap<u64, Kept>,
+    /// The signal that ends the pool. Each further process gets it too: the one before may have
+    /// ended without having read it.
+    ending: Option<String>,
 }
 
 /// A mount that a process can take over.
@@ -95,6 +98,8 @@ enum End {
     Pool(u8),
     /// It asked for another process.
     Replaced,
+    /// This signal has ended it before it handled signals. Another process has to end the mounts.
+    Signalled(Signal),
     /// It failed.
     Failed(String),
 }
@@ -119,6 +124,7 @@ impl<'a> Keeper<'a> {
             since: running::now(),
             restarts: 0,
             mounts: BTreeMap::new(),
+            ending: None,
         })
     }
 
@@ -154,6 +160,10 @@ impl<'a> Keeper<'a> {
                     self.restarts += 1;
                     continue;
                 }
+                End::Signalled(signal) => {
+                    self.ending = Some(signal.as_str().to_owned());
+                    format!("was ended by {signal}")
+                }
                 End::Failed(why) => why,
             };
             let is_at_once = !was_ready || begun.elapsed() < AT_ONCE;
@@ -179,9 +189,8 @@ impl<'a> Keeper<'a> {
                 _ => Program::Installed,
             };
             self.restarts += 1;
-            if in_a_row > 0 && self.pause(PAUSE * 2_u32.pow(in_a_row - 1))? {
-                self.unmount_all();
-                return Ok(0);
+            if in_a_row > 0 {
+                self.pause(PAUSE * 2_u32.pow(in_a_row - 1))?;
             }
         }
     }
@@ -238,7 +247,11 @@ impl<'a> Keeper<'a> {
                 link.send(&Packet::Companion { number }, &[companion.as_fd()])?;
             }
         }
-        link.send(&Packet::Begin, &[])
+        link.send(&Packet::Begin, &[])?;
+        if let Some(signal) = &self.ending {
+            end(link, signal);
+        }
+        Ok(())
     }
 
     /// Takes what the process gives, and passes signals on to it, until it has ended.
@@ -262,6 +275,7 @@ impl<'a> Keeper<'a> {
                             end(&process.link, error.message());
                         }
                     }
+                    Ok(Some((Packet::End { signal }, _))) => self.ending = Some(signal),
                     Ok(Some((packet, descriptors))) => take(&mut self.mounts, packet, descriptors),
                     Ok(None) => is_open = false,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -281,21 +295,23 @@ impl<'a> Keeper<'a> {
             wait_for(&wanted, None).context(cannot)?;
             for signal in self.received() {
                 end(&process.link, signal.as_str());
+                self.ending = Some(signal.as_str().to_owned());
             }
         }
     }
 
-    /// Waits. Returns whether a signal has ended the pool meanwhile.
-    fn pause(&self, pause: Duration) -> Result<bool, CommandError> {
+    /// Waits, or until a signal ends the pool.
+    fn pause(&mut self, pause: Duration) -> Result<(), CommandError> {
         let deadline = Instant::now() + pause;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Ok(false);
+                return Ok(());
             }
             wait_for(&[self.signals.as_fd()], Some(left)).context(|| "cannot wait".to_owned())?;
-            if !self.received().is_empty() {
-                return Ok(true);
+            if let Some(signal) = self.received().pop_back() {
+                self.ending = Some(signal.as_str().to_owned());
+                return Ok(());
             }
         }
     }
@@ -375,16 +391,21 @@ fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<O
 /// Judges how a process has ended.
 fn judge(status: ExitStatus, was_ready: bool, is_first: bool) -> End {
     const SIGNALS: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+    let is_end = |signal: i32| SIGNALS.iter().any(|&one| one as i32 == signal);
     match (status.code(), status.signal()) {
         (Some(code), _) if code == i32::from(AGAIN) => End::Replaced,
         (Some(code), _) if code == 0 || was_ready || is_first => {
             End::Pool(u8::try_from(code).unwrap_or(1))
         }
         (Some(code), _) => End::Failed(format!("has failed with exit status {code}")),
-        // It did not handle signals yet.
-        (None, Some(signal)) if SIGNALS.iter().any(|&one| one as i32 == signal) => {
+        // It did not handle signals yet. The first process has no mounts yet.
+        (None, Some(signal)) if is_first && is_end(signal) => {
             End::Pool(u8::try_from(128 + signal).unwrap_or(1))
         }
+        (None, Some(signal)) if is_end(signal) => match Signal::try_from(signal) {
+            Ok(signal) => End::Signalled(signal),
+            Err(_) => End::Failed(format!("was ended by signal {signal}")),
+        },
         (None, signal) => End::Failed(format!("was ended by signal {}", signal.unwrap_or(0))),
     }
 }
@@ -424,6 +445,13 @@ mod tests {
                 false,
                 true,
                 Some(End::Pool(143)),
+            ),
+            // A later process has mounts, which another one has to end.
+            (
+                ExitStatus::from_raw(TERMINATED),
+                false,
+                false,
+                Some(End::Signalled(Signal::SIGTERM)),
             ),
         ] {
             let end = judge(status, was_ready, is_first);

@@ -53,7 +53,8 @@ pub enum Packet {
     },
     /// To the process: it has everything, and begins.
     Begin,
-    /// To the process: a signal for the pool.
+    /// To the process: a signal for the pool. To the keeper: a signal that this process leaves to
+    /// the next one.
     End {
         /// The name of the signal.
         signal: String,
@@ -156,9 +157,9 @@ impl Link {
         let received = loop {
             let mut part = [IoSliceMut::new(&mut bytes)];
             match rustix::net::recvmsg(&self.0, &mut part, &mut control, flags) {
-                Err(Errno::INTR) => {}
-                // The process of the other end was killed with packets unread.
-                Err(Errno::CONNRESET) => return Ok(None),
+                // The process of the other end has ended, and had not read all packets. The kernel
+                // reports this once; the packets that it had sent follow.
+                Err(Errno::INTR | Errno::CONNRESET) => {}
                 received => break received?,
             }
         };
@@ -240,6 +241,21 @@ mod tests {
             is_disk: false,
         };
         assert_eq!(serde_json::from_slice::<Packet>(earlier).unwrap(), expected);
+    }
+
+    #[test]
+    fn packets_arrive_also_if_the_sender_has_not_read_its_own() {
+        let (keeper, process) = Link::pair().unwrap();
+        let end = Packet::End {
+            signal: "SIGTERM".to_owned(),
+        };
+        keeper.send(&end, &[]).unwrap();
+        let release = Packet::Release { number: 7 };
+        process.send(&release, &[]).unwrap();
+        drop(process);
+        let (packet, _) = keeper.receive(Wait::No).unwrap().unwrap();
+        assert_eq!(packet, release);
+        assert!(keeper.receive(Wait::No).unwrap().is_none());
     }
 
     #[test]

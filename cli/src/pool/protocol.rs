@@ -45,6 +45,9 @@ pub struct Hello {
     /// The processes that the pool had before.
     #[serde(default)]
     pub restarts: u64,
+    /// The mounts of the process before that this one could not take over.
+    #[serde(default)]
+    pub lost: u64,
 }
 
 /// What a client asks for.

@@ -94,6 +94,7 @@ impl Record {
         let place = &handover.place;
         Record {
             version: DISK_VERSION,
+            agreed: handover.agreed,
             disk: Some(DiskRecord {
                 loop_device: place.loop_device.as_os_str().into(),
                 file: place.name.to_string(),
@@ -200,6 +201,7 @@ mod tests {
             connection: descriptor(),
             hidden: descriptor(),
             place: place.clone(),
+            agreed: 1 << 15,
             lost: Some(28),
             content: Some([0xab; 32]),
         };
@@ -207,6 +209,7 @@ mod tests {
         let loaded = Record::load(stored).unwrap();
         // A program that does not know such records must not serve the mount at the other door.
         assert_eq!(loaded.version, 2);
+        assert_eq!(loaded.agreed, 1 << 15);
         let disk = loaded.disk.as_ref().unwrap();
         assert_eq!(
             (disk.lost, disk.content.clone()),

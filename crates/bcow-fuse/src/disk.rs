@@ -124,9 +124,13 @@ impl Lifetime {
         is_first
     }
 
-    /// Records the end.
+    /// Records the end of the service.
     pub(crate) fn end(&self) {
-        *self.lock() = State::Ended;
+        let mut state = self.lock();
+        if *state != State::HandedOver {
+            *state = State::Ended;
+        }
+        drop(state);
         self.changed.notify_all();
     }
 

@@ -100,6 +100,7 @@ pub struct DiskStopper {
     descriptors: Arc<Descriptors>,
     disk: Weak<Disk>,
     release: Arc<Release>,
+    outcome: Arc<Outcome>,
     path: PathBuf,
 }
 
@@ -168,7 +169,10 @@ impl KernelSession {
             target,
         };
         let mount = KernelMount { place, lifetime };
-        Self::on(disk, found.kind, mount, service, &stats, &errors)
+        let outcome = Outcome::new()?;
+        Ok(Self::on(
+            disk, found.kind, mount, service, &stats, &errors, outcome,
+        ))
     }
 
     /// Takes over a mount whose process has ended. The content must be that of that process; no
@@ -184,8 +188,9 @@ impl KernelSession {
             connection,
             hidden,
             place,
+            agreed,
             lost,
-            ..
+            content: _,
         } = handover;
         let found = match &disk.device {
             Device::Writable(disk) => detect(&**disk)?,
@@ -194,9 +199,15 @@ impl KernelSession {
         let lifetime = Arc::new(Lifetime::taken_over(lost.map(Errno::from_raw_os_error)));
         let errors = Arc::new(ErrorLog::default());
         let file = disk_file(&disk, &place.name, &stats, &errors, &lifetime);
-        let service = Service::take_over(file, threads, hidden, connection)?;
+        // Nothing may fail after the beginning of the service: its end would wait for that of the
+        // connection.
+        let outcome = Outcome::new()?;
+        let is_shared = matches!(disk.device, Device::ReadOnly(_));
+        let service = Service::take_over(file, threads, hidden, connection, agreed)?;
         let mount = KernelMount { place, lifetime };
-        Self::on(disk, found.kind, mount, service, &stats, &errors)
+        let session = Self::on(disk, found.kind, mount, service, &stats, &errors, outcome);
+        session.is_shared.store(is_shared, Relaxed);
+        Ok(session)
     }
 
     fn on(
@@ -206,8 +217,8 @@ impl KernelSession {
         service: Service,
         stats: &Arc<MountStats>,
         errors: &Arc<ErrorLog>,
-    ) -> Result<Self, MountError> {
-        let outcome = Arc::new(Outcome::new()?);
+        outcome: Outcome,
+    ) -> Self {
         let (writable, size) = match disk.device {
             Device::Writable(disk) => (Some(Arc::clone(&disk)), disk.size()),
             Device::ReadOnly(device) => (None, device.size()),
@@ -224,16 +235,16 @@ impl KernelSession {
             outcome: outcome.descriptor(),
         });
         idle::watch(stats);
-        Ok(KernelSession {
+        KernelSession {
             mount: Arc::new(mount),
             service,
             kind,
             disk: writable,
             path: disk.path,
-            outcome,
+            outcome: Arc::new(outcome),
             release: Arc::new(Release(Mutex::new(disk.on_closed))),
             is_shared: AtomicBool::new(false),
-        })
+        }
     }
 
     /// What another process needs to take over a mount that never changes, also after a crash of
@@ -248,6 +259,7 @@ impl KernelSession {
             connection,
             hidden,
             place: self.mount.place.clone(),
+            agreed: self.service.descriptors().agreed(),
             lost: None,
             content: None,
         }))
@@ -263,6 +275,7 @@ impl KernelSession {
             descriptors: Arc::clone(descriptors),
             disk: Arc::downgrade(disk),
             release: Arc::clone(&self.release),
+            outcome: Arc::clone(&self.outcome),
             path: self.path.clone(),
         })
     }
@@ -460,6 +473,10 @@ impl DiskStopper {
     /// Ends the requests in progress, stops all later ones for ever, and makes everything durable.
     /// The caller ends the process afterwards. `None` if the mount is ending.
     pub fn stop(&self) -> Result<Option<DiskHandover>, MountError> {
+        // Before the point of no return.
+        let Some((connection, hidden)) = self.descriptors.duplicate()? else {
+            return Ok(None);
+        };
         let Some(disk) = self.disk.upgrade() else {
             return Ok(None);
         };
@@ -470,11 +487,12 @@ impl DiskStopper {
         let content = disk.identity_hash();
         let lost = self.mount.lifetime.lost();
         self.release.release(lost.is_none());
-        let descriptors = self.descriptors.duplicate()?;
-        Ok(descriptors.map(|(connection, hidden)| DiskHandover {
+        self.outcome.report_handover();
+        Ok(Some(DiskHandover {
             connection,
             hidden,
             place: self.mount.place.clone(),
+            agreed: self.descriptors.agreed(),
             lost: lost.map(Errno::raw_os_error),
             content: Some(content),
         }))

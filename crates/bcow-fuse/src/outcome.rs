@@ -25,6 +25,8 @@ use crate::error::MountError;
 const COMPLETE: &str = "complete";
 /// The start of the line for an incomplete upper; the reason follows.
 const INCOMPLETE: &str = "incomplete: ";
+/// The line of a process that has left the mount to another one.
+const HANDED_OVER: &str = "handed over";
 /// Most bytes read from the pipe. No reason is longer.
 const MAX_BYTES: u64 = 4096;
 
@@ -62,6 +64,15 @@ impl Outcome {
             Ok(()) => format!("{COMPLETE}\n"),
             Err(errno) => format!("{INCOMPLETE}{}\n", io::Error::from(errno)),
         };
+        self.write(&line);
+    }
+
+    /// Writes that another process takes the mount over, and closes its upper at the end.
+    pub(crate) fn report_handover(&self) {
+        self.write(&format!("{HANDED_OVER}\n"));
+    }
+
+    fn write(&self, line: &str) {
         // The pipe is full only if another process filled it; the result is lost then.
         let _ = (&self.writer).write_all(line.as_bytes());
     }
@@ -74,6 +85,8 @@ pub enum Ended {
     Complete,
     /// The upper does not hold all written data. The string is the reason.
     Incomplete(String),
+    /// The process has left the mount to another process of its pool.
+    HandedOver,
     /// The process wrote no result: it was killed, or is still running.
     Unknown,
 }
@@ -130,6 +143,7 @@ impl Ending {
         match line.strip_prefix(INCOMPLETE) {
             Some(reason) => Ended::Incomplete(reason.to_owned()),
             None if line == COMPLETE => Ended::Complete,
+            None if line == HANDED_OVER => Ended::HandedOver,
             None => Ended::Unknown,
         }
     }

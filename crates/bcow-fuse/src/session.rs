@@ -117,6 +117,7 @@ enum Closes {
 #[derive(Debug, Clone)]
 pub struct Stopper {
     union: Weak<UnionFs>,
+    outcome: Weak<Outcome>,
     gate: Arc<RwLock<()>>,
 }
 
@@ -284,8 +285,10 @@ impl Session {
     /// A handle that stops the session for a process that takes it over; `None` without an upper,
     /// or if no process can.
     pub fn stopper(&self) -> Option<Stopper> {
+        let closing = self.union.as_ref()?;
         Some(Stopper {
-            union: Arc::downgrade(&self.union.as_ref()?.union),
+            union: Arc::downgrade(&closing.union),
+            outcome: Arc::downgrade(&closing.outcome),
             gate: Arc::clone(self.gate.as_ref()?),
         })
     }
@@ -376,10 +379,16 @@ impl Stopper {
         let Some(union) = self.union.upgrade() else {
             return Ok(());
         };
-        union.prepare_takeover().map_err(|errno| MountError::Close {
-            upper: union.upper_path().to_owned(),
-            source: errno.into(),
-        })
+        union
+            .prepare_takeover()
+            .map_err(|errno| MountError::Close {
+                upper: union.upper_path().to_owned(),
+                source: errno.into(),
+            })?;
+        if let Some(outcome) = self.outcome.upgrade() {
+            outcome.report_handover();
+        }
+        Ok(())
     }
 }
 

@@ -203,10 +203,13 @@ fn send(
     progress: &dyn Progress,
 ) -> Result<Vec<BlobReport>, ConvertError> {
     let name = PathBuf::from(upload.name());
-    let failed = |source| ConvertError::write("write", &name, source);
     let is_cancelled = || {
         let cancel = options.cancel.as_ref();
         cancel.is_some_and(|cancel| cancel.load(std::sync::atomic::Ordering::Relaxed))
+    };
+    let failed = |source| match is_cancelled() {
+        true => ConvertError::Interrupted,
+        false => ConvertError::write("write", &name, source),
     };
     let files = image.files.iter().map(|(_, file)| file.bytes);
     progress.total(Some(files.sum()));

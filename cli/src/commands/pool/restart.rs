@@ -34,7 +34,6 @@ pub struct Args {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut connection = client::require(&args.name)?;
     let keeper = connection.keeper();
-    let mounts = connection.hello.mounts as u64;
     let before = connection.hello.restarts;
     let answer = connection.ask(&Request::Restart { force: args.force }, ui)?;
     connection.wait_for_end();
@@ -65,19 +64,17 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         }
     };
-    let unmounted = answer["unmounted"].as_u64().unwrap_or(0);
-    match mounts.saturating_sub(unmounted + hello.mounts as u64) {
-        0 => {}
-        lost => ui.warning(format_args!(
-            "{} of the pool {} could not be taken over; the system log, or the file of \
-             --log-file, has the reason",
-            plural(lost, "mount"),
-            args.name
-        )),
-    }
     ui.status(format_args!(
         "process {} serves the pool {}",
         hello.pid, args.name
     ));
-    Ok(())
+    match answer["lost"].as_u64().unwrap_or(0) + hello.lost {
+        0 => Ok(()),
+        lost => Err(CommandError::new(format!(
+            "{} of the pool {} could not be taken over",
+            plural(lost, "mount"),
+            args.name
+        ))
+        .hint("the system log, or the file of --log-file, has the reason")),
+    }
 }

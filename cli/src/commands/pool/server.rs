@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
@@ -71,6 +71,8 @@ pub struct Pool {
     link: Link,
     has_keeper: AtomicBool,
     clients: AtomicUsize,
+    /// Mounts that this process could not take over.
+    lost: AtomicU64,
     /// The lock is held to add, to remove and to list mounts; never during a request of a mount,
     /// nor while a mount is made or ends.
     state: Mutex<State>,
@@ -88,6 +90,9 @@ struct State {
     is_ending: bool,
     /// Whether another process takes over.
     is_restarting: bool,
+    /// Whether the mounts are being stopped for that. From now on no thread may wait for a mount of
+    /// this pool: the mounts do not answer, and the process could not end.
+    is_leaving: bool,
     /// Clients that have ended the pool and have no answer yet.
     unanswered: usize,
     /// For `bcow ps`.
@@ -123,6 +128,7 @@ impl Pool {
             link,
             has_keeper: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
+            lost: AtomicU64::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -252,6 +258,12 @@ impl Pool {
     fn end(&self, reason: &str) -> u64 {
         let mounts: Vec<(Unmounter, String)> = {
             let mut state = self.state();
+            if state.is_leaving {
+                // The next process ends the pool.
+                let signal = reason.to_owned();
+                self.notify_keeper(&Packet::End { signal }, &[]);
+                return 0;
+            }
             state.is_ending = true;
             self.changed.notify_all();
             let mounts = state.mounts.values();
@@ -317,6 +329,7 @@ impl Pool {
             mounts: self.state().mounts.len(),
             keeper: self.has_keeper().then_some(self.settings.keeper),
             restarts: self.settings.restarts,
+            lost: self.lost.load(Ordering::Relaxed),
         }
     }
 
@@ -325,9 +338,13 @@ impl Pool {
     }
 
     /// Mounts, and serves the mount in a thread of its own. Returns its number.
-    fn mount(self: &Arc<Self>, asked: Asked, ui: &Ui) -> Result<u64, CommandError> {
+    fn mount(
+        self: &Arc<Self>,
+        mount: MountInProgress<'_>,
+        asked: Asked,
+        ui: &Ui,
+    ) -> Result<u64, CommandError> {
         let args = self.parse(asked.arguments.clone())?;
-        let mount = MountInProgress::new(self)?;
         let mounted = pooled::mount(&args, self.host(&self.devices()), ui)?;
         let number = {
             let mut state = self.state();
@@ -364,7 +381,11 @@ impl Pool {
     }
 
     /// Unmounts a mount that no user knows of.
-    fn unmount(&self, number: u64) {
+    fn unmount(self: &Arc<Self>, number: u64) {
+        // A restart waits for this: see `State::is_leaving`.
+        let Ok(_unmounting) = MountInProgress::new(self) else {
+            return;
+        };
         let unmounter = {
             let state = self.state();
             state
@@ -416,6 +437,12 @@ impl Pool {
     fn stop(&self, force: bool) -> Result<Value, CommandError> {
         {
             let mut state = self.state();
+            if state.is_restarting {
+                let name = &self.settings.name;
+                return Err(CommandError::new(format!("cannot stop the pool {name}"))
+                    .caused_by_text("it is restarting")
+                    .passes_if(true));
+            }
             let mounts = state.mounts.len() + state.in_progress;
             if mounts > 0 && !force {
                 let name = &self.settings.name;
@@ -469,7 +496,15 @@ impl<'a> MountInProgress<'a> {
         Ok(MountInProgress(pool))
     }
 
-    /// Adds the mount to those of the pool, and serves it.
+    /// For a mount that the process before has served. A pool that is ending takes it over too, to
+    /// end it as the others.
+    fn of_taken_over(pool: &'a Arc<Pool>) -> Self {
+        pool.state().in_progress += 1;
+        MountInProgress(pool)
+    }
+
+    /// Adds the mount to those of the pool, and serves it. If the pool is ending, the mount ends
+    /// too.
     fn arrive(
         self,
         number: u64,
@@ -484,11 +519,9 @@ impl<'a> MountInProgress<'a> {
             ..
         } = mounted;
         let name = "cannot serve the mount";
-        {
+        let unmounter = session.unmounter();
+        let is_ending = {
             let mut state = self.0.state();
-            if state.is_ending {
-                return Err(CommandError::new(name).caused_by_text("the pool is ending"));
-            }
             state.mounts.insert(
                 number,
                 Entry {
@@ -501,7 +534,8 @@ impl<'a> MountInProgress<'a> {
                 },
             );
             state.publish();
-        }
+            state.is_ending
+        };
         // From now on only the session refers to the upper.
         drop(stats);
         let pool = Arc::clone(self.0);
@@ -516,7 +550,12 @@ impl<'a> MountInProgress<'a> {
             state.mounts.remove(&number);
             state.publish();
             CommandError::new(name).caused_by(&error)
-        })
+        })?;
+        if is_ending {
+            unmounter.unmount();
+            return Err(CommandError::new(name).caused_by_text("the pool is ending"));
+        }
+        Ok(())
     }
 }
 
@@ -634,12 +673,14 @@ impl Client {
                         )
                         .hint("start a pool in this namespace, or leave --pool out"));
                 }
+                // Before the directory, which can be inside a mount of the pool.
+                let mount = MountInProgress::new(&self.pool)?;
                 let place = OwnDirectory::enter(directory.clone(), Some(peer.pid))?;
                 let asked = Asked {
                     arguments,
                     directory,
                 };
-                let number = self.pool.mount(asked, ui)?;
+                let number = self.pool.mount(mount, asked, ui)?;
                 drop(place);
                 *mounted = Some(number);
                 json!({})

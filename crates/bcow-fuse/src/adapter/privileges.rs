@@ -105,7 +105,8 @@ pub(super) fn drop_set_id_of_content(
         permissions: Some(kept),
         ..Changes::default()
     };
-    fs.set_attributes(node, &changes).map(drop)
+    fs.with_room(|fs| fs.set_attributes(node, &changes))
+        .map(drop)
 }
 
 /// The attributes of a file that has set-id bits; `None` for other files and for directories.

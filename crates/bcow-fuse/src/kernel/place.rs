@@ -50,6 +50,8 @@ pub struct DiskHandover {
     pub hidden: OwnedFd,
     /// The mount.
     pub place: Place,
+    /// The flags of the protocol that the kernel and the first process agreed on.
+    pub agreed: u64,
     /// The number of the first error of a write or a flush, after which data may be lost.
     pub lost: Option<i32>,
     /// Of a disk: its [`bcow::Disk::identity_hash`] after the last change. The kernel relies on all

@@ -26,6 +26,8 @@ pub(super) struct Descriptors {
     hidden: Mutex<Option<HiddenMount>>,
     /// The connection to the kernel, if another process can take it over.
     connection: Option<OwnedFd>,
+    /// The flags of the protocol that are in use.
+    agreed: u64,
 }
 
 impl Service {
@@ -40,7 +42,7 @@ impl Service {
             .map_err(MountError::Session)?;
         // Before the first request, which would be sent again otherwise.
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
-        Service::run(session, hidden, ours, lifetime)
+        Service::run(session, hidden, ours, FLAGS.bits(), lifetime)
     }
 
     /// Serves a hidden mount that another process has served. The kernel sends the requests again
@@ -50,19 +52,21 @@ impl Service {
         threads: usize,
         hidden: OwnedFd,
         connection: OwnedFd,
+        agreed: u64,
     ) -> Result<Self, MountError> {
         let ours = duplicate(connection.as_fd())?;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = takeover::session(file, connection, FLAGS.bits(), config(threads));
+        let session = takeover::session(file, connection, agreed, config(threads));
         let session = session.map_err(MountError::Session)?;
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
-        Service::run(session, HiddenMount::of(hidden), ours, lifetime)
+        Service::run(session, HiddenMount::of(hidden), ours, agreed, lifetime)
     }
 
     fn run(
         session: fuser::Session<DiskFile>,
         hidden: HiddenMount,
         connection: Option<OwnedFd>,
+        agreed: u64,
         lifetime: Arc<Lifetime>,
     ) -> Result<Self, MountError> {
         let ending = Arc::clone(&lifetime);
@@ -81,6 +85,7 @@ impl Service {
             descriptors: Arc::new(Descriptors {
                 hidden: Mutex::new(Some(hidden)),
                 connection,
+                agreed,
             }),
             thread: Some(thread),
             lifetime,
@@ -133,6 +138,11 @@ impl Descriptors {
     /// The number of the descriptor of the hidden mount.
     pub(super) fn number(&self) -> Option<RawFd> {
         self.hidden().as_ref().map(HiddenMount::descriptor)
+    }
+
+    /// See [`Descriptors::agreed`].
+    pub(super) fn agreed(&self) -> u64 {
+        self.agreed
     }
 
     /// Whether another process can take the connection over. It cannot on a kernel before Linux

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use super::document::{DiskFigures, Document, OperationFigures, Remote, Upper};
+use super::document::{Bucket, DiskFigures, Document, OperationFigures, Remote, Upper};
+use super::latency;
 
 /// The document as metrics. Some fields have no metric, such as the mountpoint.
 pub(crate) fn text(document: &Document) -> String {
@@ -69,13 +70,14 @@ pub(crate) fn text(document: &Document) -> String {
 fn write_operation(figures: &OperationFigures, out: &mut Metrics) {
     const BUCKET: &str = "bcow_operation_seconds_bucket";
     let operation = ("operation", figures.operation.as_str());
-    let mut below = 0;
-    for bucket in &figures.histogram {
-        below += bucket.count;
-        if let Some(ns) = bucket.below_ns {
-            let limit = format!("{}", ns as f64 / 1e9);
-            out.sample(BUCKET, &[operation, ("le", &limit)], below as f64);
-        }
+    // All limits, also those of empty buckets: Prometheus adds the counts of several series
+    // with the same limit.
+    for limit_ns in (0..latency::BUCKETS - 1).map(latency::upper_ns) {
+        let is_below = |bucket: &&Bucket| bucket.below_ns.is_some_and(|ns| ns <= limit_ns);
+        let buckets = figures.histogram.iter().filter(is_below);
+        let below: u64 = buckets.map(|bucket| bucket.count).sum();
+        let limit = format!("{}", limit_ns as f64 / 1e9);
+        out.sample(BUCKET, &[operation, ("le", &limit)], below as f64);
     }
     let count = figures.count as f64;
     let seconds = figures.total_ns as f64 / 1e9;
@@ -94,7 +96,8 @@ fn write_disk(disk: &DiskFigures, out: &mut Metrics) {
             disk.filled_blocks),
         ("bcow_disk_unflushed_blocks", "gauge", "Blocks changed since the last flush",
             disk.unflushed_blocks),
-        ("bcow_disk_free_bytes", "gauge", "Free bytes inside the file", disk.free_bytes),
+        ("bcow_disk_free_bytes", "gauge", "Free bytes inside the file of the disk",
+            disk.free_bytes),
     ];
     out.figures(&figures);
 }
@@ -103,17 +106,22 @@ fn write_remote(remote: &Remote, out: &mut Metrics) {
     #[rustfmt::skip]
     let figures = [
         ("bcow_remote_files", "gauge", "Open files on other machines", remote.files),
-        ("bcow_remote_file_bytes", "gauge", "Length of these files", remote.file_bytes),
-        ("bcow_remote_held_bytes", "gauge", "Bytes of them in the cache", remote.held_bytes),
+        ("bcow_remote_file_bytes", "gauge", "Total length of the open remote files",
+            remote.file_bytes),
+        ("bcow_remote_held_bytes", "gauge", "Bytes of the open remote files in the cache",
+            remote.held_bytes),
         ("bcow_remote_fetched_bytes_total", "counter", "Bytes fetched and checked",
             remote.fetched_bytes),
         ("bcow_remote_cached_bytes_total", "counter", "Bytes read from the cache and checked",
             remote.cached_bytes),
-        ("bcow_remote_running_requests", "gauge", "Requests under way", remote.running_requests),
+        ("bcow_remote_running_requests", "gauge", "Requests to servers without a complete answer",
+            remote.running_requests),
         ("bcow_remote_waiting_reads", "gauge", "Reads that wait for a server",
             remote.waiting_reads),
-        ("bcow_remote_retries_total", "counter", "Attempts after a failed one", remote.retries),
-        ("bcow_remote_tokens_total", "counter", "Tokens of token servers", remote.tokens),
+        ("bcow_remote_retries_total", "counter", "Repeated attempts of requests to servers",
+            remote.retries),
+        ("bcow_remote_tokens_total", "counter", "Tokens that token servers have issued",
+            remote.tokens),
     ];
     out.figures(&figures);
     const WAIT: &str = "bcow_remote_longest_wait_seconds";
@@ -145,7 +153,7 @@ fn write_upper(upper: &Upper, out: &mut Metrics) {
     #[rustfmt::skip]
     let limited = [
         ("bcow_upper_limit_bytes", "Limit of the stored bytes", upper.limit_bytes),
-        ("bcow_upper_stored_bytes", "Stored bytes", upper.stored_bytes),
+        ("bcow_upper_stored_bytes", "Bytes stored in the upper", upper.stored_bytes),
         ("bcow_upper_limit_inodes", "Limit of the inodes", upper.limit_inodes),
         ("bcow_upper_inodes", "Inodes of the upper", upper.stored_inodes),
     ];
@@ -283,7 +291,8 @@ mod tests {
             .filter(|line| line.starts_with("bcow_operation_seconds_bucket"))
             .filter_map(|line| line.rsplit(' ').next()?.parse().ok())
             .collect();
-        assert!(buckets.len() >= 2 && buckets.is_sorted(), "{buckets:?}");
+        assert!(buckets.is_sorted(), "{buckets:?}");
+        assert_eq!(buckets.len(), latency::BUCKETS);
         for line in page.lines().filter(|line| !line.starts_with('#')) {
             let (_, value) = line.rsplit_once(' ').unwrap();
             assert!(value.parse::<f64>().is_ok(), "{line}");

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -160,6 +161,7 @@ impl Pool {
             while let Some((number, kept)) = next() {
                 if let Err(error) = self.take_over_one(number, kept) {
                     log_failure(&error);
+                    self.lost.fetch_add(1, Ordering::Relaxed);
                     self.release(number);
                 }
             }
@@ -215,7 +217,7 @@ impl Pool {
         let opened = record.and_then(|record| {
             handover.target = OsString::from(record.target.clone()).into();
             handover.agreed = record.agreed;
-            let mount = MountInProgress::new(self)?;
+            let mount = MountInProgress::of_taken_over(self);
             let upper_use = match (&record.service.upper, &ledger) {
                 (Some(_), Some(ledger)) => UpperUse::TakeOver(ledger.as_fd()),
                 (Some(upper), None) => {
@@ -269,20 +271,19 @@ impl Pool {
             connection,
             hidden,
             place: place.clone(),
+            agreed: record.agreed,
             lost: disk.lost,
             content: None,
         };
-        let opened = MountInProgress::new(self).and_then(|mount| {
-            let (args, opened) = self.open_disk_again(&record, disk)?;
-            Ok((mount, args, opened))
-        });
+        let mount = MountInProgress::of_taken_over(self);
+        let opened = self.open_disk_again(&record, disk);
         if opened.is_err() || disk.content.is_some() {
             // No process can take a disk over after a crash of this one. And the kernel does not
             // wait for a connection that no process has.
             self.release(number);
         }
         match opened {
-            Ok((mount, args, opened)) => {
+            Ok((args, opened)) => {
                 let service = record.service.clone();
                 let host = self.host(&[]);
                 let mounted = pooled::take_over_disk(opened, &args, host, handover, service)
@@ -439,20 +440,27 @@ impl Pool {
         if state.is_ending {
             return Err(cannot().caused_by_text("it is ending"));
         }
+        if !self.has_keeper() {
+            state.is_restarting = false;
+            return Err(cannot().caused_by_text("its keeper has died"));
+        }
+        state.is_leaving = true;
         drop(state);
         // Mounts that are still in use are only detached, and have open uppers: make their data
         // durable before the process ends.
         let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
         self.close_uppers(|number| detached.contains(&number));
-        let ending = self.stop_mounts();
+        let results = self.stop_mounts();
+        let with = |how| {
+            let those = results.iter().filter(move |(_, stopped)| *stopped == how);
+            those.map(|(number, _)| number)
+        };
         let mut state = self.state();
-        while ending
-            .iter()
-            .any(|number| state.mounts.contains_key(number))
-        {
+        while with(Stopped::IsEnding).any(|number| state.mounts.contains_key(number)) {
             state = self.wait(state);
         }
-        Ok(json!({ "unmounted": unmounted }))
+        let lost = with(Stopped::Failed).count();
+        Ok(json!({ "unmounted": unmounted, "lost": lost }))
     }
 
     fn stoppers(&self) -> Vec<(u64, AnyStopper, Option<Record>)> {
@@ -476,25 +484,23 @@ impl Pool {
     }
 
     /// Stops the requests to all mounts with an upper or a disk, and makes their data durable. The
-    /// process ends afterwards, and another one takes them over. Returns the mounts that have ended
-    /// and still have to close their disks.
-    fn stop_mounts(&self) -> Vec<u64> {
+    /// process ends afterwards, and another one takes them over.
+    fn stop_mounts(&self) -> Vec<(u64, Stopped)> {
         let stoppers = Mutex::new(self.stoppers());
-        let ending = Mutex::new(Vec::new());
+        let results = Mutex::new(Vec::new());
         let stop = || {
             let next = || {
                 let mut stoppers = stoppers.lock().unwrap_or_else(PoisonError::into_inner);
                 stoppers.pop()
             };
             while let Some((number, stopper, record)) = next() {
-                match self.stop_one(number, &stopper, record) {
-                    Ok(Stopped::Completely) => {}
-                    Ok(Stopped::IsEnding) => {
-                        let mut ending = ending.lock().unwrap_or_else(PoisonError::into_inner);
-                        ending.push(number);
-                    }
-                    Err(error) => log_failure(&error),
-                }
+                let stopped = self.stop_one(number, &stopper, record);
+                let stopped = stopped.unwrap_or_else(|error| {
+                    log_failure(&error);
+                    Stopped::Failed
+                });
+                let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+                results.push((number, stopped));
             }
         };
         thread::scope(|scope| {
@@ -504,7 +510,7 @@ impl Pool {
             }
             stop();
         });
-        ending.into_inner().unwrap_or_else(PoisonError::into_inner)
+        results.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn stop_one(
@@ -515,18 +521,22 @@ impl Pool {
     ) -> Result<Stopped, CommandError> {
         let stopper = match stopper {
             AnyStopper::Upper(stopper) => {
-                let stopped = stopper.stop().map_err(|error| failure(&error));
-                return stopped.map(|()| Stopped::Completely);
+                // The next process takes the mount over all the same.
+                if let Err(error) = stopper.stop() {
+                    log_failure(&failure(&error));
+                }
+                return Ok(Stopped::Completely);
             }
             AnyStopper::Disk(stopper) => stopper,
         };
         let handover = stopper.stop().map_err(|error| failure(&error))?;
         match (handover, record) {
             (None, _) => Ok(Stopped::IsEnding),
-            (Some(handover), Some(record)) => self
-                .keep_disk(number, &record, &handover)
-                .map(|_| Stopped::Completely),
-            (Some(_), None) => Ok(Stopped::Completely),
+            (Some(handover), Some(record)) => match self.keep_disk(number, &record, &handover)? {
+                true => Ok(Stopped::Completely),
+                false => Err(CommandError::new("the keeper of the pool has died")),
+            },
+            (Some(_), None) => Ok(Stopped::Failed),
         }
     }
 
@@ -541,12 +551,15 @@ impl Pool {
     }
 }
 
-/// How far a mount was stopped.
+/// How a mount was stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stopped {
     /// No thread of this process changes anything any more.
     Completely,
     /// The mount has ended, and another thread closes its disk.
     IsEnding,
+    /// No process can take it over. The log has the reason.
+    Failed,
 }
 
 fn store(record: &Record) -> Result<OwnedFd, CommandError> {
