@@ -130,13 +130,17 @@ impl<'a> Below<'a> {
     /// Adds the hint, and for a digest the cause, to the problems of an opener that has
     /// [`Below::policy`].
     fn problems(&self, problems: &[Arc<ChainProblem>]) -> Vec<Problem> {
-        let in_stores = self.stores.problems();
-        let mut in_stores = in_stores.iter();
+        let mut in_stores = self.stores.problems();
+        // The stores know the cause: the problem with this digest, or with a file below it.
+        let mut cause_of = |digest: &str| {
+            let named = in_stores.iter().position(|one| one.name().contains(digest));
+            let index = named.or((!in_stores.is_empty()).then_some(0))?;
+            Some(in_stores.remove(index))
+        };
         problems
             .iter()
             .map(|problem| match &**problem {
-                // The stores know the cause.
-                ChainProblem::NoDigest { .. } => match in_stores.next() {
+                ChainProblem::NoDigest { name } => match cause_of(name) {
                     Some(problem) => Problem {
                         text: problem.to_string(),
                         hint: Some(problem.hint().to_owned()),

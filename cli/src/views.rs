@@ -54,7 +54,7 @@ pub fn of_cache(cache: Option<&Path>) -> Option<ViewCache> {
 }
 
 /// The directory of the views, for the cache that the command line names.
-fn directory(cache: Option<&Path>) -> Option<PathBuf> {
+pub fn directory(cache: Option<&Path>) -> Option<PathBuf> {
     let variable = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
     let of_cache = || Some(cache::named(cache)?.join("views"));
     // As the specification of XDG says, a relative path is ignored.

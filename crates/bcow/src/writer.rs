@@ -362,7 +362,6 @@ impl ImageWriter {
                 .copy_from_slice(superblock);
         }
         let end = self.pipeline.finish(first, &mut self.layout)?;
-        self.layout.check();
         let align = match &self.options.disk {
             Some(form) if form.is_writable() => SECTOR_BYTES,
             _ => 16,

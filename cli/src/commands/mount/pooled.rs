@@ -24,6 +24,7 @@ use crate::pool::protocol::{Request, View};
 use crate::pool::{PoolName, client};
 use crate::running::Service;
 use crate::ui::Ui;
+use crate::views;
 
 /// Pauses between the attempts to open an image on another machine.
 const PAUSES: [Duration; 5] = [
@@ -184,13 +185,16 @@ fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError
     let mut paths: Vec<PathBuf> = args.upper.path().map(Path::to_owned).into_iter().collect();
     paths.extend(stores.directories()?);
     paths.extend(stores.backing_dirs()?.iter().cloned());
+    // A local file can have a backing on another machine, or a view.
+    paths.extend(stores.remote.cache_directory());
+    paths.extend(views::directory(None));
     for name in std::iter::once(&args.image).chain(&args.layers()) {
         paths.extend(match parse_name(name)? {
             ImageName::File(path) => Some(path),
             ImageName::Layout { directory, .. } | ImageName::Blob { directory, .. } => {
                 Some(directory)
             }
-            ImageName::Remote(_) => stores.remote.cache_directory(),
+            ImageName::Remote(_) => None,
         });
     }
     for path in paths {

@@ -1,5 +1,6 @@
 //! The process of a pool: its mounts, and the requests of clients.
 
+mod restart;
 pub mod takeover;
 
 use std::collections::BTreeMap;

@@ -341,7 +341,7 @@ impl fuser::Filesystem for DiskFile {
         let zeroed = self.change(Operation::Allocate, Some(offset), |disk| {
             disk.write_zeroes(offset, length, space)
         });
-        if space == Space::Free && self.barriers == Barriers::On {
+        if zeroed.is_ok() && space == Space::Free && self.barriers == Barriers::On {
             self.lifetime.discard();
         }
         reply::empty(zeroed, reply);

@@ -64,18 +64,14 @@ impl Layout {
             .any(|record| matches!(record, Record::Block { zstd: true, .. }))
     }
 
-    /// Asserts that stretches start at block boundaries.
-    pub(super) fn check(&self) {
-        debug_assert!(self.placed().is_sorted_by_key(|placed| placed.logical));
-    }
-
     /// All blocks and runs, with their addresses.
     pub(super) fn placed(&self) -> impl Iterator<Item = Placed> + '_ {
         let mut stretches = self.stretches.iter().peekable();
         let mut shift = BlockShift::MIN;
         let mut logical = 0;
         self.records.iter().map(move |&record| {
-            while let Some((_, next)) = stretches.next_if(|(start, _)| *start <= logical) {
+            while let Some((start, next)) = stretches.next_if(|(start, _)| *start <= logical) {
+                debug_assert_eq!(*start, logical, "a stretch starts inside a block");
                 shift = *next;
             }
             let placed = Placed {
