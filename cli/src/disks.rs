@@ -1,7 +1,7 @@
 //! Disks and the files below them, opened as the options of the command line allow.
 
 use std::fs::File;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -426,5 +426,13 @@ pub fn open_for_repair(
         ),
         false => None,
     };
-    Ok((Arc::new(file), lock))
+    // The previous holder of the lock may have replaced the file.
+    let there = path.metadata().context(cannot)?;
+    let opened = file.metadata().context(cannot)?;
+    match (there.dev(), there.ino()) == (opened.dev(), opened.ino()) {
+        true => Ok((Arc::new(file), lock)),
+        false => Err(CommandError::new(cannot())
+            .caused_by_text("another program has replaced it")
+            .hint("repeat the command")),
+    }
 }
