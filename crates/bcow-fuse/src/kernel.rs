@@ -142,6 +142,8 @@ impl KernelSession {
         let name = HiddenName::of(disk.upper.as_ref().unwrap_or(&disk.path));
         let errors = Arc::new(ErrorLog::default());
         let file = disk_file(&disk, &name, &stats, &errors, &lifetime);
+        // Nothing may fail after the mount: the end of the service would wait for that of the mount.
+        let outcome = Outcome::new()?;
         let service = Service::start(file, threads)?;
         let attach = Attach {
             block_bytes: filesystem::device_block_bytes(found, size),
@@ -169,7 +171,6 @@ impl KernelSession {
             target,
         };
         let mount = KernelMount { place, lifetime };
-        let outcome = Outcome::new()?;
         Ok(Self::on(
             disk, found.kind, mount, service, &stats, &errors, outcome,
         ))
