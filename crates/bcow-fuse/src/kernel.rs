@@ -142,7 +142,8 @@ impl KernelSession {
         let name = HiddenName::of(disk.upper.as_ref().unwrap_or(&disk.path));
         let errors = Arc::new(ErrorLog::default());
         let file = disk_file(&disk, &name, &stats, &errors, &lifetime);
-        // Nothing may fail after the mount: the end of the service would wait for that of the mount.
+        // Nothing may fail after the mount: the end of the service would wait for the end of the
+        // mount.
         let outcome = Outcome::new()?;
         let service = Service::start(file, threads)?;
         let attach = Attach {
