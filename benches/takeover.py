@@ -5,7 +5,9 @@
 
 Requests: the same changes in a mount with a process of its own and in a pool, which keeps a ledger.
 Pause: the time until a request is answered after the process of the pool was killed, when the
-kernel holds few inodes, --nodes of them, and as many that are in the upper. Needs root.
+kernel holds few inodes, --nodes of them, and as many that are in the upper. Restarts: the longest
+time between two fsync of a program when `bcow pool restart` replaces the process, at both doors.
+Needs root.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 
 from measure import MIB, machine, table
@@ -141,6 +144,59 @@ def pause(bench, nodes):
     table("Pause", ["the kernel holds", "pause, ms", "ledger, MiB"], rows)
 
 
+class Writer:
+    """Writes and synchronizes in a loop, and notes when each fsync ends."""
+
+    def __init__(self, path):
+        self.path, self.ends = path, []
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        with open(self.path, "wb", buffering=0) as file:
+            while not self.is_over.is_set():
+                file.write(b"x" * 4096)
+                os.fsync(file.fileno())
+                self.ends.append(time.perf_counter())
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.is_over.set()
+        self.thread.join()
+
+    def longest(self, begin):
+        """The longest time between two ends since `begin`, in ms."""
+        ends = [end for end in self.ends if end >= begin]
+        return max(later - end for end, later in zip(ends, ends[1:])) * 1e3
+
+
+def restarts(bench, rounds):
+    """The pause that a program sees when the process is replaced as planned, at both doors."""
+    image = bench.convert("restarted", plant_changes)
+    rows = []
+    for door, options in (("FUSE", ()), ("kernel", ("--door", "kernel", "--size", "4G"))):
+        bench.mount(image, "--pool", "p", *options)
+        pauses, usual = [], []
+        with Writer(bench.where / "log") as writer:
+            for _ in range(rounds):
+                begin = time.perf_counter()
+                time.sleep(1)
+                usual.append(writer.longest(begin))
+                begin = time.perf_counter()
+                bench.run("pool", "restart", "p")
+                time.sleep(0.5)
+                pauses.append(writer.longest(begin))
+        bench.run("umount", bench.where)
+        rows.append([door, f"{statistics.median(usual):.0f}", f"{statistics.median(pauses):.0f}",
+                     f"{max(pauses):.0f}"])
+    table("Pause at a restart: a program writes 4 KiB and synchronizes, again and again",
+          ["door", "longest of a second without one, ms", "at a restart, median, ms",
+           "at a restart, longest, ms"], rows)
+
+
 def bytes_of_ledgers(keeper):
     for link in pathlib.Path(f"/proc/{keeper}/fd").iterdir():
         if "bcow-ledger" in os.readlink(link):
@@ -161,6 +217,7 @@ def main():
         try:
             requests(bench, options.rounds)
             pause(bench, options.nodes)
+            restarts(bench, options.rounds)
         finally:
             subprocess.run(["umount", "-l", bench.where], stderr=subprocess.DEVNULL)
             bench.run("pool", "stop", "--force", "p")

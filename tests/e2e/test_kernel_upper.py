@@ -155,7 +155,7 @@ class Mounts(KernelUpper):
                 (self.image, self.upper, ["--sketch", "packed"], "--sketch is not", 2),
                 (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
                 (self.image, self.upper, ["--sync", "batch=3"], "commit=SECONDS", 2),
-                (self.image, self.upper, ["--layer", other], "it is no layer", 1),
+                (self.image, self.upper, ["--layer", other], "a complete image, not a layer", 1),
                 (self.image, self.upper, ["-s", "4096"], "smaller than 8 MiB", 1),
                 (disk, self.upper, [], "this is a disk", 1),
                 (self.image, occupied, [], "not empty", 1)):

@@ -263,9 +263,15 @@ fn other_images_are_refused_as_layers() {
         &["base.bcow", "--layer=two.bcow", "--layer=one.bcow"],
         over_another,
     );
-    refused(&["base.bcow", "--layer=flat.bcow"], "it is no layer");
+    refused(
+        &["base.bcow", "--layer=flat.bcow"],
+        "a complete image, not a layer",
+    );
     sandbox.ok(&["create", "-s", "1M", "disk.bcow"]);
-    refused(&["base.bcow", "--layer=disk.bcow"], "it is no layer");
+    refused(
+        &["base.bcow", "--layer=disk.bcow"],
+        "a complete image, not a layer",
+    );
 }
 
 #[test]

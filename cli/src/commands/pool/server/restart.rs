@@ -1,0 +1,245 @@
+//! The end of a process of a pool whose mounts another process continues.
+
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bcow_fuse::{MountError, Unmounted, Unmounter};
+use bcow_union::log::{self, Severity};
+use serde_json::{Value, json};
+
+use super::takeover::{THREADS, another_image};
+use super::{AnyStopper, OwnDirectory, Pool, log_failure};
+use crate::commands::mount::failure;
+use crate::commands::mount::host::UpperUse;
+use crate::commands::mount::pooled::{self, Attempts};
+use crate::error::CommandError;
+use crate::image::hex;
+use crate::pool::record::Record;
+use crate::running::Service;
+
+/// Timeout for the end of busy mounts that are unmounted for a restart.
+const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum number of mounts that an error names.
+const MAX_NAMED: usize = 5;
+
+/// A mount at a restart.
+struct Staying {
+    number: u64,
+    unmounter: Unmounter,
+    service: Service,
+    record: Option<Record>,
+}
+
+/// How a mount was stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stopped {
+    /// No thread of this process changes anything any more.
+    Completely,
+    /// The mount has ended, and another thread closes its disk.
+    IsEnding,
+    /// No process can take it over. The log has the reason.
+    Failed,
+}
+
+impl Pool {
+    /// Prepares the end of this process, so that another one takes over. Returns the answer for the
+    /// client.
+    pub(super) fn restart(&self, force: bool) -> Result<Value, CommandError> {
+        let name = &self.settings.name;
+        let cannot = || CommandError::new(format!("cannot restart the pool {name}"));
+        if !self.has_keeper() {
+            return Err(cannot()
+                .caused_by_text("its keeper has died")
+                .hint(format!("`bcow pool stop {name}` ends it")));
+        }
+        let mut state = self.state();
+        if state.is_ending {
+            return Err(cannot().caused_by_text("it is ending"));
+        }
+        if state.is_restarting {
+            return Err(cannot().caused_by_text("it is already restarting"));
+        }
+        // From now on no mount is added.
+        state.is_restarting = true;
+        while state.in_progress > 0 {
+            state = self.wait(state);
+        }
+        let mounts = state.mounts.iter().map(|(&number, entry)| Staying {
+            number,
+            unmounter: entry.unmounter.clone(),
+            service: entry.service.clone(),
+            record: entry.kept.clone(),
+        });
+        let mounts: Vec<Staying> = mounts.collect();
+        drop(state);
+        let others = mounts.into_iter().filter_map(|mount| {
+            let why = self.why_it_ends(&mount)?;
+            Some((mount, why))
+        });
+        let others: Vec<(Staying, String)> = others.collect();
+        if !others.is_empty() && !force {
+            self.state().is_restarting = false;
+            let reasons = others.into_iter().take(MAX_NAMED).map(|(_, why)| why);
+            return Err(reasons
+                .fold(cannot(), CommandError::caused_by_text)
+                .hint(format!(
+                    "`bcow umount` unmounts one, `bcow pool restart --force {name}` all such \
+                     mounts; the others stay"
+                )));
+        }
+        if let Err(error) = self.prepare_disks() {
+            self.state().is_restarting = false;
+            return Err(cannot().caused_by(&error));
+        }
+        let mut unmounted = 0;
+        for (mount, _) in &others {
+            let done = mount.unmounter.unmount();
+            unmounted += u64::from(done != Unmounted::Stays);
+            let place = mount.service.at.join(", ");
+            if let Some(warning) = done.warning("bcow pool restart", Path::new(&place)) {
+                log::log(Severity::Warning, &warning);
+            }
+        }
+        let mut state = self.state();
+        let deadline = Instant::now() + UNMOUNT_TIMEOUT;
+        while others
+            .iter()
+            .any(|(mount, _)| state.mounts.contains_key(&mount.number))
+        {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        if state.is_ending {
+            return Err(cannot().caused_by_text("it is ending"));
+        }
+        if !self.has_keeper() {
+            state.is_restarting = false;
+            return Err(cannot().caused_by_text("its keeper has died"));
+        }
+        state.is_leaving = true;
+        drop(state);
+        // Mounts that are still in use are only detached, and have open uppers: make their data
+        // durable before the process ends.
+        let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
+        self.close_uppers(|number| detached.contains(&number));
+        let results = self.stop_mounts();
+        let with = |how| {
+            let those = results.iter().filter(move |(_, stopped)| *stopped == how);
+            those.map(|(number, _)| number)
+        };
+        let mut state = self.state();
+        while with(Stopped::IsEnding).any(|number| state.mounts.contains_key(number)) {
+            state = self.wait(state);
+        }
+        let lost = with(Stopped::Failed).count();
+        Ok(json!({ "unmounted": unmounted, "lost": lost }))
+    }
+
+    fn stoppers(&self) -> Vec<(u64, AnyStopper, Option<Record>)> {
+        let state = self.state();
+        let mounts = state.mounts.iter().filter_map(|(&number, entry)| {
+            let stopper = entry.stopper.clone()?;
+            Some((number, stopper, entry.kept.clone()))
+        });
+        mounts.collect()
+    }
+
+    /// Makes the disks of all mounts durable, while programs use them. If that fails, the pool must
+    /// not restart: a mount whose disk cannot be closed ends.
+    fn prepare_disks(&self) -> Result<(), MountError> {
+        self.stoppers()
+            .iter()
+            .try_for_each(|(_, stopper, _)| match stopper {
+                AnyStopper::Upper(_) => Ok(()),
+                AnyStopper::Disk(stopper) => stopper.prepare(),
+            })
+    }
+
+    /// Stops the requests to all mounts with an upper or a disk, and makes their data durable. The
+    /// process ends afterwards, and another one takes them over.
+    fn stop_mounts(&self) -> Vec<(u64, Stopped)> {
+        let stoppers = Mutex::new(self.stoppers());
+        let results = Mutex::new(Vec::new());
+        let stop = || {
+            let next = || {
+                let mut stoppers = stoppers.lock().unwrap_or_else(PoisonError::into_inner);
+                stoppers.pop()
+            };
+            while let Some((number, stopper, record)) = next() {
+                let stopped = self.stop_one(number, &stopper, record);
+                let stopped = stopped.unwrap_or_else(|error| {
+                    log_failure(&error);
+                    Stopped::Failed
+                });
+                let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+                results.push((number, stopped));
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..THREADS {
+                // If no thread can be started, the others do the work.
+                let _ = thread::Builder::new().spawn_scoped(scope, stop);
+            }
+            stop();
+        });
+        results.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stop_one(
+        &self,
+        number: u64,
+        stopper: &AnyStopper,
+        record: Option<Record>,
+    ) -> Result<Stopped, CommandError> {
+        let stopper = match stopper {
+            AnyStopper::Upper(stopper) => {
+                // The next process takes the mount over all the same.
+                if let Err(error) = stopper.stop() {
+                    log_failure(&failure(&error));
+                }
+                return Ok(Stopped::Completely);
+            }
+            AnyStopper::Disk(stopper) => stopper,
+        };
+        let handover = stopper.stop().map_err(|error| failure(&error))?;
+        match (handover, record) {
+            (None, _) => Ok(Stopped::IsEnding),
+            (Some(handover), Some(record)) => match self.keep_disk(number, &record, &handover)? {
+                true => Ok(Stopped::Completely),
+                false => Err(CommandError::new("the keeper of the pool has died")),
+            },
+            (Some(_), None) => Ok(Stopped::Failed),
+        }
+    }
+
+    /// Why another process could not take over a mount; `None` if it could.
+    fn why_it_ends(&self, mount: &Staying) -> Option<String> {
+        let at = mount.service.at.join(", ");
+        let Some(record) = &mount.record else {
+            return Some(format!("{at} cannot be taken over: that needs Linux 6.9"));
+        };
+        let error = self.check_again(mount, record).err()?;
+        Some(format!("{at}: {}", error.in_one_line()))
+    }
+
+    /// Fails if the content of a mount cannot be opened again.
+    fn check_again(&self, mount: &Staying, record: &Record) -> Result<(), CommandError> {
+        if mount.service.descriptor.is_none() {
+            return self
+                .open_again(record, Attempts::One, UpperUse::None)
+                .map(drop);
+        }
+        let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
+        let args = self.parse(record.arguments.clone())?;
+        match pooled::check_disk(&args, self.host(&[]))? {
+            Some(identity) if hex(&identity) != record.identity => Err(another_image()),
+            _ => Ok(()),
+        }
+    }
+}
