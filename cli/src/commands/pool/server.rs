@@ -356,6 +356,11 @@ impl Pool {
         mount
             .arrive(number, mounted, kept)
             .inspect_err(|_| self.release(number))?;
+        if self.state().is_ending {
+            return Err(
+                CommandError::new("cannot serve the mount").caused_by_text("the pool is ending")
+            );
+        }
         Ok(number)
     }
 
@@ -554,7 +559,6 @@ impl<'a> MountInProgress<'a> {
         })?;
         if is_ending {
             unmounter.unmount();
-            return Err(CommandError::new(name).caused_by_text("the pool is ending"));
         }
         Ok(())
     }
