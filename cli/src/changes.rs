@@ -16,7 +16,7 @@ use crate::names;
 use crate::over_view;
 use crate::size::plural;
 use crate::ui::Ui;
-use crate::upper::open_of;
+use crate::upper::open_reader_of;
 
 /// The changes in an upper to its image, or those in a disk that shows the image.
 pub fn read(
@@ -40,7 +40,7 @@ pub fn read(
     let changes = match disk {
         Some(disk) => Changes::of_disk(disk, lower()?, device, scope, most),
         None => {
-            let reader = open_of(image, upper, ui)?;
+            let reader = open_reader_of(image, upper, ui)?;
             Changes::read(&reader, lower()?, device, scope, most)
         }
     };

@@ -14,11 +14,11 @@ use crate::ui::Ui;
 
 /// How long to wait for a process that holds an upper or a disk and shows no sign that its mount
 /// ends: umount(8) returns before that process has noticed the unmount.
-pub const NOTICES_WITHIN: Duration = Duration::from_secs(2);
+const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 /// After this time, a message tells the user the reason of the delay.
 const MESSAGE_AFTER: Duration = Duration::from_millis(500);
 /// Pause between two attempts to open an upper or to lock a disk.
-pub const PAUSE: Duration = Duration::from_millis(10);
+pub const RETRY_PAUSE: Duration = Duration::from_millis(10);
 
 /// The start of the note of a mount, in the lock of an upper or of a disk. The number of the
 /// process follows.
@@ -50,7 +50,7 @@ pub fn when_free<T>(
     let mut is_reported = false;
     loop {
         let error = match open() {
-            Err(error) if ends_soon(&error, start.elapsed()) => error,
+            Err(error) if may_be_free_soon(&error, start.elapsed()) => error,
             other => return other,
         };
         if start.elapsed() > MESSAGE_AFTER && !is_reported {
@@ -59,16 +59,18 @@ pub fn when_free<T>(
                 "waiting for the end of another mount: {error}"
             ));
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(RETRY_PAUSE);
     }
 }
 
-/// Whether the process that holds the upper may soon release it: the process is ending its mount,
-/// or may not have noticed the unmount yet.
-fn ends_soon(error: &UpperError, waited: Duration) -> bool {
-    let Some((_, holder)) = error.in_use() else {
-        return false;
-    };
+fn may_be_free_soon(error: &UpperError, waited: Duration) -> bool {
+    let in_use = error.in_use();
+    in_use.is_some_and(|(_, holder)| may_release_soon(holder, waited))
+}
+
+/// Whether the process that holds an upper or a disk may soon release it: the process is ending its
+/// mount, or may not have noticed the unmount yet.
+pub fn may_release_soon(holder: &LockError, waited: Duration) -> bool {
     match holder {
         LockError::Writer(note) => match holder_of_note(note) {
             Some(pid) => is_closing(pid) || waited < NOTICES_WITHIN,
@@ -92,7 +94,11 @@ pub fn is_closing(pid: u32) -> bool {
 
 /// Opens an upper for reading. Fails if a process writes to it, if it belongs to another image than
 /// `image`, or if the machine stopped while it was mounted with `--sync volatile`.
-pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, CommandError> {
+pub fn open_reader_of(
+    image: &OpenImage,
+    upper: &Path,
+    ui: &Ui,
+) -> Result<UpperReader, CommandError> {
     let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
     match reader.is_lost() {

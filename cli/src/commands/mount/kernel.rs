@@ -4,9 +4,8 @@ pub mod again;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use bcow::lock::LockError;
 use bcow::{BlockCache, BlockDevice, Disk, LockFileError, LockedFile, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
@@ -32,9 +31,7 @@ use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::size::Human;
 use crate::ui::Ui;
-use crate::upper::{
-    NOTICES_WITHIN, PAUSE, cannot_use, holder_of_note, is_closing, note, when_free,
-};
+use crate::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note, when_free};
 
 /// A disk to mount, and what keeps it open.
 pub struct Opened {
@@ -363,24 +360,15 @@ fn lock_when_free(args: &Args, host: &Host<'_>) -> Result<LockedFile, CommandErr
     };
     loop {
         let error = match LockedFile::open(&path, &lock_note("mount")) {
-            Err(error) if ends_soon(&error, start.elapsed()) => error,
+            Err(LockFileError::Lock(holder)) if may_release_soon(&holder, start.elapsed()) => {
+                holder
+            }
             other => return other.map_err(|error| cannot_lock(name, &path, &error)),
         };
         tracing::debug!("waiting for the end of another mount: {error}");
         // Only the call that blocked the signals can fail.
         let _ = host.let_signals_through();
-        std::thread::sleep(PAUSE);
-    }
-}
-
-fn ends_soon(error: &LockFileError, waited: Duration) -> bool {
-    match error {
-        LockFileError::Lock(LockError::Writer(note)) => match holder_of_note(note) {
-            Some(pid) => is_closing(pid) || waited < NOTICES_WITHIN,
-            None => false,
-        },
-        LockFileError::Lock(LockError::InUse) => waited < NOTICES_WITHIN,
-        _ => false,
+        std::thread::sleep(RETRY_PAUSE);
     }
 }
 

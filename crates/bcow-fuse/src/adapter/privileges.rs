@@ -182,13 +182,13 @@ fn is_in_group(request: &Request, group: u32) -> bool {
 struct Process {
     effective: u64,
     groups: Vec<u32>,
-    first_user_namespace: bool,
+    is_in_initial_user_namespace: bool,
 }
 
 impl Process {
     /// Whether the process has a capability in the initial user namespace.
     fn has(&self, capability: u32) -> bool {
-        self.first_user_namespace && self.effective & (1 << capability) != 0
+        self.is_in_initial_user_namespace && self.effective & (1 << capability) != 0
     }
 
     fn of(request: &Request) -> Option<Process> {
@@ -207,7 +207,7 @@ impl Process {
                 .split_whitespace()
                 .filter_map(|group| group.parse().ok())
                 .collect(),
-            first_user_namespace: uid_map.split_whitespace().eq(["0", "0", "4294967295"]),
+            is_in_initial_user_namespace: uid_map.split_whitespace().eq(["0", "0", "4294967295"]),
         })
     }
 }
@@ -241,11 +241,11 @@ mod tests {
         let process = Process::parse(status, "         0          0 4294967295\n").unwrap();
         assert_eq!(process.effective, 1 << CAP_FSETID);
         assert_eq!(process.groups, [4, 24, 1000]);
-        assert!(process.first_user_namespace);
+        assert!(process.is_in_initial_user_namespace);
         assert!(
             !Process::parse(status, "0 100000 65536\n")
                 .unwrap()
-                .first_user_namespace
+                .is_in_initial_user_namespace
         );
         assert_eq!(Process::parse("Name:\tx\n", ""), None);
     }
