@@ -269,3 +269,76 @@ fn send(
         .map_err(failed)?;
     Ok(reports)
 }
+
+#[cfg(test)]
+mod tests {
+    use bcow::MemoryStorage;
+
+    use super::*;
+
+    /// A registry that takes nothing. The user cancels the copy while it opens the first blob.
+    struct Cancelled(Arc<AtomicBool>);
+
+    impl Upload for Cancelled {
+        fn name(&self) -> String {
+            "docker://host/image".to_owned()
+        }
+
+        fn adopt(&self, _digest: &Digest, _length: u64) -> io::Result<bool> {
+            Ok(false)
+        }
+
+        fn blob(
+            &self,
+            _digest: &Digest,
+            _length: u64,
+            open: &crate::repository::OpenContent<'_>,
+            _sent: &dyn Fn(u64),
+        ) -> io::Result<()> {
+            self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+            open(0).map(drop)
+        }
+
+        fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
+            unreachable!("a blob is missing")
+        }
+
+        fn attach(
+            &self,
+            _: &[u8],
+            _: &str,
+            _: &Digest,
+            _: &Digest,
+            _: &serde_json::Value,
+        ) -> io::Result<()> {
+            unreachable!("a blob is missing")
+        }
+    }
+
+    #[test]
+    fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
+        let digest = Digest::of(b"layer");
+        let file = CopyFile {
+            name: "layer".to_owned(),
+            storage: Arc::new(MemoryStorage::new(b"layer".to_vec())),
+            bytes: 5,
+            merkle_root: [0; 32],
+            is_checked: true,
+        };
+        let image = CopyImage {
+            name: "image".to_owned(),
+            manifest: b"{}".to_vec(),
+            digest: Digest::of(b"{}"),
+            platform: None,
+            config: (Digest::of(b"{}"), b"{}".to_vec()),
+            files: vec![(digest, file)],
+        };
+        let cancel = Arc::new(AtomicBool::new(false));
+        let options = CopyOptions {
+            threads: 1,
+            cancel: Some(Arc::clone(&cancel)),
+        };
+        let error = send(&image, &Cancelled(cancel), &options, &()).unwrap_err();
+        assert!(matches!(error, ConvertError::Interrupted), "{error}");
+    }
+}
