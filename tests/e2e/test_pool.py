@@ -1045,6 +1045,32 @@ class KernelDoor(PoolCase):
                 self.bcow("umount", where)
         self.bcow("pool", "stop", "pool")
 
+    def test_a_signal_while_no_process_serves_loses_nothing(self):
+        """The program that takes over first signals the keeper, or itself as another one could."""
+        for number, signals in enumerate(("kill -TERM $PPID", "kill -TERM $$")):
+            self.bcow("pool", "stop", "pool")
+            program = os.path.join(self.pools, f"program{number}")
+            shutil.copy(BCOW, program)
+            run(program, "pool", "start", "pool", "--log-file", self.log, env=self.env,
+                timeout=TIMEOUT)
+            upper = self.named(f"signal{number}")
+            where = self.change(upper)
+            # In the kernel's cache only.
+            write_file(os.path.join(where, "new"), b"x" * 3_000_000)
+            os.remove(program)
+            write_file(program, f"#!/bin/sh\n{signals}\nexec {BCOW} \"$@\"\n")
+            os.chmod(program, 0o755)
+            keeper = self.keeper()
+            self.bcow("pool", "restart", "pool", check=False)
+            self.assert_ends(keeper)
+            self.assertFalse(is_mounted(where))
+            self.assertEqual(self.loop_devices(), [])
+            self.start("pool", "--log-file", self.log)
+            self.change(upper, where)
+            self.assertEqual(read_bytes(os.path.join(where, "new")), b"x" * 3_000_000)
+            self.bcow("umount", where)
+        self.bcow("pool", "stop", "pool")
+
     def test_mounts_end_while_the_pool_restarts(self):
         """Nothing is lost and nothing stays, whichever process closes the disk."""
         uppers = [self.named(f"upper{number}") for number in range(4)]
