@@ -21,6 +21,16 @@ pub enum Device {
     ReadOnly(Arc<dyn BlockDevice>),
 }
 
+impl Device {
+    /// The content, for reads.
+    pub fn block_device(&self) -> &dyn BlockDevice {
+        match self {
+            Device::Writable(disk) => &**disk,
+            Device::ReadOnly(device) => &**device,
+        }
+    }
+}
+
 /// Whether a flush of the file system makes its data durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Barriers {

@@ -122,14 +122,8 @@ impl KernelSession {
         threads: usize,
     ) -> Result<Self, MountError> {
         let target = usable_mountpoint(target)?;
-        let size = match &disk.device {
-            Device::Writable(disk) => disk.size(),
-            Device::ReadOnly(device) => device.size(),
-        };
-        let found = match &disk.device {
-            Device::Writable(disk) => detect(&**disk)?,
-            Device::ReadOnly(device) => detect(&**device)?,
-        };
+        let size = disk.device.block_device().size();
+        let found = detect(disk.device.block_device())?;
         let settings = options.for_kernel(&disk)?;
         if settings.commit_seconds.is_some() && !matches!(found.kind, Kind::Ext4 | Kind::Btrfs) {
             return Err(no_interval());
@@ -194,10 +188,7 @@ impl KernelSession {
             lost,
             content: _,
         } = handover;
-        let found = match &disk.device {
-            Device::Writable(disk) => detect(&**disk)?,
-            Device::ReadOnly(device) => detect(&**device)?,
-        };
+        let found = detect(disk.device.block_device())?;
         let lifetime = Arc::new(Lifetime::taken_over(lost.map(Errno::from_raw_os_error)));
         let errors = Arc::new(ErrorLog::default());
         let file = disk_file(&disk, &place.name, &stats, &errors, &lifetime);
@@ -221,9 +212,10 @@ impl KernelSession {
         errors: &Arc<ErrorLog>,
         outcome: Outcome,
     ) -> Self {
-        let (writable, size) = match disk.device {
-            Device::Writable(disk) => (Some(Arc::clone(&disk)), disk.size()),
-            Device::ReadOnly(device) => (None, device.size()),
+        let size = disk.device.block_device().size();
+        let writable = match disk.device {
+            Device::Writable(disk) => Some(disk),
+            Device::ReadOnly(_) => None,
         };
         stats.set_mounted(&mount.place.target, errors);
         stats.set_disk(DiskUse {

@@ -97,11 +97,8 @@ fn open_unchecked(args: &Args, host: &Host<'_>) -> Result<Option<(Opened, Kind)>
         true => open_writable(args, host, &options)?,
         false => open_sealed(args, &options)?,
     };
-    let device: &dyn BlockDevice = match &opened.device {
-        Device::Writable(disk) => &**disk,
-        Device::ReadOnly(device) => &**device,
-    };
-    let kind = match (kernel::detect(device), args.door) {
+    let found = kernel::detect(opened.device.block_device());
+    let kind = match (found, args.door) {
         (Ok(found), DoorChoice::Kernel) => found.kind,
         (Ok(found), _) if found.kind != Kind::Erofs => found.kind,
         // The FUSE door reads EROFS, and names the problem of other content.

@@ -46,17 +46,7 @@ pub(crate) struct DiskFile {
 
 impl DiskFile {
     fn size(&self) -> u64 {
-        match &self.device {
-            Device::Writable(disk) => disk.size(),
-            Device::ReadOnly(device) => device.size(),
-        }
-    }
-
-    fn device(&self) -> &dyn BlockDevice {
-        match &self.device {
-            Device::Writable(disk) => &**disk,
-            Device::ReadOnly(device) => &**device,
-        }
+        self.device.block_device().size()
     }
 
     fn directory(&self) -> FileAttr {
@@ -260,7 +250,8 @@ impl fuser::Filesystem for DiskFile {
         let length = u64::from(size).min(self.size().saturating_sub(offset));
         reply::read(reply, |scratch, send| {
             scratch.resize(length as usize, 0);
-            self.device()
+            self.device
+                .block_device()
                 .read_at(offset, scratch)
                 .map_err(|error| self.failed(Operation::Read, Some(offset), &error))?;
             send(scratch);

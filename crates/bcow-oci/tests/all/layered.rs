@@ -3,7 +3,9 @@
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use bcow_oci::{ConvertOptions, LayerOrigin, LayoutOptions, Source, convert_to_layout};
+use bcow_oci::{
+    ConvertOptions, LayerOrigin, LayoutOptions, LayoutReport, Source, convert_to_layout,
+};
 use bcow_testkit::noise;
 use serde_json::Value;
 
@@ -183,20 +185,23 @@ fn the_cache_returns_what_was_stored() {
     assert_eq!(layered(&source, |_| {}).files(), second.files());
 }
 
+/// Converts an image into a layout of its own, with this cache.
+fn convert_with_cache(source: &Source, cache: &Path, warnings: &Warnings) -> LayoutReport {
+    let target = tempfile::tempdir().unwrap();
+    let layout = LayoutOptions {
+        directory: target.path().join("layout"),
+        cache: Some(cache.to_owned()),
+        ..LayoutOptions::default()
+    };
+    convert_to_layout(source, &layout, &options(), warnings).unwrap()
+}
+
 #[test]
 fn damaged_files_in_the_cache_are_reported_and_converted_again() {
     let image = image(&[1]);
     let source = image.source(None);
     let dir = tempfile::tempdir().unwrap();
-    let convert = |warnings: &Warnings| {
-        let target = tempfile::tempdir().unwrap();
-        let layout = LayoutOptions {
-            directory: target.path().join("layout"),
-            cache: Some(dir.path().to_owned()),
-            ..LayoutOptions::default()
-        };
-        convert_to_layout(&source, &layout, &options(), warnings).unwrap()
-    };
+    let convert = |warnings: &Warnings| convert_with_cache(&source, dir.path(), warnings);
     let good = convert(&Warnings::default());
     let whole: Vec<Vec<u8>> = entries(dir.path())
         .iter()
@@ -248,14 +253,8 @@ fn convert_twice(change: impl Fn(&Path)) -> (Vec<LayerOrigin>, Vec<String>) {
     let image = image(&[1]);
     let dir = tempfile::tempdir().unwrap();
     let convert = |warnings: &Warnings| {
-        let target = tempfile::tempdir().unwrap();
-        let layout = LayoutOptions {
-            directory: target.path().join("layout"),
-            cache: Some(dir.path().to_owned()),
-            ..LayoutOptions::default()
-        };
-        let report = convert_to_layout(&image.source(None), &layout, &options(), warnings);
-        report.unwrap().layers.iter().map(|l| l.made).collect()
+        let report = convert_with_cache(&image.source(None), dir.path(), warnings);
+        report.layers.iter().map(|l| l.made).collect()
     };
     let _: Vec<LayerOrigin> = convert(&Warnings::default());
     entries(dir.path()).iter().for_each(|path| change(path));

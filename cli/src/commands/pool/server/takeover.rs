@@ -177,7 +177,7 @@ impl Pool {
                 DiskHandover::unmount_by_number(connection, companion, device.as_deref());
                 let missing = |_| CommandError::new("its hidden mount is missing");
                 let place = device.unwrap_or_default();
-                Err(self.lost(&place, &record.map_or_else(|error| error, missing)))
+                Err(self.not_taken_over(&place, &record.map_or_else(|error| error, missing)))
             }
             (record, ledger) => self.take_over_fuse(number, record, connection, device, ledger),
         }
@@ -228,7 +228,7 @@ impl Pool {
             Err(error) => {
                 let place = handover.target.display().to_string();
                 handover.unmount();
-                Err(self.lost(&place, &error))
+                Err(self.not_taken_over(&place, &error))
             }
         }
     }
@@ -275,19 +275,19 @@ impl Pool {
                         // The session has closed the connection.
                         self.release(number);
                         place.unmount();
-                        self.lost(&target, &error)
+                        self.not_taken_over(&target, &error)
                     })?;
                 mount.arrive(number, mounted, Some(record))
             }
             Err(error) => {
                 handover.unmount();
-                Err(self.lost(&target, &error))
+                Err(self.not_taken_over(&target, &error))
             }
         }
     }
 
     /// The error of a mount that this process cannot take over.
-    fn lost(&self, place: &str, error: &CommandError) -> CommandError {
+    fn not_taken_over(&self, place: &str, error: &CommandError) -> CommandError {
         let name = &self.settings.name;
         let lost = format!("pool {name}: cannot take over {place}, which is unmounted");
         let lost = CommandError::new(lost).caused_by_text(error.message());
