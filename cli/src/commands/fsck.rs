@@ -1,6 +1,7 @@
 //! `bcow fsck`
 
 mod kernel_upper;
+mod report;
 mod restore;
 mod tolerant;
 mod upper;
@@ -9,26 +10,24 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::check::{self, CheckOptions, Repair};
-use bcow::format::{Use, compatible};
+use bcow::format::compatible;
 use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::store::{self, Opened, Places, StoreError};
 use bcow_oci::{Digest, ImageName};
-use serde_json::{Value, json};
 
 use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
     LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
-    shown_name,
 };
 use crate::kernel_upper::is_kernel_upper;
 use crate::names::{self, printable};
-use crate::remote::{self, Pinned};
-use crate::size::{Count, Human, plural};
-use crate::ui::{Output, Ui};
+use crate::remote::{self, Pinned, RemoteImage};
+use crate::ui::{Progress, Ui};
+use report::{as_json, print_hints, print_report};
 use tolerant::tolerant;
 
 /// Check an image, a disk or an upper, and repair it
@@ -95,6 +94,21 @@ impl Args {
     /// Whether every byte is read. A restored file is read as a whole in any case.
     fn data(&self) -> bool {
         self.data || self.from.is_some() || self.is_pinned_file()
+    }
+
+    /// The number of threads that read and verify.
+    fn threads(&self) -> usize {
+        match self.jobs {
+            Some(jobs) => jobs.into(),
+            None => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        }
+    }
+
+    fn check_options(&self) -> CheckOptions {
+        CheckOptions {
+            data: self.data(),
+            threads: self.threads(),
+        }
     }
 
     /// Whether --root-hash names the content of a file on this machine. The root in its header says
@@ -164,11 +178,39 @@ struct Target {
 
 /// The file that IMG names, before its header is checked.
 struct Found {
+    /// The name in messages.
+    shown: PathBuf,
     path: PathBuf,
     storage: Arc<dyn Storage>,
     /// The open file, if it is on this machine.
     file: Option<Arc<std::fs::File>>,
     digest: Option<Digest>,
+}
+
+impl Found {
+    fn locate(
+        args: &Args,
+        name: &ImageName,
+        remote: Option<&RemoteImage>,
+    ) -> Result<Self, CommandError> {
+        if let Some(remote) = remote {
+            return Ok(Found {
+                shown: remote.name.clone(),
+                path: remote.name.clone(),
+                storage: tolerant(Arc::clone(&remote.storage)),
+                file: None,
+                digest: None,
+            });
+        }
+        let located = store::locate(name).map_err(|error| cannot_open(&args.image, &error))?;
+        Ok(Found {
+            shown: args.image.clone(),
+            path: located.path,
+            storage: located.file.clone(),
+            file: Some(located.file),
+            digest: located.digest,
+        })
+    }
 }
 
 /// The result for one file.
@@ -196,71 +238,21 @@ impl Checked {
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if upper::is_upper(&args.image) {
-        if args.from.is_some() {
-            let usage = format!("{} is the upper of a writable mount", args.image.display());
-            return Err(CommandError::usage(usage).hint("--from restores images"));
-        }
-        return match is_kernel_upper(&args.image) {
-            true => kernel_upper::run(args, ui),
-            false => upper::run(args, ui),
-        };
+        return check_upper(args, ui);
     }
-    if args.below.is_some() || !args.layers.layers.is_empty() {
-        let usage = format!(
-            "{} is not the upper of a writable mount",
-            args.image.display()
-        );
-        return Err(CommandError::usage(usage).hint("LOWER and --layer name the image of an upper"));
-    }
+    refuse_options_of_uppers(args)?;
     let stores = args.stores.directories()?;
     let name = parse_name(&args.image)?;
     refuse_what_is_no_file(&name)?;
-    let remote = match &name {
-        ImageName::Remote(_) if args.repair => {
-            return Err(CommandError::usage(format!(
-                "cannot repair {}: images on other machines are read-only",
-                printable(&name.absolute().to_string_lossy())
-            ))
-            .hint("repair the file where it is, or a copy"));
-        }
-        ImageName::Remote(url) => Some(remote::open(url, &args.stores.remote, Pinned::AsAsked)?),
-        _ => None,
-    };
+    let remote = open_remote(args, &name)?;
     let places = Places {
         stores: &stores,
         named: args.stores.backing_dirs()?,
         remote: remote.as_ref().and_then(|remote| remote.files.as_ref()),
         ..Places::default()
     };
-    let shown = match &remote {
-        Some(remote) => remote.name.clone(),
-        None => args.image.clone(),
-    };
-    let found = match &remote {
-        Some(remote) => Found {
-            path: remote.name.clone(),
-            storage: tolerant(Arc::clone(&remote.storage)),
-            file: None,
-            digest: None,
-        },
-        None => {
-            let located = store::locate(&name).map_err(|error| cannot_open(&args.image, &error))?;
-            Found {
-                path: located.path,
-                storage: located.file.clone(),
-                file: Some(located.file),
-                digest: located.digest,
-            }
-        }
-    };
-    let threads = match args.jobs {
-        Some(jobs) => jobs.into(),
-        None => std::thread::available_parallelism().map_or(1, |n| n.get()),
-    };
-    let options = CheckOptions {
-        data: args.data(),
-        threads,
-    };
+    let found = Found::locate(args, &name, remote.as_ref())?;
+    let options = args.check_options();
 
     let progress = ui.progress();
     // Another image must not be changed. A file without a readable header has no root yet.
@@ -271,25 +263,111 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     {
         require_root(args, file)?;
     }
-    let mut repaired = Vec::new();
-    if let Some(from) = &args.from {
-        progress.phase("restoring");
-        repaired = restore::run(args, &name, &found.path, from, places, threads)?;
-    }
-    let mut was_damaged = !repaired.is_empty();
-    if args.repair {
-        progress.phase("repairing");
-        let (file, _lock) = open_for_repair(&args.image, &found.path)?;
-        let done = check::repair(file);
-        let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
-        was_damaged |= done.iter().any(Repair::is_of_damage);
-        repaired.extend(done.iter().map(Repair::to_string));
-    }
+    let repairs = repair(args, &name, &found, places, &progress)?;
     progress.phase("checking");
     if let Some(file) = &found.file {
         require_root(args, file)?;
         lock_for_reading(&args.image, file, args.stores.share())?;
     }
+    let files = check_all(&name, found, remote.as_ref(), places, &options, &progress)?;
+    drop(progress);
+
+    let errors: u64 = files.iter().map(Checked::errors).sum();
+    match args.json {
+        true => ui.print_json(&as_json(args, &files, &repairs.lines))?,
+        false => {
+            print_report(args, ui, &files, &repairs.lines)?;
+            print_hints(args, &name, &files, ui);
+        }
+    }
+    Ok(match errors {
+        0 if repairs.of_damage => exit::FSCK_REPAIRED,
+        0 => exit::DONE,
+        _ => exit::FSCK_ERRORS_LEFT,
+    })
+}
+
+/// Checks the upper of a writable mount, at either door.
+fn check_upper(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
+    if args.from.is_some() {
+        let usage = format!("{} is the upper of a writable mount", args.image.display());
+        return Err(CommandError::usage(usage).hint("--from restores images"));
+    }
+    match is_kernel_upper(&args.image) {
+        true => kernel_upper::run(args, ui),
+        false => upper::run(args, ui),
+    }
+}
+
+/// Refuses the options that name the image of an upper.
+fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
+    if args.below.is_none() && args.layers.layers.is_empty() {
+        return Ok(());
+    }
+    let usage = format!(
+        "{} is not the upper of a writable mount",
+        args.image.display()
+    );
+    Err(CommandError::usage(usage).hint("LOWER and --layer name the image of an upper"))
+}
+
+/// Opens an image on another machine, which can be checked but not repaired. `None` for an image on
+/// this machine.
+fn open_remote(args: &Args, name: &ImageName) -> Result<Option<RemoteImage>, CommandError> {
+    match name {
+        ImageName::Remote(_) if args.repair => Err(CommandError::usage(format!(
+            "cannot repair {}: images on other machines are read-only",
+            printable(&name.absolute().to_string_lossy())
+        ))
+        .hint("repair the file where it is, or a copy")),
+        ImageName::Remote(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// What the command has changed in the file, before the check.
+struct Repairs {
+    /// A description of each change.
+    lines: Vec<String>,
+    /// Whether a change repaired damage. A log that was applied is not damage.
+    of_damage: bool,
+}
+
+/// Restores and repairs the file, as far as the options ask for this.
+fn repair(
+    args: &Args,
+    name: &ImageName,
+    found: &Found,
+    places: Places<'_>,
+    progress: &Progress,
+) -> Result<Repairs, CommandError> {
+    let mut lines = Vec::new();
+    if let Some(from) = &args.from {
+        progress.phase("restoring");
+        lines = restore::run(args, name, &found.path, from, places)?;
+    }
+    let mut of_damage = !lines.is_empty();
+    if args.repair {
+        progress.phase("repairing");
+        let (file, _lock) = open_for_repair(&args.image, &found.path)?;
+        let done = check::repair(file);
+        let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
+        of_damage |= done.iter().any(Repair::is_of_damage);
+        lines.extend(done.iter().map(Repair::to_string));
+    }
+    Ok(Repairs { lines, of_damage })
+}
+
+/// Checks the file, and then the files below it, in this order.
+fn check_all(
+    name: &ImageName,
+    found: Found,
+    remote: Option<&RemoteImage>,
+    places: Places<'_>,
+    options: &CheckOptions,
+    progress: &Progress,
+) -> Result<Vec<Checked>, CommandError> {
+    let shown = found.shown;
     let target = Target {
         name: shown.display().to_string(),
         label: shown.display().to_string(),
@@ -298,56 +376,43 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         digest: found.digest,
         digest_code: "blob-digest",
     };
-    let mut files = vec![check_file(&shown, target, &options)?];
+    let mut files = vec![check_file(&shown, target, options)?];
     let opening = OpenOptions::default();
-    let opened = match remote.as_ref() {
+    let opened = match remote {
         Some(image) => {
             let storage = Arc::clone(&files[0].target.file);
             store::open_remote(image.name.clone(), storage, places, &opening)
         }
-        None => store::open(&name, places, &opening),
+        None => store::open(name, places, &opening),
     };
-    if let Some(opened) = with_layers(&shown, opened, &files[0])? {
-        let top = &mut files[0];
-        top.findings
-            .extend(opened.problems.iter().map(|problem| Finding {
-                error: true,
-                code: problem.code(),
-                place: BACKING_TABLE.into(),
-                message: problem.to_string(),
-            }));
-        let count = opened.below.len();
-        for (index, layer) in opened.below.into_iter().enumerate() {
-            progress.phase(&format!("checking file {} of {count} below", index + 1));
-            let target = Target {
-                name: layer.name,
-                label: layer.label,
-                path: layer.path,
-                file: match remote {
-                    Some(_) => tolerant(layer.storage),
-                    None => layer.storage,
-                },
-                digest: Some(layer.digest),
-                digest_code: "backing-entry",
-            };
-            files.push(check_file(&shown, target, &options)?);
-        }
+    let Some(opened) = with_layers(&shown, opened, &files[0])? else {
+        return Ok(files);
+    };
+    let top = &mut files[0];
+    top.findings
+        .extend(opened.problems.iter().map(|problem| Finding {
+            error: true,
+            code: problem.code(),
+            place: BACKING_TABLE.into(),
+            message: problem.to_string(),
+        }));
+    let count = opened.below.len();
+    for (index, layer) in opened.below.into_iter().enumerate() {
+        progress.phase(&format!("checking file {} of {count} below", index + 1));
+        let target = Target {
+            name: layer.name,
+            label: layer.label,
+            path: layer.path,
+            file: match remote {
+                Some(_) => tolerant(layer.storage),
+                None => layer.storage,
+            },
+            digest: Some(layer.digest),
+            digest_code: "backing-entry",
+        };
+        files.push(check_file(&shown, target, options)?);
     }
-    drop(progress);
-
-    let errors: u64 = files.iter().map(Checked::errors).sum();
-    match args.json {
-        true => ui.print_json(&as_json(args, &files, &repaired))?,
-        false => {
-            print_report(args, ui, &files, &repaired)?;
-            print_hints(args, &name, &files, ui);
-        }
-    }
-    Ok(match errors {
-        0 if was_damaged => exit::FSCK_REPAIRED,
-        0 => exit::DONE,
-        _ => exit::FSCK_ERRORS_LEFT,
-    })
+    Ok(files)
 }
 
 /// The image with the files below it. `None` if damage that the check of its file has reported
@@ -387,88 +452,6 @@ fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
 const BACKING_TABLE: &str = "backing table";
 /// Limit on findings about files with damaged content in one file. The others are counted.
 const MAX_FILES: usize = 1000;
-/// Codes of the findings that `--repair` repairs.
-const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
-
-/// Prints recovery commands as hints on standard error. A test runs each of these commands.
-fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
-    let image = name.absolute();
-    let image = match name {
-        ImageName::Remote(_) => Path::new(&image).display(),
-        _ => args.image.display(),
-    };
-    let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
-    if damaged.is_empty() {
-        // A repair often follows an accident, which may have damaged data too.
-        if args.repair && !args.data() {
-            ui.hint(format_args!(
-                "the content of blocks was not checked: `bcow fsck --data {image}` reads it too"
-            ));
-        }
-        return;
-    }
-    let mut findings = damaged.iter().flat_map(|file| &file.findings);
-    if !args.repair && findings.all(|finding| REPAIRABLE.contains(&finding.code)) {
-        ui.hint(format_args!("`bcow fsck --repair {image}` repairs this"));
-        return;
-    }
-    let top = &files[0];
-    let header = header_of(&*top.target.file);
-    if header.is_some_and(|header| header.purpose != Use::Image) {
-        // If the disk does not open, none of its data can be read.
-        if Image::open_storage(top.target.file.clone(), &OpenOptions::default()).is_ok() {
-            ui.hint(format_args!(
-                "these commands save the readable data of the disk: \
-                 `bcow serve --read-only {image} --socket SOCKET` and \
-                 `qemu-img convert --salvage -O raw 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
-            ));
-        }
-        return;
-    }
-    match name {
-        ImageName::Remote(_) => ui.hint(
-            "replace the damaged file on the server: `bcow fsck --repair --from COPY FILE` \
-             restores a copy on this machine, and `bcow convert` creates the image again from its \
-             source",
-        ),
-        ImageName::File(_) => {
-            ui.hint("`bcow convert` creates the image again from its source");
-            if args.from.is_none() && header_of(&*top.target.file).is_some() {
-                ui.hint(format_args!(
-                    "`bcow fsck --repair --from COPY {image}` restores it from another copy"
-                ));
-            }
-        }
-        _ => {
-            // A stack is not damaged itself if its layers are missing or do not match.
-            let bad = damaged.iter().filter(|file| {
-                let mut findings = file.findings.iter();
-                findings.any(|finding| finding.error && finding.place != BACKING_TABLE)
-            });
-            for file in bad {
-                ui.hint(format_args!(
-                    "the damaged file is {}: remove it before you copy the image here again with \
-                     skopeo or a similar tool, which keeps existing files",
-                    printable(&file.target.path.to_string_lossy())
-                ));
-            }
-            ui.hint(format_args!(
-                "`bcow convert SOURCE {image}` replaces damaged and missing files"
-            ));
-            if args.from.is_none() {
-                ui.hint(format_args!(
-                    "`bcow fsck --repair --from COPY {image}` restores damaged files from another \
-                     copy of the image"
-                ));
-            }
-        }
-    }
-    if top.inodes.is_some() {
-        ui.hint(format_args!(
-            "`bcow extract --keep-going {image} DIR` extracts the readable files"
-        ));
-    }
-}
 
 /// Checks one file, and the file system in it.
 fn check_file(
@@ -541,196 +524,6 @@ fn check_file(
         writable: report.writable,
         inodes: tree.inodes,
     })
-}
-
-fn verdict(errors: u64) -> &'static str {
-    match errors {
-        0 => "clean",
-        _ => "errors",
-    }
-}
-
-/// The verdict on an upper, with the number of findings.
-fn outcome(errors: u64, warnings: u64) -> String {
-    match (errors, warnings) {
-        (0, 0) => "clean".to_owned(),
-        (0, n) => format!("clean, {}", plural(n, "warning")),
-        (n, 0) => format!("damaged: {} found", plural(n, "error")),
-        (n, m) => format!(
-            "damaged: {} and {} found",
-            plural(n, "error"),
-            plural(m, "warning")
-        ),
-    }
-}
-
-/// The scope of the check: all bytes, or all except the content of blocks.
-fn scope(args: &Args) -> &'static str {
-    match args.data() {
-        true => "all",
-        false => "structure",
-    }
-}
-
-fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
-    let sum = |of: fn(&Checked) -> u64| files.iter().map(of).sum::<u64>();
-    let findings: Vec<_> = files
-        .iter()
-        .flat_map(|file| file.findings.iter().map(move |finding| (file, finding)))
-        .map(|(file, finding)| {
-            json!({
-                "code": finding.code,
-                "severity": if finding.error { "error" } else { "warning" },
-                "file": file.target.name,
-                "place": finding.place,
-                "message": finding.message,
-            })
-        })
-        .collect();
-    let each: Vec<_> = files
-        .iter()
-        .map(|file| {
-            json!({
-                "name": file.target.name,
-                "path": file.target.path.to_string_lossy(),
-                "digest": file.target.digest,
-                "verdict": verdict(file.errors()),
-                "errors": file.errors(),
-                "warnings": file.warnings(),
-                "tables": file.tables,
-                "blocks": file.blocks,
-                "bytes_read": file.bytes_read,
-                "inodes": file.inodes,
-                "writable": file.writable.map(|writable| json!({
-                    "records": writable.records,
-                    "dropped_record": writable.dropped_record,
-                    "open_blocks": writable.open_blocks,
-                    "free_bytes": writable.free_bytes,
-                    "leaked_bytes": writable.leaked_bytes,
-                })),
-            })
-        })
-        .collect();
-    json!({
-        "schema": "bcow.fsck/1",
-        "verdict": verdict(sum(Checked::errors)),
-        "errors": sum(Checked::errors),
-        "warnings": sum(Checked::warnings),
-        "findings": findings,
-        "findings_omitted": sum(|file| file.omitted),
-        "repaired": repaired,
-        "data": args.data(),
-        "checked": scope(args),
-        "tables": sum(|file| file.tables),
-        "blocks": sum(|file| file.blocks),
-        "bytes_read": sum(|file| file.bytes_read),
-        "inodes": files.first().and_then(|file| file.inodes),
-        "files": each,
-    })
-}
-
-fn print_report(
-    args: &Args,
-    ui: &Ui,
-    files: &[Checked],
-    repaired: &[String],
-) -> Result<(), CommandError> {
-    let mut out = ui.output();
-    for line in repaired {
-        writeln!(out, "repaired: {line}")?;
-    }
-    for (index, file) in files.iter().enumerate() {
-        for finding in &file.findings {
-            write!(
-                out,
-                "{} {}: ",
-                if finding.error { "error" } else { "warning" },
-                finding.code,
-            )?;
-            if index > 0 {
-                write!(out, "{}: ", printable(&file.target.label))?;
-            }
-            writeln!(
-                out,
-                "{}: {}",
-                printable(&finding.place),
-                printable(&finding.message)
-            )?;
-        }
-        if file.omitted > 0 {
-            writeln!(out, "... and {} more", Count(file.omitted))?;
-        }
-        if file.errors() + file.warnings() > 0 || !ui.quiet() {
-            print_file(args, file, &mut out)?;
-        }
-    }
-    let errors: u64 = files.iter().map(Checked::errors).sum();
-    let shown = shown_name(&args.image);
-    if files.len() > 1 && (errors > 0 || !ui.quiet()) {
-        let bad = files.iter().filter(|file| file.errors() > 0).count() as u64;
-        let count = plural(files.len() as u64, "file");
-        match bad {
-            0 => writeln!(out, "{}: {count}, {}", shown.display(), clean(args))?,
-            bad => writeln!(
-                out,
-                "{}: {count}, {} of them damaged",
-                shown.display(),
-                Count(bad)
-            )?,
-        }
-    }
-    out.finish()
-}
-
-/// The verdict on files without errors.
-fn clean(args: &Args) -> &'static str {
-    match args.data() {
-        true => "clean",
-        false => "structure clean",
-    }
-}
-
-fn print_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
-    let (errors, warnings) = (file.errors(), file.warnings());
-    let counts = match (errors, warnings) {
-        (0, 0) => String::new(),
-        (0, n) => format!(", {}", plural(n, "warning")),
-        (n, 0) => format!(" {} found", plural(n, "error")),
-        (n, m) => format!(" {} and {} found", plural(n, "error"), plural(m, "warning")),
-    };
-    let read = match args.data() {
-        true => match file.writable.map_or(0, |writable| writable.open_blocks) {
-            0 => format!(", {} read", Human(file.bytes_read)),
-            // Open blocks have no checksums until the disk is sealed.
-            open => format!(
-                ", {} read, {} without checksum",
-                Human(file.bytes_read),
-                plural(open, "block")
-            ),
-        },
-        false => ", data not checked".to_owned(),
-    };
-    let writable = file.writable.map_or(String::new(), |writable| {
-        let lost = match writable.dropped_record {
-            true => " and one that a crash cut short",
-            false => "",
-        };
-        format!(
-            ", {}{lost}, {} free",
-            plural(writable.records, "record"),
-            Human(writable.free_bytes)
-        )
-    });
-    writeln!(
-        out,
-        "{}: {}{counts} ({}, {}{}{writable}{read})",
-        printable(&file.target.name),
-        if errors > 0 { "damaged:" } else { clean(args) },
-        plural(file.tables, "table"),
-        plural(file.blocks, "block"),
-        file.inodes
-            .map_or(String::new(), |n| format!(", {}", plural(n, "inode"))),
-    )
 }
 
 /// The result for the file system in a file, besides its findings.

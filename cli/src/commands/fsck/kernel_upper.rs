@@ -12,7 +12,8 @@ use bcow_fuse::kernel::{self, Kind};
 use bcow_union::{DiskInstance, DiskReader, META, UpperError};
 use serde_json::json;
 
-use super::{Args, Finding, outcome, verdict};
+use super::report::{outcome, verdict};
+use super::{Args, Finding};
 use crate::error::{CommandError, Context, exit};
 use crate::image::OpenImage;
 use crate::kernel_upper::{read_disk, require_same_image};
@@ -127,10 +128,7 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     }
     let options = CheckOptions {
         data: args.data,
-        threads: match args.jobs {
-            Some(jobs) => jobs.into(),
-            None => std::thread::available_parallelism().map_or(1, |n| n.get()),
-        },
+        threads: args.threads(),
     };
     let report = check::check(reader.disk(), &options)
         .context(|| format!("cannot check {}", reader.disk_path().display()))?;

@@ -24,14 +24,13 @@ pub fn run(
     path: &Path,
     from: &Path,
     places: Places<'_>,
-    threads: usize,
 ) -> Result<Vec<String>, CommandError> {
     let image = &args.image;
     let copies = copies(from, args, places)?;
     let mut restoring = Restoring {
         from,
         copies,
-        threads,
+        threads: args.threads(),
         lines: Vec::new(),
         found: false,
     };

@@ -8,7 +8,8 @@ use bcow_union::offline::check::{self, CheckedImage, Finding, Report, Severity};
 use bcow_union::{Instance, META, UpperError, UpperReader};
 use serde_json::json;
 
-use super::{Args, outcome, verdict};
+use super::Args;
+use super::report::{outcome, verdict};
 use crate::error::{CommandError, exit};
 use crate::image::OpenImage;
 use crate::names::{self, printable};
