@@ -15,7 +15,7 @@ use crate::error::{CommandError, Context};
 use crate::running::{self, State};
 
 /// How long a mount may take to return its statistics.
-pub const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The answer of a mount.
 #[derive(Debug)]
@@ -32,12 +32,13 @@ pub enum Answer {
     Timeout,
 }
 
-/// Requests the statistics of a mount; waits for at most `patience`.
+/// Requests the statistics of a mount. Waits for the answer for at most `timeout`, and then for the
+/// end of the requesting process for at most as long again.
 ///
 /// Another process sends the request: a request to a mount that hangs keeps the mount in use, and
 /// only the end of the requesting process cancels the request. For root, that process runs as the
 /// only user who may access the mount.
-pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
+pub fn ask(mount: &MountedImage, timeout: Duration) -> Answer {
     if let Door::Direct(_) = mount.door {
         return Answer::NoProcess;
     }
@@ -65,7 +66,7 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
             let _ = sender.send(read.map(|_| json));
         });
     }
-    let answer = receiver.recv_timeout(patience);
+    let answer = receiver.recv_timeout(timeout);
     if answer.is_err() {
         let _ = child.kill();
     }
@@ -73,7 +74,7 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
     let start = Instant::now();
     let status = loop {
         match child.try_wait() {
-            Ok(None) if start.elapsed() < patience => {
+            Ok(None) if start.elapsed() < timeout => {
                 std::thread::sleep(Duration::from_millis(1));
             }
             status => break status.ok().flatten(),
@@ -169,17 +170,17 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
     }
 }
 
-/// The statistics of the mount at `directory`, as JSON; waits for at most `patience`.
+/// The statistics of the mount at `directory`, as JSON; waits for at most `timeout`.
 pub fn statistics(
     directory: &Path,
     mount: &MountedImage,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<Vec<u8>, CommandError> {
     let cannot = || {
         let shown = directory.display();
         CommandError::new(format!("cannot read the statistics of {shown}"))
     };
-    match ask(mount, patience) {
+    match ask(mount, timeout) {
         Answer::Statistics(json) => Ok(json),
         Answer::NotServed => Err(cannot()
             .caused_by_text("the process of the mount is dead")

@@ -16,7 +16,7 @@ pub fn open(argument: Option<&Path>) -> Result<Option<Cache>, CommandError> {
             .map(Some)
             .map_err(|problem| refused(problem).hint(hint));
     }
-    let directories = usual();
+    let directories = default_directories();
     for (index, path) in directories.iter().enumerate() {
         match Cache::open(path) {
             Ok(cache) => return Ok(Some(cache)),
@@ -27,28 +27,28 @@ pub fn open(argument: Option<&Path>) -> Result<Option<Cache>, CommandError> {
 }
 
 /// The cache that [`open`] would use.
-pub enum Found {
+pub enum FoundCache {
     /// It exists.
-    Cache(Cache),
+    Present(Cache),
     /// It does not exist at this path.
     Missing(PathBuf),
 }
 
 /// Finds the cache that [`open`] would use, and does not create it.
-pub fn find(argument: Option<&Path>) -> Result<Found, CommandError> {
+pub fn find(argument: Option<&Path>) -> Result<FoundCache, CommandError> {
     let mut missing = None;
     let named = named(argument);
     let is_named = named.is_some();
-    let directories = named.map_or_else(usual, |named| vec![named]);
+    let directories = named.map_or_else(default_directories, |named| vec![named]);
     for (index, path) in directories.iter().enumerate() {
         match Cache::find(path) {
-            Ok(Some(cache)) => return Ok(Found::Cache(cache)),
+            Ok(Some(cache)) => return Ok(FoundCache::Present(cache)),
             Ok(None) => drop(missing.get_or_insert(path.clone())),
             Err(problem) if is_named => return Err(refused(problem)),
             Err(problem) => log(&problem, index + 1 == directories.len()),
         }
     }
-    missing.map(Found::Missing).ok_or_else(|| {
+    missing.map(FoundCache::Missing).ok_or_else(|| {
         CommandError::new("no directory can be used as a cache").hint("name one with --cache-dir")
     })
 }
@@ -97,7 +97,7 @@ pub fn named(argument: Option<&Path>) -> Option<PathBuf> {
 
 /// The default directories; the first usable one is used. Root has two, because root of a user
 /// namespace cannot write to /var/cache.
-fn usual() -> Vec<PathBuf> {
+fn default_directories() -> Vec<PathBuf> {
     let is_root = rustix::process::geteuid().is_root();
     let of_root = is_root.then(|| PathBuf::from("/var/cache/bcow"));
     let absolute = |name: &str| {

@@ -1,4 +1,5 @@
-//! Options, errors and progress that the commands which write images and disks share.
+//! Option values, the error and the progress of a conversion, for all commands that write images or
+//! disks.
 
 use bcow_oci::{Compression, ConvertError};
 use bcow_remote::RemoteError;
@@ -18,8 +19,8 @@ pub enum Compress {
 }
 
 impl Compress {
-    /// For a BCoW file.
-    pub fn of_blocks(self) -> Result<Compression, CommandError> {
+    /// The compression of the blocks of a BCoW file. An error for zlib, which only qcow2 has.
+    pub fn for_blocks(self) -> Result<Compression, CommandError> {
         match self {
             Compress::None => Ok(Compression::None),
             Compress::Zstd { level } => Ok(Compression::Zstd { level }),
@@ -29,11 +30,13 @@ impl Compress {
     }
 }
 
-/// A block size or the choice of one. (clap would take `Option<Option<..>>` for something else.)
+/// The value of `--block-size`: the number of bytes, or `None` if bcow selects the size (`auto`).
+/// This is a struct because clap gives `Option<Option<..>>` another meaning.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockSize(pub Option<u32>);
 
-/// The time to record, if the environment sets one (reproducible-builds.org).
+/// The time to record in the output, in seconds since 1970, if SOURCE_DATE_EPOCH sets one
+/// (reproducible-builds.org).
 pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if text.is_empty() => Ok(None),
@@ -49,8 +52,8 @@ pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     }
 }
 
-/// Reads `--compress`.
-pub fn compression(text: &str) -> Result<Compress, String> {
+/// Parses the value of `--compress`.
+pub fn parse_compression(text: &str) -> Result<Compress, String> {
     match text.split_once(':') {
         None if text == "none" => Ok(Compress::None),
         None if text == "zstd" => Ok(Compress::Zstd { level: 3 }),
@@ -63,8 +66,8 @@ pub fn compression(text: &str) -> Result<Compress, String> {
     }
 }
 
-/// Reads `--block-size`.
-pub fn block_size(text: &str) -> Result<BlockSize, String> {
+/// Parses the value of `--block-size`.
+pub fn parse_block_size(text: &str) -> Result<BlockSize, String> {
     if text == "auto" {
         return Ok(BlockSize(None));
     }
@@ -86,8 +89,8 @@ pub fn failure(error: &ConvertError) -> CommandError {
     if let Some(source) = std::error::Error::source(error) {
         failure = failure.caused_by(source);
     }
-    let of_server = RemoteError::below(error).and_then(|error| remote::hint(&error.problem));
-    if let Some(hint) = error.hint().or(of_server.map(str::to_owned)) {
+    let server_hint = RemoteError::below(error).and_then(|error| remote::hint(&error.problem));
+    if let Some(hint) = error.hint().or(server_hint.map(str::to_owned)) {
         failure = failure.hint(hint);
     }
     match error {
@@ -121,9 +124,12 @@ mod tests {
 
     #[test]
     fn compression_is_written_with_its_level() {
-        assert_eq!(compression("none"), Ok(Compress::None));
-        assert_eq!(compression("zstd"), Ok(Compress::Zstd { level: 3 }));
-        assert_eq!(compression("zstd:19"), Ok(Compress::Zstd { level: 19 }));
+        assert_eq!(parse_compression("none"), Ok(Compress::None));
+        assert_eq!(parse_compression("zstd"), Ok(Compress::Zstd { level: 3 }));
+        assert_eq!(
+            parse_compression("zstd:19"),
+            Ok(Compress::Zstd { level: 19 })
+        );
         for text in [
             "",
             "zstd:",
@@ -133,17 +139,17 @@ mod tests {
             "none:1",
             "zstd:fast",
         ] {
-            assert!(compression(text).is_err(), "{text}");
+            assert!(parse_compression(text).is_err(), "{text}");
         }
     }
 
     #[test]
     fn block_sizes_are_powers_of_two_within_the_format() {
-        assert_eq!(block_size("auto").map(|b| b.0), Ok(None));
-        assert_eq!(block_size("4K").map(|b| b.0), Ok(Some(4096)));
-        assert_eq!(block_size("4M").map(|b| b.0), Ok(Some(4 << 20)));
+        assert_eq!(parse_block_size("auto").map(|b| b.0), Ok(None));
+        assert_eq!(parse_block_size("4K").map(|b| b.0), Ok(Some(4096)));
+        assert_eq!(parse_block_size("4M").map(|b| b.0), Ok(Some(4 << 20)));
         for text in ["2K", "5K", "8M", "0", "big", "4G"] {
-            assert!(block_size(text).is_err(), "{text}");
+            assert!(parse_block_size(text).is_err(), "{text}");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow::{Storage, header_of};
 use bcow_oci::Digest;
-use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
+use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 
 /// Files among which a layer finds those below it.
 #[derive(Default)]
@@ -35,17 +35,17 @@ impl RemoteFiles for OpenFiles {
     fn open(
         &self,
         digest: &Digest,
-        facts: &LayerFacts,
+        recorded: &RecordedFile,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
         let is_meant = |file: &&Arc<dyn Storage>| {
             let tree = header_of(&***file).and_then(|header| header.merkle);
-            tree.is_some_and(|tree| tree.root == facts.merkle_root)
+            tree.is_some_and(|tree| tree.root == recorded.merkle_root)
         };
         if let Some(file) = self.files.iter().find(is_meant) {
             return Ok(Some(Arc::clone(file)));
         }
         for place in &self.places {
-            if let Some(file) = place.open(digest, facts)? {
+            if let Some(file) = place.open(digest, recorded)? {
                 return Ok(Some(file));
             }
         }

@@ -37,7 +37,7 @@ pub struct LayerArgs {
     pub layers: Vec<PathBuf>,
 }
 
-/// An open image and the name the user gave it.
+/// An open image, and its name in messages.
 pub struct OpenImage {
     name: PathBuf,
     opened: Opened,
@@ -496,7 +496,7 @@ impl OpenImage {
         &self.chain
     }
 
-    /// The name that the user gave.
+    /// The name that the user gave, without the query of a URL.
     pub fn path(&self) -> &Path {
         &self.name
     }

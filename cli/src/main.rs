@@ -13,7 +13,7 @@ mod copy_out;
 mod cpus;
 mod disks;
 mod error;
-mod form;
+mod foreign_format;
 mod given;
 mod heap;
 mod image;
@@ -82,7 +82,7 @@ Environment:
   BCOW_MIRRORS       URLs of mirrors, separated by spaces (see --mirror)
   BCOW_BACKING_URLS  allowed URLs of backings, separated by spaces (see --backing-url)
   BCOW_POOLS         directory for the sockets of pools (see `bcow help pool start`)
-  BCOW_VIEWS         directory that keeps the ext4 metadata of images (see `bcow help create`)
+  BCOW_VIEWS         directory for the ext4 metadata of images (see `bcow help create`)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970

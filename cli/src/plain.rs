@@ -51,7 +51,7 @@ struct Windows<'o> {
 
 impl<'o> Windows<'o> {
     fn new(opened: &'o Opened) -> Self {
-        let by_digest = |layer: &'o StackLayer| (layer.facts.digest.to_string(), layer);
+        let by_digest = |layer: &'o StackLayer| (layer.recorded.digest.to_string(), layer);
         Windows {
             image: &opened.image,
             backings: opened

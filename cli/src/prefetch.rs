@@ -42,7 +42,7 @@ impl Shown {
         let opened = image.opened();
         let layers = opened.layers.iter().filter_map(|layer| {
             let file = layer.file.as_ref()?;
-            Some((layer.facts.digest.sha256()?, Arc::clone(&file.image)))
+            Some((layer.recorded.digest.sha256()?, Arc::clone(&file.image)))
         });
         Shown {
             image: Arc::clone(&opened.image),

@@ -10,7 +10,7 @@ use bcow::Storage;
 use bcow::format::is_plain_url;
 use bcow_fuse::stats::RemoteReport;
 use bcow_fuse::stats::document::{self, KindCount};
-use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
+use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 use bcow_oci::{
     BcowImage, ConvertError, Digest, OrdinaryImage, Platform, RegistryImage, Repository,
 };
@@ -347,8 +347,8 @@ impl RemoteArgs {
             return None;
         }
         Some(match cache::find(self.cache_dir.as_deref()).ok()? {
-            cache::Found::Cache(cache) => cache.path().to_owned(),
-            cache::Found::Missing(path) => path,
+            cache::FoundCache::Present(cache) => cache.path().to_owned(),
+            cache::FoundCache::Missing(path) => path,
         })
     }
 
@@ -681,9 +681,9 @@ impl RemoteFiles for InRepository {
     fn open(
         &self,
         digest: &Digest,
-        facts: &LayerFacts,
+        recorded: &RecordedFile,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
-        let root = Root(facts.merkle_root);
+        let root = Root(recorded.merkle_root);
         let opened = self.registry.blob(&digest.to_string(), Some(root));
         self.client.add_found(opened)
     }

@@ -88,7 +88,7 @@ pub struct Server {
     pub state: State,
     /// Whether the process is in another mount namespace than this process, so that its paths may
     /// mean other files here.
-    pub is_elsewhere: bool,
+    pub is_in_other_namespace: bool,
     /// The images and disks that it serves.
     pub services: Vec<Service>,
 }
@@ -366,7 +366,7 @@ fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
         pid,
         uid: std::fs::metadata(&process).ok()?.uid(),
         state: state(pid)?,
-        is_elsewhere: namespace(&process) != namespace(Path::new("/proc/self")),
+        is_in_other_namespace: namespace(&process) != namespace(Path::new("/proc/self")),
         services,
     })
 }
@@ -475,7 +475,7 @@ mod tests {
             pid: 1,
             uid: 0,
             state: State::Stopped,
-            is_elsewhere: false,
+            is_in_other_namespace: false,
             services: vec![service()],
         };
         let (mnt, other) = (Path::new("/mnt"), Path::new("/other"));

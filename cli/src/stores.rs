@@ -12,7 +12,7 @@ use bcow_oci::ImageName;
 use bcow_oci::store::{self, Opened, Places, RemoteFiles, StoreError};
 
 use crate::error::{CommandError, Context};
-use crate::form::guess;
+use crate::foreign_format::format_hint;
 use crate::given::{Given, OpenFiles};
 use crate::remote::{HEADING, RemoteArgs, RemoteImage};
 
@@ -208,7 +208,7 @@ pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError
         _ => failure.caused_by_text(format!("{}: {error}", path.display())),
     };
     match error {
-        Error::Format(FormatError::NotBcow) => match guess(path) {
+        Error::Format(FormatError::NotBcow) => match format_hint(path) {
             Some(hint) => failure.hint(hint),
             None => failure,
         },

@@ -335,7 +335,7 @@ class Chains(Directory):
         bcow("resize", "disk.bcow", str(size))
         self.assertTrue(self.content("disk.bcow")
                         == self.one[:4 * MEBIBYTE] + bytes(size - 4 * MEBIBYTE))
-        self.refused("resize", "disk.bcow", "4097", mention=("multiples of 4096",), code=2)
+        self.refused("resize", "disk.bcow", "4097", mention=("must be a multiple of 4096",), code=2)
         self.refused("resize", "disk.bcow", "-1T", "--shrink", code=2)
         self.refused("create", "disk.bcow", "-s", "1M", mention=("not overwriting",))
         self.refused("create", "new.bcow", code=2)

@@ -73,7 +73,7 @@ class Disks(KernelDoor):
             refused = bcow("resize", where, size, *options, check=False)
             assert_refused(self, refused, "a mounted file system cannot shrink")
         assert_refused(self, bcow("resize", where, "300000001", check=False),
-                       "multiples of 4096", code=2)
+                       "must be a multiple of 4096", code=2)
         assert_refused(self, bcow("resize", where, "+900P", check=False), "can have at most")
         self.assertEqual(self.stats(where)["disk"]["size_bytes"], 256 * MEBIBYTE)
         if not self.may_protect_itself():

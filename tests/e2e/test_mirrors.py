@@ -212,7 +212,7 @@ class Offline(Images):
             other = server.url("other.bcow")
         failed = self.bcow("ls", other, check=False)
         self.assertEqual(failed.code, 1)
-        self.assertIn(b"the cache does not know which file the name means", failed.err)
+        self.assertIn(b"the cache has no record of this URL", failed.err)
         self.bcow("ls", url)
         failed = self.bcow("cat", url, "/dir-39/file", "/dir-0/file", "/dir-20/file", wait=2,
                            check=False)
@@ -220,7 +220,7 @@ class Offline(Images):
         self.assertRegex(failed.err, rb"bytes \d+\.\.\d+ of http://localhost:\d+/image.bcow")
         shutil.rmtree(self.cache)
         failed = self.bcow("ls", f"docker://127.0.0.1:{free_port()}/team/image:1", check=False)
-        self.assertIn(b"the cache does not know what the name means", failed.err)
+        self.assertIn(b"the cache has no record of this name", failed.err)
 
     def test_without_a_cache_the_server_is_needed(self):
         with self.file_server() as server:
@@ -237,7 +237,7 @@ class Offline(Images):
             write_file(os.path.join(self.cache, note), text)
             failed = self.bcow("ls", url, check=False)
             self.assertEqual(failed.code, 1)
-            self.assertIn(b"the cache does not know", failed.err)
+            self.assertIn(b"the cache has no record", failed.err)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ class Remote(WebCase):
         local = bcow("ls", "-R", self.image, timeout=TIMEOUT).out
         found = self.bcow("ls", "-R", "--root-hash", self.root, url)
         self.assertEqual(found.out, local)
-        # Without a pin, the server is asked which file the name means.
+        # Without a root hash, only the server can resolve the URL.
         found = self.bcow("ls", "-R", url)
         self.assertEqual(found.out, local)
         self.assertIn(b"no connection to the server", found.err)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use bcow_view::{ViewCache, ViewEntry};
 
-use crate::cache::Found;
+use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
 use crate::ui::Ui;
@@ -22,10 +22,10 @@ use crate::{cache, views};
 /// are mounted: a process that finds data missing or wrong in the cache fetches the data again.
 ///
 /// bcow also caches the ext4 metadata that it generates for an image (see `bcow help create`). This
-/// metadata is called a view of the image. bcow keeps the views in $BCOW_VIEWS, or else in the
-/// directory `views` of the cache; the --cache-dir of other commands does not move them. These
-/// commands look for views in $BCOW_VIEWS, or else in the directory `views` of the cache that they
-/// use. bcow generates a removed view again when a command needs it.
+/// metadata is called a view of the image. The views are in the directory $BCOW_VIEWS. If this
+/// variable is not set, they are in the directory `views` of the cache. The option --cache-dir of
+/// these commands selects the cache in which they look for views; that of other commands has no
+/// effect on views. bcow generates a removed view again when a command needs it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -40,7 +40,7 @@ enum Command {
     Warm(Box<warm::Args>),
 }
 
-/// The cache of a command that needs no image.
+/// Selects the cache of a command that takes no image.
 #[derive(Debug, clap::Args)]
 struct DirectoryArgs {
     /// The directory of the cache [default: $BCOW_CACHE, or /var/cache/bcow for root, or
@@ -50,11 +50,11 @@ struct DirectoryArgs {
 }
 
 impl DirectoryArgs {
-    fn find(&self) -> Result<Found, CommandError> {
+    fn find(&self) -> Result<FoundCache, CommandError> {
         cache::find(self.cache_dir.as_deref())
     }
 
-    /// The views, and the cache that has them.
+    /// Lists the views that belong to this cache.
     fn views(&self) -> Result<Views, CommandError> {
         let Some(cache) = views::of_cache(self.cache_dir.as_deref()) else {
             return Ok(Views::default());
@@ -67,12 +67,12 @@ impl DirectoryArgs {
     }
 }
 
-/// The views of a user.
+/// The views of one directory.
 #[derive(Default)]
 struct Views {
-    /// `None` if there is no directory for them.
+    /// `None` if neither an option nor the environment names a directory for views.
     cache: Option<ViewCache>,
-    /// The most recently used first.
+    /// The most recently used view first.
     entries: Vec<ViewEntry>,
 }
 
@@ -82,8 +82,8 @@ impl Views {
     }
 }
 
-/// The name of the image of a view, or what is known of its identity.
-fn image_of(view: &ViewEntry) -> String {
+/// The name of the image of a view; without a name, the first 12 characters of its identity.
+fn image_label(view: &ViewEntry) -> String {
     match &view.image_name {
         Some(name) => printable(name).into_owned(),
         None => view.image.chars().take(12).collect(),

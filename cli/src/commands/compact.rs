@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use bcow::Compression;
 use bcow::operation::RewriteOptions;
 
-use crate::conversion::{Compress, compression};
+use crate::conversion::{Compress, parse_compression};
 use crate::disks::open_to_replace;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
@@ -32,7 +32,7 @@ pub struct Args {
     output: Option<PathBuf>,
     /// Compress the stored blocks: zstd[:LEVEL]; later writes are not compressed [default: no
     /// compression]
-    #[arg(long, value_name = "HOW", value_parser = compression)]
+    #[arg(long, value_name = "HOW", value_parser = parse_compression)]
     compress: Option<Compress>,
     /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -44,7 +44,7 @@ pub struct Args {
 /// Compacts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let compression = match args.compress {
-        Some(compress) => compress.of_blocks()?,
+        Some(compress) => compress.for_blocks()?,
         None => Compression::None,
     };
     let cannot_read = || format!("cannot read {}", args.disk.display());

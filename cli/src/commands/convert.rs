@@ -17,13 +17,15 @@ use bcow_oci::{
     Limits, OrdinaryImage, Platform, Prefetch, Report, Source,
 };
 use bcow_remote::Replace;
-use replace::By;
+use replace::Replacement;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::conversion::{BlockSize, Compress, block_size, compression, failure, source_date_epoch};
+use crate::conversion::{
+    BlockSize, Compress, failure, parse_block_size, parse_compression, source_date_epoch,
+};
 use crate::error::{CommandError, Context};
-use crate::form::{Form, form};
+use crate::foreign_format::{self, ForeignFormat};
 use crate::image::{OpenImage, StoreArgs, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
@@ -98,14 +100,14 @@ pub struct Args {
     platform: Option<String>,
     /// Compression of blocks: zstd[:LEVEL] or none; for qcow2 also zlib [default: zstd:3; none with
     /// --writable and for qcow2]
-    #[arg(long, value_name = "HOW", value_parser = compression)]
+    #[arg(long, value_name = "HOW", value_parser = parse_compression)]
     compress: Option<Compress>,
     /// Store every block uncompressed at its own offset, so that the kernel can mount the file
     /// directly
     #[arg(long)]
     plain: bool,
     /// Block size: auto, or a power of two from 4K to 4M
-    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = block_size)]
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_block_size)]
     block_size: BlockSize,
     /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -272,9 +274,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .hint("leave out --plain or --compress"));
     }
     match &destination {
-        Destination::File(path) => replace::check(path, By::Image, args.force)?,
+        Destination::File(path) => replace::check(path, Replacement::Image, args.force)?,
         Destination::Layout(to) if to.form == LayoutForm::Archive => {
-            replace::check(&to.path, By::Archive, args.force)?;
+            replace::check(&to.path, Replacement::Archive, args.force)?;
         }
         _ => {}
     }
@@ -284,7 +286,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let options = ConvertOptions {
         platform,
         compression: match args.compress {
-            Some(compress) => compress.of_blocks()?,
+            Some(compress) => compress.for_blocks()?,
             None => defaults.compression,
         },
         plain: is_plain,
@@ -498,12 +500,12 @@ fn missing_transport(text: &str) -> CommandError {
             true => format!("oci:{text}"),
             false => format!("dir:{text}, or oci:{text} for an OCI layout"),
         },
-        Ok(_) => match form(path) {
-            Some(Form::Archive) => format!(
+        Ok(_) => match foreign_format::detect(path) {
+            Some(ForeignFormat::Archive) => format!(
                 "tar:{text}, or for an image in an archive docker-archive:{text} or \
                  oci-archive:{text}"
             ),
-            Some(Form::Qcow2) => format!("qcow2:{text}"),
+            Some(ForeignFormat::Qcow2) => format!("qcow2:{text}"),
             _ => format!("raw:{text}"),
         },
         Err(_) => format!("raw:{text} or tar:{text}"),

@@ -10,13 +10,14 @@ use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingName, Use};
 use bcow::{Image, OpenOptions, Storage};
 use bcow_oci::copy::{
-    CopyFile, CopyImage, CopyOptions, CopyTo, FileReport, ImageReport, copy_file, copy_image,
+    CopyDestination, CopyFile, CopyImage, CopyOptions, FileReport, ImageReport, copy_file,
+    copy_image,
 };
 use bcow_oci::{ConvertError, ImageName, LayoutForm, Source, store};
 use bcow_remote::{Replace, Root};
 use serde_json::{Value, json};
 
-use super::convert::replace::{self, By};
+use super::convert::replace::{self, Replacement};
 use crate::conversion::failure;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
@@ -246,11 +247,11 @@ fn to_file(
 ) -> Result<(), CommandError> {
     refuse_same(file, path)?;
     let header = bcow::header_of(&*file.storage);
-    let by = match header.is_some_and(|header| header.purpose == Use::Image) {
-        true => By::Image,
-        false => By::Disk,
+    let replacement = match header.is_some_and(|header| header.purpose == Use::Image) {
+        true => Replacement::Image,
+        false => Replacement::Disk,
     };
-    replace::check(path, by, args.force)?;
+    replace::check(path, replacement, args.force)?;
     let progress = ui.progress();
     let report = copy_file(file, path, options, &progress).map_err(|error| failure(&error))?;
     drop(progress);
@@ -382,7 +383,7 @@ fn to_layout(
     ui: &Ui,
 ) -> Result<(), CommandError> {
     if to.form == LayoutForm::Archive {
-        replace::check(&to.path, By::Archive, args.force)?;
+        replace::check(&to.path, Replacement::Archive, args.force)?;
         let same = |path: &Path| path.canonicalize().ok();
         let source = args.source.to_string_lossy();
         if let Ok(Source::OciArchive { file, .. }) = source.parse::<Source>()
@@ -395,7 +396,7 @@ fn to_layout(
             )));
         }
     }
-    let destination = CopyTo {
+    let destination = CopyDestination {
         directory: to.path.clone(),
         form: to.form.clone(),
         reference: to.reference.clone(),

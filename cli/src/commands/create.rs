@@ -40,8 +40,9 @@ use crate::views::{UserViews, cannot_view};
 ///
 /// With --fs ext4, the disk shows the tree of the image given by -b as an ext4 file system. A
 /// virtual machine, or `bcow mount` on this machine, mounts it for writing. The content of files
-/// stays in the image. bcow generates the metadata once per image, and keeps it in $BCOW_VIEWS
-/// [default: $XDG_CACHE_HOME/bcow/views or ~/.cache/bcow/views; for root, /var/cache/bcow/views].
+/// stays in the image. bcow generates the metadata once per image and size, and stores it in
+/// $BCOW_VIEWS [default: $BCOW_CACHE/views, or /var/cache/bcow/views for root, or
+/// $XDG_CACHE_HOME/bcow/views, or ~/.cache/bcow/views].
 ///
 /// The command never overwrites an existing file.
 #[derive(Debug, clap::Args)]
@@ -76,7 +77,7 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-/// The kind of a file system.
+/// A value of --fs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FileSystem {
     Ext4,
@@ -85,12 +86,12 @@ enum FileSystem {
 fn file_system(text: &str) -> Result<FileSystem, String> {
     match text {
         "ext4" => Ok(FileSystem::Ext4),
-        _ => Err("there is ext4".to_owned()),
+        _ => Err("the only kind is ext4".to_owned()),
     }
 }
 
 fn layout(text: &str) -> Result<Layout, String> {
-    Layout::from_name(text).ok_or_else(|| "there are auto, performance and space".to_owned())
+    Layout::from_name(text).ok_or_else(|| "the layouts are auto, performance and space".to_owned())
 }
 
 fn block_size(text: &str) -> Result<u32, String> {
@@ -100,7 +101,7 @@ fn block_size(text: &str) -> Result<u32, String> {
         .ok_or_else(|| "block sizes are powers of two from 4K to 16M".to_owned())
 }
 
-/// Creates.
+/// Creates the disk.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let new = NewFile::create_new(&args.new)?;
     let options = OpenOptions::default();
@@ -122,13 +123,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         block_bytes: args.block_size,
         ..CreateOptions::disk(size)
     };
-    let over = backing.as_ref().map(|(entry, _)| entry.name.to_string());
+    let backing_name = backing.as_ref().map(|(entry, _)| entry.name.to_string());
     let file = Arc::new(new.file().try_clone().context(cannot)?);
     Disk::create(file, &create, backing, &options)
         .and_then(Disk::close)
         .context(cannot)?;
     new.complete()?;
-    let over = over.map_or(String::new(), |name| format!(" over {name}"));
+    let over = backing_name.map_or(String::new(), |name| format!(" over {name}"));
     ui.status(format_args!(
         "{}: writable disk of {} ({}){over}",
         args.new.display(),
@@ -139,7 +140,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 impl Args {
-    /// The backing that the user calls `name`, or the view of it.
+    /// The entry of the backing `name`, and its content. With --fs, those of its view.
     fn backing_of(
         &self,
         name: &Path,
@@ -158,22 +159,22 @@ impl Args {
     }
 }
 
-/// A size that a disk may have.
+/// Returns `size`, if a disk can have this size.
 pub fn disk_size(size: u64) -> Result<u64, CommandError> {
     match size.is_multiple_of(SECTOR_BYTES) {
         true => Ok(size),
         false => Err(CommandError::usage(format!(
-            "a disk of {}: sizes are multiples of {SECTOR_BYTES}",
+            "a disk of {}: the size must be a multiple of {SECTOR_BYTES}",
             plural(size, "byte")
         ))
         .hint(format!(
-            "the next one is {}",
+            "the next multiple is {}",
             size.next_multiple_of(SECTOR_BYTES)
         ))),
     }
 }
 
-/// The entry and the content of the backing that the user calls `name`, for the disk at `disk`.
+/// The entry of the backing `name` for the disk at `disk`, and the content of the backing.
 pub fn backing(
     name: &Path,
     by_digest: bool,
@@ -188,7 +189,7 @@ pub fn backing(
             name.display()
         ))
         .hint(format!(
-            "`bcow convert {} BASE.bcow` makes one of it",
+            "`bcow convert {} BASE.bcow` makes a BCoW file of it",
             name.display()
         )));
     }
@@ -219,7 +220,7 @@ pub fn backing(
                 }
             };
             let digest = digest.sha256().ok_or_else(|| {
-                CommandError::new(cannot()).caused_by_text("its digest is no SHA-256")
+                CommandError::new(cannot()).caused_by_text("its digest is not SHA-256")
             })?;
             let entry = BackingEntry {
                 name: BackingName::Digest(digest),
@@ -230,7 +231,7 @@ pub fn backing(
     }
 }
 
-/// The entry that names an image of another machine by its URL.
+/// The entry of an image on another machine, with its URL.
 fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandError> {
     let name = image.path().display();
     let cannot = format!("cannot make {name} a backing");
@@ -242,8 +243,8 @@ fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandErr
     let header = image.image().header();
     let (Some(url), Some(tree)) = (image.lasting_url(), &header.merkle) else {
         return Err(CommandError::new(cannot)
-            .caused_by_text("a disk records no URL with a query, which can be a secret")
-            .hint("name a URL without a query, or `bcow copy` the image to this machine"));
+            .caused_by_text("a disk records only a URL without a user name, a query or a fragment")
+            .hint("give such a URL, or `bcow copy` the image to this machine"));
     };
     Ok(BackingEntry {
         name: BackingName::Url {
@@ -254,7 +255,7 @@ fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandErr
     })
 }
 
-/// The entry that names the backing at `path` by its file name.
+/// The entry of the backing at `path`, with its file name.
 fn by_name(
     path: &Path,
     disk: &Path,

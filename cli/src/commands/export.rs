@@ -308,7 +308,7 @@ pub fn layers_of_stack(
     let layers: Vec<String> = opened
         .layers
         .iter()
-        .map(|layer| layer.facts.digest.to_string())
+        .map(|layer| layer.recorded.digest.to_string())
         .collect();
     // A layer that the metadata does not name would be missing from the new image.
     let described = metadata["layers"].as_array().map_or(0, Vec::len);
@@ -326,7 +326,7 @@ pub fn layers_of_stack(
             // Metadata can list a layer that is no backing, and is not searched for.
             let file = layer.file.as_ref().ok_or_else(|| {
                 CommandError::new(format!("cannot export {}", image.path().display()))
-                    .caused_by_text(format!("its layer {} was not found", layer.facts.digest))
+                    .caused_by_text(format!("its layer {} was not found", layer.recorded.digest))
             })?;
             Filesystem::open(file.image.clone())
                 .context(|| format!("cannot read the file system in {}", file.path.display()))

@@ -64,7 +64,7 @@ pub struct Args {
     image: PathBuf,
     /// The image of an upper [default: the path recorded in the upper]
     #[arg(value_name = "LOWER", value_hint = clap::ValueHint::FilePath)]
-    below: Option<PathBuf>,
+    lower: Option<PathBuf>,
     /// Read and verify every byte. For a file on this machine, --root-hash implies --data
     #[arg(long)]
     data: bool,
@@ -301,7 +301,7 @@ fn check_upper(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
 /// Refuses the options that name the image of an upper.
 fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
-    if args.below.is_none() && args.layers.layers.is_empty() {
+    if args.lower.is_none() && args.layers.layers.is_empty() {
         return Ok(());
     }
     let usage = format!(

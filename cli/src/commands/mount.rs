@@ -110,8 +110,8 @@ pub struct Args {
     more: Vec<PathBuf>,
     /// How programs reach the content. fuse: through FUSE. kernel: through a file system of the
     /// kernel (ext4, xfs or btrfs of a disk, ext4 over an image with --upper, EROFS of an image),
-    /// for root only. auto: kernel for a disk with ext4, xfs or btrfs, and for an upper that began
-    /// at the kernel door; fuse for an image, and for a new upper
+    /// for root only. auto: kernel for a disk with ext4, xfs or btrfs, and for an upper that was
+    /// created at the kernel door; fuse for an image, and for a new upper
     #[arg(long, value_name = "DOOR", default_value = "auto")]
     door: DoorChoice,
     /// Serve the mount in the foreground
@@ -423,7 +423,7 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
         return Ok(());
     };
     let already = MountError::AlreadyMounted(directory.to_owned());
-    match ask::ask(&mount, ask::ANSWERS_WITHIN) {
+    match ask::ask(&mount, ask::ANSWER_TIMEOUT) {
         Answer::NotServed => Ok(()),
         Answer::Statistics(..) | Answer::Refused(_) | Answer::NoProcess => Err(failure(&already)),
         Answer::Timeout => Err(CommandError::new(already.to_string())

@@ -26,24 +26,26 @@ pub struct Args {
     json: bool,
 }
 
-/// How long a mount without a visible process may take to answer.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+/// Time limit for the answer of a mount whose process is not visible.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A service, and its process.
+/// One line of the list: a mount or a served disk, and its process.
 struct Row {
-    /// `None` if there is no process, or it is dead or cannot be examined.
+    /// `None` if the service has no process, or if its process is dead or cannot be examined.
     server: Option<Server>,
+    /// `None` if the state is not known.
     state: Option<&'static str>,
+    /// The user of the process; `None` if the user is not known.
     uid: Option<u32>,
     service: Service,
 }
 
-/// Prints the services.
+/// Prints all services as a table or as JSON.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let rows = rows();
     if args.json {
-        let processes: Vec<Value> = rows.iter().map(document).collect();
-        return ui.print_json(&json!({ "schema": "bcow.ps/1", "services": processes }));
+        let services: Vec<Value> = rows.iter().map(document).collect();
+        return ui.print_json(&json!({ "schema": "bcow.ps/1", "services": services }));
     }
     let mut out = ui.output();
     if rows.is_empty() {
@@ -78,6 +80,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     out.finish()
 }
 
+/// The services of all processes that this user can examine, then the mounts of other processes.
 fn rows() -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     let servers = running::servers();
@@ -99,12 +102,12 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// A mount without a process that can be examined: the data that the kernel has.
+/// The row of a mount whose process cannot be examined, from the data of the kernel.
 fn without_process(mount: &MountedImage) -> Row {
     let mode = if mount.is_writable { "rw" } else { "ro" };
     Row {
         server: None,
-        state: match ask::ask(mount, ANSWERS_WITHIN) {
+        state: match ask::ask(mount, ANSWER_TIMEOUT) {
             Answer::NotServed => Some("dead"),
             Answer::NoProcess => Some("kernel"),
             _ => None,
@@ -133,6 +136,7 @@ fn without_process(mount: &MountedImage) -> Row {
     }
 }
 
+/// The cells of a row, in the order of the titles.
 fn columns(row: &Row) -> [String; 7] {
     let Row {
         server,
@@ -155,7 +159,10 @@ fn columns(row: &Row) -> [String; 7] {
     if let Some(pool) = &service.pool {
         place += &format!(", pool {}", printable(pool));
     }
-    if server.as_ref().is_some_and(|server| server.is_elsewhere) {
+    if server
+        .as_ref()
+        .is_some_and(|server| server.is_in_other_namespace)
+    {
         place += " (in another mount namespace)";
     }
     [
@@ -168,19 +175,20 @@ fn columns(row: &Row) -> [String; 7] {
         printable(&service.kind).into_owned(),
         printable(&service.mode).into_owned(),
         state.map_or_else(unknown, str::to_owned),
-        time(service).unwrap_or_else(unknown),
+        start_time(service).unwrap_or_else(unknown),
         place,
     ]
 }
 
-/// The start time; `None` if it is not known.
-fn time(service: &Service) -> Option<String> {
+/// The start time of a service in the form of RFC 3339; `None` if it is not known.
+fn start_time(service: &Service) -> Option<String> {
     let since = i64::try_from(service.since)
         .ok()
         .filter(|&since| since > 0)?;
     bcow::rfc3339(since)
 }
 
+/// A row as JSON.
 fn document(row: &Row) -> Value {
     let Row {
         server,
@@ -193,7 +201,7 @@ fn document(row: &Row) -> Value {
         "uid": uid,
         "user": uid.map(running::user_name),
         "state": state,
-        "other_mount_namespace": server.as_ref().map(|server| server.is_elsewhere),
+        "other_mount_namespace": server.as_ref().map(|server| server.is_in_other_namespace),
         "kind": service.kind,
         "image": service.image,
         "layers": service.layers,
@@ -202,7 +210,7 @@ fn document(row: &Row) -> Value {
         "at": service.at,
         "mode": service.mode,
         "pool": service.pool,
-        "since": time(service),
+        "since": start_time(service),
         "since_unix_seconds": (service.since > 0).then_some(service.since),
     })
 }

@@ -6,7 +6,7 @@ use bcow::format::Use;
 use bcow::operation::RewriteOptions;
 use bcow::{BlockDevice, Compression, Image, Keep, OpenOptions};
 
-use crate::conversion::{BlockSize, Compress, block_size, compression};
+use crate::conversion::{BlockSize, Compress, parse_block_size, parse_compression};
 use crate::disks::{Below, open_to_replace};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -43,10 +43,10 @@ pub struct Args {
 #[derive(Debug, clap::Args)]
 pub struct SealArgs {
     /// Compression of blocks: zstd[:LEVEL] or none [default: zstd:3]
-    #[arg(long, value_name = "HOW", value_parser = compression)]
+    #[arg(long, value_name = "HOW", value_parser = parse_compression)]
     compress: Option<Compress>,
     /// Block size: auto, or a power of two from 4K to 4M [default: auto]
-    #[arg(long, value_name = "SIZE", value_parser = block_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_block_size)]
     block_size: Option<BlockSize>,
     /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -60,7 +60,7 @@ impl SealArgs {
     /// Compression of blocks.
     pub fn compression(&self) -> Result<Compression, CommandError> {
         match self.compress {
-            Some(compress) => compress.of_blocks(),
+            Some(compress) => compress.for_blocks(),
             None => Ok(Compression::Zstd { level: 3 }),
         }
     }

@@ -80,7 +80,7 @@ pub struct Args {
 #[command(next_help_heading = "Where to listen")]
 struct ListenArgs {
     /// Unix socket to listen on, for this user only [default: without --listen, a socket in
-    /// $XDG_RUNTIME_DIR/bcow]
+    /// $XDG_RUNTIME_DIR/bcow; for root without this variable, in /run/bcow]
     #[arg(short, long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
     socket: Option<PathBuf>,
     /// TCP address to listen on; port 0 selects a free port (repeatable)
@@ -92,7 +92,7 @@ struct ListenArgs {
     /// Write a newline to this file descriptor when clients can connect
     #[arg(long, value_name = "FD")]
     ready_fd: Option<u32>,
-    /// Exit when no client was connected for this time
+    /// Exit when no client has been connected for this time
     #[arg(long, value_name = "SECONDS")]
     exit_on_idle: Option<u32>,
 }
@@ -131,7 +131,7 @@ struct LimitArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "TLS")]
 struct TlsArgs {
-    /// Whether the server refuses connections without TLS (require) or not (allow)
+    /// Refuse connections without TLS (require), or also serve them (allow)
     #[arg(
         long,
         value_name = "WHEN",
@@ -158,7 +158,8 @@ enum TlsChoice {
     Allow,
 }
 
-/// Serves until a signal comes, or until no client has connected for the time of --exit-on-idle.
+/// Serves until a signal arrives, or until no client has been connected for the time of
+/// --exit-on-idle.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     heap::use_one_arena();
     let signals = Signals::block()?;
@@ -182,12 +183,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => Scheme::Plain,
     };
     let result = serve(args, ui, signals, exports, options, &served, scheme);
-    // The disks are closed after a failure of the server, too. That is safe: clients' flushes are
-    // complete, and one more does no harm.
+    // The disks are closed also after a failure of the server. The close flushes each disk. All
+    // flushes of clients have ended by then, and an additional flush is harmless.
     let closed = served.close();
     result.and(closed)
 }
 
+/// Listens, announces the exports, and answers the requests of clients.
 fn serve(
     args: &Args,
     ui: &Ui,
@@ -208,12 +210,13 @@ fn serve(
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
-    // The empty name also selects a single export, so its URI is shorter without the name.
-    let is_only = served.exports.len() == 1;
+    // If there is only one export, the empty name also selects it. So the URI omits the name.
+    let is_single = served.exports.len() == 1;
     let uri = |listener: &Listener, name: &str| {
-        place::uri(listener.place(), if is_only { "" } else { name }, scheme)
+        place::uri(listener.place(), if is_single { "" } else { name }, scheme)
     };
-    // Before the URIs: a program that has read one finds the server in `bcow ps`.
+    // The services are published before a URI is printed. So a program that has read a URI finds
+    // the server in `bcow ps`.
     let _published = running::publish(served.services("serve", |name| {
         let uris = listeners.iter().filter_map(|listener| uri(listener, name));
         uris.collect()
@@ -230,7 +233,8 @@ fn serve(
     server.serve(&listeners).map_err(|error| failure(&error))
 }
 
-/// Warns of each TCP address that is not loopback and serves clients without TLS.
+/// Warns of each TCP address that other machines can reach, if the server accepts clients without
+/// TLS.
 fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, tls: TlsChoice, ui: &Ui) {
     let reason = match (scheme, tls) {
         (Scheme::Plain, _) => "TLS is off (--tls-cert)",
@@ -268,14 +272,15 @@ fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
     }
     if args.descriptions.len() > named.len() {
         return Err(CommandError::usage(
-            "there are more descriptions than images",
+            "there are more descriptions than exports",
         ));
     }
     Ok(named)
 }
 
-/// The last component of a path or URL; for other images, the whole name. The query of a URL, which
-/// can have a signature that gives access, is left out: every client can list the names.
+/// The export name of an image: the last component of a path or URL; for other images, the whole
+/// name. The query of a URL is omitted, because it can contain a signature that gives access, and
+/// every client can list the names.
 fn default_name(image: &Path) -> Result<String, CommandError> {
     let path = match parse_name(image)? {
         ImageName::File(path) => path,
@@ -318,7 +323,7 @@ fn tls(args: &TlsArgs) -> Result<Option<Tls>, CommandError> {
     tls.map(Some).map_err(|error| failure(&error))
 }
 
-/// Converts an error of bcow-nbd, with control characters escaped.
+/// Converts an error of bcow-nbd. Escapes control characters in its text.
 pub fn failure(error: &bcow_nbd::Error) -> CommandError {
     let failure = CommandError::new(names::printable(&error.to_string()).into_owned());
     match std::error::Error::source(error) {
@@ -332,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exports_are_called_like_their_files() {
+    fn the_name_of_an_export_is_that_of_its_file() {
         for (image, name) in [
             ("/images/debian.bcow", "debian.bcow"),
             ("bcow:oci:x", "oci:x"),
@@ -345,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn export_names_lack_the_query_of_a_url() {
+    fn the_name_of_an_export_omits_the_query_of_a_url() {
         for url in [
             "https://host/a.bcow",
             "https://host/dir/a.bcow?signature=secret",

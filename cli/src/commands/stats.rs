@@ -9,7 +9,7 @@ use bcow_fuse::stats::document::{
 use bcow_fuse::{Door, MountedImage};
 use serde_json::json;
 
-use crate::ask::{self, ANSWERS_WITHIN};
+use crate::ask::{self, ANSWER_TIMEOUT};
 use crate::commands::mount::failure;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
@@ -46,10 +46,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Door::Direct(file) = &mount.door {
         return print_direct(&mount, file, args.json, ui);
     }
-    let patience = args.timeout.map_or(ANSWERS_WITHIN, |seconds| {
+    let timeout = args.timeout.map_or(ANSWER_TIMEOUT, |seconds| {
         Duration::from_secs(seconds.into())
     });
-    let json = ask::statistics(&args.directory, &mount, patience)?;
+    let json = ask::statistics(&args.directory, &mount, timeout)?;
     if args.json {
         let value: serde_json::Value = serde_json::from_slice(&json)
             .context(|| format!("the statistics of {} are invalid", args.directory.display()))?;

@@ -51,7 +51,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // Also for a mount that is read-only now: it may have been writable before.
     let answer = match args.lazy {
         true => Answer::NotServed,
-        false => ask::ask(&mount, ask::ANSWERS_WITHIN),
+        false => ask::ask(&mount, ask::ANSWER_TIMEOUT),
     };
     let document = match &answer {
         Answer::Statistics(json) => ask::read(&args.directory, json).ok(),

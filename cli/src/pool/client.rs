@@ -18,7 +18,7 @@ use crate::error::{CommandError, Context};
 use crate::ui::Ui;
 
 /// How long a pool may take to say hello.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long the keeper may take to end after the process of the pool.
@@ -50,7 +50,7 @@ pub struct Connection {
 
 /// Connects to the pool with this socket.
 pub fn find(socket: &Path) -> Result<Found, CommandError> {
-    let deadline = Instant::now() + ANSWERS_WITHIN;
+    let deadline = Instant::now() + ANSWER_TIMEOUT;
     loop {
         match find_once(socket)? {
             // Its process may have ended, and another one takes over. Only a socket that refuses
@@ -78,7 +78,7 @@ fn find_once(socket: &Path) -> Result<Found, CommandError> {
         Err(Errno::NOENT) => return Ok(Found::Missing),
         Err(errno) => return Err(CommandError::new(cannot()).caused_by(&io::Error::from(errno))),
     };
-    let line = match protocol::read_line(&stream, MAX_ANSWER_BYTES, Some(ANSWERS_WITHIN)) {
+    let line = match protocol::read_line(&stream, MAX_ANSWER_BYTES, Some(ANSWER_TIMEOUT)) {
         Ok(line) => line,
         Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(Found::Silent),
         // The process has ended meanwhile.

@@ -223,16 +223,16 @@ pub fn line(document: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     Ok(line)
 }
 
-/// Reads a line of at most `most` bytes, without its newline. Without `patience`, waits for ever.
+/// Reads a line of at most `most` bytes, without its newline. Without `timeout`, waits for ever.
 ///
 /// The other side sends nothing after the line until it has an answer, so that this reads nothing
 /// of a next line.
 pub fn read_line(
     mut stream: &UnixStream,
     most: usize,
-    patience: Option<Duration>,
+    timeout: Option<Duration>,
 ) -> io::Result<Vec<u8>> {
-    let deadline = patience.map(|patience| Instant::now() + patience);
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
     let mut line = Vec::new();
     let mut piece = [0; 4096];
     loop {
@@ -306,10 +306,10 @@ mod tests {
 
     #[test]
     fn lines_have_a_limit_of_length_and_of_time() {
-        let read = |bytes: &[u8], patience| {
+        let read = |bytes: &[u8], timeout| {
             let (mut ours, theirs) = UnixStream::pair().unwrap();
             ours.write_all(bytes).unwrap();
-            let line = read_line(&theirs, 8, patience);
+            let line = read_line(&theirs, 8, timeout);
             drop(ours);
             line.map_err(|error| error.kind())
         };

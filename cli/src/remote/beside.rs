@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bcow::Storage;
 use bcow_oci::Digest;
-use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
+use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 use bcow_remote::{Address, Problem, Remote, RemoteError, RemoteFile, Root, S3, S3Name};
 
 use super::Client;
@@ -65,12 +65,12 @@ impl RemoteFiles for Beside {
     fn open(
         &self,
         digest: &Digest,
-        facts: &LayerFacts,
+        recorded: &RecordedFile,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
         if digest.sha256().is_none() {
             return Err("only layers with a SHA-256 digest are found beside their stack".into());
         }
-        let root = Root(facts.merkle_root);
+        let root = Root(recorded.merkle_root);
         let opened = self
             .place
             .blob(digest)?

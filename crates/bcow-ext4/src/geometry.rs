@@ -1,55 +1,62 @@
-//! The geometry: the places of superblocks, descriptors, bitmaps, inode tables and the journal.
+//! The geometry: the blocks of the superblock, the descriptors, the bitmaps, the inode tables and
+//! the journal.
 //!
-//! All of them are at the front of the file system, except backups of the superblock:
+//! All of them are at the front of the file system, except for the backups of the superblock:
 //!
 //! ```text
 //! | superblock | descriptors | block bitmaps | inode bitmaps | inode tables | journal | free ...
 //! ```
 //!
-//! A backup of the superblock and descriptors is at the start of groups 1, 3, 5, 7 and their
-//! powers; what comes at the front passes around it. The feature `sparse_super2` would make backups
-//! unnecessary, but Linux refuses to grow such a file system while it is mounted. The feature
-//! `meta_bg`, with the first such group behind the last one, has Linux place the descriptors of
-//! further groups in these groups: nothing needs to be reserved for growth.
+//! A backup of the superblock and of the descriptors is at the start of groups 1, 3, 5, 7 and their
+//! powers. If such a group begins within the tables or the journal, these continue behind the
+//! backup.
+//!
+//! The feature `sparse_super2` would make backups unnecessary, but Linux refuses to grow such a
+//! file system while it is mounted. With the feature `meta_bg`, Linux stores the descriptors of
+//! added groups in these groups, so no blocks are reserved for growth. (The superblock says that
+//! `meta_bg` applies only behind the groups whose descriptors fit into the descriptor blocks at the
+//! front.)
 
 use crate::format::{BLOCK_BYTES, BLOCKS_PER_GROUP, DESCRIPTORS_PER_BLOCK, INODES_PER_BLOCK};
 use crate::{BlockRange, Ext4Error};
 
-/// The greatest size in bytes.
+/// The largest size of a file system in bytes.
 pub const MAX_BYTES: u64 = 1 << 44;
 
-/// The smallest size in bytes.
+/// The smallest size of a file system in bytes.
 pub const MIN_BYTES: u64 = 8 << 20;
 
-/// A group takes at most as many inodes as one block of a bitmap has bits.
+/// Inodes in a group: at most the number of bits in its inode bitmap, which is one block.
 const MAX_INODES_PER_GROUP: u64 = BLOCKS_PER_GROUP;
 
-/// Blocks that a short last group must have behind its own metadata, or it is left out.
+/// A short last group is omitted if it has fewer blocks than this behind its superblock and
+/// descriptors.
 const MIN_LAST_GROUP: u64 = 50;
 
-/// What a geometry is made of.
+/// The properties of a file system that determine its geometry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
-    /// Bytes of the file system. What is not a whole block, and a very short last group, are left
-    /// out.
+pub struct GeometryOptions {
+    /// Bytes of the file system. A partial block at the end is not used, and neither is a last
+    /// group of a few blocks.
     pub bytes: u64,
-    /// Inodes that must find room, besides the reserved ones. There are more: by default one for
-    /// each 16 KiB, as `mke2fs` has it, each 4 KiB below 512 MiB, each 32 KiB from 4 TiB on.
+    /// Least number of inodes, besides the reserved ones. Like `mke2fs`, the geometry has at least
+    /// one inode per 16 KiB; per 4 KiB below 512 MiB, and per 32 KiB from 4 TiB on. It also has
+    /// half as many again as required here, if the inode bitmaps have enough bits for them.
     pub inodes: u32,
-    /// Blocks of the journal, or `None` for a length by the size of the file system, at most
-    /// 64 MiB.
+    /// Blocks of the journal. With `None`, the length depends on the size of the file system, and
+    /// is at most 64 MiB.
     pub journal_blocks: Option<u32>,
 }
 
-/// The places of tables and journal.
+/// The blocks of the tables and of the journal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Geometry {
     blocks: u64,
     groups: u32,
     inodes_per_group: u32,
     descriptor_blocks: u64,
-    /// Groups with a superblock, in ascending order.
-    backups: Vec<u32>,
+    /// Groups that begin with the superblock or a backup of it, in ascending order.
+    superblocks: Vec<u32>,
     journal: Vec<BlockRange>,
     tables: Vec<Tables>,
     front_end: u64,
@@ -65,27 +72,27 @@ pub(crate) struct Tables {
 
 impl Geometry {
     /// Computes the geometry of a file system.
-    pub fn new(size: Size) -> Result<Geometry, Ext4Error> {
+    pub fn new(options: GeometryOptions) -> Result<Geometry, Ext4Error> {
         let refuse = |problem| Ext4Error::Size {
-            bytes: size.bytes,
+            bytes: options.bytes,
             problem,
         };
-        if size.bytes > MAX_BYTES {
+        if options.bytes > MAX_BYTES {
             return Err(refuse("is larger than 16 TiB"));
         }
-        if size.bytes < MIN_BYTES {
+        if options.bytes < MIN_BYTES {
             return Err(refuse("is smaller than 8 MiB"));
         }
-        let blocks = whole_groups(size.bytes / BLOCK_BYTES as u64);
+        let blocks = whole_groups(options.bytes / BLOCK_BYTES as u64);
         let groups = blocks.div_ceil(BLOCKS_PER_GROUP);
-        let inodes_per_group = inodes_per_group(blocks, size.inodes)
+        let inodes_per_group = inodes_per_group(blocks, options.inodes)
             .ok_or_else(|| refuse("is too small for the inodes"))?;
         let mut geometry = Geometry {
             blocks,
             groups: groups as u32,
             inodes_per_group,
             descriptor_blocks: groups.div_ceil(DESCRIPTORS_PER_BLOCK),
-            backups: (0..groups as u32)
+            superblocks: (0..groups as u32)
                 .filter(|&group| has_backup(group))
                 .collect(),
             journal: Vec::new(),
@@ -94,12 +101,12 @@ impl Geometry {
         };
         let too_small = || refuse("is too small for its own metadata");
         geometry.place_tables().ok_or_else(too_small)?;
-        let journal_blocks = match size.journal_blocks {
-            Some(blocks) if blocks < MIN_JOURNAL => {
-                return Err(refuse("needs a journal of 1024 blocks"));
+        let journal_blocks = match options.journal_blocks {
+            Some(blocks) if blocks < MIN_JOURNAL_BLOCKS => {
+                return Err(refuse("needs a journal of at least 1024 blocks"));
             }
             Some(blocks) => blocks,
-            None => default_journal(blocks),
+            None => default_journal_blocks(blocks),
         };
         geometry
             .place_journal(journal_blocks.into())
@@ -112,21 +119,21 @@ impl Geometry {
         self.blocks
     }
 
-    /// Inodes of the file system, with the reserved ones.
+    /// Inodes of the file system, the reserved ones included.
     pub fn inodes(&self) -> u32 {
         self.inodes_per_group * self.groups
     }
 
-    /// The first block behind the tables and the journal. Content areas begin here or later.
+    /// The first block behind the tables and the journal. No content area begins before this block.
     pub fn front_end(&self) -> u64 {
         self.front_end
     }
 
-    /// Blocks from the first one of a group to the next backup of the superblock: areas for content
-    /// that is not to be interrupted. The areas are in ascending order and begin behind block
-    /// `from`; each begins and ends at the border of a group, except at the end of the file system.
-    pub fn whole_areas(&self, from: u64) -> impl Iterator<Item = BlockRange> + '_ {
-        let mut group = from.max(self.front_end).div_ceil(BLOCKS_PER_GROUP) as u32;
+    /// The runs of whole groups without a backup of the superblock: areas in which content can be
+    /// contiguous. The areas are in ascending order, behind the tables and the journal. The last
+    /// one may end with a short group.
+    pub fn whole_areas(&self) -> impl Iterator<Item = BlockRange> + '_ {
+        let mut group = self.front_end.div_ceil(BLOCKS_PER_GROUP) as u32;
         std::iter::from_fn(move || {
             while group < self.groups && self.has_backup(group) {
                 group += 1;
@@ -169,7 +176,7 @@ impl Geometry {
         u64::from(self.inodes_per_group / INODES_PER_BLOCK)
     }
 
-    /// The blocks of a group, fewer in the last one.
+    /// The blocks of a group. The last group can be shorter than the others.
     pub(crate) fn group_range(&self, group: u32) -> BlockRange {
         let start = u64::from(group) * BLOCKS_PER_GROUP;
         BlockRange {
@@ -185,10 +192,11 @@ impl Geometry {
 
     /// The groups that begin with a backup of the superblock.
     pub(crate) fn backups(&self) -> &[u32] {
-        &self.backups[1..]
+        &self.superblocks[1..]
     }
 
-    /// Blocks of superblock and descriptors at the start of a group.
+    /// Number of blocks of the superblock and the descriptors, or of their backup, at the start of
+    /// a group.
     pub(crate) fn base_blocks(&self, group: u32) -> u64 {
         if has_backup(group) {
             1 + self.descriptor_blocks
@@ -217,7 +225,7 @@ impl Geometry {
         let mut left = blocks;
         while left > 0 {
             let mut start = self.front_end;
-            // Up to the next backup.
+            // A part of the journal ends at the next backup.
             let first = self.take(&mut start, 1)?;
             let until = self.next_base(first).unwrap_or(self.blocks);
             let count = left.min(until - first);
@@ -231,7 +239,8 @@ impl Geometry {
         (self.front_end < self.blocks).then_some(())
     }
 
-    /// `count` blocks from `at` on that no backup interrupts.
+    /// Takes the first `count` contiguous blocks from `at` on that contain no backup. `at` becomes
+    /// the block behind them. `None` if the file system has no such blocks.
     fn take(&self, at: &mut u64, count: u64) -> Option<u64> {
         loop {
             let group = (*at / BLOCKS_PER_GROUP) as u32;
@@ -250,29 +259,31 @@ impl Geometry {
         }
     }
 
-    /// The next block behind `block` where a backup begins.
+    /// The first block of the next backup behind `block`.
     fn next_base(&self, block: u64) -> Option<u64> {
         let group = (block / BLOCKS_PER_GROUP) as u32;
-        let at = self.backups.partition_point(|&backup| backup <= group);
-        Some(u64::from(*self.backups.get(at)?) * BLOCKS_PER_GROUP)
+        let at = self
+            .superblocks
+            .partition_point(|&superblock| superblock <= group);
+        Some(u64::from(*self.superblocks.get(at)?) * BLOCKS_PER_GROUP)
     }
 }
 
-/// The shortest journal that the kernel accepts.
-const MIN_JOURNAL: u32 = 1024;
+/// Length of the shortest journal that the kernel accepts.
+const MIN_JOURNAL_BLOCKS: u32 = 1024;
 
-/// The lengths of `mke2fs`, up to 64 MiB: a journal is written all over again and again, and then
-/// its blocks are all stored.
-fn default_journal(blocks: u64) -> u32 {
+/// The lengths of `mke2fs`, limited to 64 MiB: the kernel writes the blocks of a journal in turn,
+/// so a sparse disk soon stores all of them.
+fn default_journal_blocks(blocks: u64) -> u32 {
     match blocks {
-        ..32_768 => MIN_JOURNAL,
+        ..32_768 => MIN_JOURNAL_BLOCKS,
         32_768..262_144 => 4096,
         262_144..524_288 => 8192,
         _ => 16_384,
     }
 }
 
-/// Leaves out a last group that would be too short.
+/// The number of blocks without a last group that would be too short.
 fn whole_groups(blocks: u64) -> u64 {
     let groups = blocks.div_ceil(BLOCKS_PER_GROUP);
     let last = blocks % BLOCKS_PER_GROUP;
@@ -297,7 +308,7 @@ fn inodes_per_group(blocks: u64, inodes: u32) -> Option<u32> {
     };
     let groups = blocks.div_ceil(BLOCKS_PER_GROUP);
     let wanted = u64::from(inodes) + u64::from(crate::format::inode_number::FIRST) + 1;
-    // Half as many again, so that there is room to write.
+    // Half as many again, for files that are created later.
     let per_group = (bytes / bytes_per_inode)
         .max(wanted + wanted / 2)
         .div_ceil(groups)
@@ -307,7 +318,8 @@ fn inodes_per_group(blocks: u64, inodes: u32) -> Option<u32> {
         .then_some(per_group as u32)
 }
 
-/// Groups 0 and 1, and powers of 3, 5 and 7.
+/// Whether a group begins with the superblock or a backup of it: groups 0 and 1, and powers of 3, 5
+/// and 7.
 pub(crate) fn has_backup(group: u32) -> bool {
     let is_power = |base: u32| {
         let mut rest = group;
@@ -321,16 +333,16 @@ pub(crate) fn has_backup(group: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{Geometry, Size, has_backup};
+    use super::{Geometry, GeometryOptions, has_backup};
     use crate::BlockRange;
 
     fn geometry(bytes: u64) -> Geometry {
-        let size = Size {
+        let options = GeometryOptions {
             bytes,
             inodes: 0,
             journal_blocks: None,
         };
-        Geometry::new(size).expect("a geometry")
+        Geometry::new(options).expect("a geometry")
     }
 
     #[test]
@@ -342,7 +354,7 @@ mod tests {
     #[test]
     fn areas_lie_between_backups() {
         let geometry = geometry(64 << 30);
-        let areas: Vec<BlockRange> = geometry.whole_areas(0).take(3).collect();
+        let areas: Vec<BlockRange> = geometry.whole_areas().take(3).collect();
         let groups: Vec<(u64, u64)> = areas
             .iter()
             .map(|area| (area.start / 32_768, area.count / 32_768))
@@ -359,12 +371,12 @@ mod tests {
 
     #[test]
     fn more_inodes_than_bits_of_bitmaps_are_refused() {
-        let size = Size {
+        let options = GeometryOptions {
             bytes: 128 << 20,
             inodes: 40_000,
             journal_blocks: None,
         };
-        let message = Geometry::new(size).expect_err("too many").to_string();
+        let message = Geometry::new(options).expect_err("too many").to_string();
         assert!(
             message.ends_with("is too small for the inodes"),
             "{message}"

@@ -5,8 +5,8 @@
 //! attributes, an empty journal. It writes no content and reads none. The same description gives
 //! the same bytes.
 //!
-//! 1. [`Geometry`] computes from a [`Size`] where tables and journal lie, and which areas are free
-//!    for content.
+//! 1. [`Geometry`] computes from [`GeometryOptions`] where tables and journal lie, and which areas
+//!    are free for content.
 //! 2. [`Writer::add`] takes one [`Node`] after the other and passes metadata to a [`Sink`].
 //! 3. [`Writer::finish`] compares names with inodes, and writes what depends on all of them.
 //!
@@ -14,8 +14,8 @@
 //!
 //! ```
 //! use bcow_ext4::{
-//!     BlockRange, Content, Entry, Extent, FileKind, Geometry, Identity, InodeNumber, Node, Sink,
-//!     Size, Timestamp, Writer,
+//!     BlockRange, Content, Entry, Extent, FileKind, Geometry, GeometryOptions, Identity,
+//!     InodeNumber, Node, Sink, Timestamp, Writer,
 //! };
 //!
 //! struct Image(Vec<u8>);
@@ -29,7 +29,8 @@
 //! }
 //!
 //! # fn main() -> Result<(), bcow_ext4::Ext4Error> {
-//! let geometry = Geometry::new(Size { bytes: 16 << 20, inodes: 2, journal_blocks: None })?;
+//! let options = GeometryOptions { bytes: 16 << 20, inodes: 2, journal_blocks: None };
+//! let geometry = Geometry::new(options)?;
 //! let mut image = Image(vec![0; 16 << 20]);
 //! let content = BlockRange { start: geometry.front_end() + 64, count: 1 };
 //! let identity = Identity {
@@ -85,7 +86,7 @@ mod writer;
 mod xattr;
 
 pub use error::{Ext4Error, InodeProblem};
-pub use geometry::{Geometry, MAX_BYTES, MIN_BYTES, Size};
+pub use geometry::{Geometry, GeometryOptions, MAX_BYTES, MIN_BYTES};
 pub use node::{
     BlockRange, Content, DeviceNumber, Entry, Extent, FileKind, InodeNumber, Node, Timestamp, Xattr,
 };

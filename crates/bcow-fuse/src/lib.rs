@@ -34,7 +34,7 @@ mod mountinfo;
 pub mod options;
 mod outcome;
 mod process;
-mod readers;
+mod request_threads;
 pub mod session;
 pub mod signals;
 pub mod stats;

@@ -19,7 +19,7 @@ use crate::kernel::{KernelCloser, KernelUnmounter};
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
-use crate::readers::Readers;
+use crate::request_threads::RequestThreads;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 use crate::takeover::{self, Handover, duplicate};
@@ -205,20 +205,21 @@ impl Session {
     ) -> Result<Self, MountError> {
         stats.set_mounted(mount.target(), content.errors());
         idle::watch(&stats);
-        let (readers, config) = readers(threads);
+        let (request_threads, config) = request_threads(threads);
         let agreed = Arc::default();
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
         let (fuse, union) = match content {
             Content::Image(fs) => {
-                let adapter = ReadOnly::new(fs, stats, readers, options.permissions(), seen);
+                let adapter =
+                    ReadOnly::new(fs, stats, request_threads, options.permissions(), seen);
                 (connection.begin(adapter, config).map(Fuse::ReadOnly), None)
             }
             Content::Union(union) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&union), outcome.descriptor());
                 let (fs, cache) = (Arc::clone(&union), options.write_cache());
-                let adapter = Writable::new(fs, stats, readers, cache, gate.clone(), seen);
+                let adapter = Writable::new(fs, stats, request_threads, cache, gate.clone(), seen);
                 let fuse = connection.begin(adapter, config).map(Fuse::Writable);
                 (fuse, Some(Closing { union, outcome }))
             }
@@ -444,10 +445,10 @@ impl Unmounter {
 }
 
 /// The turns of the threads that answer requests, and fuser's settings for them.
-fn readers(threads: usize) -> (Arc<Readers>, fuser::Config) {
+fn request_threads(threads: usize) -> (Arc<RequestThreads>, fuser::Config) {
     let mut config = fuser::Config::default();
     let threads = threads.max(1);
-    // One thread more than answer requests: see `Readers`.
+    // One thread more than answer requests: see `RequestThreads`.
     config.n_threads = Some(threads + 1);
-    (Readers::new(threads), config)
+    (RequestThreads::new(threads), config)
 }

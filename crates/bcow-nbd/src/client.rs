@@ -1,4 +1,4 @@
-//! A client in the transmission phase, as all workers of its connection share it.
+//! A client in the transmission phase. All workers of its connection share this state.
 
 use std::sync::Arc;
 
@@ -16,7 +16,8 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Sends the waiting replies.
+    /// Sends the pending replies and removes them from `replies`. After an error, shuts down the
+    /// connection.
     pub(crate) fn send(&self, replies: &mut Replies) -> Result<(), SessionEnd> {
         if replies.bytes().is_empty() {
             return Ok(());
@@ -25,7 +26,7 @@ impl Client {
         let sent = self.socket.send(replies.bytes(), patience);
         replies.clear();
         sent.map_err(|error| {
-            // Half a reply may have been sent, so no further reply can follow.
+            // A part of a reply may have been sent, so the client cannot decode a further reply.
             self.socket.cut();
             error.into()
         })

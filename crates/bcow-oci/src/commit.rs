@@ -29,12 +29,12 @@ use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
 use crate::prefetch::Prefetch;
-use crate::space::{BLOCK_BYTES, LOWER_FROM, PIECE_BYTES, REGION_BYTES, inline_max};
+use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, REGION_BYTES, inline_max};
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
 
 /// The byte where the address space of the images below begins in a device of changes.
-pub const BASE_FROM: u64 = (LOWER_FROM as u64) * BLOCK_BYTES;
+pub const BASE_FROM: u64 = (FIRST_LOWER_BLOCK as u64) * BLOCK_BYTES;
 
 /// An image below.
 pub struct Base<'b> {
@@ -239,7 +239,7 @@ fn finish(
     let mut windows = Vec::new();
     for base in base {
         windows.push(ContentWindow {
-            from: LOWER_FROM
+            from: FIRST_LOWER_BLOCK
                 .checked_add(block(base.start)?)
                 .ok_or_else(too_large)?,
             to: block(next)?,

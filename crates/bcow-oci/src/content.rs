@@ -12,8 +12,8 @@ use std::sync::Arc;
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
 
 use crate::error::{ConvertError, Exceeded, LimitKind, Place, check_limit};
-use crate::lower::{LowerIndex, LowerPiece, LowerUsed};
-use crate::space::{BLOCK_BYTES, LOWER_FROM, PIECE_BYTES};
+use crate::lower::{LowerIndex, LowerPiece, UsedLayers};
+use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES};
 use crate::tails::TailStore;
 use crate::tar::SparseMap;
 
@@ -137,10 +137,10 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// The lower layers that content refers to.
-    pub(crate) fn lower_used(&self) -> LowerUsed {
+    pub(crate) fn lower_used(&self) -> UsedLayers {
         match &self.lower {
             Some(lower) => lower.used(&self.lower_used),
-            None => LowerUsed::default(),
+            None => UsedLayers::default(),
         }
     }
 
@@ -385,7 +385,7 @@ impl<S: ContentSink> ContentWriter<S> {
         let block = position / BLOCK_BYTES;
         let end = block.saturating_add(bytes.div_ceil(BLOCK_BYTES));
         let allowed = match self.lower {
-            Some(_) => LOWER_FROM.into(),
+            Some(_) => FIRST_LOWER_BLOCK.into(),
             None => MAX_BLOCKS,
         };
         match u32::try_from(block) {

@@ -1,10 +1,10 @@
 //! Copies images in BCoW form, byte for byte, between files, layouts and registries.
 //!
-//! A copy to a file or a directory writes each file under a temporary name. After an interruption,
-//! the next copy finds the partial file by this name. It compares each chunk of the partial file
-//! with the Merkle tree, and reads only missing and wrong chunks from the source. A copy to an
-//! archive or a registry does not continue partial files. A blob that the directory or the registry
-//! already has is not copied.
+//! A copy to a file, or to a layout in a directory, writes each file under a temporary name. After
+//! an interruption, the next copy finds the partial file by this name. It compares each chunk of
+//! the partial file with the Merkle tree, and reads only missing and wrong chunks from the source.
+//! A copy to an archive or a registry starts from the beginning. A blob that the layout or the
+//! registry has already is not copied.
 
 mod file;
 mod image;
@@ -33,18 +33,18 @@ pub use image::CopyImage;
 pub struct CopyOptions {
     /// Number of threads that compare and read chunks. A copy to a registry does not use it.
     pub threads: usize,
-    /// Cancels the copy when it is set.
+    /// Cancels the copy when the value becomes true.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
-/// Where an image is copied to.
+/// The destination of a copy of an image.
 #[derive(Debug, Clone)]
-pub struct CopyTo {
-    /// The layout's directory, or the file of an archive. A copy to a registry does not use it.
+pub struct CopyDestination {
+    /// The directory of the layout. For an archive, the file. For a registry, unused.
     pub directory: PathBuf,
     /// Directory, archive or registry.
     pub form: LayoutForm,
-    /// Name of the image in the layout. A copy to a registry does not use it.
+    /// Name of the image in the layout. For a registry, unused.
     pub reference: Option<String>,
 }
 
@@ -56,13 +56,13 @@ pub struct FileReport {
     pub merkle_root: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Bytes that were read from the source and written. An interrupted copy had written the other
-    /// bytes.
+    /// Bytes that were read from the source and written. The other bytes come from an interrupted
+    /// copy.
     pub copied_bytes: u64,
 }
 
 impl FileReport {
-    /// The report of a copy that another crate has made, such as a copy to S3.
+    /// The report of a copy that the caller made itself, such as a copy to S3.
     pub fn new(merkle_root: &[u8; 32], file_bytes: u64, copied_bytes: u64) -> Self {
         FileReport {
             merkle_root: hex(merkle_root),
@@ -88,14 +88,14 @@ pub struct ImageReport {
 pub struct BlobReport {
     /// Digest of the blob.
     pub digest: Digest,
-    /// Its length in bytes.
+    /// Length of the blob in bytes.
     pub bytes: u64,
     /// Bytes that were copied; 0 if the destination had the blob. A copy to a layout always writes
     /// the configuration.
     pub copied_bytes: u64,
 }
 
-/// Copies one file to `destination`, which is created or replaced when the copy is complete.
+/// Copies one file to `destination`. The path shows the new file only when the copy is complete.
 pub fn copy_file(
     file: &CopyFile,
     destination: &Path,
@@ -116,11 +116,11 @@ pub fn copy_file(
     })
 }
 
-/// Copies an image into a layout or a registry. The index or the tag names the image only after all
-/// its blobs are in the layout or the registry.
+/// Copies an image into a layout or a registry. The image gets its entry in the index, or its tag,
+/// after all its blobs.
 pub fn copy_image(
     image: &CopyImage,
-    to: &CopyTo,
+    to: &CopyDestination,
     options: &CopyOptions,
     progress: &dyn Progress,
 ) -> Result<ImageReport, ConvertError> {
@@ -134,10 +134,10 @@ pub fn copy_image(
     })
 }
 
-/// Copies into a layout.
+/// Copies an image into a layout.
 fn store(
     image: &CopyImage,
-    to: &CopyTo,
+    to: &CopyDestination,
     options: &CopyOptions,
     progress: &dyn Progress,
 ) -> Result<Vec<BlobReport>, ConvertError> {
@@ -195,7 +195,7 @@ fn store(
     Ok(reports)
 }
 
-/// Copies into a registry.
+/// Copies an image into a registry.
 fn send(
     image: &CopyImage,
     upload: &dyn Upload,
@@ -276,7 +276,8 @@ mod tests {
 
     use super::*;
 
-    /// A registry that takes nothing. The user cancels the copy while it opens the first blob.
+    /// A registry without blobs. The user cancels the copy when the upload of the first blob
+    /// begins.
     struct Cancelled(Arc<AtomicBool>);
 
     impl Upload for Cancelled {

@@ -1,6 +1,7 @@
-//! References from a layer to content that lower layers of the image have.
+//! References from a layer to content of the lower layers of its image.
 //!
-//! A layer with such references has windows onto those lower layers behind its own metadata.
+//! The index finds a piece (see [`crate::content`]) in a lower layer by its hash. A layer that
+//! refers to such pieces has windows onto the lower layers, behind its own metadata.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -10,23 +11,25 @@ use bcow::{BlockDevice, Error, Image, ImageWriter};
 use bcow_erofs::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode};
 use bcow_erofs::writer::ContentWindow;
 
-use crate::space::{BLOCK_BYTES, INLINE_MAX, LOWER_FROM, PIECE_BYTES, REGION_BYTES};
+use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, INLINE_MAX, PIECE_BYTES, REGION_BYTES};
 
-/// The pieces of the lower layers by their BLAKE3 hash.
+/// The pieces of the lower layers, by BLAKE3 hash.
 #[derive(Clone, Default)]
 pub(crate) struct LowerIndex {
     pieces: HashMap<[u8; 32], LowerPiece>,
     layers: Vec<LowerLayer>,
 }
 
-/// Location of a piece.
+/// The location of a piece in the lower layers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LowerPiece {
     /// Index of the layer.
     pub layer: u32,
-    /// Its first block.
+    /// Number of its first block. The block numbers of lower layers begin at
+    /// [`FIRST_LOWER_BLOCK`].
     pub start: u32,
-    /// Bytes at the end of the piece that are stored inline, beside an inode, and not in blocks.
+    /// Bytes at the end of the piece that are not in these blocks. A reference stores a copy of
+    /// them inline.
     pub tail: u16,
 }
 
@@ -35,61 +38,65 @@ struct LowerLayer {
     digest: [u8; 32],
     /// Size of the layer's address space in bytes.
     size: u64,
-    /// Bytes of the address space that are the layer's own content, not a window.
-    own: u64,
-    /// Block number of the layer's first byte.
-    first: u32,
+    /// Bytes of the address space before the first window: the layer's own content and metadata.
+    own_bytes: u64,
+    /// Block number of the layer's first block.
+    first_block: u32,
 }
 
 impl LowerIndex {
-    /// Adds a layer: reads all of its own content, which ends at byte `content_end`; its windows,
-    /// if it has any, start at `own`. Layers are added lowest first; of equal pieces the lowest
-    /// layer's is used.
+    /// Adds a layer. Reads the whole content of the layer itself, which ends at byte `content_end`.
+    /// The windows of the layer, if it has any, start at `own_bytes`.
     ///
-    /// A layer is not added if there are no block numbers left for it.
+    /// The caller adds the lowest layer first. Of equal pieces, the index keeps the first one. A
+    /// layer for which there are not enough block numbers is not added.
     pub(crate) fn add(
         &mut self,
         image: &Arc<Image>,
         digest: [u8; 32],
-        own: u64,
+        own_bytes: u64,
         content_end: u64,
     ) -> Result<(), ErofsError> {
-        let first = self.layers.last().map_or(u64::from(LOWER_FROM), |last| {
-            u64::from(last.first) + last.own.next_multiple_of(REGION_BYTES) / BLOCK_BYTES
-        });
-        let end = first + own.div_ceil(BLOCK_BYTES);
-        let (Ok(first), true) = (u32::try_from(first), end < u64::from(u32::MAX)) else {
+        let first_block = self
+            .layers
+            .last()
+            .map_or(u64::from(FIRST_LOWER_BLOCK), |last| {
+                u64::from(last.first_block)
+                    + last.own_bytes.next_multiple_of(REGION_BYTES) / BLOCK_BYTES
+            });
+        let end = first_block + own_bytes.div_ceil(BLOCK_BYTES);
+        let (Ok(first_block), true) = (u32::try_from(first_block), end < u64::from(u32::MAX))
+        else {
             return Ok(());
         };
         let layer = self.layers.len() as u32;
         self.layers.push(LowerLayer {
             digest,
             size: image.size(),
-            own,
-            first,
+            own_bytes,
+            first_block,
         });
         let fs = Filesystem::open(image.clone())?;
-        let mut pieces = Pieces {
+        let mut indexer = PieceIndexer {
             fs: &fs,
             content_end,
             layer,
-            first,
+            first_block,
             buffer: Vec::new(),
             index: self,
         };
         let mut pending = vec![fs.root()];
-        // The layer was read as a tree before, which ensures that each directory occurs once.
         while let Some(nid) = pending.pop() {
             let inode = fs.inode(nid)?;
             match inode.kind {
                 FileType::Directory => fs.read_dir(&inode, 0, &mut |entry| {
-                    let known = matches!(entry.name, b"." | b"..");
-                    if !known && matches!(entry.kind, FileType::Directory | FileType::Regular) {
+                    let is_dot = matches!(entry.name, b"." | b"..");
+                    if !is_dot && matches!(entry.kind, FileType::Directory | FileType::Regular) {
                         pending.push(entry.nid);
                     }
                     std::ops::ControlFlow::Continue(())
                 })?,
-                _ => pieces.file(&inode)?,
+                _ => indexer.add_file(&inode)?,
             }
         }
         Ok(())
@@ -100,23 +107,24 @@ impl LowerIndex {
     }
 
     /// The layers with these indexes.
-    pub(crate) fn used(&self, layers: &BTreeSet<u32>) -> LowerUsed {
-        LowerUsed(layers.iter().map(|&i| self.layers[i as usize]).collect())
+    pub(crate) fn used(&self, layers: &BTreeSet<u32>) -> UsedLayers {
+        UsedLayers(layers.iter().map(|&i| self.layers[i as usize]).collect())
     }
 }
 
-struct Pieces<'a> {
+/// Adds the pieces of one layer to the index.
+struct PieceIndexer<'a> {
     fs: &'a Filesystem,
     content_end: u64,
     layer: u32,
-    first: u32,
+    first_block: u32,
     buffer: Vec<u8>,
     index: &'a mut LowerIndex,
 }
 
-impl Pieces<'_> {
-    /// Splits a file into pieces in the same way as the converter.
-    fn file(&mut self, inode: &Inode) -> Result<(), ErofsError> {
+impl PieceIndexer<'_> {
+    /// Adds the pieces of a file. The borders of pieces are those of the converter.
+    fn add_file(&mut self, inode: &Inode) -> Result<(), ErofsError> {
         const PIECE: u64 = PIECE_BYTES as u64;
         let mut at = 0;
         while at < inode.size
@@ -124,7 +132,7 @@ impl Pieces<'_> {
         {
             let length = (inode.size - at).min(PIECE);
             match extent.source {
-                // A hole can be longer than any number of pieces.
+                // One step over all pieces that are holes: a file can declare terabytes of holes.
                 ExtentSource::Hole => {
                     let end = at + extent.length;
                     at = (at + PIECE).max(end - end % PIECE);
@@ -134,7 +142,7 @@ impl Pieces<'_> {
                     let in_blocks = extent.length.min(length);
                     let tail = length - in_blocks;
                     if self.is_piece(inode, at, offset, in_blocks, tail) {
-                        self.take(inode, at, length, offset, tail as u16)?;
+                        self.add_piece(inode, at, length, offset, tail as u16)?;
                     }
                 }
             }
@@ -143,7 +151,8 @@ impl Pieces<'_> {
         Ok(())
     }
 
-    /// Whether a piece is contiguous in this layer's own content, except for a tail.
+    /// Whether the blocks of a piece are contiguous in the layer's own content. A short tail may be
+    /// elsewhere.
     fn is_piece(&self, inode: &Inode, at: u64, offset: u64, in_blocks: u64, tail: u64) -> bool {
         let is_own = offset.is_multiple_of(BLOCK_BYTES) && offset + in_blocks <= self.content_end;
         let has_tail = tail <= INLINE_MAX.into()
@@ -152,7 +161,7 @@ impl Pieces<'_> {
         is_own && (tail == 0 || has_tail)
     }
 
-    fn take(
+    fn add_piece(
         &mut self,
         inode: &Inode,
         at: u64,
@@ -164,8 +173,8 @@ impl Pieces<'_> {
         self.fs.read(inode, at, &mut self.buffer)?;
         let piece = LowerPiece {
             layer: self.layer,
-            // The piece is within the layer's own bytes, all of which have block numbers.
-            start: self.first + (offset / BLOCK_BYTES) as u32,
+            // The sum is a block number: all blocks of the layer's own content have one.
+            start: self.first_block + (offset / BLOCK_BYTES) as u32,
             tail,
         };
         let key = *blake3::hash(&self.buffer).as_bytes();
@@ -176,15 +185,15 @@ impl Pieces<'_> {
 
 /// The lower layers that a layer refers to, lowest first.
 #[derive(Default)]
-pub(crate) struct LowerUsed(Vec<LowerLayer>);
+pub(crate) struct UsedLayers(Vec<LowerLayer>);
 
-impl LowerUsed {
+impl UsedLayers {
     /// Places the windows in an address space whose own content ends at byte `end`.
     pub(crate) fn windows(self, end: u64) -> LowerWindows {
         let mut next = end;
         let place = |layer: LowerLayer| {
             let start = next.next_multiple_of(REGION_BYTES);
-            next = start + layer.own;
+            next = start + layer.own_bytes;
             (layer, start)
         };
         LowerWindows(self.0.into_iter().map(place).collect())
@@ -195,28 +204,28 @@ impl LowerUsed {
 pub(crate) struct LowerWindows(Vec<(LowerLayer, u64)>);
 
 impl LowerWindows {
-    /// The windows in blocks, for the addresses of the file system.
+    /// The windows in blocks, for the block addresses in the EROFS metadata.
     pub(crate) fn content(&self) -> Vec<ContentWindow> {
         let window = |&(layer, start): &(LowerLayer, u64)| ContentWindow {
-            from: layer.first,
-            // A window beyond the addressable blocks is refused when its end is checked.
+            from: layer.first_block,
+            // The EROFS writer refuses a window that ends behind the last block number.
             to: u32::try_from(start / BLOCK_BYTES).unwrap_or(u32::MAX),
-            blocks: (layer.own / BLOCK_BYTES) as u32,
+            blocks: (layer.own_bytes / BLOCK_BYTES) as u32,
         };
         self.0.iter().map(window).collect()
     }
 
-    /// Appends the windows.
+    /// Adds the lower layers as backings, and appends the windows.
     pub(crate) fn append(&self, writer: &mut ImageWriter) -> Result<(), Error> {
         for (layer, start) in &self.0 {
             let backing = writer.add_backing(BackingEntry {
                 name: BackingName::Digest(layer.digest),
                 size: layer.size,
             });
-            let found = writer.append_window(backing, 0, layer.own)?;
+            let found = writer.append_window(backing, 0, layer.own_bytes)?;
             if found != *start {
                 return Err(Error::Unsupported(format!(
-                    "a window at byte {found} that was to be at byte {start}"
+                    "a window at byte {found}: the metadata expects the window at byte {start}"
                 )));
             }
         }

@@ -7,7 +7,7 @@ pub(crate) const PIECE_BYTES: usize = 1 << 20;
 /// First block number for content of lower layers. The windows onto those layers get their
 /// addresses after the metadata is laid out; until then, blocks of lower layers have numbers from
 /// here on.
-pub(crate) const LOWER_FROM: u32 = 1 << 31;
+pub(crate) const FIRST_LOWER_BLOCK: u32 = 1 << 31;
 /// Windows start at a multiple of this size.
 pub(crate) const REGION_BYTES: u64 = 4 << 20;
 

@@ -13,9 +13,9 @@
 
 mod candidate;
 mod error;
-mod facts;
 mod finder;
 mod locate;
+mod recorded;
 mod remote;
 
 use std::path::{Path, PathBuf};
@@ -27,14 +27,14 @@ use bcow::{Image, OpenOptions, Storage, Verify};
 
 use crate::digest::Digest;
 use crate::name::ImageName;
-use facts::stack_facts;
 use finder::{Finder, FinderResolver, Lookup};
 use locate::check_digest;
+use recorded::recorded_layers;
 
 pub use error::{LayerProblem, StoreError};
-pub use facts::{BackingFacts, LayerFacts, backing_facts};
 pub use finder::{BelowFile, LayerFile, Places};
 pub use locate::{Located, locate};
+pub use recorded::{RecordedBacking, RecordedFile, recorded_backings};
 pub use remote::{RemoteFailure, RemoteFiles};
 
 /// An open image.
@@ -58,9 +58,9 @@ pub struct Opened {
 
 /// A layer of a stack.
 pub struct StackLayer {
-    /// What the stack's metadata records about the layer.
-    pub facts: LayerFacts,
-    /// The file, if it was found and matches `facts`.
+    /// The layer, as the stack's metadata records it.
+    pub recorded: RecordedFile,
+    /// The file, if it was found and matches `recorded`.
     pub file: Option<LayerFile>,
 }
 
@@ -127,33 +127,33 @@ fn open_found(
     };
     // The metadata describes the files below, so it is read before they are opened.
     let alone = Image::open_storage(storage.clone(), options).map_err(cannot_open)?;
-    let facts = match alone.metadata() {
+    let recorded = match alone.metadata() {
         Ok(metadata) => {
-            finder.record_backings(&backing_facts(&metadata), directory);
-            stack_facts(&metadata)
+            finder.record_backings(&recorded_backings(&metadata), directory);
+            recorded_layers(&metadata)
         }
         // An unreadable metadata section is not an error here: the files below are then hashed
         // whole.
         Err(error) if error.code().is_some() => Vec::new(),
         Err(error) => return Err(cannot_open(error)),
     };
-    finder.record_layers(&facts);
+    finder.record_layers(&recorded);
     finder.open_remote_files(&alone);
     drop(alone);
     let resolver = FinderResolver::new(&finder, 0);
     let image =
         Image::open_with_backings(storage.clone(), options, &resolver).map_err(cannot_open)?;
     let height = resolver.height() + 1;
-    let below = finder.below(&facts);
+    let below = finder.below(&recorded);
     let lookups = finder.lookups.into_inner();
-    let layers = facts
+    let layers = recorded
         .into_iter()
-        .map(|facts| StackLayer {
-            file: match lookups.get(&facts.digest) {
+        .map(|recorded| StackLayer {
+            file: match lookups.get(&recorded.digest) {
                 Some(Lookup::Open(file, _)) => Some(file.clone()),
                 _ => None,
             },
-            facts,
+            recorded,
         })
         .collect();
     Ok(Opened {

@@ -1,7 +1,7 @@
-//! Texts of messages.
+//! Formats names, lists and counts for messages.
 
-/// A name from the input in double quotes, with escapes, so that the name cannot send control
-/// sequences to a terminal, and cut to a readable length.
+/// Quotes a name from the input for a message. Escapes prevent control sequences in the name from
+/// reaching a terminal. A name of more than 120 bytes is truncated; its length follows.
 pub(crate) fn quoted(name: &[u8]) -> String {
     const SHOWN: usize = 120;
     let shown = &name[..name.len().min(SHOWN)];
@@ -30,7 +30,7 @@ pub(crate) fn quoted(name: &[u8]) -> String {
     text
 }
 
-/// The first items of a list, and the number of the others.
+/// The first 20 items of a list, separated by commas, and the number of other items.
 pub(crate) fn listed(items: &[String]) -> String {
     const SHOWN: usize = 20;
     let mut text = items[..items.len().min(SHOWN)].join(", ");
@@ -40,7 +40,7 @@ pub(crate) fn listed(items: &[String]) -> String {
     text
 }
 
-/// `1 layer`, `2 layers`.
+/// A count with its noun: `1 layer`, `2 layers`. The plural of the noun must end in `s`.
 pub(crate) fn plural(count: u64, noun: &str) -> String {
     match count {
         1 => format!("1 {noun}"),

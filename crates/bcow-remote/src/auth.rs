@@ -17,7 +17,7 @@ use ureq::http::{HeaderMap, Method};
 use crate::address::Address;
 use crate::client::{Client, Content};
 use crate::error::{Fault, Problem};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 
 /// Largest size of the answer of a token server.
 const TOKEN_BYTES: u64 = 1 << 20;
@@ -126,12 +126,12 @@ impl Auth {
         &self,
         client: &Client,
         registry: &Address,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Option<String>, Fault> {
         let mut state = self.state();
         match &state.header {
             Some((_, Some(renewal))) if *renewal <= Instant::now() => {
-                self.renew(&mut state, client, registry, patience)?;
+                self.renew(&mut state, client, registry, budget)?;
             }
             _ => {}
         }
@@ -146,7 +146,7 @@ impl Auth {
         sent: Option<&str>,
         client: &Client,
         registry: &Address,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<(), Fault> {
         let mut state = self.state();
         // Another thread may have got a token meanwhile.
@@ -160,7 +160,7 @@ impl Auth {
             .max_by_key(|challenge| matches!(challenge, Challenge::Bearer { .. }))
             .ok_or_else(|| denied("the registry asks for an unknown form of credentials"))?;
         state.challenge = Some(challenge);
-        self.renew(&mut state, client, registry, patience)?;
+        self.renew(&mut state, client, registry, budget)?;
         match &state.header {
             Some((header, _)) if Some(&**header) == sent => {
                 state.header = None;
@@ -175,7 +175,7 @@ impl Auth {
         state: &mut State,
         client: &Client,
         registry: &Address,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<(), Fault> {
         let credentials = self
             .keychain
@@ -206,7 +206,7 @@ impl Auth {
                     service.as_deref(),
                     scopes,
                     credentials.as_ref(),
-                    patience,
+                    budget,
                 )?;
                 client.counters.tokens.fetch_add(1, Ordering::Relaxed);
                 Some(token)
@@ -248,7 +248,7 @@ fn fetch_token(
     service: Option<&str>,
     scopes: &[String],
     credentials: Option<&Credentials>,
-    patience: &Patience,
+    budget: &RetryBudget,
 ) -> Result<(String, Option<Instant>), Fault> {
     if credentials.is_some() {
         require_secrecy(realm)?;
@@ -269,7 +269,7 @@ fn fetch_token(
             let form = encode(&fields);
             let kind = [("content-type", "application/x-www-form-urlencoded")];
             let content = Content::Bytes(form.as_bytes());
-            client.send(Method::POST, realm, &kind, content, patience)?
+            client.send(Method::POST, realm, &kind, content, budget)?
         }
         _ => {
             let mut fields: Vec<_> = scopes
@@ -288,7 +288,7 @@ fn fetch_token(
                 .iter()
                 .map(|value| ("authorization", value.as_str()))
                 .collect();
-            client.get(&address, &headers, patience)?
+            client.get(&address, &headers, budget)?
         }
     };
     if answer.status != 200 {

@@ -5,9 +5,9 @@
 //! them at each read. So several processes may write to one file, a crash may tear a write, and a
 //! file may be deleted, at any time.
 
-mod bound;
 mod claims;
 mod entries;
+mod eviction;
 mod names;
 mod verify;
 
@@ -28,7 +28,7 @@ use rustix::fs::{
 use sha2::{Digest, Sha256};
 
 use crate::tree::Hash;
-use bound::{Recent, Recents};
+use eviction::{RecentRanges, RecentRangesByRoot};
 
 pub(crate) use claims::Held;
 pub use entries::{CacheEntry, EntryKind, Prune, Pruned};
@@ -65,11 +65,11 @@ struct Directory {
     limit: Option<u64>,
     /// Bytes that this process has written since it last compared the cache with the limit.
     uncompared_bytes: AtomicU64,
-    /// What this process has read and written lately, by file.
-    recents: Recents,
-    /// Held by the thread that evicts; the others do not wait for it. Taken before the lock of
-    /// `recents`, and before the exclusive lock on the directory, which keeps other processes from
-    /// evicting at the same time.
+    /// The ranges of each file that this process has read or written since their last eviction.
+    recent_ranges: RecentRangesByRoot,
+    /// Locked by the thread that evicts. Other threads do not wait for it. Acquired before the lock
+    /// of `recent_ranges`, and before the exclusive lock on the directory, which prevents an
+    /// eviction by another process at the same time.
     evicting: Mutex<()>,
 }
 
@@ -80,7 +80,7 @@ impl Directory {
             path,
             limit: None,
             uncompared_bytes: AtomicU64::new(0),
-            recents: Recents::default(),
+            recent_ranges: RecentRangesByRoot::default(),
             evicting: Mutex::default(),
         }
     }
@@ -292,7 +292,7 @@ pub(crate) struct CacheFile {
     cache: Cache,
     file: File,
     name: PathBuf,
-    recent: Arc<Recent>,
+    recent: Arc<RecentRanges>,
     /// Milliseconds from `opened` until a write is tried again after a failed one; 0 without a
     /// failure.
     paused_until: AtomicU64,
@@ -311,7 +311,7 @@ impl CacheFile {
         touch(&file);
         CacheFile {
             name: cache.0.path.join(name(root)),
-            recent: cache.0.recents.of(root),
+            recent: cache.0.recent_ranges.of(root),
             cache,
             file,
             paused_until: AtomicU64::new(0),
@@ -351,7 +351,7 @@ impl CacheFile {
             return;
         }
         self.recent.mark(offset);
-        self.cache.wrote(bytes.len() as u64);
+        self.cache.count_written(bytes.len() as u64);
     }
 
     /// Whether nothing is written for now, as the last write has failed.
@@ -380,10 +380,9 @@ impl CacheFile {
         self.cache.limit()
     }
 
-    /// Evicts what is too much, if there is a limit. Called when no other thread waits for this
-    /// one.
-    pub(crate) fn keep_limit(&self) {
-        self.cache.keep_limit();
+    /// Evicts data if the cache exceeds its limit. Called when no other thread waits for this one.
+    pub(crate) fn enforce_limit(&self) {
+        self.cache.enforce_limit();
     }
 
     /// Records where the file comes from, for the user. Not every file system can.
@@ -438,7 +437,7 @@ impl NewCacheFile {
             Err(error) => return Err(error.into()),
         }
         let length = rustix::fs::fstat(&self.file).map_or(0, |found| found.st_size as u64);
-        self.cache.wrote(length);
+        self.cache.count_written(length);
         Ok(CacheFile::new(self.cache, self.file, root))
     }
 }

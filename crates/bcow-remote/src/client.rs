@@ -13,7 +13,7 @@ use ureq::{Agent, AsSendBody, SendBody};
 use crate::address::{Address, Transport};
 use crate::error::{Fault, Problem, Retry};
 use crate::figures::{Counters, Traffic};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 
 /// Requests at one time, over all servers. More would compete for the same network.
 const CONNECTIONS: usize = 16;
@@ -111,30 +111,30 @@ impl Client {
     }
 
     /// Sends a GET request, and returns what the server answers, with any status. The answer must
-    /// be complete at the deadline of `patience`.
+    /// be complete at the deadline of `budget`.
     pub(crate) fn get(
         &self,
         address: &Address,
         headers: &[(&str, &str)],
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
-        self.send(Method::GET, address, headers, Content::Nothing, patience)
+        self.send(Method::GET, address, headers, Content::Nothing, budget)
     }
 
     /// Sends a request, and returns what the server answers, with any status. The answer must be
-    /// complete at the deadline of `patience`; the time in which a stream is sent does not count.
+    /// complete at the deadline of `budget`; the time in which a stream is sent does not count.
     pub(crate) fn send(
         &self,
         method: Method,
         address: &Address,
         headers: &[(&str, &str)],
         content: Content<'_>,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let agent = self.agent(address)?;
-        let (running, left) = self.begin(address, patience)?;
+        let (running, left) = self.begin(address, budget)?;
         let traffic = self.counters.request(address.origin());
-        let silence = patience.longest_silence().min(left);
+        let silence = budget.longest_silence().min(left);
         let mut request = Request::builder().method(method).uri(address.uri());
         for (name, value) in headers {
             request = request.header(*name, *value);
@@ -148,7 +148,7 @@ impl Client {
         let limits = Limits {
             silence,
             sending,
-            deadline: patience.deadline(),
+            deadline: budget.deadline(),
         };
         match content {
             Content::Nothing => call(agent, request.body(()), limits, running, traffic),
@@ -161,11 +161,11 @@ impl Client {
         }
     }
 
-    fn begin(&self, address: &Address, patience: &Patience) -> Result<(Running, Duration), Fault> {
+    fn begin(&self, address: &Address, budget: &RetryBudget) -> Result<(Running, Duration), Fault> {
         address.check(self.transport).map_err(Problem::permanent)?;
-        let late = || Problem::Timeout(patience.longest_silence()).permanent();
-        let permit = self.permits.take(patience.deadline()).ok_or_else(late)?;
-        let left = patience
+        let late = || Problem::Timeout(budget.longest_silence()).permanent();
+        let permit = self.permits.take(budget.deadline()).ok_or_else(late)?;
+        let left = budget
             .deadline()
             .checked_duration_since(Instant::now())
             .filter(|left| !left.is_zero())

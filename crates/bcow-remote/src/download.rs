@@ -15,9 +15,9 @@ use sha2::{Digest, Sha256};
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem};
 use crate::mirrors::{Mirror, Sources};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 use crate::shared::Shared;
-use crate::source::{Ranged, Source};
+use crate::source::{RangeAnswer, Source};
 
 /// Bytes that must arrive before the time for a silent server begins again. So a server that sends
 /// a byte now and then does not hold a reader for ever.
@@ -38,7 +38,7 @@ pub struct Download {
     at: u64,
     /// The running answer, and the number of bytes that came from it.
     body: Option<(AnswerBody, u64)>,
-    patience: Patience,
+    budget: RetryBudget,
     /// Bytes since the time began again.
     fresh_bytes: u64,
     /// When the last read ended. The time that the caller takes does not count.
@@ -72,7 +72,7 @@ impl Download {
             digest: String::new(),
             mirrors: Vec::new(),
             from_mirror: None,
-            patience: shared.opening(),
+            budget: shared.opening(),
             shared,
             source,
             length,
@@ -95,7 +95,7 @@ impl Download {
                 Ok(None) => {}
                 Err(fault) => {
                     self.body = None;
-                    self.patience.wait(fault)?;
+                    self.budget.wait(fault)?;
                 }
             }
         }
@@ -104,13 +104,13 @@ impl Download {
     fn advance(&mut self, bytes: u64) {
         if self.at == 0 {
             // The server has the blob. From here on it may be gone for a while.
-            self.patience = self.shared.reading();
+            self.budget = self.shared.reading();
         }
         self.at += bytes;
         self.fresh_bytes += bytes;
         if self.fresh_bytes >= PROGRESS_BYTES {
             self.fresh_bytes = 0;
-            self.patience.progress();
+            self.budget.progress();
         }
     }
 
@@ -123,7 +123,7 @@ impl Download {
                 self.body.insert((body, 0))
             }
         };
-        body.extend(self.patience.left());
+        body.extend(self.budget.left());
         match body.read(buf)? {
             0 if *got > 0 => {
                 self.body = None;
@@ -140,12 +140,12 @@ impl Download {
     /// Requests what is missing.
     fn request(&mut self) -> Result<AnswerBody, Fault> {
         let (announced, body) = match self.at {
-            0 => self.source.whole(&self.patience)?,
+            0 => self.source.whole(&self.budget)?,
             at => {
                 tracing::debug!("{}: continued at byte {at}", self.source.address());
-                match self.source.range(at, self.length, &self.patience)? {
-                    Ranged::Part { total, body, .. } => (total, body),
-                    Ranged::Whole { length, body } => (length, self.skip(body)?),
+                match self.source.range(at, self.length, &self.budget)? {
+                    RangeAnswer::Part { total, body, .. } => (total, body),
+                    RangeAnswer::Whole { length, body } => (length, self.skip(body)?),
                 }
             }
         };
@@ -181,7 +181,7 @@ impl Download {
             body.read_exact(&mut buf[..step])?;
             left -= step as u64;
         }
-        self.patience.progress();
+        self.budget.progress();
         Ok(body)
     }
 
@@ -203,7 +203,7 @@ impl Download {
                     tracing::debug!("{place}: the mirror does not have it");
                 }
                 Err(NotKept::Mirror(problem)) => {
-                    self.patience.give_up(&problem);
+                    self.budget.give_up(&problem);
                     mirror.failed(&problem, &place);
                 }
                 Err(NotKept::Here(error)) => {
@@ -223,7 +223,7 @@ impl Download {
             tempfile::tempfile_in(&self.shared.options.scratch).map_err(NotKept::Here)?;
         let mut hasher = Sha256::new();
         let mut buf = vec![0; MIRROR_BYTES];
-        self.patience = self.shared.of_mirror();
+        self.budget = self.shared.of_mirror();
         while self.at < self.length {
             let wanted = (self.length - self.at).min(buf.len() as u64) as usize;
             let count = self.some(&mut buf[..wanted]).map_err(NotKept::Mirror)?;
@@ -242,7 +242,7 @@ impl Download {
     /// Checks that the server has no byte more.
     fn complete(&mut self) -> Result<(), Problem> {
         if let Some((mut body, _)) = self.body.take() {
-            body.extend(self.patience.left());
+            body.extend(self.budget.left());
             // A connection that breaks here has brought everything.
             if body.read(&mut [0]).is_ok_and(|count| count > 0) {
                 return Err(Problem::Answer(format!(
@@ -272,14 +272,14 @@ impl Read for Download {
         if self.at == 0 && !self.mirrors.is_empty() {
             self.ask_mirrors();
             self.left_at = Instant::now();
-            self.patience = self.shared.opening();
+            self.budget = self.shared.opening();
         }
         if let Some(file) = &mut self.from_mirror {
             let count = file.read(&mut buf[..wanted])?;
             self.at += count as u64;
             return Ok(count);
         }
-        self.patience.shift(self.left_at.elapsed());
+        self.budget.shift(self.left_at.elapsed());
         let result = match wanted {
             0 => self.complete().map(|()| 0),
             wanted => self.some(&mut buf[..wanted]),

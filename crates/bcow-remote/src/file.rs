@@ -20,9 +20,9 @@ use crate::error::{Fault, Problem, RemoteError};
 use crate::figures::Waiting;
 use crate::in_flight::{Claim, InFlight, Until};
 use crate::mirrors::Sources;
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 use crate::shared::{MemoryKey, Shared};
-use crate::source::{Ranged, Source};
+use crate::source::{RangeAnswer, Source};
 use crate::tree::{self, Chunk, Chunks, Hash, HashPlace, Root};
 use claim::Claimed;
 use head::{HEAD_BYTES, Head, head_of_part, read_head};
@@ -171,19 +171,19 @@ impl RemoteFile {
         sources: Sources,
         root: Hash,
     ) -> ControlFlow<Box<Self>, Parts> {
-        let patience = shared.of_mirror();
+        let budget = shared.of_mirror();
         let head = sources.usable().find_map(|copy| {
-            let head = match copy.source.range(0, HEAD_BYTES, &patience) {
-                Ok(Ranged::Part {
+            let head = match copy.source.range(0, HEAD_BYTES, &budget) {
+                Ok(RangeAnswer::Part {
                     bytes, total, body, ..
                 }) => head_of_part(bytes, total, body, Some(root)),
-                Ok(Ranged::Whole { .. }) => {
+                Ok(RangeAnswer::Whole { .. }) => {
                     Err(Problem::NoRanges("it is a mirror".to_owned()).permanent())
                 }
                 Err(fault) => Err(fault),
             };
             head.map_err(|fault| {
-                patience.give_up(&fault.problem);
+                budget.give_up(&fault.problem);
                 copy.failed(&fault.problem, &copy.source.address().to_string());
             })
             .ok()
@@ -206,11 +206,11 @@ impl RemoteFile {
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
         let place = sources.address().to_string();
-        let mut patience = shared.opening();
+        let mut budget = shared.opening();
         let head = loop {
-            match read_head(&shared, &sources.origin, &patience, pin) {
+            match read_head(&shared, &sources.origin, &budget, pin) {
                 Ok(head) => break head,
-                Err(fault) => patience
+                Err(fault) => budget
                     .wait(fault)
                     .map_err(|problem| problem.at(place.as_str()))?,
             }
@@ -249,7 +249,7 @@ impl RemoteFile {
         }
         if let Some(cached) = &file.cached {
             cached.record_origin(&file.name());
-            cached.keep_limit();
+            cached.enforce_limit();
         }
         Ok(file)
     }
@@ -475,7 +475,7 @@ impl RemoteFile {
                 Purpose::Ahead | Purpose::Complete => Ok(()),
             });
             if let Some(cached) = &self.cached {
-                cached.keep_limit();
+                cached.enforce_limit();
             }
             return result;
         }
@@ -600,7 +600,7 @@ impl RemoteFile {
         run: &Run<'_>,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<u64, RemoteError> {
-        let mut patience = match run.purpose {
+        let mut budget = match run.purpose {
             Purpose::Read => self.shared.reading(),
             Purpose::Ahead | Purpose::Complete => self.shared.in_background(),
         };
@@ -608,8 +608,8 @@ impl RemoteFile {
         let mut wrong = 0;
         while done < run.hashes.len() as u64 {
             let before = done;
-            let Err(fault) = self.request(run, &mut done, &patience, sink) else {
-                patience.progress();
+            let Err(fault) = self.request(run, &mut done, &budget, sink) else {
+                budget.progress();
                 continue;
             };
             if done >= run.wanted {
@@ -617,7 +617,7 @@ impl RemoteFile {
                 break;
             }
             if done > before {
-                patience.progress();
+                budget.progress();
                 wrong = 0;
             }
             let mut fault = fault;
@@ -627,7 +627,7 @@ impl RemoteFile {
                     fault = fault.problem.permanent();
                 }
             }
-            patience.wait(fault).map_err(|problem| {
+            budget.wait(fault).map_err(|problem| {
                 let left = run.hashes.len() as u64 - done;
                 problem.at(self.place(run.first.after(done), left))
             })?;
@@ -641,7 +641,7 @@ impl RemoteFile {
         &self,
         run: &Run<'_>,
         done: &mut u64,
-        patience: &Patience,
+        budget: &RetryBudget,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<(), Fault> {
         for copy in self.sources.usable() {
@@ -657,7 +657,7 @@ impl RemoteFile {
                 &format!("bytes {range} of {}", copy.source.address()),
             );
         }
-        self.request_from(&self.sources.origin, run, done, patience, sink)
+        self.request_from(&self.sources.origin, run, done, budget, sink)
     }
 
     /// Sends one request for what is left of a run.
@@ -666,21 +666,21 @@ impl RemoteFile {
         source: &Source,
         run: &Run<'_>,
         done: &mut u64,
-        patience: &Patience,
+        budget: &RetryBudget,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<(), Fault> {
         let last = run.first.after(run.hashes.len() as u64 - 1);
         let start = self.chunks.start(run.first.after(*done));
         let end = self.chunks.start(last) + self.chunks.length(last) as u64;
         tracing::debug!("{}: fetching {start}..{end}", self.name());
-        let (mut left, has_changed, mut body) = match source.range(start, end, patience) {
-            Ok(Ranged::Part {
+        let (mut left, has_changed, mut body) = match source.range(start, end, budget) {
+            Ok(RangeAnswer::Part {
                 bytes,
                 has_changed,
                 body,
                 ..
             }) => (bytes, has_changed, body),
-            Ok(Ranged::Whole { .. }) => {
+            Ok(RangeAnswer::Whole { .. }) => {
                 let why = "it did when the file was opened".to_owned();
                 return Err(Problem::NoRanges(why).transient());
             }

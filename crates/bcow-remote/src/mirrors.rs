@@ -1,7 +1,7 @@
 //! Mirrors: other servers that may have the bytes of a file.
 //!
 //! A mirror is asked only for bytes whose hash is known, so it need not be trusted: it never
-//! decides what a name means. A mirror that fails is not asked again for a while.
+//! resolves a name. After a failure, a mirror gets no request for a while.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -243,19 +243,19 @@ impl Registry {
     }
 
     /// The bytes of a small blob, which match the digest.
-    pub(crate) fn document(&self, digest: &str, most_bytes: u64) -> Result<Vec<u8>, RemoteError> {
+    pub(crate) fn document(&self, digest: &str, max_bytes: u64) -> Result<Vec<u8>, RemoteError> {
         let place = || format!("blob {digest} of {}", self.reference);
         if !is_digest(digest) {
             let problem = Problem::Answer("its digest is not sha256: and 64 digits".into());
             return Err(problem.at(place()));
         }
         let cache = self.shared.options.cache.as_ref();
-        if let Some(bytes) = cache.and_then(|cache| cache.document(digest, most_bytes))
+        if let Some(bytes) = cache.and_then(|cache| cache.document(digest, max_bytes))
             && sha256(&bytes) == digest
         {
             return Ok(bytes);
         }
-        self.fetch_document("blobs", digest, &[], most_bytes)
+        self.fetch_document("blobs", digest, &[], max_bytes)
             .map_err(|problem| problem.at(place()))
     }
 
@@ -265,7 +265,7 @@ impl Registry {
         kind: &str,
         digest: &str,
         headers: &[(&str, &str)],
-        most_bytes: u64,
+        max_bytes: u64,
     ) -> Result<Vec<u8>, Problem> {
         let path = format!("{kind}/{digest}");
         let check = |bytes: Vec<u8>| match sha256(&bytes) {
@@ -276,19 +276,19 @@ impl Registry {
         };
         let sources = self.sources(&path).map_err(|error| error.problem)?;
         let from_mirror = sources.usable().find_map(|copy| {
-            let patience = self.shared.of_mirror();
-            let sent = copy.source.document(headers, most_bytes, &patience);
+            let budget = self.shared.of_mirror();
+            let sent = copy.source.document(headers, max_bytes, &budget);
             sent.map_err(|fault| fault.problem)
                 .and_then(check)
                 .map_err(|problem| {
-                    patience.give_up(&problem);
+                    budget.give_up(&problem);
                     copy.failed(&problem, &copy.source.address().to_string());
                 })
                 .ok()
         });
         let bytes = match from_mirror {
             Some(bytes) => bytes,
-            None => check(self.fetch(&sources.origin, headers, most_bytes)?)?,
+            None => check(self.fetch(&sources.origin, headers, max_bytes)?)?,
         };
         if let Some(cache) = &self.shared.options.cache {
             cache.keep_document(digest, &bytes);
@@ -312,27 +312,28 @@ impl Registry {
             Ok(bytes) => {
                 let digest = sha256(&bytes);
                 cache.keep_document(&digest, &bytes);
-                cache.keep_name(&name, &source.address().to_string(), &digest);
+                cache.record_name(&name, &source.address().to_string(), &digest);
                 return Ok(bytes);
             }
             Err(problem) if problem.is_unreachable() => problem,
             Err(problem) => return Err(problem.at(place)),
         };
-        let known = cache.known(&name).filter(|known| is_digest(&known.target));
-        let Some(known) = known else {
-            let why = "the cache does not know what the name means";
+        let recorded = cache.recorded_target(&name);
+        let recorded = recorded.filter(|recorded| is_digest(&recorded.target));
+        let Some(recorded) = recorded else {
+            let why = "the cache has no record of this name";
             return Err(problem.and_not_cached(why).at(place));
         };
-        match cache.document(&known.target, MANIFEST_BYTES) {
-            Some(bytes) if sha256(&bytes) == known.target => {
+        match cache.document(&recorded.target, MANIFEST_BYTES) {
+            Some(bytes) if sha256(&bytes) == recorded.target => {
                 tracing::warn!(
-                    "{place}: {problem}; using what the name meant {} ago",
-                    known.age
+                    "{place}: {problem}; using the document to which the name resolved {} ago",
+                    recorded.age
                 );
                 Ok(bytes)
             }
             _ => {
-                let why = format!("{} is not in the cache", known.target);
+                let why = format!("{} is not in the cache", recorded.target);
                 Err(problem.and_not_cached(&why).at(place))
             }
         }
@@ -342,13 +343,13 @@ impl Registry {
         &self,
         source: &Source,
         headers: &[(&str, &str)],
-        most_bytes: u64,
+        max_bytes: u64,
     ) -> Result<Vec<u8>, Problem> {
-        let mut patience = self.shared.opening();
+        let mut budget = self.shared.opening();
         loop {
-            match source.document(headers, most_bytes, &patience) {
+            match source.document(headers, max_bytes, &budget) {
                 Ok(bytes) => return Ok(bytes),
-                Err(fault) => patience.wait(fault)?,
+                Err(fault) => budget.wait(fault)?,
             }
         }
     }

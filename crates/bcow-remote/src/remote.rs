@@ -88,7 +88,7 @@ impl Remote {
         };
         let error = match opened {
             Ok(file) => {
-                cache.keep_name(&name, &address.to_string(), &file.root().to_string());
+                cache.record_name(&name, &address.to_string(), &file.root().to_string());
                 return Ok(file);
             }
             Err(error) if error.problem.is_unreachable() => error,
@@ -101,17 +101,18 @@ impl Remote {
                 .and_not_cached(why)
                 .at(error.place.as_str())
         };
-        let known = cache.known(&name);
-        let known = known.and_then(|known| Some((known.target.parse::<Root>().ok()?, known.age)));
-        let Some((Root(root), age)) = known else {
-            return Err(missing("the cache does not know which file the name means"));
+        let recorded = cache.recorded_target(&name);
+        let recorded = recorded
+            .and_then(|recorded| Some((recorded.target.parse::<Root>().ok()?, recorded.age)));
+        let Some((Root(root), age)) = recorded else {
+            return Err(missing("the cache has no record of this URL"));
         };
         match RemoteFile::open_cached(Arc::clone(shared), sources()?, &root) {
             ControlFlow::Break(file) => {
                 let here = file.presence();
                 tracing::warn!(
-                    "{address}: {}; using the file that the name meant {age} ago; the cache has \
-                     {} KiB of its {} KiB",
+                    "{address}: {}; using the file to which the URL resolved {age} ago; the cache \
+                     has {} KiB of its {} KiB",
                     error.problem,
                     here.held_bytes >> 10,
                     here.file_bytes.div_ceil(1024)

@@ -16,7 +16,7 @@ use ureq::http::Method;
 use crate::address::{Address, blob_beside};
 use crate::client::{Answer, Client, Content};
 use crate::error::{Fault, Problem, printable};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 
 /// The region that has no name in the address of AWS, and that other servers expect.
 const USUAL_REGION: &str = "us-east-1";
@@ -213,7 +213,7 @@ impl Signer {
         &self,
         client: &Client,
         request: &Request<'_>,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let checked = request.address.check(client.transport);
         checked.map_err(Problem::permanent)?;
@@ -234,7 +234,7 @@ impl Signer {
                 length => Content::Stream(&mut bytes, length),
             };
             let method = request.method.clone();
-            let answer = client.send(method, request.address, &pairs, content, patience)?;
+            let answer = client.send(method, request.address, &pairs, content, budget)?;
             if !matches!(answer.status, 301 | 400 | 401 | 403) {
                 return Ok(answer);
             }

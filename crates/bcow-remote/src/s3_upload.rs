@@ -15,8 +15,8 @@ use ureq::http::Method;
 use crate::address::Address;
 use crate::client::Answer;
 use crate::error::{Fault, Problem, RemoteError, printable};
-use crate::patience::Patience;
 use crate::remote::Remote;
+use crate::retry_budget::RetryBudget;
 use crate::s3::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, encode};
 use crate::shared::Shared;
 
@@ -170,8 +170,8 @@ impl S3Upload {
         if replace == Replace::Refused {
             headers.push(("if-none-match", "*"));
         }
-        let tag = self.persist(|patience| {
-            let answer = self.send(Method::PUT, &self.address, &headers, &bytes, patience)?;
+        let tag = self.persist(|budget| {
+            let answer = self.send(Method::PUT, &self.address, &headers, &bytes, budget)?;
             match answer.status {
                 200..=204 => Ok(Some(tag_of(&answer)?)),
                 // An earlier answer may have been lost.
@@ -281,8 +281,8 @@ impl S3Upload {
         let query = format!("partNumber={number}&uploadId={}", encode(id));
         let address = self.address.with_query(&query)?;
         let headers = [("x-amz-checksum-sha256", checksum)];
-        self.persist(|patience| {
-            let answer = self.send(Method::PUT, &address, &headers, bytes, patience)?;
+        self.persist(|budget| {
+            let answer = self.send(Method::PUT, &address, &headers, bytes, budget)?;
             match answer.status {
                 200..=204 => tag_of(&answer),
                 _ => Err(refusal(answer)),
@@ -297,8 +297,8 @@ impl S3Upload {
             ("x-amz-checksum-algorithm", ALGORITHM),
             (MARK, content.root),
         ];
-        let text = self.persist(|patience| {
-            let answer = self.send(Method::POST, &address, &headers, &[], patience)?;
+        let text = self.persist(|budget| {
+            let answer = self.send(Method::POST, &address, &headers, &[], budget)?;
             match answer.status {
                 200 => document(answer),
                 _ => Err(refusal(answer)),
@@ -377,8 +377,8 @@ impl S3Upload {
     }
 
     fn list(&self, address: &Address) -> Result<String, Problem> {
-        self.persist(|patience| {
-            let answer = self.send(Method::GET, address, &[], &[], patience)?;
+        self.persist(|budget| {
+            let answer = self.send(Method::GET, address, &[], &[], budget)?;
             match answer.status {
                 200 => document(answer),
                 _ => Err(refusal(answer)),
@@ -415,8 +415,8 @@ impl S3Upload {
         if replace == Replace::Refused {
             headers.push(("if-none-match", "*"));
         }
-        let tag = self.persist(|patience| {
-            let answer = self.send(Method::POST, &address, &headers, body.as_bytes(), patience)?;
+        let tag = self.persist(|budget| {
+            let answer = self.send(Method::POST, &address, &headers, body.as_bytes(), budget)?;
             match answer.status {
                 200 => {
                     let text = document(answer)?;
@@ -444,8 +444,8 @@ impl S3Upload {
             .address
             .with_query(&format!("uploadId={}", encode(id)))
             .and_then(|address| {
-                self.persist(|patience| {
-                    let answer = self.send(Method::DELETE, &address, &[], &[], patience)?;
+                self.persist(|budget| {
+                    let answer = self.send(Method::DELETE, &address, &[], &[], budget)?;
                     match answer.status {
                         200..=204 | 404 => Ok(()),
                         _ => Err(refusal(answer)),
@@ -485,14 +485,14 @@ impl S3Upload {
 
     /// What the server has under the name; `None` if it has nothing, or does not tell this user.
     fn head(&self) -> Result<Option<Head>, Problem> {
-        self.persist(|patience| {
+        self.persist(|budget| {
             let request = Request {
                 method: Method::HEAD,
                 address: &self.address,
                 headers: &[],
                 bytes: &[],
             };
-            let sent = self.signer.send(&self.shared.client, &request, patience);
+            let sent = self.signer.send(&self.shared.client, &request, budget);
             let answer = match sent {
                 Ok(answer) => answer,
                 Err(fault) if is_hidden(&fault.problem) => return Ok(None),
@@ -517,7 +517,7 @@ impl S3Upload {
         address: &Address,
         headers: &[(&str, &str)],
         bytes: &[u8],
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let request = Request {
             method,
@@ -525,16 +525,16 @@ impl S3Upload {
             headers,
             bytes,
         };
-        self.signer.send(&self.shared.client, &request, patience)
+        self.signer.send(&self.shared.client, &request, budget)
     }
 
     /// Tries some times.
-    fn persist<T>(&self, attempt: impl Fn(&Patience) -> Result<T, Fault>) -> Result<T, Problem> {
-        let mut patience = self.shared.opening();
+    fn persist<T>(&self, attempt: impl Fn(&RetryBudget) -> Result<T, Fault>) -> Result<T, Problem> {
+        let mut budget = self.shared.opening();
         loop {
-            match attempt(&patience) {
+            match attempt(&budget) {
                 Ok(value) => return Ok(value),
-                Err(fault) => patience.wait(fault)?,
+                Err(fault) => budget.wait(fault)?,
             }
         }
     }

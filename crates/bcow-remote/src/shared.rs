@@ -17,7 +17,7 @@ use crate::demand::Demand;
 use crate::error::Problem;
 use crate::figures::Figures;
 use crate::mirrors::Mirror;
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 use crate::tree::Chunk;
 
 /// Memory for checked chunks of all files.
@@ -153,25 +153,25 @@ impl Shared {
         }
     }
 
-    /// The patience of a read of an open file.
-    pub(crate) fn reading(&self) -> Patience {
-        Patience::reading(self.options.timeout, &self.client.counters)
+    /// The budget of a read of an open file.
+    pub(crate) fn reading(&self) -> RetryBudget {
+        RetryBudget::reading(self.options.timeout, &self.client.counters)
     }
 
-    /// The patience of the first request for a file.
-    pub(crate) fn opening(&self) -> Patience {
-        Patience::opening(self.options.timeout, &self.client.counters)
+    /// The budget of the first request for a file.
+    pub(crate) fn opening(&self) -> RetryBudget {
+        RetryBudget::opening(self.options.timeout, &self.client.counters)
     }
 
-    /// The patience of the only request to a mirror: the other servers need time too.
-    pub(crate) fn of_mirror(&self) -> Patience {
-        Patience::reading(self.options.timeout / 4, &self.client.counters)
+    /// The budget of the only request to a mirror: the other servers need time too.
+    pub(crate) fn of_mirror(&self) -> RetryBudget {
+        RetryBudget::reading(self.options.timeout / 4, &self.client.counters)
     }
 
-    /// The patience of a fetch in the background. A read may wait for this fetch before it begins
+    /// The budget of a fetch in the background. A read may wait for this fetch before it begins
     /// its own, so the time is shorter.
-    pub(crate) fn in_background(&self) -> Patience {
-        Patience::opening(self.options.timeout / 4, &self.client.counters)
+    pub(crate) fn in_background(&self) -> RetryBudget {
+        RetryBudget::opening(self.options.timeout / 4, &self.client.counters)
     }
 
     /// How long a process waits for another one that fetches, and makes no progress.

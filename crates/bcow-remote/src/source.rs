@@ -1,4 +1,4 @@
-//! The bytes of one file on a server, in ranges. They are not checked here.
+//! Requests for the bytes of one file on a server. The callers verify the bytes.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -8,32 +8,36 @@ use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 use crate::s3::{Request, Signer};
 
-/// Redirects, one after the other.
+/// Most redirects that one request follows.
 const MAX_REDIRECTS: u32 = 5;
 
+/// One file on a server, or a document.
 pub(crate) struct Source {
     client: Arc<Client>,
     address: Address,
-    /// Access to the server of `address`. No other server gets what it returns.
+    /// Authorization for the server of `address`. Requests to other servers do not carry it.
     access: Access,
-    /// The address to which the server redirected the last request. Asking the server again for
-    /// each range would cost a request more. The lock is held to copy the address only.
-    redirected: Mutex<Option<Address>>,
+    /// The address to which the server redirected the last request. The next request goes to this
+    /// address, which saves the redirect. The lock is held only while the address is copied.
+    redirect_target: Mutex<Option<Address>>,
+    /// The version in the first answer.
     version: OnceLock<Version>,
 }
 
-/// The access to a server.
+/// The authorization that a server requires.
 pub(crate) enum Access {
-    /// Everyone has it.
+    /// None.
     Open,
+    /// A token or a password.
     Registry(Arc<Auth>),
+    /// Signed requests.
     S3(Signer),
 }
 
-/// What a server says of the version of a file.
+/// The version of a file, from the headers of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Version {
     tag: Option<String>,
@@ -42,20 +46,20 @@ struct Version {
 }
 
 /// An answer to a request for a range.
-pub(crate) enum Ranged {
-    /// The range, or the beginning of it.
+pub(crate) enum RangeAnswer {
+    /// The range, or the first part of it.
     Part {
         /// Number of bytes in the body; at least 1, and at most as many as requested.
         bytes: u64,
-        /// Length of the whole file, if the server knows it.
+        /// Length of the whole file, if the server sends it.
         total: Option<u64>,
-        /// Whether the server announces another version than in its first answer.
+        /// Whether the version differs from that in the first answer.
         has_changed: bool,
         body: AnswerBody,
     },
-    /// The server ignores ranges: the whole file follows.
+    /// The whole file: the server ignores ranges.
     Whole {
-        /// Its length, if the server says.
+        /// Length of the file, if the server sends it.
         length: Option<u64>,
         body: AnswerBody,
     },
@@ -67,7 +71,7 @@ impl Source {
             client,
             address,
             access,
-            redirected: Mutex::new(None),
+            redirect_target: Mutex::new(None),
             version: OnceLock::new(),
         }
     }
@@ -76,10 +80,15 @@ impl Source {
         &self.address
     }
 
-    /// Requests the bytes from `start` to before `end`.
-    pub(crate) fn range(&self, start: u64, end: u64, patience: &Patience) -> Result<Ranged, Fault> {
+    /// Requests the bytes `start..end`, at least one.
+    pub(crate) fn range(
+        &self,
+        start: u64,
+        end: u64,
+        budget: &RetryBudget,
+    ) -> Result<RangeAnswer, Fault> {
         let range = format!("bytes={start}-{}", end - 1);
-        let answer = self.get(&[("range", &range)], patience)?;
+        let answer = self.get(&[("range", &range)], budget)?;
         refuse_compressed(&answer)?;
         match answer.status {
             206 => {
@@ -93,14 +102,14 @@ impl Source {
                     ))
                     .transient());
                 }
-                Ok(Ranged::Part {
+                Ok(RangeAnswer::Part {
                     has_changed: self.has_changed(&answer, total),
                     bytes: to - from + 1,
                     total,
                     body: answer.body,
                 })
             }
-            200 => Ok(Ranged::Whole {
+            200 => Ok(RangeAnswer::Whole {
                 length: content_length(&answer),
                 body: answer.body,
             }),
@@ -108,9 +117,9 @@ impl Source {
         }
     }
 
-    /// Requests all bytes. Returns their number too, if the server says.
-    pub(crate) fn whole(&self, patience: &Patience) -> Result<(Option<u64>, AnswerBody), Fault> {
-        let answer = self.get(&[], patience)?;
+    /// Requests the whole file. Also returns its length, if the server sends it.
+    pub(crate) fn whole(&self, budget: &RetryBudget) -> Result<(Option<u64>, AnswerBody), Fault> {
+        let answer = self.get(&[], budget)?;
         refuse_compressed(&answer)?;
         match answer.status {
             200 => Ok((content_length(&answer), answer.body)),
@@ -118,25 +127,25 @@ impl Source {
         }
     }
 
-    /// Sends a request to the address to which the server redirected the last one, or to the
-    /// server.
-    fn get(&self, headers: &[(&str, &str)], patience: &Patience) -> Result<Answer, Fault> {
-        let remembered = self.redirected().clone();
-        if let Some(address) = remembered {
-            match self.send(&address, headers, patience) {
-                // The address may be signed for a time. The server knows the present one.
+    /// Sends a GET request to the target of the last redirect. Without one, or if that request
+    /// fails, sends the request to the server and follows its redirects.
+    fn get(&self, headers: &[(&str, &str)], budget: &RetryBudget) -> Result<Answer, Fault> {
+        let target = self.redirect_target().clone();
+        if let Some(address) = target {
+            match self.send(&address, headers, budget) {
+                // The signature of the address may have expired. The server redirects to a new one.
                 Ok(answer) if !matches!(answer.status, 200 | 206 | 416) => {}
                 Ok(answer) => return Ok(answer),
                 Err(fault) => tracing::debug!("{address}: {}", fault.problem),
             }
-            *self.redirected() = None;
+            *self.redirect_target() = None;
         }
         let mut address = self.address.clone();
         for _ in 0..=MAX_REDIRECTS {
-            let answer = self.send(&address, headers, patience)?;
+            let answer = self.send(&address, headers, budget)?;
             if !is_redirect(answer.status) {
                 if address != self.address && matches!(answer.status, 200 | 206) {
-                    *self.redirected() = Some(address);
+                    *self.redirect_target() = Some(address);
                 }
                 return Ok(answer);
             }
@@ -148,12 +157,12 @@ impl Source {
         Err(Problem::Redirects(MAX_REDIRECTS).permanent())
     }
 
-    /// Sends a request, with authorization if the address is on the server that requires it.
+    /// Sends a GET request. Adds the authorization if `address` is on the server of this file.
     fn send(
         &self,
         address: &Address,
         headers: &[(&str, &str)],
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let auth = match &self.access {
             _ if !address.same_server(&self.address) => None,
@@ -166,54 +175,56 @@ impl Source {
                     headers,
                     bytes: &[],
                 };
-                return signer.send(&self.client, &request, patience);
+                return signer.send(&self.client, &request, budget);
             }
         };
         let Some(auth) = auth else {
-            return self.client.get(address, headers, patience);
+            return self.client.get(address, headers, budget);
         };
         let send = |authorization: Option<&str>| {
             let mut headers = headers.to_vec();
             headers.extend(authorization.map(|value| ("authorization", value)));
-            self.client.get(address, &headers, patience)
+            self.client.get(address, &headers, budget)
         };
-        let authorization = auth.header(&self.client, &self.address, patience)?;
+        let authorization = auth.header(&self.client, &self.address, budget)?;
         let answer = send(authorization.as_deref())?;
         if answer.status != 401 {
             return Ok(answer);
         }
-        // The request ends before the one for a token begins.
+        // The answer is read to its end first, so that the request for a token can use the same
+        // connection.
         let challenge = answer.headers;
         answer.body.finish();
         let sent = authorization.as_deref();
-        auth.accept_challenge(&challenge, sent, &self.client, &self.address, patience)?;
-        let authorization = auth.header(&self.client, &self.address, patience)?;
+        auth.accept_challenge(&challenge, sent, &self.client, &self.address, budget)?;
+        let authorization = auth.header(&self.client, &self.address, budget)?;
         send(authorization.as_deref())
     }
 
-    /// Requests a whole document.
+    /// Requests a whole document of at most `max_bytes` bytes.
     pub(crate) fn document(
         &self,
         headers: &[(&str, &str)],
-        most_bytes: u64,
-        patience: &Patience,
+        max_bytes: u64,
+        budget: &RetryBudget,
     ) -> Result<Vec<u8>, Fault> {
-        let mut answer = self.get(headers, patience)?;
+        let mut answer = self.get(headers, budget)?;
         match answer.status {
-            200 => answer.body.read_document(most_bytes),
+            200 => answer.body.read_document(max_bytes),
             _ => Err(answer.refusal()),
         }
     }
 
-    fn redirected(&self) -> MutexGuard<'_, Option<Address>> {
-        // An address is valid after a panic elsewhere.
-        self.redirected
+    fn redirect_target(&self) -> MutexGuard<'_, Option<Address>> {
+        // No panic can leave the address half written.
+        self.redirect_target
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the server announces another version of the file than at first. This only explains
-    /// bytes that do not match: servers behind one name may give one file different tags.
+    /// Whether the version in an answer differs from that in the first answer. The result only
+    /// explains bytes that do not match: the servers behind one name can give one file different
+    /// ETags.
     fn has_changed(&self, answer: &Answer, length: Option<u64>) -> bool {
         let text = |name| answer.header(name).map(str::to_owned);
         let found = Version {
@@ -225,11 +236,12 @@ impl Source {
     }
 }
 
-/// Whether a status means that the answer is elsewhere.
+/// Whether a status is a redirect.
 pub(crate) fn is_redirect(status: u16) -> bool {
     matches!(status, 301 | 302 | 303 | 307 | 308)
 }
 
+/// Fails if the server compressed the content.
 fn refuse_compressed(answer: &Answer) -> Result<(), Fault> {
     match answer.header("content-encoding") {
         None | Some("identity") => Ok(()),
@@ -243,7 +255,8 @@ fn content_length(answer: &Answer) -> Option<u64> {
     answer.header("content-length")?.trim().parse().ok()
 }
 
-/// `bytes FIRST-LAST/TOTAL`.
+/// The first byte, the last byte and the length of the file in a valid `Content-Range` header:
+/// `bytes FIRST-LAST/TOTAL`, with `*` for an unknown length.
 fn content_range(answer: &Answer) -> Option<(u64, u64, Option<u64>)> {
     let (range, total) = answer
         .header("content-range")?

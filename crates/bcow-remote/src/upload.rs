@@ -20,9 +20,9 @@ use crate::auth::{Auth, Keychain, encode};
 use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::client::Content;
 use crate::error::{Fault, Problem, RemoteError, printable};
-use crate::patience::Patience;
 use crate::registry::{ACCEPT, INDEX, Reference, referrers_tag};
 use crate::remote::Remote;
+use crate::retry_budget::RetryBudget;
 use crate::source::is_redirect;
 use access::Access;
 use refusal::refusal;
@@ -97,17 +97,14 @@ impl Upload {
         let adopted = || {
             if self
                 .access
-                .persist(|patience| self.has(digest, length, patience))?
+                .persist(|budget| self.has(digest, length, budget))?
             {
                 return Ok(true);
             }
             if self.from.is_none() {
                 return Ok(false);
             }
-            match self
-                .access
-                .persist(|patience| self.begin(digest, patience))?
-            {
+            match self.access.persist(|budget| self.begin(digest, budget))? {
                 None => Ok(true),
                 Some(location) => {
                     self.abandon(&location);
@@ -136,7 +133,7 @@ impl Upload {
         };
         let pushed = match self
             .access
-            .persist(|patience| self.has(digest, length, patience))
+            .persist(|budget| self.has(digest, length, budget))
         {
             Ok(true) => Ok(Pushed::There),
             Ok(false) => {
@@ -239,13 +236,13 @@ impl Upload {
 
     fn put(&self, name: &str, bytes: &[u8], media_type: &str) -> Result<bool, Problem> {
         self.access
-            .persist(|patience| self.put_manifest(name, bytes, media_type, patience))
+            .persist(|budget| self.put_manifest(name, bytes, media_type, budget))
     }
 
     /// A manifest or index; `None` if it is missing.
     fn document(&self, name: &str, accept: &str) -> Result<Option<Vec<u8>>, Problem> {
         self.access
-            .persist(|patience| self.get_manifest(name, accept, patience))
+            .persist(|budget| self.get_manifest(name, accept, budget))
     }
 
     fn at_manifest(&self, problem: Problem, digest: &str) -> RemoteError {
@@ -256,11 +253,11 @@ impl Upload {
         problem.at(format!("blob {digest} of {}", self.reference))
     }
 
-    fn has(&self, digest: &str, length: u64, patience: &Patience) -> Result<bool, Fault> {
+    fn has(&self, digest: &str, length: u64, budget: &RetryBudget) -> Result<bool, Fault> {
         let address = self.access.address(&format!("blobs/{digest}"))?;
         let answer = self
             .access
-            .send(Method::HEAD, &address, &[], Content::Nothing, patience)?;
+            .send(Method::HEAD, &address, &[], Content::Nothing, budget)?;
         match answer.status {
             200 => match answer.header("content-length").map(str::trim) {
                 Some(found) if found != length.to_string() => Err(Problem::Answer(format!(
@@ -277,14 +274,14 @@ impl Upload {
     }
 
     /// Begins an upload; `None` if the registry has taken the blob from the other repository.
-    fn begin(&self, digest: &str, patience: &Patience) -> Result<Option<Address>, Fault> {
+    fn begin(&self, digest: &str, budget: &RetryBudget) -> Result<Option<Address>, Fault> {
         let uploads = self.access.address("blobs/uploads/")?;
         if let Some(from) = &self.from {
             let query = encode(&[("mount", digest), ("from", from)]);
             let address = uploads.with_query(&query).map_err(Problem::permanent)?;
             match self
                 .access
-                .send(Method::POST, &address, &[], Content::Bytes(&[]), patience)
+                .send(Method::POST, &address, &[], Content::Bytes(&[]), budget)
             {
                 Ok(answer) if answer.status == 201 => return Ok(None),
                 Ok(answer) if answer.status == 202 => {
@@ -295,9 +292,9 @@ impl Upload {
                 Err(fault) => tracing::debug!("not mounted: {}", fault.problem),
             }
         }
-        let answer =
-            self.access
-                .send(Method::POST, &uploads, &[], Content::Bytes(&[]), patience)?;
+        let answer = self
+            .access
+            .send(Method::POST, &uploads, &[], Content::Bytes(&[]), budget)?;
         match answer.status {
             202 => location(&answer, &uploads).map(Some),
             405 => Err(Problem::ReadOnly.permanent()),
@@ -307,10 +304,10 @@ impl Upload {
 
     /// Ends an upload that is not used. The registry does so too after some days.
     fn abandon(&self, location: &Address) {
-        let patience = self.access.shared.opening();
+        let budget = self.access.shared.opening();
         let ended = self
             .access
-            .send(Method::DELETE, location, &[], Content::Nothing, &patience);
+            .send(Method::DELETE, location, &[], Content::Nothing, &budget);
         if let Err(fault) = ended {
             tracing::debug!("an unused upload stays: {}", fault.problem);
         }
@@ -323,10 +320,7 @@ impl Upload {
         let mut sessions = 0;
         loop {
             sessions += 1;
-            let Some(location) = self
-                .access
-                .persist(|patience| self.begin(digest, patience))?
-            else {
+            let Some(location) = self.access.persist(|budget| self.begin(digest, budget))? else {
                 return Ok(Pushed::Mounted);
             };
             let mut session = Session::new(&self.access, blob, location);
@@ -350,7 +344,7 @@ impl Upload {
             // The blob may be complete although the answer was lost.
             if self
                 .access
-                .persist(|patience| self.has(digest, length, patience))?
+                .persist(|budget| self.has(digest, length, budget))?
             {
                 return Ok(Pushed::Sent);
             }
@@ -363,14 +357,14 @@ impl Upload {
         name: &str,
         bytes: &[u8],
         media_type: &str,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<bool, Fault> {
         let address = self.access.address(&format!("manifests/{name}"))?;
         let headers = [("content-type", media_type)];
         let content = Content::Bytes(bytes);
         let answer = self
             .access
-            .send(Method::PUT, &address, &headers, content, patience)?;
+            .send(Method::PUT, &address, &headers, content, budget)?;
         let digest = sha256(bytes);
         match (answer.status, answer.header("docker-content-digest")) {
             (200..=204, Some(found)) if found.trim() != digest => Err(Problem::Answer(format!(
@@ -388,13 +382,13 @@ impl Upload {
         &self,
         name: &str,
         accept: &str,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Option<Vec<u8>>, Fault> {
         let address = self.access.address(&format!("manifests/{name}"))?;
         let headers = [("accept", accept)];
         let mut answer =
             self.access
-                .send(Method::GET, &address, &headers, Content::Nothing, patience)?;
+                .send(Method::GET, &address, &headers, Content::Nothing, budget)?;
         match answer.status {
             200 => answer.body.read_document(MANIFEST_BYTES).map(Some),
             404 => Ok(None),

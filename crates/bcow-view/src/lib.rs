@@ -36,8 +36,8 @@ mod survey;
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode};
 use bcow_ext4::{
-    Content, DeviceNumber, Entry, Extent, FileKind, Geometry, Identity, InodeNumber, Node, Sink,
-    Size, Summary, Timestamp, Writer, Xattr,
+    Content, DeviceNumber, Entry, Extent, FileKind, Geometry, GeometryOptions, Identity,
+    InodeNumber, Node, Sink, Summary, Timestamp, Writer, Xattr,
 };
 
 pub use cache::{CachedView, ViewCache};
@@ -87,7 +87,7 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
         return Err(ViewError::BlockBytes(block_bytes));
     }
     let survey = Survey::new(fs)?;
-    let geometry = Geometry::new(Size {
+    let geometry = Geometry::new(GeometryOptions {
         bytes: options.bytes,
         inodes: survey.inodes().len() as u32,
         journal_blocks: options.journal_blocks,

@@ -154,7 +154,7 @@ impl Layout {
         fragments: u64,
         region_blocks: u64,
     ) -> Option<Layout> {
-        let mut free = geometry.whole_areas(0).collect();
+        let mut free = geometry.whole_areas().collect();
         let mut device_start = 0;
         let mut windows = Vec::new();
         for range in take(&mut free, device_blocks)? {
@@ -269,17 +269,17 @@ fn section(ranges: impl Iterator<Item = BlockRange>, start: u64, count: u64) -> 
 
 #[cfg(test)]
 mod tests {
-    use bcow_ext4::{BlockRange, Geometry, Size};
+    use bcow_ext4::{BlockRange, Geometry, GeometryOptions};
 
     use super::{GROUP, Layout, Source};
 
     fn layout(bytes: u64, device_blocks: u64, fragments: u64) -> Option<Layout> {
-        let size = Size {
+        let options = GeometryOptions {
             bytes,
             inodes: 0,
             journal_blocks: None,
         };
-        let geometry = Geometry::new(size).expect("a geometry");
+        let geometry = Geometry::new(options).expect("a geometry");
         Layout::new(&geometry, device_blocks, fragments, 1024)
     }
 

@@ -8,9 +8,12 @@ use zstd::bulk::Decompressor;
 use crate::error::BlockProblem;
 
 thread_local! {
-    // One context per thread: making one costs more than decompressing a small block.
+    // One context per thread: creating a context takes longer than decompressing a small block.
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
+
+/// The first bytes of a zstd frame (RFC 8878, section 3.1.1).
+const ZSTD_MAGIC: [u8; 4] = 0xFD2F_B528u32.to_le_bytes();
 
 /// Encoding of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -19,7 +22,8 @@ pub(crate) enum Encoding {
     Zstd,
 }
 
-/// Decodes the block whose stored bytes are `bytes`. `length` is the length of the block.
+/// Verifies and decodes the stored bytes of a block. `length` is the length of the decoded block in
+/// bytes. A raw block must have this length already.
 pub(crate) fn decode_block(
     mut bytes: Vec<u8>,
     stored: &Stored,
@@ -27,7 +31,7 @@ pub(crate) fn decode_block(
     length: u32,
 ) -> Result<Vec<u8>, BlockProblem> {
     if stored.at.0 == 0 {
-        // The first block of a plain file has the header slots in its first bytes.
+        // The stored bytes begin with the header slots, which read as zeros (spec section 11).
         let slots = bytes.len().min(HEADER_AREA_BYTES);
         bytes[..slots].fill(0);
     }
@@ -46,10 +50,10 @@ pub(crate) fn decode_block(
 
 fn decompress(frame: &[u8], length: usize) -> Result<Vec<u8>, BlockProblem> {
     let wrong = |problem: &str| BlockProblem::Decompress(problem.to_owned());
-    if !frame.starts_with(&0xFD2F_B528u32.to_le_bytes()) {
+    if !frame.starts_with(&ZSTD_MAGIC) {
         return Err(wrong("no zstd frame"));
     }
-    // The library would continue with a second frame; the format has exactly one.
+    // The library accepts several frames in sequence; the format allows exactly one.
     match zstd_safe::find_frame_compressed_size(frame) {
         Ok(bytes) if bytes == frame.len() => {}
         Ok(_) => return Err(wrong("bytes follow the frame")),

@@ -1,7 +1,7 @@
 //! The mappings of the record log, as an overlay over the tables (spec section 10, "A mapping").
 //!
 //! The overlay stores pieces, not tables: one mapping of 24 bytes may give a region a table of
-//! millions of entries, but adds one piece here.
+//! 262,144 entries (4 KiB blocks in a region of 1 GiB), but adds at most two pieces here.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 
@@ -10,42 +10,46 @@ use bcow_format::{BlockShift, Entry, FormatError, Header, LogMapping, Record, St
 use crate::Error;
 use crate::root::Root;
 
-/// The regions that the records of a log change.
+/// The regions that the records of a log change, by index.
 #[derive(Debug, Default)]
 pub(crate) struct Overlay(BTreeMap<u64, LoggedRegion>);
 
-/// One region after all records.
+/// One region with the mappings of all records applied.
 #[derive(Debug, Clone)]
 pub(crate) struct LoggedRegion {
-    /// The root entry, which applies where no piece does. With `blocks` set, it is the entry of the
-    /// stored table, or the entry of the whole region before a record cut it.
+    /// The entry for the bytes that no piece covers: the last mapping of the whole region, or else
+    /// the root entry. If it is a table, the entries of that table apply.
     pub(crate) base: Entry,
-    /// Set if the region has a table: stored, or made by a record.
+    /// The pieces, if the region is divided into blocks by a stored table or by a record.
     blocks: Option<Blocks>,
 }
 
+/// The pieces of a region that is divided into blocks.
 #[derive(Debug, Clone)]
 struct Blocks {
+    /// The block size of the region.
     shift: BlockShift,
-    /// Pieces by first byte in the region: disjoint, of whole blocks. A stored piece is one block;
-    /// a zero or absent piece may be several.
+    /// The end and the entry of each piece, by its first byte; both bytes count from the start of
+    /// the region. Pieces are disjoint and consist of whole blocks. A stored piece is one block. A
+    /// zero or absent piece can have several blocks.
     pieces: BTreeMap<u64, (u64, Entry)>,
 }
 
-/// One block of a logged region, or the region itself.
+/// One block of a logged region, or the whole region if it is not divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LoggedPiece {
     /// First byte in the region.
     pub(crate) start: u64,
     /// Length in bytes.
     pub(crate) length: u64,
-    /// The entry of the piece; `None` if the stored table of the region has it.
+    /// The entry of the piece. `None`: the entry is in the stored table of the region.
     pub(crate) entry: Option<Entry>,
 }
 
 impl Overlay {
-    /// Applies `records` over `root`. `table_shift` returns the block size of the stored table of a
-    /// region; `None` if the table is not readable and its region is to be skipped.
+    /// Applies `records` to the entries of `root`. `table_shift` returns the block size of the
+    /// stored table of a region. It returns `None` if the table is not readable. Mappings of blocks
+    /// of this region are then ignored, until a mapping of the whole region replaces the table.
     pub(crate) fn new(
         records: &[Record],
         header: &Header,
@@ -53,30 +57,31 @@ impl Overlay {
         mut table_shift: impl FnMut(u64, &Stored) -> Result<Option<BlockShift>, Error>,
     ) -> Result<Overlay, Error> {
         let mut regions = BTreeMap::new();
-        let mut left = BTreeSet::new();
+        let mut unreadable = BTreeSet::new();
         for record in records {
             for (index, mapping) in record.mappings.iter().enumerate() {
                 let region = mapping.at.0 >> header.region_shift;
                 let whole = mapping.shift == header.region_shift;
                 let logged = match regions.entry(region) {
-                    btree_map::Entry::Occupied(held) => held.into_mut(),
-                    btree_map::Entry::Vacant(free) => {
+                    btree_map::Entry::Occupied(known) => known.into_mut(),
+                    btree_map::Entry::Vacant(new) => {
                         let base = root[region as usize];
                         let shift = match &base {
-                            // A damaged table is ignored if this mapping replaces it.
+                            // A mapping of the whole region replaces the table, so the table is not
+                            // read and may be damaged.
                             Entry::Table(stored) if !whole => {
-                                if left.contains(&region) {
+                                if unreadable.contains(&region) {
                                     continue;
                                 }
                                 let Some(shift) = table_shift(region, stored)? else {
-                                    left.insert(region);
+                                    unreadable.insert(region);
                                     continue;
                                 };
                                 Some(shift)
                             }
                             _ => None,
                         };
-                        free.insert(LoggedRegion::new(base, shift))
+                        new.insert(LoggedRegion::new(base, shift))
                     }
                 };
                 logged
@@ -95,7 +100,7 @@ impl Overlay {
         self.0.keys().copied()
     }
 
-    /// The stored places of all mappings that no later mapping replaces.
+    /// The stored ranges of all mappings that no later mapping has replaced.
     pub(crate) fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
         self.0.values().flat_map(LoggedRegion::stored)
     }
@@ -107,7 +112,8 @@ impl Overlay {
 }
 
 impl LoggedRegion {
-    /// A region before any record: its root entry, and the block size if that is a table.
+    /// A region before any record, from its root entry. `table_shift` is the block size of the
+    /// region's table, if the root entry is a table.
     pub(crate) fn new(base: Entry, table_shift: Option<BlockShift>) -> Self {
         LoggedRegion {
             base,
@@ -128,23 +134,23 @@ impl LoggedRegion {
         if self.blocks.is_none() {
             if !matches!(self.base, Entry::Absent | Entry::Zero) {
                 return Err(format!(
-                    "blocks of 2^{shift} bytes in a region of one block"
+                    "a mapping of 2^{shift} bytes in a region of one block"
                 ));
             }
-            let made =
+            let block_shift =
                 BlockShift::new(shift).ok_or_else(|| format!("blocks of 2^{shift} bytes"))?;
             self.blocks = Some(Blocks {
-                shift: made,
+                shift: block_shift,
                 pieces: BTreeMap::new(),
             });
         }
         let Some(blocks) = &mut self.blocks else {
             return Ok(());
         };
-        let of_many = matches!(entry, Entry::Absent | Entry::Zero);
-        if shift != blocks.shift.get() && !(of_many && shift > blocks.shift.get()) {
+        let may_span_blocks = matches!(entry, Entry::Absent | Entry::Zero);
+        if shift != blocks.shift.get() && !(may_span_blocks && shift > blocks.shift.get()) {
             return Err(format!(
-                "2^{shift} bytes in a region of blocks of 2^{} bytes",
+                "a mapping of 2^{shift} bytes in a region of blocks of 2^{} bytes",
                 blocks.shift.get()
             ));
         }
@@ -160,10 +166,11 @@ impl LoggedRegion {
         self.blocks.as_ref().map(|blocks| blocks.shift)
     }
 
+    /// The stored ranges of the mappings of this region.
     fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
         let base = match self.base {
-            // A table and the blocks that it names are as old as the header. Any other stored base
-            // came from a record, or is unchanged.
+            // No record made the table and the blocks that it names. Any other stored base is the
+            // mapping of a record.
             Entry::Table(_) => None,
             entry => entry.stored(),
         };
@@ -198,8 +205,8 @@ impl LoggedRegion {
 }
 
 impl Blocks {
+    /// Sets the entry of the bytes `start..end`. Of earlier pieces, only the parts outside remain.
     fn replace(&mut self, start: u64, end: u64, entry: Entry) {
-        // A piece across an edge keeps its part outside.
         if let Some((&first, &(last, before))) = self.pieces.range(..start).next_back()
             && last > start
         {

@@ -4,8 +4,8 @@ use bcow_remote::{CacheEntry, EntryKind};
 use bcow_view::ViewEntry;
 use serde_json::{Value, json};
 
-use super::{DirectoryArgs, cannot_read, image_of};
-use crate::cache::Found;
+use super::{DirectoryArgs, cannot_read, image_label};
+use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
 use crate::names::{hex, printable};
 use crate::size::{Human, plural};
@@ -32,11 +32,11 @@ pub struct Args {
 
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (path, entries) = match args.directory.find()? {
-        Found::Cache(cache) => {
+        FoundCache::Present(cache) => {
             let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             (cache.path().to_owned(), entries)
         }
-        Found::Missing(path) => (path, Vec::new()),
+        FoundCache::Missing(path) => (path, Vec::new()),
     };
     let views = args.directory.views()?;
     let views_directory = views.cache.as_ref();
@@ -89,7 +89,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Human(view.held_bytes).to_string(),
             bcow::rfc3339(view.last_use).unwrap_or_else(|| "-".to_owned()),
             yes_or_no(view.is_in_use),
-            image_of(view),
+            image_label(view),
         ]
     });
     let titles = ["VIEW", "SIZE", "LAST USE", "IN USE", "IMAGE"];

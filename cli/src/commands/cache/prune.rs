@@ -7,7 +7,7 @@ use bcow_view::{Removal, Remove};
 use serde_json::json;
 
 use super::{DirectoryArgs, Views};
-use crate::cache::Found;
+use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
 use crate::running;
 use crate::size::{self, Human, plural};
@@ -50,10 +50,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         other => other,
     };
     let pruned = match args.directory.find()? {
-        Found::Cache(cache) => cache
+        FoundCache::Present(cache) => cache
             .prune(of_files)
             .context(|| format!("cannot remove files from {}", cache.path().display()))?,
-        Found::Missing(_) => Pruned::default(),
+        FoundCache::Missing(_) => Pruned::default(),
     };
     let of_views = match which {
         Prune::Limit(limit) => Prune::Limit(limit.saturating_sub(pruned.held_bytes)),

@@ -4,8 +4,8 @@ use bcow_remote::{CacheEntry, EntryKind};
 use bcow_view::{Remove, ViewEntry};
 use serde_json::{Value, json};
 
-use super::{DirectoryArgs, cannot_read, image_of};
-use crate::cache::Found;
+use super::{DirectoryArgs, cannot_read, image_label};
+use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
 use crate::interrupt::Interrupt;
 use crate::names::{printable, quoted};
@@ -34,8 +34,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut directory = None;
     let (mut right, mut damaged, mut manifests, mut wrong_manifests) = (0, 0, 0, 0);
     match args.directory.find()? {
-        Found::Missing(path) => directory = Some(path),
-        Found::Cache(cache) => {
+        FoundCache::Missing(path) => directory = Some(path),
+        FoundCache::Present(cache) => {
             directory.replace(cache.path().to_owned());
             let entries = cache.entries().context(|| cannot_read(cache.path()))?;
             let progress = ui.progress();
@@ -130,7 +130,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             out,
             "{}: removed the damaged view of {}",
             view.name,
-            image_of(view)
+            image_label(view)
         )?;
     }
     for name in &unknown {

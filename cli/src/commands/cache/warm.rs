@@ -15,10 +15,10 @@ use crate::ui::Ui;
 
 /// Fetch all of an image into the cache
 ///
-/// The command fetches what the cache does not have of the image and its layers, and checks all of
-/// it. After an interruption, the next call fetches the rest. Layers that --store has are not
-/// fetched. Afterwards the image can be read without its server, if its name contains a digest or
-/// if --root-hash is given.
+/// The command fetches the data of the image and its layers that the cache does not have. It also
+/// verifies the data that the cache has. After an interruption, the next call fetches the rest. The
+/// command does not fetch layers that --store has. Afterwards the image can be read without its
+/// server, if its name contains a digest or if --root-hash is given.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: https://..., s3://... or docker://...

@@ -11,12 +11,12 @@ use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
 use serde_json::json;
 
-use super::replace::{self, By};
+use super::replace::{self, Replacement};
 use super::{Args, Sending};
 use crate::conversion::Compress;
 use crate::copy_out::CopyOut;
 use crate::error::CommandError;
-use crate::form::guess;
+use crate::foreign_format::format_hint;
 use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
@@ -119,7 +119,7 @@ pub fn run(
         Some(foreign) => {
             foreign.check(Side::Destination)?;
             source.refuse_as_destination(foreign.path())?;
-            replace::check(foreign.path(), By::Disk, args.force)?;
+            replace::check(foreign.path(), Replacement::Disk, args.force)?;
             write_foreign(args, &source, foreign, ui)
         }
         None => {
@@ -134,7 +134,7 @@ pub fn run(
                 }
             };
             source.refuse_as_destination(destination)?;
-            replace::check(destination, By::Disk, args.force)?;
+            replace::check(destination, Replacement::Disk, args.force)?;
             write_disk(args, &source, destination, sending, ui)
         }
     }
@@ -293,7 +293,7 @@ fn foreign_failure(error: &ForeignError) -> CommandError {
     let failure = CommandError::new("cannot open the disk").caused_by(error);
     match (error, error.hint()) {
         (_, Some(hint)) => failure.hint(hint),
-        (ForeignError::NotQcow2 { path }, None) => match guess(path) {
+        (ForeignError::NotQcow2 { path }, None) => match format_hint(path) {
             Some(hint) => failure.hint(hint),
             None => failure,
         },
@@ -373,7 +373,7 @@ fn write_disk(
         ));
     }
     let compression = match args.compress {
-        Some(compress) => compress.of_blocks()?,
+        Some(compress) => compress.for_blocks()?,
         // Blocks that will be overwritten soon are not compressed.
         None if args.writable => bcow::Compression::None,
         None => ConvertOptions::default().compression,

@@ -1,10 +1,10 @@
-//! Which existing destinations a conversion may replace.
+//! The rule for existing destinations of `bcow convert` and `bcow copy`.
 //!
-//! A makefile or a pipeline makes an image again and again under the same name, from a source that
-//! still exists. So an image replaces an image, as with mkfs.erofs. Any other file may be the only
-//! copy of its data: a disk has its written data, a sealed disk is the backing of other disks, and
-//! the contents of other files are unknown. To replace such a file, `--force` is needed. (`qemu-img
-//! convert` replaces any file, even a backing in use.)
+//! A makefile or a pipeline builds an image again under the same name, from a source that still
+//! exists. So an image replaces an image without `--force`, as with mkfs.erofs. Any other file may
+//! be the only copy of its data: a disk contains data that users wrote, a sealed disk can be the
+//! backing of other disks, and the content of other files is unknown. So `--force` is required to
+//! replace such a file. (`qemu-img convert` replaces any file, even a backing in use.)
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -16,23 +16,28 @@ use bcow::{Image, OpenOptions, header_of};
 
 use crate::disks;
 use crate::error::{CommandError, Context};
-use crate::form::{Form, form};
+use crate::foreign_format::{self, ForeignFormat};
 
-/// The new content of the destination.
+/// The kind of the file that is to replace the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum By {
-    /// A BCoW image, which may replace another.
+pub enum Replacement {
+    /// A BCoW image. It may replace another image.
     Image,
-    /// An OCI layout in an archive, which may replace an archive.
+    /// An archive with an OCI layout. It may replace another archive.
     Archive,
-    /// A disk, in any format.
+    /// A disk in any format. It replaces a file that is not empty only with `--force`.
     Disk,
 }
 
-/// Refuses to replace the file at `destination` if it may be the only copy of its data and the user
-/// has not given `--force`.
-pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError> {
-    // Without a file, there is nothing to replace. The write reports any other error.
+/// Refuses to replace the file at `destination` if another process writes to it. Without `--force`,
+/// also refuses if the file may be the only copy of its data.
+pub fn check(
+    destination: &Path,
+    replacement: Replacement,
+    force: bool,
+) -> Result<(), CommandError> {
+    // The destination does not exist, or cannot be examined. In the second case, the conversion
+    // reports the error when it creates the file.
     let Ok(metadata) = std::fs::metadata(destination) else {
         return Ok(());
     };
@@ -47,43 +52,46 @@ pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError
     if force {
         return Ok(());
     }
-    let why = match header_of(&file).map(|header| header.purpose) {
-        Some(Use::Image) => match (disk_over(destination), by) {
+    let reason = match header_of(&file).map(|header| header.purpose) {
+        Some(Use::Image) => match (disk_over(destination), replacement) {
             (Some(disk), _) => format!("it is the backing of {}", disk.display()),
-            (None, By::Image) => return Ok(()),
+            (None, Replacement::Image) => return Ok(()),
             (None, _) => "the file exists, and is a BCoW image".to_owned(),
         },
         Some(Use::Disk) => "the file exists, and is a BCoW disk".to_owned(),
         Some(_) => "the file exists, and belongs to a writable mount".to_owned(),
-        None if by == By::Archive && form(destination) == Some(Form::Archive) => {
+        None if replacement == Replacement::Archive
+            && foreign_format::detect(destination) == Some(ForeignFormat::Archive) =>
+        {
             return Ok(());
         }
         None => "the file exists, and is not in BCoW format".to_owned(),
     };
     Err(CommandError::new(cannot())
-        .caused_by_text(why)
+        .caused_by_text(reason)
         .hint("give another name, or replace it with --force"))
 }
 
-/// A disk in the same directory that has the file as its backing. Disks in other directories, which
-/// find the file with --backing-dir, are not found.
+/// A disk over the file at `destination`, in the same directory. Disks in other directories, which
+/// use the file through --backing-dir, are not found.
 fn disk_over(destination: &Path) -> Option<PathBuf> {
-    // A disk finds its backing by the name of the file itself, not by the name of a link to it.
+    // A disk records the name of the backing file, not the name of a symbolic link to it.
     let path = destination.canonicalize().ok()?;
     let name = path.file_name()?.to_str()?;
     let entries = std::fs::read_dir(path.parent()?).ok()?;
-    let mut over: Vec<PathBuf> = entries
+    let mut disks_over: Vec<PathBuf> = entries
         .filter_map(Result::ok)
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
         .map(|entry| entry.path())
-        .filter(|disk| disks::is_disk(disk) && names(disk, name))
+        .filter(|disk| disks::is_disk(disk) && has_backing_named(disk, name))
         .collect();
-    over.sort();
-    over.into_iter().next()
+    disks_over.sort();
+    disks_over.into_iter().next()
 }
 
-/// Whether the disk has a backing of this name. The disk is not opened as a disk: it may be in use.
-fn names(disk: &Path, backing: &str) -> bool {
+/// Whether the disk records a backing with this file name. The disk may be in use, so this opens it
+/// without its lock.
+fn has_backing_named(disk: &Path, backing: &str) -> bool {
     let Ok(file) = File::open(disk) else {
         return false;
     };

@@ -182,12 +182,12 @@ fn open_image(
     ui: &Ui,
 ) -> Result<Option<OpenImage>, CommandError> {
     let recorded = Path::new(&reader.record().image_name);
-    let name = args.below.as_deref().unwrap_or(recorded);
+    let name = args.lower.as_deref().unwrap_or(recorded);
     let opened = OpenImage::open_with_layers(name, &args.layers, &args.stores)
         .and_then(|image| require_same_image(reader, &image).map(|()| image));
     match opened {
         Ok(image) => Ok(Some(image)),
-        Err(error) if args.below.is_some() || !args.layers.layers.is_empty() => Err(error),
+        Err(error) if args.lower.is_some() || !args.layers.layers.is_empty() => Err(error),
         Err(_) => {
             ui.warning(format_args!(
                 "{} is missing or is not the image of the upper: what the disk shows of the image \

@@ -97,9 +97,9 @@ fn copies(
 /// The root hash that a stack has for the layer in this file of a layout.
 fn root_of(opened: &Opened, path: &Path) -> Option<[u8; 32]> {
     let name = path.file_name()?.to_str()?;
-    let mut layers = opened.layers.iter().map(|layer| &layer.facts);
-    let facts = layers.find(|facts| facts.digest.hex() == name)?;
-    Some(facts.merkle_root)
+    let mut layers = opened.layers.iter().map(|layer| &layer.recorded);
+    let recorded = layers.find(|recorded| recorded.digest.hex() == name)?;
+    Some(recorded.merkle_root)
 }
 
 struct Restoring<'r> {

@@ -1,4 +1,4 @@
-//! `bcow fsck` of the upper of a writable mount.
+//! `bcow fsck` of the upper of a mount at the FUSE door.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -17,15 +17,18 @@ use crate::size::{Count, plural};
 use crate::ui::Ui;
 use crate::upper::{cannot_use, require_same_image, when_free};
 
-/// Whether this is the upper of a writable mount.
+/// Whether `path` is the upper of a writable mount, at either door.
 pub fn is_upper(path: &Path) -> bool {
     path.join(META).is_dir()
 }
 
-/// Checks; returns the exit status.
+/// Checks an upper, and repairs it with --repair. Returns the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if args.jobs.is_some() {
-        return Err(CommandError::usage("-j does not apply to an upper").hint("leave out -j"));
+        return Err(
+            CommandError::usage("-j does not apply to an upper of the FUSE door")
+                .hint("leave out -j"),
+        );
     }
     let progress = ui.progress();
     progress.phase("checking");
@@ -37,12 +40,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         let instance = when_free(ui, || Instance::open_existing(&args.image, &note))
             .map_err(|error| cannot_use(&error))?;
         let upper = UpperReader::of(&instance).map_err(|error| cannot_use(&error))?;
-        // The open has emptied the directory of temporary files, which may have been links to
-        // repaired files, and the upper may have been mounted since the check.
-        let has_emptied = found.report.finds("upper-work-leak");
+        // The open has emptied the directory of temporary files. Removing links there changes link
+        // counts. Also, the upper may have been mounted since the check. So the repairs come from a
+        // second check.
+        let work_was_emptied = found.report.finds("upper-work-leak");
         let again = examine_open(args, ui, &upper)?;
         repaired = check::repair(&instance, &again.report).map_err(|error| cannot_use(&error))?;
-        if has_emptied {
+        if work_was_emptied {
             repaired.push(format!("emptied {META}/work"));
         }
         drop(upper);
@@ -65,14 +69,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 /// The result of a check.
 struct Found {
     report: Report,
-    /// The image with which the upper was checked.
+    /// The path of the image against which the upper was checked. `None` without an image.
     image: Option<PathBuf>,
 }
 
+/// Opens the upper for reading and checks it.
 fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     let upper = match when_free(ui, || UpperReader::open(&args.image)) {
         Ok(upper) => upper,
-        // Without the record, the marks have no meaning.
+        // Without the record, the marks cannot be interpreted, so nothing else is checked.
         Err(error @ UpperError::Record { .. }) => {
             return Ok(Found {
                 report: unreadable(&error),
@@ -84,6 +89,7 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     examine_open(args, ui, &upper)
 }
 
+/// Checks an open upper.
 fn examine_open(args: &Args, ui: &Ui, upper: &UpperReader) -> Result<Found, CommandError> {
     let image = open_image(args, upper, ui)?;
     let checked = match &image {
@@ -104,6 +110,7 @@ fn examine_open(args: &Args, ui: &Ui, upper: &UpperReader) -> Result<Found, Comm
     })
 }
 
+/// The report for an upper whose record cannot be read.
 fn unreadable(error: &UpperError) -> Report {
     Report::of(Finding {
         code: "upper-record",
@@ -113,15 +120,16 @@ fn unreadable(error: &UpperError) -> Report {
     })
 }
 
-/// The image of the upper: the one that the command line names, otherwise the recorded one. `None`
-/// if only the recorded name is known and there is no such image.
+/// Opens the image of the upper: the image that the command line names, or else the recorded one.
+/// `None` if the upper has no record, or if the recorded image does not open and the command line
+/// names neither an image nor a layer.
 fn open_image(
     args: &Args,
     upper: &UpperReader,
     ui: &Ui,
 ) -> Result<Option<OpenImage>, CommandError> {
     let recorded = upper.record().map(|record| record.image_name.as_str());
-    let Some(name) = args.below.as_deref().or(recorded.map(Path::new)) else {
+    let Some(name) = args.lower.as_deref().or(recorded.map(Path::new)) else {
         return match args.layers.layers.is_empty() {
             true => Ok(None),
             false => Err(CommandError::usage(
@@ -133,7 +141,7 @@ fn open_image(
         require_same_image(upper, &image)?;
         Ok(image)
     });
-    let is_named = args.below.is_some() || !args.layers.layers.is_empty();
+    let is_named = args.lower.is_some() || !args.layers.layers.is_empty();
     match opened {
         Ok(image) => Ok(Some(image)),
         Err(error) if is_named => Err(error),
@@ -149,7 +157,7 @@ fn open_image(
     }
 }
 
-fn word(severity: Severity) -> &'static str {
+fn severity_name(severity: Severity) -> &'static str {
     match severity {
         Severity::Error => "error",
         Severity::Warning => "warning",
@@ -165,7 +173,7 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
         .map(|finding| {
             json!({
                 "code": finding.code,
-                "severity": word(finding.severity),
+                "severity": severity_name(finding.severity),
                 "file": name,
                 "place": String::from_utf8_lossy(&finding.path),
                 "message": finding.message,
@@ -208,7 +216,7 @@ fn print_report(
         writeln!(
             out,
             "{} {}: {}: {}",
-            word(finding.severity),
+            severity_name(finding.severity),
             finding.code,
             names::quoted(&finding.path),
             printable(&finding.message)

@@ -15,19 +15,22 @@ use crate::names::{self, printable};
 use crate::size::{Count, Human};
 use crate::ui::Output;
 
-/// A disk and the files below it.
+/// The properties of a disk and of the files of its chain.
 pub struct DiskFacts {
     layout: Option<String>,
-    /// Room for the record log, and bytes of the file that are free, if it can be written.
+    /// The space of the record log; 0 for a sealed disk.
     log_bytes: u64,
+    /// The free bytes in the file according to its header. `None` if the free list is unreadable.
     free_bytes: Option<u64>,
-    /// Who is in the way of a reader.
+    /// The reason why a shared lock on a writable disk is refused: usually the note of its writer.
     in_use: Option<String>,
     identity: [u8; 32],
-    chain: Vec<Link>,
+    /// The disk, its backing, the backing of that one, and so on.
+    chain: Vec<ChainFile>,
 }
 
-struct Link {
+/// A file of the chain.
+struct ChainFile {
     name: String,
     path: Option<String>,
     sealed: bool,
@@ -35,9 +38,9 @@ struct Link {
     file_bytes: u64,
 }
 
-impl Link {
+impl ChainFile {
     fn of(name: String, path: Option<String>, image: &Image) -> Self {
-        Link {
+        ChainFile {
             name,
             path,
             sealed: image.header().state == State::Sealed,
@@ -48,7 +51,7 @@ impl Link {
 }
 
 impl DiskFacts {
-    /// `None` of an image.
+    /// The properties of the opened disk; `None` for an image.
     pub fn of(opened: &OpenImage) -> Option<Self> {
         let image = opened.image();
         let header = image.header();
@@ -56,10 +59,10 @@ impl DiskFacts {
             return None;
         }
         let name = opened.path().display().to_string();
-        let top = Link::of(name.clone(), Some(name), image);
+        let top = ChainFile::of(name.clone(), Some(name), image);
         let below = opened.chain().iter().map(|file| {
             let path = file.path.as_ref().map(|path| path.display().to_string());
-            Link::of(file.name.clone(), path, &file.image)
+            ChainFile::of(file.name.clone(), path, &file.image)
         });
         let file = File::open(&opened.opened().path).ok();
         let metadata = image.metadata().unwrap_or(Value::Null);
@@ -137,7 +140,8 @@ impl DiskFacts {
     }
 }
 
-/// What the free list of the header has; records may have used some of it.
+/// The number of bytes in the free list that the header names. Records of the log may already use
+/// some of these bytes.
 fn free_bytes(file: &File, header: &Header) -> Option<u64> {
     let mut bytes = vec![0; header.free.bytes as usize];
     file.read_exact_at(&mut bytes, header.free.offset).ok()?;

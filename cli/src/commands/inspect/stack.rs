@@ -63,7 +63,7 @@ impl Stack {
             .iter()
             .enumerate()
             .map(|(index, layer)| {
-                let digest = layer.facts.digest.to_string();
+                let digest = layer.recorded.digest.to_string();
                 let said = described.get(&*digest).copied().unwrap_or(&Value::Null);
                 let shared_bytes = layer.file.as_ref().map_or(0, |file| {
                     let metadata = file.image.metadata().unwrap_or_default();
@@ -71,9 +71,9 @@ impl Stack {
                 });
                 Layer {
                     digest,
-                    short: layer.facts.digest.short(),
-                    file_bytes: layer.facts.file_bytes,
-                    is_again: !seen.insert(&layer.facts.digest),
+                    short: layer.recorded.digest.short(),
+                    file_bytes: layer.recorded.file_bytes,
+                    is_again: !seen.insert(&layer.recorded.digest),
                     path: layer.file.as_ref().map(|file| file.path.clone()),
                     account: accounts.as_ref().map(|all| all[index]),
                     shared_bytes,
@@ -238,16 +238,16 @@ fn accounts(opened: &Opened) -> Result<Option<Vec<LayerAccount>>, CommandError> 
         let Some(file) = &layer.file else {
             return Ok(None);
         };
-        if !filesystems.contains_key(&layer.facts.digest) {
+        if !filesystems.contains_key(&layer.recorded.digest) {
             let filesystem = Filesystem::open(file.image.clone())
                 .context(|| format!("cannot read the file system in {}", file.path.display()))?;
-            filesystems.insert(&layer.facts.digest, filesystem);
+            filesystems.insert(&layer.recorded.digest, filesystem);
         }
     }
     let layers: Vec<&Filesystem> = opened
         .layers
         .iter()
-        .filter_map(|layer| filesystems.get(&layer.facts.digest))
+        .filter_map(|layer| filesystems.get(&layer.recorded.digest))
         .collect();
     let accounts = account(&layers).context(|| "cannot compare the layers")?;
     Ok(Some(accounts))

@@ -25,7 +25,7 @@ pub struct Args {
     /// The name of the pool
     #[arg(value_name = "NAME", value_parser = pool::parse_name)]
     name: PoolName,
-    /// First unmount what cannot be taken over, even if files are in use
+    /// First unmount the mounts that cannot be taken over, even if files are in use
     #[arg(short, long)]
     force: bool,
 }

@@ -102,7 +102,7 @@ pub fn grow(args: &Args, mount: &MountedImage, ui: &Ui) -> Result<(), CommandErr
     if !rustix::process::geteuid().is_root() {
         return Err(cannot().caused_by_text("only root can resize a mounted disk"));
     }
-    let json = ask::statistics(&mount.path, mount, ask::ANSWERS_WITHIN)?;
+    let json = ask::statistics(&mount.path, mount, ask::ANSWER_TIMEOUT)?;
     let Some(disk) = ask::read(&mount.path, &json)?.disk else {
         return Err(cannot().caused_by_text("its process serves no disk"));
     };

@@ -1,8 +1,8 @@
 //! Trees that ext4 cannot hold, and descriptions that contradict themselves.
 
 use bcow_ext4::{
-    BlockRange, Content, DeviceNumber, Entry, Extent, FileKind, Geometry, InodeNumber, Node, Sink,
-    Size, Timestamp, Writer, Xattr,
+    BlockRange, Content, DeviceNumber, Entry, Extent, FileKind, Geometry, GeometryOptions,
+    InodeNumber, Node, Sink, Timestamp, Writer, Xattr,
 };
 
 use super::tree::identity;
@@ -15,7 +15,7 @@ impl Sink for Nowhere {
     }
 }
 
-const GEOMETRY: Size = Size {
+const GEOMETRY: GeometryOptions = GeometryOptions {
     bytes: 64 << 20,
     inodes: 100,
     journal_blocks: None,
@@ -195,7 +195,7 @@ fn names_and_inodes_that_do_not_fit_together_are_refused() {
 
 #[test]
 fn areas_of_content_are_free_of_metadata() {
-    let geometry = Geometry::new(Size {
+    let geometry = Geometry::new(GeometryOptions {
         bytes: 1 << 30,
         ..GEOMETRY
     });

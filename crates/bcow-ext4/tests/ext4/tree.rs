@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 
 use bcow_ext4::{
-    BlockRange, Content, DeviceNumber, Entry, Ext4Error, Extent, FileKind, Geometry, Identity,
-    InodeNumber, Node, Sink, Size, Summary, Timestamp, Writer, Xattr,
+    BlockRange, Content, DeviceNumber, Entry, Ext4Error, Extent, FileKind, Geometry,
+    GeometryOptions, Identity, InodeNumber, Node, Sink, Summary, Timestamp, Writer, Xattr,
 };
 use tempfile::NamedTempFile;
 
@@ -136,14 +136,14 @@ pub fn identity() -> Identity {
 
 /// Makes an image, with the content at its places. Runs of content lie one block apart.
 pub fn image(tree: &Tree, bytes: u64) -> Image {
-    let size = Size {
+    let options = GeometryOptions {
         bytes,
         inodes: tree.0.len() as u32,
         journal_blocks: None,
     };
-    let geometry = Geometry::new(size).expect("a geometry");
+    let geometry = Geometry::new(options).expect("a geometry");
     let area = geometry
-        .whole_areas(0)
+        .whole_areas()
         .max_by_key(|area| area.count)
         .unwrap_or(BlockRange {
             start: geometry.front_end() + 64,

@@ -19,7 +19,7 @@ use bcow_erofs::tree::{DeviceNumber, Timestamp};
 use bcow_union::NodeId;
 use fuser::{FileAttr, Generation, INodeNo, InitFlags, KernelConfig};
 
-use crate::readers::{Kind, Readers, Turn};
+use crate::request_threads::{Kind, RequestThreads, Turn};
 use crate::stats::{MountStats, Operation, Running, STATS_XATTR};
 
 /// How long the kernel may cache a name or an attribute: without a limit in practice. The content
@@ -68,7 +68,7 @@ struct Answering<'a> {
 
 impl<'a> Answering<'a> {
     fn begin(
-        readers: &'a Arc<Readers>,
+        request_threads: &'a Arc<RequestThreads>,
         stats: &'a Arc<MountStats>,
         operation: Operation,
         node: NodeId,
@@ -78,7 +78,7 @@ impl<'a> Answering<'a> {
             _ => Kind::Brief,
         };
         // The turn first: from then on another thread can be called.
-        let turn = readers.begin(kind);
+        let turn = request_threads.begin(kind);
         Answering {
             _running: stats.time(operation, node),
             _turn: turn,

@@ -20,14 +20,14 @@ use super::{
 };
 use crate::fs::{AccessKind, ImageFs, Node, TrustedNames};
 use crate::options::Permissions;
-use crate::readers::Readers;
+use crate::request_threads::RequestThreads;
 use crate::stats::{MountStats, Operation};
 
 /// Implements fuser's trait for an [`ImageFs`].
 pub(crate) struct ReadOnly {
     fs: ImageFs,
     stats: Arc<MountStats>,
-    readers: Arc<Readers>,
+    request_threads: Arc<RequestThreads>,
     permissions: Permissions,
     /// Whether the kernel opens files and directories without a request.
     opens: Opens,
@@ -45,14 +45,14 @@ impl ReadOnly {
     pub(crate) fn new(
         fs: ImageFs,
         stats: Arc<MountStats>,
-        readers: Arc<Readers>,
+        request_threads: Arc<RequestThreads>,
         permissions: Permissions,
         agreed: Arc<AtomicU64>,
     ) -> Self {
         ReadOnly {
             fs,
             stats,
-            readers,
+            request_threads,
             permissions,
             opens: Opens {
                 files_unasked: false,
@@ -63,7 +63,7 @@ impl ReadOnly {
     }
 
     fn begin(&self, operation: Operation, node: NodeId) -> Answering<'_> {
-        Answering::begin(&self.readers, &self.stats, operation, node)
+        Answering::begin(&self.request_threads, &self.stats, operation, node)
     }
 }
 

@@ -29,7 +29,7 @@ use super::convert::{
 use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
 use super::{Answering, GENERATION, damaged, id, is_stats, negotiate, reply};
 use crate::options::WriteCache;
-use crate::readers::{Kind, Readers};
+use crate::request_threads::{Kind, RequestThreads};
 use crate::stats::{MountStats, Operation};
 
 /// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
@@ -43,7 +43,7 @@ const COPY_BYTES: u64 = 1 << 30;
 pub(crate) struct Writable {
     fs: Arc<UnionFs>,
     stats: Arc<MountStats>,
-    readers: Arc<Readers>,
+    request_threads: Arc<RequestThreads>,
     write_cache: WriteCache,
     /// Whether the kernel opens files without a request.
     opens_unasked: bool,
@@ -65,7 +65,7 @@ impl Writable {
     pub(crate) fn new(
         fs: Arc<UnionFs>,
         stats: Arc<MountStats>,
-        readers: Arc<Readers>,
+        request_threads: Arc<RequestThreads>,
         write_cache: WriteCache,
         gate: Gate,
         agreed: Arc<AtomicU64>,
@@ -73,7 +73,7 @@ impl Writable {
         Writable {
             fs,
             stats,
-            readers,
+            request_threads,
             write_cache,
             opens_unasked: false,
             drops_set_id: false,
@@ -124,7 +124,7 @@ impl Writable {
 
     fn begin(&self, operation: Operation, node: NodeId) -> Passing<'_> {
         Passing {
-            _answering: Answering::begin(&self.readers, &self.stats, operation, node),
+            _answering: Answering::begin(&self.request_threads, &self.stats, operation, node),
             _passing: self
                 .gate
                 .as_ref()
@@ -178,7 +178,7 @@ impl fuser::Filesystem for Writable {
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
         // A batch of forgets is one request, and each can free a large file.
-        let _turn = self.readers.begin(Kind::BriefInBatch);
+        let _turn = self.request_threads.begin(Kind::BriefInBatch);
         self.fs.forget(id(ino), count);
     }
 

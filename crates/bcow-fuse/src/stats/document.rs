@@ -476,7 +476,7 @@ impl DiskFigures {
             flushes: figures.flushes,
             checkpoints: figures.checkpoints,
             filled_blocks: figures.filled_blocks,
-            waiting_blocks: figures.waiting_blocks,
+            waiting_blocks: figures.queued_jobs,
             unflushed_blocks: figures.unflushed_blocks,
             free_bytes: figures.free_bytes,
             outcome_descriptor: disk.outcome,

@@ -19,7 +19,7 @@ use crate::platform::Platform;
 use crate::registry::BcowImage;
 use crate::repository::Repository;
 use crate::source::Source;
-use crate::store::{LayerFacts, RemoteFiles};
+use crate::store::{RecordedFile, RemoteFiles};
 
 /// An image in BCoW form: a manifest and its blobs.
 pub struct CopyImage {
@@ -105,7 +105,7 @@ impl CopyImage {
             let Some(merkle_root) = layout::merkle_root(&name, layer)? else {
                 return Err(ConvertError::NoRoot { place: name });
             };
-            let facts = LayerFacts {
+            let recorded = RecordedFile {
                 digest: digest.clone(),
                 file_bytes: layer.size,
                 merkle_root,
@@ -115,7 +115,7 @@ impl CopyImage {
                 what: name.clone(),
                 source,
             };
-            match files.open(digest, &facts) {
+            match files.open(digest, &recorded) {
                 Ok(Some(storage)) => CopyFile::new(name, storage, true),
                 Ok(None) => Err(ConvertError::MissingBlob {
                     place: name,

@@ -8,7 +8,7 @@ use bcow::Storage;
 use bcow::chain::{self, Named, directory_of};
 use rustix::io::Errno;
 
-use super::facts::LayerFacts;
+use super::recorded::RecordedFile;
 use super::remote::{RemoteFailure, RemoteFiles};
 use crate::blob::open_regular;
 use crate::digest::Digest;
@@ -60,11 +60,11 @@ impl Candidate {
     /// Opens the file; `None` if it does not exist.
     pub(super) fn open(
         &self,
-        facts: Option<&LayerFacts>,
+        recorded: Option<&RecordedFile>,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
         match self {
-            Candidate::Remote { files, digest } => match facts {
-                Some(facts) => files.open(digest, facts),
+            Candidate::Remote { files, digest } => match recorded {
+                Some(recorded) => files.open(digest, recorded),
                 // Without the root hash, the whole file would have to be fetched to check it.
                 None => Err("the image does not record the root hash of this file".into()),
             },

@@ -11,7 +11,7 @@ use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Storage};
 
 use super::candidate::Candidate;
 use super::error::{LayerProblem, MAX_DEPTH};
-use super::facts::{BackingFacts, LayerFacts, backing_facts, stack_facts};
+use super::recorded::{RecordedBacking, RecordedFile, recorded_backings, recorded_layers};
 use super::remote::{RemoteFailure, RemoteFiles};
 use crate::digest::Digest;
 use crate::error::ConvertError;
@@ -73,7 +73,7 @@ pub(super) struct Finder {
     options: OpenOptions,
     /// What images record about the files below them. The first record of a digest, which comes
     /// from the uppermost file, stays.
-    facts: RefCell<HashMap<Digest, FileRecord>>,
+    recorded: RefCell<HashMap<Digest, FileRecord>>,
     pub(super) lookups: RefCell<HashMap<Digest, Lookup>>,
     /// Files of `remote` that were opened before their lookup.
     opened: RefCell<HashMap<Digest, RemoteOpening>>,
@@ -88,7 +88,7 @@ type RemoteOpening = Result<Option<Arc<dyn Storage>>, RemoteFailure>;
 struct FileRecord {
     /// `layer 2 of 5`.
     label: Option<String>,
-    facts: Option<LayerFacts>,
+    recorded: Option<RecordedFile>,
     /// The names that the file may have, each with the directory of the image that records the
     /// name, if that image is on this machine.
     names: Vec<(Option<PathBuf>, String)>,
@@ -114,31 +114,31 @@ impl Finder {
             files: places.files.to_vec(),
             remote: places.remote.cloned(),
             options,
-            facts: RefCell::default(),
+            recorded: RefCell::default(),
             lookups: RefCell::default(),
             opened: RefCell::default(),
             problems: RefCell::default(),
         }
     }
 
-    pub(super) fn record_layers(&self, layers: &[LayerFacts]) {
+    pub(super) fn record_layers(&self, layers: &[RecordedFile]) {
         let count = layers.len();
-        let mut all = self.facts.borrow_mut();
+        let mut all = self.recorded.borrow_mut();
         for (index, layer) in layers.iter().enumerate() {
             let known = all.entry(layer.digest.clone()).or_default();
             known
                 .label
                 .get_or_insert_with(|| format!("layer {} of {count}", index + 1));
-            known.facts.get_or_insert_with(|| layer.clone());
+            known.recorded.get_or_insert_with(|| layer.clone());
         }
     }
 
     /// `directory` is that of the image whose metadata has `backings`.
-    pub(super) fn record_backings(&self, backings: &[BackingFacts], directory: Option<&Path>) {
-        let mut all = self.facts.borrow_mut();
+    pub(super) fn record_backings(&self, backings: &[RecordedBacking], directory: Option<&Path>) {
+        let mut all = self.recorded.borrow_mut();
         for backing in backings {
-            let known = all.entry(backing.facts.digest.clone()).or_default();
-            known.facts.get_or_insert_with(|| backing.facts.clone());
+            let known = all.entry(backing.file.digest.clone()).or_default();
+            known.recorded.get_or_insert_with(|| backing.file.clone());
             if let Some(name) = &backing.name {
                 known
                     .names
@@ -154,8 +154,8 @@ impl Finder {
         if image.backings().next().is_some()
             && let Ok(metadata) = image.metadata()
         {
-            self.record_layers(&stack_facts(&metadata));
-            self.record_backings(&backing_facts(&metadata), directory);
+            self.record_layers(&recorded_layers(&metadata));
+            self.record_backings(&recorded_backings(&metadata), directory);
         }
     }
 
@@ -167,28 +167,29 @@ impl Finder {
         };
         let is_here = |digest: &Digest| self.candidates(digest).iter().any(Candidate::may_be_here);
         let mut seen = HashSet::new();
-        let facts: Vec<LayerFacts> = image
+        let recorded: Vec<RecordedFile> = image
             .backings()
             .filter_map(|backing| match backing.name {
                 BackingName::Digest(digest) => Some(Digest::from_sha256(digest)),
                 _ => None,
             })
             .filter(|digest| seen.insert(digest.clone()) && !is_here(digest))
-            .filter_map(|digest| self.facts.borrow().get(&digest)?.facts.clone())
+            .filter_map(|digest| self.recorded.borrow().get(&digest)?.recorded.clone())
             .collect();
-        let order: Vec<usize> = (0..facts.len()).collect();
-        let open =
-            |index: usize| Ok::<_, ConvertError>(remote.open(&facts[index].digest, &facts[index]));
+        let order: Vec<usize> = (0..recorded.len()).collect();
+        let open = |index: usize| {
+            Ok::<_, ConvertError>(remote.open(&recorded[index].digest, &recorded[index]))
+        };
         // A file that does not open is reported at its lookup.
         if let Ok(opened) = parallel::run(&order, OPENINGS, &AtomicBool::new(false), open) {
-            let digests = facts.iter().map(|facts| facts.digest.clone());
+            let digests = recorded.iter().map(|recorded| recorded.digest.clone());
             self.opened.borrow_mut().extend(digests.zip(opened));
         }
     }
 
     /// The name in messages of the file with this digest.
     fn name(&self, digest: &Digest) -> String {
-        let all = self.facts.borrow();
+        let all = self.recorded.borrow();
         let Some(known) = all.get(digest) else {
             return format!("backing {digest}");
         };
@@ -200,7 +201,7 @@ impl Finder {
     }
 
     fn label(&self, digest: &Digest) -> String {
-        let all = self.facts.borrow();
+        let all = self.recorded.borrow();
         match all.get(digest).and_then(|known| known.label.clone()) {
             Some(label) => label,
             None => format!("backing {}", digest.short()),
@@ -208,7 +209,7 @@ impl Finder {
     }
 
     /// Every open file, once.
-    pub(super) fn below(&self, layers: &[LayerFacts]) -> Vec<BelowFile> {
+    pub(super) fn below(&self, layers: &[RecordedFile]) -> Vec<BelowFile> {
         let known = self.lookups.borrow();
         let mut others: Vec<&Digest> = known.keys().collect();
         others.sort();
@@ -309,7 +310,7 @@ impl Finder {
 
     /// The directories that are searched by name for a file of this digest, each with the name.
     fn named_places(&self, digest: &Digest) -> Vec<(PathBuf, String)> {
-        let all = self.facts.borrow();
+        let all = self.recorded.borrow();
         let names = all.get(digest).map_or(&[][..], |known| &known.names);
         let searched = || self.named.iter().chain(&self.stores);
         names
@@ -360,16 +361,16 @@ impl Finder {
             path: path.clone(),
             source,
         };
-        let facts = self
-            .facts
+        let recorded = self
+            .recorded
             .borrow()
             .get(digest)
-            .and_then(|k| k.facts.clone());
+            .and_then(|k| k.recorded.clone());
         let opened = match candidate {
             Candidate::Remote { .. } => self.opened.borrow_mut().remove(digest),
             _ => None,
         };
-        let opened = opened.unwrap_or_else(|| candidate.open(facts.as_ref()));
+        let opened = opened.unwrap_or_else(|| candidate.open(recorded.as_ref()));
         let Some(file) = opened.map_err(failed)? else {
             return Ok(None);
         };
@@ -385,22 +386,22 @@ impl Finder {
             expected,
         };
         let header = alone.header();
-        match facts {
-            Some(facts) => {
+        match recorded {
+            Some(recorded) => {
                 let root = header.merkle.as_ref().map(|tree| tree.root);
-                if root != Some(facts.merkle_root) {
+                if root != Some(recorded.merkle_root) {
                     let shown = |root: [u8; 32]| Digest::from_sha256(root).to_string();
                     return Err(wrong(
                         "Merkle tree's root",
                         root.map_or("none".into(), shown),
-                        shown(facts.merkle_root),
+                        shown(recorded.merkle_root),
                     ));
                 }
-                if header.file_bytes != facts.file_bytes {
+                if header.file_bytes != recorded.file_bytes {
                     return Err(wrong(
                         "length in bytes",
                         header.file_bytes.to_string(),
-                        facts.file_bytes.to_string(),
+                        recorded.file_bytes.to_string(),
                     ));
                 }
             }

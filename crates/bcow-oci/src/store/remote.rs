@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow::Storage;
 
-use super::facts::LayerFacts;
+use super::recorded::RecordedFile;
 use crate::digest::Digest;
 
 /// A content-addressed store on another machine, such as a repository of a registry.
@@ -15,11 +15,11 @@ pub trait RemoteFiles: Send + Sync {
     fn name(&self, digest: &Digest) -> PathBuf;
 
     /// Opens the file with this digest; `None` if the store does not have it. Every byte that the
-    /// storage returns is checked against the root hash in `facts`.
+    /// storage returns is checked against the root hash in `recorded`.
     fn open(
         &self,
         digest: &Digest,
-        facts: &LayerFacts,
+        recorded: &RecordedFile,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure>;
 }
 

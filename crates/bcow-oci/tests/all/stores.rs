@@ -7,8 +7,8 @@ use std::time::Duration;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BlockDevice, ImageWriter, MemoryStorage, OpenOptions, Storage, Verify, WriterOptions};
 use bcow_oci::store::{
-    LayerFacts, LayerProblem, Opened, Places, RemoteFailure, RemoteFiles, StoreError,
-    backing_facts, open, open_remote,
+    LayerProblem, Opened, Places, RecordedFile, RemoteFailure, RemoteFiles, StoreError, open,
+    open_remote, recorded_backings,
 };
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
@@ -383,7 +383,7 @@ fn names_for_digests_are_single_names() {
         let backing = json!({
             "digest": digest, "merkle_root": digest, "file_bytes": 1, "name": name,
         });
-        let facts = backing_facts(&json!({ "backings": [backing] }));
+        let facts = recorded_backings(&json!({ "backings": [backing] }));
         facts[0].name.clone()
     };
     assert_eq!(named(json!("base.bcow")).as_deref(), Some("base.bcow"));
@@ -392,8 +392,8 @@ fn names_for_digests_are_single_names() {
     }
     assert_eq!(named(json!("x".repeat(256))), None);
     assert_eq!(named(json!(7)), None);
-    assert!(backing_facts(&json!({ "backings": [{ "name": "base.bcow" }, 1] })).is_empty());
-    assert!(backing_facts(&json!({ "backings": 1 })).is_empty());
+    assert!(recorded_backings(&json!({ "backings": [{ "name": "base.bcow" }, 1] })).is_empty());
+    assert!(recorded_backings(&json!({ "backings": 1 })).is_empty());
 }
 
 /// False metadata in a stack cannot make the reader search other directories.
@@ -441,7 +441,7 @@ impl RemoteFiles for Slow {
     fn open(
         &self,
         digest: &Digest,
-        _: &LayerFacts,
+        _: &RecordedFile,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
         let mut begun = self.begun.lock().unwrap();
         begun.push(digest.clone());

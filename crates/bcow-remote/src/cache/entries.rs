@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use bcow::format::{HEADER_AREA_BYTES, choose_header};
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
 
-use super::names::NOTE;
+use super::names::RECORD_PREFIX;
 use super::{Cache, ENDING, ORIGIN, ORIGIN_BYTES};
 use crate::tree::Root;
 
@@ -41,7 +41,7 @@ pub enum EntryKind {
     File(Root),
     /// A manifest of a registry, with its digest.
     Manifest([u8; 32]),
-    /// A note of what a name has led to, with a hash of the name.
+    /// A record of the target of a name, with a hash of the name.
     Name([u8; 32]),
     /// Not a file of the cache.
     Unknown,
@@ -98,7 +98,7 @@ impl EntryKind {
         if let Some(Root(digest)) = document("sha256-").and_then(hash) {
             return EntryKind::Manifest(digest);
         }
-        match document(NOTE).and_then(hash) {
+        match document(RECORD_PREFIX).and_then(hash) {
             Some(Root(name)) => EntryKind::Name(name),
             None => EntryKind::Unknown,
         }

@@ -1,7 +1,8 @@
-//! Names: the file or document that a URL or a tag led to when its server last answered.
+//! Name records: the file or the document to which a URL or a tag resolved at the last answer of
+//! its server.
 //!
-//! Only a server knows what a name means now. Without it, what the name meant last is the best that
-//! there is, and the caller says so to the user.
+//! Only the server can resolve a name. If no server answers, the caller uses the record, and warns
+//! the user with the age of the record.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,62 +12,65 @@ use sha2::{Digest, Sha256};
 
 use super::Cache;
 
-/// Largest size of a note.
-const NOTE_BYTES: u64 = 16 << 10;
-/// The begin of the names of notes.
-pub(super) const NOTE: &str = "name-";
+/// Largest size of a record in bytes.
+const MAX_RECORD_BYTES: u64 = 16 << 10;
+/// Prefix of the document names of records.
+pub(super) const RECORD_PREFIX: &str = "name-";
 
-/// What is noted of a name. A torn write leaves no valid note, or one whose target is not there.
+/// A record, as JSON. After a torn write, the JSON is invalid, or the cache does not have the
+/// target.
 #[derive(Serialize, Deserialize)]
-struct Note {
-    /// The name without a query, for users.
+struct NameRecord {
+    /// The name without its query, for users.
     name: String,
     /// A root hash, or the digest of a document.
     target: String,
     unix_seconds: u64,
 }
 
-/// What a name led to.
-pub(crate) struct Known {
+/// The target of a name, from its record.
+pub(crate) struct RecordedTarget {
     /// A root hash, or the digest of a document.
     pub(crate) target: String,
     pub(crate) age: Age,
 }
 
-/// The time since a server has answered, for messages.
+/// The age of a record, for messages.
 pub(crate) struct Age(Duration);
 
 impl Cache {
-    /// Notes that `name`, which can have secrets, led to `target`. `shown` is the name for users.
-    pub(crate) fn keep_name(&self, name: &str, shown: &str, target: &str) {
+    /// Records that `name` resolved to `target`. `name` can contain secrets; `shown` is the name
+    /// without them.
+    pub(crate) fn record_name(&self, name: &str, shown: &str, target: &str) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let note = Note {
+        let record = NameRecord {
             name: shown.to_owned(),
             target: target.to_owned(),
             unix_seconds: now.map_or(0, |now| now.as_secs()),
         };
-        if let Ok(bytes) = serde_json::to_vec(&note) {
+        if let Ok(bytes) = serde_json::to_vec(&record) {
             self.keep_document(&key(name), &bytes);
         }
     }
 
-    /// What the name led to when this was last noted.
-    pub(crate) fn known(&self, name: &str) -> Option<Known> {
-        let bytes = self.document(&key(name), NOTE_BYTES)?;
-        let note: Note = serde_json::from_slice(&bytes).ok()?;
-        let noted = UNIX_EPOCH + Duration::from_secs(note.unix_seconds);
-        let age = SystemTime::now().duration_since(noted);
-        Some(Known {
-            target: note.target,
+    /// The recorded target of a name; `None` without a valid record.
+    pub(crate) fn recorded_target(&self, name: &str) -> Option<RecordedTarget> {
+        let bytes = self.document(&key(name), MAX_RECORD_BYTES)?;
+        let record: NameRecord = serde_json::from_slice(&bytes).ok()?;
+        let recorded = UNIX_EPOCH + Duration::from_secs(record.unix_seconds);
+        let age = SystemTime::now().duration_since(recorded);
+        Some(RecordedTarget {
+            target: record.target,
             age: Age(age.unwrap_or_default()),
         })
     }
 }
 
-/// The name of the note: a name can be long, and can have secrets.
+/// The document name of a record: a hash, because the recorded name can be long and can contain
+/// secrets.
 fn key(name: &str) -> String {
     let hash = Sha256::digest(name.as_bytes());
-    format!("{NOTE}{}", data_encoding::HEXLOWER.encode(&hash))
+    format!("{RECORD_PREFIX}{}", data_encoding::HEXLOWER.encode(&hash))
 }
 
 impl fmt::Display for Age {
@@ -86,16 +90,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_leads_to_its_last_target() {
+    fn a_name_has_its_last_target() {
         let directory = tempfile::tempdir().expect("a directory");
         let cache = Cache::open(directory.path()).expect("a cache");
-        assert!(cache.known("https://host/a?secret").is_none());
+        assert!(cache.recorded_target("https://host/a?secret").is_none());
         for target in ["one", "two"] {
-            cache.keep_name("https://host/a?secret", "https://host/a?...", target);
+            cache.record_name("https://host/a?secret", "https://host/a?...", target);
         }
-        let known = cache.known("https://host/a?secret").expect("a note");
-        assert_eq!(known.target, "two");
-        assert!(cache.known("https://host/a").is_none());
+        let recorded = cache
+            .recorded_target("https://host/a?secret")
+            .expect("a record");
+        assert_eq!(recorded.target, "two");
+        assert!(cache.recorded_target("https://host/a").is_none());
         for entry in directory.path().read_dir().expect("a list").flatten() {
             let text = std::fs::read_to_string(entry.path()).expect("reads");
             assert!(!text.contains("secret"), "{text}");

@@ -8,7 +8,7 @@ use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, choose_header};
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::bound::punch_out;
+use super::eviction::punch_out;
 use super::{Cache, MANIFEST_BYTES, document_name, name, sha256};
 use crate::tree::{Chunk, Chunks, Hash, HashPlace, Root, matches};
 

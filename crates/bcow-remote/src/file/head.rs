@@ -10,9 +10,9 @@ use super::FEWEST_BYTES;
 use crate::cache::CacheFile;
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 use crate::shared::Shared;
-use crate::source::{Ranged, Source};
+use crate::source::{RangeAnswer, Source};
 use crate::tree::{Hash, Root};
 
 /// Bytes of the first request for a file.
@@ -31,17 +31,17 @@ pub(super) struct Head {
 pub(super) fn read_head(
     shared: &Shared,
     source: &Source,
-    patience: &Patience,
+    budget: &RetryBudget,
     pin: Option<Hash>,
 ) -> Result<Head, Fault> {
-    match source.range(0, HEAD_BYTES, patience) {
-        Ok(Ranged::Part {
+    match source.range(0, HEAD_BYTES, budget) {
+        Ok(RangeAnswer::Part {
             bytes: length,
             total,
             body,
             ..
         }) => head_of_part(length, total, body, pin),
-        Ok(Ranged::Whole { length, body }) => fetch_whole(shared, length, body, pin),
+        Ok(RangeAnswer::Whole { length, body }) => fetch_whole(shared, length, body, pin),
         // A file without a first byte.
         Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
             Err(Problem::Format(bcow::format::FormatError::NotBcow).permanent())

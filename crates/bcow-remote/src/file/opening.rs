@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::head::HEAD_BYTES;
 use super::{FEWEST_BYTES, Purpose, RemoteFile};
-use crate::source::Ranged;
+use crate::source::RangeAnswer;
 use crate::tree::{Chunk, HashPlace};
 
 /// Bytes at the end of what the tree covers.
@@ -70,11 +70,11 @@ impl RemoteFile {
     fn fetch_once(&self, range: &Range<u64>) -> Option<Vec<u8>> {
         let mirror = self.sources.usable().next();
         let source = mirror.map_or(&self.sources.origin, |copy| &copy.source);
-        let patience = self.shared.of_mirror();
+        let budget = self.shared.of_mirror();
         tracing::debug!("{}: fetching {range:?} to open it", self.name());
-        let answer = source.range(range.start, range.end, &patience);
+        let answer = source.range(range.start, range.end, &budget);
         let fetched = answer.and_then(|answer| match answer {
-            Ranged::Part {
+            RangeAnswer::Part {
                 bytes, mut body, ..
             } => {
                 let mut part = vec![0; bytes as usize];
@@ -82,7 +82,7 @@ impl RemoteFile {
                 body.finish();
                 Ok(Some(part))
             }
-            Ranged::Whole { .. } => Ok(None),
+            RangeAnswer::Whole { .. } => Ok(None),
         });
         fetched.unwrap_or_else(|fault| {
             tracing::debug!("{}: {range:?}: {}", self.name(), fault.problem);

@@ -8,7 +8,7 @@ use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, Content};
 use crate::error::{Fault, Problem};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 use crate::shared::Shared;
 
 /// A repository, and the right to write to it.
@@ -23,13 +23,13 @@ impl Access {
     /// Tries some times.
     pub(super) fn persist<T>(
         &self,
-        attempt: impl Fn(&Patience) -> Result<T, Fault>,
+        attempt: impl Fn(&RetryBudget) -> Result<T, Fault>,
     ) -> Result<T, Problem> {
-        let mut patience = self.shared.opening();
+        let mut budget = self.shared.opening();
         loop {
-            match attempt(&patience) {
+            match attempt(&budget) {
                 Ok(value) => return Ok(value),
-                Err(fault) => patience.wait(fault)?,
+                Err(fault) => budget.wait(fault)?,
             }
         }
     }
@@ -45,16 +45,16 @@ impl Access {
         address: &Address,
         headers: &[(&str, &str)],
         content: Content<'_>,
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let client = &self.shared.client;
         if !address.same_server(&self.base) {
-            return client.send(method, address, headers, content, patience);
+            return client.send(method, address, headers, content, budget);
         }
         let with = |authorization: Option<&str>, content: Content<'_>| {
             let mut headers = headers.to_vec();
             headers.extend(authorization.map(|value| ("authorization", value)));
-            client.send(method.clone(), address, &headers, content, patience)
+            client.send(method.clone(), address, &headers, content, budget)
         };
         // A stream cannot be sent twice.
         let again = match &content {
@@ -62,7 +62,7 @@ impl Access {
             Content::Bytes(bytes) => Some(Content::Bytes(bytes)),
             Content::Stream(..) => None,
         };
-        let authorization = self.auth.header(client, &self.base, patience)?;
+        let authorization = self.auth.header(client, &self.base, budget)?;
         let answer = with(authorization.as_deref(), content)?;
         if answer.status != 401 {
             return Ok(answer);
@@ -71,7 +71,7 @@ impl Access {
         answer.body.finish();
         let sent = authorization.as_deref();
         self.auth
-            .accept_challenge(&challenge, sent, client, &self.base, patience)?;
+            .accept_challenge(&challenge, sent, client, &self.base, budget)?;
         let Some(content) = again else {
             let explanation = "while a blob was sent".to_owned();
             return Err(Problem::Denied {
@@ -80,12 +80,12 @@ impl Access {
             }
             .transient());
         };
-        let authorization = self.auth.header(client, &self.base, patience)?;
+        let authorization = self.auth.header(client, &self.base, budget)?;
         with(authorization.as_deref(), content)
     }
 
     /// For requests that are worth waiting for.
-    pub(super) fn patience(&self) -> Patience {
+    pub(super) fn budget(&self) -> RetryBudget {
         self.shared.reading()
     }
 }

@@ -11,7 +11,7 @@ use crate::address::Address;
 use crate::auth::encode;
 use crate::client::{Answer, Content};
 use crate::error::{Fault, Problem, Retry};
-use crate::patience::Patience;
+use crate::retry_budget::RetryBudget;
 
 const SHORTEST_PIECE_BYTES: u64 = 1 << 20;
 /// Breaks of a connection, one after the other, without a byte between them.
@@ -66,11 +66,11 @@ impl<'s> Session<'s> {
 
     /// Sends a blob in one request.
     pub(super) fn whole(&self) -> Result<(), Ended> {
-        let patience = self.access.patience();
+        let budget = self.access.budget();
         let address = with_digest(&self.location, self.blob.digest)?;
         let headers = [("content-type", "application/octet-stream")];
         let range = (0, self.blob.length);
-        let sent = self.stream(Method::PUT, &address, &headers, range, &patience);
+        let sent = self.stream(Method::PUT, &address, &headers, range, &budget);
         match sent {
             Ok(answer) => completed(answer),
             Err(fault) => Err(ended(fault)),
@@ -84,7 +84,7 @@ impl<'s> Session<'s> {
         address: &Address,
         headers: &[(&str, &str)],
         (offset, length): (u64, u64),
-        patience: &Patience,
+        budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let unreadable = |error: &io::Error| Problem::Content(error.to_string()).permanent();
         let failed = RefCell::new(None);
@@ -94,9 +94,7 @@ impl<'s> Session<'s> {
             failed: &failed,
         };
         let content = Content::Stream(&mut reader, length);
-        let sent = self
-            .access
-            .send(method, address, headers, content, patience);
+        let sent = self.access.send(method, address, headers, content, budget);
         match (sent, failed.into_inner()) {
             (Err(_), Some(error)) => Err(unreadable(&error)),
             (sent, _) => sent,
@@ -122,8 +120,8 @@ impl<'s> Session<'s> {
                         return Err(Ended::Failed(fault.problem));
                     }
                     *piece_bytes = (*piece_bytes / 2).max(SHORTEST_PIECE_BYTES);
-                    let mut patience = self.access.patience();
-                    patience.wait(fault).map_err(Ended::Failed)?;
+                    let mut budget = self.access.budget();
+                    budget.wait(fault).map_err(Ended::Failed)?;
                     self.ask(bytes)?;
                 }
             }
@@ -133,29 +131,23 @@ impl<'s> Session<'s> {
             }
         }
         let address = with_digest(&self.location, self.blob.digest)?;
-        let last = self.access.persist(|patience| {
+        let last = self.access.persist(|budget| {
             self.access
-                .send(Method::PUT, &address, &[], Content::Bytes(&[]), patience)
+                .send(Method::PUT, &address, &[], Content::Bytes(&[]), budget)
         });
         completed(last.map_err(Ended::Lost)?)
     }
 
     /// Sends the next piece.
     fn piece(&mut self, bytes: u64) -> Result<(), Piece> {
-        let patience = self.access.patience();
+        let budget = self.access.budget();
         let range = format!("{}-{}", self.at, self.at + bytes - 1);
         let headers = [
             ("content-type", "application/octet-stream"),
             ("content-range", range.as_str()),
         ];
         let address = self.location.clone();
-        let sent = self.stream(
-            Method::PATCH,
-            &address,
-            &headers,
-            (self.at, bytes),
-            &patience,
-        );
+        let sent = self.stream(Method::PATCH, &address, &headers, (self.at, bytes), &budget);
         let answer = sent.map_err(|fault| match fault.retry {
             Retry::Never => Piece::Ended(Ended::Failed(fault.problem)),
             _ => Piece::Broken(fault),
@@ -177,18 +169,18 @@ impl<'s> Session<'s> {
     /// Asks the registry how much of an upload has arrived.
     fn ask(&mut self, sent_bytes: u64) -> Result<(), Ended> {
         let address = self.location.clone();
-        let mut patience = self.access.patience();
+        let mut budget = self.access.budget();
         let answer = loop {
             let asked = self
                 .access
-                .send(Method::GET, &address, &[], Content::Nothing, &patience);
+                .send(Method::GET, &address, &[], Content::Nothing, &budget);
             let fault = match asked {
                 Ok(answer) if matches!(answer.status, 200..=204) => break answer,
                 Ok(answer) => refusal(answer),
                 Err(fault) => fault,
             };
             // A registry that has forgotten the upload says so.
-            patience.wait(fault).map_err(Ended::Lost)?;
+            budget.wait(fault).map_err(Ended::Lost)?;
         };
         if answer.header("range").is_none() {
             self.at = 0;

@@ -91,7 +91,7 @@ impl UnionFs {
     ) -> Result<u32, Errno> {
         if privileges == Privileges::KeepAll {
             return self
-                .keeping_capabilities(id, || self.write(id, offset, data, Privileges::Keep));
+                .preserving_capabilities(id, || self.write(id, offset, data, Privileges::Keep));
         }
         let node = self.regular(id)?;
         check_end(offset, data.len() as u64)?;

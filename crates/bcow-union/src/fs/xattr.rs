@@ -1,4 +1,4 @@
-//! Extended attributes.
+//! Reads, changes and lists of extended attributes, capabilities and ACLs included.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -33,11 +33,12 @@ impl UnionFs {
         value.ok_or(Errno::NODATA)
     }
 
-    /// The capabilities of a file. The kernel asks for them before the first write to a file, and
-    /// again after each request for its attributes.
+    /// The capabilities of a file. The kernel requests them before the first write to a file, and
+    /// again after each request for the attributes of the file. So the node remembers that the file
+    /// has none.
     fn capabilities_of(&self, node: &Node) -> Result<Option<Vec<u8>>, Errno> {
         let Some(mut known) = node.try_lock_capabilities() else {
-            // A write or a change is in progress.
+            // A write or a change of the capabilities is in progress.
             return self.xattr_of(node, CAPABILITIES);
         };
         if *known == Capabilities::None {
@@ -50,9 +51,10 @@ impl UnionFs {
         Ok(value)
     }
 
+    /// The value of an attribute of a node, from the upper or from the image.
     pub(super) fn xattr_of(&self, node: &Node, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
         if node.read_state().upper.is_none() {
-            if is_inner(name) {
+            if is_layer_mark(name) {
                 return Ok(None);
             }
             let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
@@ -63,15 +65,15 @@ impl UnionFs {
         Attribute::Path(file.as_fd()).get(&stored)
     }
 
-    /// The names of all extended attributes, each followed by a zero byte, as in listxattr(2). The
-    /// caller must remove names that begin with `trusted.` for users without `CAP_SYS_ADMIN`.
+    /// The names of all extended attributes, each followed by a zero byte, as in listxattr(2). For
+    /// a user without `CAP_SYS_ADMIN`, the caller must remove the names that begin with `trusted.`.
     pub fn xattr_names(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
         let node = self.node(id)?;
         if node.read_state().upper.is_none() {
             let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
             let mut list = Vec::new();
             for (name, _) in self.image.xattrs(&inode)? {
-                if !is_inner(&name) {
+                if !is_layer_mark(&name) {
                     list.extend_from_slice(&name);
                     list.push(0);
                 }
@@ -89,9 +91,9 @@ impl UnionFs {
         })
     }
 
-    /// Sets an extended attribute. Errors include: `E2BIG` for a value above 64 KiB, `ERANGE` for a
-    /// name that is empty or too long, `EPERM` for `user.` attributes of other types than files and
-    /// directories.
+    /// Sets an extended attribute. Errors include `E2BIG` for a value above 64 KiB, `ERANGE` for a
+    /// name that is empty or too long, and `EPERM` for a `user.` attribute of a node that is
+    /// neither a regular file nor a directory.
     pub fn set_xattr(
         &self,
         id: NodeId,
@@ -121,7 +123,8 @@ impl UnionFs {
         self.attribute_changed(&node, name, value)
     }
 
-    /// Sets an attribute of a file in the upper, if the limits leave room for it.
+    /// Sets an attribute of a file in the upper. Fails if the limits of the upper leave no room for
+    /// it.
     fn set_stored(
         &self,
         file: &File,
@@ -135,7 +138,7 @@ impl UnionFs {
         set
     }
 
-    /// Sets the capabilities. The caller holds their lock.
+    /// Sets the capabilities. The caller holds the lock of the node's capabilities.
     fn set_capabilities(
         &self,
         node: &Arc<Node>,
@@ -144,8 +147,8 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         if node.kind == FileType::Regular {
-            // The host removes capabilities at each write to its file. So the sketch must have
-            // nothing left to write, also when it is opened again.
+            // The host removes the capabilities at each write to the host file. So the sketch must
+            // have no pending writes, neither now nor when it is opened again.
             let state = self.known_content(node)?;
             if let Content::Sketch(sketch) = &state.content {
                 sketch
@@ -158,9 +161,10 @@ impl UnionFs {
         self.attribute_changed(node, CAPABILITIES, value)
     }
 
-    /// Runs a write that preserves the file's capabilities, which the host removes at each write:
-    /// saves them before and sets them again afterwards. A copy-up in between gets them too.
-    pub(super) fn keeping_capabilities<T>(
+    /// Runs a write that preserves the capabilities of the file. The host removes them at each
+    /// write, so this function saves them before the write and sets them again afterwards. They are
+    /// also set if the write copies the file up.
+    pub(super) fn preserving_capabilities<T>(
         &self,
         id: NodeId,
         write: impl FnOnce() -> Result<T, Errno>,
@@ -170,33 +174,34 @@ impl UnionFs {
             return write();
         }
         let node = self.node(id)?;
-        // Held during the write. Otherwise a concurrent write would find no capabilities, and
-        // setting them again would undo a concurrent change.
+        // The lock is held during the write. Otherwise, a concurrent write would find no
+        // capabilities, and a concurrent change would be lost when they are set again.
         let mut known = node.lock_capabilities();
-        let kept = match *known {
+        let saved = match *known {
             Capabilities::None => None,
             Capabilities::Unknown => self.xattr_of(&node, CAPABILITIES)?,
         };
-        let Some(kept) = kept else {
+        let Some(saved) = saved else {
             *known = Capabilities::None;
             drop(known);
             return write();
         };
         let written = write();
-        // Also after a failed write, and if they are still present: a sketch may write to its file
-        // later.
-        let put_back = self.set_capabilities(&node, &kept, XattrMode::Any);
-        written.and_then(|written| put_back.map(|()| written))
+        // The capabilities are set again also after a failed write, and also if the file still has
+        // them: `set_capabilities` completes the pending writes of a sketch, which would remove
+        // them later.
+        let restored = self.set_capabilities(&node, &saved, XattrMode::Any);
+        written.and_then(|written| restored.map(|()| written))
     }
 
     /// Removes an extended attribute; `ENODATA` if the node does not have it, unless it is an ACL.
     pub fn remove_xattr(&self, id: NodeId, name: &[u8]) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
-        let _held = (name == CAPABILITIES).then(|| node.lock_capabilities());
+        let _lock = (name == CAPABILITIES).then(|| node.lock_capabilities());
         if self.xattr_of(&node, name)?.is_none() {
             return match name {
-                // Removing an ACL means setting none, which succeeds without one.
+                // As in the kernel, the removal of an ACL that does not exist succeeds.
                 ACCESS_ACL | DEFAULT_ACL => Ok(()),
                 _ => Err(Errno::NODATA),
             };
@@ -209,11 +214,12 @@ impl UnionFs {
         removed
     }
 
+    /// Updates the node for the new value of an attribute.
     fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {
         match name {
             CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
             DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),
-            // The host does not know this attribute as an ACL, so it does not update the mode.
+            // The ACL is stored under another name. So the host does not update the mode.
             ACCESS_ACL if self.keeps_owner(node) => {
                 self.apply_acl_mode(node, value)?;
             }
@@ -222,7 +228,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Sets the mode that corresponds to a new ACL.
+    /// Sets the permission bits that correspond to a new access ACL.
     fn apply_acl_mode(&self, node: &Node, acl: &[u8]) -> Result<(), Errno> {
         let bits = super::acl::mode_of(acl)?;
         let permissions = self.attributes_of(node)?.permissions & !0o777 | bits;
@@ -234,7 +240,8 @@ impl UnionFs {
         self.change_owner(node, &file, &changes)
     }
 
-    /// Updates the ACL for a new mode, where the host does not know the attribute as an ACL.
+    /// Updates the access ACL for a new mode. Only for nodes whose ACL is stored under another
+    /// name, so that the host does not update it.
     pub(super) fn update_acl_mode(&self, node: &Node, permissions: u16) -> Result<(), Errno> {
         let Some(acl) = self.xattr_of(node, ACCESS_ACL)? else {
             return Ok(());
@@ -248,7 +255,7 @@ impl UnionFs {
         )
     }
 
-    /// The name of an attribute on the host.
+    /// The name under which the host stores an attribute.
     fn stored_name(&self, node: &Node, name: &[u8]) -> Result<Vec<u8>, Errno> {
         check(name)?;
         let names = self.upper.names();
@@ -264,11 +271,13 @@ impl UnionFs {
     }
 }
 
-/// Whether it is a mark in the layers inside the image.
-fn is_inner(name: &[u8]) -> bool {
+/// Whether an attribute in the image is a mark of overlayfs or of bcow. A mount does not show
+/// these.
+fn is_layer_mark(name: &[u8]) -> bool {
     name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
 }
 
+/// Checks the name of an attribute.
 fn check(name: &[u8]) -> Result<(), Errno> {
     match name.len() {
         0 => Err(Errno::RANGE),

@@ -1,10 +1,11 @@
-//! Blocks in transit: the written ranges of each, in memory only.
+//! Blocks in transit: partly written blocks, and the ranges that programs wrote, in memory only.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
 
-/// The written ranges of bytes within one block, in order. They neither overlap nor touch.
+/// The written ranges of one block, in order. A range is the first byte in the block and the byte
+/// after the last one. Ranges neither overlap nor touch.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Written(Vec<(u16, u16)>);
 
@@ -12,22 +13,22 @@ impl Written {
     /// Adds a range and merges it with the ranges that it touches.
     pub(super) fn insert(&mut self, range: Range<u64>) {
         let (mut start, mut end) = (range.start as u16, range.end as u16);
-        self.0.retain(|have| {
-            let apart = have.1 < start || have.0 > end;
+        self.0.retain(|other| {
+            let apart = other.1 < start || other.0 > end;
             if !apart {
-                start = start.min(have.0);
-                end = end.max(have.1);
+                start = start.min(other.0);
+                end = end.max(other.1);
             }
             apart
         });
-        let at = self.0.partition_point(|have| have.0 < start);
+        let at = self.0.partition_point(|other| other.0 < start);
         self.0.insert(at, (start, end));
     }
 
-    /// Removes the bytes from `length` on.
-    pub(super) fn cut(&mut self, length: u64) {
+    /// Removes all bytes at and after `length`, because the file was truncated.
+    pub(super) fn truncate(&mut self, length: u64) {
         let length = length as u16;
-        self.0.retain(|have| have.0 < length);
+        self.0.retain(|range| range.0 < length);
         if let Some(last) = self.0.last_mut() {
             last.1 = last.1.min(length);
         }
@@ -37,7 +38,7 @@ impl Written {
         self.0.is_empty()
     }
 
-    /// The parts of `0..length` that are in no range.
+    /// The parts of `0..length` that no range covers.
     pub(super) fn gaps(&self, length: u64) -> Vec<Range<u64>> {
         let mut gaps = Vec::new();
         let mut at = 0;
@@ -53,7 +54,7 @@ impl Written {
         gaps
     }
 
-    /// Whether one range contains all of `0..length`.
+    /// Whether the ranges cover all of `0..length`.
     pub(super) fn covers(&self, length: u64) -> bool {
         matches!(self.0[..], [(0, end), ..] if u64::from(end) >= length)
     }
@@ -64,13 +65,14 @@ impl Written {
 pub(super) struct Transit {
     pub(super) written: Written,
     /// The time of the block's first write.
-    pub(super) since: Instant,
-    /// Whether the background threads failed to complete the block. They leave it to the next read
-    /// or flush that needs it, which returns the error if it persists.
+    pub(super) first_written: Instant,
+    /// Whether a background thread failed to complete the block. Background threads then ignore the
+    /// block. The next flush, or the next read that needs it, completes the block or returns the
+    /// error.
     pub(super) has_failed: bool,
 }
 
-/// The blocks in transit of a part of a file.
+/// The blocks in transit of a part of a file, by block number. Each part has a lock of its own.
 pub(super) type Stripe = BTreeMap<u64, Transit>;
 
 #[cfg(test)]
@@ -91,9 +93,9 @@ mod tests {
         assert!(written.covers(40) && !written.covers(41));
         written.insert(40..4096);
         assert_eq!(written.gaps(4096), []);
-        written.cut(35);
+        written.truncate(35);
         assert_eq!(written.gaps(4096), vec![35..4096]);
-        written.cut(0);
+        written.truncate(0);
         assert!(written.is_empty());
     }
 }

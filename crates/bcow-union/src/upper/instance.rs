@@ -236,7 +236,7 @@ impl Instance {
 
     /// An unused name in the work directory.
     pub(crate) fn temporary_name(&self) -> String {
-        Temporary::name(&self.temporaries)
+        self.temporaries.next_name()
     }
 
     /// Creates a regular file in the work directory, open for reading and writing. Here and in the

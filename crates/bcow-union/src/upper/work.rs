@@ -1,5 +1,5 @@
-//! The work directory: objects are created there and moved to their place in the tree with one
-//! rename.
+//! The work directory of an upper. An object is created there, and one rename moves it to its place
+//! in the tree.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,33 +7,37 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 
-/// Names of temporaries. Each name is unique until the directory is emptied.
+/// The names of temporary objects.
 #[derive(Debug, Default)]
 pub(super) struct TemporaryNames {
     next: AtomicU64,
 }
 
-/// An object in the work directory. The drop removes it unless it was placed.
+impl TemporaryNames {
+    /// A name that this process has not used in the work directory.
+    pub(super) fn next_name(&self) -> String {
+        format!("{:x}", self.next.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A temporary object in the work directory. The drop removes the object, unless it was moved to
+/// its place.
 #[derive(Debug)]
 pub struct Temporary<'a> {
     work: BorrowedFd<'a>,
     name: String,
     kind: FileType,
-    placed: bool,
+    is_placed: bool,
 }
 
 impl<'a> Temporary<'a> {
-    pub(super) fn name(names: &TemporaryNames) -> String {
-        format!("{:x}", names.next.fetch_add(1, Ordering::Relaxed))
-    }
-
     /// Takes ownership of the object with this name in the work directory.
     pub(super) fn adopt(work: BorrowedFd<'a>, name: String, kind: FileType) -> Temporary<'a> {
         Temporary {
             work,
             name,
             kind,
-            placed: false,
+            is_placed: false,
         }
     }
 
@@ -52,8 +56,8 @@ impl<'a> Temporary<'a> {
         self.rename(dir, name, RenameFlags::NOREPLACE)
     }
 
-    /// Exchanges the object with `name` in `dir`. Returns the object that had the name, to be
-    /// examined or dropped. The drop removes a directory with everything in it.
+    /// Exchanges the object with the object `name` in `dir`, whose type is `other`. Returns the
+    /// second object. Its drop removes a directory with all entries.
     pub fn exchange(
         mut self,
         dir: BorrowedFd<'_>,
@@ -77,7 +81,7 @@ impl<'a> Temporary<'a> {
     ) -> Result<(), (Self, Errno)> {
         match rustix::fs::renameat_with(self.work, &*self.name, dir, name, flags) {
             Ok(()) => {
-                self.placed = true;
+                self.is_placed = true;
                 Ok(())
             }
             Err(errno) => Err((self, errno)),
@@ -87,9 +91,9 @@ impl<'a> Temporary<'a> {
 
 impl Drop for Temporary<'_> {
     fn drop(&mut self) {
-        // An object that cannot be removed is removed at the next start, when the directory is
-        // emptied.
-        if self.placed {
+        // If the removal fails, the next opening of the upper removes the object: it empties the
+        // work directory.
+        if self.is_placed {
             return;
         }
         let _ = match self.kind {
@@ -104,32 +108,33 @@ pub fn is_whiteout(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice && stat.st_rdev == 0
 }
 
-/// Sets `O_NOATIME`, so that reads of an open file or directory do not change its time of access.
-/// Does nothing if the user does not own the file.
+/// Sets `O_NOATIME`: reads through this descriptor do not change the access time of the file or
+/// directory. Does nothing if the user does not own the file.
 pub(crate) fn set_noatime(file: impl AsFd) {
     let _ = rustix::fs::fcntl_getfl(&file)
         .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME));
 }
 
-/// As [`set_noatime`], for a file that was just opened without any flag that can be changed later.
+/// Same as [`set_noatime`] in one system call instead of two, for a file that was opened with none
+/// of the flags that `F_SETFL` can change.
 pub(crate) fn set_noatime_new(file: impl AsFd) {
     let _ = rustix::fs::fcntl_setfl(file, OFlags::NOATIME);
 }
 
-/// Makes the names in a directory durable.
-pub fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
+/// Makes the entries of a directory durable.
+pub(crate) fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::fs::fsync(dir)
 }
 
-/// Removes everything from a directory, except for names that begin with `kept`. Symbolic links are
-/// not followed.
+/// Removes all entries of a directory, except for names that begin with `kept_prefix`. Symbolic
+/// links are not followed.
 ///
-/// Directories below are moved up before they are emptied, so that neither the depth nor the length
-/// of a path matters.
-pub(super) fn empty(dir: BorrowedFd<'_>, kept: Option<&str>) -> Result<(), Errno> {
+/// A directory at any depth is moved to `dir` before it is emptied. So neither the depth of the
+/// tree nor the length of its paths is limited.
+pub(super) fn empty(dir: BorrowedFd<'_>, kept_prefix: Option<&str>) -> Result<(), Errno> {
     loop {
         let mut names = list(dir)?;
-        names.retain(|name| !kept.is_some_and(|kept| name.starts_with(kept.as_bytes())));
+        names.retain(|name| !kept_prefix.is_some_and(|prefix| name.starts_with(prefix.as_bytes())));
         if names.is_empty() {
             return Ok(());
         }
@@ -144,12 +149,12 @@ pub(super) fn empty(dir: BorrowedFd<'_>, kept: Option<&str>) -> Result<(), Errno
     }
 }
 
-/// Removes the directory `name` of `dir` with everything in it.
+/// Removes the directory `name` of `dir` with all entries.
 fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
-    // Pending directories. They lie in `dir` under temporary names.
-    let mut waiting = vec![name.to_vec()];
+    // Names in `dir` of the directories that are still to be removed.
+    let mut pending = vec![name.to_vec()];
     let mut moved = 0u64;
-    while let Some(name) = waiting.pop() {
+    while let Some(name) = pending.pop() {
         match rustix::fs::unlinkat(dir, &name[..], AtFlags::REMOVEDIR) {
             Ok(()) | Err(Errno::NOENT) => continue,
             Err(Errno::NOTEMPTY | Errno::EXIST) => {}
@@ -171,7 +176,7 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
                 let flags = RenameFlags::NOREPLACE;
                 match rustix::fs::renameat_with(&inside, &entry[..], dir, &up[..], flags) {
                     Ok(()) => {
-                        waiting.push(up);
+                        pending.push(up);
                         break;
                     }
                     Err(Errno::EXIST) => {}
@@ -180,7 +185,7 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
                         let mode = Mode::from_raw_mode(0o700);
                         rustix::fs::chmodat(&inside, &entry[..], mode, AtFlags::empty())?;
                         rustix::fs::renameat_with(&inside, &entry[..], dir, &up[..], flags)?;
-                        waiting.push(up);
+                        pending.push(up);
                         break;
                     }
                     Err(errno) => return Err(errno),
@@ -192,7 +197,8 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Opens a directory to remove its entries, and gives its owner the permissions for that.
+/// Opens a directory whose entries are to be removed. If the user may not open it, gives all
+/// permissions to the owner first.
 fn open_to_empty(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
     match open_directory(dir, name) {
         Err(Errno::ACCESS) => {

@@ -14,7 +14,7 @@ use super::extents::Extents;
 use super::locks::write;
 use super::region::Region;
 use super::space::sectors;
-use super::{Frame, Inner};
+use super::{DiskConfig, Inner};
 use crate::Error;
 use crate::root::Root;
 use crate::sync::Arc;
@@ -41,7 +41,7 @@ impl Inner {
     /// Folds the log, and the blocks of a record that does not fit into it, into the tables.
     pub(super) fn checkpoint(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         committer: &mut Committer,
         taken: &Taken,
     ) -> Result<(), Error> {
@@ -53,7 +53,7 @@ impl Inner {
         changed.dedup_by_key(|region| region.index);
         let header = committer.header.clone();
         let written = self
-            .write_tables(frame, &changed, &mut root, &mut change)
+            .write_tables(config, &changed, &mut root, &mut change)
             .and_then(|()| self.prepare(committer, header, &root, taken.used(), &mut change));
         let prepared = self.or_free(written, &change)?;
         self.switch(committer, prepared)?;
@@ -78,14 +78,14 @@ impl Inner {
 
     fn write_tables(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         regions: &[Arc<Region>],
         root: &mut Root,
         change: &mut Change,
     ) -> Result<(), Error> {
         for region in regions {
             let blocks = {
-                let state = self.regions.read(region, &self.file, &frame.header)?;
+                let state = self.regions.read(region, &self.file, &config.header)?;
                 for freed in state.freed_by_record() {
                     let range = sectors(freed.stored);
                     if freed.given_up {
@@ -271,7 +271,7 @@ impl Inner {
         committer.file_bytes = header.file_bytes;
         committer.free = free;
         committer.header = header;
-        self.marked.store(true, Ordering::Release);
+        self.has_new_identity.store(true, Ordering::Release);
         self.checkpoints.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }

@@ -10,7 +10,7 @@ use super::extents::Extents;
 use super::locks::{lock, wait, write};
 use super::region::Region;
 use super::space::sectors;
-use super::{Disk, Frame, Inner};
+use super::{Disk, DiskConfig, Inner};
 use crate::Error;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Condvar, Mutex};
@@ -92,32 +92,32 @@ impl Turns {
 impl Disk {
     /// Makes everything durable in tables, so that the next opening has no log to replay.
     pub fn checkpoint(&self) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        self.inner.checkpoint_now(&frame)
+        let config = self.inner.enter();
+        self.inner.checkpoint_now(&config)
     }
 }
 
 impl Inner {
-    pub(super) fn flush(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
-        self.check_alive()?;
+    pub(super) fn flush(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
+        self.check_not_failed()?;
         self.turns
-            .take(|| self.commit(frame, &mut lock(&self.committer)))
+            .take(|| self.commit(config, &mut lock(&self.committer)))
     }
 
-    fn checkpoint_now(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
+    fn checkpoint_now(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
         let mut committer = lock(&self.committer);
-        self.commit(frame, &mut committer)?;
+        self.commit(config, &mut committer)?;
         if committer.tail == 0 {
             return Ok(());
         }
-        self.checkpoint(frame, &mut committer, &Taken::default())
+        self.checkpoint(config, &mut committer, &Taken::default())
     }
 
     /// Flushes, writes a checkpoint, and truncates the file to its content.
-    pub(super) fn close(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
-        self.checkpoint_now(frame)?;
+    pub(super) fn close(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
+        self.checkpoint_now(config)?;
         let committer = lock(&self.committer);
-        let io = |source| Error::io("cut off the end", committer.file_bytes, source);
+        let io = |source| Error::io("truncate the file", committer.file_bytes, source);
         self.file
             .storage
             .set_len(committer.file_bytes)
@@ -129,22 +129,22 @@ impl Inner {
     /// Completes the blocks in transit, then records all complete pending blocks.
     pub(super) fn commit(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         committer: &mut Committer,
     ) -> Result<(), Error> {
-        self.check_alive()?;
+        self.check_not_failed()?;
         self.flush_queued.store(false, Ordering::Release);
-        let touched = self.touched.swap(false, Ordering::AcqRel);
+        let is_dirty = self.is_dirty.swap(false, Ordering::AcqRel);
         let mut taken = Taken::default();
-        let incomplete = self.take(frame, &mut taken);
-        let outcome = if touched || !taken.mappings.is_empty() {
-            self.publish(frame, committer, &taken)
+        let incomplete = self.take(config, &mut taken);
+        let outcome = if is_dirty || !taken.mappings.is_empty() {
+            self.publish(config, committer, &taken)
         } else {
             Ok(())
         };
         if outcome.is_err() {
             self.put_back(&taken);
-            self.touched.store(true, Ordering::Release);
+            self.is_dirty.store(true, Ordering::Release);
         }
         outcome.and(incomplete)?;
         self.note_flush(committer, &taken);
@@ -154,14 +154,14 @@ impl Inner {
 
     /// Takes the pending blocks of all changed regions. A block that cannot be completed stays
     /// pending; the first such error is returned after everything else has been taken.
-    fn take(&self, frame: &Frame, taken: &mut Taken) -> Result<(), Error> {
+    fn take(&self, config: &DiskConfig, taken: &mut Taken) -> Result<(), Error> {
         let mut outcome = Ok(());
         self.listed_bytes.store(0, Ordering::Relaxed);
         for shard in &self.changed {
             let changed = std::mem::take(&mut *lock(shard));
             for region in changed {
                 region.listed.store(false, Ordering::Release);
-                let took = self.take_region(frame, &region, taken);
+                let took = self.take_region(config, &region, taken);
                 if took.is_err() {
                     self.list(&region, 0);
                 }
@@ -173,12 +173,12 @@ impl Inner {
 
     fn take_region(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
         taken: &mut Taken,
     ) -> Result<(), Error> {
-        let outcome = self.complete_region(frame, region);
-        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let outcome = self.complete_region(config, region);
+        let mut state = self.regions.write(region, &self.file, &config.header)?;
         let checked = state.blocks().shift(self.region_shift) == CHECKED_SHIFT;
         let before = state.pending.len();
         state.take_for_record(
@@ -212,7 +212,7 @@ impl Inner {
     /// checkpoint.
     fn publish(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         committer: &mut Committer,
         taken: &Taken,
     ) -> Result<(), Error> {
@@ -225,7 +225,7 @@ impl Inner {
             && committer.logged_bytes <= MAX_LOGGED_BYTES;
         if !fits {
             // The first barrier of the checkpoint covers the blocks too.
-            return self.checkpoint(frame, committer, taken);
+            return self.checkpoint(config, committer, taken);
         }
         if needs_barrier {
             self.barrier()?;
@@ -247,7 +247,7 @@ impl Inner {
         self.barrier()?;
         committer.tail += bytes.len() as u64;
         committer.sequence += 1;
-        self.marked.store(true, Ordering::Release);
+        self.has_new_identity.store(true, Ordering::Release);
 
         let mut freed = Vec::new();
         for region in &taken.regions {

@@ -1,4 +1,4 @@
-//! Creation of a writable file.
+//! Creation of a writable file: the checks of its options, and the bytes of an empty one.
 
 use bcow_format::{
     BackingEntry, BlockShift, ENTRY_BYTES, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES,
@@ -11,14 +11,17 @@ use crate::storage::Storage;
 use crate::sync::Arc;
 use crate::{BlockCache, BlockDevice, Error, OneBacking, OpenOptions};
 
-/// log2 of the region size of files with two levels: 4 MiB.
+/// log2 of the region size of files with sub-block tables: 4 MiB.
 const REGION_SHIFT: u8 = 22;
-/// Number of root entries that the performance layout aims at.
+/// log2 of the largest region size of the format.
+const MAX_REGION_SHIFT: u8 = 30;
+/// Root entries of a file in the performance layout, if the user gives no block size: at most this
+/// many, unless the blocks would be larger than 16 MiB.
 const PERFORMANCE_ENTRIES: u64 = 1024;
-/// Size of the record log in bytes: room for some ten thousand small flushes between checkpoints.
-/// The log is sparse until it is used.
+/// Size of the record log in bytes: room for about ten thousand small flushes between two
+/// checkpoints. The unused part of the log is a hole in the file.
 const LOG_BYTES: u64 = 4 << 20;
-/// Log size in bytes of a sketch, of which a host may have many.
+/// Size of the record log of a sketch in bytes. It is small because a host can have many sketches.
 const SKETCH_LOG_BYTES: u64 = 256 << 10;
 
 /// Properties of a new file.
@@ -28,12 +31,12 @@ pub struct CreateOptions {
     pub size: u64,
     /// How the address space is cut into blocks.
     pub layout: Layout,
-    /// Block size in bytes, a power of two from 4 KiB; at most 4 MiB (16 MiB in the performance
-    /// layout, where blocks are regions).
+    /// Block size in bytes: a power of two from 4 KiB to 4 MiB, or to 16 MiB in the performance
+    /// layout, where each region is one block. `None`: the layout determines it.
     pub block_bytes: Option<u32>,
     /// Purpose of the file: a disk or a sketch.
     pub purpose: Use,
-    /// Further keys for the metadata section, besides those that record how the file was made.
+    /// Keys for the metadata section, in addition to `tool` and `options`.
     pub metadata: serde_json::Map<String, serde_json::Value>,
 }
 
@@ -49,6 +52,7 @@ impl CreateOptions {
         }
     }
 
+    /// Checks the options. Returns log2 of the region size.
     fn region_shift(&self) -> Result<u8, Error> {
         let unsupported = |problem: String| Err(Error::Unsupported(problem));
         if !self.size.is_multiple_of(SECTOR_BYTES) || self.size > MAX_ADDRESS {
@@ -57,32 +61,19 @@ impl CreateOptions {
                 self.size
             ));
         }
-        let largest = match self.layout {
-            Layout::Performance => 24,
-            Layout::Auto | Layout::Space => REGION_SHIFT,
-        };
-        let chosen = self.block_shift()?.map(BlockShift::get);
-        if let Some(shift) = chosen.filter(|shift| *shift > largest) {
-            return unsupported(format!(
-                "blocks of {} bytes: the {} layout has at most {}",
-                1u64 << shift,
-                self.layout.name(),
-                1u64 << largest
-            ));
-        }
-        let enough = |entries: u64, least: u8| {
-            (least..=30)
-                .find(|shift| self.size.div_ceil(1 << shift) <= entries)
-                .unwrap_or(30)
-        };
-        let shift = match (self.layout, chosen) {
-            (Layout::Performance, Some(shift)) => shift,
-            (Layout::Performance, None) => enough(PERFORMANCE_ENTRIES, 12).min(largest),
-            (Layout::Auto | Layout::Space, _) => enough(MAX_ROOT_ENTRIES, REGION_SHIFT),
+        let shift = match (self.layout, self.block_shift()?) {
+            (Layout::Performance, Some(block_shift)) => block_shift,
+            (Layout::Performance, None) => self
+                .smallest_shift(PERFORMANCE_ENTRIES, BlockShift::MIN.get())
+                .min(self.max_block_shift()),
+            (Layout::Auto | Layout::Space, _) => {
+                self.smallest_shift(MAX_ROOT_ENTRIES, REGION_SHIFT)
+            }
         };
         if self.size.div_ceil(1 << shift) > MAX_ROOT_ENTRIES {
             return unsupported(format!(
-                "{} bytes in blocks of {}: the format has at most {MAX_ROOT_ENTRIES} of them",
+                "{} bytes in blocks of {} bytes: a file has at most {MAX_ROOT_ENTRIES} regions, \
+                 and in the performance layout each region is one block",
                 self.size,
                 1u64 << shift
             ));
@@ -90,18 +81,40 @@ impl CreateOptions {
         Ok(shift)
     }
 
-    fn block_shift(&self) -> Result<Option<BlockShift>, Error> {
+    /// The smallest region shift from `least` on with at most `entries` regions; the largest region
+    /// shift of the format, if every shift gives more regions.
+    fn smallest_shift(&self, entries: u64, least: u8) -> u8 {
+        (least..=MAX_REGION_SHIFT)
+            .find(|shift| self.size.div_ceil(1 << shift) <= entries)
+            .unwrap_or(MAX_REGION_SHIFT)
+    }
+
+    /// log2 of the block size that the options contain. Fails if the layout does not allow it.
+    fn block_shift(&self) -> Result<Option<u8>, Error> {
         let Some(bytes) = self.block_bytes else {
             return Ok(None);
         };
-        let shift = (bytes.is_power_of_two())
-            .then(|| BlockShift::new(bytes.trailing_zeros() as u8))
-            .flatten();
-        match shift {
-            Some(shift) => Ok(Some(shift)),
-            None => Err(Error::Unsupported(format!(
-                "blocks of {bytes} bytes: they have a power of two from 4096 to 16777216"
-            ))),
+        let Some(shift) = BlockShift::from_bytes(bytes).map(BlockShift::get) else {
+            return Err(Error::Unsupported(format!(
+                "blocks of {bytes} bytes: the size must be a power of two from 4096 to 16777216"
+            )));
+        };
+        let largest = self.max_block_shift();
+        if shift > largest {
+            return Err(Error::Unsupported(format!(
+                "blocks of {bytes} bytes: the {} layout has blocks of at most {} bytes",
+                self.layout.name(),
+                1u64 << largest
+            )));
+        }
+        Ok(Some(shift))
+    }
+
+    /// log2 of the largest block size that the layout allows.
+    fn max_block_shift(&self) -> u8 {
+        match self.layout {
+            Layout::Performance => BlockShift::MAX.get(),
+            Layout::Auto | Layout::Space => REGION_SHIFT,
         }
     }
 
@@ -121,10 +134,10 @@ impl CreateOptions {
 }
 
 impl Disk {
-    /// Creates a file in `storage`, which must be empty, and opens it. The caller holds the lock on
-    /// the file, and gives the file its name after this has returned.
+    /// Creates a file in `storage`, which must be empty, and opens it. The caller holds the lock of
+    /// the file, and gives the file its name after this function has returned.
     ///
-    /// Fails with [`Error::Unsupported`] if the format has no file with these options.
+    /// Fails with [`Error::Unsupported`] if the format does not allow these options.
     pub fn create(
         storage: Arc<dyn Storage>,
         options: &CreateOptions,
@@ -132,7 +145,6 @@ impl Disk {
         open: &OpenOptions,
     ) -> Result<Disk, Error> {
         let region_shift = options.region_shift()?;
-        options.block_shift()?;
         let log_bytes = match options.purpose {
             Use::Sketch => SKETCH_LOG_BYTES,
             Use::Image | Use::Disk => LOG_BYTES,
@@ -162,8 +174,8 @@ impl Disk {
             Some((entry, _)) => section(&backing_table(entry)?)?,
             None => Section::default(),
         };
-        // The root table is all zeros, "absent everywhere", which a sparse file has without a
-        // write.
+        // All entries of the root table are absent, which is all zeros. `set_len` makes these
+        // zeros, so no write is needed.
         let root_bytes = options.size.div_ceil(1 << region_shift) as usize * ENTRY_BYTES;
         let root = match root_bytes {
             0 => Section::default(),
@@ -223,7 +235,7 @@ impl Disk {
     }
 }
 
-/// The backing table of a disk over this backing.
+/// The backing table of a disk with this backing.
 pub(super) fn backing_table(entry: &BackingEntry) -> Result<Vec<u8>, Error> {
     encode_backings(std::slice::from_ref(entry))
         .map_err(|error| Error::Unsupported(error.to_string()))

@@ -19,7 +19,7 @@ use super::locks::{Closed, lock};
 use super::region::Region;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::{Backing, BlockPlace, Disk, Frame, Inner, Layout};
+use super::{Backing, Disk, DiskConfig, Inner, Layout, RegionBlock};
 use crate::root::Root;
 use crate::sync::Arc;
 use crate::{BlockDevice, Error};
@@ -53,11 +53,11 @@ impl Disk {
     /// format or for this file.
     pub fn resize(&self, size: u64) -> Result<(), Error> {
         let inner = &self.inner;
-        inner.maintain(|frame, committer, next| {
+        inner.maintain(|config, committer, next| {
             let old = committer.header.clone();
             check_size(size, old.region_shift)?;
             next.header.size = size;
-            inner.fit_regions(frame, &old, next)
+            inner.fit_regions(config, &old, next)
         })
     }
 
@@ -113,7 +113,7 @@ impl Disk {
     pub fn rebuild_free_list(&self) -> Result<u64, Error> {
         let inner = &self.inner;
         let mut found = 0;
-        inner.maintain(|frame, committer, next| {
+        inner.maintain(|config, committer, next| {
             let mut lost = Extents::default();
             lost.insert(SECTOR_BYTES..committer.file_bytes);
             for section in sections(&committer.header) {
@@ -126,7 +126,7 @@ impl Disk {
                 let entries = entry.stored().into_iter();
                 entries.map(sectors).for_each(|range| lost.remove(range));
                 if let Entry::Table(_) = entry {
-                    let blocks = read_blocks(&inner.file, &frame.header, region, entry)?;
+                    let blocks = read_blocks(&inner.file, &config.header, region, entry)?;
                     let entries = blocks.iter().filter_map(|entry| entry.stored());
                     entries.map(sectors).for_each(|range| lost.remove(range));
                 }
@@ -150,25 +150,25 @@ struct NextState {
 impl Inner {
     fn maintain(
         self: &Arc<Self>,
-        change: impl FnOnce(&Frame, &Committer, &mut NextState) -> Result<(), Error>,
+        change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let mut closed: Closed<'_, Frame> = self.gate.close();
-        let frame = Arc::clone(closed.get());
+        let mut closed: Closed<'_, DiskConfig> = self.gate.close();
+        let config = Arc::clone(closed.get());
         let mut committer = lock(&self.committer);
-        self.commit(&frame, &mut committer)?;
+        self.commit(&config, &mut committer)?;
         if committer.tail > 0 {
-            self.checkpoint(&frame, &mut committer, &Taken::default())?;
+            self.checkpoint(&config, &mut committer, &Taken::default())?;
         }
         let mut next = NextState {
             header: committer.header.clone(),
             root: self.regions.root(),
-            backing: frame.backing.as_ref().map(|backing| Backing {
+            backing: config.backing.as_ref().map(|backing| Backing {
                 entry: backing.entry.clone(),
                 device: Arc::clone(&backing.device),
             }),
             change: Change::default(),
         };
-        let changed = change(&frame, &committer, &mut next);
+        let changed = change(&config, &committer, &mut next);
         self.or_free(changed, &next.change)?;
         let NextState {
             header,
@@ -179,13 +179,13 @@ impl Inner {
         let prepared = self.prepare(&committer, header, &root, std::iter::empty(), &mut change);
         let prepared = self.or_free(prepared, &change)?;
         self.switch(&mut committer, prepared)?;
-        closed.replace(Frame::new(&committer.header, backing));
+        closed.replace(DiskConfig::new(&committer.header, backing));
         self.regions.set_root(root);
         self.regions.clear();
         self.write_other_slot(&committer)?;
         // Nothing is pending, so all space that the header does not use is free.
         let end = committer.file_bytes;
-        let io = |source| Error::io("cut off the end", end, source);
+        let io = |source| Error::io("truncate the file", end, source);
         self.file.storage.set_len(end).map_err(io)?;
         self.punch(&committer.free);
         committer.small_flushes = 0;
@@ -194,7 +194,12 @@ impl Inner {
     }
 
     /// Adapts the root table to another size.
-    fn fit_regions(&self, frame: &Frame, old: &Header, next: &mut NextState) -> Result<(), Error> {
+    fn fit_regions(
+        &self,
+        config: &DiskConfig,
+        old: &Header,
+        next: &mut NextState,
+    ) -> Result<(), Error> {
         let shift = old.region_shift;
         let new_size = next.header.size;
         let boundary = old.size.min(new_size);
@@ -214,7 +219,7 @@ impl Inner {
             );
         }
         let covered = |at: u64| {
-            let backing = frame.backing.as_ref();
+            let backing = config.backing.as_ref();
             backing.is_some_and(|backing| backing.entry.size > at)
         };
         let edge = boundary >> shift;
@@ -227,7 +232,7 @@ impl Inner {
                 new: lengths.1,
                 covered: covered(boundary),
             };
-            let blocks = self.fit_blocks(frame, fit, blocks, &mut next.change)?;
+            let blocks = self.fit_blocks(config, fit, blocks, &mut next.change)?;
             self.write_table(edge, &blocks, &mut next.root, &mut next.change)?;
         }
         let before = next.root.len();
@@ -244,7 +249,7 @@ impl Inner {
     /// Adapts the entries of the region that contains the old or the new end.
     fn fit_blocks(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         fit: Fit,
         blocks: Blocks,
         change: &mut Change,
@@ -260,7 +265,7 @@ impl Inner {
             Blocks::Whole(Entry::Absent) if grows && fit.covered => {
                 if self.layout == Layout::Performance {
                     let entry =
-                        self.refit(frame, &fit, 0, self.region_shift, Entry::Absent, change)?;
+                        self.refit(config, &fit, 0, self.region_shift, Entry::Absent, change)?;
                     return Ok(Blocks::Whole(entry));
                 }
                 let shift = BlockShift::new(CHECKED_SHIFT).unwrap_or(BlockShift::MIN);
@@ -271,7 +276,7 @@ impl Inner {
                 return Ok(Blocks::Whole(entry));
             }
             Blocks::Whole(entry) => {
-                let entry = self.refit(frame, &fit, 0, self.region_shift, entry, change)?;
+                let entry = self.refit(config, &fit, 0, self.region_shift, entry, change)?;
                 return Ok(Blocks::Whole(entry));
             }
             Blocks::Cut(table) => table,
@@ -284,7 +289,7 @@ impl Inner {
         entries.truncate(count);
         let edge = (fit.old.min(fit.new) >> shift) as usize;
         if fit.old.min(fit.new) & ((1 << shift) - 1) != 0 {
-            entries[edge] = self.refit(frame, &fit, edge as u32, shift, entries[edge], change)?;
+            entries[edge] = self.refit(config, &fit, edge as u32, shift, entries[edge], change)?;
         }
         entries.resize(count, grown);
         Ok(Blocks::Cut(Table::new(table.shift(), entries)))
@@ -293,24 +298,24 @@ impl Inner {
     /// Adapts the block that contains the old or the new end to its new length.
     fn refit(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         fit: &Fit,
         index: u32,
         shift: u8,
         entry: Entry,
         change: &mut Change,
     ) -> Result<Entry, Error> {
-        let was = super::place(u64::from(index) << shift, shift, fit.old);
-        let is = super::place(u64::from(index) << shift, shift, fit.new);
+        let was = super::block_at(u64::from(index) << shift, shift, fit.old);
+        let is = super::block_at(u64::from(index) << shift, shift, fit.new);
         let from_below = entry == Entry::Absent && fit.covered && is.length > was.length;
         if entry.stored().is_none() && !from_below {
             return Ok(entry);
         }
         let kept = was.length.min(is.length);
         let mut bytes = vec![0; is.length as usize];
-        let block = BlockPlace { ..was };
+        let block = RegionBlock { ..was };
         self.read_entry(
-            frame,
+            config,
             &fit.region,
             &block,
             &entry,

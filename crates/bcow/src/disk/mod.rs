@@ -1,30 +1,31 @@
 //! A writable file: a sparse, copy-on-write block device over an optional backing.
 //!
 //! `docs/design.md`, section "Writing and crashing", explains why the design is correct. In short:
-//! a write stores its bytes at a place that nothing in the file names yet ([`space`]), then changes
-//! an entry in memory ([`region`]). A flush ([`commit`]) writes one record that names the new
-//! places and makes it durable. When the log is full, a [`checkpoint`] folds the records into
-//! tables.
+//! a write stores its bytes at a place to which no table and no record refers yet ([`space`]), then
+//! changes an entry in memory ([`region`]). A flush ([`commit`]) writes one record with the new
+//! entries, and makes it durable. When the log is full, a [`checkpoint`] writes the tables, and the
+//! log begins again.
 //!
 //! # Locks
 //!
 //! Locks are acquired in this order. A thread that holds a lock of one disk acquires no lock of
 //! another disk:
 //!
-//! 1. the [`Gate`]: each operation holds it shared; a change of the size or the backing closes it;
-//! 2. the turn to flush ([`commit::Turns`]), then the [`committer::Committer`]: one record or
-//!    checkpoint at a time;
+//! 1. the [`Gate`]: each operation holds it shared; a change of the size or the backing, and the
+//!    close, hold it exclusively;
+//! 2. the turn to flush ([`commit::Turns`]), then the [`committer::Committer`], whose lock covers
+//!    the write of one record or checkpoint;
 //! 3. the lock of one [`region::Region`]: shared to read blocks or to write into them in place,
 //!    exclusive to change entries;
 //! 4. leaf locks, held for a few instructions: a shard of [`regions::Regions`], the root table, the
 //!    list of changed regions, the queue of fills, [`space::Space`].
 //!
-//! The completion of a block ([`transit`]) is the only reader that reads blocks of the file without
-//! the lock of the region; it compares the identity of the transit after it has acquired the lock
-//! again.
+//! The completion of a block ([`transit`]) is the only operation that reads blocks of the file
+//! without the lock of the region. It compares the identity of the transit after it has acquired
+//! the lock again.
 //!
 //! No thread locks two regions at once. The only exclusive locks that all writers share are the
-//! leaf locks of 4, most of which are sharded.
+//! leaf locks of item 4. Most of these are sharded.
 
 mod ahead;
 mod blocks;
@@ -66,8 +67,8 @@ pub use layout::Layout;
 
 /// An open writable file.
 ///
-/// A disk that is dropped without [`Disk::close`] leaves the file as after a crash: the next
-/// opening finds all data that was flushed.
+/// A disk that is dropped without [`Disk::close`] leaves the file as after a crash. The next
+/// opening finds all flushed data.
 pub struct Disk {
     inner: Arc<Inner>,
 }
@@ -79,16 +80,17 @@ pub struct Statistics {
     pub flushes: u64,
     /// Checkpoints written.
     pub checkpoints: u64,
-    /// Partly written blocks that were completed with the old data.
+    /// Blocks in transit that were completed with the old data.
     pub filled_blocks: u64,
-    /// Jobs that wait in the background, mostly blocks to complete; approximate.
-    pub waiting_blocks: u64,
+    /// Background jobs that have not begun, mostly completions of blocks; approximate.
+    pub queued_jobs: u64,
     /// Blocks changed since the last flush.
     pub unflushed_blocks: u64,
-    /// Free bytes inside the file, which later writes reuse.
+    /// Free bytes inside the file. Later writes reuse them.
     pub free_bytes: u64,
-    /// Those of them that were filled with zeros, so that a flush of writes there is cheap.
-    pub ready_bytes: u64,
+    /// The part of `free_bytes` that was filled with zeros: a flush of later writes there changes
+    /// no metadata of the host.
+    pub zeroed_bytes: u64,
 }
 
 struct Inner {
@@ -97,9 +99,10 @@ struct Inner {
     cache: BlockCache,
     region_shift: u8,
     layout: Layout,
-    /// Block size that the user chose, for regions that are not cut into blocks yet.
+    /// The block size that the user chose when the disk was created. A region gets it at its first
+    /// write.
     block_shift: Option<BlockShift>,
-    gate: Gate<Frame>,
+    gate: Gate<DiskConfig>,
     regions: Regions,
     space: Space,
     /// Regions with pending changes, in shards by the index of the region.
@@ -108,8 +111,8 @@ struct Inner {
     unflushed: AtomicU64,
     /// Memory of the regions in `changed`, in bytes; approximate.
     listed_bytes: AtomicU64,
-    /// Whether a write changed data since the last record, in place or not.
-    touched: AtomicBool,
+    /// Whether a write changed data since the last record, in place or in a new place.
+    is_dirty: AtomicBool,
     /// Whether a flush is queued in the background.
     flush_queued: AtomicBool,
     /// Whether [`Job::WriteAhead`] is queued or running; stays set if its writes fail.
@@ -117,10 +120,9 @@ struct Inner {
     /// [`Job::WriteAhead`]: transit::Job::WriteAhead
     ahead_queued: AtomicBool,
     /// Whether a record or checkpoint since the opening has changed the identity of the file.
-    marked: AtomicBool,
-    /// Cause of the failure after which the disk refuses to write: a barrier failed, or the write
-    /// of a header slot, or the undoing of a record. The state of the bytes on the host is unknown
-    /// then.
+    has_new_identity: AtomicBool,
+    /// The cause, if the disk refuses writes: a barrier, the write of a header slot, or the erasure
+    /// of a failed record did not succeed. The state of the data on the host is unknown then.
     failed: OnceLock<String>,
     turns: Turns,
     committer: Mutex<Committer>,
@@ -130,11 +132,11 @@ struct Inner {
     checkpoints: AtomicU64,
 }
 
-/// State that all operations share; it changes only while the gate is closed.
-struct Frame {
-    /// Used for the size and the features. Its sections may be older than those of the file. Its
-    /// `file_bytes` is the largest possible value, because tables may name places that were written
-    /// after this header.
+/// The size, the features and the backing of a disk. They change only while the gate is closed.
+struct DiskConfig {
+    /// The header, of which only the size and the features are current. The sections of the file
+    /// may be newer. `file_bytes` has the largest possible value, because tables may refer to
+    /// places that were written after this header.
     header: Header,
     backing: Option<Backing>,
 }
@@ -146,7 +148,7 @@ struct Backing {
 
 /// A block of a region.
 #[derive(Debug, Clone, Copy)]
-struct BlockPlace {
+struct RegionBlock {
     index: u32,
     /// First byte of the block, relative to the region.
     start: u64,
@@ -162,48 +164,48 @@ impl Disk {
 
     /// The entry of the backing, if the disk has one.
     pub fn backing(&self) -> Option<BackingEntry> {
-        let frame = self.inner.gate.enter();
-        frame.backing.as_ref().map(|backing| backing.entry.clone())
+        let config = self.inner.gate.enter();
+        config.backing.as_ref().map(|backing| backing.entry.clone())
     }
 
-    /// Identity of the file, when another file names it as a backing (spec section 8). It changes
-    /// with each flush of a change, and with each checkpoint.
+    /// The identity that a file over this one records (spec section 8). It changes with each flush
+    /// that writes a record, and with each checkpoint.
     pub fn identity_hash(&self) -> [u8; 32] {
         let committer = locks::lock(&self.inner.committer);
         crate::identity(&committer.header, committer.sequence - 1)
     }
 
-    /// Returns the counters and the present state.
+    /// The counters since the opening, and the present state.
     pub fn statistics(&self) -> Statistics {
         let inner = &self.inner;
         Statistics {
             flushes: inner.flushes.load(Ordering::Relaxed),
             checkpoints: inner.checkpoints.load(Ordering::Relaxed),
             filled_blocks: inner.fills.done(),
-            waiting_blocks: inner.fills.waiting(),
+            queued_jobs: inner.fills.waiting(),
             unflushed_blocks: inner.unflushed.load(Ordering::Relaxed),
             free_bytes: inner.space.free_bytes(),
-            ready_bytes: inner.space.ready_bytes(),
+            zeroed_bytes: inner.space.zeroed_bytes(),
         }
     }
 
-    /// Whether jobs wait in the background, mostly blocks to complete; approximate.
-    pub fn has_waiting(&self) -> bool {
+    /// Whether background jobs have not begun, mostly completions of blocks; approximate.
+    pub fn has_queued_jobs(&self) -> bool {
         self.inner.fills.waiting() > 0
     }
 
-    /// Makes all data durable in tables, so that the next opening has no log to replay, and
+    /// Closes the disk. Writes a checkpoint, so that the next opening has no log to replay, and
     /// releases the free space at the end of the file.
     pub fn close(self) -> Result<(), Error> {
-        // Before the gate is closed: the filler may be waiting to enter it, and `stop` joins the
-        // filler.
+        // The filler ends before the gate closes. If the gate closed first, the filler could wait
+        // for the gate while `stop` waits for the filler.
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
         self.inner.close(closed.get())
     }
 
-    /// As [`Disk::close`], for a disk that other threads refer to. Their later operations never
-    /// return, so the caller ends the process afterwards.
+    /// Same as [`Disk::close`], for a disk to which other threads have references. Their later
+    /// operations wait for ever, so the caller ends the process afterwards.
     pub fn close_for_exit(&self) -> Result<(), Error> {
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
@@ -220,16 +222,16 @@ impl Drop for Disk {
 }
 
 impl Inner {
-    fn enter(&self) -> Pass<'_, Frame> {
+    fn enter(&self) -> Pass<'_, DiskConfig> {
         self.gate.enter()
     }
 
-    fn region(&self, frame: &Frame, index: u64) -> Arc<Region> {
-        self.regions.get(index, frame.header.region_length(index))
+    fn region(&self, config: &DiskConfig, index: u64) -> Arc<Region> {
+        self.regions.get(index, config.header.region_length(index))
     }
 
     /// Fails with [`Error::WriteRefused`] after a failure that left the state of the file unknown.
-    fn check_alive(&self) -> Result<(), Error> {
+    fn check_not_failed(&self) -> Result<(), Error> {
         match self.failed.get() {
             Some(cause) => Err(Error::WriteRefused {
                 cause: cause.clone(),
@@ -238,8 +240,8 @@ impl Inner {
         }
     }
 
-    /// A barrier. After one has failed, all writes are refused: the host may have dropped dirty
-    /// pages, and the next sync may report success.
+    /// Makes all written bytes durable. After a failure, the disk refuses all writes: the host may
+    /// have dropped dirty pages, and the next sync may falsely succeed.
     fn barrier(&self) -> Result<(), Error> {
         self.file.storage.sync().map_err(|source| {
             let error = Error::io("sync", 0, source);
@@ -255,7 +257,7 @@ impl Inner {
             .map_err(|source| Error::io("write", at, source))
     }
 
-    /// Adds a region to the list of regions that the next record covers.
+    /// Adds a region to the list of changed regions, which the next record covers.
     fn list(&self, region: &Arc<Region>, weight: u64) {
         if !region.listed.swap(true, Ordering::AcqRel) {
             let shard = region.index as usize % self.changed.len();
@@ -270,9 +272,9 @@ impl Inner {
     }
 }
 
-impl Frame {
+impl DiskConfig {
     fn new(header: &Header, backing: Option<Backing>) -> Self {
-        Frame {
+        DiskConfig {
             header: Header {
                 file_bytes: MAX_ADDRESS,
                 ..header.clone()
@@ -281,7 +283,8 @@ impl Frame {
         }
     }
 
-    /// The cheapest entry that reads as zeros.
+    /// The entry that reads as zeros and takes no space. With a backing, an absent entry would read
+    /// from it.
     fn zeros(&self) -> Entry {
         match self.backing {
             Some(_) => Entry::Zero,
@@ -289,7 +292,7 @@ impl Frame {
         }
     }
 
-    /// Whether an entry reads as zeros without a read of the backing.
+    /// Whether a block with this entry is zeros, independent of the content of the backing.
     fn is_zeros(&self, entry: &Entry) -> bool {
         match entry {
             Entry::Zero => true,
@@ -299,11 +302,11 @@ impl Frame {
     }
 }
 
-/// The block that holds the byte `at` of a region of `length` bytes.
-fn place(at: u64, shift: u8, length: u64) -> BlockPlace {
+/// The block with the byte `at` of a region. The region has `length` bytes.
+fn block_at(at: u64, shift: u8, length: u64) -> RegionBlock {
     let index = at >> shift;
     let start = index << shift;
-    BlockPlace {
+    RegionBlock {
         index: index as u32,
         start,
         length: (length - start).min(1 << shift),

@@ -1,5 +1,5 @@
-//! Opens a file for writing. The log is first folded into the tables (spec section 10, "Opening for
-//! writing").
+//! Opens a file for writing: makes the recovered state durable (spec section 10, "Opening for
+//! writing"), and folds the log into the tables.
 
 use std::collections::HashSet;
 use std::sync::OnceLock;
@@ -16,20 +16,26 @@ use super::extents::Extents;
 use super::locks::{Gate, lock};
 use super::regions::{Regions, read_blocks};
 use super::space::{Space, sectors};
-use super::{Backing, Disk, Frame, Inner, Layout};
+use super::{Backing, Disk, DiskConfig, Inner, Layout};
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex};
 use crate::{BackingResolver, Error, Image, OpenOptions, Verify};
 
+/// log2 of the largest block size: 16 MiB (spec section 5).
+const MAX_BLOCK_SHIFT: u8 = 24;
+/// Zeros over the start of a dropped record, in bytes (spec section 10, "Opening for writing").
+const ERASED_BYTES: usize = 16;
+
 impl Disk {
     /// Opens a file for writing. The caller holds the lock on the file for the lifetime of the
     /// disk.
     ///
     /// All data that was flushed before a crash is present; no repair is necessary. Fails with
-    /// [`Error::Unsupported`] if the file is sealed or has features that this version does not
-    /// write, and with [`Error::MissingBacking`] if `resolver` has no backing.
+    /// [`Error::Unsupported`] if the file is sealed, has no record log, or has features that this
+    /// version does not write. Fails with [`Error::MissingBacking`] if `resolver` does not find the
+    /// backing that the file names.
     pub fn open(
         storage: Arc<dyn Storage>,
         options: &OpenOptions,
@@ -47,15 +53,16 @@ impl Disk {
             false => None,
         };
         let replayed = log::replay(&*storage, &header)?;
-        let slot = settle_slots(&*storage, &header, &replayed)?;
-        let (layout, block_shift) = layout_of(&image)?;
+        persist_recovery(&*storage, &header, &replayed)?;
+        let (layout, block_shift) = layout_for_writes(&image)?;
 
         let mut free = Extents::default();
         for range in decode_free(&image.read_section(&header.free)?, &header)? {
             free.insert(range.start..range.start + range.bytes);
         }
         let mut committer = Committer {
-            slot,
+            // Both slots have the header, so either is the slot of the newer one.
+            slot: 0,
             tail: replayed.tail,
             sequence: replayed.next_sequence,
             file_bytes: header.file_bytes,
@@ -71,11 +78,15 @@ impl Disk {
         for stored in &logged {
             committer.free.remove(sectors(*stored));
         }
-        // No record or table names the bytes behind the end. Truncation makes sure that new bytes
-        // there read as zeros.
-        let io = |source| Error::io("cut off the end", replayed.file_bytes, source);
-        if storage.len().map_err(io)? > replayed.file_bytes {
-            storage.set_len(replayed.file_bytes).map_err(io)?;
+        // No record or table names the bytes after `file_bytes`. The truncation removes them, so
+        // that bytes which are later added to the file read as zeros.
+        let length = storage
+            .len()
+            .map_err(|source| Error::io("get the length", 0, source))?;
+        if length > replayed.file_bytes {
+            storage
+                .set_len(replayed.file_bytes)
+                .map_err(|source| Error::io("truncate the file", replayed.file_bytes, source))?;
         }
         let inner = Inner {
             id: image.file_id(),
@@ -83,16 +94,16 @@ impl Disk {
             region_shift: committer.header.region_shift,
             layout,
             block_shift,
-            gate: Gate::new(Frame::new(&committer.header, backing)),
+            gate: Gate::new(DiskConfig::new(&committer.header, backing)),
             regions: Regions::new(image.root().clone()),
             space: Space::new(committer.free.clone(), replayed.file_bytes),
             changed: Default::default(),
             unflushed: AtomicU64::new(0),
             listed_bytes: AtomicU64::new(0),
-            touched: AtomicBool::new(false),
+            is_dirty: AtomicBool::new(false),
             flush_queued: AtomicBool::new(false),
             ahead_queued: AtomicBool::new(false),
-            marked: AtomicBool::new(false),
+            has_new_identity: AtomicBool::new(false),
             failed: OnceLock::new(),
             turns: Default::default(),
             fills: Default::default(),
@@ -125,21 +136,19 @@ impl Inner {
         for region in image.logged_regions() {
             let new = blocks_of(image, region)?;
             let old = match read_blocks(&self.file, &header, region, root[region as usize]) {
-                // The table is damaged, but the log needs nothing of it: else the file would not
-                // have opened. The space that only this table named is leaked.
+                // The table is damaged. A record replaces the whole table, or else `Image::open`
+                // would have failed. The space that only this table names is leaked.
                 Err(error) if error.code().is_some() => Blocks::Whole(Entry::Absent),
                 old => old?,
             };
             let kept: HashSet<Stored> = new.iter().filter_map(|entry| entry.stored()).collect();
-            let gone = old.iter().filter_map(|entry| entry.stored());
-            let gone = gone.filter(|stored| !kept.contains(stored));
-            if !matches!(old, Blocks::Whole(Entry::Table(_))) {
-                change.freed.extend(gone.map(sectors));
-            }
+            let replaced = old.iter().filter_map(|entry| entry.stored());
+            let replaced = replaced.filter(|stored| !kept.contains(stored));
+            change.freed.extend(replaced.map(sectors));
             let written = self.write_table(region, &new, &mut root, &mut change);
             self.or_free(written, &change)?;
         }
-        // A later record may use space that an earlier one freed, even for another region.
+        // A record may use space that an earlier record freed, also for another region.
         let mut freed = Extents::default();
         change.freed.drain(..).for_each(|range| freed.insert(range));
         for stored in image.logged_blocks() {
@@ -160,7 +169,8 @@ fn blocks_of(image: &Image, region: u64) -> Result<Blocks, Error> {
     let header = image.header();
     let start = region << header.region_shift;
     let length = header.region_length(region);
-    // The length of the first block is not enough: it may be the only block, and short.
+    // The block size does not follow from the length of the first block: that block may be the only
+    // one of the region, and short.
     let Some(shift) = image.logged_block_shift(region) else {
         return Ok(Blocks::Whole(image.piece(start)?.entry));
     };
@@ -174,10 +184,11 @@ fn blocks_of(image: &Image, region: u64) -> Result<Blocks, Error> {
     Ok(Blocks::Cut(Table::new(shift, entries)))
 }
 
+/// Fails if this version does not write to a file with this header.
 fn check_writable(header: &Header) -> Result<(), Error> {
     let unsupported = |problem: &str| Err(Error::Unsupported(problem.to_owned()));
     if header.state == State::Sealed {
-        return unsupported("the file is sealed: it never changes");
+        return unsupported("the file is sealed, so it is immutable");
     }
     if header.features.has_incompatible(incompatible::WINDOWS) {
         return unsupported("writing to a file with the feature `windows` is not supported");
@@ -185,8 +196,8 @@ fn check_writable(header: &Header) -> Result<(), Error> {
     let unknown = header.features.read_only_compatible & !read_only_compatible::MERKLE;
     if unknown != 0 {
         return unsupported(&format!(
-            "the file has the unknown feature bit {} which allows reading only; a newer program is \
-             needed",
+            "the file has the unknown feature bit {}, which allows only reads; a newer version of \
+             the program is needed for writing",
             unknown.trailing_zeros()
         ));
     }
@@ -196,6 +207,7 @@ fn check_writable(header: &Header) -> Result<(), Error> {
     Ok(())
 }
 
+/// The backing of a disk, with its device.
 fn backing_of(image: &Image) -> Result<Backing, Error> {
     let entry = image.backings().next().cloned();
     match (entry, image.backing(0)) {
@@ -210,47 +222,50 @@ fn backing_of(image: &Image) -> Result<Backing, Error> {
     }
 }
 
-/// The layout and the block size with which the file was created.
-fn layout_of(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
+/// The layout and the block size for writes: those with which the file was created, or else the
+/// default.
+fn layout_for_writes(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
     let metadata = image.metadata()?;
     let options = &metadata["options"];
-    let layout = options["layout"].as_str().and_then(Layout::from_name);
-    let single = image.header().region_shift <= 24 && layout == Some(Layout::Performance);
+    let layout = match options["layout"].as_str().and_then(Layout::from_name) {
+        // The regions of this file are too large to be one block each. The metadata is not checked,
+        // so it may contradict the header.
+        Some(Layout::Performance) if image.header().region_shift > MAX_BLOCK_SHIFT => Layout::Auto,
+        Some(layout) => layout,
+        None => Layout::Auto,
+    };
     let block = options["block_size"]
         .as_u64()
         .filter(|bytes| bytes.is_power_of_two())
         .and_then(|bytes| BlockShift::new(bytes.trailing_zeros() as u8));
-    Ok(match layout {
-        Some(Layout::Performance) if !single => (Layout::Auto, block),
-        Some(layout) => (layout, block),
-        None => (Layout::Auto, block),
-    })
+    Ok((layout, block))
 }
 
-/// Makes the result of the recovery durable, so that no later opening can find another one: undoes
-/// a dropped record and writes the chosen header to both slots. Returns the slot of the header.
-fn settle_slots(
+/// Makes the result of the recovery durable, so that every later opening has the same result:
+/// overwrites the start of a dropped record, and writes the chosen header to both slots.
+fn persist_recovery(
     storage: &dyn Storage,
     header: &Header,
     replayed: &Replayed,
-) -> Result<usize, Error> {
+) -> Result<(), Error> {
     let io = |action, at| move |source| Error::io(action, at, source);
     let mut area = [0; HEADER_AREA_BYTES];
     storage.read_at(0, &mut area).map_err(io("read", 0))?;
-    let holds = |slot: &[u8]| choose_header(slot).is_ok_and(|found| found == *header);
-    let slots: Vec<bool> = area.chunks(SLOT_BYTES).map(holds).collect();
+    let has_header = |slot: &[u8]| choose_header(slot).is_ok_and(|found| found == *header);
+    let slots: Vec<bool> = area.chunks(SLOT_BYTES).map(has_header).collect();
     if replayed.dropped {
         let at = header.log.0 + replayed.tail;
-        storage.write_at(at, &[0; 16]).map_err(io("write", at))?;
+        storage
+            .write_at(at, &[0; ERASED_BYTES])
+            .map_err(io("write", at))?;
     }
-    for (index, holds) in (0..).zip(&slots) {
-        if !holds {
+    for (index, has_header) in (0..).zip(&slots) {
+        if !has_header {
             let at = index * SLOT_BYTES as u64;
             storage
                 .write_at(at, &header.encode())
                 .map_err(io("write", at))?;
         }
     }
-    storage.sync().map_err(io("sync", 0))?;
-    Ok(0)
+    storage.sync().map_err(io("sync", 0))
 }

@@ -6,7 +6,7 @@ use bcow_format::{Entry, Stored, crc32c, crc32c_matches};
 
 use super::region::{Region, State};
 use super::regions::Found;
-use super::{BlockPlace, Disk, Frame, Inner, by_region, place};
+use super::{Disk, DiskConfig, Inner, RegionBlock, block_at, by_region};
 use crate::cache::BlockKey;
 use crate::checked::{Piece, read_block};
 use crate::codec::Encoding;
@@ -23,15 +23,15 @@ impl BlockDevice for Disk {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        checked_range(offset, buf.len() as u64, frame.header.size)?;
-        self.inner.read(&frame, offset, buf)
+        let config = self.inner.enter();
+        checked_range(offset, buf.len() as u64, config.header.size)?;
+        self.inner.read(&config, offset, buf)
     }
 
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
-        let frame = self.inner.enter();
-        let range = checked_range(offset, length.max(1), frame.header.size)?;
-        self.inner.status(&frame, range)
+        let config = self.inner.enter();
+        let range = checked_range(offset, length.max(1), config.header.size)?;
+        self.inner.status(&config, range)
     }
 
     fn identity(&self) -> Option<crate::FileIdentity> {
@@ -43,24 +43,29 @@ impl BlockDevice for Disk {
 impl Disk {
     /// Returns the entry at byte `offset` of the address space, and the range for which it holds.
     pub fn map(&self, offset: u64) -> Result<Extent, Error> {
-        let frame = self.inner.enter();
-        checked_range(offset, 1, frame.header.size)?;
-        self.inner.map(&frame, offset)
+        let config = self.inner.enter();
+        checked_range(offset, 1, config.header.size)?;
+        self.inner.map(&config, offset)
     }
 }
 
 impl Inner {
-    pub(super) fn read(&self, frame: &Frame, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+    pub(super) fn read(
+        &self,
+        config: &DiskConfig,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Result<(), Error> {
         let mut buf = buf;
         for (index, at, length) in by_region(offset, buf.len() as u64, self.region_shift) {
             let (piece, rest) = std::mem::take(&mut buf).split_at_mut(length as usize);
             buf = rest;
-            let length = frame.header.region_length(index);
+            let length = config.header.region_length(index);
             match self.regions.find(index, length) {
-                Found::Region(region) => self.read_region(frame, &region, at, piece)?,
+                Found::Region(region) => self.read_region(config, &region, at, piece)?,
                 Found::Whole(entry) => {
                     let start = (index << self.region_shift) + at;
-                    self.read_below(frame, &entry, start, piece)?;
+                    self.read_below(config, &entry, start, piece)?;
                 }
             }
         }
@@ -69,15 +74,15 @@ impl Inner {
 
     fn read_region(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Region,
         at: u64,
         buf: &mut [u8],
     ) -> Result<(), Error> {
         loop {
-            match self.try_read_region(frame, region, at, buf)? {
+            match self.try_read_region(config, region, at, buf)? {
                 None => return Ok(()),
-                Some(index) => self.complete(frame, region, index)?,
+                Some(index) => self.complete(config, region, index)?,
             }
         }
     }
@@ -86,19 +91,19 @@ impl Inner {
     /// read after the lock of the region is released, because the backing does not change.
     fn try_read_region(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Region,
         at: u64,
         buf: &mut [u8],
     ) -> Result<Option<u32>, Error> {
         let mut below: Vec<(Range<usize>, Entry)> = Vec::new();
         {
-            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let state = self.regions.read(region, &self.file, &config.header)?;
             let shift = state.blocks().shift(self.region_shift);
             let mut done = 0;
             while done < buf.len() {
                 let from = at + done as u64;
-                let block = place(from, shift, region.length);
+                let block = block_at(from, shift, region.length);
                 let entry = state.blocks().entry(block.index);
                 let most = from - block.start + (buf.len() - done) as u64;
                 let run = self.run_length(&state, region, &block, entry, most);
@@ -131,7 +136,7 @@ impl Inner {
         }
         for (range, entry) in below {
             let start = self.lba(region, at + range.start as u64).0;
-            self.read_below(frame, &entry, start, &mut buf[range])?;
+            self.read_below(config, &entry, start, &mut buf[range])?;
         }
         Ok(None)
     }
@@ -142,7 +147,7 @@ impl Inner {
         &self,
         state: &State,
         region: &Region,
-        block: &BlockPlace,
+        block: &RegionBlock,
         entry: Entry,
         most: u64,
     ) -> u64 {
@@ -175,7 +180,7 @@ impl Inner {
         let mut at = at;
         let mut buf = buf;
         while !buf.is_empty() {
-            let block = place(at, shift, region.length);
+            let block = block_at(at, shift, region.length);
             let skip = at - block.start;
             let take;
             if skip > 0 || (buf.len() as u64) < block.length {
@@ -200,7 +205,7 @@ impl Inner {
                 // Whole blocks; the last of the region may be shorter than the others.
                 let mut whole = 0;
                 while let Some(next) = (whole < buf.len())
-                    .then(|| place(at + whole as u64, shift, region.length))
+                    .then(|| block_at(at + whole as u64, shift, region.length))
                     .filter(|next| whole + next.length as usize <= buf.len())
                 {
                     whole += next.length as usize;
@@ -209,7 +214,7 @@ impl Inner {
                 self.read_stored(raw(state, block.index).at.0, &mut buf[..take])?;
                 let mut seen = 0;
                 while seen < take {
-                    let block = place(at + seen as u64, shift, region.length);
+                    let block = block_at(at + seen as u64, shift, region.length);
                     let end = seen + block.length as usize;
                     let stored = raw(state, block.index);
                     self.check_raw(region, &block, &stored, &buf[seen..end])?;
@@ -225,7 +230,7 @@ impl Inner {
     fn check_raw(
         &self,
         region: &Region,
-        block: &BlockPlace,
+        block: &RegionBlock,
         stored: &Stored,
         bytes: &[u8],
     ) -> Result<(), Error> {
@@ -246,7 +251,7 @@ impl Inner {
     fn read_zstd(
         &self,
         region: &Region,
-        block: &BlockPlace,
+        block: &RegionBlock,
         stored: Stored,
     ) -> Result<Arc<Vec<u8>>, Error> {
         let key = BlockKey {
@@ -272,12 +277,12 @@ impl Inner {
     /// Reads the content at `start` of the address space where the entry is absent or zero.
     pub(super) fn read_below(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         entry: &Entry,
         start: u64,
         buf: &mut [u8],
     ) -> Result<(), Error> {
-        let there = match (&frame.backing, entry) {
+        let there = match (&config.backing, entry) {
             (Some(backing), Entry::Absent) => {
                 let there = backing.entry.size.saturating_sub(start);
                 let there = there.min(buf.len() as u64) as usize;
@@ -298,9 +303,9 @@ impl Inner {
     /// Reads `range` of a block according to `entry`. Verifies the checksum, if the block has one.
     pub(super) fn read_entry(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Region,
-        block: &BlockPlace,
+        block: &RegionBlock,
         entry: &Entry,
         range: Range<u32>,
         buf: &mut [u8],
@@ -322,27 +327,27 @@ impl Inner {
             }
             entry => {
                 let at = self.lba(region, block.start + u64::from(range.start)).0;
-                self.read_below(frame, entry, at, buf)
+                self.read_below(config, entry, at, buf)
             }
         }
     }
 
-    fn map(&self, frame: &Frame, offset: u64) -> Result<Extent, Error> {
+    fn map(&self, config: &DiskConfig, offset: u64) -> Result<Extent, Error> {
         let index = offset >> self.region_shift;
-        let length = frame.header.region_length(index);
+        let length = config.header.region_length(index);
         let start = index << self.region_shift;
         let (block, entry) = match self.regions.find(index, length) {
-            Found::Whole(entry) => (place(0, self.region_shift, length), entry),
+            Found::Whole(entry) => (block_at(0, self.region_shift, length), entry),
             Found::Region(region) => {
-                let state = self.regions.read(&region, &self.file, &frame.header)?;
+                let state = self.regions.read(&region, &self.file, &config.header)?;
                 let shift = state.blocks().shift(self.region_shift);
-                let block = place(offset - start, shift, length);
+                let block = block_at(offset - start, shift, length);
                 (block, state.blocks().entry(block.index))
             }
         };
         let offset = start + block.start;
         let mapping = match entry {
-            Entry::Absent => match frame.backing {
+            Entry::Absent => match config.backing {
                 Some(_) => Mapping::Backing {
                     by: ShownBy::Absent,
                     index: 0,
@@ -367,21 +372,21 @@ impl Inner {
         })
     }
 
-    fn status(&self, frame: &Frame, range: Range<u64>) -> Result<Status, Error> {
+    fn status(&self, config: &DiskConfig, range: Range<u64>) -> Result<Status, Error> {
         let index = range.start >> self.region_shift;
         let start = index << self.region_shift;
-        let length = frame.header.region_length(index);
+        let length = config.header.region_length(index);
         let most = range.end - range.start;
         let (entry, holds) = match self.regions.find(index, length) {
             Found::Whole(entry) => (entry, start + length - range.start),
             Found::Region(region) => {
-                let state = self.regions.read(&region, &self.file, &frame.header)?;
+                let state = self.regions.read(&region, &self.file, &config.header)?;
                 let shift = state.blocks().shift(self.region_shift);
                 let at = range.start - start;
-                let first = place(at, shift, length);
+                let first = block_at(at, shift, length);
                 let blocks = state.blocks();
                 let entry = blocks.entry(first.index);
-                let last = place(at + (most - 1).min(length - at - 1), shift, length).index;
+                let last = block_at(at + (most - 1).min(length - at - 1), shift, length).index;
                 let same = (first.index..=last)
                     .take_while(|index| kind(&blocks.entry(*index)) == kind(&entry))
                     .count() as u64;
@@ -395,7 +400,7 @@ impl Inner {
             content,
             depth,
         };
-        match (&frame.backing, entry) {
+        match (&config.backing, entry) {
             (Some(backing), Entry::Absent) => {
                 let there = backing.entry.size.saturating_sub(range.start).min(length);
                 if there == 0 {

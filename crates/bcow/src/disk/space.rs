@@ -174,7 +174,7 @@ impl Space {
     }
 
     /// Free bytes that were filled with zeros.
-    pub(super) fn ready_bytes(&self) -> u64 {
+    pub(super) fn zeroed_bytes(&self) -> u64 {
         lock(&self.pool).ready.total()
     }
 

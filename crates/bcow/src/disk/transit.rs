@@ -10,7 +10,7 @@ use bcow_format::Entry;
 
 use super::locks::{lock, wait};
 use super::region::{Region, Transit};
-use super::{BlockPlace, Disk, Frame, Inner, place};
+use super::{Disk, DiskConfig, Inner, RegionBlock, block_at};
 use crate::Error;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
@@ -94,15 +94,15 @@ impl Disk {
     /// An error does not stop it: it completes all blocks that it can, and returns the first error.
     pub fn settle(&self) -> Result<(), Error> {
         let inner = &self.inner;
-        let frame = inner.enter();
-        inner.check_alive()?;
+        let config = inner.enter();
+        inner.check_not_failed()?;
         // A flush takes ownership of the list and completes its blocks. This waits for the flush.
         let _flushed = lock(&inner.committer);
         let mut outcome = Ok(());
         for shard in &inner.changed {
             let changed = lock(shard).clone();
             for region in changed {
-                outcome = outcome.and(inner.complete_region(&frame, &region));
+                outcome = outcome.and(inner.complete_region(&config, &region));
             }
         }
         outcome
@@ -147,19 +147,23 @@ impl Inner {
     }
 
     fn work(self: &Arc<Self>, job: Job) {
-        let frame = self.enter();
+        let config = self.enter();
         // An error is not reported here: the read or flush that needs the block meets it again.
         let _ = match job {
-            Job::Fill(region, index) => self.complete(&frame, &region, index),
-            Job::Flush => self.flush(&frame),
+            Job::Fill(region, index) => self.complete(&config, &region, index),
+            Job::Flush => self.flush(&config),
             Job::WriteAhead => self.write_ahead(),
         };
     }
 
     /// Completes the blocks of a region that are in transit. Returns the first error.
-    pub(super) fn complete_region(&self, frame: &Frame, region: &Region) -> Result<(), Error> {
+    pub(super) fn complete_region(
+        &self,
+        config: &DiskConfig,
+        region: &Region,
+    ) -> Result<(), Error> {
         let in_transit: Vec<u32> = {
-            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let state = self.regions.read(region, &self.file, &config.header)?;
             let pending = state.pending.iter();
             pending
                 .filter(|(_, pending)| pending.transit.is_some())
@@ -168,7 +172,7 @@ impl Inner {
         };
         let mut outcome = Ok(());
         for index in in_transit {
-            outcome = outcome.and(self.complete(frame, region, index));
+            outcome = outcome.and(self.complete(config, region, index));
         }
         outcome
     }
@@ -179,18 +183,23 @@ impl Inner {
     /// block, and may reuse the place that is read. So the data, or the error of the read, counts
     /// only if the same transit still exists when the lock is held again; else the block is
     /// examined again.
-    pub(super) fn complete(&self, frame: &Frame, region: &Region, index: u32) -> Result<(), Error> {
+    pub(super) fn complete(
+        &self,
+        config: &DiskConfig,
+        region: &Region,
+        index: u32,
+    ) -> Result<(), Error> {
         loop {
             let (transit, shift) = {
-                let state = self.regions.read(region, &self.file, &frame.header)?;
+                let state = self.regions.read(region, &self.file, &config.header)?;
                 let Some(transit) = state.transit(index) else {
                     return Ok(());
                 };
                 (transit.clone(), state.blocks().shift(self.region_shift))
             };
-            let block = place(u64::from(index) << shift, shift, region.length);
-            let old = self.read_gaps(frame, region, &block, &transit);
-            let mut state = self.regions.write(region, &self.file, &frame.header)?;
+            let block = block_at(u64::from(index) << shift, shift, region.length);
+            let old = self.read_gaps(config, region, &block, &transit);
+            let mut state = self.regions.write(region, &self.file, &config.header)?;
             let same = |now: &&Transit| now.id == transit.id;
             let Some(transit) = state.transit(index).filter(same) else {
                 continue;
@@ -221,16 +230,16 @@ impl Inner {
     /// Reads the old data of those parts of a block that were not written.
     fn read_gaps(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Region,
-        block: &BlockPlace,
+        block: &RegionBlock,
         transit: &Transit,
     ) -> Result<Vec<Gap>, Error> {
         let gaps = transit.written.gaps(block.length as u32).into_iter();
         gaps.map(|range| {
             let mut bytes = vec![0; range.len()];
             let entry = &transit.source;
-            self.read_entry(frame, region, block, entry, range.clone(), &mut bytes)?;
+            self.read_entry(config, region, block, entry, range.clone(), &mut bytes)?;
             Ok(Gap { range, bytes })
         })
         .collect()

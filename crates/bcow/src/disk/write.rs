@@ -11,7 +11,7 @@ use super::region::{Region, State, Transit};
 use super::regions::Found;
 use super::space::{Piece, sectors};
 use super::transit::Job;
-use super::{BlockPlace, Disk, Frame, Inner, by_region, place};
+use super::{Disk, DiskConfig, Inner, RegionBlock, block_at, by_region};
 use crate::device::checked_range;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, SMALL};
@@ -39,35 +39,35 @@ const MANY_BYTES: u64 = 16 << 20;
 
 impl WritableDevice for Disk {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        checked_range(offset, bytes.len() as u64, frame.header.size)?;
-        self.inner.check_alive()?;
-        self.inner.write(&frame, offset, bytes)?;
-        self.inner.limit_pending(&frame)
+        let config = self.inner.enter();
+        checked_range(offset, bytes.len() as u64, config.header.size)?;
+        self.inner.check_not_failed()?;
+        self.inner.write(&config, offset, bytes)?;
+        self.inner.limit_pending(&config)
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, space: Under) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        checked_range(offset, length, frame.header.size)?;
-        self.inner.check_alive()?;
+        let config = self.inner.enter();
+        checked_range(offset, length, config.header.size)?;
+        self.inner.check_not_failed()?;
         match space {
-            Under::Free => self.inner.zero(&frame, offset, length, Edges::Write)?,
-            Under::Keep => self.inner.write_zeros(&frame, offset, length)?,
+            Under::Free => self.inner.zero(&config, offset, length, Edges::Write)?,
+            Under::Keep => self.inner.write_zeros(&config, offset, length)?,
         }
-        self.inner.limit_pending(&frame)
+        self.inner.limit_pending(&config)
     }
 
     fn discard(&self, offset: u64, length: u64) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        checked_range(offset, length, frame.header.size)?;
-        self.inner.check_alive()?;
-        self.inner.zero(&frame, offset, length, Edges::Leave)?;
-        self.inner.limit_pending(&frame)
+        let config = self.inner.enter();
+        checked_range(offset, length, config.header.size)?;
+        self.inner.check_not_failed()?;
+        self.inner.zero(&config, offset, length, Edges::Leave)?;
+        self.inner.limit_pending(&config)
     }
 
     fn flush(&self) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        self.inner.flush(&frame)
+        let config = self.inner.enter();
+        self.inner.flush(&config)
     }
 }
 
@@ -81,7 +81,7 @@ enum Edges {
 impl Inner {
     pub(super) fn write(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         offset: u64,
         bytes: &[u8],
     ) -> Result<(), Error> {
@@ -89,17 +89,22 @@ impl Inner {
         for (index, at, length) in by_region(offset, bytes.len() as u64, self.region_shift) {
             let (piece, rest) = bytes.split_at(length as usize);
             bytes = rest;
-            let region = self.region(frame, index);
-            self.write_region(frame, &region, at, piece)?;
+            let region = self.region(config, index);
+            self.write_region(config, &region, at, piece)?;
         }
         Ok(())
     }
 
-    fn write_zeros(self: &Arc<Self>, frame: &Frame, offset: u64, length: u64) -> Result<(), Error> {
+    fn write_zeros(
+        self: &Arc<Self>,
+        config: &DiskConfig,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), Error> {
         let mut done = 0;
         while done < length {
             let n = (length - done).min(ZEROS.0.len() as u64);
-            self.write(frame, offset + done, &ZEROS.0[..n as usize])?;
+            self.write(config, offset + done, &ZEROS.0[..n as usize])?;
             done += n;
         }
         Ok(())
@@ -107,29 +112,29 @@ impl Inner {
 
     fn write_region(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
         at: u64,
         bytes: &[u8],
     ) -> Result<(), Error> {
-        let shift = self.cut(frame, region, bytes.len() as u64)?;
+        let shift = self.cut(config, region, bytes.len() as u64)?;
         let mut done = 0;
         while done < bytes.len() {
             let from = at + done as u64;
             let left = &bytes[done..];
-            let block = place(from, shift, region.length);
+            let block = block_at(from, shift, region.length);
             let skip = from - block.start;
             if skip > 0 || (left.len() as u64) < block.length {
                 let take = left.len().min((block.length - skip) as usize);
-                self.write_part(frame, region, &block, skip as u32, &left[..take])?;
+                self.write_part(config, region, &block, skip as u32, &left[..take])?;
                 done += take;
             } else if shift == CHECKED_SHIFT {
                 let take = left.len() >> CHECKED_SHIFT << CHECKED_SHIFT;
-                self.write_checked(frame, region, block.index, &left[..take])?;
+                self.write_checked(config, region, block.index, &left[..take])?;
                 done += take;
             } else {
                 let take = block.length as usize;
-                self.write_open(frame, region, &block, &left[..take])?;
+                self.write_open(config, region, &block, &left[..take])?;
                 done += take;
             }
         }
@@ -137,17 +142,17 @@ impl Inner {
     }
 
     /// Returns log2 of the block size of a region before a write, and cuts the region if necessary.
-    fn cut(&self, frame: &Frame, region: &Region, length: u64) -> Result<u8, Error> {
+    fn cut(&self, config: &DiskConfig, region: &Region, length: u64) -> Result<u8, Error> {
         let wanted = self.shift_for(length);
         {
-            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let state = self.regions.read(region, &self.file, &config.header)?;
             let shift = state.blocks().shift(self.region_shift);
             let uncut = matches!(state.blocks(), Blocks::Whole(Entry::Absent | Entry::Zero));
             if !uncut || wanted.get() == self.region_shift {
                 return Ok(shift);
             }
         }
-        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let mut state = self.regions.write(region, &self.file, &config.header)?;
         self.cut_into(&mut state, wanted, region);
         Ok(state.blocks().shift(self.region_shift))
     }
@@ -177,13 +182,13 @@ impl Inner {
     /// Writes whole blocks with checksums.
     fn write_checked(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
         first: u32,
         bytes: &[u8],
     ) -> Result<(), Error> {
         let block_bytes = 1 << CHECKED_SHIFT;
-        if bytes.len() == block_bytes && self.rewrite_fresh(frame, region, first, bytes)? {
+        if bytes.len() == block_bytes && self.rewrite_fresh(config, region, first, bytes)? {
             return Ok(());
         }
         let mut entries = Vec::with_capacity(bytes.len() / block_bytes);
@@ -216,7 +221,7 @@ impl Inner {
                 }
             }
         }
-        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let mut state = self.regions.write(region, &self.file, &config.header)?;
         let mut freed = Vec::new();
         for (index, stored) in (first..).zip(entries) {
             self.set(
@@ -236,18 +241,18 @@ impl Inner {
     /// Overwrites a block in place if no record names it. Returns whether it did.
     fn rewrite_fresh(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Region,
         index: u32,
         bytes: &[u8],
     ) -> Result<bool, Error> {
         {
-            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let state = self.regions.read(region, &self.file, &config.header)?;
             if !state.is_fresh(index) {
                 return Ok(false);
             }
         }
-        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let mut state = self.regions.write(region, &self.file, &config.header)?;
         let entry = state.blocks().entry(index);
         let (Entry::Raw(stored) | Entry::Open(stored)) = entry else {
             return Ok(false);
@@ -268,19 +273,19 @@ impl Inner {
     /// Writes a whole open block.
     fn write_open(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
-        block: &BlockPlace,
+        block: &RegionBlock,
         bytes: &[u8],
     ) -> Result<(), Error> {
-        if self.write_in_place(frame, region, block, 0, bytes)? {
+        if self.write_in_place(config, region, block, 0, bytes)? {
             return Ok(());
         }
         let piece = self
             .space
             .allocate(region.index, block.length, block.length)?;
         self.write_or_free(&piece, bytes)?;
-        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let mut state = self.regions.write(region, &self.file, &config.header)?;
         let mut freed = Vec::new();
         let entry = open_entry(&piece);
         self.set(region, &mut state, block.index, entry, None, &mut freed);
@@ -292,59 +297,59 @@ impl Inner {
     /// Writes into a complete open block in place. Returns false if the block is not one.
     fn write_in_place(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Region,
-        block: &BlockPlace,
+        block: &RegionBlock,
         skip: u32,
         bytes: &[u8],
     ) -> Result<bool, Error> {
         loop {
             {
-                let state = self.regions.read(region, &self.file, &frame.header)?;
+                let state = self.regions.read(region, &self.file, &config.header)?;
                 let Entry::Open(stored) = state.blocks().entry(block.index) else {
                     return Ok(false);
                 };
                 if state.is_in_transit(block.index) {
                     return Ok(false);
                 }
-                if state.is_fresh(block.index) || self.marked.load(Ordering::Acquire) {
+                if state.is_fresh(block.index) || self.has_new_identity.load(Ordering::Acquire) {
                     self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
-                    self.touched.store(true, Ordering::Release);
+                    self.is_dirty.store(true, Ordering::Release);
                     return Ok(true);
                 }
             }
             // This is the first overwrite of a block that an earlier opening left. The file must
             // get a new identity first, because readers recognise the content by the identity.
-            self.touched.store(true, Ordering::Release);
-            self.flush(frame)?;
+            self.is_dirty.store(true, Ordering::Release);
+            self.flush(config)?;
         }
     }
 
     /// Writes a part of a block.
     fn write_part(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
-        block: &BlockPlace,
+        block: &RegionBlock,
         skip: u32,
         bytes: &[u8],
     ) -> Result<(), Error> {
         loop {
-            if self.write_in_place(frame, region, block, skip, bytes)? {
+            if self.write_in_place(config, region, block, skip, bytes)? {
                 return Ok(());
             }
             let mut freed = Vec::new();
-            let mut state = self.regions.write(region, &self.file, &frame.header)?;
+            let mut state = self.regions.write(region, &self.file, &config.header)?;
             let piece = PieceOfBlock { block, skip, bytes };
             let outcome =
-                self.write_part_exclusively(frame, region, &mut state, &piece, &mut freed);
+                self.write_part_exclusively(config, region, &mut state, &piece, &mut freed);
             drop(state);
             self.free_now(freed);
             match outcome? {
                 Part::Written => return Ok(()),
                 Part::Changed => continue,
                 Part::InTransit if self.fills.is_behind() => {
-                    return self.complete(frame, region, block.index);
+                    return self.complete(config, region, block.index);
                 }
                 Part::InTransit => {
                     self.later(Job::Fill(Arc::clone(region), block.index));
@@ -356,7 +361,7 @@ impl Inner {
 
     fn write_part_exclusively(
         &self,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
         state: &mut State,
         piece: &PieceOfBlock<'_>,
@@ -372,7 +377,7 @@ impl Inner {
                 }
                 self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
                 state.wrote_in_transit(index, range, block.length as u32);
-                self.touched.store(true, Ordering::Release);
+                self.is_dirty.store(true, Ordering::Release);
                 Ok(Part::Written)
             }
             Entry::Raw(stored) if state.is_fresh(index) => {
@@ -385,7 +390,7 @@ impl Inner {
                 let piece = self
                     .space
                     .allocate(region.index, block.length, block.length)?;
-                let zeros = frame.is_zeros(&before);
+                let zeros = config.is_zeros(&before);
                 if zeros && block.length <= WHOLE_BYTES {
                     let mut whole = vec![0; block.length as usize];
                     whole[range.start as usize..range.end as usize].copy_from_slice(bytes);
@@ -426,28 +431,28 @@ impl Inner {
     /// so.
     fn zero(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         offset: u64,
         length: u64,
         edges: Edges,
     ) -> Result<(), Error> {
         for (index, at, length) in by_region(offset, length, self.region_shift) {
-            let region_length = frame.header.region_length(index);
+            let region_length = config.header.region_length(index);
             if let Found::Whole(entry) = self.regions.find(index, region_length)
-                && frame.is_zeros(&entry)
+                && config.is_zeros(&entry)
             {
                 continue;
             }
-            let region = self.region(frame, index);
-            self.zero_region(frame, &region, at, length, edges)?;
-            self.limit_pending(frame)?;
+            let region = self.region(config, index);
+            self.zero_region(config, &region, at, length, edges)?;
+            self.limit_pending(config)?;
         }
         Ok(())
     }
 
     fn zero_region(
         self: &Arc<Self>,
-        frame: &Frame,
+        config: &DiskConfig,
         region: &Arc<Region>,
         at: u64,
         length: u64,
@@ -457,7 +462,7 @@ impl Inner {
         let mut left = Vec::new();
         let mut freed = Vec::new();
         {
-            let mut state = self.regions.write(region, &self.file, &frame.header)?;
+            let mut state = self.regions.write(region, &self.file, &config.header)?;
             let whole = length == region.length;
             if !whole && self.shift_for(0).get() < self.region_shift {
                 self.cut_into(&mut state, self.shift_for(0), region);
@@ -465,17 +470,17 @@ impl Inner {
             let shift = state.blocks().shift(self.region_shift);
             let mut from = at;
             while from < end {
-                let block = place(from, shift, region.length);
+                let block = block_at(from, shift, region.length);
                 let block_end = block.start + block.length;
                 let take = block_end.min(end) - from;
-                if frame.is_zeros(&state.blocks().entry(block.index)) {
+                if config.is_zeros(&state.blocks().entry(block.index)) {
                     // The block already reads as zeros.
                 } else if take == block.length {
                     self.set(
                         region,
                         &mut state,
                         block.index,
-                        frame.zeros(),
+                        config.zeros(),
                         None,
                         &mut freed,
                     );
@@ -488,7 +493,7 @@ impl Inner {
         self.free_now(freed);
         for (from, take) in left {
             let start = self.lba(region, from).0;
-            self.write_zeros(frame, start, take)?;
+            self.write_zeros(config, start, take)?;
         }
         Ok(())
     }
@@ -509,7 +514,7 @@ impl Inner {
             self.unflushed.fetch_add(1, Ordering::Relaxed);
         }
         self.list(region, state.blocks().weight());
-        self.touched.store(true, Ordering::Release);
+        self.is_dirty.store(true, Ordering::Release);
     }
 
     /// Frees space that no record ever named, so that it is reusable at once.
@@ -526,11 +531,11 @@ impl Inner {
     }
 
     /// Bounds the memory of pending changes: queues a flush, or flushes if far too much is pending.
-    fn limit_pending(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
+    fn limit_pending(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
         let pending = (self.unflushed.load(Ordering::Relaxed) / MANY_PENDING)
             .max(self.listed_bytes.load(Ordering::Relaxed) / MANY_BYTES);
         if pending >= 4 {
-            return self.flush(frame);
+            return self.flush(config);
         }
         if pending >= 1 && !self.flush_queued.swap(true, Ordering::AcqRel) {
             self.later(Job::Flush);
@@ -541,7 +546,7 @@ impl Inner {
 
 /// Bytes for a part of a block, from its byte `skip` on.
 struct PieceOfBlock<'a> {
-    block: &'a BlockPlace,
+    block: &'a RegionBlock,
     skip: u32,
     bytes: &'a [u8],
 }

@@ -76,7 +76,7 @@ fn write_and_flush(disk: &Disk, blocks: std::ops::Range<u64>) {
 
 fn wait_for_ready(disk: &Disk) {
     let begun = Instant::now();
-    while disk.statistics().ready_bytes == 0 {
+    while disk.statistics().zeroed_bytes == 0 {
         assert!(begun.elapsed() < Duration::from_secs(120), "none is ready");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -106,16 +106,16 @@ fn few_flushes_or_flushes_of_much_data_initialise_no_space() {
         disk.flush().unwrap();
     }
     write_and_flush(&disk, 0..3);
-    assert!(!disk.has_waiting());
-    assert_eq!(disk.statistics().ready_bytes, 0);
+    assert!(!disk.has_queued_jobs());
+    assert_eq!(disk.statistics().zeroed_bytes, 0);
 }
 
 #[test]
 fn storage_that_gains_nothing_is_not_written_ahead() {
     let disk = create(Arc::new(MemoryStorage::default()));
     write_and_flush(&disk, 0..64);
-    assert!(!disk.has_waiting());
-    assert_eq!(disk.statistics().ready_bytes, 0);
+    assert!(!disk.has_queued_jobs());
+    assert_eq!(disk.statistics().zeroed_bytes, 0);
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn full_host_stops_the_initialisation_and_nothing_else() {
     let disk = create(storage.clone());
     storage.is_full.store(true, Ordering::Relaxed);
     write_and_flush(&disk, 0..64);
-    assert_eq!(disk.statistics().ready_bytes, 0);
+    assert_eq!(disk.statistics().zeroed_bytes, 0);
     let grown = storage.take_grown();
     assert!(grown.len() >= 64, "{}", grown.len());
     disk.close().unwrap();

@@ -1,4 +1,4 @@
-//! Files of the layer: their types, and the sources of their bytes.
+//! Files of the layer that are not directories: their nodes, and the sources of their content.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -15,42 +15,43 @@ use crate::upper::beneath::open_regular_beneath;
 use crate::upper::{Attribute, META, Marks, Metacopy, entry_name, is_whiteout};
 
 impl Reader<'_> {
-    /// The node of an object that is not a directory.
-    pub(super) fn file(
+    /// Adds the node of an object that is not a directory. All names of a host file have one node.
+    pub(super) fn file_node(
         &mut self,
-        above: &UpperObject<'_>,
+        object: &UpperObject<'_>,
         parent: Option<&Inode>,
-        below: Option<Inode>,
+        lower_inode: Option<Inode>,
     ) -> Result<NodeId, Problem> {
-        let has_names = above.stat.st_nlink > 1;
-        if has_names && let Some(&node) = self.hosts.get(&above.stat.st_ino) {
+        let has_names = object.stat.st_nlink > 1;
+        if has_names && let Some(&node) = self.hosts.get(&object.stat.st_ino) {
             return Ok(node);
         }
-        let at = Attribute::Named(above.dir, above.name);
-        let attributes = self.attributes(&above.stat, &above.marks, at, above.kind)?;
-        let kind = match above.kind {
+        let at = Attribute::Named(object.dir, object.name);
+        let attributes = self.attributes(&object.stat, &object.marks, at, object.kind)?;
+        let kind = match object.kind {
             Kind::Regular => {
-                let body = self.body(above, parent, below)?;
+                let body = self.body(object, parent, lower_inode)?;
                 NodeKind::Regular(self.builder.content(body)?)
             }
             Kind::Symlink => {
-                let target = rustix::fs::readlinkat(above.dir, above.name, Vec::new())?;
+                let target = rustix::fs::readlinkat(object.dir, object.name, Vec::new())?;
                 NodeKind::Symlink(target.into_bytes().into())
             }
             Kind::Char(number) => NodeKind::CharDevice(number),
             Kind::Block(number) => NodeKind::BlockDevice(number),
             Kind::Fifo => NodeKind::Fifo,
+            // A directory does not get here: the callers handle directories themselves.
             Kind::Socket | Kind::Directory => NodeKind::Socket,
         };
         let node = self.builder.add(Node { attributes, kind })?;
         if has_names {
-            self.hosts.insert(above.stat.st_ino, node);
+            self.hosts.insert(object.stat.st_ino, node);
         }
         Ok(node)
     }
 
-    /// Adds an entry of the image to a directory that lists all its entries.
-    pub(super) fn below(
+    /// Adds an entry of the image to a directory of the layer that must list all its entries.
+    pub(super) fn add_lower_entry(
         &mut self,
         dir: &Pending,
         name: &[u8],
@@ -72,23 +73,25 @@ impl Reader<'_> {
                 });
                 node
             }
-            _ => self.node_below(nid)?,
+            _ => self.lower_node(nid)?,
         };
         self.builder.tree.insert(dir.node, name, node);
         Ok(())
     }
 
-    /// The node of a file of the image: unchanged, or as it was changed under another name.
-    pub(super) fn node_below(&mut self, nid: Nid) -> Result<NodeId, Problem> {
+    /// The node of a file of the image that is not a directory. If the file was changed under
+    /// another of its names, this is the node of the changed file.
+    pub(super) fn lower_node(&mut self, nid: Nid) -> Result<NodeId, Problem> {
         if self.index.contains_key(&nid.0) {
-            return self.indexed(nid);
+            return self.index_node(nid);
         }
         let inode = self.builder.lower.inode(nid)?;
         self.builder.lower_file(&inode)
     }
 
-    /// The node of an entry of the index.
-    pub(super) fn indexed(&mut self, nid: Nid) -> Result<NodeId, Problem> {
+    /// The node of the changed file that the index has for an inode of the image. Fails if the
+    /// entry is not a copy of this inode.
+    pub(super) fn index_node(&mut self, nid: Nid) -> Result<NodeId, Problem> {
         let known = |reader: &Self| {
             let inode = reader.index.get(&nid.0)?;
             reader.hosts.get(inode).copied()
@@ -105,17 +108,17 @@ impl Reader<'_> {
         let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
         let marks = Marks::read(Attribute::Named(dir.as_fd(), &name), self.names.namespace)?;
         let kind = self.kind(&stat, &marks)?;
-        let became = self.origin(&marks, kind.file_type())?;
-        if is_whiteout(&stat) || became.is_none_or(|inode| inode.nid != nid) {
+        let origin = self.origin(&marks, kind.file_type())?;
+        if is_whiteout(&stat) || origin.is_none_or(|inode| inode.nid != nid) {
             return Err(Problem::Index { nid: nid.0 });
         }
         self.examined.insert(nid);
-        // The file may have been found by one of its names in the tree.
+        // The node may exist already: the file also has names in the tree of the upper.
         if let Some(node) = known(self) {
             return Ok(node);
         }
         let path = [META.as_bytes(), b"/index/", &name].concat();
-        let above = UpperObject {
+        let object = UpperObject {
             dir: dir.as_fd(),
             name: &name,
             path: &path,
@@ -123,12 +126,13 @@ impl Reader<'_> {
             marks,
             kind,
         };
-        let below = self.builder.lower.inode(nid)?;
-        let node = self.file(&above, None, Some(below))?;
+        let lower_inode = self.builder.lower.inode(nid)?;
+        let node = self.file_node(&object, None, Some(lower_inode))?;
         self.hosts.insert(stat.st_ino, node);
         Ok(node)
     }
 
+    /// The directory of the index; `None` if the upper has no index.
     pub(super) fn index_directory(&self) -> Result<Option<OwnedFd>, Problem> {
         match self.upper.meta_directory("index") {
             Ok(dir) => Ok(dir),
@@ -136,77 +140,82 @@ impl Reader<'_> {
         }
     }
 
-    /// The content of a regular file, as pieces.
+    /// The content of a regular file as pieces of the host file, of the image and of holes.
     pub(super) fn body(
         &self,
-        above: &UpperObject<'_>,
+        object: &UpperObject<'_>,
         parent: Option<&Inode>,
-        below: Option<Inode>,
+        lower_inode: Option<Inode>,
     ) -> Result<Body, Problem> {
-        let size = u64::try_from(above.stat.st_size).unwrap_or(0);
+        let size = u64::try_from(object.stat.st_size).unwrap_or(0);
         let host = |holder| {
             Some(Own::Host {
-                path: above.path.to_vec(),
-                inode: above.stat.st_ino,
+                path: object.path.to_vec(),
+                inode: object.stat.st_ino,
                 holder,
             })
         };
-        if let Some(mark) = &above.marks.sketch {
-            let lower = self.lower_of(above, parent, below)?;
+        if let Some(mark) = &object.marks.sketch {
+            let lower = self.lower_of(object, parent, lower_inode)?;
             let host = HostFile {
-                path: above.path,
-                inode: above.stat.st_ino,
+                path: object.path,
+                inode: object.stat.st_ino,
                 size,
             };
             return sketched::body(self.upper, mark, &host, lower);
         }
-        match above.marks.metacopy {
+        match object.marks.metacopy {
             Metacopy::None => Ok(Body {
                 size,
                 own: host(Holder::Plain),
                 lower: None,
-                pieces: self.host_pieces(above, size)?,
+                pieces: self.host_pieces(object, size)?,
             }),
-            Metacopy::Whole => Ok(Body::of_lower(self.lower_of(above, parent, below)?)),
+            Metacopy::Whole => {
+                let lower = self.lower_of(object, parent, lower_inode)?;
+                Ok(Body::of_lower(lower))
+            }
             Metacopy::Sketch => Err(Problem::Sketch(
-                "it is marked as a sketch, but has no sketch mark".into(),
+                "its metacopy mark is that of a sketch, but it has no sketch mark".into(),
             )),
         }
     }
 
-    /// The file of the image that a metadata copy or a sketch continues.
+    /// The file of the image with the content of a metadata copy, or with the blocks that a sketch
+    /// does not store.
     pub(super) fn lower_of(
         &self,
-        above: &UpperObject<'_>,
+        object: &UpperObject<'_>,
         parent: Option<&Inode>,
-        below: Option<Inode>,
+        lower_inode: Option<Inode>,
     ) -> Result<Inode, Problem> {
-        if let Some(inode) = self.origin(&above.marks, FileType::Regular)? {
+        if let Some(inode) = self.origin(&object.marks, FileType::Regular)? {
             return Ok(inode);
         }
-        let found = match self.redirected(&above.marks, parent)? {
+        let found = match self.redirected(&object.marks, parent)? {
             Some(found) => found,
-            None => below,
+            None => lower_inode,
         };
         found
             .filter(|inode| inode.kind == FileType::Regular)
             .ok_or(Problem::NoLower { kind: "file" })
     }
 
-    /// The runs of data of a host file.
+    /// The runs of data and holes of a host file of `size` bytes.
     pub(super) fn host_pieces(
         &self,
-        above: &UpperObject<'_>,
+        object: &UpperObject<'_>,
         size: u64,
     ) -> Result<Vec<Piece>, Problem> {
         let whole = vec![Piece {
             end: size,
             source: Source::Own,
         }];
-        if (above.stat.st_blocks as u64).saturating_mul(512) >= size {
+        // A file with blocks for all its bytes counts as one run of data, and is not opened.
+        if (object.stat.st_blocks as u64).saturating_mul(512) >= size {
             return Ok(whole);
         }
-        let file = open_regular_beneath(self.upper.root(), above.path)?;
+        let file = open_regular_beneath(self.upper.root(), object.path)?;
         Ok(sketched::data_runs(&file, size)?)
     }
 }

@@ -167,7 +167,8 @@ struct Reader<'r> {
     pending: Vec<Pending>,
 }
 
-/// An object of the upper.
+/// An object of the upper. Functions also take `lower_inode`, the inode of the image at the same
+/// path, and `parent`, the directory of the image that the parent of the object continues.
 struct UpperObject<'a> {
     dir: BorrowedFd<'a>,
     name: &'a [u8],
@@ -219,7 +220,7 @@ impl Reader<'_> {
         };
         for (path, nid) in found {
             if self.builder.shows_through(&path) {
-                let node = self.node_below(nid).map_err(at(&path))?;
+                let node = self.lower_node(nid).map_err(at(&path))?;
                 self.builder.insert_below(&path, node).map_err(at(&path))?;
             }
         }
@@ -247,7 +248,7 @@ impl Reader<'_> {
         let fd = self.upper.root();
         let stat = rustix::fs::fstat(fd)?;
         let marks = Marks::read(Attribute::Open(fd), self.names.namespace)?;
-        let below = self.builder.lower.inode(self.builder.lower.root())?;
+        let lower_inode = self.builder.lower.inode(self.builder.lower.root())?;
         let mut attributes =
             self.attributes(&stat, &marks, Attribute::Open(fd), Kind::Directory)?;
         // The mode of an instance's root on the host is more restrictive than in the container.
@@ -258,8 +259,8 @@ impl Reader<'_> {
                     attributes.permissions = owner.permissions;
                 }
                 None => {
-                    (attributes.uid, attributes.gid) = (below.uid, below.gid);
-                    attributes.permissions = below.permissions;
+                    (attributes.uid, attributes.gid) = (lower_inode.uid, lower_inode.gid);
+                    attributes.permissions = lower_inode.permissions;
                 }
             }
             attributes.xattrs =
@@ -273,7 +274,7 @@ impl Reader<'_> {
             node: LayerTree::ROOT,
             path: Vec::new(),
             in_upper: true,
-            lower: Some(below),
+            lower: Some(lower_inode),
             is_whole: false,
         });
         Ok(())
@@ -306,7 +307,7 @@ impl Reader<'_> {
                     continue;
                 }
                 let path = join(&dir.path, &child.name);
-                self.below(&dir, &child.name, child.nid, &path)
+                self.add_lower_entry(&dir, &child.name, child.nid, &path)
                     .map_err(at(&path))?;
             }
         }
@@ -322,7 +323,7 @@ impl Reader<'_> {
         path: &[u8],
     ) -> Result<(), Problem> {
         let stat = rustix::fs::statat(fd, name, AtFlags::SYMLINK_NOFOLLOW)?;
-        let below = match &dir.lower {
+        let lower_inode = match &dir.lower {
             Some(lower) => match self.builder.lower.lookup(lower, name)? {
                 Some(entry) => Some(self.builder.lower.inode(entry.nid)?),
                 None => None,
@@ -330,14 +331,14 @@ impl Reader<'_> {
             None => None,
         };
         if is_whiteout(&stat) {
-            if !dir.is_whole && below.is_some() {
+            if !dir.is_whole && lower_inode.is_some() {
                 self.builder.add_whiteout(dir.node, name)?;
             }
             return Ok(());
         }
         let marks = Marks::read(Attribute::Named(fd, name), self.names.namespace)?;
         let kind = self.kind(&stat, &marks)?;
-        let above = UpperObject {
+        let object = UpperObject {
             dir: fd,
             name,
             path,
@@ -346,9 +347,9 @@ impl Reader<'_> {
             kind,
         };
         match kind {
-            Kind::Directory => self.subdirectory(dir, &above, below),
+            Kind::Directory => self.subdirectory(dir, &object, lower_inode),
             _ => {
-                let node = self.file(&above, dir.lower.as_ref(), below)?;
+                let node = self.file_node(&object, dir.lower.as_ref(), lower_inode)?;
                 self.builder.tree.insert(dir.node, name, node);
                 Ok(())
             }
@@ -358,15 +359,15 @@ impl Reader<'_> {
     fn subdirectory(
         &mut self,
         dir: &Pending,
-        above: &UpperObject<'_>,
-        below: Option<Inode>,
+        object: &UpperObject<'_>,
+        lower_inode: Option<Inode>,
     ) -> Result<(), Problem> {
-        let lower = self.continued_directory(above, dir.lower.as_ref(), below)?;
-        let is_below = |inode: &Inode| below.is_some_and(|below| below.nid == inode.nid);
-        let is_whole = dir.is_whole || !lower.as_ref().is_some_and(is_below);
-        let hides = below.is_some_and(|below| below.kind == FileType::Directory);
-        let at = Attribute::Named(above.dir, above.name);
-        let attributes = self.attributes(&above.stat, &above.marks, at, above.kind)?;
+        let lower = self.continued_directory(object, dir.lower.as_ref(), lower_inode)?;
+        let is_at_path = |inode: &Inode| lower_inode.is_some_and(|found| found.nid == inode.nid);
+        let is_whole = dir.is_whole || !lower.as_ref().is_some_and(is_at_path);
+        let hides = lower_inode.is_some_and(|found| found.kind == FileType::Directory);
+        let at = Attribute::Named(object.dir, object.name);
+        let attributes = self.attributes(&object.stat, &object.marks, at, object.kind)?;
         let node = self.builder.add(Node {
             attributes,
             kind: NodeKind::Directory(Directory {
@@ -374,13 +375,13 @@ impl Reader<'_> {
                 ..Directory::default()
             }),
         })?;
-        self.builder.tree.insert(dir.node, above.name, node);
+        self.builder.tree.insert(dir.node, object.name, node);
         if is_whole {
             self.builder.whole.insert(node);
         }
         self.pending.push(Pending {
             node,
-            path: above.path.to_vec(),
+            path: object.path.to_vec(),
             in_upper: true,
             lower,
             is_whole,
@@ -391,23 +392,23 @@ impl Reader<'_> {
     /// The directory of the image that a directory of the upper continues.
     fn continued_directory(
         &self,
-        above: &UpperObject<'_>,
+        object: &UpperObject<'_>,
         parent: Option<&Inode>,
-        below: Option<Inode>,
+        lower_inode: Option<Inode>,
     ) -> Result<Option<Inode>, Problem> {
-        if above.marks.opaque {
+        if object.marks.opaque {
             return Ok(None);
         }
-        if let Some(inode) = self.origin(&above.marks, FileType::Directory)? {
+        if let Some(inode) = self.origin(&object.marks, FileType::Directory)? {
             return Ok(Some(inode));
         }
         let is_directory = |inode: &Inode| inode.kind == FileType::Directory;
-        match self.redirected(&above.marks, parent)? {
+        match self.redirected(&object.marks, parent)? {
             Some(found) => match found.filter(is_directory) {
                 Some(found) => Ok(Some(found)),
                 None => Err(Problem::NoLower { kind: "directory" }),
             },
-            None => Ok(below.filter(is_directory)),
+            None => Ok(lower_inode.filter(is_directory)),
         }
     }
 

@@ -488,7 +488,7 @@ impl Sketch for Packed {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
         // The read completes blocks in transit. It does not wait for a thread that completes other
         // blocks; that thread most likely restores the time.
-        let held = match self.disk.has_waiting() {
+        let held = match self.disk.has_queued_jobs() {
             true => self.times.try_hold(),
             false => None,
         };
@@ -612,7 +612,7 @@ impl Sketch for Packed {
         Ok(SketchStatus {
             blocks,
             present: blocks.saturating_sub(below.div_ceil(BLOCK_BYTES)),
-            in_transit: self.disk.statistics().waiting_blocks,
+            in_transit: self.disk.statistics().queued_jobs,
             stored_bytes: self
                 .host
                 .content()

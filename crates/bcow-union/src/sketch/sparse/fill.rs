@@ -103,7 +103,7 @@ impl Sparse {
                 if transit.has_failed {
                     continue;
                 }
-                let when = transit.since + delay;
+                let when = transit.first_written + delay;
                 if due.len() < left && (behind || when <= now) {
                     due.push(*block);
                 } else {

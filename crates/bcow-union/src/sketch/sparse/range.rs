@@ -47,7 +47,7 @@ impl Sparse {
         if length > 0 {
             let mut stripe = self.stripe(edge);
             if let Some(transit) = stripe.get_mut(&edge) {
-                transit.written.cut(length);
+                transit.written.truncate(length);
                 let complete = transit.written.covers(length);
                 let untouched = transit.written.is_empty();
                 if complete {

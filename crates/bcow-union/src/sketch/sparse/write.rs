@@ -144,7 +144,7 @@ impl Sparse {
                     self.shared.transit_began();
                     Transit {
                         written: Written::default(),
-                        since: Instant::now(),
+                        first_written: Instant::now(),
                         has_failed: false,
                     }
                 });

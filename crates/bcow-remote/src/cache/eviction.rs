@@ -1,9 +1,10 @@
-//! The limit of the cache: the least recently used data is evicted.
+//! Eviction: the cache removes the least recently used data when it exceeds its limit.
 //!
-//! Files that are not in use are removed, the one that was used last at the end. If that is not
-//! enough, ranges of files in use are punched out: a reader finds that their bytes do not match the
-//! Merkle tree, and fetches them again. The Merkle tree of a file, and ranges that this process has
-//! used since the last eviction, are evicted after all others.
+//! An eviction first removes files that no process uses, the least recently used one first. If the
+//! cache is still too large, the eviction punches ranges out of files in use. A reader detects that
+//! the bytes of such a range do not match the Merkle tree, and fetches them again. Ranges that this
+//! process has used recently are evicted after the other ranges of all files; the header and the
+//! Merkle tree of a file are evicted last.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,47 +22,52 @@ use crate::tree::Hash;
 
 /// The unit of eviction from a file that is in use.
 const RANGE_BYTES: u64 = 1 << 20;
-/// An eviction makes this part of the limit free, so that the next one is not due at once.
-const FREE_PART: u64 = 10;
-/// The cache is compared with its limit after each write of this part of the limit, within bounds.
-const COMPARED_PART: u64 = 64;
-const FEWEST_UNCOMPARED_BYTES: u64 = 256 << 10;
+/// An eviction frees the limit divided by this number, so that the next one is not due at once.
+const FREED_DIVISOR: u64 = 10;
+/// This process compares the size of the cache with the limit each time it has written the limit
+/// divided by this number, but at least [`MIN_UNCOMPARED_BYTES`] and at most
+/// [`MAX_UNCOMPARED_BYTES`].
+const INTERVAL_DIVISOR: u64 = 64;
+const MIN_UNCOMPARED_BYTES: u64 = 256 << 10;
 const MAX_UNCOMPARED_BYTES: u64 = 64 << 20;
 
-/// The ranges of one file that this process has used since its last eviction.
-pub(super) struct Recent {
-    /// One bit for each range of the first 64 GiB.
+/// The ranges of one file that this process has used since it last evicted ranges of the file.
+pub(super) struct RecentRanges {
+    /// One bit for each of the first [`MAX_RANGES`] ranges. Later ranges count as not used.
     bits: Vec<AtomicU64>,
 }
 
-/// Those of all files, by root. The lock is held for a lookup, and no other lock is taken under it.
+/// The recent ranges of each file, by the root hash of the file. The lock is held for a lookup. No
+/// other lock is acquired while it is held.
 #[derive(Default)]
-pub(super) struct Recents(Mutex<HashMap<Hash, Weak<Recent>>>);
+pub(super) struct RecentRangesByRoot(Mutex<HashMap<Hash, Weak<RecentRanges>>>);
 
+/// Ranges of a file with a mark: those of its first 64 GiB.
 const MAX_RANGES: u64 = 64 << 10;
 
-impl Recents {
-    pub(super) fn of(&self, root: &Hash) -> Arc<Recent> {
+impl RecentRangesByRoot {
+    /// The recent ranges of a file. All readers of the file in this process share them.
+    pub(super) fn of(&self, root: &Hash) -> Arc<RecentRanges> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = all.get(root).and_then(Weak::upgrade) {
             return found;
         }
         all.retain(|_, recent| recent.strong_count() > 0);
-        let recent = Arc::<Recent>::default();
+        let recent = Arc::<RecentRanges>::default();
         all.insert(*root, Arc::downgrade(&recent));
         recent
     }
 }
 
-impl Default for Recent {
+impl Default for RecentRanges {
     fn default() -> Self {
-        Recent {
+        RecentRanges {
             bits: (0..MAX_RANGES / 64).map(|_| AtomicU64::new(0)).collect(),
         }
     }
 }
 
-impl Recent {
+impl RecentRanges {
     /// Marks the range that contains a byte.
     pub(super) fn mark(&self, offset: u64) {
         let range = offset / RANGE_BYTES;
@@ -74,7 +80,7 @@ impl Recent {
         }
     }
 
-    /// The marks, which are forgotten here.
+    /// Returns the marks and clears them.
     fn take(&self) -> Vec<u64> {
         let words = self.bits.iter();
         words.map(|word| word.swap(0, Ordering::Relaxed)).collect()
@@ -87,19 +93,20 @@ fn is_marked(bits: &[u64], range: u64) -> bool {
 }
 
 impl Cache {
-    /// Counts bytes that were written.
-    pub(super) fn wrote(&self, bytes: u64) {
+    /// Counts bytes that this process has written into the cache.
+    pub(super) fn count_written(&self, bytes: u64) {
         self.0.uncompared_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Evicts what is too much, if there is a limit and enough was written since the last time.
-    pub(super) fn keep_limit(&self) {
+    /// Evicts data if the cache exceeds its limit. Compares the size with the limit only if this
+    /// process has written enough bytes since the last comparison.
+    pub(super) fn enforce_limit(&self) {
         let Some(limit) = self.0.limit else { return };
-        let interval = (limit / COMPARED_PART).clamp(FEWEST_UNCOMPARED_BYTES, MAX_UNCOMPARED_BYTES);
+        let interval = (limit / INTERVAL_DIVISOR).clamp(MIN_UNCOMPARED_BYTES, MAX_UNCOMPARED_BYTES);
         if self.0.uncompared_bytes.load(Ordering::Relaxed) < interval {
             return;
         }
-        // Another thread or process that evicts does it for this one too.
+        // An eviction by another thread or process serves this thread too.
         let Ok(_evicting) = self.0.evicting.try_lock() else {
             return;
         };
@@ -121,9 +128,9 @@ impl Cache {
         if held <= limit {
             return Ok(());
         }
-        let goal = limit - limit / FREE_PART;
+        let goal = limit - limit / FREED_DIVISOR;
         tracing::debug!(
-            "{}: {held} bytes, of {limit}: evicting",
+            "{}: {held} bytes exceed the limit of {limit}: evicting",
             self.0.path.display()
         );
         files.sort_by_key(|file| file.last_use);
@@ -137,19 +144,24 @@ impl Cache {
                 Removal::InUse => in_use.push(file),
             }
         }
-        for depth in [Depth::Unmarked, Depth::Content, Depth::All] {
+        for evictable in [
+            Evictable::UnmarkedContent,
+            Evictable::Content,
+            Evictable::All,
+        ] {
             for file in &in_use {
                 if held <= goal {
                     return Ok(());
                 }
-                held = held.saturating_sub(self.punch(file, held - goal, depth)?);
+                held = held.saturating_sub(self.punch(file, held - goal, evictable)?);
             }
         }
         Ok(())
     }
 
-    /// Punches ranges out of a file until it has `wanted` bytes less. Returns the difference.
-    fn punch(&self, found: &Scanned, wanted: u64, depth: Depth) -> io::Result<u64> {
+    /// Punches `evictable` ranges out of a file, until `wanted` bytes are free or no such range is
+    /// left. Returns the number of bytes freed.
+    fn punch(&self, found: &Scanned, wanted: u64, evictable: Evictable) -> io::Result<u64> {
         let EntryKind::File(root) = &found.kind else {
             return Ok(0);
         };
@@ -160,18 +172,19 @@ impl Cache {
         };
         let before = held_bytes(&file)?;
         let length = file.metadata()?.len();
-        if depth == Depth::All {
+        if evictable == Evictable::All {
             punch_out(&file, 0, length)?;
             return Ok(before.saturating_sub(held_bytes(&file)?));
         }
-        // The first range has the header; the tree is at the end.
+        // The first range contains the header, and the Merkle tree follows the content.
         let content = tree_offset(&file).unwrap_or(0).min(length);
         let ranges = (content / RANGE_BYTES).saturating_sub(1);
-        let marks = match depth {
-            Depth::Unmarked => self.0.recents.of(&root.0).take(),
+        let marks = match evictable {
+            Evictable::UnmarkedContent => self.0.recent_ranges.of(&root.0).take(),
             _ => Vec::new(),
         };
-        // Two processes that evict one after the other should not choose the same ranges.
+        // A random first range: two processes that evict one after the other should not select the
+        // same ranges.
         let first = match ranges {
             0 => return Ok(0),
             ranges => RandomState::new().build_hasher().finish() % ranges,
@@ -195,22 +208,25 @@ impl Cache {
     }
 }
 
-/// What may be evicted from a file that is in use.
+/// The ranges that may be evicted from a file in use. Each value includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Depth {
-    /// Content that this process has not used lately.
-    Unmarked,
+enum Evictable {
+    /// Content without a mark in [`RecentRanges`].
+    UnmarkedContent,
+    /// All content, except the first range.
     Content,
+    /// The whole file, with its header and its Merkle tree.
     All,
 }
 
+/// The bytes that a file takes up on the disk.
 fn held_bytes(file: &File) -> io::Result<u64> {
     let found = rustix::fs::fstat(file)?;
     Ok(found.st_blocks as u64 * 512)
 }
 
-/// Where the Merkle tree begins, as the header in the file says. It is only a guess: the file may
-/// be damaged.
+/// The offset of the Merkle tree according to the header in the cache file. The value is not
+/// reliable: the header is not verified here.
 fn tree_offset(file: &File) -> Option<u64> {
     use std::os::unix::fs::FileExt;
     let mut slots = [0; HEADER_AREA_BYTES];
@@ -218,7 +234,7 @@ fn tree_offset(file: &File) -> Option<u64> {
     Some(choose_header(&slots).ok()?.merkle?.offset)
 }
 
-/// Frees a range of a file, which then reads as zeros.
+/// Frees the disk space of a range of a file. The range then reads as zeros.
 pub(super) fn punch_out(file: &File, offset: u64, bytes: u64) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -228,7 +244,7 @@ pub(super) fn punch_out(file: &File, offset: u64, bytes: u64) -> io::Result<()> 
     Ok(())
 }
 
-/// Eviction is no use.
+/// Restores the time of the last use, which punching a hole has changed.
 fn restore_last_use(file: &File, found: &Scanned) {
     let time = rustix::fs::Timespec {
         tv_sec: found.last_use.0,

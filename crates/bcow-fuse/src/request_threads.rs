@@ -41,7 +41,7 @@ const QUIET_LOOKS: u32 = 10;
 
 /// Counts the threads of one mount that wait for requests, and parks the others.
 #[derive(Debug)]
-pub(crate) struct Readers {
+pub(crate) struct RequestThreads {
     /// Known threads that wait for a request in the kernel, or are about to.
     waiting: AtomicUsize,
     /// Known threads that are not parked.
@@ -80,7 +80,7 @@ struct Parked {
 /// A request in progress. The drop, after the reply, may park the thread.
 #[must_use]
 pub(crate) struct Turn<'a> {
-    readers: &'a Readers,
+    request_threads: &'a RequestThreads,
     kind: Kind,
 }
 
@@ -98,18 +98,18 @@ pub(crate) enum Kind {
 
 /// A known thread. The drop, at the end of the thread, releases the parked threads.
 struct Member {
-    readers: Arc<Readers>,
+    request_threads: Arc<RequestThreads>,
 }
 
 thread_local! {
     static MEMBER: RefCell<Option<Member>> = const { RefCell::new(None) };
 }
 
-impl Readers {
+impl RequestThreads {
     /// For a mount with `most` + 1 threads. Up to `most` of them are active; the other one is the
     /// watcher, which also takes requests if all others are busy with long ones.
-    pub(crate) fn new(most: usize) -> Arc<Readers> {
-        Arc::new(Readers {
+    pub(crate) fn new(most: usize) -> Arc<RequestThreads> {
+        Arc::new(RequestThreads {
             waiting: AtomicUsize::new(0),
             active: AtomicUsize::new(0),
             wanted: AtomicUsize::new(1),
@@ -126,10 +126,10 @@ impl Readers {
     /// Begins a request that this thread has received.
     pub(crate) fn begin(self: &Arc<Self>, kind: Kind) -> Turn<'_> {
         let is_known = MEMBER.with_borrow_mut(|member| match member {
-            Some(member) if Arc::ptr_eq(&member.readers, self) => true,
+            Some(member) if Arc::ptr_eq(&member.request_threads, self) => true,
             member => {
                 *member = Some(Member {
-                    readers: Arc::clone(self),
+                    request_threads: Arc::clone(self),
                 });
                 false
             }
@@ -152,7 +152,7 @@ impl Readers {
             self.watcher.notify_one();
         }
         Turn {
-            readers: self,
+            request_threads: self,
             kind,
         }
     }
@@ -221,7 +221,7 @@ impl Readers {
     }
 
     /// Does the watcher's work. Returns `true` if this thread must become active, and `false` if
-    /// [`Readers::call_one`] has called a parked thread or the mount has ended.
+    /// [`RequestThreads::call_one`] has called a parked thread or the mount has ended.
     fn watch<'a>(&self, mut parked: MutexGuard<'a, Parked>) -> (MutexGuard<'a, Parked>, bool) {
         let mut seen = self.begun.load(Ordering::SeqCst);
         let mut quiet = 0;
@@ -308,13 +308,13 @@ impl Readers {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.readers.end_turn(self.kind);
+        self.request_threads.end_turn(self.kind);
     }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.readers.end();
+        self.request_threads.end();
     }
 }
 
@@ -375,20 +375,20 @@ mod tests {
     }
 
     /// Runs a mount with `most` + 1 threads. Returns only when all have ended.
-    fn mount(most: usize, test: impl FnOnce(&Queue, &Readers)) {
-        let (queue, readers) = (Queue::default(), Readers::new(most));
+    fn mount(most: usize, test: impl FnOnce(&Queue, &RequestThreads)) {
+        let (queue, request_threads) = (Queue::default(), RequestThreads::new(most));
         thread::scope(|scope| {
             for _ in 0..=most {
                 scope.spawn(|| {
                     while let Some(request) = queue.receive() {
-                        let _turn = readers.begin(request.kind);
+                        let _turn = request_threads.begin(request.kind);
                         request.begun.send(()).unwrap();
                         // The test ends the request by dropping the sender, which is an error here.
                         let _ = request.end.recv();
                     }
                 });
             }
-            test(&queue, &readers);
+            test(&queue, &request_threads);
             queue.end();
         });
     }
@@ -401,20 +401,20 @@ mod tests {
 
     #[test]
     fn requests_one_at_a_time_leave_one_thread_waiting() {
-        mount(3, |queue, readers| {
+        mount(3, |queue, request_threads| {
             // Each thread that is not parked yet may receive some of them.
-            while readers.lock().count < 3 {
+            while request_threads.lock().count < 3 {
                 answered(queue, Kind::Brief);
             }
-            assert!(readers.active.load(Ordering::SeqCst) <= 1);
+            assert!(request_threads.active.load(Ordering::SeqCst) <= 1);
         });
     }
 
     #[test]
     fn waiting_requests_do_not_delay_others() {
         for kind in [Kind::Brief, Kind::Slow] {
-            mount(3, |queue, readers| {
-                while readers.lock().count < 3 {
+            mount(3, |queue, request_threads| {
+                while request_threads.lock().count < 3 {
                     answered(queue, Kind::Brief);
                 }
                 // A request for each thread; no request ends before all have begun.
@@ -430,11 +430,11 @@ mod tests {
 
     #[test]
     fn request_after_a_pause_finds_a_watcher() {
-        mount(1, |queue, readers| {
-            while readers.lock().count < 1 {
+        mount(1, |queue, request_threads| {
+            while request_threads.lock().count < 1 {
                 answered(queue, Kind::Brief);
             }
-            while !readers.watcher_sleeps.load(Ordering::SeqCst) {
+            while !request_threads.watcher_sleeps.load(Ordering::SeqCst) {
                 thread::yield_now();
             }
             let first = queue.send(Kind::Brief);
@@ -445,8 +445,8 @@ mod tests {
 
     #[test]
     fn end_of_the_mount_releases_parked_threads() {
-        mount(8, |queue, readers| {
-            while readers.lock().count < 8 {
+        mount(8, |queue, request_threads| {
+            while request_threads.lock().count < 8 {
                 answered(queue, Kind::Brief);
             }
         });

@@ -1,4 +1,4 @@
-//! How long a read waits for a server, and the pauses between attempts.
+//! The time and the attempts that an operation has, and the pauses between its attempts.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use crate::figures::Counters;
 /// The first pause; each further one is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Attempts while a file is opened: an address with a mistake should fail soon.
+/// Attempts of an operation that opens a file: a wrong address should fail soon.
 const OPENING_ATTEMPTS: u32 = 3;
 
-/// The time that is left for a read.
-pub(crate) struct Patience {
+/// The time and the attempts that are left for one operation, such as a read.
+pub(crate) struct RetryBudget {
     timeout: Duration,
     deadline: Instant,
     attempts: u32,
@@ -24,10 +24,10 @@ pub(crate) struct Patience {
     counters: Arc<Counters>,
 }
 
-impl Patience {
+impl RetryBudget {
     /// For a read of an open file: any number of attempts in `timeout`.
     pub(crate) fn reading(timeout: Duration, counters: &Arc<Counters>) -> Self {
-        Patience {
+        RetryBudget {
             timeout,
             deadline: Instant::now() + timeout,
             attempts: 0,
@@ -39,19 +39,19 @@ impl Patience {
 
     /// For the first request for a file: few attempts, in `timeout`.
     pub(crate) fn opening(timeout: Duration, counters: &Arc<Counters>) -> Self {
-        Patience {
+        RetryBudget {
             most_attempts: OPENING_ATTEMPTS,
-            ..Patience::reading(timeout, counters)
+            ..RetryBudget::reading(timeout, counters)
         }
     }
 
-    /// The end of the current attempt. An attempt may not use all of the time, so that a connection
-    /// that stalls leaves time for another one.
+    /// The end of the time. No attempt continues after it.
     pub(crate) fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// The longest silence of a server.
+    /// The longest time in which a server may send nothing: a third of all the time, so that an
+    /// attempt whose connection stalls leaves time for another one.
     pub(crate) fn longest_silence(&self) -> Duration {
         (self.timeout / 3).max(Duration::from_millis(50))
     }
@@ -131,41 +131,41 @@ mod tests {
 
     #[test]
     fn a_permanent_fault_is_not_tried_again() {
-        let mut patience = Patience::reading(Duration::from_secs(60), &Arc::default());
-        patience
+        let mut budget = RetryBudget::reading(Duration::from_secs(60), &Arc::default());
+        budget
             .wait(Problem::NotFound(404).permanent())
             .expect_err("no retry");
     }
 
     #[test]
     fn a_pause_beyond_the_deadline_is_not_begun() {
-        let mut patience = Patience::reading(Duration::from_secs(1), &Arc::default());
+        let mut budget = RetryBudget::reading(Duration::from_secs(1), &Arc::default());
         let fault = Fault {
             problem: Problem::Busy(429),
             retry: Retry::After(Duration::from_secs(3600)),
         };
-        patience.wait(fault).expect_err("too long");
+        budget.wait(fault).expect_err("too long");
     }
 
     #[test]
     fn an_attempt_cut_short_by_the_deadline_does_not_hide_the_cause() {
-        let mut patience = Patience::reading(Duration::from_secs(60), &Arc::default());
+        let mut budget = RetryBudget::reading(Duration::from_secs(60), &Arc::default());
         let cause = Problem::Connection("refused".into());
-        patience.wait(cause.transient()).expect("time is left");
+        budget.wait(cause.transient()).expect("time is left");
         let cut = Problem::Timeout(Duration::from_millis(1));
-        let reported = patience.wait(cut.permanent()).expect_err("the end");
+        let reported = budget.wait(cut.permanent()).expect_err("the end");
         assert!(matches!(reported, Problem::Connection(_)), "{reported}");
-        patience.wait(Problem::Busy(503).transient()).expect("time");
-        let silent = Problem::Timeout(patience.longest_silence());
-        let reported = patience.wait(silent.permanent()).expect_err("the end");
+        budget.wait(Problem::Busy(503).transient()).expect("time");
+        let silent = Problem::Timeout(budget.longest_silence());
+        let reported = budget.wait(silent.permanent()).expect_err("the end");
         assert!(matches!(reported, Problem::Timeout(_)), "{reported}");
     }
 
     #[test]
     fn opening_ends_after_some_attempts() {
-        let mut patience = Patience::opening(Duration::from_secs(60), &Arc::default());
+        let mut budget = RetryBudget::opening(Duration::from_secs(60), &Arc::default());
         let mut attempts = 1;
-        while patience.wait(Problem::Busy(503).transient()).is_ok() {
+        while budget.wait(Problem::Busy(503).transient()).is_ok() {
             attempts += 1;
         }
         assert_eq!(attempts, OPENING_ATTEMPTS);
