@@ -95,8 +95,24 @@ pub fn named(argument: Option<&Path>) -> Option<PathBuf> {
         .or_else(|| variable().map(PathBuf::from))
 }
 
+/// The first default directory in which this process can create files.
+pub fn default_directory() -> Option<PathBuf> {
+    let mut directories = default_directories();
+    let usable = directories.iter().position(|directory| {
+        // A directory that does not exist is created in the nearest one above it that does.
+        let existing = directory.ancestors().find(|above| above.exists());
+        let access = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+        existing.is_some_and(|above| rustix::fs::access(above, access).is_ok())
+    });
+    match (usable, directories.is_empty()) {
+        (_, true) => None,
+        (usable, false) => Some(directories.swap_remove(usable.unwrap_or(0))),
+    }
+}
+
 /// The default directories; the first usable one is used. Root has two, because root of a user
-/// namespace cannot write to /var/cache.
+/// namespace cannot write to /var/cache. A relative path is ignored, as the specification of XDG
+/// says.
 fn default_directories() -> Vec<PathBuf> {
     let is_root = rustix::process::geteuid().is_root();
     let of_root = is_root.then(|| PathBuf::from("/var/cache/bcow"));

@@ -57,19 +57,11 @@ pub fn of_cache(cache: Option<&Path>) -> Option<ViewCache> {
 pub fn directory(cache: Option<&Path>) -> Option<PathBuf> {
     let variable = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
     let of_cache = || Some(cache::named(cache)?.join("views"));
-    // As the specification of XDG says, a relative path is ignored.
-    let absolute = |name: &str| {
-        let path = PathBuf::from(std::env::var_os(name)?);
-        path.is_absolute().then_some(path)
-    };
-    variable.map(PathBuf::from).or_else(of_cache).or_else(|| {
-        if rustix::process::geteuid().is_root() {
-            return Some(PathBuf::from("/var/cache/bcow/views"));
-        }
-        let cache = absolute("XDG_CACHE_HOME");
-        let cache = cache.or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-        Some(cache.join("bcow/views"))
-    })
+    let of_default = || Some(cache::default_directory()?.join("views"));
+    variable
+        .map(PathBuf::from)
+        .or_else(of_cache)
+        .or_else(of_default)
 }
 
 /// The error of a view of the image that the user calls `name`.

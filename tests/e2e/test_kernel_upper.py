@@ -535,7 +535,7 @@ class Failures(KernelUpper):
         away = self.disk_path("away")
         os.rename(self.image, away)
         done = bcow("fsck", self.upper)
-        self.assertIn(b"is missing or is not the image of the upper", done.err)
+        self.assertIn(b"is not usable, so what the disk shows of it is not checked", done.err)
         self.assertEqual(bcow("fsck", self.upper, away).err, b"")
         os.rename(away, self.image)
         # A disk of another image has another view.

@@ -522,7 +522,7 @@ class OfBcow(Uppers, unittest.TestCase):
         os.rename(self.base, moved)
         try:
             result = bcow("fsck", self.upper)
-            self.assertRegex(result.err.decode(), "warning: .*base.bcow.* is missing")
+            self.assertRegex(result.err.decode(), "warning: the image .*base.bcow.* is not usable")
         finally:
             os.rename(moved, self.base)
 

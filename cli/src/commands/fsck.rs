@@ -5,6 +5,7 @@ mod report;
 mod restore;
 mod tolerant;
 mod upper;
+mod upper_image;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

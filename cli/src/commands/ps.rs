@@ -1,12 +1,14 @@
 //! `bcow ps`
 
+use std::panic::resume_unwind;
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use bcow_fuse::{Door, MountedImage};
 use serde_json::{Value, json};
 
 use crate::ask::{self, Answer};
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::names::printable;
 use crate::running::{self, Server, Service};
 use crate::ui::Ui;
@@ -28,6 +30,8 @@ pub struct Args {
 
 /// Time limit for the answer of a mount whose process is not visible.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Mounts that are asked at the same time.
+const ASKED_AT_ONCE: usize = 64;
 
 /// One line of the list: a mount or a served disk, and its process.
 struct Row {
@@ -42,7 +46,7 @@ struct Row {
 
 /// Prints all services as a table or as JSON.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let rows = rows();
+    let rows = rows()?;
     if args.json {
         let services: Vec<Value> = rows.iter().map(document).collect();
         return ui.print_json(&json!({ "schema": "bcow.ps/1", "services": services }));
@@ -81,10 +85,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 /// The services of all processes that this user can examine, then the mounts of other processes.
-fn rows() -> Vec<Row> {
+fn rows() -> Result<Vec<Row>, CommandError> {
     let mut rows: Vec<Row> = Vec::new();
     let servers = running::servers();
-    let mut mounts = bcow_fuse::mounted_images().unwrap_or_default();
+    let mut mounts = bcow_fuse::mounted_images().context(|| "cannot list the mounts".to_owned())?;
     mounts.retain(|mount| {
         !servers
             .iter()
@@ -98,8 +102,18 @@ fn rows() -> Vec<Row> {
             server: Some(server.clone()),
         }));
     }
-    rows.extend(mounts.iter().map(without_process));
-    rows
+    // A process that hangs delays its answer, so the processes are asked at the same time.
+    for some in mounts.chunks(ASKED_AT_ONCE) {
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = some
+                .iter()
+                .map(|mount| scope.spawn(|| without_process(mount)))
+                .collect();
+            let answered = asked.into_iter().map(ScopedJoinHandle::join);
+            rows.extend(answered.map(|row| row.unwrap_or_else(|panic| resume_unwind(panic))));
+        });
+    }
+    Ok(rows)
 }
 
 /// The row of a mount whose process cannot be examined, from the data of the kernel.

@@ -638,8 +638,12 @@ fn upper_of_an_image_with_layers_is_checked_against_them() {
     assert!(place.unmounted().contains("status 0"));
 
     let unchecked = sandbox.shown(&["fsck", "upper"]);
-    let warning = "references to the image are not checked\nhint: ";
-    assert!(unchecked.contains(warning), "{unchecked}");
+    let warning = "the image image.bcow is not usable, so references to it are not checked: ";
+    let hint = "\nhint: name the image as LOWER, and its layers with --layer";
+    assert!(
+        unchecked.contains(warning) && unchecked.contains(hint),
+        "{unchecked}"
+    );
     for image in [&[][..], &["image.bcow"]] {
         let args = [&["fsck", "--json", "upper"], image, &["--layer=layer.bcow"]].concat();
         let output = sandbox.run(&args);

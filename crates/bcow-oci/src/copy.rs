@@ -8,8 +8,8 @@
 
 mod file;
 mod image;
+mod send;
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -18,12 +18,11 @@ use serde::Serialize;
 
 use crate::digest::{Digest, hex};
 use crate::error::ConvertError;
+use crate::layout::IMAGE;
 use crate::layout::write::{LayoutForm, LayoutWriter, ManifestEntry, NewBlob};
-use crate::layout::{IMAGE, OCI_MANIFEST};
 use crate::options::Progress;
 use crate::output::Output;
-use crate::repository::Upload;
-use file::InOrder;
+use send::Sending;
 
 pub use file::CopyFile;
 pub use image::CopyImage;
@@ -125,7 +124,7 @@ pub fn copy_image(
     progress: &dyn Progress,
 ) -> Result<ImageReport, ConvertError> {
     let blobs = match &to.form {
-        LayoutForm::Registry(upload) => send(image, &**upload, options, progress)?,
+        LayoutForm::Registry(upload) => Sending::new(&**upload, options, progress).image(image)?,
         _ => store(image, to, options, progress)?,
     };
     Ok(ImageReport {
@@ -193,153 +192,4 @@ fn store(
     progress.phase("syncing");
     writer.publish(blobs, &entry, progress)?;
     Ok(reports)
-}
-
-/// Copies an image into a registry.
-fn send(
-    image: &CopyImage,
-    upload: &dyn Upload,
-    options: &CopyOptions,
-    progress: &dyn Progress,
-) -> Result<Vec<BlobReport>, ConvertError> {
-    let name = PathBuf::from(upload.name());
-    let is_cancelled = || {
-        let cancel = options.cancel.as_ref();
-        cancel.is_some_and(|cancel| cancel.load(std::sync::atomic::Ordering::Relaxed))
-    };
-    let failed = |source| match is_cancelled() {
-        true => ConvertError::Interrupted,
-        false => ConvertError::write("write", &name, source),
-    };
-    let files = image.files.iter().map(|(_, file)| file.bytes);
-    progress.total(Some(files.sum()));
-    let mut reports = Vec::new();
-    for (digest, file) in &image.files {
-        progress.phase(&file.name);
-        let mut copied_bytes = 0;
-        if upload.adopt(digest, file.bytes).map_err(failed)? {
-            progress.advance(file.bytes);
-        } else {
-            file.check(digest)?;
-            let open = |offset| -> io::Result<Box<dyn io::Read>> {
-                if is_cancelled() {
-                    return Err(io::Error::other("interrupted"));
-                }
-                Ok(Box::new(InOrder {
-                    storage: Arc::clone(&file.storage),
-                    at: offset,
-                    end: file.bytes,
-                }))
-            };
-            let sent = |bytes| progress.advance(bytes);
-            upload
-                .blob(digest, file.bytes, &open, &sent)
-                .map_err(failed)?;
-            copied_bytes = file.bytes;
-        }
-        if is_cancelled() {
-            return Err(ConvertError::Interrupted);
-        }
-        reports.push(BlobReport {
-            digest: digest.clone(),
-            bytes: file.bytes,
-            copied_bytes,
-        });
-    }
-    let (digest, config) = &image.config;
-    let bytes = config.len() as u64;
-    let copied_bytes = match upload.adopt(digest, bytes).map_err(failed)? {
-        true => 0,
-        false => {
-            let open = |offset: u64| -> io::Result<Box<dyn io::Read>> {
-                let rest = config.get(offset as usize..).unwrap_or_default();
-                Ok(Box::new(io::Cursor::new(rest.to_vec())))
-            };
-            upload.blob(digest, bytes, &open, &|_| {}).map_err(failed)?;
-            bytes
-        }
-    };
-    reports.push(BlobReport {
-        digest: digest.clone(),
-        bytes,
-        copied_bytes,
-    });
-    upload
-        .manifest(&image.manifest, OCI_MANIFEST, &image.digest)
-        .map_err(failed)?;
-    Ok(reports)
-}
-
-#[cfg(test)]
-mod tests {
-    use bcow::MemoryStorage;
-
-    use super::*;
-
-    /// A registry without blobs. The user cancels the copy when the upload of the first blob
-    /// begins.
-    struct Cancelled(Arc<AtomicBool>);
-
-    impl Upload for Cancelled {
-        fn name(&self) -> String {
-            "docker://host/image".to_owned()
-        }
-
-        fn adopt(&self, _digest: &Digest, _length: u64) -> io::Result<bool> {
-            Ok(false)
-        }
-
-        fn blob(
-            &self,
-            _digest: &Digest,
-            _length: u64,
-            open: &crate::repository::OpenContent<'_>,
-            _sent: &dyn Fn(u64),
-        ) -> io::Result<()> {
-            self.0.store(true, std::sync::atomic::Ordering::Relaxed);
-            open(0).map(drop)
-        }
-
-        fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
-            unreachable!("a blob is missing")
-        }
-
-        fn attach(
-            &self,
-            _: &[u8],
-            _: &str,
-            _: &Digest,
-            _: &Digest,
-            _: &serde_json::Value,
-        ) -> io::Result<()> {
-            unreachable!("a blob is missing")
-        }
-    }
-
-    #[test]
-    fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
-        let digest = Digest::of(b"layer");
-        let file = CopyFile {
-            name: "layer".to_owned(),
-            storage: Arc::new(MemoryStorage::new(b"layer".to_vec())),
-            bytes: 5,
-            merkle_root: [0; 32],
-            is_checked: true,
-        };
-        let image = CopyImage {
-            name: "image".to_owned(),
-            manifest: b"{}".to_vec(),
-            digest: Digest::of(b"{}"),
-            platform: None,
-            config: (Digest::of(b"{}"), b"{}".to_vec()),
-            files: vec![(digest, file)],
-        };
-        let cancel = Arc::new(AtomicBool::new(false));
-        let options = CopyOptions {
-            threads: 1,
-            cancel: Some(Arc::clone(&cancel)),
-        };
-        let error = send(&image, &Cancelled(cancel), &options, &()).unwrap_err();
-        assert!(matches!(error, ConvertError::Interrupted), "{error}");
-    }
 }

@@ -289,7 +289,7 @@ impl LayerConversions<'_> {
                 // No conversion has a reference left, so `make_mut` does not copy.
                 Arc::make_mut(&mut index)
                     .add(
-                        &layer.image,
+                        layer.image.clone(),
                         layer.sha256()?,
                         layer.own_bytes,
                         layer.info.metadata_start,

@@ -3,11 +3,11 @@
 //! The index finds a piece (see [`crate::content`]) in a lower layer by its hash. A layer that
 //! refers to such pieces has windows onto the lower layers, behind its own metadata.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockDevice, Error, Image, ImageWriter};
+use bcow::{BlockDevice, Error, ImageWriter};
 use bcow_erofs::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode};
 use bcow_erofs::writer::ContentWindow;
 
@@ -52,7 +52,7 @@ impl LowerIndex {
     /// layer for which there are not enough block numbers is not added.
     pub(crate) fn add(
         &mut self,
-        image: &Arc<Image>,
+        image: Arc<dyn BlockDevice>,
         digest: [u8; 32],
         own_bytes: u64,
         content_end: u64,
@@ -76,7 +76,7 @@ impl LowerIndex {
             own_bytes,
             first_block,
         });
-        let fs = Filesystem::open(image.clone())?;
+        let fs = Filesystem::open(image)?;
         let mut indexer = PieceIndexer {
             fs: &fs,
             content_end,
@@ -85,13 +85,16 @@ impl LowerIndex {
             buffer: Vec::new(),
             index: self,
         };
+        // A damaged layer can have a directory in itself, and a file any number of names.
+        let mut found = HashSet::from([fs.root()]);
         let mut pending = vec![fs.root()];
         while let Some(nid) = pending.pop() {
             let inode = fs.inode(nid)?;
             match inode.kind {
                 FileType::Directory => fs.read_dir(&inode, 0, &mut |entry| {
                     let is_dot = matches!(entry.name, b"." | b"..");
-                    if !is_dot && matches!(entry.kind, FileType::Directory | FileType::Regular) {
+                    let is_read = matches!(entry.kind, FileType::Directory | FileType::Regular);
+                    if !is_dot && is_read && found.insert(entry.nid) {
                         pending.push(entry.nid);
                     }
                     std::ops::ControlFlow::Continue(())
@@ -230,5 +233,51 @@ impl LowerWindows {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::{Image, OpenOptions};
+
+    use super::*;
+    use crate::{ConvertOptions, convert};
+
+    /// A layer in which the directory "d" contains itself and one file under two names.
+    fn damaged_layer() -> Vec<u8> {
+        let directory = tempfile::tempdir().unwrap();
+        let tree = directory.path().join("tree");
+        std::fs::create_dir_all(tree.join("d/sub")).unwrap();
+        std::fs::write(tree.join("d/file"), [b'a'; 5000]).unwrap();
+        std::fs::hard_link(tree.join("d/file"), tree.join("link")).unwrap();
+        let source = format!("dir:{}", tree.display()).parse().unwrap();
+        let path = directory.path().join("image.bcow");
+        convert(&source, &path, &ConvertOptions::default(), &()).unwrap();
+        let image = Image::open(&path, &OpenOptions::default()).unwrap();
+        let mut bytes = vec![0; image.size() as usize];
+        image.read_at(0, &mut bytes).unwrap();
+        let fs = Filesystem::open(Arc::new(bytes.clone())).unwrap();
+        let nid = |path: &[u8]| fs.resolve(path).unwrap().unwrap().0;
+        let (of_directory, of_sub) = (nid(b"d").to_le_bytes(), nid(b"d/sub").to_le_bytes());
+        // Directory entries: node, offset of the name, type.
+        let entries = bytes.len() - 12;
+        for at in 0..entries {
+            if bytes[at..at + 8] == of_sub && bytes[at + 10] == 2 {
+                bytes[at..at + 8].copy_from_slice(&of_directory);
+            }
+        }
+        bytes
+    }
+
+    #[test]
+    fn a_directory_in_itself_is_read_once() {
+        let layer = damaged_layer();
+        let fs = Filesystem::open(Arc::new(layer.clone())).unwrap();
+        let inner = fs.resolve(b"d/sub/sub/sub").unwrap();
+        assert_eq!(inner, fs.resolve(b"d").unwrap(), "the layer is damaged");
+        let bytes = layer.len() as u64;
+        let mut index = LowerIndex::default();
+        index.add(Arc::new(layer), [1; 32], bytes, bytes).unwrap();
+        assert!(index.find(blake3::hash(&[b'a'; 5000]).as_bytes()).is_some());
     }
 }

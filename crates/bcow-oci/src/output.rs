@@ -31,6 +31,19 @@ pub(crate) struct Output {
     stays: bool,
 }
 
+/// Bytes of the destination's name in the name of a partial file. File systems limit a name to 255
+/// bytes.
+const MAX_BASE_BYTES: usize = 100;
+
+/// The name of the partial file of a copy to `base`. `tag` distinguishes the contents.
+fn partial_name(base: &str, tag: &str) -> String {
+    let mut end = base.len().min(MAX_BASE_BYTES);
+    while !base.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!(".{}.{tag}.partial", &base[..end])
+}
+
 impl Output {
     /// Creates a file for `destination`.
     pub(crate) fn create(destination: &Path) -> Result<Output, ConvertError> {
@@ -50,9 +63,8 @@ impl Output {
     /// it does not become complete. `tag` distinguishes the contents.
     pub(crate) fn resumed(destination: &Path, tag: &str) -> Result<Output, ConvertError> {
         let (path, directory) = resolve(destination)?;
-        let base = path.file_name().unwrap_or_default().to_string_lossy();
-        let base: String = base.chars().take(100).collect();
-        Output::partial(path, directory, &format!(".{base}.{tag}.partial"))
+        let name = partial_name(&path.file_name().unwrap_or_default().to_string_lossy(), tag);
+        Output::partial(path, directory, &name)
     }
 
     /// The same in `directory`; [`Output::name_as`] gives the file a name.
@@ -302,6 +314,15 @@ mod tests {
         second.publish().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"part");
         assert_eq!(names(dir.path()), ["image"]);
+    }
+
+    #[test]
+    fn a_long_name_gives_a_name_that_file_systems_take() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("\u{732b}".repeat(80));
+        drop(Output::resumed(&path, &"a".repeat(16)).unwrap());
+        let name = format!(".{}.{}.partial", "\u{732b}".repeat(33), "a".repeat(16));
+        assert_eq!(names(dir.path()), [name]);
     }
 
     #[test]

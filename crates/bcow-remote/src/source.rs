@@ -244,7 +244,8 @@ pub(crate) fn is_redirect(status: u16) -> bool {
 /// Fails if the server compressed the content.
 fn refuse_compressed(answer: &Answer) -> Result<(), Fault> {
     match answer.header("content-encoding") {
-        None | Some("identity") => Ok(()),
+        None => Ok(()),
+        Some(coding) if coding.trim().eq_ignore_ascii_case("identity") => Ok(()),
         Some(_) => {
             Err(Problem::Answer("it is compressed, which was not requested".into()).permanent())
         }
@@ -258,12 +259,11 @@ fn content_length(answer: &Answer) -> Option<u64> {
 /// The first byte, the last byte and the length of the file in a valid `Content-Range` header:
 /// `bytes FIRST-LAST/TOTAL`, with `*` for an unknown length.
 fn content_range(answer: &Answer) -> Option<(u64, u64, Option<u64>)> {
-    let (range, total) = answer
-        .header("content-range")?
-        .trim()
-        .strip_prefix("bytes")?
-        .trim_start()
-        .split_once('/')?;
+    let (unit, range) = answer.header("content-range")?.trim().split_once(' ')?;
+    if !unit.eq_ignore_ascii_case("bytes") {
+        return None;
+    }
+    let (range, total) = range.trim_start().split_once('/')?;
     let (first, last) = range.split_once('-')?;
     let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
     let total = match total.trim() {

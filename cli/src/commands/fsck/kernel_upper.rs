@@ -13,11 +13,11 @@ use bcow_union::{DiskInstance, DiskReader, META, UpperError};
 use serde_json::json;
 
 use super::report::{outcome, verdict};
-use super::{Args, Finding};
+use super::{Args, Finding, upper_image};
 use crate::error::{CommandError, Context, exit};
 use crate::image::OpenImage;
 use crate::kernel_upper::{read_disk, require_same_image};
-use crate::names::{self, printable};
+use crate::names::printable;
 use crate::size::{Count, Human, plural};
 use crate::ui::Ui;
 use crate::upper::{cannot_use, when_free};
@@ -174,30 +174,16 @@ fn check_disk(disk: &Image, reader: &DiskReader, found: &mut Found) {
     }
 }
 
-/// The image of the upper: the one that the command line names, otherwise the recorded one. `None`
-/// if only the recorded name is known and there is no such image.
+/// Opens the image of the upper. `None` if the recorded image is not usable.
 fn open_image(
     args: &Args,
     reader: &DiskReader,
     ui: &Ui,
 ) -> Result<Option<OpenImage>, CommandError> {
     let recorded = Path::new(&reader.record().image_name);
-    let name = args.lower.as_deref().unwrap_or(recorded);
-    let opened = OpenImage::open_with_layers(name, &args.layers, &args.stores)
-        .and_then(|image| require_same_image(reader, &image).map(|()| image));
-    match opened {
-        Ok(image) => Ok(Some(image)),
-        Err(error) if args.lower.is_some() || !args.layers.layers.is_empty() => Err(error),
-        Err(_) => {
-            ui.warning(format_args!(
-                "{} is missing or is not the image of the upper: what the disk shows of the image \
-                 is not checked",
-                names::quoted(recorded.as_os_str().as_encoded_bytes())
-            ));
-            ui.hint("name the image as LOWER");
-            Ok(None)
-        }
-    }
+    let require_same = |image: &OpenImage| require_same_image(reader, image);
+    let unchecked = "what the disk shows of it is";
+    upper_image::open(args, recorded, require_same, unchecked, ui)
 }
 
 fn severity(finding: &Finding) -> &'static str {

@@ -1,6 +1,5 @@
 //! `bcow fsck` of the upper of a mount at the FUSE door.
 
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -8,8 +7,8 @@ use bcow_union::offline::check::{self, CheckedImage, Finding, Report, Severity};
 use bcow_union::{Instance, META, UpperError, UpperReader};
 use serde_json::json;
 
-use super::Args;
 use super::report::{outcome, verdict};
+use super::{Args, upper_image};
 use crate::error::{CommandError, exit};
 use crate::image::OpenImage;
 use crate::names::{self, printable};
@@ -32,7 +31,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     }
     let progress = ui.progress();
     progress.phase("checking");
-    let mut found = examine(args, ui)?;
+    let mut image = None;
+    let mut found = examine(args, ui, &mut image)?;
     let mut repaired = Vec::new();
     if args.repair && found.report.is_repairable() {
         progress.phase("repairing");
@@ -43,8 +43,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         // The open has emptied the directory of temporary files. Removing links there changes link
         // counts. Also, the upper may have been mounted since the check. So the repairs come from a
         // second check.
-        let work_was_emptied = found.report.finds("upper-work-leak");
-        let again = examine_open(args, ui, &upper)?;
+        let work_was_emptied = found.report.has_leftover_work();
+        let again = examine_open(args, ui, &upper, &mut image)?;
         repaired = check::repair(&instance, &again.report).map_err(|error| cannot_use(&error))?;
         if work_was_emptied {
             repaired.push(format!("emptied {META}/work"));
@@ -52,7 +52,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         drop(upper);
         drop(instance);
         progress.phase("checking");
-        found = examine(args, ui)?;
+        found = examine(args, ui, &mut image)?;
     }
     drop(progress);
     match args.json {
@@ -73,8 +73,11 @@ struct Found {
     image: Option<PathBuf>,
 }
 
+/// The image of the upper, after the first check has opened it or has found it not usable.
+type UsedImage = Option<Option<OpenImage>>;
+
 /// Opens the upper for reading and checks it.
-fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
+fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<Found, CommandError> {
     let upper = match when_free(ui, || UpperReader::open(&args.image)) {
         Ok(upper) => upper,
         // Without the record, the marks cannot be interpreted, so nothing else is checked.
@@ -86,13 +89,26 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
         }
         Err(error) => return Err(cannot_use(&error)),
     };
-    examine_open(args, ui, &upper)
+    examine_open(args, ui, &upper, image)
 }
 
 /// Checks an open upper.
-fn examine_open(args: &Args, ui: &Ui, upper: &UpperReader) -> Result<Found, CommandError> {
-    let image = open_image(args, upper, ui)?;
-    let checked = match &image {
+fn examine_open(
+    args: &Args,
+    ui: &Ui,
+    upper: &UpperReader,
+    image: &mut UsedImage,
+) -> Result<Found, CommandError> {
+    let image = match image {
+        // Another mount may have begun the upper anew since the last check.
+        Some(Some(image)) => {
+            require_same_image(upper, image)?;
+            Some(&*image)
+        }
+        Some(None) => None,
+        None => image.insert(open_image(args, upper, ui)?).as_ref(),
+    };
+    let checked = match image {
         Some(image) => Some(CheckedImage {
             filesystem: Arc::new(image.tree()?.into_filesystem()),
             device: image.image().clone(),
@@ -120,9 +136,8 @@ fn unreadable(error: &UpperError) -> Report {
     })
 }
 
-/// Opens the image of the upper: the image that the command line names, or else the recorded one.
-/// `None` if the upper has no record, or if the recorded image does not open and the command line
-/// names neither an image nor a layer.
+/// Opens the image of the upper. `None` if the upper has no record, or if the recorded image is not
+/// usable.
 fn open_image(
     args: &Args,
     upper: &UpperReader,
@@ -137,24 +152,8 @@ fn open_image(
             )),
         };
     };
-    let opened = OpenImage::open_with_layers(name, &args.layers, &args.stores).and_then(|image| {
-        require_same_image(upper, &image)?;
-        Ok(image)
-    });
-    let is_named = args.lower.is_some() || !args.layers.layers.is_empty();
-    match opened {
-        Ok(image) => Ok(Some(image)),
-        Err(error) if is_named => Err(error),
-        Err(_) => {
-            ui.warning(format_args!(
-                "{} is missing or is not the image of the upper: references to the image are not \
-                 checked",
-                names::quoted(name.as_os_str().as_bytes())
-            ));
-            ui.hint("name the image as LOWER, and its layers with --layer");
-            Ok(None)
-        }
-    }
+    let require_same = |image: &OpenImage| require_same_image(upper, image);
+    upper_image::open(args, name, require_same, "references to it are", ui)
 }
 
 fn severity_name(severity: Severity) -> &'static str {

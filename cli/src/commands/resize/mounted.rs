@@ -81,7 +81,7 @@ fn mount_of(path: &Path, part: impl Fn(&Service) -> Option<&String>) -> Option<(
 /// The mount with this device number, if this process can see it.
 fn visible(path: &Path, server: (Server, String)) -> Result<MountedImage, CommandError> {
     let (server, device) = server;
-    let mounts = bcow_fuse::mounted_images().unwrap_or_default();
+    let mounts = bcow_fuse::mounted_images().context(|| "cannot list the mounts".to_owned())?;
     let mount = mounts.into_iter().find(|mount| mount.device == device);
     mount.ok_or_else(|| {
         CommandError::new(format!(

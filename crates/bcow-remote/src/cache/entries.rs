@@ -146,7 +146,8 @@ impl Cache {
         entry
     }
 
-    /// Removes files that are not in use.
+    /// Removes files that are not in use. If a file cannot be removed, the other ones are, and then
+    /// this fails with the first error.
     pub fn prune(&self, which: Prune) -> io::Result<Pruned> {
         let mut files = self.scan()?;
         files.retain(|file| file.kind != EntryKind::Unknown);
@@ -154,6 +155,10 @@ impl Cache {
         let mut pruned = Pruned {
             held_bytes: files.iter().map(|file| file.held_bytes).sum(),
             ..Pruned::default()
+        };
+        let mut failed = None;
+        let named = |name: &str, error: &io::Error| {
+            io::Error::new(error.kind(), format!("cannot remove {name}: {error}"))
         };
         let now = SystemTime::UNIX_EPOCH
             .elapsed()
@@ -170,17 +175,21 @@ impl Cache {
             if !is_chosen {
                 continue;
             }
-            match self.remove_unused(&file.name)? {
-                Removal::Removed => {
+            match self.remove_unused(&file.name) {
+                Ok(Removal::Removed) => {
                     pruned.removed_files += 1;
                     pruned.removed_bytes += file.held_bytes;
                     pruned.held_bytes -= file.held_bytes;
                 }
-                Removal::Missing => pruned.held_bytes -= file.held_bytes,
-                Removal::InUse => pruned.in_use_files += 1,
+                Ok(Removal::Missing) => pruned.held_bytes -= file.held_bytes,
+                Ok(Removal::InUse) => pruned.in_use_files += 1,
+                Err(error) => failed = failed.or(Some(named(&file.name, &error))),
             }
         }
-        Ok(pruned)
+        match failed {
+            Some(error) => Err(error),
+            None => Ok(pruned),
+        }
     }
 
     /// The regular files, and what else has a name of this cache's own.

@@ -112,11 +112,17 @@ impl Cache {
         };
         self.0.uncompared_bytes.store(0, Ordering::Relaxed);
         let directory = &self.0.directory;
-        if rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive).is_err() {
-            return;
+        let failed = |error: &io::Error| {
+            tracing::warn!("{}: cannot evict: {error}", self.0.path.display());
+        };
+        match rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => return,
+            // Without locks, two processes can evict at the same time, which is more than needed.
+            Err(error) => failed(&error.into()),
+            Ok(()) => {}
         }
         if let Err(error) = self.evict(limit) {
-            tracing::warn!("{}: cannot evict: {error}", self.0.path.display());
+            failed(&error);
         }
         let _ = rustix::fs::flock(directory, FlockOperation::Unlock);
     }
@@ -134,29 +140,53 @@ impl Cache {
             self.0.path.display()
         );
         files.sort_by_key(|file| file.last_use);
+        let in_use = self.remove_unused_files(files, &mut held, goal);
+        self.punch_files_in_use(&in_use, &mut held, goal);
+        Ok(())
+    }
+
+    /// Removes files that no process uses, until the files take up at most `goal` bytes. `held` is
+    /// the number of bytes that they take up. Returns the files in use.
+    fn remove_unused_files(&self, files: Vec<Scanned>, held: &mut u64, goal: u64) -> Vec<Scanned> {
         let mut in_use = Vec::new();
         for file in files {
-            if held <= goal {
-                return Ok(());
+            if *held <= goal {
+                break;
             }
-            match self.remove_unused(&file.name)? {
-                Removal::Removed | Removal::Missing => held = held.saturating_sub(file.held_bytes),
-                Removal::InUse => in_use.push(file),
+            match self.remove_unused(&file.name) {
+                Ok(Removal::Removed | Removal::Missing) => {
+                    *held = held.saturating_sub(file.held_bytes);
+                }
+                Ok(Removal::InUse) => in_use.push(file),
+                Err(error) => self.cannot_evict(&file, &error),
             }
         }
+        in_use
+    }
+
+    /// Punches ranges out of files in use, until the files take up at most `goal` bytes.
+    fn punch_files_in_use(&self, in_use: &[Scanned], held: &mut u64, goal: u64) {
         for evictable in [
             Evictable::UnmarkedContent,
             Evictable::Content,
             Evictable::All,
         ] {
-            for file in &in_use {
-                if held <= goal {
-                    return Ok(());
+            for file in in_use {
+                if *held <= goal {
+                    return;
                 }
-                held = held.saturating_sub(self.punch(file, held - goal, evictable)?);
+                match self.punch(file, *held - goal, evictable) {
+                    Ok(freed) => *held = held.saturating_sub(freed),
+                    Err(error) => self.cannot_evict(file, &error),
+                }
             }
         }
-        Ok(())
+    }
+
+    /// Logs that a file stays. Its data must not keep that of all other files.
+    fn cannot_evict(&self, file: &Scanned, error: &io::Error) {
+        let path = self.0.path.join(&file.name);
+        tracing::warn!("{}: cannot evict: {error}", path.display());
     }
 
     /// Punches `evictable` ranges out of a file, until `wanted` bytes are free or no such range is
@@ -170,42 +200,56 @@ impl Cache {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(found.held_bytes),
             Err(error) => return Err(error),
         };
-        let before = held_bytes(&file)?;
-        let length = file.metadata()?.len();
-        if evictable == Evictable::All {
-            punch_out(&file, 0, length)?;
-            return Ok(before.saturating_sub(held_bytes(&file)?));
-        }
-        // The first range contains the header, and the Merkle tree follows the content.
-        let content = tree_offset(&file).unwrap_or(0).min(length);
-        let ranges = (content / RANGE_BYTES).saturating_sub(1);
-        let marks = match evictable {
-            Evictable::UnmarkedContent => self.0.recent_ranges.of(&root.0).take(),
-            _ => Vec::new(),
-        };
-        // A random first range: two processes that evict one after the other should not select the
-        // same ranges.
-        let first = match ranges {
-            0 => return Ok(0),
-            ranges => RandomState::new().build_hasher().finish() % ranges,
-        };
-        let mut freed = 0;
-        for n in 0..ranges {
-            let range = 1 + (first + n) % ranges;
-            if is_marked(&marks, range) {
-                continue;
+        let freed = match evictable {
+            Evictable::All => punch_all(&file),
+            Evictable::UnmarkedContent => {
+                let marks = self.0.recent_ranges.of(&root.0).take();
+                punch_content(&file, wanted, &marks)
             }
-            punch_out(&file, range * RANGE_BYTES, RANGE_BYTES)?;
-            if n % 16 == 15 || n + 1 == ranges {
-                freed = before.saturating_sub(held_bytes(&file)?);
-                if freed >= wanted {
-                    break;
-                }
-            }
-        }
+            Evictable::Content => punch_content(&file, wanted, &[]),
+        };
+        // Also after a failure, which can follow a change.
         restore_last_use(&file, found);
-        Ok(before.saturating_sub(held_bytes(&file)?).max(freed))
+        freed
     }
+}
+
+/// Punches all bytes of a file out. Returns the number of bytes freed.
+fn punch_all(file: &File) -> io::Result<u64> {
+    let before = held_bytes(file)?;
+    punch_out(file, 0, file.metadata()?.len())?;
+    Ok(before.saturating_sub(held_bytes(file)?))
+}
+
+/// Punches ranges of content without a mark out of a file, until `wanted` bytes are free or no such
+/// range is left. Returns the number of bytes freed.
+fn punch_content(file: &File, wanted: u64, marks: &[u64]) -> io::Result<u64> {
+    let before = held_bytes(file)?;
+    let length = file.metadata()?.len();
+    // The first range contains the header, and the Merkle tree follows the content.
+    let content = tree_offset(file).unwrap_or(0).min(length);
+    let ranges = (content / RANGE_BYTES).saturating_sub(1);
+    // A random first range: two processes that evict one after the other should not select the same
+    // ranges.
+    let first = match ranges {
+        0 => return Ok(0),
+        ranges => RandomState::new().build_hasher().finish() % ranges,
+    };
+    let mut freed = 0;
+    for n in 0..ranges {
+        let range = 1 + (first + n) % ranges;
+        if is_marked(marks, range) {
+            continue;
+        }
+        punch_out(file, range * RANGE_BYTES, RANGE_BYTES)?;
+        if n % 16 == 15 || n + 1 == ranges {
+            freed = before.saturating_sub(held_bytes(file)?);
+            if freed >= wanted {
+                break;
+            }
+        }
+    }
+    Ok(before.saturating_sub(held_bytes(file)?).max(freed))
 }
 
 /// The ranges that may be evicted from a file in use. Each value includes the ones before it.

@@ -57,7 +57,8 @@ impl Cache {
     pub(crate) fn recorded_target(&self, name: &str) -> Option<RecordedTarget> {
         let bytes = self.document(&key(name), MAX_RECORD_BYTES)?;
         let record: NameRecord = serde_json::from_slice(&bytes).ok()?;
-        let recorded = UNIX_EPOCH + Duration::from_secs(record.unix_seconds);
+        // The file can have any time. A time that the system cannot represent is an invalid record.
+        let recorded = UNIX_EPOCH.checked_add(Duration::from_secs(record.unix_seconds))?;
         let age = SystemTime::now().duration_since(recorded);
         Some(RecordedTarget {
             target: record.target,
@@ -105,6 +106,22 @@ mod tests {
         for entry in directory.path().read_dir().expect("a list").flatten() {
             let text = std::fs::read_to_string(entry.path()).expect("reads");
             assert!(!text.contains("secret"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_record_with_an_impossible_time_is_invalid() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let cache = Cache::open(directory.path()).expect("a cache");
+        cache.record_name("https://host/a", "https://host/a", "one");
+        assert!(cache.recorded_target("https://host/a").is_some());
+        let path = directory
+            .path()
+            .join(format!("{}.json", key("https://host/a")));
+        for seconds in [u64::MAX, u64::MAX / 2 + 1] {
+            let record = format!(r#"{{"name":"n","target":"one","unix_seconds":{seconds}}}"#);
+            std::fs::write(&path, record).expect("writes");
+            assert!(cache.recorded_target("https://host/a").is_none());
         }
     }
 

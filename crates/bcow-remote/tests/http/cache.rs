@@ -83,6 +83,74 @@ fn file_that_was_not_used_longest_is_evicted_first() {
     assert!(held(cache.path()) <= limit);
 }
 
+/// Makes a file that this process cannot remove, until the value is dropped: for root a mount
+/// point, for others a file that they cannot open.
+struct Fixed(PathBuf);
+
+impl Fixed {
+    fn new(path: PathBuf) -> Self {
+        match rustix::process::geteuid().is_root() {
+            true => rustix::mount::mount_bind(&path, &path).expect("a mount of the file"),
+            false => rustix::fs::chmod(&path, rustix::fs::Mode::empty()).expect("a mode"),
+        }
+        Fixed(path)
+    }
+}
+
+impl Drop for Fixed {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_removed_does_not_keep_the_others() {
+    let cache = cache_directory();
+    let images = [image(1), image(2), image(3)];
+    for (n, (file, root)) in images.iter().enumerate() {
+        drop(fill(&good(file), options(Some(&cache)), *root));
+        let ago = Duration::from_secs(3600 * (3 - n as u64));
+        set_last_use(cache.path(), *root, ago);
+    }
+    let oldest = Fixed::new(path(cache.path(), images[0].1));
+    let (file, root) = image(4);
+    drop(fill(&good(&file), limited(cache.path(), 10 << 20), root));
+    let is_present = |root: Root| path(cache.path(), root).exists();
+    assert!(is_present(images[0].1) && !is_present(images[1].1));
+    assert!(held(cache.path()) <= 10 << 20);
+    let error = Cache::open(cache.path())
+        .expect("a cache")
+        .prune(Prune::All)
+        .expect_err("one file stays");
+    let name = format!("cannot remove {}.bcow", images[0].1);
+    assert!(error.to_string().contains(&name), "{error}");
+    assert!(!is_present(images[2].1) && !is_present(root));
+    drop(oldest);
+}
+
+#[test]
+fn files_in_use_keep_their_last_use_when_they_are_evicted() {
+    let cache = cache_directory();
+    let (bytes, root) = image(1);
+    let server = good(&bytes);
+    let file = fill(&server, options(Some(&cache)), root);
+    let ago = Duration::from_secs(7200);
+    set_last_use(cache.path(), root, ago);
+    // The content of the other file alone exceeds the limit, so all of the first one is evicted.
+    let (other, of_other) = image(2);
+    drop(fill(
+        &good(&other),
+        limited(cache.path(), 64 << 10),
+        of_other,
+    ));
+    let metadata = path(cache.path(), root).metadata().expect("a file");
+    // The attribute with the origin can take up a block.
+    assert!(std::os::unix::fs::MetadataExt::blocks(&metadata) <= 8);
+    let age = metadata.modified().expect("a time").elapsed();
+    assert!(age.expect("in the past") >= ago);
+    assert!(read_all(&file).expect("reads") == *bytes);
+}
+
 #[test]
 fn files_in_use_keep_working_when_they_are_evicted() {
     let cache = cache_directory();

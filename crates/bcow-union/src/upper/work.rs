@@ -170,6 +170,7 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
             if rustix::fs::unlinkat(&inside, &entry[..], AtFlags::REMOVEDIR).is_ok() {
                 continue;
             }
+            let mut is_permitted = false;
             loop {
                 let up = format!("up{moved:x}").into_bytes();
                 moved += 1;
@@ -181,12 +182,9 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
                     }
                     Err(Errno::EXIST) => {}
                     // A rename to another parent needs write permission on the directory itself.
-                    Err(Errno::ACCESS) => {
-                        let mode = Mode::from_raw_mode(0o700);
-                        rustix::fs::chmodat(&inside, &entry[..], mode, AtFlags::empty())?;
-                        rustix::fs::renameat_with(&inside, &entry[..], dir, &up[..], flags)?;
-                        pending.push(up);
-                        break;
+                    Err(Errno::ACCESS) if !is_permitted => {
+                        rustix::fs::chmodat(&inside, &entry[..], Mode::RWXU, AtFlags::empty())?;
+                        is_permitted = true;
                     }
                     Err(errno) => return Err(errno),
                 }
@@ -197,16 +195,21 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Opens a directory whose entries are to be removed. If the user may not open it, gives all
-/// permissions to the owner first.
+/// Opens a directory whose entries are to be removed, and gives all permissions to its owner.
 fn open_to_empty(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
-    match open_directory(dir, name) {
+    let opened = match open_directory(dir, name) {
         Err(Errno::ACCESS) => {
-            rustix::fs::chmodat(dir, name, Mode::from_raw_mode(0o700), AtFlags::empty())?;
-            open_directory(dir, name)
+            rustix::fs::chmodat(dir, name, Mode::RWXU, AtFlags::empty())?;
+            open_directory(dir, name)?
         }
-        other => other,
+        other => other?,
+    };
+    // A directory that can be read may not be writable. Only its owner can change this; for others,
+    // the removal of an entry fails then.
+    if !Mode::from_raw_mode(rustix::fs::fstat(&opened)?.st_mode).contains(Mode::RWXU) {
+        let _ = rustix::fs::fchmod(&opened, Mode::RWXU);
     }
+    Ok(opened)
 }
 
 /// Opens the directory `name` of `dir`. Symbolic links are not followed.

@@ -193,6 +193,40 @@ fn ordinary_user_creates_objects_whose_mode_denies_access() {
     });
 }
 
+/// A crash can leave such directories in the work directory, and the next opening removes them.
+#[test]
+fn ordinary_user_removes_unfinished_directories_without_permissions() {
+    let Some(mut union) = closed() else { return };
+    fs::create_dir(union.upper()).unwrap();
+    let everyone = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(union.directory(), everyone).unwrap();
+    chown(union.upper(), Some(USER.uid), Some(USER.gid)).unwrap();
+    as_ordinary_user(|| {
+        union.open();
+        union.close();
+        let work = union.host(".bcow/work");
+        for (outer, inner) in [(0o555, 0o555), (0o555, 0), (0, 0o555)] {
+            let top = work.join(format!("{outer}-{inner}"));
+            let inside = top.join("inside");
+            fs::create_dir_all(&inside).unwrap();
+            for directory in [&top, &inside] {
+                fs::write(directory.join("file"), b"").unwrap();
+            }
+            fs::set_permissions(&inside, fs::Permissions::from_mode(inner)).unwrap();
+            fs::set_permissions(&top, fs::Permissions::from_mode(outer)).unwrap();
+        }
+        union.open();
+        let names = fs::read_dir(&work)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        let left: Vec<_> = names
+            .filter(|name| name.to_string_lossy().contains('-'))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
+        union.close();
+    });
+}
+
 /// A new file with another owner than the mount's gets its name only when it is complete. A crash
 /// therefore leaves no file with the wrong owner.
 #[test]

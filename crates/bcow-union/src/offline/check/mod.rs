@@ -104,9 +104,12 @@ impl Report {
         !self.repairs.is_empty()
     }
 
-    /// Whether a finding has this code.
-    pub fn finds(&self, code: &str) -> bool {
-        self.findings.iter().any(|finding| finding.code == code)
+    /// Whether the directory of temporary files has leftovers, which the next open for writing
+    /// removes. The finding about them may not be among those that were kept.
+    pub fn has_leftover_work(&self) -> bool {
+        self.repairs
+            .iter()
+            .any(|repair| matches!(repair, Repair::Work))
     }
 
     fn add(&mut self, severity: Severity, code: &'static str, path: &[u8], message: String) {

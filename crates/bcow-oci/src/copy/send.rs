@@ -1,0 +1,207 @@
+//! Copies an image into a registry.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::file::InOrder;
+use super::{BlobReport, CopyFile, CopyImage, CopyOptions};
+use crate::digest::Digest;
+use crate::error::ConvertError;
+use crate::layout::OCI_MANIFEST;
+use crate::options::Progress;
+use crate::repository::Upload;
+
+/// A copy into a registry.
+pub(super) struct Sending<'a> {
+    upload: &'a dyn Upload,
+    options: &'a CopyOptions,
+    progress: &'a dyn Progress,
+    /// The name of the repository in messages.
+    name: PathBuf,
+}
+
+impl<'a> Sending<'a> {
+    pub(super) fn new(
+        upload: &'a dyn Upload,
+        options: &'a CopyOptions,
+        progress: &'a dyn Progress,
+    ) -> Self {
+        Sending {
+            upload,
+            options,
+            progress,
+            name: upload.name().into(),
+        }
+    }
+
+    /// Sends the blobs that the registry does not have, and then the manifest.
+    pub(super) fn image(&self, image: &CopyImage) -> Result<Vec<BlobReport>, ConvertError> {
+        let mut files: Vec<&(Digest, CopyFile)> = Vec::new();
+        for file in &image.files {
+            // A layer can be in an image more than once.
+            if files.iter().all(|(digest, _)| *digest != file.0) {
+                files.push(file);
+            }
+        }
+        let bytes = files.iter().map(|(_, file)| file.bytes);
+        self.progress.total(Some(bytes.sum()));
+        let mut reports = Vec::new();
+        for (digest, file) in files {
+            let copied_bytes = self.file(digest, file)?;
+            if self.is_cancelled() {
+                return Err(ConvertError::Interrupted);
+            }
+            reports.push(BlobReport {
+                digest: digest.clone(),
+                bytes: file.bytes,
+                copied_bytes,
+            });
+        }
+        let (digest, config) = &image.config;
+        reports.push(BlobReport {
+            digest: digest.clone(),
+            bytes: config.len() as u64,
+            copied_bytes: self.config(digest, config)?,
+        });
+        self.upload
+            .manifest(&image.manifest, OCI_MANIFEST, &image.digest)
+            .map_err(|error| self.failed(error))?;
+        Ok(reports)
+    }
+
+    /// Sends a layer or the stack. Returns the number of bytes sent.
+    fn file(&self, digest: &Digest, file: &CopyFile) -> Result<u64, ConvertError> {
+        let failed = |error| self.failed(error);
+        self.progress.phase(&file.name);
+        if self.upload.adopt(digest, file.bytes).map_err(failed)? {
+            self.progress.advance(file.bytes);
+            return Ok(0);
+        }
+        file.check(digest)?;
+        let open = |offset| -> io::Result<Box<dyn io::Read>> {
+            if self.is_cancelled() {
+                return Err(io::Error::other("interrupted"));
+            }
+            Ok(Box::new(InOrder {
+                storage: Arc::clone(&file.storage),
+                at: offset,
+                end: file.bytes,
+            }))
+        };
+        let sent = |bytes| self.progress.advance(bytes);
+        self.upload
+            .blob(digest, file.bytes, &open, &sent)
+            .map_err(failed)?;
+        Ok(file.bytes)
+    }
+
+    /// Sends the configuration. Returns the number of bytes sent.
+    fn config(&self, digest: &Digest, config: &[u8]) -> Result<u64, ConvertError> {
+        let failed = |error| self.failed(error);
+        let bytes = config.len() as u64;
+        if self.upload.adopt(digest, bytes).map_err(failed)? {
+            return Ok(0);
+        }
+        let open = |offset: u64| -> io::Result<Box<dyn io::Read>> {
+            let rest = config.get(offset as usize..).unwrap_or_default();
+            Ok(Box::new(io::Cursor::new(rest.to_vec())))
+        };
+        self.upload
+            .blob(digest, bytes, &open, &|_| {})
+            .map_err(failed)?;
+        Ok(bytes)
+    }
+
+    fn is_cancelled(&self) -> bool {
+        let cancel = self.options.cancel.as_ref();
+        cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+    }
+
+    fn failed(&self, source: io::Error) -> ConvertError {
+        match self.is_cancelled() {
+            true => ConvertError::Interrupted,
+            false => ConvertError::write("write", &self.name, source),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use bcow::MemoryStorage;
+
+    use super::super::CopyFile;
+    use super::*;
+
+    /// A registry without blobs. The user cancels the copy when the upload of the first blob
+    /// begins.
+    struct Cancelled(Arc<AtomicBool>);
+
+    impl Upload for Cancelled {
+        fn name(&self) -> String {
+            "docker://host/image".to_owned()
+        }
+
+        fn adopt(&self, _digest: &Digest, _length: u64) -> io::Result<bool> {
+            Ok(false)
+        }
+
+        fn blob(
+            &self,
+            _digest: &Digest,
+            _length: u64,
+            open: &crate::repository::OpenContent<'_>,
+            _sent: &dyn Fn(u64),
+        ) -> io::Result<()> {
+            self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+            open(0).map(drop)
+        }
+
+        fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
+            unreachable!("a blob is missing")
+        }
+
+        fn attach(
+            &self,
+            _: &[u8],
+            _: &str,
+            _: &Digest,
+            _: &Digest,
+            _: &serde_json::Value,
+        ) -> io::Result<()> {
+            unreachable!("a blob is missing")
+        }
+    }
+
+    #[test]
+    fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
+        let digest = Digest::of(b"layer");
+        let file = CopyFile {
+            name: "layer".to_owned(),
+            storage: Arc::new(MemoryStorage::new(b"layer".to_vec())),
+            bytes: 5,
+            merkle_root: [0; 32],
+            is_checked: true,
+        };
+        let image = CopyImage {
+            name: "image".to_owned(),
+            manifest: b"{}".to_vec(),
+            digest: Digest::of(b"{}"),
+            platform: None,
+            config: (Digest::of(b"{}"), b"{}".to_vec()),
+            files: vec![(digest, file)],
+        };
+        let cancel = Arc::new(AtomicBool::new(false));
+        let options = CopyOptions {
+            threads: 1,
+            cancel: Some(Arc::clone(&cancel)),
+        };
+        let error = Sending::new(&Cancelled(cancel), &options, &())
+            .image(&image)
+            .unwrap_err();
+        assert!(matches!(error, ConvertError::Interrupted), "{error}");
+    }
+}
