@@ -12,7 +12,7 @@ use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
 use bcow_oci::{ImageName, LayoutForm};
 use bcow_remote::Root;
-use bcow_view::{Shown, ViewError};
+use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
 
 use crate::disks::{self, Problem};
@@ -584,7 +584,7 @@ impl OpenImage {
     }
 }
 
-impl Shown for OpenImage {
+impl ViewedImage for OpenImage {
     fn image(&self) -> &Arc<Image> {
         &self.opened.image
     }

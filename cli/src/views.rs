@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::{Image, OpenOptions};
-use bcow_view::{CachedView, Shown, ViewCache, ViewError};
+use bcow_view::{CachedView, ViewCache, ViewError, ViewedImage};
 
 use crate::cache;
 use crate::error::CommandError;
@@ -27,7 +27,7 @@ impl UserViews {
     }
 
     /// The view of an image as a file system of `bytes` bytes.
-    pub fn view(&self, image: &dyn Shown, bytes: u64) -> Result<CachedView, ViewFailure> {
+    pub fn view(&self, image: &dyn ViewedImage, bytes: u64) -> Result<CachedView, ViewFailure> {
         Ok(self.cache()?.view(image, bytes)?)
     }
 

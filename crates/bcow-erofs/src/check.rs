@@ -15,7 +15,7 @@ use std::ops::ControlFlow;
 pub use bcow::check::{Finding, Severity};
 
 use crate::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode, InodeProblem, Nid};
-use crate::tree::show;
+use crate::tree::display_path;
 
 /// Options of a check.
 #[derive(Debug, Clone, Copy, Default)]
@@ -431,7 +431,7 @@ impl Checker<'_> {
             let mut at = start.max(done);
             while at < end && !self.full() {
                 let piece = READ_BYTES.min(end - at);
-                if let Err(e) = self.fs.touch(at, piece) {
+                if let Err(e) = self.fs.verify_range(at, piece) {
                     let message = format!("bytes {at}..{}: {e}", at + piece);
                     self.report(DATA, Severity::Error, "data".into(), message);
                 }
@@ -496,6 +496,6 @@ impl Checker<'_> {
             at = directory.parent;
         }
         names.reverse();
-        show(&names.join(&b'/'))
+        display_path(&names.join(&b'/'))
     }
 }

@@ -1,4 +1,4 @@
-//! Finds the files of a damaged image that cannot be read.
+//! Finds the files of a damaged image whose content cannot be read.
 
 use std::ops::Range;
 
@@ -15,8 +15,8 @@ pub struct UnreadableRange {
     pub error: bcow::Error,
 }
 
-/// Reads every stored block of `image`; returns the parts that cannot be read, in order. If the
-/// table of a region is damaged, the whole region is such a part.
+/// Reads every stored block of `image`, and returns the ranges that cannot be read, in order. If
+/// the table of a region is damaged, the range is the whole region.
 pub fn unreadable_ranges(image: &Image) -> Vec<UnreadableRange> {
     let header = image.header();
     let mut unreadable = Vec::new();
@@ -62,17 +62,17 @@ pub struct DamagedFile<'r> {
 /// The files that [`damaged_files`] found.
 #[derive(Debug, Default)]
 pub struct DamagedFiles<'r> {
-    /// The first files, in the order of the tree.
+    /// The first files that were found, in the order of the tree.
     pub files: Vec<DamagedFile<'r>>,
-    /// The number of further files.
+    /// The number of further damaged files.
     pub omitted: u64,
 }
 
 /// Finds the files with content in one of `ranges`, which are in order. The result names at most
-/// `limit` of them.
+/// `limit` files.
 ///
-/// The search reads maps only: the files of a hostile image can be very long, all with the same
-/// content. It leaves out parts of the tree that cannot be read.
+/// The search does not read content, only the maps of the files: a hostile image can have many long
+/// files with the same content. It skips parts of the tree that cannot be read.
 pub fn damaged_files<'r>(
     fs: &Filesystem,
     ranges: &'r [UnreadableRange],
@@ -104,7 +104,8 @@ pub fn damaged_files<'r>(
     damaged
 }
 
-/// The first byte of a file that lies in one of the ranges.
+/// The first byte of a file that lies in one of the ranges, and that range. `None` also if the map
+/// of the file cannot be read.
 fn first_unreadable<'r>(
     fs: &Filesystem,
     inode: &Inode,

@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Magic number of the superblock.
 pub const MAGIC: u32 = 0xe0f5_e1e2;
 
-/// Byte offset of the superblock. The space in front of it is for a boot sector.
+/// Offset of the superblock in bytes. The space in front of it is for a boot sector.
 pub const SUPERBLOCK_OFFSET: usize = 1024;
 
 /// log2 of the block size that the writer uses.
@@ -48,13 +48,14 @@ pub mod compatible {
 
 /// Incompatible feature bits.
 pub mod incompatible {
-    /// Zero padding is in front of compressed data.
+    /// Zeros in front of compressed data.
     pub const ZERO_PADDING: u32 = 0x1;
     /// Compression configurations, or big physical clusters.
     pub const COMPRESSION_CONFIGS: u32 = 0x2;
     /// Chunk-based files.
     pub const CHUNKED_FILE: u32 = 0x4;
-    /// A device table; without devices, a second compression algorithm per file.
+    /// A device table. In a file system without extra devices: a second compression algorithm per
+    /// file.
     pub const DEVICE_TABLE: u32 = 0x8;
     /// Compressed tails inline, beside the inode.
     pub const COMPRESSED_TAILS: u32 = 0x10;
@@ -77,7 +78,7 @@ pub mod incompatible {
     ];
 }
 
-/// Data layouts of an inode: bits 1 to 3 of its format. 1 and 3 are compressed layouts.
+/// Data layouts of an inode: bits 1 to 3 of its format. The values 1 and 3 are compressed layouts.
 pub mod layout {
     /// Contiguous blocks.
     pub const PLAIN: u16 = 0;
@@ -87,9 +88,9 @@ pub mod layout {
     pub const CHUNKED: u16 = 4;
 }
 
-/// The bits of a chunk format that hold log2(chunk size / block size).
+/// Bits of a chunk format: log2(chunk size / block size).
 pub const CHUNK_SHIFT_MASK: u16 = 0x1f;
-/// The chunk table has 8-byte indexes, not 4-byte block addresses.
+/// Bit of a chunk format: the chunk table has 8-byte indexes, not 4-byte block addresses.
 pub const CHUNK_INDEXES: u16 = 0x20;
 
 /// File types of directory entries.
@@ -114,7 +115,7 @@ pub mod dirent_type {
 
 /// Xattr name prefixes and their indexes.
 ///
-/// The two ACL names are whole names: no name follows the prefix.
+/// The two ACL names are complete: no more characters follow them.
 pub const XATTR_PREFIXES: &[(u8, &[u8])] = &[
     (1, b"user."),
     (2, b"system.posix_acl_access"),
@@ -145,9 +146,9 @@ pub struct SuperBlock {
     pub root_nid: U16,
     /// Number of inodes.
     pub inodes: U64,
-    /// Time of compact inodes, in seconds since 1970.
+    /// Modification time of compact inodes, in seconds since 1970.
     pub build_time: U64,
-    /// The nanoseconds of this time.
+    /// The nanoseconds of `build_time`.
     pub build_time_nanoseconds: U32,
     /// Number of blocks.
     pub blocks: U32,
@@ -161,7 +162,8 @@ pub struct SuperBlock {
     pub volume_name: [u8; 16],
     /// Incompatible features.
     pub feature_incompat: U32,
-    /// Compression algorithms, or the window of LZ4.
+    /// Bits of compression algorithms; without [`incompatible::COMPRESSION_CONFIGS`], the window of
+    /// LZ4.
     pub compression: U16,
     /// Number of extra devices.
     pub extra_devices: U16,
@@ -179,7 +181,7 @@ pub struct SuperBlock {
     pub reserved: [u8; 24],
 }
 
-/// A slot of the device table, which has one slot for each extra device.
+/// A slot of the device table. The table has one slot for each extra device.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DeviceSlot {
@@ -193,13 +195,13 @@ pub struct DeviceSlot {
     pub reserved: [u8; 56],
 }
 
-/// The 32-byte inode, whose time is the superblock's.
+/// The 32-byte inode. Its modification time is that of the superblock, plus `mtime_delta`.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct CompactInode {
     /// Bit 0 is 0; bits 1 to 3 are the data layout.
     pub format: U16,
-    /// Size of the xattrs: 0 for none, else 12 bytes + 4 * (this value - 1).
+    /// 0 if the inode has no xattrs. Otherwise their size in bytes is 12 + 4 * (this value - 1).
     pub xattr_count: U16,
     /// File type and permissions.
     pub mode: U16,
@@ -207,7 +209,7 @@ pub struct CompactInode {
     pub nlink: U16,
     /// Size in bytes.
     pub size: U32,
-    /// Seconds to add to the superblock's time (Linux 6.15 and later); 0 for older kernels.
+    /// Seconds to add to the time of the superblock. Linux before 6.15 ignores the field.
     pub mtime_delta: U32,
     /// First block, device number or chunk format, depending on type and layout.
     pub union: U32,
@@ -245,7 +247,7 @@ pub struct ExtendedInode {
     pub gid: U32,
     /// Modification time in seconds since 1970, two's complement.
     pub mtime: U64,
-    /// The nanoseconds of this time.
+    /// The nanoseconds of `mtime`.
     pub mtime_nanoseconds: U32,
     /// Number of names.
     pub nlink: U32,
@@ -253,11 +255,12 @@ pub struct ExtendedInode {
     pub reserved2: [u8; 16],
 }
 
-/// The header of an inode's xattrs; `shared_count` 4-byte ids follow it, then entries.
+/// The header of the xattrs of an inode. After it come `shared_count` ids of 4 bytes, and then
+/// entries.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct XattrHeader {
-    /// Bloom filter over names (compatible feature `xattr-filter`).
+    /// Bloom filter of the names (compatible feature `xattr-filter`).
     pub name_filter: U32,
     /// Number of shared ids.
     pub shared_count: u8,
@@ -352,18 +355,19 @@ pub fn xattr_entry_bytes(name_bytes: usize, value_bytes: usize) -> usize {
     (size_of::<XattrEntry>() + name_bytes + value_bytes).next_multiple_of(4)
 }
 
-/// Splits a full xattr name into the index of the prefix and the rest; `None` if no prefix fits.
+/// Splits a full xattr name into the index of its prefix and the rest. `None` if EROFS has no index
+/// for the name.
 pub fn split_xattr_name(name: &[u8]) -> Option<(u8, &[u8])> {
     XATTR_PREFIXES.iter().find_map(|&(index, prefix)| {
         let rest = name.strip_prefix(prefix)?;
-        // An ACL name is complete; behind the other prefixes, a name must follow.
-        let whole = !prefix.ends_with(b".");
-        (whole == rest.is_empty()).then_some((index, rest))
+        // An ACL name is complete. After every other prefix, a name must follow.
+        let is_complete = !prefix.ends_with(b".");
+        (is_complete == rest.is_empty()).then_some((index, rest))
     })
 }
 
-/// The checksum of a superblock: CRC32C without the final inversion. `bytes` reach from the
-/// superblock's first byte to the end of its block; the checksum field counts as zero.
+/// The checksum of a superblock: CRC32C without the final inversion, with zeros in place of the
+/// checksum field. `bytes` are those from the start of the superblock to the end of its block.
 pub fn superblock_checksum(bytes: &[u8]) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     let field = std::mem::offset_of!(SuperBlock, checksum);

@@ -9,7 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::tree::{
-    Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, build, take,
+    Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, take_node,
+    validated_tree,
 };
 
 /// Limit on symbolic links in a hardlink's target path, as in the kernel.
@@ -46,7 +47,7 @@ pub fn merge(layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
             .apply(tree.nodes)
             .map_err(|source| MergeError::Layer { layer, source })?;
     }
-    Ok(build(merged.nodes)?)
+    Ok(validated_tree(merged.nodes)?)
 }
 
 /// The layers applied so far. There are no whiteouts and no links to lower layers. Nodes without a
@@ -82,7 +83,7 @@ impl Merged {
         let mut open_links = Vec::new();
         let mut pending = vec![(LayerTree::ROOT, LayerTree::ROOT)];
         while let Some((lower, upper)) = pending.pop() {
-            let node = take(&mut layer[upper.0 as usize]);
+            let node = take_node(&mut layer[upper.0 as usize]);
             let NodeKind::Directory(directory) = node.kind else {
                 continue;
             };
@@ -137,7 +138,7 @@ impl Merged {
                     }
                     _ => {
                         let new = NodeId(self.nodes.len() as u32);
-                        self.nodes.push(take(node));
+                        self.nodes.push(take_node(node));
                         new_ids[id.0 as usize] = new.0;
                         names.insert(name, new);
                     }

@@ -6,8 +6,8 @@
 //! an unchecked number. The reader has no locks and no caches; the device has a cache.
 //!
 //! The reader supports the plain, inline and chunk-based layouts with blocks of 512 to 4096 bytes.
-//! Of extra devices, it supports those that are mapped into the addresses of the first one.
-//! Compressed files can be listed but not read.
+//! An extra device must be mapped into the address space of the first one. Compressed files can be
+//! listed but not read.
 
 mod children;
 mod data;
@@ -98,19 +98,20 @@ impl Filesystem {
             .is_some_and(|end| end <= self.device_bytes)
     }
 
-    /// The start of an inode on the device; `None` if the address overflows.
+    /// The offset of an inode on the device, in bytes; `None` if the calculation overflows.
     pub(crate) fn nid_offset(&self, nid: Nid) -> Option<u64> {
         nid.0
             .checked_mul(SLOT_BYTES as u64)?
             .checked_add(self.superblock.metadata_offset)
     }
 
-    /// Reads device bytes and discards them, so that the device checks them.
-    pub(crate) fn touch(&self, offset: u64, length: u64) -> Result<(), ErofsError> {
+    /// Reads bytes of the device and discards them, so that the device verifies their checksums.
+    pub(crate) fn verify_range(&self, offset: u64, length: u64) -> Result<(), ErofsError> {
         Ok(self.device.read_with(offset, length, &mut |_| {})?)
     }
 
-    /// Fills `buf`. The caller has checked that the bytes lie on the device.
+    /// Fills `buf` with the bytes at `offset` of the device. The caller has checked that they lie
+    /// on the device.
     pub(crate) fn device_read(&self, offset: u64, buf: &mut [u8]) -> Result<(), ErofsError> {
         Ok(self.device.read_at(offset, buf)?)
     }

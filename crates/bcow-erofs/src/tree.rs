@@ -5,8 +5,8 @@
 //! [`crate::merge`] merges layers into a [`Tree`], which is validated; the EROFS writer accepts
 //! only this form.
 //!
-//! The tree does not contain file *content*. The content is in the address space (or in a tail
-//! store), and the tree has its location.
+//! A tree does not contain the *content* of files, only its location. The content is in the address
+//! space of the image, or in a store of tails ([`TailSource`]).
 
 mod validate;
 
@@ -14,20 +14,20 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub use validate::TreeError;
-pub(crate) use validate::{build, show, take};
+pub(crate) use validate::{display_path, take_node, validated_tree};
 
-/// The index of a node in its tree's arena.
+/// The index of a node in the arena of its tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(crate) u32);
 
 impl NodeId {
-    /// Index into vectors that are parallel to the arena.
+    /// The index for vectors with an entry for each node of the arena.
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Seconds since 1970, and nanoseconds (0..1_000_000_000) to add to them.
+/// A time: seconds since 1970, and nanoseconds to add to them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Timestamp {
     /// Whole seconds, negative before 1970.
@@ -36,9 +36,8 @@ pub struct Timestamp {
     pub nanoseconds: u32,
 }
 
-/// Extended attributes by full name (`user.x`, `security.capability`), with their raw values. The
-/// map is shared between nodes: most files have no attributes, and the others often have equal
-/// ones.
+/// The raw values of extended attributes, by full name (`user.x`, `security.capability`). Nodes
+/// with equal attributes share one map, because many files have the same ones.
 pub type Xattrs = Arc<BTreeMap<Vec<u8>, Vec<u8>>>;
 
 /// The attributes of every type of inode.
@@ -117,7 +116,7 @@ pub struct Content {
     pub size: u64,
     /// The location of the whole blocks.
     pub blocks: Blocks,
-    /// Bytes behind the last whole block that are stored inline, beside the inode. Only with
+    /// The bytes after the last whole block, if they are stored inline, beside the inode. Only with
     /// [`Blocks::Flat`]. If `None`, a partial last block is in the address space, padded with
     /// zeros.
     pub tail: Option<Tail>,
@@ -131,17 +130,17 @@ pub enum Blocks {
         /// Block number (byte offset / 4096).
         start: u32,
     },
-    /// Chunks of `4096 << chunk_shift` bytes, each of them stored at a location of its own or a
-    /// hole. For sparse files, and files whose parts are shared.
+    /// Chunks of `4096 << chunk_shift` bytes. Each chunk has its own location or is a hole. For
+    /// sparse files, and for files that share parts with other files.
     Chunked {
         /// log2 of the chunk size in blocks, 0..=31.
         chunk_shift: u8,
-        /// Runs of chunks in file order that do not overlap; chunks in no run are holes. The last
-        /// chunk of the file may be shorter, in whole blocks.
+        /// Runs of chunks in file order, without overlaps. Chunks in no run are holes. The last
+        /// chunk of the file may have fewer blocks.
         runs: Box<[ChunkRun]>,
     },
-    /// The content was dropped, because an upper layer hides the file. The merge returns an error
-    /// if the file is visible.
+    /// The content was not stored, because an upper layer hides the file. The merge returns an
+    /// error if the file is visible.
     Dropped,
 }
 
@@ -165,7 +164,7 @@ pub struct Tail {
     pub length: u16,
 }
 
-/// A store of file tails, read when the inodes are written.
+/// A store of file tails. The EROFS writer reads a tail when it writes the inode.
 pub trait TailSource {
     /// Fills `buf` with the bytes at `offset` of the store.
     fn read_tail(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()>;
@@ -186,7 +185,7 @@ impl TailSource for Vec<u8> {
     }
 }
 
-/// The tree of one source: an arena of nodes with one root directory.
+/// The tree of one source: an arena of nodes. Node 0 is the root directory.
 #[derive(Debug, Clone)]
 pub struct LayerTree {
     pub(crate) nodes: Vec<Node>,
@@ -238,7 +237,8 @@ impl LayerTree {
         }
     }
 
-    /// Gives the node `id` a name in `dir`, and returns the node that had the name before.
+    /// Adds the name `name` of node `id` to the directory `dir`. Returns the node that had this
+    /// name before.
     ///
     /// # Panics
     ///
@@ -247,14 +247,6 @@ impl LayerTree {
         match &mut self.node_mut(dir).kind {
             NodeKind::Directory(directory) => directory.children.insert(name.into(), id),
             other => panic!("insert into {other:?}, which is not a directory"),
-        }
-    }
-
-    /// Removes a name from a directory and returns the node that had it.
-    pub fn remove(&mut self, dir: NodeId, name: &[u8]) -> Option<NodeId> {
-        match &mut self.node_mut(dir).kind {
-            NodeKind::Directory(directory) => directory.children.remove(name),
-            _ => None,
         }
     }
 
@@ -275,11 +267,12 @@ impl Default for LayerTree {
     }
 }
 
-/// A valid tree, the only input of the writer.
+/// A valid tree, the only input of the writer:
 ///
-/// Names are 1 to 255 bytes without `/` and NUL and are not `.` or `..`; each directory except the
-/// root has one name; every other node has at least one; there are no whiteouts, opaque marks,
-/// links to lower layers or dropped contents; contents lie within 32-bit block addresses.
+/// - a name has 1 to 255 bytes without `/` and NUL, and is not `.` or `..`;
+/// - each directory except the root has one name, and every other node at least one;
+/// - the tree has no whiteouts, opaque marks, links to lower layers or dropped contents;
+/// - all content has block addresses of 32 bits.
 #[derive(Debug, Clone)]
 pub struct Tree {
     nodes: Vec<Node>,
@@ -304,10 +297,14 @@ impl Tree {
         self.nodes.len() == 1
     }
 
-    /// Replaces the content of each regular file by the result of `replace`, which must have the
-    /// same size: first of the files `first`, in their order, then of all others. `replace` is
-    /// called once for a file with several names. A content's runs must stay in order and below
-    /// 2^32 blocks.
+    /// Replaces the content of each regular file by the result of `replace`: first the files
+    /// `first`, in their order, and then all others. Calls `replace` once for a file with several
+    /// names. The result must have the same size, and its runs must be in order and below 2^32
+    /// blocks.
+    ///
+    /// # Panics
+    ///
+    /// If the result has another size, which is a bug of the caller.
     pub fn replace_contents<E>(
         &mut self,
         first: &[NodeId],
@@ -333,8 +330,8 @@ impl Tree {
         (0..self.nodes.len() as u32).map(NodeId)
     }
 
-    /// A path of this node, without leading slash; empty for the root. The search reads the whole
-    /// tree, so the method is for error messages.
+    /// A path of this node, without leading slash; empty for the root. The search visits the whole
+    /// tree, so use this method only for error messages.
     pub fn path(&self, id: NodeId) -> Vec<u8> {
         let mut names: Vec<&[u8]> = Vec::new();
         let mut at = id;
@@ -355,7 +352,8 @@ impl Tree {
         names.join(&b'/')
     }
 
-    /// The node at `path` (components between slashes; links are not followed).
+    /// The node at `path`; `None` if the tree has no such node. Empty components are ignored, and
+    /// symbolic links are not followed.
     pub fn find(&self, path: &[u8]) -> Option<NodeId> {
         let mut at = Self::ROOT;
         for name in path.split(|&b| b == b'/').filter(|name| !name.is_empty()) {

@@ -24,7 +24,7 @@ mod xattrs;
 use zerocopy::IntoBytes;
 
 use crate::format::{self, DeviceSlot, SuperBlock, compatible, incompatible};
-use crate::tree::{TailSource, Tree, show};
+use crate::tree::{TailSource, Tree, display_path};
 use emit::Emitter;
 use layout::Layout;
 use xattrs::XattrTable;
@@ -78,7 +78,7 @@ pub enum WriteError {
     /// A tail is longer than [`WriteOptions::inline_max`].
     #[error(
         "{}: the length in bytes of its tail is {length}, the limit is {inline_max}",
-        show(.path)
+        display_path(.path)
     )]
     Tail {
         /// Path of the file.
@@ -91,7 +91,7 @@ pub enum WriteError {
     /// EROFS cannot store an extended attribute.
     #[error(
         "{}: cannot store the extended attribute {}: {problem}",
-        show(.path), String::from_utf8_lossy(.name).escape_debug()
+        display_path(.path), String::from_utf8_lossy(.name).escape_debug()
     )]
     Xattr {
         /// Path of the file.

@@ -1,27 +1,30 @@
-//! The hash of names in directories: half MD4, with bytes taken as unsigned.
+//! The hash of names in directories: half MD4 over unsigned bytes.
+//!
+//! Source: `half_md4_transform` and `str2hashbuf_unsigned` in the kernel's `fs/ext4/hash.c`.
 
-/// Where a name belongs in a hash tree. The order is that of the tree.
+/// The sort key of a name in the hash tree of a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct NameHash {
-    /// The hash by which the tree is searched. It is even.
+    /// The hash that a search of the tree compares. It is even.
     pub major: u32,
-    /// The order of names with equal major hashes.
+    /// Orders names with equal major hashes.
     pub minor: u32,
 }
 
-/// The greatest hash marks the end of a directory, so no name has it.
+/// The greatest hash. It marks the end of a directory, so no name has it.
 const END: u32 = 0x7fff_ffff << 1;
 
-/// Rounds two and three of MD4 add these.
+/// The constant that the second round of MD4 adds.
 const SECOND: u32 = 0x5a82_7999;
+/// The constant that the third round of MD4 adds.
 const THIRD: u32 = 0x6ed9_eba1;
 
-/// Hashes names with the seed of a file system.
+/// Hashes names: the initial state of MD4, which is the hash seed of a file system.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NameHasher([u32; 4]);
 
 impl NameHasher {
-    /// The hasher of a file system with this seed.
+    /// The hasher of a file system with this seed. The seed 0 selects the initial state of MD4.
     pub fn new(seed: &[u8; 16]) -> NameHasher {
         let word = |n: usize| {
             u32::from_le_bytes([
@@ -57,7 +60,7 @@ impl NameHasher {
     }
 }
 
-/// The first 32 bytes as words, filled up with the length.
+/// The first 32 bytes of `name` as words. Bytes with the value of its length fill the rest.
 fn words(name: &[u8]) -> [u32; 8] {
     let pad = u32::from_le_bytes([name.len() as u8; 4]);
     let mut words = [pad; 8];
@@ -69,13 +72,14 @@ fn words(name: &[u8]) -> [u32; 8] {
     words
 }
 
+/// Adds 32 bytes of a name to the state.
 fn transform(state: &mut [u32; 4], words: &[u32; 8]) {
     let choose = |x: u32, y: u32, z: u32| z ^ (x & (y ^ z));
     let majority = |x: u32, y: u32, z: u32| (x & y).wrapping_add((x ^ y) & z);
     let parity = |x: u32, y: u32, z: u32| x ^ y ^ z;
-    let mut turning = *state;
+    let mut working = *state;
     round(
-        &mut turning,
+        &mut working,
         words,
         choose,
         0,
@@ -83,7 +87,7 @@ fn transform(state: &mut [u32; 4], words: &[u32; 8]) {
         [3, 7, 11, 19],
     );
     round(
-        &mut turning,
+        &mut working,
         words,
         majority,
         SECOND,
@@ -91,15 +95,15 @@ fn transform(state: &mut [u32; 4], words: &[u32; 8]) {
         [3, 5, 9, 13],
     );
     round(
-        &mut turning,
+        &mut working,
         words,
         parity,
         THIRD,
         [3, 7, 2, 6, 1, 5, 0, 4],
         [3, 9, 11, 15],
     );
-    for (word, turned) in state.iter_mut().zip(turning) {
-        *word = word.wrapping_add(turned);
+    for (word, added) in state.iter_mut().zip(working) {
+        *word = word.wrapping_add(added);
     }
 }
 
@@ -117,8 +121,8 @@ fn round(
             .wrapping_add(mix(b, c, d))
             .wrapping_add(words[at])
             .wrapping_add(constant);
-        let turned = sum.rotate_left(shifts[step % 4]);
-        (a, b, c, d) = (d, turned, b, c);
+        let rotated = sum.rotate_left(shifts[step % 4]);
+        (a, b, c, d) = (d, rotated, b, c);
     }
     *state = [a, b, c, d];
 }
@@ -127,8 +131,8 @@ fn round(
 mod tests {
     use super::{NameHash, NameHasher};
 
-    /// `debugfs -R 'dx_hash -h half_md4 NAME'`, which hashes without a seed. It takes bytes as
-    /// signed, which makes no difference for ASCII.
+    /// The expected hashes are those of `debugfs -R 'dx_hash -h half_md4 NAME'`, which uses no
+    /// seed. `debugfs` hashes signed bytes, which makes no difference for ASCII.
     #[test]
     fn hash_is_that_of_debugfs() {
         let long = "a name of more than thirty-two bytes, which takes two transformations";

@@ -1,101 +1,107 @@
-//! Whether names and inodes fit together.
+//! Checks that the names in directories agree with the descriptions of inodes.
 
 use crate::node::{Content, Entry, FileKind, InodeNumber, Node};
 use crate::{Ext4Error, InodeProblem};
 
-/// What is known of an inode that was described, or that a directory names.
+/// The facts about one inode, from its description and from the names in directories.
 #[derive(Debug, Clone, Copy, Default)]
-struct Known {
-    /// Type, and for a directory its parent, by its description.
+struct InodeRecord {
+    /// From the description: the type, and for a directory the number of its parent, otherwise 0.
     described: Option<(FileKind, u32)>,
-    /// The same by the name seen first.
+    /// The same two values from the first name that a directory has for the inode.
     named: Option<(FileKind, u32)>,
-    /// Names by the description. For a directory 1.
+    /// The number of names that the description requires: the link count, or 1 for a directory.
     links: u32,
-    /// Names seen.
+    /// The number of names that directories have for the inode.
     names: u32,
 }
 
-/// All inodes of a tree. The n-th has the n-th number that is not reserved; the root is apart.
-pub(crate) struct Links {
+/// The facts about all inodes of a tree except the root. Element 0 of `inodes` has the number
+/// `first`.
+pub(crate) struct LinkCheck {
     first: u32,
-    known: Vec<Known>,
+    inodes: Vec<InodeRecord>,
     described: u32,
 }
 
-impl Links {
+impl LinkCheck {
     /// `first` is the first number that a description can have.
-    pub fn new(first: u32) -> Links {
-        Links {
+    pub fn new(first: u32) -> LinkCheck {
+        LinkCheck {
             first,
-            known: Vec::new(),
+            inodes: Vec::new(),
             described: 0,
         }
     }
 
-    /// Inodes that were described, without the root.
+    /// The number of described inodes, without the root.
     pub fn described(&self) -> u32 {
         self.described
     }
 
-    /// Takes note of the next inode.
-    pub fn describe(&mut self, number: InodeNumber, node: &Node<'_>) -> Result<(), InodeProblem> {
+    /// Records the description of the next inode. The parent of a directory must be described
+    /// before the directory.
+    pub fn record_inode(
+        &mut self,
+        number: InodeNumber,
+        node: &Node<'_>,
+    ) -> Result<(), InodeProblem> {
         let kind = node.content.kind();
-        let mut above = 0;
+        let mut parent_number = 0;
         let mut links = node.links;
         if let Content::Directory { parent, .. } = node.content {
-            // So that no directory is below itself.
+            // This order excludes a directory that is below itself.
             if parent != InodeNumber::ROOT && !(self.first..number.0).contains(&parent.0) {
                 return Err(InodeProblem::Parent(parent));
             }
-            above = parent.0;
+            parent_number = parent.0;
             links = 1;
         }
         if number == InodeNumber::ROOT {
             return Ok(());
         }
         self.described += 1;
-        let known = self.known(number)?;
-        known.described = Some((kind, above));
-        known.links = links;
+        let record = self.record(number)?;
+        record.described = Some((kind, parent_number));
+        record.links = links;
         Ok(())
     }
 
-    /// Takes note of a directory's names.
-    pub fn name(
+    /// Records the names in a directory. An error has the number of the inode that it concerns.
+    pub fn record_names(
         &mut self,
         directory: InodeNumber,
         entries: &[Entry<'_>],
     ) -> Result<(), (InodeNumber, InodeProblem)> {
         for entry in entries {
-            let above = match entry.kind {
+            let parent_number = match entry.kind {
                 FileKind::Directory => directory.0,
                 _ => 0,
             };
-            let known = self
-                .known(entry.inode)
+            let record = self
+                .record(entry.inode)
                 .map_err(|problem| (entry.inode, problem))?;
-            let named = *known.named.get_or_insert((entry.kind, above));
-            if named != (entry.kind, above) {
+            let named = *record.named.get_or_insert((entry.kind, parent_number));
+            if named != (entry.kind, parent_number) {
                 let problem = InodeProblem::Contradiction(directory);
                 return Err((entry.inode, problem));
             }
-            known.names += 1;
+            record.names += 1;
         }
         Ok(())
     }
 
-    /// Compares names and descriptions of all inodes.
+    /// Compares the names of each inode with its description.
     pub fn finish(&self) -> Result<(), Ext4Error> {
-        for (number, known) in (self.first..).zip(&self.known) {
-            let problem = match (known.described, known.named) {
+        for (number, record) in (self.first..).zip(&self.inodes) {
+            let problem = match (record.described, record.named) {
                 (None, _) => InodeProblem::Missing,
                 (Some(described), Some(named)) if described != named => {
                     InodeProblem::Contradiction(InodeNumber(named.1))
                 }
-                _ if known.links != known.names => InodeProblem::Names {
-                    links: known.links,
-                    names: known.names,
+                _ if record.links != record.names => InodeProblem::Names {
+                    links: record.links,
+                    names: record.names,
                 },
                 _ => continue,
             };
@@ -105,14 +111,14 @@ impl Links {
         Ok(())
     }
 
-    fn known(&mut self, number: InodeNumber) -> Result<&mut Known, InodeProblem> {
+    fn record(&mut self, number: InodeNumber) -> Result<&mut InodeRecord, InodeProblem> {
         let index = number
             .0
             .checked_sub(self.first)
             .ok_or(InodeProblem::Missing)? as usize;
-        if self.known.len() <= index {
-            self.known.resize(index + 1, Known::default());
+        if self.inodes.len() <= index {
+            self.inodes.resize(index + 1, InodeRecord::default());
         }
-        Ok(&mut self.known[index])
+        Ok(&mut self.inodes[index])
     }
 }

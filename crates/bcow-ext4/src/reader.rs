@@ -65,7 +65,7 @@ pub struct Reader {
     /// The seed of the checksums, if the file system has checksums.
     seed: Option<Checksum>,
     /// Blocks whose content is in the journal, and the place of the content there.
-    replayed: HashMap<u64, journal::Copy>,
+    replayed: HashMap<u64, journal::JournaledBlock>,
 }
 
 impl Reader {
@@ -149,10 +149,10 @@ impl Reader {
         }
         let (places, _) = buf.as_chunks_mut::<BLOCK_BYTES>();
         for (block, place) in (first..).zip(places) {
-            if let Some(copy) = self.replayed.get(&block) {
+            if let Some(journaled) = self.replayed.get(&block) {
                 self.source
-                    .read_at(copy.block * BLOCK_BYTES as u64, place)?;
-                copy.restore(place);
+                    .read_at(journaled.block * BLOCK_BYTES as u64, place)?;
+                journaled.restore(place);
             }
         }
         Ok(())
@@ -231,10 +231,10 @@ impl Reader {
             return Err(ReadError::NoExt4);
         }
         self.source.read_at(0, &mut block)?;
-        if let Some(copy) = self.replayed.get(&0) {
+        if let Some(journaled) = self.replayed.get(&0) {
             self.source
-                .read_at(copy.block * BLOCK_BYTES as u64, &mut block)?;
-            copy.restore(&mut block);
+                .read_at(journaled.block * BLOCK_BYTES as u64, &mut block)?;
+            journaled.restore(&mut block);
         }
         match SuperBlock::read_from_prefix(&block[SUPERBLOCK_OFFSET..]) {
             Ok((superblock, _)) => Ok(superblock),

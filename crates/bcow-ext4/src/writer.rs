@@ -15,7 +15,7 @@ use crate::format::{
 use crate::geometry::Geometry;
 use crate::hash::NameHasher;
 use crate::inode::{self, Body};
-use crate::links::Links;
+use crate::links::LinkCheck;
 use crate::node::{Content, Entry, Extent, FileKind, InodeNumber, Node, Timestamp};
 use crate::output::{Output, Sink};
 use crate::space::{Space, set_bits};
@@ -64,7 +64,7 @@ pub struct Writer<'a> {
     output: Output<'a>,
     hasher: NameHasher,
     table: InodeTable,
-    links: Links,
+    links: LinkCheck,
     /// The first number after the reserved ones and `lost+found`.
     first: u32,
     has_root: bool,
@@ -90,7 +90,7 @@ impl<'a> Writer<'a> {
             },
             hasher: NameHasher::new(&identity.hash_seed),
             table: InodeTable::new(geometry),
-            links: Links::new(first),
+            links: LinkCheck::new(first),
             first,
             has_root: false,
         })
@@ -124,7 +124,7 @@ impl<'a> Writer<'a> {
         if !is_directory && !(1..=LINK_MAX).contains(&node.links) {
             return Err(refuse(InodeProblem::Links(node.links)));
         }
-        self.links.describe(number, node).map_err(refuse)?;
+        self.links.record_inode(number, node).map_err(refuse)?;
         self.has_root = true;
         let seed = self.output.seed.of_inode(number.0);
         let mut body = match node.content {
@@ -241,7 +241,7 @@ impl<'a> Writer<'a> {
         let mut subdirectories = count_directories(entries);
         directory::check_names(entries).map_err(refuse)?;
         self.links
-            .name(number, entries)
+            .record_names(number, entries)
             .map_err(|(inode, problem)| Ext4Error::Inode { inode, problem })?;
         let own = directory::Identity {
             own: number,

@@ -1,8 +1,8 @@
-//! Shows an image and layers above it as one image without a file of its own.
+//! Joins an image and layers above it: shows them as one image that has no file on a disk.
 //!
-//! The result is a stack, as in a conversion into a layout: the metadata of the merged tree, which
-//! is in memory, and a window onto each image. A window shows the whole address space of its image,
-//! including that image's own windows.
+//! The result is a stack, as in a conversion into a layout. Its file is in memory; it has the
+//! metadata of the merged tree, and a window onto each image. A window shows the whole address
+//! space of its image, including the windows of that image.
 
 use std::fs::File;
 use std::path::Path;
@@ -26,27 +26,27 @@ use crate::options::Limits;
 use crate::space::BLOCK_BYTES;
 use crate::stack::{BlockRange, Merged, StackPart, TAIL_SHIFT, place_regions};
 
-/// An image that takes part.
+/// One of the images to join.
 #[derive(Clone)]
 pub struct JoinPart {
-    /// Its address space.
+    /// The address space of the image.
     pub image: Arc<Image>,
-    /// The name in messages.
+    /// The name of the image in messages.
     pub name: String,
     /// The form of the image's file system.
     pub form: TreeForm,
 }
 
-/// Several images, shown as one.
+/// The result of [`join()`].
 pub struct Joined {
-    /// The address space.
+    /// The joined address space.
     pub image: Arc<Image>,
     /// The byte of the address space where each part begins, in the order of the parts.
     pub starts: Vec<u64>,
 }
 
-/// The identity of several images that are shown as one: a hash of their identities, lowest first.
-/// It depends on these only, so that later versions of bcow compute the same value.
+/// The identity of joined images: a hash of the identities of the parts, lowest first. It does not
+/// depend on the bytes of the stack, so later versions of bcow compute the same value.
 pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update(b"bcow image with layers\0");
@@ -56,35 +56,35 @@ pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// Shows `parts`, lowest first, as one image with the fields `described` in its metadata.
+/// Joins `parts`, lowest first, into one image. Its metadata has the fields `metadata_fields`.
 pub fn join(
     parts: &[JoinPart],
-    described: Map<String, Value>,
+    metadata_fields: Map<String, Value>,
     options: &OpenOptions,
 ) -> Result<Joined, ConvertError> {
     let path = Path::new("memory");
-    let in_memory = |error| ConvertError::write("make a file in", path, error);
+    let memory_error = |error| ConvertError::write("make a file in", path, error);
     let places = place_regions(parts.iter().map(|part| part.image.size()));
     let trees = parts
         .iter()
         .zip(&places)
         .enumerate()
-        .map(|(index, (part, place))| tree(part, *place, index))
+        .map(|(index, (part, place))| part_tree(part, *place, index))
         .collect::<Result<Vec<_>, _>>()?;
     let names: Vec<String> = parts.iter().map(|part| part.name.clone()).collect();
     let tree = merge(trees).map_err(|error| tree_error(&names, error))?;
-    let shown: Vec<StackPart<'_>> = parts
+    let stack_parts: Vec<StackPart<'_>> = parts
         .iter()
         .map(|part| StackPart {
             image: &part.image,
-            // This digest is resolved by `join` only; it must be unique among the parts.
+            // Only the resolver below resolves this digest. The parts must have different ones.
             digest: part.image.identity_hash(),
             bytes: part.image.size(),
         })
         .collect();
     let merged = Merged {
         tree: &tree,
-        parts: &shown,
+        parts: &stack_parts,
         places: &places,
         options: WriterOptions {
             compression: Compression::None,
@@ -97,10 +97,10 @@ pub fn join(
         path,
     };
     let file = rustix::fs::memfd_create("bcow", MemfdFlags::CLOEXEC)
-        .map_err(|error| in_memory(error.into()))?;
+        .map_err(|error| memory_error(error.into()))?;
     let file = File::from(file);
-    let written = file.try_clone().map_err(in_memory)?;
-    let metadata = Metadata::new("bcow", Value::Null, described);
+    let written = file.try_clone().map_err(memory_error)?;
+    let metadata = Metadata::new("bcow", Value::Null, metadata_fields);
     let stack = merged.write(written, metadata)?;
     let resolver = ImagesByDigest(
         parts
@@ -117,8 +117,8 @@ pub fn join(
     })
 }
 
-/// The tree of the part at `index`, with its contents at `place`.
-fn tree(part: &JoinPart, place: BlockRange, index: usize) -> Result<LayerTree, ConvertError> {
+/// Reads the tree of the part `index`. The content of the part is at the blocks `place`.
+fn part_tree(part: &JoinPart, place: BlockRange, index: usize) -> Result<LayerTree, ConvertError> {
     let filesystem = Filesystem::open(part.image.clone())
         .map_err(|error| ConvertError::layout(&part.name, error))?;
     let find = |offset: u64, bytes: u64| {
@@ -167,11 +167,11 @@ mod tests {
         }
     }
 
-    /// An upper of the kernel door over an image with layers has blocks that belong to the view of
-    /// the joined image. If this test fails, such uppers could not be opened any more: the new
-    /// places need a view layout of their own.
+    /// The disk of an upper of the kernel door has blocks that match the view of the joined image.
+    /// If this test fails, existing uppers over an image with layers can no longer be opened: the
+    /// new addresses need a new version of the layout of views.
     #[test]
-    fn places_in_a_joined_image_do_not_change() {
+    fn addresses_in_a_joined_image_do_not_change() {
         let parts = [
             part("below", TreeForm::Whole, &[]),
             part("above", TreeForm::Layer, &[7; 4096]),

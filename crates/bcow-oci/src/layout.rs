@@ -1,4 +1,5 @@
-//! OCI image layouts: selects an image by name and platform.
+//! OCI image layouts: selects an image by name and platform, and reads its manifest and
+//! configuration.
 
 pub(crate) mod write;
 
@@ -22,7 +23,7 @@ const MAX_MANIFEST_BYTES: u64 = 4 << 20;
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 /// Largest depth of nested indexes. Usual images have one or two levels.
 pub(crate) const MAX_INDEX_DEPTH: u64 = 4;
-/// Largest number of manifests read to find one image.
+/// Largest number of manifests among which an image is selected.
 const MAX_MANIFESTS: u64 = 1000;
 /// Largest number of layers of one image. Container engines stop at about 127.
 pub(crate) const MAX_LAYERS: u64 = 4096;
@@ -110,7 +111,7 @@ pub(crate) fn is_layout(files: &Files) -> Result<bool, ConvertError> {
     Ok(files.open("oci-layout")?.is_some())
 }
 
-/// The form of images to select from if no name is given.
+/// The form of the requested image. It counts only if no name is given.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
     Any,
@@ -151,8 +152,9 @@ pub(crate) fn find_bcow(
     Ok(BcowManifest { place, stack })
 }
 
-/// The manifest in an index of a registry, which is called `place` in messages: that of an image in
-/// BCoW form, if there is one. It can be an index again.
+/// Selects a manifest for `platform` from an index of a registry. It prefers images in BCoW form.
+/// The selected descriptor can be that of another index. `place` is the name of the index in
+/// messages.
 pub(crate) fn choose_in_index(
     place: &str,
     mut manifests: Vec<Descriptor>,
@@ -168,8 +170,8 @@ pub(crate) fn choose_in_index(
     best_platform(place, &manifests, platform)
 }
 
-/// The image of a manifest, whose blobs are in `files`. `of_index` is the platform that an index
-/// gives for the manifest.
+/// Reads the image of a manifest. The blobs of the image are in `files`. `of_index` is the platform
+/// in the index that names the manifest.
 pub(crate) fn of_manifest(
     files: &Files,
     digest: Digest,
@@ -188,7 +190,7 @@ pub(crate) fn of_manifest(
     Ok(image)
 }
 
-/// The manifest of the image in BCoW form with the name or digest `reference`.
+/// The bytes of the manifest of the image in BCoW form with the name or digest `reference`.
 pub(crate) fn bcow_manifest(
     files: &Files,
     reference: Option<&str>,
@@ -219,7 +221,7 @@ pub(crate) fn check_layer_count(place: &str, count: usize) -> Result<(), Convert
         .map_err(|exceeded| exceeded.at(Place::layer(place)))
 }
 
-/// The root hash in the annotations of a BCoW file.
+/// The root hash in the annotations of the descriptor of a BCoW file.
 pub(crate) fn merkle_root(
     place: &str,
     file: &Descriptor,
@@ -273,8 +275,8 @@ fn check_platform(
     }
 }
 
-/// The manifests in the index of the layout in `directory`; none if there is no layout. A manifest
-/// that does not match its digest is left out.
+/// The manifests in the index of the layout in `directory`; none if there is no layout. It leaves
+/// out a manifest that cannot be read, or that does not match its digest.
 pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertError> {
     if !directory.join("index.json").exists() {
         return Ok(Vec::new());
@@ -285,11 +287,11 @@ pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertErro
         None => return Ok(Vec::new()),
     };
     let manifests = index.manifests.unwrap_or_default();
-    let ours = manifests
+    let oci_manifests = manifests
         .iter()
         .filter(|d| d.media_type == OCI_MANIFEST)
         .take(MAX_MANIFESTS as usize);
-    Ok(ours
+    Ok(oci_manifests
         .filter_map(|d| document(&files, "manifest", d, MAX_MANIFEST_BYTES).ok())
         .map(|(_, bytes)| bytes)
         .collect())
@@ -309,7 +311,8 @@ fn choose(
     };
     let mut manifests = index.manifests.unwrap_or_default();
     let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
-    // A request for a BCoW image without a name does not select the ordinary image beside it.
+    // Without a name, a request for a BCoW image must not select an ordinary image in the same
+    // layout.
     if form == Form::Bcow && reference.is_none() && manifests.iter().any(is_bcow) {
         manifests.retain(is_bcow);
     }
@@ -332,8 +335,11 @@ pub(crate) fn check_version(files: &Files) -> Result<(), ConvertError> {
     }
 }
 
-fn no_layout(files: &Files, why: &str) -> ConvertError {
-    ConvertError::layout(files.name(), format!("not a valid OCI image layout: {why}"))
+fn no_layout(files: &Files, reason: &str) -> ConvertError {
+    ConvertError::layout(
+        files.name(),
+        format!("not a valid OCI image layout: {reason}"),
+    )
 }
 
 fn in_files(files: &Files, path: &str) -> String {
@@ -432,7 +438,7 @@ fn choose_named(
     }
 }
 
-/// The manifest for the platform, through nested indexes.
+/// Selects the manifest for the platform; reads nested indexes.
 fn choose_platform(
     files: &Files,
     descriptors: Vec<Descriptor>,
@@ -465,7 +471,8 @@ fn choose_platform(
     best_platform(&files.name(), &manifests, platform)
 }
 
-/// The manifest for the platform; the only one, if there is only one.
+/// Selects the manifest for the platform. If there is only one manifest, its platform does not
+/// count.
 fn best_platform(
     place: &str,
     manifests: &[Descriptor],
@@ -495,15 +502,16 @@ fn best_platform(
     }
 }
 
-/// Reads the blob of a descriptor and checks its size and digest.
+/// Reads the blob of a descriptor, and checks its size and digest. Returns the name of the blob in
+/// messages, and the bytes. `kind` begins the name: "manifest", "index" or "config".
 fn document(
     files: &Files,
-    what: &str,
+    kind: &str,
     descriptor: &Descriptor,
     limit: u64,
 ) -> Result<(String, Vec<u8>), ConvertError> {
     let digest = digest(files, &descriptor.digest)?;
-    let place = format!("{what} {} in {}", digest.short(), files.name());
+    let place = format!("{kind} {} in {}", digest.short(), files.name());
     let Some(blob) = files.blob(&digest, descriptor.size)? else {
         return Err(ConvertError::MissingBlob {
             place,
@@ -541,7 +549,7 @@ fn media_type(place: String, descriptor: &Descriptor) -> ConvertError {
     }
 }
 
-/// Reads a manifest; returns its digest and its name in messages too.
+/// Reads a manifest. Returns its digest, its name in messages, and its content.
 fn read_manifest(
     files: &Files,
     descriptor: &Descriptor,
@@ -556,8 +564,8 @@ fn read_manifest(
     Ok((manifest_digest, place, manifest))
 }
 
-/// Reads the configuration of a manifest, which is called `place` in messages, and finds the
-/// layers.
+/// Reads the configuration of a manifest, and finds the blobs of the layers. `place` is the name of
+/// the manifest in messages.
 fn load(
     files: &Files,
     digest: Digest,

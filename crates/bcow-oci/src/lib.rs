@@ -7,19 +7,19 @@
 //!    `blob`) and sends chunks to the parser (`stream`). A directory of the host is walked instead
 //!    (`directory`).
 //! 3. `tar` reads entries from the chunks. `ingest` and `builder` build the layer's tree, and
-//!    `content` stores the files' content in the image, equal pieces once. `hidden` finds the files
-//!    that upper layers hide; their content is not stored.
+//!    `content` stores the content of the files in the image; it stores equal pieces once. `hidden`
+//!    finds the files that upper layers hide. Their content is not stored.
 //! 4. `conversion` writes the merged tree and the JSON section (`metadata`). `image_file` reads the
 //!    image back, and `output` gives the file its name.
 //!
 //! `layered` converts an image layer by layer into an OCI layout, with a `stack` that merges the
 //! layers. [`store`] opens BCoW images and finds the files below them, [`join`] shows several
 //! images as one, [`commit`] writes changes as a new image, [`recode`] rewrites an image with other
-//! options, [`copy`] copies images as they are, and [`export`] writes tar archives and ordinary OCI
-//! images.
+//! options, [`copy`] copies images without a change, and [`export`] writes tar archives and
+//! ordinary OCI images.
 //!
-//! All input is treated as hostile. Each limit is in [`Limits`] or a constant at the code that it
-//! protects; an input that exceeds a limit fails with [`ConvertError::Limit`].
+//! All input is treated as hostile. Each limit is a field of [`Limits`], or a constant in the
+//! module that it protects. An input that exceeds a limit fails with [`ConvertError::Limit`].
 //!
 //! ```no_run
 //! use bcow_oci::{ConvertOptions, Source, convert};

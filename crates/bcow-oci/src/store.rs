@@ -144,7 +144,7 @@ fn open_found(
     let image =
         Image::open_with_backings(storage.clone(), options, &resolver).map_err(cannot_open)?;
     let height = resolver.height() + 1;
-    let below = finder.below(&recorded);
+    let below = finder.open_files(&recorded);
     let lookups = finder.lookups.into_inner();
     let layers = recorded
         .into_iter()

@@ -1,4 +1,5 @@
-//! Errors of a mount: counted by kind, kept for `bcow stats`, and logged once per place.
+//! The error log of a mount: counts errors by kind, records the last different ones for
+//! `bcow stats`, and logs the first error of each place (inode and action).
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::OnceLock;
@@ -10,24 +11,24 @@ use rustix::io::Errno;
 
 use crate::log::{self, Severity};
 
-/// Upper bound of the places (inode and action) whose errors are remembered as logged.
-const PLACES: usize = 1024;
-/// Shortest time between two further lines after [`PLACES`] places were logged.
-const INTERVAL: Duration = Duration::from_secs(10);
-/// Shortest time between two lines about a shortage of space or of the process's resources, because
-/// such errors come and go.
+/// Upper bound of the places (inode and action) that the log records as logged.
+const MAX_LOGGED_PLACES: usize = 1024;
+/// Shortest time between two log lines after [`MAX_LOGGED_PLACES`] places were logged.
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
+/// Shortest time between two log lines about a shortage of one kind. A shortage can end and occur
+/// again, so it is logged more than once.
 const SHORTAGE_INTERVAL: Duration = Duration::from_secs(600);
-/// Number of different errors that are kept.
-const KEPT: usize = 8;
+/// Upper bound of the different errors that are recorded.
+const MAX_RECENT: usize = 8;
 /// Upper bound of the paths that an error names for a file with several names.
-pub const NAMED_PATHS: usize = 4;
+pub(crate) const NAMED_PATHS: usize = 4;
 
 thread_local! {
     /// Whether this thread reported an error since the last [`ErrorLog::take_reported`].
     static HAS_REPORTED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Kind of an error. The names are stable: metrics and statistics contain them.
+/// Kind of an error. The names are stable, because metrics and statistics contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(usize)]
 pub enum ErrorKind {
@@ -72,13 +73,13 @@ impl ErrorKind {
         }
     }
 
-    /// The kind of an unreported errno of the host that fails a request of a writable mount. `None`
-    /// for an errno that reports a mistake of the program, such as `ENOENT`.
+    /// The kind of an errno of the host with which a request of a writable mount fails. `None` for
+    /// an errno that reports a mistake of the program, such as `ENOENT`.
     pub fn of_errno(errno: Errno) -> Option<ErrorKind> {
         match errno {
             Errno::NOSPC | Errno::DQUOT => Some(ErrorKind::NoSpace),
             Errno::NOMEM | Errno::MFILE | Errno::NFILE => Some(ErrorKind::Resources),
-            // A host's file system often becomes read-only after an error.
+            // Many file systems of the host become read-only after an error.
             Errno::IO | Errno::ROFS | Errno::NODEV | Errno::NOTCONN | Errno::TIMEDOUT => {
                 Some(ErrorKind::UpperIo)
             }
@@ -86,13 +87,13 @@ impl ErrorKind {
         }
     }
 
-    /// Whether the error concerns the whole mount, and not one file.
+    /// Whether the error is a shortage, which concerns the whole mount and not one file.
     fn is_shortage(self) -> bool {
         matches!(self, ErrorKind::NoSpace | ErrorKind::Resources)
     }
 }
 
-/// Identification of a mount in its log.
+/// The mount that log lines name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Subject {
     /// The image: its file, or its path in an OCI layout.
@@ -108,7 +109,7 @@ pub struct Failure<'a> {
     pub kind: ErrorKind,
     /// Inode number in the mount.
     pub inode: u64,
-    /// The failed action, as it follows the word "cannot".
+    /// The failed action: the text that follows the word "cannot".
     pub action: &'static str,
     /// Offset in the file in bytes, for an error at a place in its content.
     pub offset: Option<u64>,
@@ -116,7 +117,7 @@ pub struct Failure<'a> {
     pub cause: &'a dyn std::error::Error,
 }
 
-/// A kept error, with the number of its occurrences.
+/// A recorded error, with the number of its occurrences.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedError {
     /// Time of the last occurrence, in seconds since 1970 (UTC).
@@ -127,10 +128,10 @@ pub struct RecordedError {
     pub kind: ErrorKind,
     /// Inode number in the mount.
     pub inode: u64,
-    /// Paths of the file in the mount: at most [`NAMED_PATHS`], none if they are unknown.
+    /// Paths of the file in the mount: at most four, none if they are unknown.
     pub paths: Vec<String>,
-    /// The failed action, as it follows the word "cannot"; empty for a problem with a text of its
-    /// own.
+    /// The failed action: the text that follows the word "cannot". Empty for an error of
+    /// [`ErrorLog::report_problem`].
     pub action: &'static str,
     /// Offset in the file of the last occurrence, in bytes.
     pub offset: Option<u64>,
@@ -138,12 +139,13 @@ pub struct RecordedError {
     pub cause: String,
 }
 
-/// The errors of one mount. Successful requests do not use it.
+/// The errors of one mount. A request without an error does not use it.
 #[derive(Debug, Default)]
 pub struct ErrorLog {
     subject: OnceLock<Subject>,
     counts: [AtomicU64; ErrorKind::ALL.len()],
-    /// A leaf lock: while it is held, no other lock is acquired and nothing is logged.
+    /// The places and the recorded errors. A leaf lock: a thread that holds it acquires no other
+    /// lock and logs nothing.
     state: Mutex<State>,
 }
 
@@ -151,7 +153,9 @@ pub struct ErrorLog {
 struct State {
     /// Places (inode and action) that were logged.
     places: HashSet<(u64, &'static str)>,
+    /// Time of the last line about a place that is not in `places` because the set is full.
     last_line: Option<Instant>,
+    /// Time of the last line about a shortage, by the number of its kind.
     last_shortage: [Option<Instant>; ErrorKind::ALL.len()],
     /// The different errors that occurred last; the latest is at the end.
     recent: VecDeque<RecordedError>,
@@ -178,45 +182,50 @@ impl ErrorLog {
         HAS_REPORTED.take()
     }
 
-    /// Counts and keeps an error, and logs it if it is new. New is the first failure of an action
-    /// for an inode (after 1024 of them: at most one in 10 seconds), and a shortage at most once in
-    /// 10 minutes. `paths` gives the paths of the inode in the mount; it is called only if the
-    /// error is logged or not kept yet.
+    /// Counts and records an error. Logs it in these cases:
+    ///
+    /// - the first failure of an action on an inode. After 1024 of these, one in 10 seconds;
+    /// - a shortage, if its kind was not logged in the last 10 minutes.
+    ///
+    /// `paths` returns the paths of the inode in the mount. It is called only if the error is
+    /// logged, or is not recorded yet.
     pub fn report(&self, failure: &Failure<'_>, paths: impl FnOnce() -> Vec<String>) {
         HAS_REPORTED.set(true);
         self.counts[failure.kind as usize].fetch_add(1, Ordering::Relaxed);
         let cause = with_causes(failure.cause);
-        let (known, is_news) = {
+        let (is_recorded, must_log) = {
             let mut state = self.state.lock();
             (
                 state.update(failure, &cause),
-                state.is_news(failure, Instant::now()),
+                state.must_log(failure, Instant::now()),
             )
         };
-        if known && !is_news {
+        if is_recorded && !must_log {
             return;
         }
-        // Outside the lock, since this may read the image.
+        // Outside the lock, because `paths` may read the image.
         let paths = paths();
-        if is_news {
+        if must_log {
             let severity = match failure.kind.is_shortage() {
                 true => Severity::Warning,
                 false => Severity::Error,
             };
             log::log(severity, &self.line(failure, &paths, &cause));
         }
-        if !known {
-            let mut state = self.state.lock();
-            // Another thread may have kept the same error meanwhile.
-            if !state.update(failure, &cause) {
-                state.remember(failure, paths, cause);
-            }
+        if !is_recorded {
+            self.state.lock().record(failure, paths, cause);
         }
     }
 
-    /// Counts, keeps and logs a problem that fails no request, with a text of its own. `path` names
-    /// the place.
-    pub fn note(&self, kind: ErrorKind, severity: Severity, path: Option<String>, problem: &str) {
+    /// Counts, records and logs a problem that has no inode and no action. `path` names the place,
+    /// and `problem` is the message. Each call logs a line.
+    pub(crate) fn report_problem(
+        &self,
+        kind: ErrorKind,
+        severity: Severity,
+        path: Option<String>,
+        problem: &str,
+    ) {
         HAS_REPORTED.set(true);
         self.counts[kind as usize].fetch_add(1, Ordering::Relaxed);
         let place = path
@@ -232,11 +241,11 @@ impl ErrorLog {
         };
         self.state
             .lock()
-            .remember(&failure, path.into_iter().collect(), problem.to_owned());
+            .record(&failure, path.into_iter().collect(), problem.to_owned());
     }
 
     /// The start of each log line of this mount.
-    pub fn prefix(&self) -> String {
+    fn prefix(&self) -> String {
         match self.subject.get() {
             Some(Subject { image, mountpoint }) => format!("{image} at {mountpoint}: "),
             None => String::new(),
@@ -255,31 +264,32 @@ impl ErrorLog {
 }
 
 impl State {
-    /// Counts an error that is kept already; `false` if it is not kept.
+    /// Counts an occurrence of a recorded error. Returns `false` if the error is not recorded.
     fn update(&mut self, failure: &Failure<'_>, cause: &str) -> bool {
-        let same = |kept: &RecordedError| {
-            kept.kind == failure.kind
-                && kept.inode == failure.inode
-                && kept.action == failure.action
-                && kept.cause == cause
+        let same = |recorded: &RecordedError| {
+            recorded.kind == failure.kind
+                && recorded.inode == failure.inode
+                && recorded.action == failure.action
+                && recorded.cause == cause
         };
         let Some(index) = self.recent.iter().position(same) else {
             return false;
         };
-        if let Some(mut kept) = self.recent.remove(index) {
-            kept.count += 1;
-            kept.unix_seconds = now();
-            kept.offset = failure.offset;
-            self.recent.push_back(kept);
+        if let Some(mut recorded) = self.recent.remove(index) {
+            recorded.count += 1;
+            recorded.unix_seconds = now();
+            recorded.offset = failure.offset;
+            self.recent.push_back(recorded);
         }
         true
     }
 
-    fn remember(&mut self, failure: &Failure<'_>, paths: Vec<String>, cause: String) {
+    /// Records an error, or counts an occurrence if another thread has recorded it meanwhile.
+    fn record(&mut self, failure: &Failure<'_>, paths: Vec<String>, cause: String) {
         if self.update(failure, &cause) {
             return;
         }
-        if self.recent.len() == KEPT {
+        if self.recent.len() == MAX_RECENT {
             self.recent.pop_front();
         }
         self.recent.push_back(RecordedError {
@@ -294,7 +304,8 @@ impl State {
         });
     }
 
-    fn is_news(&mut self, failure: &Failure<'_>, now: Instant) -> bool {
+    /// Whether a failure must be logged now. If so, records that it was logged.
+    fn must_log(&mut self, failure: &Failure<'_>, now: Instant) -> bool {
         let due = |last: Option<Instant>, interval| {
             last.is_none_or(|last| now.duration_since(last) >= interval)
         };
@@ -310,11 +321,11 @@ impl State {
         if self.places.contains(&place) {
             return false;
         }
-        if self.places.len() < PLACES {
+        if self.places.len() < MAX_LOGGED_PLACES {
             self.places.insert(place);
             return true;
         }
-        let is_due = due(self.last_line, INTERVAL);
+        let is_due = due(self.last_line, LINE_INTERVAL);
         if is_due {
             self.last_line = Some(now);
         }
@@ -322,7 +333,7 @@ impl State {
     }
 }
 
-/// Names an inode: by its paths, or by its number if no path is known.
+/// An inode in messages: its paths, or its number if no path is known.
 pub fn place(inode: u64, paths: &[String]) -> String {
     match paths {
         [] => format!("inode {inode}"),
@@ -330,19 +341,19 @@ pub fn place(inode: u64, paths: &[String]) -> String {
     }
 }
 
-/// A path for display: control characters, which could move a cursor, are escaped.
-pub fn shown(path: &[u8]) -> String {
-    let mut shown = String::new();
+/// A path in messages. Control characters are escaped, because a terminal interprets them.
+pub fn escaped(path: &[u8]) -> String {
+    let mut escaped = String::new();
     for char in String::from_utf8_lossy(path).chars() {
         match char.is_control() {
-            true => shown.extend(char.escape_default()),
-            false => shown.push(char),
+            true => escaped.extend(char.escape_default()),
+            false => escaped.push(char),
         }
     }
-    shown
+    escaped
 }
 
-/// A problem as text.
+/// An error that is only a text.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Problem(String);
@@ -353,6 +364,7 @@ fn now() -> u64 {
         .map_or(0, |elapsed| elapsed.as_secs())
 }
 
+/// The text of an error and of its causes, separated by colons.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = without_number(error.to_string());
     let mut cause = error.source();
@@ -369,7 +381,7 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Removes the number of an OS error. The text before it says the same.
+/// Removes the number of an OS error: the text before it has the same meaning.
 fn without_number(mut text: String) -> String {
     if let Some((before, number)) = text.rsplit_once(" (os error ")
         && number.ends_with(')')
@@ -394,21 +406,21 @@ mod tests {
     }
 
     #[test]
-    fn same_damage_is_news_once() {
+    fn same_damage_is_logged_once() {
         let (mut state, now) = (State::default(), Instant::now());
-        assert!(state.is_news(&failure(1, "read"), now));
-        assert!(!state.is_news(&failure(1, "read"), now));
-        assert!(state.is_news(&failure(1, "list"), now));
-        assert!(state.is_news(&failure(2, "read"), now));
+        assert!(state.must_log(&failure(1, "read"), now));
+        assert!(!state.must_log(&failure(1, "read"), now));
+        assert!(state.must_log(&failure(1, "list"), now));
+        assert!(state.must_log(&failure(2, "read"), now));
     }
 
     #[test]
     fn endless_new_damage_is_limited() {
         let (mut state, now) = (State::default(), Instant::now());
-        let lines = (0..10 * PLACES as u64)
-            .filter(|&inode| state.is_news(&failure(inode, "read"), now))
+        let lines = (0..10 * MAX_LOGGED_PLACES as u64)
+            .filter(|&inode| state.must_log(&failure(inode, "read"), now))
             .count();
-        assert_eq!(lines, PLACES + 1);
+        assert_eq!(lines, MAX_LOGGED_PLACES + 1);
     }
 
     #[test]
@@ -418,26 +430,26 @@ mod tests {
             kind: ErrorKind::NoSpace,
             ..failure(inode, "write")
         };
-        assert!(state.is_news(&full(1), now));
-        assert!(!state.is_news(&full(2), now));
-        assert!(state.is_news(&full(2), now + SHORTAGE_INTERVAL));
+        assert!(state.must_log(&full(1), now));
+        assert!(!state.must_log(&full(2), now));
+        assert!(state.must_log(&full(2), now + SHORTAGE_INTERVAL));
     }
 
     #[test]
-    fn every_error_is_counted_and_each_kept_once_with_its_path() {
+    fn every_error_is_counted_and_each_recorded_once_with_its_path() {
         let log = ErrorLog::default();
-        let asked = std::cell::Cell::new(0);
+        let calls = std::cell::Cell::new(0);
         for offset in [0, 4096] {
             let failure = Failure {
                 offset: Some(offset),
                 ..failure(7, "read")
             };
             log.report(&failure, || {
-                asked.set(asked.get() + 1);
+                calls.set(calls.get() + 1);
                 vec!["/a/b".to_owned()]
             });
         }
-        assert_eq!(asked.get(), 1, "paths are looked for once");
+        assert_eq!(calls.get(), 1, "paths are searched once");
         assert!(ErrorLog::take_reported());
         assert!(!ErrorLog::take_reported());
         assert_eq!(log.count(ErrorKind::ImageDamage), 2);
@@ -452,7 +464,7 @@ mod tests {
             log.report(&failure(inode, "read"), Vec::new);
         }
         let recent = log.recent();
-        assert_eq!(recent.len(), KEPT);
+        assert_eq!(recent.len(), MAX_RECENT);
         assert_eq!(recent[0].inode, 199, "the latest is first");
         assert_eq!(log.count(ErrorKind::ImageDamage), 102);
     }
@@ -493,6 +505,6 @@ mod tests {
 
     #[test]
     fn names_cannot_move_a_cursor() {
-        assert_eq!(shown("/ü\u{1b}[2J\n".as_bytes()), "/ü\\u{1b}[2J\\n");
+        assert_eq!(escaped("/ü\u{1b}[2J\n".as_bytes()), "/ü\\u{1b}[2J\\n");
     }
 }

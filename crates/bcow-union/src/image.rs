@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::Seek;
 use crate::errno::{errno, kind};
-use crate::errors::{ErrorLog, Failure, NAMED_PATHS, shown};
+use crate::errors::{ErrorLog, Failure, NAMED_PATHS, escaped};
 use crate::node::{NodeId, NodeIds};
 
 /// Upper bound of the extents that a stat counts to get the allocated size of a sparse file. Beyond
@@ -54,7 +54,7 @@ impl Image {
             .names
             .get_or_init(|| PathIndex::new(&self.fs, MAX_NAMES));
         let paths = names.paths(nid, NAMED_PATHS);
-        paths.iter().map(|path| shown(path)).collect()
+        paths.iter().map(|path| escaped(path)).collect()
     }
 
     /// The root directory.

@@ -18,7 +18,7 @@ use rustix::fs::Mode;
 
 use crate::entries::{Removal, Remove, ViewEntry};
 use crate::file::{self, LAYOUT, hex};
-use crate::{Shown, ViewError};
+use crate::{ViewError, ViewedImage};
 use crate::{bound, entries};
 
 /// Limit of the bytes that views take on the disk. About a thousand views fit.
@@ -82,7 +82,7 @@ impl ViewCache {
     }
 
     /// The view of `image` as an ext4 of `bytes` bytes, from the cache or new.
-    pub fn view(&self, image: &dyn Shown, bytes: u64) -> Result<CachedView, ViewError> {
+    pub fn view(&self, image: &dyn ViewedImage, bytes: u64) -> Result<CachedView, ViewError> {
         let directory = self.open_directory()?;
         match self.cached(&directory, image, bytes) {
             Some(view) => Ok(view),
@@ -148,7 +148,7 @@ impl ViewCache {
     }
 
     /// The view in the cache. A file that does not belong there counts as missing, and is replaced.
-    fn cached(&self, directory: &File, image: &dyn Shown, bytes: u64) -> Option<CachedView> {
+    fn cached(&self, directory: &File, image: &dyn ViewedImage, bytes: u64) -> Option<CachedView> {
         let name = name(image, bytes);
         let file = entries::open(directory, &name).ok()?;
         let metadata = file.metadata().ok()?;
@@ -174,7 +174,7 @@ impl ViewCache {
     fn make(
         &self,
         directory: &File,
-        image: &dyn Shown,
+        image: &dyn ViewedImage,
         bytes: u64,
     ) -> Result<CachedView, ViewError> {
         let name = name(image, bytes);
@@ -201,7 +201,7 @@ impl ViewCache {
     /// The view that a disk names as its backing.
     pub(crate) fn find_wanted(
         &self,
-        image: &dyn Shown,
+        image: &dyn ViewedImage,
         wanted: &WantedView,
     ) -> Result<CachedView, ViewError> {
         if wanted.layout != LAYOUT {
@@ -235,6 +235,6 @@ fn is_safe(metadata: &std::fs::Metadata) -> bool {
 }
 
 /// The name of a view's file.
-fn name(image: &dyn Shown, bytes: u64) -> String {
+fn name(image: &dyn ViewedImage, bytes: u64) -> String {
     format!("{}-{bytes}-{LAYOUT}.bcow", hex(&image.identity()))
 }

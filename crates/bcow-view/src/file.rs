@@ -9,20 +9,20 @@ use bcow_erofs::reader::Filesystem;
 use bcow_ext4::Sink;
 use serde_json::{Value, json};
 
-use crate::{BLOCK_BYTES, Options, Shown, ViewError, lay_out, region_shift};
+use crate::{BLOCK_BYTES, Options, ViewError, ViewedImage, lay_out, region_shift};
 
-/// Version of the layout of views. Equal versions, images and sizes give equal content: a disk
-/// names its version, and its blocks belong to that content only. A change of the content needs
-/// a new number, and this program then makes both.
+/// The version of the layout of views. Views of one image with the same size and version have the
+/// same content. A disk names the version of its view, because its blocks match that content only.
+/// A change of the content needs a new version, and bcow must then still make views of the old one.
 pub(crate) const LAYOUT: u32 = 1;
 
-/// log2 of the block size of metadata: a lookup reads little.
+/// log2 of the block size of metadata, in bytes. Small blocks: a lookup reads one of them.
 const BLOCK_SHIFT: u8 = 14;
 
 /// Writes the view of `image` to empty storage. Returns its identity.
 pub(crate) fn write(
     storage: Arc<dyn Storage>,
-    image: &dyn Shown,
+    image: &dyn ViewedImage,
     bytes: u64,
 ) -> Result<[u8; 32], ViewError> {
     check_kind(image.image())?;
@@ -35,7 +35,8 @@ pub(crate) fn write(
     Ok(identity)
 }
 
-/// Writes all content of a view of the tree in `backing`.
+/// Lays out a view of the tree `fs`, and writes its metadata, windows and fragments. The caller
+/// finishes the file. `backing` is the entry for the image that contains the tree.
 fn compose(
     storage: Arc<dyn Storage>,
     fs: &Filesystem,
@@ -56,7 +57,7 @@ fn compose(
         journal_blocks: None,
         seed,
     };
-    let view = lay_out(fs, &options, &mut Composing(&mut composer))?;
+    let view = lay_out(fs, &options, &mut ComposerSink(&mut composer))?;
     for window in &view.windows {
         let [start, address, length] =
             [window.start, window.device_start, window.blocks].map(|blocks| blocks * BLOCK_BYTES);
@@ -73,7 +74,7 @@ fn compose(
     Ok(composer)
 }
 
-/// A view needs a whole tree.
+/// Checks that `image` shows a whole tree.
 fn check_kind(image: &Image) -> Result<(), ViewError> {
     let header = image.header();
     if header.purpose != Use::Image || !header.features.has_compatible(compatible::EROFS) {
@@ -86,9 +87,9 @@ fn check_kind(image: &Image) -> Result<(), ViewError> {
     Ok(())
 }
 
-/// The entry of the image in the file of its view. The name does not depend on the file of the
-/// image, as copies of the image share the view.
-fn backing_of(image: &dyn Shown) -> BackingEntry {
+/// The backing entry for the image in the file of its view. Copies of an image share one view, so
+/// the name in the entry does not depend on the path of the image.
+fn backing_of(image: &dyn ViewedImage) -> BackingEntry {
     let identity = image.identity();
     BackingEntry {
         name: BackingName::FileName {
@@ -106,24 +107,25 @@ fn metadata(identity: &[u8; 32]) -> Value {
     })
 }
 
-/// The identity of the view in an open file, if it is a view of `image` of this layout and size.
-pub(crate) fn identity_of(view: &Image, image: &dyn Shown, bytes: u64) -> Option<[u8; 32]> {
+/// The identity that the metadata of the file `view` records; `None` if the file is not a view of
+/// `image` with this version of the layout and this size.
+pub(crate) fn identity_of(view: &Image, image: &dyn ViewedImage, bytes: u64) -> Option<[u8; 32]> {
     let mut backings = view.backings();
     let is_of_image = backings.next() == Some(&backing_of(image)) && backings.next().is_none();
     let metadata = view.metadata().ok()?;
     let described = metadata.get("view")?;
     let identity = described.get("identity")?.as_str()?;
-    let is_this = is_of_image
+    let matches = is_of_image
         && view.header().purpose == Use::Disk
         && view.size() == bytes
         && described.get("layout")?.as_u64()? == u64::from(LAYOUT);
-    is_this.then(|| from_hex(identity)).flatten()
+    matches.then(|| from_hex(identity)).flatten()
 }
 
-/// Receives the metadata of the ext4.
-struct Composing<'c>(&'c mut Composer);
+/// Writes the metadata of the ext4 to a [`Composer`].
+struct ComposerSink<'c>(&'c mut Composer);
 
-impl Sink for Composing<'_> {
+impl Sink for ComposerSink<'_> {
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.0.write_at(offset, bytes).map_err(io::Error::other)
     }
@@ -151,8 +153,8 @@ mod tests {
 
     use super::*;
 
-    /// Disks have blocks that belong to the view of their image, in this very layout. If this test
-    /// fails, the layout has changed: it needs a new number, and the old one must remain possible.
+    /// The blocks of existing disks match views with exactly this layout. If this test fails, the
+    /// layout has changed: it needs a new version, and bcow must still make views of the old one.
     #[test]
     fn the_layout_of_version_1_does_not_change() {
         let bytes = include_bytes!("../../../fixtures/erofs/tree.erofs");

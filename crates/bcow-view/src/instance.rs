@@ -6,7 +6,7 @@ use bcow::chain::WantedView;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, OpenOptions, Storage};
 
-use crate::{CachedView, Shown, ViewCache};
+use crate::{CachedView, ViewCache, ViewedImage};
 
 /// Size of the file system in bytes if the user gives none: free space costs nothing.
 pub const DEFAULT_BYTES: u64 = 64 << 30;
@@ -31,7 +31,7 @@ pub fn create_instance(
 /// Fails if the disk was made over another image, or over none.
 pub fn open_instance(
     storage: Arc<dyn Storage>,
-    image: &dyn Shown,
+    image: &dyn ViewedImage,
     cache: &ViewCache,
     open: &OpenOptions,
 ) -> Result<Disk, Error> {
@@ -41,7 +41,7 @@ pub fn open_instance(
 /// As [`open_instance`], for reading.
 pub fn read_instance(
     storage: Arc<dyn Storage>,
-    image: &dyn Shown,
+    image: &dyn ViewedImage,
     cache: &ViewCache,
     open: &OpenOptions,
 ) -> Result<Arc<Image>, Error> {
@@ -50,7 +50,7 @@ pub fn read_instance(
 
 /// Resolves a view of a given image.
 struct Given<'a> {
-    image: &'a dyn Shown,
+    image: &'a dyn ViewedImage,
     cache: &'a ViewCache,
 }
 

@@ -31,8 +31,8 @@ mod instance;
 mod numbers;
 mod place;
 mod ranges;
-mod shown;
 mod survey;
+mod viewed_image;
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode};
 use bcow_ext4::{
@@ -47,7 +47,7 @@ pub use error::ViewError;
 pub use instance::{DEFAULT_BYTES, create_instance, open_instance, read_instance};
 pub use numbers::{Numbers, ViewName};
 pub use place::{Fragment, Window};
-pub use shown::Shown;
+pub use viewed_image::ViewedImage;
 
 use place::{Layout, Pieces};
 use survey::{Survey, kind};

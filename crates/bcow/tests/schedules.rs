@@ -303,7 +303,7 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
             match thread_rng().gen_range(0..4) {
                 // A change of the whole file waits for all operations in flight, and blocks new
                 // ones.
-                0 => disk.rest().unwrap(),
+                0 => disk.checkpoint_and_truncate().unwrap(),
                 1 => disk.resize(SIZE + BLOCK).unwrap(),
                 _ => look(&disk, part as usize),
             }

@@ -15,7 +15,7 @@ use bcow_oci::export::{
     ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, export_layout, export_tar,
 };
 use bcow_oci::{ConvertOptions, Digest, ImageName, Limits, store};
-use bcow_union::offline::{Changes, LOWER_FROM, Scope, Spliced};
+use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
 use super::{Args, NewContent};
@@ -271,8 +271,8 @@ impl UpperCommit<'_> {
         let lower = self.image.tree()?.into_filesystem();
         let options = ReadOptions {
             form: self.image.form()?,
-            place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
-            tails: LOWER_FROM,
+            place: &|offset, _| u32::try_from((LOWER_START + offset) / 4096).ok(),
+            tails: LOWER_START,
             max_inodes: Limits::default().max_entries,
         };
         let below = read_layer(&lower, &options).joined(self.upper)?;

@@ -1,4 +1,5 @@
-//! Opens and creates files below a directory without following symbolic links.
+//! Opens and creates files below a directory without following symbolic links, and splits and joins
+//! paths for these calls.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -7,7 +8,8 @@ use rustix::io::Errno;
 
 const BENEATH: ResolveFlags = ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS);
 
-/// Opens `path` below `directory`.
+/// Opens `path` below `directory`. Fails if a component of the path is a symbolic link, or if the
+/// path leaves the directory.
 pub(super) fn open_beneath(
     directory: BorrowedFd<'_>,
     path: &[u8],
@@ -17,20 +19,20 @@ pub(super) fn open_beneath(
     rustix::fs::openat2(directory, path, flags, Mode::empty(), BENEATH)
 }
 
-/// Creates the regular file `name` in `parent`, and opens it for writing.
+/// Creates the regular file `name` in `parent`, and opens it for writing. Fails if the name exists.
 pub(super) fn create_beneath(parent: &OwnedFd, name: &[u8]) -> Result<OwnedFd, Errno> {
     let new = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
     let flags = new | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     rustix::fs::openat2(parent, name, flags, Mode::RUSR | Mode::WUSR, BENEATH)
 }
 
-/// Whether `name` in `parent` is a directory.
+/// Whether `name` in `parent` is a directory. `false` also if the host fails.
 pub(super) fn is_directory(parent: &OwnedFd, name: &[u8]) -> bool {
     rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)
         .is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir())
 }
 
-/// `directory/name`; the name alone if the directory is empty.
+/// `directory/name`; `name` if `directory` is empty.
 pub(super) fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
     match directory {
         b"" => name.to_vec(),
@@ -39,7 +41,8 @@ pub(super) fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
     }
 }
 
-/// The directory of a path, if it has one, and its last name.
+/// Splits a path at its last slash into the directory and the name. The directory is `None` if the
+/// path has no slash.
 pub(super) fn split(path: &[u8]) -> (Option<&[u8]>, &[u8]) {
     match path.iter().rposition(|&byte| byte == b'/') {
         Some(slash) => (Some(&path[..slash]), &path[slash + 1..]),

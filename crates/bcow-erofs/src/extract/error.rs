@@ -5,14 +5,14 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::reader::ErofsError;
-use crate::tree::show;
+use crate::tree::display_path;
 
 /// An extraction failed. Paths of type [`PathBuf`] are on the host, others in the file system.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExtractError {
     /// A part of the file system cannot be read.
-    #[error("cannot read {}", show(path.strip_prefix(b"/").unwrap_or(path)))]
+    #[error("cannot read {}", display_path(path.strip_prefix(b"/").unwrap_or(path)))]
     Read {
         /// The path in the file system.
         path: Vec<u8>,
@@ -23,7 +23,7 @@ pub enum ExtractError {
     /// An inode has an owner that no file can have.
     #[error(
         "cannot read {}: owner {uid}:{gid} is impossible",
-        show(path.strip_prefix(b"/").unwrap_or(path))
+        display_path(path.strip_prefix(b"/").unwrap_or(path))
     )]
     Owner {
         /// The path in the file system.
@@ -34,7 +34,7 @@ pub enum ExtractError {
         gid: u32,
     },
     /// The path of a file that is not a directory does not end in a name.
-    #[error("{} does not end in a name", show(path.strip_prefix(b"/").unwrap_or(path)))]
+    #[error("{} does not end in a name", display_path(path.strip_prefix(b"/").unwrap_or(path)))]
     NoName {
         /// The path in the file system.
         path: Vec<u8>,

@@ -195,7 +195,7 @@ impl<'a> Extents<'a> {
             Data::Compressed => {
                 return Err(ErofsError::UnsupportedInode {
                     nid: self.inode.nid,
-                    what: "EROFS compression",
+                    feature: "EROFS compression",
                 });
             }
         };

@@ -45,20 +45,20 @@ pub enum ErofsError {
         bits: u32,
     },
     /// A value of the superblock is valid but not supported.
-    #[error("EROFS {what} of {value} is not supported")]
+    #[error("EROFS {field} of {value} is not supported")]
     UnsupportedValue {
         /// The field.
-        what: &'static str,
+        field: &'static str,
         /// Its value.
         value: u64,
     },
     /// An inode is valid but needs a feature that the reader does not support.
-    #[error("inode {nid}: {what} is not supported")]
+    #[error("inode {nid}: {feature} is not supported")]
     UnsupportedInode {
         /// The inode.
         nid: Nid,
         /// The feature.
-        what: &'static str,
+        feature: &'static str,
     },
     /// An inode is damaged.
     #[error("inode {nid} is damaged: {problem}")]

@@ -1,4 +1,4 @@
-//! Inodes.
+//! Reads and validates inodes.
 
 use zerocopy::FromBytes;
 
@@ -13,9 +13,9 @@ use crate::tree::{DeviceNumber, Timestamp};
 /// A valid inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Inode {
-    /// The inode's number.
+    /// The number of the slot of the inode.
     pub nid: Nid,
-    /// Its type.
+    /// Type of the file.
     pub kind: FileType,
     /// Permission bits with set-id and sticky bits (`0o7777`).
     pub permissions: u16,
@@ -31,13 +31,13 @@ pub struct Inode {
     pub mtime: Timestamp,
     /// Device number of a device inode.
     pub rdev: Option<DeviceNumber>,
-    /// Inode number for stat, the same as in the kernel's EROFS: unique, and never 0 in images made
-    /// by bcow.
+    /// Inode number for stat(2), the same as that of the kernel's EROFS. It is unique, and never 0
+    /// in images made by bcow.
     pub ino: u64,
     pub(super) data: Data,
-    /// Device byte of the xattrs.
+    /// Offset of the xattrs on the device, in bytes.
     pub(super) xattr_offset: u64,
-    /// Length of the xattrs in bytes: 0, or at least the header.
+    /// Length of the xattrs in bytes: 0, or at least that of the header.
     pub(super) xattr_bytes: u32,
 }
 
@@ -47,12 +47,13 @@ impl Inode {
         self.kind.mode_bits() | u32::from(self.permissions)
     }
 
-    /// Whether the inode has extended attributes. The test reads nothing from the device.
+    /// Whether the inode has extended attributes. Reads nothing from the device.
     pub fn has_xattrs(&self) -> bool {
         self.xattr_bytes > size_of::<XattrHeader>() as u32
     }
 
-    /// For files in chunks: log2 of the chunk size in blocks of 4096 bytes.
+    /// For a chunk-based file: log2 of the chunk size in blocks of 4096 bytes. The blocks of the
+    /// file system must have 4096 bytes.
     pub(crate) fn chunk_shift(&self) -> Option<u8> {
         match self.data {
             Data::Chunked { shift, .. } => Some(shift.saturating_sub(BLOCK_SHIFT)),
@@ -65,7 +66,8 @@ impl Inode {
         matches!(self.data, Data::Inline { tail_offset, .. } if tail_offset == offset)
     }
 
-    /// Start and end on the device of the inode and its inline parts.
+    /// Start and end, in bytes of the device, of the inode with its xattrs and its inline tail or
+    /// chunk table.
     pub fn footprint(&self, fs: &Filesystem) -> (u64, u64) {
         let start = fs.superblock.metadata_offset + self.nid.0 * SLOT_BYTES as u64;
         let end = self.xattr_offset + u64::from(self.xattr_bytes);
@@ -81,8 +83,8 @@ impl Inode {
         (start, end)
     }
 
-    /// Bytes behind the last block that is not inline. A file of whole blocks has its last block
-    /// inline.
+    /// Length of the tail in the inline layout. The tail is a whole block if the size is a multiple
+    /// of the block size, and empty only in an empty file.
     pub(super) fn tail_bytes(&self, block_bytes: u64) -> u64 {
         match self.size {
             0 => 0,
@@ -91,19 +93,19 @@ impl Inode {
     }
 }
 
-/// The location of the content. It is checked against the device, except for the addresses of
-/// chunks.
+/// The location of the content. [`Filesystem::inode`] has checked that all of it lies on the
+/// device, except for the content of chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Data {
     /// No content: devices, pipes, sockets, and empty files.
     None,
-    /// All content is contiguous from this device byte on.
+    /// All content is contiguous, from `offset` on the device.
     Plain { offset: u64 },
     /// All content is a hole.
     Hole,
-    /// Whole blocks from `offset` on, the rest at `tail_offset`.
+    /// Whole blocks from `offset` on the device, and the tail at `tail_offset`.
     Inline { offset: u64, tail_offset: u64 },
-    /// Chunks of `1 << shift` bytes, with a table at this device byte.
+    /// Chunks of `1 << shift` bytes. The chunk table is at `table` on the device.
     Chunked {
         table: u64,
         shift: u8,
@@ -113,14 +115,17 @@ pub(super) enum Data {
     Compressed,
 }
 
-/// The two kinds of chunk tables.
+/// The form of the entries of a chunk table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChunkEntry {
+    /// A block address of 4 bytes.
     Address,
+    /// A [`ChunkIndex`].
     Index,
 }
 
 impl ChunkEntry {
+    /// Size of an entry in bytes.
     pub(super) fn bytes(self) -> u8 {
         match self {
             ChunkEntry::Address => 4,
@@ -130,7 +135,8 @@ impl ChunkEntry {
 }
 
 /// The fields of both forms of an inode, before validation.
-struct Raw {
+struct InodeFields {
+    /// Size of the inode in bytes.
     bytes: u64,
     format: u16,
     xattr_count: u16,
@@ -151,7 +157,7 @@ impl Filesystem {
             .nid_offset(nid)
             .filter(|&offset| self.on_device(offset, size_of::<CompactInode>() as u64))
             .ok_or(damaged(InodeProblem::OutOfRange))?;
-        let raw = self.raw_inode(nid, offset)?;
+        let raw = self.inode_fields(nid, offset)?;
         let Some(kind) = FileType::from_mode(raw.mode) else {
             return Err(damaged(InodeProblem::Mode(raw.mode)));
         };
@@ -196,7 +202,8 @@ impl Filesystem {
         Ok(inode)
     }
 
-    fn raw_inode(&self, nid: Nid, offset: u64) -> Result<Raw, ErofsError> {
+    /// Reads the fields of the inode at `offset` of the device.
+    fn inode_fields(&self, nid: Nid, offset: u64) -> Result<InodeFields, ErofsError> {
         let damaged = |problem| ErofsError::Inode { nid, problem };
         // One read covers both forms of an inode.
         let mut buf = [0; size_of::<ExtendedInode>()];
@@ -209,7 +216,7 @@ impl Filesystem {
             };
             let base = self.superblock.build_time;
             let delta = i64::from(raw.mtime_delta.get());
-            Ok(Raw {
+            Ok(InodeFields {
                 bytes: size_of::<CompactInode>() as u64,
                 format,
                 xattr_count: raw.xattr_count.get(),
@@ -231,7 +238,7 @@ impl Filesystem {
             let Ok(raw) = ExtendedInode::ref_from_bytes(&buf) else {
                 return Err(damaged(InodeProblem::OutOfRange));
             };
-            Ok(Raw {
+            Ok(InodeFields {
                 bytes: size_of::<ExtendedInode>() as u64,
                 format,
                 xattr_count: raw.xattr_count.get(),
@@ -249,13 +256,15 @@ impl Filesystem {
         }
     }
 
-    fn data(&self, inode: &Inode, raw: &Raw, data_offset: u64) -> Result<Data, ErofsError> {
+    /// Validates the layout of an inode and finds its content. `data_offset` is the end of its
+    /// xattrs on the device.
+    fn data(&self, inode: &Inode, raw: &InodeFields, data_offset: u64) -> Result<Data, ErofsError> {
         let nid = inode.nid;
         let damaged = |problem| ErofsError::Inode { nid, problem };
         if raw.format & !0xf != 0 {
             return Err(ErofsError::UnsupportedInode {
                 nid,
-                what: "an inode format beyond layout and size (feature 48bit)",
+                feature: "an inode format beyond layout and size (feature 48bit)",
             });
         }
         let block_bytes = self.block_bytes();
@@ -298,7 +307,7 @@ impl Filesystem {
                 if chunk_format & !(CHUNK_SHIFT_MASK | CHUNK_INDEXES) != 0 {
                     return Err(ErofsError::UnsupportedInode {
                         nid,
-                        what: "a chunk format beyond size and indexes (feature 48bit)",
+                        feature: "a chunk format beyond size and indexes (feature 48bit)",
                     });
                 }
                 let entry = match chunk_format & CHUNK_INDEXES {
@@ -306,10 +315,10 @@ impl Filesystem {
                     _ => ChunkEntry::Index,
                 };
                 let block_shift = block_bytes.trailing_zeros() as u8;
-                // At most 12 + 31.
+                // A shift is at most 12 + 31.
                 let shift = block_shift + (chunk_format & CHUNK_SHIFT_MASK) as u8;
                 let table = data_offset.next_multiple_of(entry.bytes().into());
-                // size < 2^63, so this is below 2^63 / 512 * 8.
+                // Cannot overflow: the size is below 2^63, so the table is below 2^63 / 512 * 8.
                 let table_bytes = inode.size.div_ceil(1 << shift) * u64::from(entry.bytes());
                 if !self.on_device(table, table_bytes) {
                     return Err(damaged(InodeProblem::PartOutOfRange("chunk table")));
@@ -324,7 +333,8 @@ impl Filesystem {
         }
     }
 
-    /// Checks that content from byte `offset` of the file on lies on the device.
+    /// Checks that content lies on the device: `length` bytes at `device_offset`. In an error,
+    /// `offset` is the place of the content in the file.
     pub(super) fn check_content(
         &self,
         nid: Nid,

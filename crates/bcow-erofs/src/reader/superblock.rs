@@ -80,13 +80,13 @@ impl Superblock {
         }
         if !(9..=format::BLOCK_SHIFT).contains(&raw.block_shift) {
             return Err(ErofsError::UnsupportedValue {
-                what: "block size shift",
+                field: "block size shift",
                 value: raw.block_shift.into(),
             });
         }
         if raw.directory_block_shift != 0 {
             return Err(ErofsError::UnsupportedValue {
-                what: "directory block size shift",
+                field: "directory block size shift",
                 value: raw.directory_block_shift.into(),
             });
         }

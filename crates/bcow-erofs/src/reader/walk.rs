@@ -1,26 +1,30 @@
-//! Walks a whole tree.
+//! Visits all paths of a tree.
 
 use std::collections::HashSet;
 
 use super::{Children, ErofsError, FileType, Filesystem, Inode, Nid};
 
-/// Limit on nested directories. A path of 4096 bytes has no more.
+/// Limit on nested directories. A path of PATH_MAX (4096) bytes cannot have more.
 pub(crate) const MAX_DEPTH: usize = 4096;
 
-/// All paths of a tree in the order of their names, a directory before its contents.
+/// Visits all paths of a tree in the order of their names, a directory before its contents.
 ///
-/// A directory that is unsorted, occurs twice, or is too deep for any path is an error.
+/// A directory is an error if its names are not sorted, if the walk has already visited it, or if
+/// it is too deep for any path.
 pub struct Walk<'f> {
     fs: &'f Filesystem,
-    /// The directories from the root to the current one, and the length of the path of each.
+    /// The children still to visit of each directory from the root to the current one, and the
+    /// length of the path of the directory.
     levels: Vec<(Children, usize)>,
+    /// The directories that the walk has visited.
     seen: HashSet<Nid>,
+    /// The path of the last inode or error.
     path: Vec<u8>,
     is_started: bool,
 }
 
 impl<'f> Walk<'f> {
-    /// Starts at the root.
+    /// A walk that starts at the root.
     pub fn new(fs: &'f Filesystem) -> Self {
         Walk {
             fs,
@@ -31,9 +35,9 @@ impl<'f> Walk<'f> {
         }
     }
 
-    /// The next inode, or `None` at the end; [`Walk::path`] returns its path. After an error, that
-    /// path is the place of the error; the next call continues after it, and leaves out the rest of
-    /// a directory whose names cannot be read.
+    /// The next inode, or `None` at the end. [`Walk::path`] returns its path, or after an error the
+    /// path of the failed inode or directory. The next call continues with the next inode. If the
+    /// names of a directory cannot be read, the walk omits the rest of this directory.
     #[allow(
         clippy::should_implement_trait,
         reason = "an iterator could not return an error at each step and lend the path"
@@ -68,11 +72,12 @@ impl<'f> Walk<'f> {
         Ok(None)
     }
 
-    /// Path of the last inode: no leading slash, empty for the root.
+    /// Path of the last inode or error, without a leading slash; empty for the root.
     pub fn path(&self) -> &[u8] {
         &self.path
     }
 
+    /// Adds the children of a directory to the walk.
     fn enter(&mut self, directory: Inode) -> Result<(), ErofsError> {
         if !self.seen.insert(directory.nid) {
             return Err(ErofsError::DirectoryTwice { nid: directory.nid });

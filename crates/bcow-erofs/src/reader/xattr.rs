@@ -177,7 +177,7 @@ impl Filesystem {
         }
         Err(ErofsError::UnsupportedInode {
             nid: inode.nid,
-            what: "an extended attribute with a long name prefix",
+            feature: "an extended attribute with a long name prefix",
         })
     }
 }

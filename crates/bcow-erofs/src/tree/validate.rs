@@ -8,7 +8,7 @@ use crate::format;
 #[non_exhaustive]
 pub enum TreeError {
     /// A name is empty, longer than 255 bytes, `.` or `..`, or contains `/` or NUL.
-    #[error("{}: bad file name: {reason}", show(.path))]
+    #[error("{}: bad file name: {reason}", display_path(.path))]
     Name {
         /// Path of the entry.
         path: Vec<u8>,
@@ -16,7 +16,7 @@ pub enum TreeError {
         reason: &'static str,
     },
     /// A directory has two names, or contains itself.
-    #[error("{}: the directory has a second name", show(.path))]
+    #[error("{}: the directory has a second name", display_path(.path))]
     DirectoryLinkedTwice {
         /// The second name found.
         path: Vec<u8>,
@@ -25,7 +25,7 @@ pub enum TreeError {
     #[error(
         "{}: bad link target: its length in bytes is {length}; \
          1 to 4095 bytes without NUL are allowed",
-        show(.path)
+        display_path(.path)
     )]
     Symlink {
         /// Path of the link.
@@ -34,7 +34,7 @@ pub enum TreeError {
         length: usize,
     },
     /// The description of a file's content contradicts itself.
-    #[error("{}: bad content: {reason}", show(.path))]
+    #[error("{}: bad content: {reason}", display_path(.path))]
     Content {
         /// Path of the file.
         path: Vec<u8>,
@@ -42,21 +42,21 @@ pub enum TreeError {
         reason: &'static str,
     },
     /// The content of a visible file was dropped as hidden.
-    #[error("{}: the content was dropped, but the file is visible", show(.path))]
+    #[error("{}: the content was dropped, but the file is visible", display_path(.path))]
     Dropped {
         /// Path of the file.
         path: Vec<u8>,
     },
     /// Permissions, nanoseconds or a device number are out of range.
-    #[error("{}: {what} is out of range", show(.path))]
+    #[error("{}: {attribute} is out of range", display_path(.path))]
     Attribute {
         /// Path of the entry.
         path: Vec<u8>,
-        /// Which attribute.
-        what: &'static str,
+        /// The attribute.
+        attribute: &'static str,
     },
     /// A hardlink names a file that no layer has, or an object that cannot have hardlinks.
-    #[error("{}: hardlink to {}: {reason}", show(.path), show(.target))]
+    #[error("{}: hardlink to {}: {reason}", display_path(.path), display_path(.target))]
     Link {
         /// Path of the link.
         path: Vec<u8>,
@@ -68,7 +68,7 @@ pub enum TreeError {
 }
 
 /// A path in messages: control characters are escaped, and bytes that are not UTF-8 are replaced.
-pub(crate) fn show(path: &[u8]) -> String {
+pub(crate) fn display_path(path: &[u8]) -> String {
     let mut text = String::from("/");
     for c in String::from_utf8_lossy(path).chars() {
         if c.is_control() {
@@ -85,14 +85,14 @@ impl LayerTree {
     ///
     /// A link to a file of a lower layer is an error, [`TreeError::Link`].
     pub fn into_tree(self) -> Result<Tree, TreeError> {
-        build(self.nodes)
+        validated_tree(self.nodes)
     }
 }
 
 /// Validates the nodes reachable from node 0, and renumbers them so that a directory's children are
 /// adjacent and parents come before children. The nodes move within the arena, because a second
 /// arena would be the largest use of memory in a conversion.
-pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
+pub(crate) fn validated_tree(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
     let mut walk = Walk {
         new_ids: vec![UNSEEN; arena.len()],
         old_ids: vec![0],
@@ -211,7 +211,7 @@ impl Walk {
 }
 
 /// Moves a node out of an arena and leaves an empty one.
-pub(crate) fn take(node: &mut Node) -> Node {
+pub(crate) fn take_node(node: &mut Node) -> Node {
     let empty = Node {
         attributes: Attributes::default(),
         kind: NodeKind::Fifo,
@@ -238,7 +238,7 @@ impl Problem {
             Problem::Symlink(length) => TreeError::Symlink { path, length },
             Problem::Content(reason) => TreeError::Content { path, reason },
             Problem::Dropped => TreeError::Dropped { path },
-            Problem::Attribute(what) => TreeError::Attribute { path, what },
+            Problem::Attribute(attribute) => TreeError::Attribute { path, attribute },
             Problem::Link(target) => TreeError::Link {
                 path,
                 target,

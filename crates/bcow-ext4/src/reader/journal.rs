@@ -1,7 +1,9 @@
-//! The journal: the blocks that it has, and that are not yet in their places.
+//! Reads the journal: finds the blocks whose newest content is in the journal and not yet in its
+//! place in the file system.
 //!
-//! Source: the kernel's `fs/jbd2/recovery.c`. A transaction counts if its commit block is there. A
-//! block of a transaction does not count if this or a later transaction revokes it.
+//! Source: the kernel's `fs/jbd2/recovery.c`. A transaction is complete if the log has its commit
+//! block; the reader ignores an incomplete one. It also ignores a journaled block if the same or a
+//! later transaction revokes the block.
 
 use std::collections::HashMap;
 
@@ -16,7 +18,7 @@ use crate::format::{
 };
 use crate::output::BlockBuffer;
 
-/// The features that this reader knows.
+/// The incompatible features of a journal that this reader supports.
 const KNOWN: u32 = journal_incompatible::REVOKE
     | journal_incompatible::BITS_64
     | journal_incompatible::ASYNC_COMMIT
@@ -24,24 +26,27 @@ const KNOWN: u32 = journal_incompatible::REVOKE
     | journal_incompatible::CHECKSUM_3;
 
 const HEADER: usize = size_of::<JournalHeader>();
-/// The head of a revoke block: a header, and the bytes in use.
+/// The header of a revoke block: the common header, and the number of bytes in use.
 const REVOKE_HEADER: usize = HEADER + 4;
-/// The checksum at the end of descriptors and revoke blocks.
+/// Bytes of the checksum at the end of a descriptor block and of a revoke block.
 const TAIL: usize = 4;
 /// The offset of the checksum in a commit block.
 const COMMIT_CHECKSUM: usize = 16;
+/// Bytes of the UUID that follows a tag of a descriptor, unless the tag has the UUID of the tag
+/// before it.
 const UUID: usize = 16;
 
-/// The newest content of a block, in the journal.
+/// The place in the journal of the newest content of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Copy {
-    /// The block of the file system that has the content.
+pub(super) struct JournaledBlock {
+    /// The block of the file system that stores the content. It belongs to the journal.
     pub block: u64,
+    /// Whether zeros replace the first four bytes, which are those of [`JOURNAL_MAGIC`].
     is_escaped: bool,
 }
 
-impl Copy {
-    /// Changes the content in the journal to that of the block.
+impl JournaledBlock {
+    /// Restores the content of the block from `block`, the content in the journal.
     pub(super) fn restore(&self, block: &mut [u8; BLOCK_BYTES]) {
         if self.is_escaped {
             block[..4].copy_from_slice(&JOURNAL_MAGIC.to_be_bytes());
@@ -49,12 +54,12 @@ impl Copy {
     }
 }
 
-/// Finds the blocks that the journal, inode `number`, has in place of the file system. Takes memory
-/// for each block of the journal at most.
+/// Finds the blocks whose newest content is in the journal, which is the inode `number`. The key of
+/// the result is the block of the file system.
 pub(super) fn replay(
     reader: &Reader,
     number: InodeNumber,
-) -> Result<HashMap<u64, Copy>, ReadError> {
+) -> Result<HashMap<u64, JournaledBlock>, ReadError> {
     let inode = reader.inode(number)?;
     let journal = Journal::open(reader, reader.extents(&inode)?)?;
     match journal {
@@ -66,35 +71,44 @@ pub(super) fn replay(
 struct Journal<'r> {
     reader: &'r Reader,
     extents: Extents,
+    /// Incompatible features.
     features: u32,
-    /// The seed of checksums.
+    /// The seed of the checksums.
     seed: Checksum,
-    /// The first block of the log, and the block behind the last one.
+    /// The first block of the log, as a block of the journal.
     first: u64,
+    /// The block after the last block of the log.
     end: u64,
-    /// Where the oldest transaction is, and its number.
+    /// The first block of the oldest transaction.
     start: u64,
+    /// The sequence number of the oldest transaction.
     sequence: u32,
 }
 
 /// A block that a transaction changes.
 struct Change {
-    /// The block of the file system, and the block of the journal with its content.
+    /// The block of the file system.
     block: u64,
-    at: u64,
+    /// The block of the journal that has the new content.
+    journal_block: u64,
+    /// As in [`JournaledBlock`].
     is_escaped: bool,
+    /// The checksum of the content in the journal. Only the low 16 bits count without
+    /// [`journal_incompatible::CHECKSUM_3`].
     checksum: u32,
 }
 
-/// What a transaction says.
+/// A transaction of the log.
 #[derive(Default)]
 struct Transaction {
+    /// In the order of the log: a later change replaces an earlier one of the same block.
     changes: Vec<Change>,
+    /// Blocks of the file system whose content in this and in earlier transactions is not valid.
     revoked: Vec<u64>,
 }
 
 impl<'r> Journal<'r> {
-    /// `None` if the journal has nothing to replay.
+    /// Validates the superblock of the journal. `None` if the journal has nothing to replay.
     fn open(reader: &'r Reader, extents: Extents) -> Result<Option<Self>, ReadError> {
         let damaged = |problem| Place::Journal(0).damaged(problem);
         let mut journal = Journal {
@@ -112,10 +126,10 @@ impl<'r> Journal<'r> {
             return Err(damaged("it is too short"));
         };
         if superblock.magic.get() != JOURNAL_MAGIC {
-            return Err(damaged("it is not the start of a journal"));
+            return Err(damaged("it is not the superblock of a journal"));
         }
         if superblock.block_type.get() != JOURNAL_SUPERBLOCK {
-            return Err(ReadError::Journal("an old form"));
+            return Err(ReadError::Journal("a superblock of version 1"));
         }
         if superblock.start.get() == 0 {
             return Ok(None);
@@ -148,7 +162,7 @@ impl<'r> Journal<'r> {
             && log.contains(&journal.start);
         match is_whole {
             true => Ok(Some(journal)),
-            false => Err(damaged("its numbers contradict each other")),
+            false => Err(damaged("its block size or its bounds of the log are wrong")),
         }
     }
 
@@ -160,27 +174,27 @@ impl<'r> Journal<'r> {
         self.has(journal_incompatible::CHECKSUM_2) || self.has(journal_incompatible::CHECKSUM_3)
     }
 
-    /// The place and the content of a block of the journal.
+    /// Reads a block of the journal. Returns its block of the file system, and its content.
     fn block(&self, block: u64) -> Result<(u64, Box<BlockBuffer>), ReadError> {
         let run = self.extents.find(block).filter(|run| run.is_written);
-        let run = run.ok_or_else(|| Place::Journal(block).damaged("the journal has a hole"))?;
+        let run = run.ok_or_else(|| Place::Journal(block).damaged("it is a hole"))?;
         let at = run.physical + (block - u64::from(run.logical));
         Ok((at, self.reader.block(at)?))
     }
 
-    /// The block of the log behind another one.
-    fn behind(&self, block: u64) -> u64 {
+    /// The block of the log after `block`. The first block follows the last one.
+    fn next_in_log(&self, block: u64) -> u64 {
         match block + 1 {
             next if next < self.end => next,
             _ => self.first,
         }
     }
 
-    fn replay(&self) -> Result<HashMap<u64, Copy>, ReadError> {
+    fn replay(&self) -> Result<HashMap<u64, JournaledBlock>, ReadError> {
         let transactions = self.transactions()?;
         let mut revoked = HashMap::new();
         for (nth, transaction) in transactions.iter().enumerate() {
-            // The later one is inserted last.
+            // The transaction that revokes a block last is inserted last.
             revoked.extend(transaction.revoked.iter().map(|&block| (block, nth)));
         }
         let mut newest = HashMap::new();
@@ -188,16 +202,16 @@ impl<'r> Journal<'r> {
             let sequence = self.sequence.wrapping_add(nth as u32);
             for change in &transaction.changes {
                 if revoked.get(&change.block).is_none_or(|last| *last < nth) {
-                    newest.insert(change.block, self.copy(change, sequence)?);
+                    newest.insert(change.block, self.journaled(change, sequence)?);
                 }
             }
         }
         Ok(newest)
     }
 
-    /// The content of a changed block, after a look at its checksum.
-    fn copy(&self, change: &Change, sequence: u32) -> Result<Copy, ReadError> {
-        let (block, content) = self.block(change.at)?;
+    /// The place of the content of a changed block. Compares the content with its checksum.
+    fn journaled(&self, change: &Change, sequence: u32) -> Result<JournaledBlock, ReadError> {
+        let (block, content) = self.block(change.journal_block)?;
         if self.has_checksums() {
             let found = self.seed.with(&sequence.to_be_bytes()).with(&content[..]).0;
             let is_same = match self.has(journal_incompatible::CHECKSUM_3) {
@@ -205,10 +219,10 @@ impl<'r> Journal<'r> {
                 false => found as u16 == change.checksum as u16,
             };
             if !is_same {
-                return Err(Place::Journal(change.at).damaged("its checksum is wrong"));
+                return Err(Place::Journal(change.journal_block).damaged("its checksum is wrong"));
             }
         }
-        Ok(Copy {
+        Ok(JournaledBlock {
             block,
             is_escaped: change.is_escaped,
         })
@@ -220,7 +234,7 @@ impl<'r> Journal<'r> {
         let mut open = Transaction::default();
         let mut sequence = self.sequence;
         let mut at = self.start;
-        // A log that is full ends where it begins.
+        // The number of blocks not yet read: the walk over a full log ends at its start block.
         let mut left = self.end - self.first;
         while left > 0 {
             let (_, block) = self.block(at)?;
@@ -234,14 +248,14 @@ impl<'r> Journal<'r> {
             match header.block_type.get() {
                 journal_block::DESCRIPTOR => {
                     self.check_tail(at, &block)?;
-                    let mut from = at;
+                    let mut content = at;
                     let changes = self.changes(at, &block)?;
                     used += changes.len() as u64;
                     for (block, is_escaped, checksum) in changes {
-                        from = self.behind(from);
+                        content = self.next_in_log(content);
                         open.changes.push(Change {
                             block,
-                            at: from,
+                            journal_block: content,
                             is_escaped,
                             checksum,
                         });
@@ -263,13 +277,14 @@ impl<'r> Journal<'r> {
             }
             left -= used;
             for _ in 0..used {
-                at = self.behind(at);
+                at = self.next_in_log(at);
             }
         }
         Ok(complete)
     }
 
-    /// The blocks that a descriptor names: number, whether it is escaped, checksum.
+    /// The tags of a descriptor block. Each has the block of the file system, whether its content
+    /// is escaped, and the checksum.
     fn changes(&self, at: u64, block: &BlockBuffer) -> Result<Vec<(u64, bool, u32)>, ReadError> {
         let damaged = || Place::Journal(at).damaged("its list of blocks is damaged");
         let end = match self.has_checksums() {
@@ -307,6 +322,7 @@ impl<'r> Journal<'r> {
         }
     }
 
+    /// The blocks that a revoke block lists.
     fn revoked(&self, at: u64, block: &BlockBuffer) -> Result<Vec<u64>, ReadError> {
         let damaged = || Place::Journal(at).damaged("its list of blocks is damaged");
         let word = |at: usize| {
@@ -341,7 +357,7 @@ impl<'r> Journal<'r> {
         self.check(at, block, COMMIT_CHECKSUM)
     }
 
-    /// Compares a block with the checksum in it.
+    /// Compares a block with the checksum that it has at byte `place`.
     fn check(&self, at: u64, block: &BlockBuffer, place: usize) -> Result<(), ReadError> {
         if !self.has_checksums() {
             return Ok(());

@@ -23,7 +23,7 @@ pub enum ExportError {
     /// The archive cannot be written.
     #[error("cannot write the archive")]
     Write(#[source] io::Error),
-    /// The form of the archive cannot represent a file.
+    /// The form of the archive cannot represent a property of a file.
     #[error("{}: {problem}", quoted(path))]
     Unrepresentable {
         /// Absolute path in the file system.
@@ -31,19 +31,20 @@ pub enum ExportError {
         /// The property that cannot be represented.
         problem: String,
     },
-    /// The paths of inodes with several names exceed the limit on memory.
+    /// The paths of files with several names take more memory than allowed.
     #[error("the paths of hardlinked files take more than {allowed} bytes")]
     Hardlinks {
         /// The limit in bytes.
         allowed: usize,
     },
-    /// The image's configuration cannot be adapted to the new image.
+    /// The configuration of the image is invalid, so the export cannot derive that of the new
+    /// image.
     #[error("invalid image configuration: {problem}")]
     Config {
         /// What is wrong with the configuration.
         problem: &'static str,
     },
-    /// The layout cannot be written.
+    /// The OCI layout cannot be written.
     #[error(transparent)]
     Layout(#[from] ConvertError),
     /// The caller cancelled the operation.

@@ -1,5 +1,5 @@
-//! Converts trees of images in BCoW form into layers of a new image, through an archive of each
-//! tree.
+//! Converts trees of images in BCoW form into layers of a new image. bcow writes a tar archive of
+//! each tree, and converts the archive.
 
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ use crate::layout::write::LayoutWriter;
 use crate::options::{ConvertOptions, Progress};
 
 /// Converts the trees into an image in an OCI layout, one layer per tree. `config` is the image's
-/// original configuration. The conversion replaces its digests of layers, and also its history if
-/// that does not match the layers.
+/// original configuration. The conversion replaces the digests of layers in it. It also replaces
+/// the history, if that does not match the layers.
 ///
-/// Blobs and index appear when all of them are complete, or not at all, as in
-/// [`super::convert_to_layout`].
+/// The layout gets the blobs and the entry in its index after all of them are complete. After an
+/// error it has none of them, as in [`super::convert_to_layout`].
 pub fn convert_trees(
     trees: &Layers<'_>,
     config: Option<&Value>,
@@ -29,6 +29,7 @@ pub fn convert_trees(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<LayoutReport, ExportError> {
+    // Invalid options fail before any work.
     writer_options(options, 1)?;
     if layout.dedup_lower && options.plain {
         return Err(ConvertError::Options(

@@ -1,4 +1,4 @@
-//! Candidates: files, here or on another machine, that may have the digest that is looked up.
+//! Candidates: files on this machine or on another one that may have the digest of a lookup.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use crate::blob::open_regular;
 use crate::digest::Digest;
 use crate::error::ConvertError;
 
-/// A file that may have the digest that is looked up.
+/// A file that may have the digest of a lookup.
 pub(super) enum Candidate {
     /// A file named by the digest, in the image's layout or in a store.
     Path(PathBuf),
@@ -40,8 +40,9 @@ impl Candidate {
         }
     }
 
-    /// Whether this machine may have the file. A file that the user named is one for any digest.
-    pub(super) fn may_be_here(&self) -> bool {
+    /// Whether the candidate is a file on this machine. A file that the user named is a candidate
+    /// for every digest.
+    pub(super) fn may_be_local(&self) -> bool {
         match self {
             Candidate::Remote { .. } => false,
             Candidate::UserFile(_) => true,

@@ -1,16 +1,14 @@
-//! The errors of images that do not open, and the problems of the files below them.
+//! The errors of images that cannot be opened, and the problems of the files below an image.
 
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use bcow::chain::MAX_DEPTH;
 use rustix::io::Errno;
 
 use crate::digest::Digest;
 use crate::error::ConvertError;
-
-/// Largest number of files below a file, one below the other (spec section 8).
-pub(super) const MAX_DEPTH: u32 = 64;
 
 /// An image could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +23,7 @@ pub enum StoreError {
         /// The manifest.
         place: String,
     },
-    /// The image is on another machine.
+    /// The image is on another machine, and the command reads local files only.
     #[error("this command does not read images from other machines")]
     NotLocal,
     /// The layout does not have this blob.
@@ -33,10 +31,10 @@ pub enum StoreError {
     NoSuchBlob {
         /// The layout.
         directory: PathBuf,
-        /// The digest that was asked for.
+        /// The requested digest.
         digest: Digest,
     },
-    /// The file does not open as an image.
+    /// The file cannot be opened as an image.
     #[error("cannot open {}", path.display())]
     Open {
         /// The file.
@@ -45,7 +43,7 @@ pub enum StoreError {
         source: bcow::Error,
     },
     /// Files below the image are missing or wrong.
-    #[error("{first}{}", further(*others))]
+    #[error("{first}{}", other_problems(*others))]
     Layers {
         /// The first of the problems.
         first: Arc<LayerProblem>,
@@ -59,7 +57,7 @@ pub enum StoreError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayerProblem {
-    /// No place has the file.
+    /// No searched directory has the file.
     #[error("{name} is missing{}", searched_in(places))]
     Missing {
         /// The name of the file.
@@ -67,7 +65,7 @@ pub enum LayerProblem {
         /// The directories that were searched.
         places: Vec<PathBuf>,
     },
-    /// The file is there, but does not open.
+    /// The file was found, but cannot be opened.
     #[error("cannot open {name} in {}: {source}", path.display())]
     Open {
         /// The name of the file.
@@ -77,21 +75,21 @@ pub enum LayerProblem {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A file is there, but it is a different file.
-    #[error("{} is not {name}: its {what} is {found}, not {expected}", path.display())]
+    /// The file that was found is a different file.
+    #[error("{} is not {name}: its {property} is {found}, not {expected}", path.display())]
     Wrong {
         /// The name of the expected file.
         name: String,
-        /// The path of the file that is there.
+        /// The path of the file that was found.
         path: PathBuf,
         /// The property that differs.
-        what: &'static str,
-        /// The value in the file that is there.
+        property: &'static str,
+        /// The value of the file that was found.
         found: String,
         /// The expected value.
         expected: String,
     },
-    /// More than 64 files lie one below the other, or a file is below itself.
+    /// The chain of files has more than 64 files, or a file is below itself.
     #[error("more than {MAX_DEPTH} files, one below the other, end in {name}")]
     TooDeep {
         /// The name of the file.
@@ -99,7 +97,7 @@ pub enum LayerProblem {
     },
 }
 
-fn further(others: usize) -> String {
+fn other_problems(others: usize) -> String {
     match others {
         0 => String::new(),
         1 => ", and 1 more is missing or wrong".to_owned(),
@@ -116,7 +114,7 @@ fn searched_in(places: &[PathBuf]) -> String {
 }
 
 impl LayerProblem {
-    /// A stable code, for the findings of `bcow check`.
+    /// A stable code, for the findings of `bcow fsck`.
     pub fn code(&self) -> &'static str {
         match self {
             LayerProblem::Missing { .. } => "backing-missing",

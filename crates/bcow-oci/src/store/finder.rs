@@ -6,19 +6,20 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use bcow::format::{BackingEntry, BackingName};
+use bcow::chain::MAX_DEPTH;
+use bcow::format::{BackingEntry, BackingName, Header};
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Storage};
 
 use super::candidate::Candidate;
-use super::error::{LayerProblem, MAX_DEPTH};
+use super::error::LayerProblem;
 use super::recorded::{RecordedBacking, RecordedFile, recorded_backings, recorded_layers};
 use super::remote::{RemoteFailure, RemoteFiles};
 use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::{layout, parallel};
 
-/// Number of remote files that are opened at the same time. An opening has a few requests of its
-/// own at a time.
+/// The number of remote files that are opened at the same time. Each open sends a few requests at a
+/// time.
 const OPENINGS: usize = 8;
 
 /// A file that was found by its digest or its name.
@@ -47,10 +48,10 @@ pub struct BelowFile {
     pub storage: Arc<dyn Storage>,
 }
 
-/// Where the user allows bcow to look for files below an image.
+/// The places in which the user allows bcow to search for files below an image.
 #[derive(Clone, Copy, Default)]
 pub struct Places<'p> {
-    /// OCI layouts, and directories of files named by their digests.
+    /// OCI layouts, and directories in which each file is named by its digest.
     pub stores: &'p [PathBuf],
     /// Directories to search by file name, besides those of the image and the stores.
     pub named: &'p [PathBuf],
@@ -62,7 +63,8 @@ pub struct Places<'p> {
 
 /// The lookups of the files below one image, and their results.
 pub(super) struct Finder {
-    /// Searched by digest, and by name after the directories of `FileRecord::names` and `named`.
+    /// Searched by digest. Also searched by name, after the directories in `FileRecord::names` and
+    /// `named`.
     stores: Vec<PathBuf>,
     /// Searched by name only.
     named: Vec<PathBuf>,
@@ -71,8 +73,8 @@ pub(super) struct Finder {
     /// Searched last.
     remote: Option<Arc<dyn RemoteFiles>>,
     options: OpenOptions,
-    /// What images record about the files below them. The first record of a digest, which comes
-    /// from the uppermost file, stays.
+    /// The records of images about the files below them. If several images record a digest, the
+    /// first record counts: it comes from the uppermost of these images.
     recorded: RefCell<HashMap<Digest, FileRecord>>,
     pub(super) lookups: RefCell<HashMap<Digest, Lookup>>,
     /// Files of `remote` that were opened before their lookup.
@@ -83,7 +85,7 @@ pub(super) struct Finder {
 /// The outcome of [`RemoteFiles::open`].
 type RemoteOpening = Result<Option<Arc<dyn Storage>>, RemoteFailure>;
 
-/// What images record about one file.
+/// The records of images about one file.
 #[derive(Default)]
 struct FileRecord {
     /// `layer 2 of 5`.
@@ -95,11 +97,11 @@ struct FileRecord {
 }
 
 pub(super) enum Lookup {
-    /// The file is being opened. A lookup of the same digest meanwhile means that the file is below
-    /// itself.
+    /// The file is being opened. Another lookup of the same digest in this state means that the
+    /// file is below itself.
     Opening,
-    /// The file is open. The number is the length of the longest chain of files from this one down,
-    /// this one included.
+    /// The file is open. The number is the length of the longest chain of files that begins with
+    /// this one.
     Open(LayerFile, u32),
     /// The file cannot be opened; `problems` has the reason.
     Failed,
@@ -147,10 +149,10 @@ impl Finder {
         }
     }
 
-    /// Records what the metadata of the image, whose file is in `directory`, says of the files
-    /// below it.
+    /// Records what the metadata of `image` describes: the files below the image. The file of the
+    /// image is in `directory`.
     pub(super) fn record_metadata(&self, image: &Image, directory: Option<&Path>) {
-        // If the metadata is unreadable, the files below are hashed whole.
+        // Without the metadata, the lookup compares the digest of each whole file.
         if image.backings().next().is_some()
             && let Ok(metadata) = image.metadata()
         {
@@ -159,13 +161,15 @@ impl Finder {
         }
     }
 
-    /// Opens the backings of `image` that only the other machine can have, several at the same
-    /// time. Their lookups, which follow one after the other, then wait for no request.
+    /// Opens the backings of `image` for which this machine has no candidate, several at the same
+    /// time. The lookups come later, one after the other, and then need not wait for the other
+    /// machine.
     pub(super) fn open_remote_files(&self, image: &Image) {
         let Some(remote) = &self.remote else {
             return;
         };
-        let is_here = |digest: &Digest| self.candidates(digest).iter().any(Candidate::may_be_here);
+        let is_local =
+            |digest: &Digest| self.candidates(digest).iter().any(Candidate::may_be_local);
         let mut seen = HashSet::new();
         let recorded: Vec<RecordedFile> = image
             .backings()
@@ -173,7 +177,7 @@ impl Finder {
                 BackingName::Digest(digest) => Some(Digest::from_sha256(digest)),
                 _ => None,
             })
-            .filter(|digest| seen.insert(digest.clone()) && !is_here(digest))
+            .filter(|digest| seen.insert(digest.clone()) && !is_local(digest))
             .filter_map(|digest| self.recorded.borrow().get(&digest)?.recorded.clone())
             .collect();
         let order: Vec<usize> = (0..recorded.len()).collect();
@@ -208,8 +212,9 @@ impl Finder {
         }
     }
 
-    /// Every open file, once.
-    pub(super) fn below(&self, layers: &[RecordedFile]) -> Vec<BelowFile> {
+    /// Every open file, each once: first those of `layers`, then the others in the order of their
+    /// digests.
+    pub(super) fn open_files(&self, layers: &[RecordedFile]) -> Vec<BelowFile> {
         let known = self.lookups.borrow();
         let mut others: Vec<&Digest> = known.keys().collect();
         others.sort();
@@ -232,9 +237,9 @@ impl Finder {
             .collect()
     }
 
-    /// The file of this digest, which must have an address space of `size` bytes, and the length of
-    /// the longest chain of files from this one down. `depth` is the number of files below the
-    /// image at which the lookup takes place.
+    /// Finds the file of this digest, which must have an address space of `size` bytes. Returns the
+    /// file, and the length of the longest chain of files that begins with it. `depth` is the
+    /// position of the file in the chain of this lookup: 1 for a file directly below the image.
     pub(super) fn find(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
         let too_deep = match self.lookups.borrow().get(digest) {
             Some(Lookup::Open(file, height)) => return Some((file.clone(), *height)),
@@ -245,28 +250,29 @@ impl Finder {
         if !too_deep {
             return self.open_first(digest, size, depth);
         }
-        self.problem(LayerProblem::TooDeep {
+        self.report(LayerProblem::TooDeep {
             name: self.name(digest),
         });
         None
     }
 
-    /// A known file may be named by a second entry with a different size.
+    /// Checks that the address space of an open file has `size` bytes; otherwise reports a problem.
+    /// Two backing entries can name one file with different sizes.
     pub(super) fn require_size(&self, digest: &Digest, file: &LayerFile, size: u64) -> Option<()> {
         if file.image.size() == size {
             return Some(());
         }
-        self.problem(LayerProblem::Wrong {
+        self.report(LayerProblem::Wrong {
             name: self.name(digest),
             path: file.path.clone(),
-            what: "address space in bytes",
+            property: "address space in bytes",
             found: file.image.size().to_string(),
             expected: size.to_string(),
         });
         None
     }
 
-    fn problem(&self, problem: LayerProblem) {
+    fn report(&self, problem: LayerProblem) {
         self.problems.borrow_mut().push(Arc::new(problem));
     }
 
@@ -282,7 +288,7 @@ impl Finder {
                     set(Lookup::Open(file.clone(), height));
                     return Some((file, height));
                 }
-                // The file is tried for every digest.
+                // The user's file is tried for every digest, so most attempts fail.
                 Err(_) if matches!(candidate, Candidate::UserFile(_)) => {}
                 Err(problem) => {
                     first_problem.get_or_insert(problem);
@@ -290,7 +296,7 @@ impl Finder {
             }
         }
         set(Lookup::Failed);
-        self.problem(first_problem.unwrap_or_else(|| LayerProblem::Missing {
+        self.report(first_problem.unwrap_or_else(|| LayerProblem::Missing {
             name: self.name(digest),
             places: self.places(digest),
         }));
@@ -323,8 +329,9 @@ impl Finder {
             .collect()
     }
 
-    /// The candidates for a digest: by hexadecimal digits, by the names that images record, and the
-    /// files that the user named.
+    /// The candidates for a digest, in the order of the search: files that the stores name by the
+    /// digest, files with names that images record, the files that the user named, and the file on
+    /// the other machine.
     fn candidates(&self, digest: &Digest) -> Vec<Candidate> {
         let hex = digest.hex();
         let algorithm = digest.algorithm().name();
@@ -347,7 +354,9 @@ impl Finder {
             .collect()
     }
 
-    /// Opens a candidate; `None` if the file does not exist.
+    /// Opens a candidate, and checks that it is the file with this digest. Returns the file, and
+    /// the length of the longest chain of files that begins with it; `None` if the file does not
+    /// exist.
     fn open_candidate(
         &self,
         candidate: &Candidate,
@@ -355,63 +364,30 @@ impl Finder {
         size: u64,
         depth: u32,
     ) -> Result<Option<(LayerFile, u32)>, LayerProblem> {
-        let path = candidate.path();
-        let failed = |source: Box<dyn std::error::Error + Send + Sync>| LayerProblem::Open {
-            name: self.name(digest),
-            path: path.clone(),
-            source,
-        };
         let recorded = self
             .recorded
             .borrow()
             .get(digest)
-            .and_then(|k| k.recorded.clone());
+            .and_then(|known| known.recorded.clone());
+        let checked = CheckedFile {
+            name: self.name(digest),
+            path: candidate.path(),
+        };
         let opened = match candidate {
             Candidate::Remote { .. } => self.opened.borrow_mut().remove(digest),
             _ => None,
         };
         let opened = opened.unwrap_or_else(|| candidate.open(recorded.as_ref()));
-        let Some(file) = opened.map_err(failed)? else {
+        let Some(file) = opened.map_err(|source| checked.cannot_open(source))? else {
             return Ok(None);
         };
         // The files below the candidate are opened only after the candidate is known to be the
         // right file.
         let alone = Image::open_storage(file.clone(), &self.options)
-            .map_err(|error| failed(error.into()))?;
-        let wrong = |what, found: String, expected: String| LayerProblem::Wrong {
-            name: self.name(digest),
-            path: path.clone(),
-            what,
-            found,
-            expected,
-        };
-        let header = alone.header();
+            .map_err(|error| checked.cannot_open(error.into()))?;
         match recorded {
-            Some(recorded) => {
-                let root = header.merkle.as_ref().map(|tree| tree.root);
-                if root != Some(recorded.merkle_root) {
-                    let shown = |root: [u8; 32]| Digest::from_sha256(root).to_string();
-                    return Err(wrong(
-                        "Merkle tree's root",
-                        root.map_or("none".into(), shown),
-                        shown(recorded.merkle_root),
-                    ));
-                }
-                if header.file_bytes != recorded.file_bytes {
-                    return Err(wrong(
-                        "length in bytes",
-                        header.file_bytes.to_string(),
-                        recorded.file_bytes.to_string(),
-                    ));
-                }
-            }
-            None => {
-                let found = Digest::of_storage(&*file, digest.algorithm())
-                    .map_err(|error| failed(error.into()))?;
-                if found != *digest {
-                    return Err(wrong("digest", found.to_string(), digest.to_string()));
-                }
-            }
+            Some(recorded) => checked.check_header(alone.header(), &recorded)?,
+            None => checked.check_digest(&*file, digest)?,
         }
         let below = FinderResolver::new(self, depth);
         let has_no_backings = alone.backings().next().is_none();
@@ -421,11 +397,11 @@ impl Finder {
                 let directory = candidate.directory();
                 self.record_metadata(&alone, directory.as_deref());
                 Image::open_with_backings(file.clone(), &self.options, &below)
-                    .map_err(|error| failed(error.into()))?
+                    .map_err(|error| checked.cannot_open(error.into()))?
             }
         };
         if image.size() != size {
-            return Err(wrong(
+            return Err(checked.differs(
                 "address space in bytes",
                 image.size().to_string(),
                 size.to_string(),
@@ -433,12 +409,10 @@ impl Finder {
         }
         let height = below.height() + 1;
         if height > MAX_DEPTH {
-            return Err(LayerProblem::TooDeep {
-                name: self.name(digest),
-            });
+            return Err(LayerProblem::TooDeep { name: checked.name });
         }
         let found = LayerFile {
-            path,
+            path: checked.path,
             storage: file,
             image,
         };
@@ -446,12 +420,71 @@ impl Finder {
     }
 }
 
+/// A candidate during its check: its names for the problems that the check finds.
+struct CheckedFile {
+    /// The name in messages of the file that is looked up.
+    name: String,
+    /// The path of the candidate.
+    path: PathBuf,
+}
+
+impl CheckedFile {
+    /// Compares the header of the candidate with the values that an image records.
+    fn check_header(&self, header: &Header, recorded: &RecordedFile) -> Result<(), LayerProblem> {
+        let root = header.merkle.as_ref().map(|tree| tree.root);
+        if root != Some(recorded.merkle_root) {
+            let shown = |root: [u8; 32]| Digest::from_sha256(root).to_string();
+            return Err(self.differs(
+                "Merkle tree's root",
+                root.map_or("none".into(), shown),
+                shown(recorded.merkle_root),
+            ));
+        }
+        if header.file_bytes != recorded.file_bytes {
+            return Err(self.differs(
+                "length in bytes",
+                header.file_bytes.to_string(),
+                recorded.file_bytes.to_string(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Compares the digest of the whole candidate with `digest`.
+    fn check_digest(&self, file: &dyn Storage, digest: &Digest) -> Result<(), LayerProblem> {
+        let found = Digest::of_storage(file, digest.algorithm())
+            .map_err(|error| self.cannot_open(error.into()))?;
+        match found == *digest {
+            true => Ok(()),
+            false => Err(self.differs("digest", found.to_string(), digest.to_string())),
+        }
+    }
+
+    fn cannot_open(&self, source: RemoteFailure) -> LayerProblem {
+        LayerProblem::Open {
+            name: self.name.clone(),
+            path: self.path.clone(),
+            source,
+        }
+    }
+
+    fn differs(&self, property: &'static str, found: String, expected: String) -> LayerProblem {
+        LayerProblem::Wrong {
+            name: self.name.clone(),
+            path: self.path.clone(),
+            property,
+            found,
+            expected,
+        }
+    }
+}
+
 /// Resolves the backings of one file.
 pub(super) struct FinderResolver<'f> {
     finder: &'f Finder,
-    /// Number of files above the backings.
+    /// The number of files above this file in the chain.
     depth: u32,
-    /// Longest chain of files among the backings resolved so far.
+    /// The length of the longest chain of files that begins with a backing resolved so far.
     height: Cell<u32>,
 }
 
@@ -464,7 +497,7 @@ impl<'f> FinderResolver<'f> {
         }
     }
 
-    /// Length of the longest chain of files among the backings that were resolved.
+    /// The length of the longest chain of files that begins with one of the resolved backings.
     pub(super) fn height(&self) -> u32 {
         self.height.get()
     }

@@ -432,7 +432,7 @@ impl<'s> TarReader<'s> {
                 .block("a sparse map")?
                 .ok_or_else(|| truncated(offset, "a sparse map"))?;
             self.data_left -= HEADER_SIZE as u64;
-            if map.block(&block)? {
+            if map.read_block(&block)? {
                 return Ok(SparseMap::new(size, map.runs(), self.data_left)?);
             }
         }

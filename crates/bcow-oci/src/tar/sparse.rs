@@ -1,12 +1,13 @@
-//! Sparse files in tar: old GNU headers, and GNU's PAX records in versions 0.0, 0.1 and 1.0.
+//! Sparse files in tar: the old GNU headers, and the PAX records of GNU tar in the versions 0.0,
+//! 0.1 and 1.0.
 
 use super::number;
 use crate::error::TarProblem;
 
-/// Largest number of data runs of one file; a run takes 16 bytes of memory.
+/// Upper bound of the data runs of one file. A run takes 16 bytes of memory.
 pub(crate) const MAX_RUNS: usize = 1 << 18;
 
-/// The size of a file with holes, and its data runs.
+/// The map of a sparse file: its size, and its data runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SparseMap {
     /// Size of the file in bytes.
@@ -15,15 +16,18 @@ pub(crate) struct SparseMap {
     pub runs: Vec<Run>,
 }
 
-/// A run of data at an offset of the file.
+/// A run of data in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
+    /// Offset in the file in bytes.
     pub offset: u64,
+    /// Length in bytes.
     pub length: u64,
 }
 
 impl SparseMap {
-    /// Checks the runs from an archive; `stored` is the number of data bytes in the archive.
+    /// Validates the runs (offset, length) of an archive, and joins adjacent runs. `stored` is the
+    /// number of data bytes of the file in the archive.
     pub(crate) fn new(
         size: u64,
         runs: impl IntoIterator<Item = (u64, u64)>,
@@ -63,22 +67,25 @@ impl SparseMap {
     }
 }
 
-/// The values of `GNU.sparse.*` records, whose version is not yet known.
+/// The values of the `GNU.sparse.*` records of a file, before all of them are read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct SparseRecords {
     pub major: Option<u64>,
     pub minor: Option<u64>,
+    /// The name of the file; that of the header is only for programs without sparse files.
     pub name: Option<Vec<u8>>,
+    /// The size of the file in bytes.
     size: Option<u64>,
+    /// The recorded number of runs.
     count: Option<u64>,
-    /// Alternating offsets and lengths, as in versions 0.0 and 0.1.
+    /// Alternating offsets and lengths of the runs, in versions 0.0 and 0.1.
     numbers: Vec<u64>,
 }
 
-/// Where the map of a PAX sparse file is.
+/// The place of the sparse map of a file with PAX records.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PaxSparse {
-    /// Not sparse.
+    /// The file is not sparse.
     No,
     /// Versions 0.0 and 0.1: the map is in the records.
     InRecords { size: u64, runs: Vec<(u64, u64)> },
@@ -118,6 +125,7 @@ impl SparseRecords {
         Ok(())
     }
 
+    /// Adds an offset or a length of the map.
     fn push(&mut self, number: u64) -> Result<(), TarProblem> {
         if self.numbers.len() >= 2 * MAX_RUNS {
             return Err(TarProblem::BadSparse {
@@ -134,7 +142,7 @@ impl SparseRecords {
         let size = || self.size.ok_or_else(|| bad("the file's size is missing"));
         match (self.major, self.minor) {
             (Some(1), Some(0)) => Ok(PaxSparse::InData { size: size()? }),
-            (None, None) | (Some(0), _) if *self == SparseRecords::default() => Ok(PaxSparse::No),
+            (None, None) if *self == SparseRecords::default() => Ok(PaxSparse::No),
             (None, None) | (Some(0), Some(0 | 1)) => {
                 if self.numbers.len() % 2 == 1 {
                     return Err(bad("a run has no length"));
@@ -155,19 +163,22 @@ impl SparseRecords {
     }
 }
 
-/// Reads the map of version 1.0 block by block. It has one decimal number per line; the first one
-/// is the number of runs.
+/// Reads the map of version 1.0 block by block. The map has one decimal number per line: the number
+/// of runs, and then the offset and the length of each run.
 #[derive(Debug, Default)]
 pub(crate) struct MapReader {
+    /// The incomplete last line.
     line: Vec<u8>,
+    /// The number of runs, if it was read.
     count: Option<usize>,
+    /// Alternating offsets and lengths of the runs.
     numbers: Vec<u64>,
 }
 
 impl MapReader {
-    /// Reads one block of the data; returns true if the map ends in it (the rest of the block is
-    /// padding).
-    pub(crate) fn block(&mut self, block: &[u8]) -> Result<bool, TarProblem> {
+    /// Reads the next block of the data. Returns whether the map ends in this block; the rest of
+    /// the block is padding then.
+    pub(crate) fn read_block(&mut self, block: &[u8]) -> Result<bool, TarProblem> {
         let bad = |problem| TarProblem::BadSparse { problem };
         for &byte in block {
             if byte != b'\n' {
@@ -198,6 +209,7 @@ impl MapReader {
         Ok(false)
     }
 
+    /// The runs (offset, length) that were read.
     pub(crate) fn runs(&self) -> impl Iterator<Item = (u64, u64)> {
         self.numbers.chunks_exact(2).map(|pair| (pair[0], pair[1]))
     }
@@ -241,8 +253,8 @@ mod tests {
         let text = b"2\n0\n512\n1048576\n4096\n\0\0\0";
         for split in 1..text.len() - 4 {
             let mut reader = MapReader::default();
-            let done = reader.block(&text[..split]).unwrap();
-            assert!(done || reader.block(&text[split..]).unwrap());
+            let done = reader.read_block(&text[..split]).unwrap();
+            assert!(done || reader.read_block(&text[split..]).unwrap());
             assert_eq!(
                 reader.runs().collect::<Vec<_>>(),
                 [(0, 512), (1_048_576, 4096)]
@@ -251,14 +263,14 @@ mod tests {
     }
 
     #[test]
-    fn a_map_with_a_hostile_count_is_refused_before_memory_is_taken() {
+    fn a_map_with_a_hostile_count_is_refused_before_an_allocation() {
         for text in [
             &b"999999999999\n"[..],
             b"x\n",
             b"\n",
             b"111111111111111111111",
         ] {
-            assert!(MapReader::default().block(text).is_err());
+            assert!(MapReader::default().read_block(text).is_err());
         }
     }
 }

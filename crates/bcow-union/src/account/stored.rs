@@ -1,4 +1,4 @@
-//! The blocks of one file of the host that are charged to the account.
+//! Charges the blocks of one host file to the account.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,37 +10,41 @@ use crate::Seek;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::host::HostFile;
 
-/// The blocks of one file of the host that hold data. Each is charged to the account when it first
-/// holds data.
+/// The charged blocks of one host file: the blocks with data, and preallocated space. A block is
+/// charged when it first stores data.
 ///
-/// Each write to the file calls [`StoredBlocks::reserve`] first, so that a write without room
-/// changes nothing. A punched hole is reported afterwards. The blocks that the file held before the
-/// first call are read from the host, which also knows them after a crash. The host does not report
-/// where preallocated space lies, only how much space the file takes in total. Without a limit,
-/// none of this happens.
+/// Each write to the file calls [`StoredBlocks::reserve`] first, so a write for which there is no
+/// space changes nothing. A punched hole is released afterwards. The first call finds the existing
+/// data blocks of the file with `SEEK_DATA` and `SEEK_HOLE`, so no record of them is needed after a
+/// crash. The host does not report the offsets of preallocated space, only how much space the file
+/// takes in total. Without a limit, this type does nothing.
 #[derive(Debug)]
 pub struct StoredBlocks {
     account: Arc<Account>,
+    /// `None` until the file is examined. A thread that changes the set holds the lock until it has
+    /// changed the charge of the file accordingly. Locks of the account are acquired under it.
     set: Mutex<Option<TrackedBlocks>>,
 }
 
-/// The known blocks, and the number of their extents.
+/// The blocks of an examined file, and the number of their extents.
 #[derive(Debug, Default)]
 struct TrackedBlocks {
     set: BlockSet,
-    pieces: u64,
-    /// Bytes that the host takes beyond these blocks: space that was preallocated before the file
-    /// was examined.
-    allocated: u64,
-    /// Whether the file had such space, so that the host must be asked again.
-    had_allocated: bool,
+    extents: u64,
+    /// Bytes of space that was preallocated before the file was examined. `set` does not contain
+    /// its blocks.
+    preallocated: u64,
+    /// Whether the file ever had such space. Then a write can turn a part of it into data, so each
+    /// reservation measures it again.
+    had_preallocated: bool,
 }
 
-/// The number of extents that ext4 stores in the inode.
-const PIECES_INSIDE: u64 = 4;
+/// The number of extents that ext4 stores in an inode.
+const INLINE_EXTENTS: u64 = 4;
 
-/// The smallest number of extents in a block of ext4's extent tree, after blocks were split.
-const PIECES_PER_BLOCK: u64 = 170;
+/// The smallest number of extents in a block of ext4's extent tree. A split leaves a block half
+/// full.
+const EXTENTS_PER_BLOCK: u64 = 170;
 
 impl TrackedBlocks {
     /// Adds blocks and returns the number of them that were not in the set.
@@ -48,79 +52,81 @@ impl TrackedBlocks {
         if blocks.is_empty() {
             return 0;
         }
-        let before = self.pieces_around(&blocks);
+        let before = self.extents_around(&blocks);
         let added = self.set.insert(blocks.clone());
-        self.pieces = (self.pieces + self.pieces_around(&blocks)).saturating_sub(before);
+        self.extents = (self.extents + self.extents_around(&blocks)).saturating_sub(before);
         added
     }
 
     /// Removes blocks.
     fn remove(&mut self, blocks: Range<u64>) {
-        let before = self.pieces_around(&blocks);
+        let before = self.extents_around(&blocks);
         self.set.remove(blocks.clone());
-        self.pieces = (self.pieces + self.pieces_around(&blocks)).saturating_sub(before);
+        self.extents = (self.extents + self.extents_around(&blocks)).saturating_sub(before);
     }
 
     /// The number of extents that lie in a range or touch it. A change of the range does not affect
     /// the other extents.
-    fn pieces_around(&self, blocks: &Range<u64>) -> u64 {
+    fn extents_around(&self, blocks: &Range<u64>) -> u64 {
         let around = blocks.start.saturating_sub(1)..blocks.end.saturating_add(1);
         self.set.runs(around).count() as u64
     }
 
     /// Bytes of the blocks, of the blocks of ext4's extent tree, and of preallocated space.
     fn bytes(&self) -> u64 {
-        (self.set.len() + self.tree_blocks()) * BLOCK_BYTES + self.allocated
+        (self.set.len() + self.tree_blocks()) * BLOCK_BYTES + self.preallocated
     }
 
-    /// Asks the host how much space it takes beyond these blocks and beyond the attributes.
-    fn examine_allocated(
+    /// Measures the preallocated space: the space that the file takes on the host, without the
+    /// blocks in the set and without the attributes.
+    fn measure_preallocated(
         &mut self,
         file: &dyn HostFile,
         account: &Account,
     ) -> Result<(), ChargeError> {
         let failed = ChargeError::host("read its allocated size");
-        let host = file.stored_bytes().map_err(failed)?;
-        let beside = account.overhead.bytes_of(inode_of(file)?);
-        self.allocated = 0;
-        self.allocated = host.saturating_sub(self.bytes() + beside);
-        self.had_allocated |= self.allocated > 0;
+        let on_host = file.stored_bytes().map_err(failed)?;
+        let attributes = account.overhead.bytes_of(inode_of(file)?);
+        self.preallocated = 0;
+        self.preallocated = on_host.saturating_sub(self.bytes() + attributes);
+        self.had_preallocated |= self.preallocated > 0;
         Ok(())
     }
 
+    /// The number of blocks of ext4's extent tree outside the inode.
     fn tree_blocks(&self) -> u64 {
-        if self.pieces <= PIECES_INSIDE {
+        if self.extents <= INLINE_EXTENTS {
             return 0;
         }
-        let leaves = self.pieces.div_ceil(PIECES_PER_BLOCK);
-        let above = if leaves > PIECES_INSIDE {
-            leaves.div_ceil(PIECES_PER_BLOCK)
+        let leaves = self.extents.div_ceil(EXTENTS_PER_BLOCK);
+        let index_blocks = if leaves > INLINE_EXTENTS {
+            leaves.div_ceil(EXTENTS_PER_BLOCK)
         } else {
             0
         };
-        leaves + above
+        leaves + index_blocks
     }
 }
 
 /// The result of [`StoredBlocks::reserve`].
 #[derive(Debug)]
-pub struct Reserved {
+pub struct ReservedRange {
     /// The first byte of the range.
     start: u64,
-    /// The end of the part of the range for which there is room.
+    /// The end of the part of the range for which there is space.
     pub end: u64,
-    /// Blocks that are newly charged.
+    /// The blocks that this reservation charged.
     new: Vec<Range<u64>>,
 }
 
-/// The amount to reserve if there is no room for all of it.
+/// The amount to reserve if there is not enough space for the whole range.
 #[derive(Debug, Clone, Copy)]
 enum Wanted {
     AsMuchAsFits,
     All,
 }
 
-/// The blocks of 4 KiB of an existing file in which there is data.
+/// The blocks of an existing file that contain data.
 #[derive(Debug)]
 pub struct DataBlocks(TrackedBlocks);
 
@@ -138,10 +144,11 @@ impl DataBlocks {
     /// Adds these blocks and the preallocated space to the account. The space for attributes is
     /// already in the account.
     pub fn count(mut self, file: &dyn HostFile, account: &Account) -> Result<(), ChargeError> {
-        self.0.examine_allocated(file, account)?;
+        self.0.measure_preallocated(file, account)?;
         account.add(self.0.bytes());
-        // A later scan may take preallocated space for data, once a program has read it.
-        if self.0.allocated > 0 {
+        // After a program has read preallocated space, the host reports it as data. So a later scan
+        // can give another number.
+        if self.0.preallocated > 0 {
             account.remember(inode_of(file)?, self.0.bytes());
         }
         Ok(())
@@ -157,10 +164,14 @@ impl StoredBlocks {
         }
     }
 
-    /// Charges the blocks of the bytes `range` that are not charged yet. If there is no room for
-    /// all of them, charges as many from the start as fit: the result then ends at the end of a
-    /// block and has at least one byte. Fails if not even one byte fits.
-    pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, ChargeError> {
+    /// Charges the blocks of the bytes `range` that are not charged yet. If there is not enough
+    /// space for all of them, it charges as many from the start as fit. The reserved range then
+    /// ends at the end of a block, and has at least one byte. Fails if not even one byte fits.
+    pub fn reserve(
+        &self,
+        file: &dyn HostFile,
+        range: Range<u64>,
+    ) -> Result<ReservedRange, ChargeError> {
         self.take(file, range, Wanted::AsMuchAsFits)
     }
 
@@ -169,7 +180,7 @@ impl StoredBlocks {
         &self,
         file: &dyn HostFile,
         range: Range<u64>,
-    ) -> Result<Reserved, ChargeError> {
+    ) -> Result<ReservedRange, ChargeError> {
         self.take(file, range, Wanted::All)
     }
 
@@ -178,8 +189,8 @@ impl StoredBlocks {
         file: &dyn HostFile,
         range: Range<u64>,
         wanted: Wanted,
-    ) -> Result<Reserved, ChargeError> {
-        let mut reserved = Reserved {
+    ) -> Result<ReservedRange, ChargeError> {
+        let mut reserved = ReservedRange {
             start: range.start,
             end: range.end,
             new: Vec::new(),
@@ -191,29 +202,29 @@ impl StoredBlocks {
         let Some(known) = guard.as_mut() else {
             return Ok(reserved);
         };
-        // Writes since the last look may have used preallocated space.
+        // Writes since the last measurement may have used preallocated space.
         self.reexamine_locked(file, known)?;
         let before = known.tree_blocks();
         let blocks = touched(&range);
         let missing = (blocks.end - blocks.start - known.set.count(blocks.clone())) * BLOCK_BYTES;
         let charged = match wanted {
             Wanted::AsMuchAsFits => self.account.charge_up_to(missing, BLOCK_BYTES),
-            // The charge comes before the insertion, because other threads rely on the blocks in
-            // the set.
+            // The charge comes before the insertion: a failed reservation must not remove blocks
+            // from the set again.
             Wanted::All => {
-                // The blocks may lie in preallocated space. The next look at the file corrects
-                // this.
-                let there = missing.min(known.allocated);
-                self.account.charge(missing - there)?;
-                known.allocated -= there;
+                // The blocks may lie in preallocated space, which is charged already. The next
+                // measurement corrects the charge if they do not.
+                let charged_before = missing.min(known.preallocated);
+                self.account.charge(missing - charged_before)?;
+                known.preallocated -= charged_before;
                 missing
             }
         };
         let mut left = charged / BLOCK_BYTES;
         let mut at = blocks.start;
         while at < blocks.end {
-            let (inside, mut end) = known.set.run(at, blocks.end);
-            if !inside {
+            let (is_charged, mut end) = known.set.run(at, blocks.end);
+            if !is_charged {
                 end = end.min(at + left);
                 if end == at {
                     break;
@@ -224,7 +235,7 @@ impl StoredBlocks {
             }
             at = end;
         }
-        // Blocks of the extent tree are added even above the limit. There are few of them.
+        // Blocks of the extent tree are charged even above the limit. There are few of them.
         self.settle_bytes(before * BLOCK_BYTES, known.tree_blocks() * BLOCK_BYTES);
         reserved.end = (at * BLOCK_BYTES).min(range.end);
         if reserved.end <= range.start {
@@ -233,8 +244,8 @@ impl StoredBlocks {
         Ok(reserved)
     }
 
-    /// Updates the charge after an allocation of space, because a part of it may have been
-    /// allocated before.
+    /// Measures the preallocated space again, and updates the charge. To be called after an
+    /// allocation of space, because a part of the range may have been preallocated before.
     pub fn reexamine(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         match self.set.lock().as_mut() {
             Some(known) => self.reexamine_locked(file, known),
@@ -247,9 +258,9 @@ impl StoredBlocks {
         file: &dyn HostFile,
         known: &mut TrackedBlocks,
     ) -> Result<(), ChargeError> {
-        if known.had_allocated {
+        if known.had_preallocated {
             let before = known.bytes();
-            known.examine_allocated(file, &self.account)?;
+            known.measure_preallocated(file, &self.account)?;
             self.settle_bytes(before, known.bytes());
         }
         Ok(())
@@ -260,8 +271,8 @@ impl StoredBlocks {
         self.set.lock().as_ref().map(TrackedBlocks::bytes)
     }
 
-    /// Whether any of these bytes lies in a charged block.
-    pub fn holds(&self, range: Range<u64>) -> bool {
+    /// Whether a block that contains one of these bytes is charged.
+    pub fn has_charged_block(&self, range: Range<u64>) -> bool {
         let known = self.set.lock();
         known
             .as_ref()
@@ -283,13 +294,14 @@ impl StoredBlocks {
         Ok(())
     }
 
+    /// Changes the charge of the file from `before` to `now` bytes.
     fn settle_bytes(&self, before: u64, now: u64) {
         self.account.add(now.saturating_sub(before));
         self.account.release(before.saturating_sub(now));
     }
 
-    /// Releases the blocks of a reservation that were not written: those from `end` on.
-    pub fn undo(&self, reserved: Reserved, end: u64) {
+    /// Releases the blocks of a reservation that were not written. The write ended at byte `end`.
+    pub fn release_unwritten(&self, reserved: ReservedRange, end: u64) {
         let kept = match end > reserved.start {
             true => end.div_ceil(BLOCK_BYTES),
             // Nothing was written, so the first block is released too.
@@ -300,7 +312,8 @@ impl StoredBlocks {
         }
     }
 
-    /// Examines the file. To be called before a hole is punched or the file is truncated.
+    /// Finds the existing blocks of the file, if this was not done before. To be called before a
+    /// hole is punched or the file is truncated.
     pub fn examine(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         if self.account.limit().is_some() {
             drop(self.known(file)?);
@@ -319,7 +332,8 @@ impl StoredBlocks {
         if size == 0
             && let Some(known) = self.set.lock().as_mut()
         {
-            self.account.release(std::mem::take(&mut known.allocated));
+            self.account
+                .release(std::mem::take(&mut known.preallocated));
         }
     }
 
@@ -330,17 +344,17 @@ impl StoredBlocks {
         Ok(())
     }
 
-    /// Ends the tracking of a file that continues to exist. The next call examines the file again.
-    /// The caller ensures that no thread writes to the file in between.
+    /// Ends the tracking of a file that continues to exist, and remembers its charge in the
+    /// account. The next call examines the file again. The caller ensures that no thread writes to
+    /// the file in between.
     pub fn stop_tracking(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         let mut guard = self.set.lock();
         if let Some(known) = guard.as_mut() {
-            // Preallocated space that was written in many extents takes more space than the
-            // preallocation.
+            // Writes into preallocated space can split its extents, so the extent tree grows.
             let before = known.bytes();
-            known.examine_allocated(file, &self.account)?;
+            known.measure_preallocated(file, &self.account)?;
             self.settle_bytes(before, known.bytes());
-            // A later scan does not find preallocated space.
+            // A later scan does not find preallocated space, so it can give another number.
             self.account.remember(inode_of(file)?, known.bytes());
             *guard = None;
         }
@@ -358,6 +372,7 @@ impl StoredBlocks {
         }
     }
 
+    /// The tracked blocks. The first call examines the file.
     fn known(
         &self,
         file: &dyn HostFile,
@@ -366,9 +381,9 @@ impl StoredBlocks {
         if set.is_none() {
             let mut found = scan(file)?;
             if let Some(charged) = self.account.recall(inode_of(file)?) {
-                // The account must release exactly what it has charged, so the difference is
-                // settled now.
-                found.examine_allocated(file, &self.account)?;
+                // Later releases start from the measured number. So the charge is changed to it
+                // now.
+                found.measure_preallocated(file, &self.account)?;
                 self.settle_bytes(charged, found.bytes());
             }
             *set = Some(found);
@@ -387,7 +402,7 @@ fn inode_of(file: &dyn HostFile) -> Result<u64, ChargeError> {
         .map_err(ChargeError::host("read its inode number"))
 }
 
-/// The blocks of a file that contain data.
+/// Finds the blocks of a file that contain data.
 fn scan(file: &dyn HostFile) -> Result<TrackedBlocks, ChargeError> {
     let failed = ChargeError::host("look for holes");
     let mut found = TrackedBlocks::default();
@@ -434,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn many_pieces_count_the_blocks_that_note_them() {
+    fn blocks_of_the_extent_tree_are_charged() {
         let (account, stored, file) = setup(10_000);
         let write = |block: u64| stored.reserve(&file, block * B..block * B + 1).unwrap();
         for block in 0..4 {
@@ -443,7 +458,7 @@ mod tests {
         assert_eq!(account.used(), 4 * B);
         write(8);
         assert_eq!(account.used(), 6 * B);
-        // Together again.
+        // The writes below join the extents.
         for block in 0..4 {
             write(2 * block + 1);
         }
@@ -470,18 +485,18 @@ mod tests {
             Err(ChargeError::NoSpace(_))
         ));
         stored.reserve(&file, 0..3 * B).unwrap();
-        stored.undo(reserved, 0);
+        stored.release_unwritten(reserved, 0);
         assert_eq!(account.used(), B);
         assert!(stored.reserve_all(&file, 3 * B..6 * B).is_err());
         assert_eq!(account.used(), B);
     }
 
     #[test]
-    fn a_block_of_which_nothing_was_written_does_not_count() {
+    fn block_without_a_written_byte_is_not_charged() {
         let (account, stored, file) = setup(10);
         for (start, written_to, blocks) in [(10, 10, 0), (10, 0, 0), (B, B, 0), (10, 11, 1)] {
             let reserved = stored.reserve(&file, start..3 * B).unwrap();
-            stored.undo(reserved, written_to);
+            stored.release_unwritten(reserved, written_to);
             assert_eq!(account.used(), blocks * B, "{start}, {written_to}");
         }
     }
@@ -544,14 +559,14 @@ mod tests {
     }
 
     #[test]
-    fn failed_reservation_takes_nothing_from_a_concurrent_one() {
+    fn failed_reservation_releases_no_blocks_of_a_concurrent_one() {
         let (account, stored, file) = setup(3);
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
                     stored.reserve_all(&file, 0..6 * B).unwrap_err();
-                    // Lets the other thread, which waits for the lock, run.
+                    // The other thread waits for the lock.
                     std::thread::yield_now();
                 }
             });
@@ -559,7 +574,7 @@ mod tests {
                 let reserved = stored.reserve(&file, B..2 * B).unwrap();
                 std::thread::yield_now();
                 let lost = account.used() < B;
-                stored.undo(reserved, 0);
+                stored.release_unwritten(reserved, 0);
                 lost
             });
             done.store(true, std::sync::atomic::Ordering::Relaxed);

@@ -614,7 +614,7 @@ impl UnionFs {
             } else {
                 0
             };
-            stored.undo(reserved, kept);
+            stored.release_unwritten(reserved, kept);
         }
         match (written, result) {
             (0, Err(errno)) => Err(errno),
@@ -658,7 +658,7 @@ impl UnionFs {
         }
         let reserved = stored.reserve_all(file, range).map_err(failed)?;
         rustix::fs::fallocate(file, flags, offset, length).inspect_err(|_| {
-            stored.undo(reserved, 0);
+            stored.release_unwritten(reserved, 0);
         })?;
         stored.reexamine(file).map_err(failed)
     }

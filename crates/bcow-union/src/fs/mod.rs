@@ -13,6 +13,7 @@ mod background;
 mod charge;
 mod content;
 mod copy_up;
+mod descriptors;
 mod directory;
 mod host;
 mod links;
@@ -20,6 +21,7 @@ mod lookup;
 mod lower;
 mod namespace;
 mod nodes;
+mod open_sketches;
 mod orphans;
 mod promote;
 mod recount;
@@ -58,7 +60,7 @@ pub use types::{
 };
 
 use crate::account::Account;
-use crate::errors::{ErrorKind, ErrorLog, Failure, shown};
+use crate::errors::{ErrorKind, ErrorLog, Failure, escaped};
 use crate::image::Image;
 use crate::ledger::{Inherited, Ledger};
 use crate::log::Severity;
@@ -88,7 +90,7 @@ pub struct UnionFs {
     sketches: Sketches,
     /// The kind of new sketches.
     sketch_kind: SketchKind,
-    open_sketches: background::OpenSketches,
+    open_sketches: open_sketches::OpenSketches,
     account: Arc<Account>,
     options: UnionOptions,
     listings: Listings,
@@ -179,7 +181,7 @@ impl UnionFs {
             }
         };
         instance.refuse_after_volatile(options.sync)?;
-        let max_descriptors = background::max_descriptors();
+        let max_descriptors = descriptors::max_descriptors();
         let account = Arc::new(Account::with_limits(options.limits()));
         if account.is_limited() {
             recount::count_stored(&instance, &account).map_err(failed("count its stored bytes"))?;
@@ -209,7 +211,7 @@ impl UnionFs {
                 SketchChoice::Auto => SketchKind::Packed,
             },
             sketches,
-            open_sketches: background::OpenSketches::default(),
+            open_sketches: open_sketches::OpenSketches::default(),
             account,
             options: options.clone(),
             listings: Listings::new(ledger.as_ref().map(|ledger| ledger.generation())),
@@ -369,17 +371,17 @@ impl UnionFs {
         let upper = self.upper.path().display();
         let path = match name {
             [] => upper.to_string(),
-            name => format!("{upper}: {}", shown(name)),
+            name => format!("{upper}: {}", escaped(name)),
         };
         self.errors()
-            .note(kind, Severity::Error, Some(path), problem);
+            .report_problem(kind, Severity::Error, Some(path), problem);
     }
 
     /// Paths of a node in the mount, for display. For a node without a name: its paths in the
     /// image. Empty if no path is known.
     fn shown_paths(&self, node: &Node) -> Vec<String> {
         match (path_of(node), node.lower) {
-            (Some(path), _) => vec![shown(&path)],
+            (Some(path), _) => vec![escaped(&path)],
             (None, Some(nid)) => self.image.shown_paths(nid),
             (None, None) => Vec::new(),
         }

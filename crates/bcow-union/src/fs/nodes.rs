@@ -89,7 +89,7 @@ pub(super) struct Node {
     /// file is never marked as durable after that.
     pub(super) sync_failed: OnceLock<Errno>,
     /// Whether the node is in the queue of the background thread.
-    pub(super) is_waiting: AtomicBool,
+    pub(super) is_queued: AtomicBool,
     /// The stored blocks of a plain file. The file is examined at the first change.
     pub(super) stored: OnceLock<StoredBlocks>,
     /// Cached target of this symbolic link, so that the host's access time of the link does not
@@ -241,7 +241,7 @@ impl Node {
             may_have_default_acl: AtomicBool::new(true),
             is_removed: AtomicBool::new(false),
             sync_failed: OnceLock::new(),
-            is_waiting: AtomicBool::new(false),
+            is_queued: AtomicBool::new(false),
             stored: OnceLock::new(),
             target: OnceLock::new(),
             entry: OnceLock::new(),

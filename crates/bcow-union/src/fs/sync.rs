@@ -152,7 +152,7 @@ impl UnionFs {
             batch.len() >= most as usize
         };
         if is_full {
-            self.background.finish_batch();
+            self.background.request_batch_sync();
         }
     }
 

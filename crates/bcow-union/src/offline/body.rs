@@ -7,7 +7,7 @@ use bcow_erofs::reader::{ExtentSource, Filesystem, Inode};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content};
 use bcow_ext4::Extents;
 
-use super::addresses::{LOWER_FROM, Segments};
+use super::addresses::{LOWER_START, Segments};
 use super::error::Problem;
 use crate::blocks::BLOCK_BYTES;
 
@@ -214,7 +214,7 @@ impl Chunks<'_> {
         self.close()?;
         if first < last {
             let start =
-                u32::try_from((LOWER_FROM + at) / BLOCK_BYTES).map_err(|_| Problem::TooLarge)?;
+                u32::try_from((LOWER_START + at) / BLOCK_BYTES).map_err(|_| Problem::TooLarge)?;
             self.push(ChunkRun {
                 first,
                 count: last - first,

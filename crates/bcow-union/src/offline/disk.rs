@@ -1,9 +1,10 @@
 //! The changes of a disk that shows the image as ext4, read from the blocks that the disk stores.
 //!
-//! [`Compared`] says which inodes of the view have changed; all others are inodes of the image. A
-//! changed directory is compared with that of the view, name by name. Of an unchanged directory
-//! only the names are visited that lead to changed inodes. So the work depends on what was changed,
-//! and on the size of the changed directories, besides one walk over the names of the image.
+//! [`Compared`] has the inodes of the view that have changed; all others are inodes of the image. A
+//! changed directory is compared with that of the view, name by name. In an unchanged directory,
+//! only the names that lead to changed inodes are visited. So the work depends on the number of
+//! changes, and on the size of the changed directories. In addition, there is one walk over the
+//! names of the image.
 
 mod files;
 mod origin;
@@ -263,7 +264,7 @@ impl Reader<'_> {
         if inode.kind != FileKind::Directory {
             let node = match self.file(number)? {
                 Some(node) => node,
-                None => self.copy(number)?,
+                None => self.renamed_file(number)?,
             };
             let directory = self.node_of(at)?;
             self.builder.tree.insert(directory, name, node);
@@ -316,7 +317,7 @@ impl Reader<'_> {
         Ok(above)
     }
 
-    /// Whether a directory of the image has other attributes than there.
+    /// Whether the attributes of a directory differ from those in the image.
     fn has_changed(&mut self, at: usize) -> Result<bool, Problem> {
         let visit = &self.visits[at];
         let Some(below) = self.origins.inode(visit.number)? else {

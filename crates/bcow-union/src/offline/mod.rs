@@ -13,7 +13,7 @@ mod error;
 mod sketched;
 mod splice;
 
-pub use addresses::{LOWER_FROM, lower_offset};
+pub use addresses::{LOWER_START, lower_offset};
 pub use changes::{Changes, Scope};
 pub use disk::DiskOverView;
 pub use error::{ChangesError, Problem};

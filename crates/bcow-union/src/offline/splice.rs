@@ -17,7 +17,7 @@ use bcow_ext4::Extents;
 use bcow_view::Compared;
 use parking_lot::Mutex;
 
-use super::addresses::{LOWER_FROM, OWN_FROM, Segments};
+use super::addresses::{LOWER_START, Segments, UPPER_START};
 use super::body::{Body, Holder, Own, Source};
 use super::sketched::open_packed;
 use crate::blocks::BLOCK_BYTES;
@@ -123,7 +123,7 @@ impl Store {
         .map_err(|error| match error {
             EmitError::Tail(error) | EmitError::Output(error) => SpliceError::Tail(error),
         })?;
-        let size = LOWER_FROM + self.device.size();
+        let size = LOWER_START + self.device.size();
         let device = Arc::new(Splice {
             superblock: plan.superblock(size / BLOCK_BYTES),
             metadata,
@@ -250,7 +250,7 @@ struct Tails<'s>(&'s Store);
 impl TailSource for Tails<'_> {
     fn read_tail(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let at = offset
-            .checked_sub(LOWER_FROM)
+            .checked_sub(LOWER_START)
             .ok_or(io::ErrorKind::InvalidInput)?;
         self.0.device.read_at(at, buf).map_err(io::Error::other)
     }
@@ -318,7 +318,7 @@ impl BlockDevice for Splice {
         while done < buf.len() {
             let at = offset + done as u64;
             let rest = &mut buf[done..];
-            let limit = [OWN_FROM, LOWER_FROM, u64::MAX]
+            let limit = [UPPER_START, LOWER_START, u64::MAX]
                 .into_iter()
                 .find(|limit| at < *limit);
             let n = rest
@@ -326,13 +326,13 @@ impl BlockDevice for Splice {
                 .min((limit.unwrap_or(u64::MAX) - at).min(1 << 30) as usize);
             let part = &mut rest[..n];
             match limit {
-                Some(OWN_FROM) => {
+                Some(UPPER_START) => {
                     part.fill(0);
                     Splice::memory(SUPERBLOCK_AT, &self.superblock, at, part);
                     Splice::memory(METADATA_AT, &self.metadata, at, part);
                 }
-                Some(LOWER_FROM) => self.store.read_own(at, part)?,
-                _ => self.store.device.read_at(at - LOWER_FROM, part)?,
+                Some(LOWER_START) => self.store.read_own(at, part)?,
+                _ => self.store.device.read_at(at - LOWER_START, part)?,
             }
             done += n;
         }

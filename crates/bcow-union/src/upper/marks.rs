@@ -1,4 +1,4 @@
-//! The extended attributes (marks) that say what a file of an upper represents.
+//! The extended attributes (marks) that describe what a file of an upper represents.
 //!
 //! Names and values are those of overlayfs (`fs/overlayfs/overlayfs.h`) where overlayfs has them.
 //! docs/upper.md lists all of them.
@@ -16,12 +16,12 @@ use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError,
 pub enum Mark {
     /// The directory hides the entries of the lower directory.
     Opaque,
-    /// The path of the lower counterpart: of the directory with which this one is merged, or of the
-    /// file with the data. See [`Redirect`].
+    /// The path of the lower counterpart. Of a directory, that is the lower directory with which it
+    /// is merged; of a file, the lower file with the data. See [`Redirect`].
     Redirect,
     /// The lower inode that this one was copied from: see [`Origin`].
     Origin,
-    /// The data, or a part of it, is the lower file's: see [`Metacopy`].
+    /// All data of the file, or a part of it, is in the lower file: see [`Metacopy`].
     Metacopy,
     /// The difference between the number of names in the union and the number of links: see
     /// [`NlinkDelta`].
@@ -78,8 +78,8 @@ pub struct Marks {
     pub opaque: bool,
     /// The path of the lower counterpart, if a mark gives it.
     pub redirect: Option<Redirect>,
-    /// The lower inode that this one was copied from. `None` for origins that overlayfs wrote: they
-    /// name inodes of host file systems.
+    /// The lower inode that this one was copied from. `None` also for an origin that overlayfs
+    /// wrote, because it names an inode of a host file system.
     pub origin: Option<Origin>,
     /// The source of the data.
     pub metacopy: Metacopy,
@@ -87,9 +87,10 @@ pub struct Marks {
     pub nlink: Option<NlinkDelta>,
     /// The fields of the sketch mark.
     pub sketch: Option<SketchMark>,
-    /// The owner. Used only with [`Ownership::Override`](super::Ownership::Override).
+    /// The owner, mode and type that programs see. Used only with
+    /// [`Ownership::Override`](super::Ownership::Override).
     pub owner: Option<Override>,
-    /// The error, if the attribute with the owner is damaged. Ignored with
+    /// The error, if the attribute of `owner` is damaged. Ignored with
     /// [`Ownership::Native`](super::Ownership::Native).
     pub owner_damage: Option<MarkError>,
 }
@@ -238,8 +239,8 @@ pub enum Metacopy {
     None,
     /// The lower file: only metadata was copied.
     Whole,
-    /// Both: the file is a sketch. overlayfs refuses a file with this value and
-    /// [`REDIRECT_NOWHERE`], so that it never shows the holes of a sketch as data.
+    /// Both: the file is a sketch. overlayfs refuses a file with this value and with
+    /// [`REDIRECT_NOWHERE`]. Otherwise it would show the holes of the sketch as zeros.
     Sketch,
 }
 
@@ -247,9 +248,9 @@ pub enum Metacopy {
 /// it as damage (`ovl_check_metacopy_xattr`, since Linux 6.6).
 const SKETCH_METACOPY: [u8; 1] = [0xbc];
 
-/// The redirect of a sketch: a path that no image is expected to have. Every version of overlayfs
-/// finds no data there, and returns EIO instead of the lower file's content. bcow ignores this
-/// redirect.
+/// The redirect of a sketch: a path that no image is expected to have. overlayfs of any version
+/// finds no file at this path, and returns EIO instead of the lower file's content. bcow ignores
+/// this redirect.
 pub const REDIRECT_NOWHERE: &[u8] = b"/.bcow/sketch";
 
 impl Metacopy {
@@ -262,7 +263,7 @@ impl Metacopy {
         }
     }
 
-    /// Decodes a value. Digests that overlayfs stored there (`verity=on`) are ignored.
+    /// Decodes a value. It ignores a digest that overlayfs stored in the value (`verity=on`).
     pub fn decode(value: &[u8]) -> Result<Metacopy, MarkError> {
         match value {
             [] => Ok(Metacopy::Whole),
@@ -275,8 +276,8 @@ impl Metacopy {
     }
 }
 
-/// The number of names of a file in the union, relative to the number of links of its host file or
-/// its lower file.
+/// The number of names of a file in the union, as a difference to the number of links of its host
+/// file or its lower file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NlinkDelta {
     /// The difference to the links of the upper's host file.
@@ -329,7 +330,7 @@ pub struct SketchMark {
     pub kind: SketchKind,
     /// log2 of the block size in bytes, 9..=30.
     pub block_shift: u8,
-    /// Whether a map must exist. Without a map, no block is stored.
+    /// Whether the map exists. If not, the sketch stores no block.
     pub map_exists: bool,
     /// The bytes of the lower file, from its start, that are visible where no block is stored.
     pub lower_limit: u64,
@@ -410,8 +411,8 @@ impl SketchMark {
         }
     }
 
-    /// Whether this version reads blocks of this size. The disk of a packed sketch has its own
-    /// block size.
+    /// Whether this version of bcow reads blocks of this size. The BCoW file of a packed sketch has
+    /// its own block size, so every value is supported there.
     pub fn has_supported_blocks(&self) -> bool {
         self.kind == SketchKind::Packed || self.block_shift == SPARSE_BLOCK_SHIFT
     }
@@ -423,7 +424,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn redirects_come_back_and_lead_nowhere_else() {
+    fn redirects_round_trip_and_invalid_names_are_refused() {
         for text in ["/a", "/a/b c/\u{fc}", "name"] {
             let redirect = Redirect::decode(text.as_bytes()).unwrap();
             assert_eq!(redirect.encode(), text.as_bytes());
@@ -449,9 +450,9 @@ mod tests {
         assert_eq!(bytes[21..], [2, 1, 0, 0, 0, 0, 0, 0]);
         assert_eq!(Origin::decode(&bytes), Ok(Some(origin)));
         // The origin that overlayfs writes for an inode of ext4: handle type 1, eight bytes.
-        let mut theirs = bytes;
-        theirs[4] = 1;
-        assert_eq!(Origin::decode(&theirs), Ok(None));
+        let mut of_overlayfs = bytes;
+        of_overlayfs[4] = 1;
+        assert_eq!(Origin::decode(&of_overlayfs), Ok(None));
         assert_eq!(Origin::decode(b""), Ok(None));
         assert!(Origin::decode(&bytes[..28]).is_err());
         assert!(Origin::decode(&[bytes.to_vec(), vec![0]].concat()).is_err());
@@ -474,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn the_redirect_of_a_sketch_leads_nowhere() {
+    fn redirect_of_a_sketch_is_ignored() {
         let mut marks = Marks::default();
         marks.apply(Mark::Redirect, b"/.bcow/sketch").unwrap();
         assert_eq!(marks, Marks::default());
@@ -507,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sketch_comes_back_and_no_bit_of_it_can_change() {
+    fn sketch_mark_round_trips_and_each_flipped_bit_is_refused() {
         let bytes = sketch().encode();
         assert_eq!(bytes[..4], [1, 2, 12, 1]);
         assert_eq!(SketchMark::decode(&bytes), Ok(sketch()));

@@ -1,10 +1,13 @@
 //! Refuses an upper that contains, or lies in, the upper of another mount.
 //!
-//! Overlayfs refuses this too ("upperdir is in-use"). Otherwise each mount would show the other's
-//! marks as files, and change files that the other relies on. For outer uppers, the check tries the
-//! lock in each ancestor directory. For inner uppers, it searches the open files of all processes
-//! that this user may examine. The search also finds outer uppers that no ancestor path shows, for
-//! example because the upper is reached through a bind mount.
+//! overlayfs refuses this too ("upperdir is in-use"). Otherwise each mount would show the marks of
+//! the other upper as files, and change files on which the other mount relies. There are two
+//! checks:
+//!
+//! - For outer uppers, the first check tests the lock in each ancestor directory.
+//! - For inner uppers, the second check searches the open files of all processes that this user may
+//!   examine. It also finds outer uppers that are not on the path, for example because the path
+//!   leads through a bind mount.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -18,15 +21,15 @@ use super::lock::open_lock;
 use super::{META, UpperError, work};
 use crate::mountinfo::Place;
 
-/// Fails if another mount uses an upper that contains the upper at `path`, or lies in it. `path`
-/// may be missing.
+/// Fails if another mount uses an upper that contains the upper at `path`, or an upper that lies in
+/// it. The directory at `path` does not have to exist.
 pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
-    // The open of the upper reports all other problems with the path.
+    // If the path does not resolve, the open of the upper reports the error.
     let Some((canonical, directory)) = resolve(path) else {
         return Ok(());
     };
     for above in canonical.ancestors().skip(1) {
-        if let Some(holder) = writer_of(above) {
+        if let Some(holder) = upper_lock_holder(above) {
             return Err(UpperError::Inside {
                 path: path.to_owned(),
                 outer: above.to_owned(),
@@ -34,28 +37,32 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
             });
         }
     }
-    let Some(place) = place("self", directory.as_raw_fd(), &canonical) else {
+    let Some(place) = place_of("self", directory.as_raw_fd(), &canonical) else {
         return Ok(());
     };
     for (pid, descriptor, other) in open_locks() {
-        let is_here = || mount_namespace(&pid) == mount_namespace("self");
-        let there = self::place(&pid, descriptor, &other);
-        let (is_inside, has_inside) = match &there {
-            Some(there) if *there == place => continue,
-            Some(there) => (place.is_within(there), there.is_within(&place)),
+        let in_same_namespace = || mount_namespace(&pid) == mount_namespace("self");
+        let other_place = place_of(&pid, descriptor, &other);
+        let (is_in_other, contains_other) = match &other_place {
+            // The same upper. The caller's attempt to lock it reports the conflict.
+            Some(other_place) if *other_place == place => continue,
+            Some(other_place) => (place.is_within(other_place), other_place.is_within(&place)),
             None => (false, false),
         };
-        // A file system that is mounted on a directory in the upper is visible there too.
-        let has_inside =
-            has_inside || (other != canonical && other.starts_with(&canonical) && is_here());
-        if !is_inside && !has_inside {
+        // The places of two file systems cannot be compared. If a file system is mounted on a
+        // directory of this upper, an upper on it is found by its path.
+        let contains_other = contains_other
+            || (other != canonical && other.starts_with(&canonical) && in_same_namespace());
+        if !is_in_other && !contains_other {
             continue;
         }
-        let Some(holder) = open_of_process(&pid, descriptor).and_then(|lock| writer(&lock)) else {
+        let Some(holder) =
+            open_of_process(&pid, descriptor).and_then(|lock| exclusive_lock_holder(&lock))
+        else {
             continue;
         };
         let path = path.to_owned();
-        return Err(match is_inside {
+        return Err(match is_in_other {
             true => UpperError::Inside {
                 path,
                 outer: other,
@@ -88,28 +95,28 @@ fn resolve(path: &Path) -> Option<(PathBuf, OwnedFd)> {
     Some((parent.join(absolute.file_name()?), directory))
 }
 
-/// The holder of the lock of the upper at `path`; `None` if the directory is not in use as an
-/// upper, or cannot be examined.
-fn writer_of(path: &Path) -> Option<LockError> {
+/// The process that holds the lock of the upper at `path` for writing; `None` if the directory is
+/// not in use as an upper, or cannot be examined.
+fn upper_lock_holder(path: &Path) -> Option<LockError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::openat(CWD, path, flags, Mode::empty()).ok()?;
     let meta = work::open_directory(root.as_fd(), META.as_bytes()).ok()?;
     let lock = open_lock(meta.as_fd(), OFlags::RDONLY).ok()??;
-    writer(&lock)
+    exclusive_lock_holder(&lock)
 }
 
-/// The process that has the lock for writing; `None` if no process has it. The test acquires a
-/// shared lock, which is released when the caller closes `lock`; until then, a new writer is
-/// refused.
-fn writer(lock: &File) -> Option<LockError> {
+/// The process that holds the lock for writing; `None` if no process does, or if the lock cannot be
+/// tested. The test acquires a shared lock, which is released when the caller closes `lock`. Until
+/// then, another process cannot acquire the lock for writing.
+fn exclusive_lock_holder(lock: &File) -> Option<LockError> {
     match FileLock::shared(lock) {
         Err(LockError::Io(_)) | Ok(()) => None,
         Err(holder) => Some(holder),
     }
 }
 
-/// The locks of uppers that processes have open: the process id, its descriptor, and the upper's
-/// path as the process sees it.
+/// The lock files of uppers that are open in processes with a write lock, one element for each
+/// descriptor: the process id, the descriptor, and the path of the upper as the process sees it.
 fn open_locks() -> Vec<(String, i32, PathBuf)> {
     let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let mut pids: Vec<&str> = locks
@@ -125,16 +132,16 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
         .collect();
     pids.sort_unstable();
     pids.dedup();
-    let end = Path::new(META).join("lock");
+    let suffix = Path::new(META).join("lock");
     let mut found = Vec::new();
     for pid in pids {
-        // The process belongs to another user, or has ended.
+        // This fails if the process belongs to another user, or has ended.
         let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else {
             continue;
         };
         for descriptor in descriptors.flatten() {
             if let Ok(link) = std::fs::read_link(descriptor.path())
-                && link.ends_with(&end)
+                && link.ends_with(&suffix)
                 && let Some(upper) = link.ancestors().nth(2)
                 && let Some(number) = descriptor.file_name().to_str()
                 && let Ok(number) = number.parse()
@@ -146,10 +153,10 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
     found
 }
 
-/// The place of `path` on the mount that a process's descriptor refers to.
-fn place(pid: &str, descriptor: i32, path: &Path) -> Option<Place> {
-    let about = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-    let mount = about
+/// The place of `path` on the mount to which a descriptor of the process `pid` belongs.
+fn place_of(pid: &str, descriptor: i32, path: &Path) -> Option<Place> {
+    let fdinfo = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
+    let mount = fdinfo
         .lines()
         .find_map(|line| line.strip_prefix("mnt_id:"))?;
     let mountinfo = std::fs::read(format!("/proc/{pid}/mountinfo")).ok()?;
@@ -160,8 +167,8 @@ fn mount_namespace(pid: &str) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{pid}/ns/mnt")).ok()
 }
 
-/// Opens a regular file that a process has open. Other types are not opened: the name alone does
-/// not tell the type.
+/// Opens the file of a descriptor of the process `pid`; `None` if it is not a regular file. The
+/// type is checked first, because the open of a pipe or a device could block.
 fn open_of_process(pid: &str, descriptor: i32) -> Option<File> {
     let open = |path: String, flags| rustix::fs::openat(CWD, path, flags, Mode::empty()).ok();
     let flags = OFlags::PATH | OFlags::CLOEXEC;

@@ -6,7 +6,7 @@ use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::LayerTree;
 use bcow_union::offline::check::{self, CheckedImage, Report};
-use bcow_union::offline::{Changes, ChangesError, LOWER_FROM, Scope, Spliced, Store};
+use bcow_union::offline::{Changes, ChangesError, LOWER_START, Scope, Spliced, Store};
 use bcow_union::{Instance, UpperError, UpperReader};
 
 use crate::fixture::{Union, open_many};
@@ -53,8 +53,8 @@ impl Union {
         let changes = self.changes(Scope::Layer);
         let options = ReadOptions {
             form: TreeForm::Layer,
-            place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
-            tails: LOWER_FROM,
+            place: &|offset, _| u32::try_from((LOWER_START + offset) / 4096).ok(),
+            tails: LOWER_START,
             max_inodes: MAX_INODES,
         };
         let lower = read_layer(&self.image().filesystem(), &options).unwrap();

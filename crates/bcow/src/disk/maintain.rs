@@ -1,7 +1,7 @@
 //! Changes of a file as a whole: resize, change of the backing, clear, rebuild of the free list.
 //!
-//! Each of them closes the gate, folds everything into the tables, and then writes one checkpoint
-//! with a changed header.
+//! Each change closes the gate, writes all pending changes into the tables, and then writes one
+//! checkpoint with a changed header.
 
 use std::ops::Range;
 
@@ -19,28 +19,32 @@ use super::locks::{Closed, lock};
 use super::region::Region;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::{Backing, Disk, DiskConfig, Inner, Layout, RegionBlock};
+use super::{Backing, Disk, DiskConfig, Inner, Layout};
 use crate::root::Root;
 use crate::sync::Arc;
 use crate::{BlockDevice, Error};
 
-/// Memory in bytes that tables which are newer than the file may take in a disk at rest.
+/// The maximum memory in bytes of the tables that differ from the file in an idle disk.
 const MAX_IDLE_BYTES: u64 = 4 << 20;
 
 impl Disk {
-    /// Writes everything into the tables and truncates the file to its content. The file does not
-    /// change again until the next write, not even when it is opened.
+    /// Writes all pending changes into the tables, and truncates the file to its content. The file
+    /// does not change again until the next write. The next open does not change it either.
     ///
     /// Waits for all operations to end, and makes everything durable.
-    pub fn rest(&self) -> Result<(), Error> {
+    pub fn checkpoint_and_truncate(&self) -> Result<(), Error> {
         self.inner.maintain(|_, _, _| Ok(()))
     }
 
-    /// Releases memory that the disk needs only for speed. If much of it is needed until the next
-    /// checkpoint, this writes one.
+    /// Releases the tables in memory that the disk can read again from the file. If the other
+    /// tables take much memory, this writes a checkpoint first, so that they can be released too.
     pub fn release_memory(&self) -> Result<(), Error> {
-        let many = lock(&self.inner.committer).logged_bytes > MAX_IDLE_BYTES;
-        let written = if many { self.checkpoint() } else { Ok(()) };
+        let writes_checkpoint = lock(&self.inner.committer).logged_bytes > MAX_IDLE_BYTES;
+        let written = if writes_checkpoint {
+            self.checkpoint()
+        } else {
+            Ok(())
+        };
         self.inner.regions.clear_clean();
         written
     }
@@ -57,7 +61,7 @@ impl Disk {
             let old = committer.header.clone();
             check_size(size, old.region_shift)?;
             next.header.size = size;
-            inner.fit_regions(config, &old, next)
+            inner.resize_root(config, &old, next)
         })
     }
 
@@ -67,8 +71,8 @@ impl Disk {
         (MAX_ROOT_ENTRIES << self.inner.region_shift).min(MAX_ADDRESS)
     }
 
-    /// Sets or removes the backing. Only the reference changes: the caller makes sure that the new
-    /// backing has the right content.
+    /// Sets or removes the backing. This changes only the reference: the caller makes sure that the
+    /// new backing has the right content.
     pub fn set_backing(
         &self,
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
@@ -139,7 +143,7 @@ impl Disk {
     }
 }
 
-/// The state of the file after the change.
+/// The state of the disk after the change.
 struct NextState {
     header: Header,
     root: Root,
@@ -148,6 +152,8 @@ struct NextState {
 }
 
 impl Inner {
+    /// Applies `change` to the whole file: writes all pending changes, calls `change`, and makes
+    /// the result durable with one checkpoint. No other operation runs meanwhile.
     fn maintain(
         self: &Arc<Self>,
         change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
@@ -193,8 +199,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Adapts the root table to another size.
-    fn fit_regions(
+    /// Adapts the root table, and the region at the old or the new end, to the new size.
+    fn resize_root(
         &self,
         config: &DiskConfig,
         old: &Header,
@@ -218,7 +224,7 @@ impl Inner {
                     .map(sectors),
             );
         }
-        let covered = |at: u64| {
+        let backing_has_data = |at: u64| {
             let backing = config.backing.as_ref();
             backing.is_some_and(|backing| backing.entry.size > at)
         };
@@ -226,98 +232,107 @@ impl Inner {
         if boundary & ((1 << shift) - 1) != 0 {
             let lengths = (old.region_length(edge), next.header.region_length(edge));
             let blocks = read_blocks(&self.file, old, edge, next.root[edge as usize])?;
-            let fit = Fit {
+            let resized = ResizedRegion {
                 region: Region::new(edge, lengths.0, None),
                 old: lengths.0,
                 new: lengths.1,
-                covered: covered(boundary),
+                backing_has_data: backing_has_data(boundary),
             };
-            let blocks = self.fit_blocks(config, fit, blocks, &mut next.change)?;
+            let blocks = self.resize_region(config, resized, blocks, &mut next.change)?;
             self.write_table(edge, &blocks, &mut next.root, &mut next.change)?;
         }
         let before = next.root.len();
         next.root.resize(regions);
         for region in before..regions {
             let start = (region as u64) << shift;
-            if covered(start.max(boundary)) {
+            if backing_has_data(start.max(boundary)) {
                 next.root.set(region, Entry::Zero);
             }
         }
         Ok(())
     }
 
-    /// Adapts the entries of the region that contains the old or the new end.
-    fn fit_blocks(
+    /// Adapts the entries of the region that contains the smaller one of the old and the new end.
+    fn resize_region(
         &self,
         config: &DiskConfig,
-        fit: Fit,
+        resized: ResizedRegion,
         blocks: Blocks,
         change: &mut Change,
     ) -> Result<Blocks, Error> {
-        let grown = if fit.covered {
+        let grown = if resized.backing_has_data {
             Entry::Zero
         } else {
             Entry::Absent
         };
-        let grows = fit.new > fit.old;
+        let grows = resized.new > resized.old;
         let table = match blocks {
-            // In an absent region, only the old part may show the backing.
-            Blocks::Whole(Entry::Absent) if grows && fit.covered => {
+            // The added part of an absent region must not show the backing.
+            Blocks::Whole(Entry::Absent) if grows && resized.backing_has_data => {
                 if self.layout == Layout::Performance {
-                    let entry =
-                        self.refit(config, &fit, 0, self.region_shift, Entry::Absent, change)?;
+                    let entry = self.resize_block(
+                        config,
+                        &resized,
+                        0,
+                        self.region_shift,
+                        Entry::Absent,
+                        change,
+                    )?;
                     return Ok(Blocks::Whole(entry));
                 }
                 let shift = BlockShift::new(CHECKED_SHIFT).unwrap_or(BlockShift::MIN);
-                let count = fit.old.div_ceil(shift.bytes().into());
+                let count = resized.old.div_ceil(shift.bytes().into());
                 Table::uniform(shift, count as u32, Entry::Absent)
             }
             Blocks::Whole(entry @ (Entry::Absent | Entry::Zero)) => {
                 return Ok(Blocks::Whole(entry));
             }
             Blocks::Whole(entry) => {
-                let entry = self.refit(config, &fit, 0, self.region_shift, entry, change)?;
+                let entry =
+                    self.resize_block(config, &resized, 0, self.region_shift, entry, change)?;
                 return Ok(Blocks::Whole(entry));
             }
             Blocks::Cut(table) => table,
         };
         let shift = table.shift().get();
-        let count = fit.new.div_ceil(1 << shift) as usize;
+        let count = resized.new.div_ceil(1 << shift) as usize;
         let mut entries = table.to_table().entries.into_vec();
-        let gone = entries.iter().skip(count).filter_map(Entry::stored);
-        change.freed.extend(gone.map(sectors));
+        let removed = entries.iter().skip(count).filter_map(Entry::stored);
+        change.freed.extend(removed.map(sectors));
         entries.truncate(count);
-        let edge = (fit.old.min(fit.new) >> shift) as usize;
-        if fit.old.min(fit.new) & ((1 << shift) - 1) != 0 {
-            entries[edge] = self.refit(config, &fit, edge as u32, shift, entries[edge], change)?;
+        let edge = (resized.old.min(resized.new) >> shift) as usize;
+        if resized.old.min(resized.new) & ((1 << shift) - 1) != 0 {
+            entries[edge] =
+                self.resize_block(config, &resized, edge as u32, shift, entries[edge], change)?;
         }
         entries.resize(count, grown);
         Ok(Blocks::Cut(Table::new(table.shift(), entries)))
     }
 
-    /// Adapts the block that contains the old or the new end to its new length.
-    fn refit(
+    /// Adapts the block that contains the smaller one of the old and the new end to its new length.
+    fn resize_block(
         &self,
         config: &DiskConfig,
-        fit: &Fit,
+        resized: &ResizedRegion,
         index: u32,
         shift: u8,
         entry: Entry,
         change: &mut Change,
     ) -> Result<Entry, Error> {
-        let was = super::block_at(u64::from(index) << shift, shift, fit.old);
-        let is = super::block_at(u64::from(index) << shift, shift, fit.new);
-        let from_below = entry == Entry::Absent && fit.covered && is.length > was.length;
-        if entry.stored().is_none() && !from_below {
+        let old_block = super::block_at(u64::from(index) << shift, shift, resized.old);
+        let new_block = super::block_at(u64::from(index) << shift, shift, resized.new);
+        let grows_over_backing = entry == Entry::Absent
+            && resized.backing_has_data
+            && new_block.length > old_block.length;
+        if entry.stored().is_none() && !grows_over_backing {
             return Ok(entry);
         }
-        let kept = was.length.min(is.length);
-        let mut bytes = vec![0; is.length as usize];
-        let block = RegionBlock { ..was };
+        let kept = old_block.length.min(new_block.length);
+        let mut bytes = vec![0; new_block.length as usize];
         self.read_entry(
             config,
-            &fit.region,
-            &block,
+            &resized.region,
+            &old_block,
             &entry,
             0..kept as u32,
             &mut bytes[..kept as usize],
@@ -335,13 +350,16 @@ impl Inner {
     }
 }
 
-/// The change of the last region: its old and new length, and whether the backing has data where
-/// the region grows.
-struct Fit {
+/// A region whose length changes.
+struct ResizedRegion {
     region: Region,
+    /// The old length in bytes.
     old: u64,
+    /// The new length in bytes.
     new: u64,
-    covered: bool,
+    /// Whether the backing is longer than the part of the disk that stays. Added space would then
+    /// show the backing, so it needs entries for zeros.
+    backing_has_data: bool,
 }
 
 fn check_size(size: u64, region_shift: u8) -> Result<(), Error> {
@@ -360,7 +378,7 @@ fn check_size(size: u64, region_shift: u8) -> Result<(), Error> {
     Ok(())
 }
 
-/// The places that a header names, besides the tables.
+/// The ranges of the file that a header names, except the region tables.
 fn sections(header: &Header) -> impl Iterator<Item = Range<u64>> {
     let (log, log_bytes) = header.log;
     [

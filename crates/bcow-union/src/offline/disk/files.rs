@@ -1,4 +1,4 @@
-//! Files of the disk: their types, and the sources of their bytes.
+//! Reads the files of a disk that are not directories: their types, and the sources of their bytes.
 
 use std::sync::Arc;
 
@@ -12,8 +12,7 @@ use crate::offline::body::{Body, Own, Piece, Source};
 use crate::offline::error::Problem;
 
 impl Reader<'_> {
-    /// The node of a file; `None` if the file is the inode of the image with this number, without a
-    /// change.
+    /// The node of a file; `None` if the file is an inode of the image and has not changed.
     pub(super) fn file(&mut self, number: InodeNumber) -> Result<Option<NodeId>, Problem> {
         if let Some(node) = self.files.get(&number) {
             return Ok(*node);
@@ -22,14 +21,14 @@ impl Reader<'_> {
         let is_unchanged = below.is_some() && !self.disk.changed().contains(&number);
         let node = match is_unchanged {
             true => None,
-            false => self.changed(number, below)?,
+            false => self.changed_file(number, below)?,
         };
         self.files.insert(number, node);
         Ok(node)
     }
 
-    /// The node of an unchanged file of the image, under a new name.
-    pub(super) fn copy(&mut self, number: InodeNumber) -> Result<NodeId, Problem> {
+    /// The node of an unchanged file of the image that has a new name.
+    pub(super) fn renamed_file(&mut self, number: InodeNumber) -> Result<NodeId, Problem> {
         if let Some(node) = self.copies.get(&number) {
             return Ok(*node);
         }
@@ -42,26 +41,28 @@ impl Reader<'_> {
         Ok(node)
     }
 
-    fn changed(
+    /// The node of a file of which the disk stores blocks; `None` if attributes and content are
+    /// nevertheless those of `below`, the image's file.
+    fn changed_file(
         &mut self,
         number: InodeNumber,
         below: Option<LowerInode>,
     ) -> Result<Option<NodeId>, Problem> {
         let inode = self.disk.disk().inode(number)?;
         let attributes = self.attributes(&inode)?;
-        let has_attributes = match &below {
+        let has_lower_attributes = match &below {
             Some(below) => self.builder.lower_attributes(below)? == attributes,
             None => false,
         };
-        let nothing = DeviceNumber { major: 0, minor: 0 };
-        let device = inode.device.map_or(nothing, |device| DeviceNumber {
+        let no_device = DeviceNumber { major: 0, minor: 0 };
+        let device = inode.device.map_or(no_device, |device| DeviceNumber {
             major: device.major,
             minor: device.minor,
         });
         let kind = match inode.kind {
             FileKind::Regular => {
                 let (body, is_lower) = self.body(&inode, below.as_ref())?;
-                if has_attributes && is_lower {
+                if has_lower_attributes && is_lower {
                     return Ok(None);
                 }
                 NodeKind::Regular(self.builder.content(body)?)
@@ -73,7 +74,7 @@ impl Reader<'_> {
             FileKind::Socket => NodeKind::Socket,
             FileKind::Directory => return Err(Problem::DirectoryTwice(number.get())),
         };
-        if has_attributes
+        if has_lower_attributes
             && let Some(below) = &below
             && kind_of(&kind) == Some(below.kind)
             && self.builder.lower_special(below)? == kind
@@ -83,7 +84,7 @@ impl Reader<'_> {
         Ok(Some(self.builder.add(Node { attributes, kind })?))
     }
 
-    /// The content of a regular file, and whether it is that of the image's file.
+    /// The content of a regular file, and whether it is the content of `below`, the image's file.
     fn body(&self, inode: &Inode, below: Option<&LowerInode>) -> Result<(Body, bool), Problem> {
         let extents = self.disk.disk().extents(inode)?;
         let view = self.disk.view();
@@ -92,7 +93,7 @@ impl Reader<'_> {
             None => None,
         };
         let in_view = in_view.filter(|inode| inode.kind == FileKind::Regular);
-        let before = match &in_view {
+        let view_extents = match &in_view {
             Some(inode) => view.extents(inode).map_err(Problem::View)?,
             None => Extents::default(),
         };
@@ -102,21 +103,21 @@ impl Reader<'_> {
             at: 0,
             size: inode.size,
             lower_size: lower.map_or(0, |lower| lower.size),
-            lower_blocks: 0,
+            lower_block_count: 0,
         };
         for run in extents.content.iter().filter(|run| run.is_written) {
-            self.take_run(run, &before, &mut pieces);
+            self.take_run(run, &view_extents, &mut pieces);
         }
         pieces.push(inode.size, Source::Hole);
         let limit = inode.size.div_ceil(BLOCK_BYTES);
-        let blocks_before: u64 = before
+        let view_block_count: u64 = view_extents
             .content
             .iter()
             .map(|run| run.end().min(limit).saturating_sub(run.logical.into()))
             .sum();
         let has_own = pieces.all.iter().any(|piece| piece.source == Source::Own);
         let is_lower = !has_own
-            && pieces.lower_blocks == blocks_before
+            && pieces.lower_block_count == view_block_count
             && lower.is_some_and(|lower| lower.size == inode.size);
         let body = Body {
             size: inode.size,
@@ -127,25 +128,28 @@ impl Reader<'_> {
         Ok((body, is_lower))
     }
 
-    /// Adds the pieces of a run of blocks. `before` are the blocks of the file in the view: where
-    /// the file still has such a block and the disk did not change it, the content is the image's.
-    fn take_run(&self, run: &MappedExtent, before: &Extents, pieces: &mut Pieces) {
+    /// Adds the pieces of a run of blocks. `view_extents` are the blocks of the file in the view. A
+    /// block has the content of the image's file if the view has the same block at the same offset
+    /// of the file, and the disk does not store another content for it.
+    fn take_run(&self, run: &MappedExtent, view_extents: &Extents, pieces: &mut Pieces) {
         let mut at = u64::from(run.logical);
         pieces.push(at * BLOCK_BYTES, Source::Hole);
         while at < run.end() {
             let physical = run.physical + (at - u64::from(run.logical));
-            let index = before.content.partition_point(|known| known.end() <= at);
-            let known = before.content.get(index);
-            let first = known.map_or(u64::MAX, |known| known.logical.into());
+            let index = view_extents
+                .content
+                .partition_point(|extent| extent.end() <= at);
+            let run_in_view = view_extents.content.get(index);
+            let first = run_in_view.map_or(u64::MAX, |extent| extent.logical.into());
             if first > at {
                 at = run.end().min(first);
                 pieces.push(at * BLOCK_BYTES, Source::Own);
                 continue;
             }
-            let (place, end) = known.map_or((0, run.end()), |known| {
-                (known.physical + (at - first), known.end().min(run.end()))
+            let (physical_in_view, end) = run_in_view.map_or((0, run.end()), |extent| {
+                (extent.physical + (at - first), extent.end().min(run.end()))
             });
-            if place == physical {
+            if physical_in_view == physical {
                 for differing in self.disk.differing(physical..physical + (end - at)) {
                     let [start, end] =
                         [differing.start, differing.end].map(|block| at + (block - physical));
@@ -161,20 +165,21 @@ impl Reader<'_> {
     }
 }
 
-/// Pieces of a file, in order.
+/// The pieces of a file, in order.
 struct Pieces {
     all: Vec<Piece>,
-    /// The end of the last one.
+    /// The end of the last piece, in bytes.
     at: u64,
-    /// The size of the file, and of the image's file.
+    /// The size of the file in bytes.
     size: u64,
+    /// The size of the image's file in bytes.
     lower_size: u64,
-    /// Blocks that are the image's.
-    lower_blocks: u64,
+    /// The number of blocks with the content of the image's file.
+    lower_block_count: u64,
 }
 
 impl Pieces {
-    /// Adds the bytes up to `end`.
+    /// Adds the bytes up to `end`, from `source`.
     fn push(&mut self, end: u64, source: Source) {
         let end = end.min(self.size);
         if end <= self.at {
@@ -187,17 +192,19 @@ impl Pieces {
         }
     }
 
-    /// Adds blocks of the image's file up to block `end`. Behind its end, they are zeros.
+    /// Adds blocks of the image's file up to block `end`. Bytes behind the end of that file are
+    /// zeros.
     fn push_lower(&mut self, end: u64) {
         let limit = self.size.div_ceil(BLOCK_BYTES);
         let first = self.at / BLOCK_BYTES;
-        self.lower_blocks += end.min(limit).saturating_sub(first);
+        self.lower_block_count += end.min(limit).saturating_sub(first);
         let end = end * BLOCK_BYTES;
         self.push(end.min(self.lower_size), Source::Lower);
         self.push(end, Source::Hole);
     }
 }
 
+/// The type of a special file; `None` for a regular file and a directory.
 fn kind_of(kind: &NodeKind) -> Option<bcow_erofs::reader::FileType> {
     use bcow_erofs::reader::FileType;
     Some(match kind {

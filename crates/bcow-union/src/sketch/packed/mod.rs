@@ -591,7 +591,7 @@ impl Sketch for Packed {
     fn quiesce(&self, how: Durability) -> Result<(), SketchError> {
         self.flush(how)?;
         // Otherwise the next open would fold the log of the BCoW file, which is a write.
-        self.preserve_time(|| Ok(self.disk.rest()?))
+        self.preserve_time(|| Ok(self.disk.checkpoint_and_truncate()?))
     }
     fn confirm(&self) -> Result<(), SketchError> {
         // The BCoW file records this itself.

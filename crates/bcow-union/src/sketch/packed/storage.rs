@@ -104,7 +104,9 @@ impl Storage for HostStorage {
             // The BCoW library overwrites a record that found no room with zeros. That write must
             // not fail for the same reason.
             Err(ChargeError::NoSpace(_)) if bytes.iter().all(|&byte| byte == 0) => {
-                if range.end <= self.content().size()? && !self.stored.holds(range.clone()) {
+                if range.end <= self.content().size()?
+                    && !self.stored.has_charged_block(range.clone())
+                {
                     return Ok(());
                 }
                 self.stored
@@ -120,7 +122,7 @@ impl Storage for HostStorage {
             match self.content().write_at(at, &bytes[done..]) {
                 Ok(written) => done += written,
                 Err(error) => {
-                    self.stored.undo(reserved, at);
+                    self.stored.release_unwritten(reserved, at);
                     return Err(error);
                 }
             }

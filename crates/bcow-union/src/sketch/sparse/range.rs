@@ -168,7 +168,7 @@ impl Sparse {
                 // The next write reports the error that caused a short write.
                 Ok(written) => at += written as u64,
                 Err(error) => {
-                    self.stored.undo(reserved, at);
+                    self.stored.release_unwritten(reserved, at);
                     return Err(error);
                 }
             }
@@ -194,7 +194,7 @@ impl Sparse {
         let reserved = self.stored.reserve_all(self.content(), offset..end)?;
         let allocated = self.content().allocate(offset, length);
         if let Err(error) = allocated {
-            self.stored.undo(reserved, 0);
+            self.stored.release_unwritten(reserved, 0);
             return Err(SketchError::host("allocate space for a sketch")(error));
         }
         match size {

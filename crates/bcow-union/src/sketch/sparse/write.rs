@@ -35,7 +35,8 @@ impl Sparse {
         let result = self.write_reserved(&frame, offset, fits);
         let written = *result.as_ref().unwrap_or(&0);
         if written < fits.len() {
-            self.stored.undo(reserved, offset + written as u64);
+            self.stored
+                .release_unwritten(reserved, offset + written as u64);
         }
         result
     }

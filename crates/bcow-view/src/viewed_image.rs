@@ -7,7 +7,7 @@ use bcow::{BlockCache, BlockDevice, Image};
 use crate::ViewError;
 
 /// An image that a view shows: a file, or several that are shown as one.
-pub trait Shown {
+pub trait ViewedImage {
     /// The address space that the windows and fragments of the view show.
     fn image(&self) -> &Arc<Image>;
 
@@ -27,7 +27,7 @@ pub trait Shown {
     fn verified(&self) -> Result<Arc<dyn BlockDevice>, ViewError>;
 }
 
-impl Shown for Arc<Image> {
+impl ViewedImage for Arc<Image> {
     fn image(&self) -> &Arc<Image> {
         self
     }

@@ -1,0 +1,128 @@
+//! The limit on open descriptors: closes those that are not in use.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustix::process::{Resource, Rlimit};
+
+use super::UnionFs;
+use super::nodes::{Content, Place, State, Upper};
+use crate::sketch::SketchKind;
+
+/// Descriptors of an open sketch: its host file and its map.
+const DESCRIPTORS_OF_SKETCH: usize = 2;
+
+impl UnionFs {
+    /// Closes idle descriptors if nodes and open sketches hold more than the limit.
+    pub(super) fn limit_descriptors(&self) {
+        let limit = self.descriptors_limit.load(Ordering::Relaxed);
+        if self.descriptors_held() <= limit {
+            return;
+        }
+        self.close_idle_descriptors(false);
+        // Most of the others belong to sketches with unflushed data.
+        if self.descriptors_held() > limit / 2 {
+            self.close_idle_descriptors(true);
+        }
+        // If most descriptors are in use, the next attempt must not follow soon: it would visit all
+        // nodes and close few descriptors.
+        let limit = self.max_descriptors.max(2 * self.descriptors_held());
+        self.descriptors_limit.store(limit, Ordering::Relaxed);
+    }
+
+    /// Closes descriptors that are not in use, and counts the others. With `flush`, also flushes
+    /// and closes sketches with unflushed data.
+    fn close_idle_descriptors(&self, flush: bool) {
+        for (sketch, node) in self.open_sketches.all() {
+            if node.strong_count() > 0 {
+                continue;
+            }
+            if flush && !sketch.is_recorded() {
+                let _ = sketch.flush(self.durability());
+            }
+            self.open_sketches.drop_unused(sketch);
+        }
+        let mut held = 0;
+        self.table.for_each(&mut |node| {
+            // Another thread uses the node.
+            let Some(mut state) = node.try_write_state() else {
+                held += 1;
+                return;
+            };
+            let can_be_found_again = match node.place() {
+                Place::At { .. } => true,
+                Place::Root | Place::Nowhere => false,
+            };
+            if can_be_found_again {
+                self.close_sketch(&mut state, flush);
+            }
+            match &mut state.upper {
+                // Another thread that references the file may be about to remove its name, and then
+                // no request could open the file again.
+                Some(Upper {
+                    file: Some(file),
+                    in_batch: false,
+                    ..
+                }) if !can_be_found_again || Arc::strong_count(file) > 1 => held += 1,
+                Some(Upper {
+                    file: file @ Some(_),
+                    is_fully_open,
+                    in_batch: false,
+                    ..
+                }) => {
+                    *file = None;
+                    *is_fully_open = false;
+                }
+                Some(Upper { file: Some(_), .. }) => held += 1,
+                _ => {}
+            }
+        });
+        self.descriptors.store(held, Ordering::Relaxed);
+    }
+
+    /// Upper bound of the descriptors that nodes and open sketches hold.
+    fn descriptors_held(&self) -> usize {
+        let sketches = usize::try_from(self.sketches.open_count()).unwrap_or(usize::MAX);
+        self.descriptors
+            .load(Ordering::Relaxed)
+            .saturating_add(sketches.saturating_mul(DESCRIPTORS_OF_SKETCH))
+    }
+
+    /// Closes the sketch of a node, if all its data is recorded. A name must lead to the node, so
+    /// that a later request can open the sketch again. The caller holds the lock of the node's
+    /// state.
+    fn close_sketch(&self, state: &mut State, flush: bool) {
+        let Content::Sketch(sketch) = &state.content else {
+            return;
+        };
+        if flush && !sketch.is_recorded() {
+            // After an error the sketch stays open, and a later fsync returns the error.
+            let _ = sketch.flush(self.durability());
+        }
+        let (kind, size) = (sketch.kind(), sketch.size());
+        if self.open_sketches.close(&mut state.content)
+            && let Some(upper) = &mut state.upper
+        {
+            upper.is_partial = true;
+            upper.is_sketch = true;
+            upper.packed_size = (kind == SketchKind::Packed).then_some(size);
+        }
+    }
+}
+
+/// Raises the limit of descriptors of the process to its hard limit. Returns the number of
+/// descriptors that nodes and open sketches may hold: half of the limit.
+pub(super) fn max_descriptors() -> usize {
+    let limits = rustix::process::getrlimit(Resource::Nofile);
+    if limits.current != limits.maximum {
+        let raised = Rlimit {
+            current: limits.maximum,
+            maximum: limits.maximum,
+        };
+        let _ = rustix::process::setrlimit(Resource::Nofile, raised);
+    }
+    match rustix::process::getrlimit(Resource::Nofile).current {
+        Some(limit) => usize::try_from(limit / 2).unwrap_or(usize::MAX).max(64),
+        None => 1 << 19,
+    }
+}
