@@ -3,7 +3,7 @@
 
 pub(crate) mod write;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -275,26 +275,29 @@ fn check_platform(
     }
 }
 
-/// The manifests in the index of the layout in `directory`; none if there is no layout. It leaves
-/// out a manifest that cannot be read, or that does not match its digest.
-pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertError> {
+/// Calls `each` with the manifests in the index of the layout in `directory`; with none if there is
+/// no layout. It leaves out a manifest that cannot be read, or that does not match its digest.
+pub(crate) fn manifests_in(
+    directory: &Path,
+    mut each: impl FnMut(Vec<u8>),
+) -> Result<(), ConvertError> {
     if !directory.join("index.json").exists() {
-        return Ok(Vec::new());
+        return Ok(());
     }
     let files = Files::directory(directory)?;
     let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
         Some(bytes) => parse(&in_files(&files, "index.json"), &bytes)?,
-        None => return Ok(Vec::new()),
+        None => return Ok(()),
     };
     let manifests = index.manifests.unwrap_or_default();
-    let oci_manifests = manifests
+    let mut seen = HashSet::new();
+    manifests
         .iter()
-        .filter(|d| d.media_type == OCI_MANIFEST)
-        .take(MAX_MANIFESTS as usize);
-    Ok(oci_manifests
+        .filter(|d| d.media_type == OCI_MANIFEST && seen.insert(&d.digest))
+        .take(MAX_MANIFESTS as usize)
         .filter_map(|d| document(&files, "manifest", d, MAX_MANIFEST_BYTES).ok())
-        .map(|(_, bytes)| bytes)
-        .collect())
+        .for_each(|(_, bytes)| each(bytes));
+    Ok(())
 }
 
 /// The name, if there is one, and the descriptor of the manifest for `reference` and `platform`.
@@ -447,6 +450,7 @@ fn choose_platform(
     let mut manifests = Vec::new();
     let mut level = descriptors;
     let mut depth = 0;
+    let mut read_indexes = 0;
     while !level.is_empty() {
         let (indexes, found): (Vec<_>, Vec<_>) = level
             .into_iter()
@@ -461,6 +465,9 @@ fn choose_platform(
         check(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)?;
         level = Vec::new();
         for index in &indexes {
+            // An index without entries counts too: reading it takes time.
+            read_indexes += 1;
+            check(LimitKind::Manifests, read_indexes, MAX_MANIFESTS)?;
             let (place, bytes) = document(files, "index", index, MAX_MANIFEST_BYTES)?;
             let index: IndexDocument = parse(&place, &bytes)?;
             level.extend(index.manifests.unwrap_or_default());

@@ -156,35 +156,30 @@ struct Document {
 /// The BCoW layers of all images in a layout; none where there is no layout.
 pub(crate) fn layers_in(directory: &Path) -> Result<Vec<LayoutLayer>, ConvertError> {
     let mut found = Vec::new();
-    for bytes in layout::manifests_in(directory)? {
+    layout::manifests_in(directory, |bytes| {
         // Documents that are not manifests are skipped.
-        let Ok(document) = serde_json::from_slice::<Document>(&bytes) else {
-            continue;
-        };
-        if document.artifact_type != IMAGE {
-            continue;
+        let document = serde_json::from_slice::<Document>(&bytes);
+        if let Ok(document) = document
+            && document.artifact_type == IMAGE
+        {
+            found.extend(document.layers.iter().filter_map(described));
         }
-        for layer in document.layers {
-            let annotation = |key| layer.annotation(key).map(str::to_owned);
-            let (Ok(digest), Some(diff_id), Some(options), Some(tool)) = (
-                layer.digest.parse::<Digest>(),
-                annotation(DIFF_ID),
-                annotation(OPTIONS).and_then(|text| serde_json::from_str(&text).ok()),
-                annotation(TOOL),
-            ) else {
-                continue;
-            };
-            if layer.media_type == LAYER {
-                found.push(LayoutLayer {
-                    digest,
-                    size: layer.size,
-                    diff_id,
-                    source: layer.annotation(SOURCE_DIGEST).map(str::to_owned),
-                    options,
-                    tool,
-                });
-            }
-        }
-    }
+    })?;
     Ok(found)
+}
+
+/// The layer of a descriptor; `None` if the descriptor is not of a layer, or lacks an annotation.
+fn described(layer: &layout::Descriptor) -> Option<LayoutLayer> {
+    let annotation = |key| layer.annotation(key).map(str::to_owned);
+    if layer.media_type != LAYER {
+        return None;
+    }
+    Some(LayoutLayer {
+        digest: layer.digest.parse::<Digest>().ok()?,
+        size: layer.size,
+        diff_id: annotation(DIFF_ID)?,
+        source: annotation(SOURCE_DIGEST),
+        options: serde_json::from_str(&annotation(OPTIONS)?).ok()?,
+        tool: annotation(TOOL)?,
+    })
 }

@@ -192,6 +192,24 @@ fn indexes_that_never_end_are_refused() {
 }
 
 #[test]
+fn too_many_nested_indexes_are_refused() {
+    let mut layout = Layout::new();
+    let mut indexes = [" ", "  "].map(|space| {
+        let text = format!(r#"{{"schemaVersion": 2,{space}"manifests": []}}"#);
+        let mut index = layout.blob(INDEX, text.as_bytes());
+        index["platform"] = json!({"os": "linux", "architecture": "amd64"});
+        index
+    });
+    for _ in 0..1001 {
+        layout.list(indexes[0].clone(), None);
+        indexes.swap(0, 1);
+    }
+    let message = message(convert(&layout));
+    let expected = "too many images in an index: 1001, the limit is 1000";
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
 fn invalid_documents_are_refused() {
     let mut messages = Vec::new();
     let layout = Layout::of(&[tar()]);
