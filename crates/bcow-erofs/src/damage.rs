@@ -6,6 +6,10 @@ use bcow::{BlockDevice, Image, Mapping};
 
 use crate::reader::{ExtentSource, FileType, Filesystem, Inode, Walk};
 
+/// The number of ranges that are kept with their own errors. A truncated file has an unreadable
+/// range for each of its blocks.
+const MAX_EXACT_RANGES: usize = 1 << 16;
+
 /// A part of the address space of an image that cannot be read.
 #[derive(Debug)]
 pub struct UnreadableRange {
@@ -16,7 +20,8 @@ pub struct UnreadableRange {
 }
 
 /// Reads every stored block of `image`, and returns the ranges that cannot be read, in order. If
-/// the table of a region is damaged, the range is the whole region.
+/// the table of a region is damaged, the range is the whole region. Behind the first 65,536 ranges,
+/// adjacent ones are returned as one, with the error of the first.
 pub fn unreadable_ranges(image: &Image) -> Vec<UnreadableRange> {
     let header = image.header();
     let mut unreadable = Vec::new();
@@ -40,12 +45,20 @@ pub fn unreadable_ranges(image: &Image) -> Vec<UnreadableRange> {
             }
         };
         if let Err(error) = read {
-            let bytes = at..end;
-            unreadable.push(UnreadableRange { bytes, error });
+            add(&mut unreadable, at..end, error);
         }
         at = end;
     }
     unreadable
+}
+
+/// Adds a range. Above [`MAX_EXACT_RANGES`], adjacent ranges become one range with the first error.
+fn add(unreadable: &mut Vec<UnreadableRange>, bytes: Range<u64>, error: bcow::Error) {
+    let is_full = unreadable.len() >= MAX_EXACT_RANGES;
+    match unreadable.last_mut() {
+        Some(last) if is_full && last.bytes.end == bytes.start => last.bytes.end = bytes.end,
+        _ => unreadable.push(UnreadableRange { bytes, error }),
+    }
 }
 
 /// A file with content in an unreadable part of the address space.
@@ -125,4 +138,28 @@ fn first_unreadable<'r>(
         }
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adjacent_ranges_become_one_above_the_limit() {
+        let mut ranges = Vec::new();
+        let error = |at| bcow::Error::Merkle {
+            start: at,
+            end: at + 1,
+        };
+        let limit = MAX_EXACT_RANGES as u64;
+        for at in 0..limit + 3 {
+            add(&mut ranges, at..at + 1, error(at));
+        }
+        assert_eq!(ranges.len(), MAX_EXACT_RANGES);
+        let last = ranges.last().unwrap();
+        assert_eq!(last.bytes, limit - 1..limit + 3);
+        assert_eq!(last.error.to_string(), error(limit - 1).to_string());
+        add(&mut ranges, limit + 4..limit + 5, error(limit + 4));
+        assert_eq!(ranges.len(), MAX_EXACT_RANGES + 1);
+    }
 }
