@@ -5,7 +5,7 @@
 //! block; the reader ignores an incomplete one. It also ignores a journaled block if the same or a
 //! later transaction revokes the block.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -85,12 +85,12 @@ struct Journal<'r> {
     sequence: u32,
 }
 
-/// A block that a transaction changes.
+/// The last change of a block in a transaction.
 struct Change {
-    /// The block of the file system.
-    block: u64,
     /// The block of the journal that has the new content.
     journal_block: u64,
+    /// The sequence number of the transaction.
+    sequence: u32,
     /// As in [`JournaledBlock`].
     is_escaped: bool,
     /// The checksum of the content in the journal. Only the low 16 bits count without
@@ -98,19 +98,34 @@ struct Change {
     checksum: u32,
 }
 
-/// A transaction of the log.
+/// Changes and revocations, by the block of the file system. A hostile log can name the same blocks
+/// any number of times, so each block is kept once.
 #[derive(Default)]
-struct Transaction {
-    /// In the order of the log: a later change replaces an earlier one of the same block.
-    changes: Vec<Change>,
-    /// Blocks of the file system whose content in this and in earlier transactions is not valid.
-    revoked: Vec<u64>,
+struct Changes {
+    /// The newest change of each block.
+    changed: HashMap<u64, Change>,
+    /// Blocks whose content in the same and in earlier transactions is not valid.
+    revoked: HashSet<u64>,
+}
+
+impl Changes {
+    /// Adds a later transaction.
+    fn add(&mut self, transaction: Changes) {
+        self.changed.extend(transaction.changed);
+        for block in transaction.revoked {
+            self.changed.remove(&block);
+        }
+    }
 }
 
 impl<'r> Journal<'r> {
     /// Validates the superblock of the journal. `None` if the journal has nothing to replay.
     fn open(reader: &'r Reader, extents: Extents) -> Result<Option<Self>, ReadError> {
         let damaged = |problem| Place::Journal(0).damaged(problem);
+        // So the log has at most as many blocks as the file system.
+        if extents.overlap() {
+            return Err(damaged("two blocks of the journal are in the same place"));
+        }
         let mut journal = Journal {
             reader,
             extents,
@@ -191,29 +206,23 @@ impl<'r> Journal<'r> {
     }
 
     fn replay(&self) -> Result<HashMap<u64, JournaledBlock>, ReadError> {
-        let transactions = self.transactions()?;
-        let mut revoked = HashMap::new();
-        for (nth, transaction) in transactions.iter().enumerate() {
-            // The transaction that revokes a block last is inserted last.
-            revoked.extend(transaction.revoked.iter().map(|&block| (block, nth)));
-        }
-        let mut newest = HashMap::new();
-        for (nth, transaction) in transactions.iter().enumerate() {
-            let sequence = self.sequence.wrapping_add(nth as u32);
-            for change in &transaction.changes {
-                if revoked.get(&change.block).is_none_or(|last| *last < nth) {
-                    newest.insert(change.block, self.journaled(change, sequence)?);
-                }
-            }
-        }
-        Ok(newest)
+        let changed = self.transactions()?.changed;
+        let places = changed.into_iter().map(|(block, change)| {
+            let journaled = self.journaled(&change)?;
+            Ok((block, journaled))
+        });
+        places.collect()
     }
 
     /// The place of the content of a changed block. Compares the content with its checksum.
-    fn journaled(&self, change: &Change, sequence: u32) -> Result<JournaledBlock, ReadError> {
+    fn journaled(&self, change: &Change) -> Result<JournaledBlock, ReadError> {
         let (block, content) = self.block(change.journal_block)?;
         if self.has_checksums() {
-            let found = self.seed.with(&sequence.to_be_bytes()).with(&content[..]).0;
+            let found = self
+                .seed
+                .with(&change.sequence.to_be_bytes())
+                .with(&content[..])
+                .0;
             let is_same = match self.has(journal_incompatible::CHECKSUM_3) {
                 true => found == change.checksum,
                 false => found as u16 == change.checksum as u16,
@@ -228,10 +237,10 @@ impl<'r> Journal<'r> {
         })
     }
 
-    /// The complete transactions, the oldest first.
-    fn transactions(&self) -> Result<Vec<Transaction>, ReadError> {
-        let mut complete = Vec::new();
-        let mut open = Transaction::default();
+    /// The changes of all complete transactions.
+    fn transactions(&self) -> Result<Changes, ReadError> {
+        let mut complete = Changes::default();
+        let mut open = Changes::default();
         let mut sequence = self.sequence;
         let mut at = self.start;
         // The number of blocks not yet read: the walk over a full log ends at its start block.
@@ -253,12 +262,13 @@ impl<'r> Journal<'r> {
                     used += changes.len() as u64;
                     for (block, is_escaped, checksum) in changes {
                         content = self.next_in_log(content);
-                        open.changes.push(Change {
-                            block,
+                        let change = Change {
                             journal_block: content,
+                            sequence,
                             is_escaped,
                             checksum,
-                        });
+                        };
+                        open.changed.insert(block, change);
                     }
                 }
                 journal_block::REVOKE => {
@@ -267,7 +277,12 @@ impl<'r> Journal<'r> {
                 }
                 journal_block::COMMIT => {
                     self.check_commit(at, &block)?;
-                    complete.push(std::mem::take(&mut open));
+                    let blocks = open.changed.keys().chain(&open.revoked);
+                    if blocks.max().is_some_and(|last| *last >= self.reader.blocks) {
+                        let problem = "its transaction names a block outside of the file system";
+                        return Err(Place::Journal(at).damaged(problem));
+                    }
+                    complete.add(std::mem::take(&mut open));
                     sequence = sequence.wrapping_add(1);
                 }
                 _ => break,
@@ -293,10 +308,15 @@ impl<'r> Journal<'r> {
         };
         let wide = self.has(journal_incompatible::BITS_64);
         let with_checksum = self.has(journal_incompatible::CHECKSUM_3);
+        // Tags with a checksum of version 2 have two unused bytes at the end.
+        let unused = match self.has(journal_incompatible::CHECKSUM_2) {
+            true => 2,
+            false => 0,
+        };
         let length = match (with_checksum, wide) {
             (true, _) => 16,
-            (_, true) => 12,
-            _ => 8,
+            (_, true) => 12 + unused,
+            _ => 8 + unused,
         };
         let mut found = Vec::new();
         let mut rest = &block[HEADER..end];
