@@ -39,7 +39,11 @@ pub fn of_layers(layers: &[String], access: Access<'_>, extra: &[String]) -> Opt
     let mut options = vec!["allow_other".to_owned()];
     match access {
         Access::Read => options.push("ro".to_owned()),
-        Access::Write(upper) => options.push(format!("upper={}", text(upper))),
+        Access::Write(upper) => {
+            options.push(format!("upper={}", text(upper)));
+            // For a commit or a copy of files while the container runs.
+            options.push("if_mounted=bind".to_owned());
+        }
     }
     options.extend(rest.iter().map(|layer| format!("layer={layer}")));
     options.extend_from_slice(extra);
@@ -62,13 +66,13 @@ mod tests {
     #[test]
     fn layers_are_mounted_from_the_lowest() {
         let layers = ["/r/layers/1.bcow", "/r/layers/4.bcow"].map(str::to_owned);
-        let upper = Path::new("/r/snapshots/5/upper");
+        let upper = Path::new("/r/5/upper");
         let extra = ["writeback".to_owned()];
         let mount = of_layers(&layers, Access::Write(upper), &extra).unwrap();
         assert_eq!(mount.source, "/r/layers/1.bcow");
         assert_eq!(
             mount.options.join(","),
-            "allow_other,upper=/r/snapshots/5/upper,layer=/r/layers/4.bcow,writeback"
+            "allow_other,upper=/r/5/upper,if_mounted=bind,layer=/r/layers/4.bcow,writeback"
         );
         let view = of_layers(&layers[..1], Access::Read, &[]).unwrap();
         assert_eq!(view.options.join(","), "allow_other,ro");

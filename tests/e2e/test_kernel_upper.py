@@ -192,6 +192,16 @@ class Mounts(KernelUpper):
         self.assertEqual(set(line[5].split(",")), {"rw", "nosuid", "relatime"})
         self.assertIn("discard", line[-1])
         self.assertEqual(self.stats(self.where)["disk"]["size_bytes"], 1 << 30)
+        # A second mount of the upper is a bind mount of the first.
+        second = self.path("second")
+        os.mkdir(second)
+        run(helper, self.image, second, "-o", f"ro,upper={self.upper},if_mounted=bind",
+            timeout=SECONDS)
+        self.assertEqual(os.stat(second).st_dev, os.stat(self.where).st_dev)
+        with self.assertRaises(OSError) as refused:
+            os.mkdir(os.path.join(second, "new"))
+        self.assertEqual(refused.exception.errno, errno.EROFS)
+        run("umount", second, timeout=SECONDS)
         run("umount", self.where, timeout=SECONDS)
         log = self.path("log")
         self.continue_("-o", "ro", "--log-file", log, "--sync", "volatile")

@@ -2,12 +2,16 @@
 """
 
 import contextlib
+import copy
+import errno
+import io
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import threading
 import unittest
@@ -270,6 +274,76 @@ class Contract(WithSnapshotter):
         client.Commit(name="n", key="b")
         with self.mounted(client.View(key="v", parent="n")) as root:
             self.assertEqual(read_text(os.path.join(root, "file")), "kept")
+
+    def test_a_mounted_snapshot_is_mounted_again_as_the_same_mount(self):
+        self.start_pool()
+        one = self.start()
+        with self.mounted(one.client.Prepare(key="a")) as root:
+            write_file(os.path.join(root, "large"), os.urandom(1 << 20))
+        one.client.Commit(name="p", key="a")
+        for options in ((), ("--pool", "p")):
+            with self.subTest(options=options):
+                self.assertEqual(one.end(), 0)
+                one.options = options
+                one.start()
+                key = f"b{len(options)}"
+                answer = one.client.Prepare(key=key, parent="p")
+                self.second_mounts(answer)
+                # The changes of both are there.
+                one.client.Commit(name=f"n{key}", key=key)
+                with self.mounted(one.client.View(key=f"v{key}", parent=f"n{key}")) as root:
+                    with open(os.path.join(root, "large"), "rb") as file:
+                        self.assertEqual(file.read(4), b"1234")
+                    self.assertEqual(read_text(os.path.join(root, "late")), "late")
+
+    def second_mounts(self, answer):
+        [mount] = answer.mounts
+        read_only = copy.deepcopy(answer)
+        read_only.mounts[0].options.append("ro")
+        with contextlib.ExitStack() as second:
+            with self.mounted(answer) as root:
+                # A sketch: only the changed block is in the upper.
+                with open(os.path.join(root, "large"), "r+b", buffering=0) as file:
+                    file.write(b"12")
+                    with self.mounted(read_only) as other:
+                        self.assertEqual(os.stat(other).st_dev, os.stat(root).st_dev)
+                        file.write(b"34")
+                        with open(os.path.join(other, "large"), "rb") as file_there:
+                            self.assertEqual(file_there.read(4), b"1234")
+                        with self.assertRaises(OSError) as refused:
+                            open(os.path.join(other, "new"), "w")
+                        self.assertEqual(refused.exception.errno, errno.EROFS)
+                    # The end of the second mount is not that of the first one.
+                    file.write(b"5")
+                write_file(os.path.join(root, "early"), "early")
+                later = second.enter_context(self.mounted(answer))
+            # Nor the end of the first one that of the second, which a third one finds.
+            write_file(os.path.join(later, "late"), "late")
+            with self.mounted(answer) as third:
+                self.assertEqual(os.stat(third).st_dev, os.stat(later).st_dev)
+                self.assertEqual(read_text(os.path.join(third, "early")), "early")
+        # Two that start together are one mount.
+        with contextlib.ExitStack() as both:
+            places = []
+
+            def mount_one():
+                places.append(both.enter_context(self.mounted(answer)))
+            threads = [threading.Thread(target=mount_one) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertEqual(len(places), len(threads))
+            self.assertEqual(len({os.stat(place).st_dev for place in places}), 1)
+            # Other users, or another image: this is another mount, and the upper has one already.
+            options = [option for option in mount.options if option != "allow_other"]
+            expected = "is being written by"
+            if "pool=p" in options:
+                options = [*mount.options, f"layer={mount.source}"]
+                expected = "cannot put"
+            failed = run(self.path("helpers/mount.bcow"), mount.source, self.path("helpers"), "-o",
+                         ",".join(options), check=False)
+            support.assert_refused(self, failed, expected, code=32)
 
     def test_records_outlive_restarts(self):
         one = self.start()
@@ -613,6 +687,12 @@ class Containers(WithContainerd):
         self.ctr("run", "--detach", "--snapshotter", "bcow", "bcow.test/small:1", "three",
                  "/bin/sh", "-ec", "until [ -e /go ]; do echo more >>/log; sleep 0.05; done; "
                  "cat /go; rm /log /go")
+        # What `nerdctl commit` and `docker commit` do with a running container.
+        support.until(lambda: self.ctr("tasks", "exec", "--exec-id", "e", "three", "/bin/sh", "-c",
+                                       "test -e /log", check=False).code == 0, "it writes")
+        changes = self.ctr("snapshots", "--snapshotter", "bcow", "diff", "three").out
+        with tarfile.open(fileobj=io.BytesIO(changes)) as changed:
+            self.assertIn("log", changed.getnames())
         for step in ("kill", "restart"):
             before = self.pool()
             if step == "kill":

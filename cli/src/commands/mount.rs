@@ -1,6 +1,7 @@
 //! `bcow mount`
 
 mod ahead;
+mod bind;
 mod direct;
 mod door;
 pub mod fuse;
@@ -34,6 +35,7 @@ use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::ui::Ui;
 use ahead::CompleteWhen;
+use bind::Attempt;
 use door::Way;
 use fuse::Mounted;
 use host::Host;
@@ -228,13 +230,21 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         return Ok(());
     }
     if let Some(name) = &args.pool {
-        return pooled::request(name, ui);
+        return match bind::attempt(args, &options, ui)? {
+            Attempt::Bound => Ok(()),
+            Attempt::Free(_turn) => pooled::request(name, ui),
+        };
     }
     let readiness = match args.foreground {
         true => None,
         false => match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
-            None => return in_background(),
+            None => {
+                return match bind::attempt(args, &options, ui)? {
+                    Attempt::Bound => Ok(()),
+                    Attempt::Free(_turn) => in_background(),
+                };
+            }
         },
     };
     let signals = Signals::block(match readiness {

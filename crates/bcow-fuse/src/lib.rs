@@ -20,6 +20,7 @@
 
 mod adapter;
 mod any;
+mod bind;
 pub mod daemon;
 mod direct;
 mod disk;
@@ -43,6 +44,7 @@ mod unmount;
 
 pub use any::AnySession;
 pub use bcow_union::NodeId;
+pub use bind::bind;
 pub use direct::mount_files;
 pub use error::MountError;
 pub use fs::ImageFs;

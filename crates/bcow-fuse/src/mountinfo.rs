@@ -20,6 +20,8 @@ pub(crate) const FS_TYPE: &str = "fuse.bcow";
 pub(crate) struct MountEntry {
     /// Device number as the kernel writes it, `major:minor`.
     pub(crate) device: String,
+    /// Whether it shows the whole file system, and not a directory of it.
+    pub(crate) is_whole: bool,
     /// The mountpoint.
     pub(crate) target: PathBuf,
     /// File-system type with subtype.
@@ -84,11 +86,20 @@ pub(crate) fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
 /// All paths where the file system with this device number is visible. A mount may be moved, or
 /// bound to other directories.
 pub(crate) fn places_of(device: &str) -> io::Result<Vec<PathBuf>> {
-    Ok(visible(&mounts()?, device))
+    Ok(visible(&mounts()?, device, |_| true))
 }
 
-/// The targets of a device that no later mount covers, in the order of the list.
-fn visible(mounts: &[MountEntry], device: &str) -> Vec<PathBuf> {
+/// The same, but without the paths that show only a directory of the file system.
+pub(crate) fn whole_places_of(device: &str) -> io::Result<Vec<PathBuf>> {
+    Ok(visible(&mounts()?, device, |entry| entry.is_whole))
+}
+
+/// The selected targets of a device that no later mount covers, in the order of the list.
+fn visible(
+    mounts: &[MountEntry],
+    device: &str,
+    is_selected: impl Fn(&MountEntry) -> bool,
+) -> Vec<PathBuf> {
     let is_covered = |at: usize, target: &Path| {
         let mut later = mounts.iter().skip(at + 1);
         later.any(|entry| entry.target == target)
@@ -96,7 +107,9 @@ fn visible(mounts: &[MountEntry], device: &str) -> Vec<PathBuf> {
     mounts
         .iter()
         .enumerate()
-        .filter(|(at, entry)| entry.device == device && !is_covered(*at, &entry.target))
+        .filter(|(at, entry)| {
+            entry.device == device && is_selected(entry) && !is_covered(*at, &entry.target)
+        })
         .map(|(_, entry)| entry.target.clone())
         .collect()
 }
@@ -104,7 +117,8 @@ fn visible(mounts: &[MountEntry], device: &str) -> Vec<PathBuf> {
 fn parse(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|&byte| byte == b' ');
     let device = fields.nth(2)?;
-    let target = fields.nth(1)?;
+    let root = fields.next()?;
+    let target = fields.next()?;
     let mut options = fields.next()?.split(|&byte| byte == b',');
     // After the mount options comes a variable number of optional fields. A dash ends them.
     fields.find(|&field| field == b"-")?;
@@ -113,6 +127,7 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
     let of_filesystem = fields.next().unwrap_or_default();
     Some(MountEntry {
         device: String::from_utf8_lossy(device).into_owned(),
+        is_whole: root == b"/",
         target: PathBuf::from(OsString::from_vec(unescape(target))),
         fs_type: String::from_utf8_lossy(fs_type).into_owned(),
         source: OsString::from_vec(unescape(source)),
@@ -149,13 +164,17 @@ mod tests {
             "2 1 0:51 / /b rw - fuse.bcow x rw",
             "3 1 0:50 / /c rw - fuse.bcow x rw",
             "4 1 0:60 / /a rw - tmpfs t rw",
+            "5 1 0:51 /etc /d rw - fuse.bcow x rw",
         ]
         .iter()
         .filter_map(|line| parse(line.as_bytes()))
         .collect();
-        assert_eq!(visible(&mounts, "0:50"), [Path::new("/c")]);
-        assert_eq!(visible(&mounts, "0:51"), [Path::new("/b")]);
-        assert!(visible(&mounts, "0:52").is_empty());
+        let all = |device| visible(&mounts, device, |_| true);
+        assert_eq!(all("0:50"), [Path::new("/c")]);
+        assert_eq!(all("0:51"), [Path::new("/b"), Path::new("/d")]);
+        assert!(all("0:52").is_empty());
+        let whole = visible(&mounts, "0:51", |entry| entry.is_whole);
+        assert_eq!(whole, [Path::new("/b")]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use bcow_erofs::reader::Filesystem;
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::{NodeId, SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions, UpperError};
 
+use super::bind::IfMounted;
 use super::host::{Host, UpperUse};
 use crate::commands::mount::{self, helper};
 use crate::error::{CommandError, Context};
@@ -51,6 +52,11 @@ pub struct UpperArgs {
     #[arg(long, value_name = "N", default_value = "1", requires = "upper")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     fillers: u16,
+    /// If the upper is mounted already, with the same image: fail, or make DIR a bind mount of that
+    /// mount, which then ends with the last of the two (bind; for root only)
+    #[arg(long, value_name = "WHAT", default_value = "fail", requires = "upper")]
+    #[arg(conflicts_with_all = ["foreground", "record"])]
+    if_mounted: IfMounted,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -86,6 +92,14 @@ impl UpperArgs {
     /// The upper, if the mount has one.
     pub fn path(&self) -> Option<&Path> {
         self.upper.as_deref()
+    }
+
+    /// The upper, if a mount of it is to be bound.
+    pub fn path_to_bind(&self) -> Option<&Path> {
+        match self.if_mounted {
+            IfMounted::Fail => None,
+            IfMounted::Bind => self.path(),
+        }
     }
 
     /// Size of a new file system at the kernel door, in bytes.
