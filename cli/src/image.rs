@@ -318,6 +318,24 @@ impl OpenImage {
         &self.parts
     }
 
+    /// The layers whose trees this image merges, the lowest first. Empty for a flattened image.
+    pub fn merged_layers(&self) -> Vec<Arc<Image>> {
+        if self.parts.is_empty() {
+            let files = self
+                .opened
+                .layers
+                .iter()
+                .filter_map(|layer| layer.file.as_ref());
+            return files.map(|file| file.image.clone()).collect();
+        }
+        let parts = self.parts.iter().map(|part| &part.image);
+        let layers = parts.flat_map(|image| match image.merged_layers() {
+            none if none.is_empty() => vec![image.image().clone()],
+            layers => layers,
+        });
+        layers.collect()
+    }
+
     /// The identity that an upper records.
     pub fn identity(&self) -> [u8; 32] {
         match &self.parts[..] {

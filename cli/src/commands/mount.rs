@@ -85,6 +85,11 @@ Mount options (-o, separated by commas; of two opposite options the last one app
                           writeback, small writes take a quarter of the time, but errors such as
                           a full disk appear at fsync or never, and a write to a part of an
                           uncached block first reads that block
+  overlay_lower           the mount is a lower directory of overlayfs that hides those below it: the
+                          directories in its root have opaque marks, and there are whiteouts for
+                          what only lower layers have in their roots. overlay_lower=trusted marks
+                          by trusted.overlay.opaque, overlay_lower=user by user.overlay.opaque
+                          [default: user in a user namespace, else trusted]
   fsname=NAME             source that /proc/mounts shows [default: the path of the image]
   subtype=bcow, defaults  accepted without effect
 
@@ -121,7 +126,8 @@ pub struct Args {
     foreground: bool,
     /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev,
     /// nodev, exec, noexec, noatime, relatime, nodiratime, rw, ro, sync, async, discard,
-    /// nodiscard, commit=SECONDS, writeback, nowriteback, fsname=NAME, subtype=bcow, defaults
+    /// nodiscard, commit=SECONDS, writeback, nowriteback, overlay_lower, fsname=NAME, subtype=bcow,
+    /// defaults
     #[arg(short = 'o', long = "options", value_name = "OPTIONS")]
     options: Vec<OsString>,
     /// Size of the cache of decoded blocks
@@ -344,8 +350,14 @@ fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
         })?;
     }
     let way = door::select(args)?;
-    if let Way::Fuse { .. } = way {
-        settle(args, &mut options)?;
+    match way {
+        Way::Fuse { .. } => settle(args, &mut options)?,
+        // Before the upper is made.
+        Way::Upper { .. } if options.overlay_lower().is_some() => {
+            let error = MountError::OnlyWithoutUpper("overlay_lower");
+            return Err(failure(&error).exit_with(crate::error::exit::USAGE));
+        }
+        Way::Upper { .. } | Way::Content => {}
     }
     if let Some(upper) = args.upper.path() {
         upper::refuse_one_in_the_other(upper, args.directory())?;

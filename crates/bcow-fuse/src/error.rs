@@ -25,6 +25,9 @@ pub enum MountError {
     /// An option of writable mounts, given for a mount without an upper.
     #[error("mount option {0:?} needs an upper")]
     NoUpper(&'static str),
+    /// An option of read-only mounts, given for a mount with an upper.
+    #[error("mount option {0:?} is for mounts without an upper")]
+    OnlyWithoutUpper(&'static str),
     /// A known option that bcow does not support.
     #[error("mount option {option:?} is not supported: {reason}")]
     UnsupportedOption {

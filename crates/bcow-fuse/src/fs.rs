@@ -12,6 +12,8 @@ use bcow_union::errors::ErrorLog;
 use bcow_union::{Image, NodeId};
 use rustix::io::Errno;
 
+use crate::lower::{self, OverlayLower};
+
 pub use bcow_union::COUNTED_EXTENTS;
 pub use bcow_union::Seek;
 pub use bcow_union::fs::Entry;
@@ -22,6 +24,8 @@ const NAME_MAX: usize = 255;
 /// A mounted image.
 pub struct ImageFs {
     image: Image,
+    /// For a lower directory of overlayfs.
+    lower: Option<Box<OverlayLower>>,
 }
 
 /// An inode and its number in the mount.
@@ -72,6 +76,15 @@ impl ImageFs {
     pub fn new(fs: Arc<Filesystem>) -> Self {
         ImageFs {
             image: Image::new(fs),
+            lower: None,
+        }
+    }
+
+    /// The same file system as a lower directory of overlayfs.
+    pub fn as_overlay_lower(self, lower: OverlayLower) -> Self {
+        ImageFs {
+            lower: Some(Box::new(lower)),
+            ..self
         }
     }
 
@@ -88,13 +101,37 @@ impl ImageFs {
         let directory = self.directory(parent)?;
         match self.image.lookup(directory.nid, name)? {
             Some(nid) => self.node_of(nid).map(Some),
+            None if parent == NodeId::ROOT => {
+                let whiteout = self.lower.as_ref().and_then(|lower| lower.find(name));
+                whiteout.map(|id| self.node(id)).transpose()
+            }
             None => Ok(None),
         }
     }
 
     /// Reads an inode.
     pub fn node(&self, id: NodeId) -> Result<Node, Errno> {
-        self.node_of(self.image.nid(id))
+        match self.is_whiteout(id) {
+            true => Ok(Node {
+                id,
+                inode: self.inode(id)?,
+                sectors: 0,
+            }),
+            false => self.node_of(self.image.nid(id)),
+        }
+    }
+
+    fn is_whiteout(&self, id: NodeId) -> bool {
+        self.lower
+            .as_ref()
+            .is_some_and(|lower| lower.is_whiteout(id))
+    }
+
+    fn inode(&self, id: NodeId) -> Result<Inode, Errno> {
+        match self.is_whiteout(id) {
+            true => Ok(OverlayLower::whiteout(self.inode(NodeId::ROOT)?)),
+            false => self.image.inode(self.image.nid(id)),
+        }
     }
 
     /// Calls `each` for the entries of a directory, `.` and `..` included. `cookie` is 0 for the
@@ -106,19 +143,27 @@ impl ImageFs {
         each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
         let directory = self.directory(id)?;
-        self.image.read_dir(&directory, cookie, &mut |entry| {
-            each(Entry {
-                name: entry.name,
-                node: self.image.node(entry.nid),
-                kind: entry.kind,
-                next_cookie: entry.next_cookie,
-            })
-        })
+        let mut flow = ControlFlow::Continue(());
+        if cookie < lower::FIRST {
+            self.image.read_dir(&directory, cookie, &mut |entry| {
+                flow = each(Entry {
+                    name: entry.name,
+                    node: self.image.node(entry.nid),
+                    kind: entry.kind,
+                    next_cookie: entry.next_cookie,
+                });
+                flow
+            })?;
+        }
+        if let (NodeId::ROOT, Some(lower), ControlFlow::Continue(())) = (id, &self.lower, flow) {
+            lower.list(cookie, each);
+        }
+        Ok(())
     }
 
     /// The target of a symbolic link.
     pub fn read_link(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
+        let inode = self.inode(id)?;
         if inode.kind != FileType::Symlink {
             return Err(Errno::INVAL);
         }
@@ -138,7 +183,7 @@ impl ImageFs {
         scratch: &mut Vec<u8>,
         reply: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
+        let inode = self.inode(id)?;
         match inode.kind {
             FileType::Regular => {}
             FileType::Directory => return Err(Errno::ISDIR),
@@ -150,7 +195,7 @@ impl ImageFs {
 
     /// The offset of the next data or hole at or after `offset`.
     pub fn seek(&self, id: NodeId, offset: u64, seek: Seek) -> Result<u64, Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
+        let inode = self.inode(id)?;
         if inode.kind != FileType::Regular {
             return Err(Errno::INVAL);
         }
@@ -162,20 +207,41 @@ impl ImageFs {
 
     /// The value of an extended attribute.
     pub fn xattr(&self, id: NodeId, name: &[u8]) -> Result<Vec<u8>, Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
+        if self.is_whiteout(id) {
+            return Err(Errno::NODATA);
+        }
+        if let Some(lower) = self.lower.as_ref().filter(|lower| lower.is_obeyed(name)) {
+            return match lower.mark(self.image.nid(id)) {
+                Some(mark) if mark == name => Ok(b"y".to_vec()),
+                _ => Err(Errno::NODATA),
+            };
+        }
+        let inode = self.inode(id)?;
         self.image.xattr(&inode, name)?.ok_or(Errno::NODATA)
     }
 
     /// The names of the extended attributes, each followed by a zero byte, in the format of
     /// `listxattr`.
     pub fn xattr_names(&self, id: NodeId, trusted: TrustedNames) -> Result<Vec<u8>, Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
         let mut names = Vec::new();
-        for (name, _) in self.image.xattrs(&inode)? {
+        if self.is_whiteout(id) {
+            return Ok(names);
+        }
+        let mut add = |name: &[u8]| {
             if trusted == TrustedNames::Shown || !name.starts_with(b"trusted.") {
-                names.extend_from_slice(&name);
+                names.extend_from_slice(name);
                 names.push(0);
             }
+        };
+        let lower = self.lower.as_ref();
+        let inode = self.inode(id)?;
+        for (name, _) in self.image.xattrs(&inode)? {
+            if !lower.is_some_and(|lower| lower.is_obeyed(&name)) {
+                add(&name);
+            }
+        }
+        if let Some(mark) = lower.and_then(|lower| lower.mark(inode.nid)) {
+            add(mark);
         }
         Ok(names)
     }
@@ -184,7 +250,7 @@ impl ImageFs {
     /// who may enter the mount may read every file, but a file without any execute bit cannot be
     /// executed.
     pub fn access(&self, id: NodeId, kind: AccessKind) -> Result<(), Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
+        let inode = self.inode(id)?;
         match kind {
             AccessKind::Read => Ok(()),
             AccessKind::Write => Err(Errno::ROFS),
@@ -208,7 +274,7 @@ impl ImageFs {
     }
 
     fn directory(&self, id: NodeId) -> Result<Inode, Errno> {
-        let inode = self.image.inode(self.image.nid(id))?;
+        let inode = self.inode(id)?;
         match inode.kind {
             FileType::Directory => Ok(inode),
             _ => Err(Errno::NOTDIR),

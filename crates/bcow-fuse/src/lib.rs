@@ -30,6 +30,7 @@ pub mod growth;
 mod helper;
 pub mod idle;
 pub mod kernel;
+pub mod lower;
 mod mount;
 mod mountinfo;
 pub mod options;

@@ -9,6 +9,7 @@ use rustix::mount::MountFlags;
 
 use crate::disk::{Barriers, Device, DiskMount};
 use crate::error::MountError;
+use crate::lower::OverlayXattrs;
 
 /// The longest interval between commits: ext4 and btrfs warn of longer ones.
 const MAX_SECONDS: u32 = 300;
@@ -84,6 +85,8 @@ pub struct MountOptions {
     commit_seconds: Option<u32>,
     /// `Some(true)` for `ro`, `Some(false)` for `rw`; the last one given wins.
     read_only: Option<bool>,
+    /// The attributes for overlayfs, if the mount is for a lower directory of overlayfs.
+    overlay_lower: Option<OverlayXattrs>,
 }
 
 impl Default for MountOptions {
@@ -98,6 +101,7 @@ impl Default for MountOptions {
             discard: false,
             commit_seconds: None,
             read_only: None,
+            overlay_lower: None,
         }
     }
 }
@@ -137,6 +141,11 @@ impl MountOptions {
         self.read_only == Some(true)
     }
 
+    /// The attributes of a lower directory of overlayfs, if the mount is to be one.
+    pub fn overlay_lower(&self) -> Option<OverlayXattrs> {
+        self.overlay_lower
+    }
+
     /// Where written bytes are kept until the kernel sends them to bcow.
     pub fn write_cache(&self) -> WriteCache {
         self.write_cache
@@ -159,6 +168,9 @@ impl MountOptions {
             });
         }
         match writing {
+            Writing::ToUpper if self.overlay_lower.is_some() => {
+                Err(MountError::OnlyWithoutUpper("overlay_lower"))
+            }
             Writing::ToUpper => {
                 self.permissions = Permissions::ByMode;
                 self.flags
@@ -204,9 +216,13 @@ impl MountOptions {
         if is_sealed && self.read_only == Some(false) {
             return Err(MountError::SealedDisk(path.to_owned()));
         }
-        if self.source.is_some() {
+        let only_fuse = [
+            ("fsname", self.source.is_some()),
+            ("overlay_lower", self.overlay_lower.is_some()),
+        ];
+        if let Some((option, _)) = only_fuse.into_iter().find(|(_, is_given)| *is_given) {
             return Err(MountError::NotAtDoor {
-                option: "fsname",
+                option,
                 door: "kernel",
             });
         }
@@ -267,7 +283,21 @@ impl MountOptions {
                 }),
             };
         }
+        if let Some(xattrs) = bytes.strip_prefix(b"overlay_lower=") {
+            self.overlay_lower = match xattrs {
+                b"trusted" => Some(OverlayXattrs::Trusted),
+                b"user" => Some(OverlayXattrs::User),
+                _ => {
+                    return Err(MountError::BadOption {
+                        option: shown(),
+                        problem: "the extended attributes of overlayfs are trusted or user",
+                    });
+                }
+            };
+            return Ok(());
+        }
         match bytes {
+            b"overlay_lower" => self.overlay_lower = Some(OverlayXattrs::here()),
             // These options are always in effect.
             b"defaults" | b"subtype=bcow" => {}
             b"ro" => self.read_only = Some(true),
@@ -423,6 +453,34 @@ mod tests {
             };
             assert_eq!(options.for_helper().unwrap(), expected, "{list}");
         }
+    }
+
+    #[test]
+    fn lower_directory_of_overlayfs_has_no_upper_and_is_not_at_the_kernel_door() {
+        for (list, expected) in [
+            ("overlay_lower", OverlayXattrs::here()),
+            (
+                "overlay_lower,overlay_lower=trusted",
+                OverlayXattrs::Trusted,
+            ),
+            ("overlay_lower=user", OverlayXattrs::User),
+        ] {
+            let mut options = parsed(&[list]).unwrap();
+            assert_eq!(options.overlay_lower(), Some(expected), "{list}");
+            let error = options.for_image(Path::new("image")).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "mount option \"overlay_lower\" is not supported at the kernel door"
+            );
+            assert!(options.clone().settle(Writing::Never).is_ok());
+            let error = options.settle(Writing::ToUpper).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "mount option \"overlay_lower\" is for mounts without an upper"
+            );
+        }
+        let error = parsed(&["overlay_lower=x"]).unwrap_err();
+        assert!(matches!(error, MountError::BadOption { .. }), "{error}");
     }
 
     #[test]

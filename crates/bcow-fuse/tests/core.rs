@@ -5,11 +5,14 @@ mod support;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use bcow_erofs::reader::FileType;
+use bcow_erofs::tree::{Attributes, DeviceNumber, Directory, LayerTree, Node, NodeKind};
 use bcow_fuse::NodeId;
 use bcow_fuse::fs::{AccessKind, ImageFs, Seek, TrustedNames};
+use bcow_fuse::lower::{OverlayLower, OverlayXattrs};
 use bcow_testkit::noise;
 use rustix::io::Errno;
-use support::{open, written_image};
+use support::{open, written, written_image};
 
 fn fs() -> ImageFs {
     ImageFs::new(open(Arc::new(written_image())))
@@ -118,6 +121,99 @@ fn file_without_attributes_has_none() {
     let file = id(&fs, b"sparse");
     assert_eq!(fs.xattr(file, b"user.x"), Err(Errno::NODATA));
     assert_eq!(fs.xattr_names(file, TrustedNames::Shown), Ok(Vec::new()));
+}
+
+/// A tree whose root has an inode of this kind, with attributes, under each name.
+fn tree(names: &[(&[u8], NodeKind)]) -> Arc<bcow_erofs::reader::Filesystem> {
+    let xattrs = [
+        "trusted.overlay.opaque",
+        "trusted.overlay.redirect",
+        "user.overlay.opaque",
+    ];
+    let mut layer = LayerTree::new();
+    for (name, kind) in names {
+        let node = layer.add(Node {
+            attributes: Attributes {
+                xattrs: Some(Arc::new(
+                    xattrs
+                        .map(|name| (name.into(), b"x".to_vec()))
+                        .into_iter()
+                        .collect(),
+                )),
+                ..Attributes::default()
+            },
+            kind: kind.clone(),
+        });
+        layer.insert(LayerTree::ROOT, name, node);
+    }
+    open(Arc::new(written(&layer.into_tree().unwrap(), &[])))
+}
+
+#[test]
+fn lower_directory_of_overlayfs_hides_what_is_below_it() {
+    let directory = || NodeKind::Directory(Directory::default());
+    let link = || NodeKind::Symlink(b"target".to_vec().into());
+    let merged = tree(&[(b"dir", directory()), (b"kept", link())]);
+    let layers = [
+        tree(&[
+            (b"kept", directory()),
+            (b"gone", directory()),
+            (b"a", link()),
+        ]),
+        tree(&[(b"dir", directory()), (b"kept", link())]),
+    ];
+    let layers: Vec<_> = layers.iter().map(|layer| &**layer).collect();
+    for (xattrs, mark, stored, filtered) in [
+        (
+            OverlayXattrs::Trusted,
+            &b"trusted.overlay.opaque"[..],
+            &b"user.overlay.opaque"[..],
+            &b"trusted.overlay.redirect"[..],
+        ),
+        (
+            OverlayXattrs::User,
+            b"user.overlay.opaque",
+            b"trusted.overlay.opaque",
+            b"user.overlay.redirect",
+        ),
+    ] {
+        let lower = OverlayLower::new(&merged, layers.iter().copied(), xattrs).unwrap();
+        let fs = ImageFs::new(merged.clone()).as_overlay_lower(lower);
+        let all = listed(&fs, 0, 100);
+        let expected: [&[u8]; 6] = [b".", b"..", b"dir", b"kept", b"a", b"gone"];
+        assert_eq!(all, expected);
+        for at_once in 1..6 {
+            assert_eq!(listed(&fs, 0, at_once), all);
+        }
+        for name in [&b"a"[..], b"gone"] {
+            let node = fs.lookup(NodeId::ROOT, name).unwrap().unwrap();
+            assert_eq!(node.inode.kind, FileType::CharDevice);
+            assert_eq!(node.inode.rdev, Some(DeviceNumber { major: 0, minor: 0 }));
+            assert_eq!((node.inode.nlink, node.inode.size, node.sectors), (1, 0, 0));
+            assert_eq!(fs.node(node.id).unwrap().id, node.id);
+            assert_eq!(fs.xattr_names(node.id, TrustedNames::Shown), Ok(Vec::new()));
+            assert_eq!(fs.xattr(node.id, mark), Err(Errno::NODATA));
+            assert_eq!(fs.read_link(node.id), Err(Errno::INVAL));
+            let inside = fs.lookup(node.id, b"x").unwrap_err();
+            assert_eq!(inside, Errno::NOTDIR);
+        }
+        let dir = id(&fs, b"dir");
+        assert!(fs.lookup(dir, b"gone").unwrap().is_none());
+        assert_eq!(fs.xattr(dir, mark), Ok(b"y".to_vec()));
+        assert_eq!(fs.xattr(dir, stored), Ok(b"x".to_vec()));
+        for file in [dir, id(&fs, b"kept")] {
+            assert_eq!(fs.xattr(file, filtered), Err(Errno::NODATA));
+        }
+        assert_eq!(fs.xattr(id(&fs, b"kept"), mark), Err(Errno::NODATA));
+        assert_eq!(fs.xattr(NodeId::ROOT, mark), Err(Errno::NODATA));
+        let names = fs.xattr_names(dir, TrustedNames::Shown).unwrap();
+        let names: Vec<&[u8]> = names.split_inclusive(|&byte| byte == 0).collect();
+        assert_eq!(
+            names.iter().filter(|name| name.starts_with(mark)).count(),
+            1
+        );
+        assert!(!names.iter().any(|name| name.starts_with(filtered)));
+    }
 }
 
 #[test]

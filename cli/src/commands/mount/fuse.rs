@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::sync::Arc;
 
 use bcow::OpenOptions;
+use bcow_erofs::reader::Filesystem;
+use bcow_fuse::lower::{OverlayLower, OverlayXattrs};
 use bcow_fuse::options::Access;
 use bcow_fuse::session::Content;
 use bcow_fuse::stats::{About, ServedBy};
@@ -12,7 +14,7 @@ use bcow_fuse::{AnySession, Handover, ImageFs, MountOptions, MountStats, Session
 use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
 use super::{Args, failure, refuse_mounted, upper};
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, parse_name, shown_name};
 use crate::record::Recording;
 use crate::running::{self, Service};
@@ -117,7 +119,13 @@ pub fn open(
         .upper
         .open(args.directory(), &image, &tree, host, upper_use, ui)?;
     let content = match union {
-        None => Content::from(ImageFs::new(tree)),
+        None => {
+            let fs = ImageFs::new(Arc::clone(&tree));
+            Content::from(match options.overlay_lower() {
+                None => fs,
+                Some(xattrs) => fs.as_overlay_lower(overlay_lower(&image, &tree, xattrs)?),
+            })
+        }
         Some(union) => {
             owner_is_needed = upper::owner_who_is_needed(&union);
             Content::from(union)
@@ -135,6 +143,24 @@ pub fn open(
         fetching,
         recording,
     })
+}
+
+/// What the image shows in addition to its tree, as a lower directory of overlayfs.
+fn overlay_lower(
+    image: &OpenImage,
+    tree: &Filesystem,
+    xattrs: OverlayXattrs,
+) -> Result<OverlayLower, CommandError> {
+    let cannot = || {
+        format!(
+            "cannot show {} as a lower directory of overlayfs",
+            image.path().display()
+        )
+    };
+    let layers = image.merged_layers();
+    let layers = layers.into_iter().map(|layer| Filesystem::open(layer));
+    let layers = layers.collect::<Result<Vec<_>, _>>().context(cannot)?;
+    OverlayLower::new(tree, &layers, xattrs).context(cannot)
 }
 
 impl Opened {

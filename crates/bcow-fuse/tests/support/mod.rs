@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
-use bcow_erofs::tree::{Attributes, Blocks, ChunkRun, Content, LayerTree, Node, NodeKind};
+use bcow_erofs::tree::{Attributes, Blocks, ChunkRun, Content, LayerTree, Node, NodeKind, Tree};
 use bcow_erofs::writer::{Plan, WriteOptions};
 use bcow_fuse::session::Content as Mountable;
 use bcow_fuse::{ImageFs, MountError, MountOptions, Session, Unmounter};
@@ -57,17 +57,22 @@ pub fn written_image() -> Vec<u8> {
     layer.insert(LayerTree::ROOT, b"sparse", sparse);
     let whole = layer.add(file(Blocks::Flat { start: 1 }, BLOCK as u64));
     layer.insert(LayerTree::ROOT, &[b'n'; 255], whole);
-    let tree = layer.into_tree().unwrap();
+    written(&layer.into_tree().unwrap(), &data)
+}
+
+/// An image of this tree, with this content behind the first block.
+pub fn written(tree: &Tree, data: &[u8]) -> Vec<u8> {
+    const BLOCK: usize = 4096;
+    let mut image = vec![0; BLOCK];
+    image.extend_from_slice(data);
     let plan = Plan::new(
-        &tree,
+        tree,
         &WriteOptions {
-            metadata_start: 2 * BLOCK as u64,
+            metadata_start: image.len() as u64,
             inline_max: 0,
         },
     )
     .unwrap();
-    let mut image = vec![0; BLOCK];
-    image.extend_from_slice(&data);
     plan.write(&Vec::new(), &mut |bytes| {
         image.extend_from_slice(bytes);
         Ok::<(), std::convert::Infallible>(())
