@@ -146,6 +146,8 @@ enum Command {
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
+    #[command(hide = true)]
+    FetchBlob(commands::fetch_blob::Args),
 }
 
 fn main() -> ExitCode {
@@ -233,6 +235,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),
+        Command::FetchBlob(args) => commands::fetch_blob::run(args, ui),
     }
     .map(|()| exit::DONE)
 }

@@ -193,6 +193,8 @@ pub struct RemoteImage {
     pub digest: Option<Digest>,
     /// The manifest, if the image is in a registry.
     pub manifest: Option<Vec<u8>>,
+    /// The manifest of the ordinary image to which the image is attached, if the name led there.
+    pub ordinary: Option<Vec<u8>>,
 }
 
 impl RemoteArgs {
@@ -436,6 +438,7 @@ fn open_file(
         lasting_url,
         digest: None,
         manifest: None,
+        ordinary: None,
     })
 }
 
@@ -478,7 +481,10 @@ fn open_in_registry(
         Some(attached) => {
             place.verify(&attached)?;
             tracing::info!("{name} is an ordinary image; opened what is attached to it");
-            place.open(&attached, args, pinned)
+            Ok(RemoteImage {
+                ordinary: Some(image.manifest().to_owned()),
+                ..place.open(&attached, args, pinned)?
+            })
         }
         None => Err(ordinary().hint(format!(
             "`bcow convert {name} FILE.bcow` makes a BCoW image of it; `bcow convert --referrer \
@@ -586,6 +592,7 @@ impl Place {
             .filter(|url| is_plain_url(url)),
             digest: Some(image.stack.digest.clone()),
             manifest: Some(image.manifest.clone()),
+            ordinary: None,
         })
     }
 }
@@ -603,6 +610,20 @@ pub fn bcow_in_registry(
             .caused_by_text("it is an ordinary OCI image")
             .hint("`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images")),
     }
+}
+
+/// A blob of the repository that `docker://...` names: its bytes as the registry sends them.
+pub fn blob_in_registry(
+    url: &str,
+    digest: &Digest,
+    bytes: u64,
+    args: &RemoteArgs,
+) -> Result<Box<dyn io::Read + Send>, CommandError> {
+    let place = Place::new(url, &args.uncached())?;
+    let sent = place.registry.download(&digest.to_string(), bytes);
+    Ok(Box::new(
+        sent.map_err(|error| cannot_open(&place.name, &error))?,
+    ))
 }
 
 /// Parses the name of an image in a registry.

@@ -13,6 +13,7 @@ pub mod detach;
 pub mod diff;
 pub mod export;
 pub mod extract;
+pub mod fetch_blob;
 pub mod fsck;
 pub mod inspect;
 pub mod ls;

@@ -62,6 +62,11 @@ impl OrdinaryImage {
     pub fn name(&self) -> String {
         self.repository.name()
     }
+
+    /// The bytes of the manifest.
+    pub fn manifest(&self) -> &[u8] {
+        &self.manifest
+    }
 }
 
 /// Two values are equal if they have the same manifest and the same name.

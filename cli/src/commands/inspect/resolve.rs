@@ -1,6 +1,6 @@
 //! `bcow inspect --resolve`: the image to which a name in a registry leads.
 
-use bcow_oci::ImageName;
+use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
 use super::Args;
@@ -23,6 +23,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (Some(manifest), Some(name)) = (found.manifest.clone(), found.lasting_url.clone()) else {
         return Err(no_registry());
     };
+    let ordinary = found.ordinary.clone().unwrap_or_default();
     let image = OpenImage::of_remote(found, &args.stores)?;
     if !args.json {
         let mut out = ui.output();
@@ -32,14 +33,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let manifest: Value = serde_json::from_slice(&manifest).unwrap_or_default();
     let metadata = image.metadata()?;
     let layers = metadata["layers"].as_array().cloned().unwrap_or_default();
+    let diff_ids: Vec<&Value> = layers.iter().map(|layer| &layer["diff_id"]).collect();
+    let blobs = blobs(&ordinary, &metadata["config"], &diff_ids).unwrap_or_default();
     let layers: Vec<Value> = layers
         .iter()
-        .map(|layer| {
+        .enumerate()
+        .map(|(index, layer)| {
             json!({
                 "diff_id": layer["diff_id"],
                 "digest": layer["digest"],
                 "file_bytes": layer["file_bytes"],
                 "merkle_root": layer["merkle_root"],
+                "tar_bytes": layer["source"]["tar_bytes"],
+                "blob": blobs.get(index),
             })
         })
         .collect();
@@ -51,4 +57,71 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         "merkle_root": root.map(|tree| format!("sha256:{}", crate::names::hex(&tree.root))),
         "layers": layers,
     }))
+}
+
+/// The annotations with the digest of the table of contents of a layer: of eStargz, and of
+/// zstd:chunked.
+const TOC_DIGESTS: [&str; 2] = [
+    "containerd.io/snapshot/stargz/toc.digest",
+    "io.github.containers.zstd-chunked.manifest-checksum",
+];
+
+/// The layers of the ordinary image, the lowest first. `None` if its manifest does not have one for
+/// each of these diffIDs, in the order of its configuration.
+fn blobs(manifest: &[u8], config: &Value, diff_ids: &[&Value]) -> Option<Vec<Value>> {
+    let manifest: Value = serde_json::from_slice(manifest).ok()?;
+    let layers = manifest["layers"].as_array()?;
+    let in_config = config["rootfs"]["diff_ids"].as_array()?;
+    if layers.len() != diff_ids.len() || !in_config.iter().eq(diff_ids.iter().copied()) {
+        return None;
+    }
+    let blobs = layers.iter().map(|layer| {
+        let digest: Digest = layer["digest"].as_str()?.parse().ok()?;
+        let annotations = &layer["annotations"];
+        let toc_digest = TOC_DIGESTS
+            .iter()
+            .filter_map(|name| annotations[*name].as_str())
+            .find_map(|digest| digest.parse::<Digest>().ok());
+        Some(json!({
+            "digest": digest,
+            "size": layer["size"].as_u64()?,
+            "media_type": layer["mediaType"].as_str()?,
+            "toc_digest": toc_digest,
+        }))
+    });
+    blobs.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn digest(digit: char) -> String {
+        format!("sha256:{}", digit.to_string().repeat(64))
+    }
+
+    #[test]
+    fn blobs_are_those_of_the_manifest_in_the_order_of_the_configuration() {
+        let layer = |digit, annotation: &str| {
+            json!({"digest": digest(digit), "size": 7, "mediaType": "m",
+                   "annotations": {annotation: digest('c')}})
+        };
+        let manifest = json!({"layers": [layer('a', "x"), layer('b', TOC_DIGESTS[0])]});
+        let (first, second) = (json!(digest('1')), json!(digest('2')));
+        let config = json!({"rootfs": {"diff_ids": [first, second]}});
+        let of = |manifest: &Value, diff_ids: &[&Value]| {
+            blobs(manifest.to_string().as_bytes(), &config, diff_ids)
+        };
+        let found = of(&manifest, &[&first, &second]).unwrap();
+        assert_eq!(
+            found[0],
+            json!({"digest": digest('a'), "size": 7, "media_type": "m", "toc_digest": null})
+        );
+        assert_eq!(found[1]["toc_digest"], digest('c'));
+        assert_eq!(of(&manifest, &[&second, &first]), None);
+        assert_eq!(of(&manifest, &[&first]), None);
+        let bad = json!({"layers": [layer('a', "x"), {"digest": "sha256:x", "size": 7}]});
+        assert_eq!(of(&bad, &[&first, &second]), None);
+        assert_eq!(blobs(b"{", &config, &[]), None);
+    }
 }
