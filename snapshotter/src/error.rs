@@ -30,13 +30,8 @@ pub enum Error {
         problem: String,
     },
     /// `bcow` failed.
-    #[error("{command} failed: {message}")]
-    Tool {
-        /// The command and its operands.
-        command: String,
-        /// The end of its messages, or its status.
-        message: String,
-    },
+    #[error(transparent)]
+    Tool(#[from] bcow_tool::ToolError),
     /// The host failed.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {

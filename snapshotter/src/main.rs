@@ -11,7 +11,6 @@ mod error;
 mod filter;
 mod images;
 mod mount;
-mod notify;
 mod protocol;
 mod record;
 mod remote;
@@ -28,6 +27,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bcow_tool::notify::notify;
+use bcow_tool::tool::{Tool, parse_pool};
 use clap::Parser;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -39,7 +40,6 @@ use crate::images::ImageService;
 use crate::remote::RemoteArgs;
 use crate::service::SnapshotService;
 use crate::snapshots::Snapshots;
-use crate::tool::Tool;
 
 /// Requests that run at the same time; more wait.
 const THREADS: usize = 64;
@@ -100,7 +100,7 @@ fn main() -> ExitCode {
 }
 
 fn serve(args: &Args) -> Result<(), Error> {
-    let tool = Tool::new(args.bcow.clone().unwrap_or_else(own_bcow))?;
+    let tool = Tool::new(args.bcow.clone())?;
     for option in &args.mount_option {
         if option.is_empty() || option.contains(',') {
             return Err(Error::Invalid(format!(
@@ -133,15 +133,6 @@ fn serve(args: &Args) -> Result<(), Error> {
     runtime.block_on(listen(&args.socket, service))
 }
 
-/// Checks the name of a pool, which becomes an option of mounts.
-fn parse_pool(text: &str) -> Result<String, String> {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    match !text.is_empty() && !text.starts_with(['.', '-']) && text.chars().all(is_allowed) {
-        true => Ok(text.to_owned()),
-        false => Err("a name consists of letters, digits, '.', '_' and '-'".to_owned()),
-    }
-}
-
 /// Refuses options of the process of a mount, which a mount in a pool does not have.
 fn refuse_options_of_processes(options: &[String]) -> Result<(), Error> {
     const OF_PROCESSES: [&str; 6] = [
@@ -168,13 +159,13 @@ async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
     let mut terminate = signal(SignalKind::terminate()).at("catch signals for", socket)?;
     let mut interrupt = signal(SignalKind::interrupt()).at("catch signals for", socket)?;
     tracing::info!("serving at {}", socket.display());
-    notify::notify("READY=1");
+    notify("READY=1");
     let ended = async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
-        notify::notify("STOPPING=1");
+        notify("STOPPING=1");
         // containerd waits a second for a socket that is missing, and the next process makes it. A
         // socket without a listener refuses a connection, and containerd's request fails.
         if let Err(error) = fs::remove_file(socket) {
@@ -217,15 +208,6 @@ fn bind(socket: &Path) -> Result<UnixListener, Error> {
     fs::set_permissions(&new, Permissions::from_mode(0o600)).at("protect", &new)?;
     fs::rename(&new, socket).at("listen at", socket)?;
     Ok(listener)
-}
-
-/// `bcow` beside this program, or else the one in PATH.
-fn own_bcow() -> PathBuf {
-    let beside = std::env::current_exe().ok();
-    let beside = beside.and_then(|path| Some(path.parent()?.join("bcow")));
-    beside
-        .filter(|path| path.is_file())
-        .unwrap_or_else(|| PathBuf::from("bcow"))
 }
 
 fn is_in_path(program: &str) -> bool {

@@ -12,15 +12,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bcow_tool::registry::{RegistryOptions, with_auth_file};
+use bcow_tool::resolved::Resolved;
+use bcow_tool::{RegistryArgs, Tool};
 use parking_lot::Mutex;
-use serde::Deserialize;
-use sha2::{Digest, Sha256};
 
 use crate::credentials::Keyring;
 use crate::error::Error;
 use crate::record::{Labels, RemoteLayer};
 use crate::repository::Repository;
-use crate::tool::Tool;
 
 /// The label with the chain ID of the layer that containerd is about to unpack.
 pub const REF: &str = "containerd.io/snapshot.ref";
@@ -30,8 +30,6 @@ const MANIFEST: &str = "containerd.io/snapshot/cri.manifest-digest";
 const ANSWER_HOLDS: Duration = Duration::from_secs(60);
 /// Answers in memory, at most.
 const MAX_ANSWERS: usize = 256;
-/// Layers of one image, at most: each has a record with the hashes of all.
-const MAX_LAYERS: usize = 1024;
 
 /// How images in registries are found and mounted.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -39,32 +37,12 @@ pub struct RemoteArgs {
     /// Pull every image whole, also one with a BCoW image attached
     #[arg(long)]
     no_remote: bool,
-    /// File with the credentials for registries, in the form of docker's config.json [default:
-    /// $REGISTRY_AUTH_FILE, $DOCKER_CONFIG/config.json or /root/.docker/config.json]
-    #[arg(long, value_name = "FILE")]
-    auth_file: Option<PathBuf>,
     /// Serve CRI's image service, which the containerd at this socket answers, and use the
     /// credentials of its pulls for the images that they pull
     #[arg(long, value_name = "SOCKET")]
     image_service: Option<PathBuf>,
-    /// Largest size of the cache in DIR/cache; beyond it, the least recently used data is evicted
-    /// [default: no limit]
-    #[arg(long, value_name = "SIZE")]
-    cache_limit: Option<String>,
-    /// When a mount fetches the rest of its image: always, idle or never [default: never]
-    #[arg(long, value_name = "WHEN")]
-    complete: Option<String>,
-    /// Start on remote blocks only images whose manifest and attached BCoW manifest both have a
-    /// cosign signature by this key
-    #[arg(long, value_name = "FILE")]
-    verify_key: Option<PathBuf>,
-    /// Request data whose hash is known from this server first, and then from the registry
-    /// (repeatable)
-    #[arg(long, value_name = "URL")]
-    mirror: Vec<String>,
-    /// Reach registries by plain HTTP, which is not encrypted
-    #[arg(long)]
-    insecure: bool,
+    #[command(flatten)]
+    registry: RegistryArgs,
 }
 
 impl RemoteArgs {
@@ -72,52 +50,10 @@ impl RemoteArgs {
     pub fn image_service(&self) -> Option<&Path> {
         self.image_service.as_deref()
     }
-
-    /// The options that every use of an image in a registry has, by their names in mounts, with
-    /// the cache in `cache`. The first one is the file with the credentials of the user.
-    fn options(&self, cache: &Path) -> Result<Vec<(&'static str, Option<String>)>, Error> {
-        let auth_file = self.auth_file.clone().unwrap_or_else(usual_auth_file);
-        let mut options = vec![
-            ("auth_file", Some(text(&auth_file))),
-            ("cache_dir", Some(text(cache))),
-        ];
-        if let Some(limit) = &self.cache_limit {
-            options.push(("cache_limit", Some(limit.clone())));
-        }
-        for url in &self.mirror {
-            options.push(("mirror", Some(url.clone())));
-        }
-        if self.insecure {
-            options.push(("insecure", None));
-        }
-        let values = options.iter().filter_map(|(_, value)| value.as_ref());
-        match values.chain(&self.complete).find(|value| !is_plain(value)) {
-            None => Ok(options),
-            Some(bad) => Err(Error::Invalid(format!(
-                "{bad:?} cannot be an option of a mount: it is empty, or has a comma, a quotation \
-                 mark, a backslash or a control character"
-            ))),
-        }
-    }
-}
-
-/// Where `docker login` stores credentials. systemd starts a service without HOME.
-fn usual_auth_file() -> PathBuf {
-    let named = |name: &str| {
-        let value = std::env::var_os(name).filter(|value| !value.is_empty());
-        value.map(PathBuf::from)
-    };
-    named("REGISTRY_AUTH_FILE")
-        .or_else(|| Some(named("DOCKER_CONFIG")?.join("config.json")))
-        .unwrap_or_else(|| PathBuf::from("/root/.docker/config.json"))
 }
 
 fn text(path: &Path) -> String {
     path.display().to_string()
-}
-
-fn is_plain(value: &str) -> bool {
-    !value.is_empty() && !value.contains([',', '"', '\\']) && !value.contains(char::is_control)
 }
 
 /// Finds images in BCoW form, and says how they are mounted.
@@ -125,14 +61,7 @@ pub struct Remote {
     tool: Tool,
     is_asked: bool,
     keyring: Arc<Keyring>,
-    /// The file with the credentials of the user.
-    auth_file: PathBuf,
-    /// The further options of the command that looks for an image.
-    of_lookups: Vec<String>,
-    /// The further options of commands that read an image.
-    of_commands: Vec<String>,
-    /// The further options of mounts.
-    of_mounts: Vec<String>,
+    options: RegistryOptions,
     /// Protects the list of answers. An answer has a lock of its own, which is taken without this
     /// one, and held while the registry is asked.
     answers: Mutex<HashMap<Wanted, Arc<Mutex<Option<Answer>>>>>,
@@ -172,32 +101,11 @@ impl Remote {
         keyring: Arc<Keyring>,
         cache: &Path,
     ) -> Result<Self, Error> {
-        let options = args.options(cache)?;
-        let (auth_file, options) = match &options[..] {
-            [(_, Some(auth_file)), rest @ ..] => (PathBuf::from(auth_file), rest),
-            _ => (usual_auth_file(), &options[..]),
-        };
-        let as_mount = |(name, value): &(&str, Option<String>)| match value {
-            Some(value) => format!("{name}={value}"),
-            None => (*name).to_owned(),
-        };
-        let as_command = |(name, value): &(&str, Option<String>)| match value {
-            Some(value) => format!("--{}={value}", name.replace('_', "-")),
-            None => format!("--{name}"),
-        };
-        let of_commands: Vec<String> = options.iter().map(as_command).collect();
-        let key = args.verify_key.as_ref();
-        let key = key.map(|path| format!("--verify-key={}", path.display()));
-        let complete = args.complete.as_ref();
-        let complete = complete.map(|when| format!("complete={when}"));
         Ok(Remote {
             tool,
             is_asked: !args.no_remote,
             keyring,
-            auth_file,
-            of_lookups: of_commands.iter().cloned().chain(key).collect(),
-            of_commands,
-            of_mounts: options.iter().map(as_mount).chain(complete).collect(),
+            options: args.registry.options(cache).map_err(Error::Invalid)?,
             answers: Mutex::default(),
         })
     }
@@ -205,18 +113,18 @@ impl Remote {
     /// The options of mounts of this image in a registry.
     pub fn mount_options(&self, image: &str) -> Vec<String> {
         let auth_file = format!("auth_file={}", text(&self.auth_file_of(image)));
-        let options = self.of_mounts.iter().cloned();
+        let options = self.options.of_mounts.iter().cloned();
         std::iter::once(auth_file).chain(options).collect()
     }
 
     /// The options of other commands that read it.
     pub fn command_options(&self, image: &str) -> Vec<String> {
-        with_auth_file(&self.of_commands, &self.auth_file_of(image))
+        with_auth_file(&self.options.of_commands, &self.auth_file_of(image))
     }
 
     fn auth_file_of(&self, image: &str) -> PathBuf {
         let kept = Repository::of(image).and_then(|of| self.keyring.for_mounts(&of));
-        kept.unwrap_or_else(|| self.auth_file.clone())
+        kept.unwrap_or_else(|| self.options.auth_file.clone())
     }
 
     /// The layer in a registry that has the content of the layer with these labels, if there is
@@ -228,7 +136,7 @@ impl Remote {
         let wanted = Wanted {
             image: image.clone(),
             manifest: labels.get(MANIFEST)?.clone(),
-            auth_file: of_pull.unwrap_or_else(|| self.auth_file.clone()),
+            auth_file: of_pull.unwrap_or_else(|| self.options.auth_file.clone()),
         };
         let image = self.image(&wanted)?;
         let at = image.chain_ids.iter().position(|id| id == chain_id)?;
@@ -283,11 +191,11 @@ impl Remote {
 
     fn ask(&self, wanted: &Wanted) -> Result<Found, Error> {
         let name = format!("docker://{}", wanted.image);
-        let options = with_auth_file(&self.of_lookups, &wanted.auth_file);
+        let options = with_auth_file(&self.options.of_lookups, &wanted.auth_file);
         let json = self.tool.resolve(&name, &options)?;
         let found = Found::read(&json, &wanted.manifest)
             .map_err(|problem| Error::State(format!("the BCoW image of {name} {problem}")))?;
-        if wanted.auth_file != self.auth_file
+        if wanted.auth_file != self.options.auth_file
             && let Some(repository) = Repository::of(&found.name)
         {
             // Mounts need them, also before the pull has ended.
@@ -297,81 +205,22 @@ impl Remote {
     }
 }
 
-fn with_auth_file(options: &[String], auth_file: &Path) -> Vec<String> {
-    let auth_file = format!("--auth-file={}", text(auth_file));
-    std::iter::once(auth_file)
-        .chain(options.iter().cloned())
-        .collect()
-}
-
-/// What `bcow inspect --resolve --json` prints.
-#[derive(Deserialize)]
-struct Resolved {
-    name: String,
-    attached_to: Option<String>,
-    merkle_root: Option<String>,
-    layers: Vec<ResolvedLayer>,
-}
-
-#[derive(Deserialize)]
-struct ResolvedLayer {
-    diff_id: Option<String>,
-    merkle_root: Option<String>,
-}
-
 impl Found {
     /// Reads the answer of `bcow` about the image with this manifest. The error says what is wrong
     /// with the BCoW image.
     fn read(json: &[u8], manifest: &str) -> Result<Self, String> {
-        let resolved: Resolved =
-            serde_json::from_slice(json).map_err(|error| format!("is not described: {error}"))?;
+        let resolved = Resolved::read(json)?;
         let is_itself = resolved.name.ends_with(&format!("@{manifest}"));
         if !is_itself && resolved.attached_to.as_deref() != Some(manifest) {
             return Err(format!("is not that of the manifest {manifest}"));
         }
-        if resolved.layers.len() > MAX_LAYERS {
-            return Err(format!("has more than {MAX_LAYERS} layers"));
-        }
-        if !is_plain(&resolved.name) {
-            return Err(format!("has an unusable name, {:?}", resolved.name));
-        }
-        let mut files = vec![root(resolved.merkle_root)?];
-        let mut chain_ids: Vec<String> = Vec::new();
-        for layer in resolved.layers {
-            let diff_id = layer.diff_id.ok_or("has a layer without a diffID")?;
-            let below = chain_ids.last().map(String::as_str);
-            chain_ids.push(chain_id(below, &diff_id));
-            files.push(root(layer.merkle_root)?);
-        }
+        let layers = resolved.layers.into_iter();
         Ok(Found {
             name: resolved.name,
-            files,
-            chain_ids,
+            files: resolved.files,
+            chain_ids: layers.map(|layer| layer.chain_id).collect(),
         })
     }
-}
-
-/// The digits of a root hash.
-fn root(text: Option<String>) -> Result<String, String> {
-    let digits = text
-        .as_deref()
-        .and_then(|text| text.strip_prefix("sha256:"));
-    let is_hash =
-        |digits: &&str| digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let digits = digits.filter(is_hash);
-    let digits = digits.ok_or("has a file without a root hash")?;
-    Ok(digits.to_owned())
-}
-
-/// The name of a layer with this diffID on the layer `below` (OCI image specification, "layer
-/// ChainID").
-fn chain_id(below: Option<&str>, diff_id: &str) -> String {
-    let Some(below) = below else {
-        return diff_id.to_owned();
-    };
-    let hash = Sha256::digest(format!("{below} {diff_id}"));
-    let digits: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("sha256:{digits}")
 }
 
 #[cfg(test)]
@@ -391,73 +240,35 @@ mod tests {
         .to_string()
     }
 
-    /// The values are those of the function ChainID of github.com/opencontainers/image-spec.
-    #[test]
-    fn chain_ids_are_those_of_the_specification() {
-        let diff_ids = ["sha256:a", "sha256:b", "sha256:c"];
-        let found = Found::read(document("sha256:m", &diff_ids).as_bytes(), "sha256:m").unwrap();
-        let of = |text: &str| chain_id(Some(text.split(' ').next().unwrap()), &text[9..]);
-        assert_eq!(found.chain_ids[0], "sha256:a");
-        assert_eq!(found.chain_ids[1], of("sha256:a sha256:b"));
-        let expected = Sha256::digest("sha256:a sha256:b");
-        let digits: String = expected.iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(found.chain_ids[1], format!("sha256:{digits}"));
-        assert_eq!(
-            found.chain_ids[2],
-            chain_id(Some(&found.chain_ids[1]), "sha256:c")
-        );
-        assert_eq!(found.files.len(), 4);
-    }
-
     #[test]
     fn an_image_of_another_manifest_does_not_count() {
         let of = |json: &str, manifest| Found::read(json.as_bytes(), manifest);
         let json = document("sha256:m", &["sha256:a"]);
         assert!(of(&json, "sha256:m").is_ok());
         assert!(of(&json, "sha256:b").is_ok(), "the manifest itself");
-        for (json, manifest, expected) in [
-            (json.clone(), "sha256:other", "is not that of the manifest"),
-            (json.replace("diff_id", "x"), "sha256:m", "without a diffID"),
-            (
-                json.replace("sha256:aaa", "md5:aaa"),
-                "sha256:m",
-                "without a root hash",
-            ),
-            ("{".to_owned(), "sha256:m", "is not described"),
-            (json.replace("h/r", "h,r"), "sha256:m", "unusable name"),
-        ] {
-            let error = of(&json, manifest).unwrap_err();
-            assert!(error.contains(expected), "{json}: {error}");
-        }
+        let error = of(&json, "sha256:other").unwrap_err();
+        assert!(error.contains("is not that of the manifest"), "{error}");
     }
 
     #[test]
-    fn options_have_the_names_of_mounts_and_commands() {
-        let tool = Tool::new("true".into()).unwrap();
+    fn credentials_of_a_pull_are_for_its_repository() {
+        let tool = Tool::new(Some("true".into())).unwrap();
         let args = RemoteArgs {
-            auth_file: Some("/a".into()),
-            cache_limit: Some("1G".into()),
-            complete: Some("idle".into()),
-            verify_key: Some("/key".into()),
-            mirror: vec!["https://m".into()],
-            insecure: true,
+            registry: RegistryArgs {
+                auth_file: Some("/a".into()),
+                complete: Some("idle".into()),
+                ..RegistryArgs::default()
+            },
             ..RemoteArgs::default()
         };
         let directory = tempfile::tempdir().unwrap();
         let keyring = Arc::new(Keyring::open(directory.path().join("auth")).unwrap());
-        let new =
-            |args: &RemoteArgs| Remote::new(args, tool.clone(), keyring.clone(), Path::new("/c"));
-        let remote = new(&args).unwrap();
+        let remote = Remote::new(&args, tool, keyring, Path::new("/c")).unwrap();
         let image = "docker://h.org/r@sha256:a";
-        let rest = "cache_dir=/c,cache_limit=1G,mirror=https://m,insecure,complete=idle";
+        let rest = "cache_dir=/c,complete=idle";
         assert_eq!(
             remote.mount_options(image).join(","),
             format!("auth_file=/a,{rest}")
-        );
-        assert_eq!(
-            with_auth_file(&remote.of_lookups, Path::new("/a")).join(" "),
-            "--auth-file=/a --cache-dir=/c --cache-limit=1G --mirror=https://m --insecure \
-             --verify-key=/key"
         );
         // A pull has brought others for this repository.
         let kept = directory.path().join("auth/h.org+r.json");
@@ -468,12 +279,6 @@ mod tests {
             format!("auth_file={kept},{rest}")
         );
         let other = remote.command_options("docker://h.org/other@sha256:a");
-        assert_eq!(other[0], "--auth-file=/a");
-        let bad = RemoteArgs {
-            mirror: vec!["https://m,suid".into()],
-            ..RemoteArgs::default()
-        };
-        let error = new(&bad).err().unwrap();
-        assert!(matches!(error, Error::Invalid(_)), "{error}");
+        assert_eq!(other, ["--auth-file=/a", "--cache-dir=/c"]);
     }
 }

@@ -18,6 +18,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
+use bcow_tool::Tool;
+
 use self::index::{Chain, Index};
 use self::place::Place;
 use crate::credentials::{Keyring, Pull};
@@ -28,7 +30,7 @@ use crate::protocol::Auth;
 use crate::record::{Kind, Labels, Record, RemoteLayer};
 use crate::remote::{self, Remote, RemoteArgs};
 use crate::repository::Repository;
-use crate::tool::Tool;
+use crate::tool;
 use crate::usage::{self, Usage};
 
 /// Pause before the next sweep, if a process still used the upper of a removed snapshot. Each sweep
@@ -311,10 +313,8 @@ impl Snapshots {
             None => Vec::new(),
         };
         match active.parent {
-            None => self.tool.convert(&files, layer),
-            Some(_) => self
-                .tool
-                .commit(&self.layers(chain), &options, &files, layer),
+            None => tool::convert(&self.tool, &files, layer),
+            Some(_) => tool::commit(&self.tool, &self.layers(chain), &options, &files, layer),
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 15] = [
+const MAY_USE: [(&str, &[&str]); 16] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -39,8 +39,9 @@ const MAY_USE: [(&str, &[&str]); 15] = [
     ("bcow-foreign", &["bcow"]),
     ("bcow-remote", &["bcow"]),
     ("bcow-testkit", &["bcow"]),
+    ("bcow-tool", &[]),
     // It runs the program `bcow`.
-    ("bcow-snapshotter", &[]),
+    ("bcow-snapshotter", &["bcow-tool"]),
     (
         "bcow-cli",
         &[
@@ -90,11 +91,11 @@ fn crates_depend_only_downwards() {
             );
         }
         for (library, only) in [
-            ("fuser", "bcow-fuse"),
-            ("imago", "bcow-foreign"),
+            ("fuser", &["bcow-fuse"][..]),
+            ("imago", &["bcow-foreign"]),
             // The only crate with asynchronous code.
-            ("tokio", "bcow-snapshotter"),
-            ("tonic", "bcow-snapshotter"),
+            ("tokio", &["bcow-snapshotter"]),
+            ("tonic", &["bcow-snapshotter"]),
         ] {
             let uses_it = package["dependencies"]
                 .as_array()
@@ -102,8 +103,8 @@ fn crates_depend_only_downwards() {
                 .iter()
                 .any(|dependency| dependency["name"] == library);
             assert!(
-                name == only || !uses_it,
-                "only {only} knows {library}, not {name}"
+                only.contains(&name) || !uses_it,
+                "only {only:?} know {library}, not {name}"
             );
         }
     }

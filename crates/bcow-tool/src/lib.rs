@@ -1,0 +1,12 @@
+//! What the programs that serve container engines have in common: they run the program `bcow`.
+//!
+//! [`tool`] runs it, [`registry`] has the options for images in registries, [`resolved`] reads what
+//! `bcow inspect --resolve --json` prints, and [`notify`] reports to systemd.
+
+pub mod notify;
+pub mod registry;
+pub mod resolved;
+pub mod tool;
+
+pub use registry::RegistryArgs;
+pub use tool::{Tool, ToolError};

@@ -1,0 +1,150 @@
+//! The options for images in registries, in the forms that commands and mounts have them.
+
+use std::path::{Path, PathBuf};
+
+/// How images in registries are found and mounted.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct RegistryArgs {
+    /// File with the credentials for registries, in the form of docker's config.json [default:
+    /// $REGISTRY_AUTH_FILE, $DOCKER_CONFIG/config.json or /root/.docker/config.json]
+    #[arg(long, value_name = "FILE")]
+    pub auth_file: Option<PathBuf>,
+    /// Largest size of the cache in DIR/cache; beyond it, the least recently used data is evicted
+    /// [default: no limit]
+    #[arg(long, value_name = "SIZE")]
+    pub cache_limit: Option<String>,
+    /// When a mount fetches the rest of its image: always, idle or never [default: never]
+    #[arg(long, value_name = "WHEN")]
+    pub complete: Option<String>,
+    /// Start on remote blocks only images whose manifest and attached BCoW manifest both have a
+    /// cosign signature by this key
+    #[arg(long, value_name = "FILE")]
+    pub verify_key: Option<PathBuf>,
+    /// Request data whose hash is known from this server first, and then from the registry
+    /// (repeatable)
+    #[arg(long, value_name = "URL")]
+    pub mirror: Vec<String>,
+    /// Reach registries by plain HTTP, which is not encrypted
+    #[arg(long)]
+    pub insecure: bool,
+}
+
+/// The options of `bcow` for images in registries. The file with the credentials is separate.
+#[derive(Debug, Clone)]
+pub struct RegistryOptions {
+    /// The file with the credentials of the user.
+    pub auth_file: PathBuf,
+    /// Options of commands that read an image.
+    pub of_commands: Vec<String>,
+    /// Options of the command that finds an image.
+    pub of_lookups: Vec<String>,
+    /// Options of mounts, as in fstab(5).
+    pub of_mounts: Vec<String>,
+}
+
+impl RegistryArgs {
+    /// The options for uses with the cache in `cache`. The error says which value cannot be an
+    /// option of a mount.
+    pub fn options(&self, cache: &Path) -> Result<RegistryOptions, String> {
+        let auth_file = self.auth_file.clone().unwrap_or_else(usual_auth_file);
+        let mut options = vec![("cache_dir", Some(text(cache)))];
+        if let Some(limit) = &self.cache_limit {
+            options.push(("cache_limit", Some(limit.clone())));
+        }
+        for url in &self.mirror {
+            options.push(("mirror", Some(url.clone())));
+        }
+        if self.insecure {
+            options.push(("insecure", None));
+        }
+        let values = options.iter().filter_map(|(_, value)| value.clone());
+        let mut values = values
+            .chain(self.complete.clone())
+            .chain([text(&auth_file)]);
+        if let Some(bad) = values.find(|value| !is_plain(value)) {
+            return Err(format!(
+                "{bad:?} cannot be an option of a mount: it is empty, or has a comma, a quotation \
+                 mark, a backslash or a control character"
+            ));
+        }
+        let as_mount = |(name, value): &(&str, Option<String>)| match value {
+            Some(value) => format!("{name}={value}"),
+            None => (*name).to_owned(),
+        };
+        let as_command = |(name, value): &(&str, Option<String>)| match value {
+            Some(value) => format!("--{}={value}", name.replace('_', "-")),
+            None => format!("--{name}"),
+        };
+        let of_commands: Vec<String> = options.iter().map(as_command).collect();
+        let key = self.verify_key.as_ref();
+        let key = key.map(|path| format!("--verify-key={}", path.display()));
+        let complete = self.complete.as_ref();
+        let complete = complete.map(|when| format!("complete={when}"));
+        Ok(RegistryOptions {
+            auth_file,
+            of_lookups: of_commands.iter().cloned().chain(key).collect(),
+            of_commands,
+            of_mounts: options.iter().map(as_mount).chain(complete).collect(),
+        })
+    }
+}
+
+/// The options of a command, with the file that has the credentials.
+pub fn with_auth_file(options: &[String], auth_file: &Path) -> Vec<String> {
+    let auth_file = format!("--auth-file={}", text(auth_file));
+    std::iter::once(auth_file)
+        .chain(options.iter().cloned())
+        .collect()
+}
+
+/// Where `docker login` stores credentials. systemd starts a service without HOME.
+fn usual_auth_file() -> PathBuf {
+    let named = |name: &str| {
+        let value = std::env::var_os(name).filter(|value| !value.is_empty());
+        value.map(PathBuf::from)
+    };
+    named("REGISTRY_AUTH_FILE")
+        .or_else(|| Some(named("DOCKER_CONFIG")?.join("config.json")))
+        .unwrap_or_else(|| PathBuf::from("/root/.docker/config.json"))
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// Whether a text can be the value of an option of a mount.
+pub fn is_plain(value: &str) -> bool {
+    !value.is_empty() && !value.contains([',', '"', '\\']) && !value.contains(char::is_control)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_have_the_names_of_mounts_and_commands() {
+        let args = RegistryArgs {
+            auth_file: Some("/a".into()),
+            cache_limit: Some("1G".into()),
+            complete: Some("idle".into()),
+            verify_key: Some("/key".into()),
+            mirror: vec!["https://m".into()],
+            insecure: true,
+        };
+        let options = args.options(Path::new("/c")).unwrap();
+        assert_eq!(
+            options.of_mounts.join(","),
+            "cache_dir=/c,cache_limit=1G,mirror=https://m,insecure,complete=idle"
+        );
+        assert_eq!(
+            with_auth_file(&options.of_lookups, &options.auth_file).join(" "),
+            "--auth-file=/a --cache-dir=/c --cache-limit=1G --mirror=https://m --insecure \
+             --verify-key=/key"
+        );
+        let bad = RegistryArgs {
+            mirror: vec!["https://m,suid".into()],
+            ..RegistryArgs::default()
+        };
+        assert!(bad.options(Path::new("/c")).is_err());
+    }
+}

@@ -1,0 +1,125 @@
+//! Runs `bcow`. A process of its own does each task: a damaged image, or a lack of memory, then
+//! fails one task and not the caller.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// Bytes of the messages of a failed command that a client gets.
+const MESSAGE_BYTES: usize = 4096;
+
+/// The program `bcow`.
+#[derive(Debug, Clone)]
+pub struct Tool {
+    program: PathBuf,
+}
+
+/// `bcow` failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{command} failed: {message}")]
+pub struct ToolError {
+    /// The program and the command.
+    pub command: String,
+    /// The end of its messages, or its status.
+    pub message: String,
+}
+
+impl Tool {
+    /// The program at this path, or of this name in PATH; by default, `bcow` beside this program,
+    /// or else in PATH. Fails if it does not run.
+    pub fn new(program: Option<PathBuf>) -> Result<Self, ToolError> {
+        let tool = Tool {
+            program: program.unwrap_or_else(beside),
+        };
+        tool.run("version", &[]).map(drop)?;
+        Ok(tool)
+    }
+
+    /// Finds the image in BCoW form to which a name in a registry leads; returns its description in
+    /// JSON.
+    pub fn resolve(&self, name: &str, options: &[String]) -> Result<Vec<u8>, ToolError> {
+        let mut arguments: Vec<OsString> = vec!["--resolve".into(), "--json".into()];
+        arguments.extend(options.iter().map(OsString::from));
+        arguments.extend(["--".into(), name.into()]);
+        self.run("inspect", &arguments)
+    }
+
+    /// Fails if this pool does not run.
+    pub fn require_pool(&self, name: &str) -> Result<(), ToolError> {
+        let arguments = ["stats", "--json", "--", name].map(OsString::from);
+        self.run("pool", &arguments).map(drop)
+    }
+
+    /// Runs a command; returns what it has printed.
+    pub fn run(&self, command: &str, arguments: &[OsString]) -> Result<Vec<u8>, ToolError> {
+        self.run_into(command, arguments, Stdio::piped())
+    }
+
+    /// Runs a command whose standard output goes to `output`; returns it if it is a pipe.
+    pub fn run_into(
+        &self,
+        command: &str,
+        arguments: &[OsString],
+        output: Stdio,
+    ) -> Result<Vec<u8>, ToolError> {
+        let failure = |message: String| ToolError {
+            command: format!("{} {command}", self.program.display()),
+            message,
+        };
+        let output = Command::new(&self.program)
+            .arg("--quiet")
+            .arg(command)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(Stdio::piped())
+            .spawn()
+            .and_then(|child| child.wait_with_output())
+            .map_err(|error| failure(error.to_string()))?;
+        if output.status.success() {
+            return Ok(output.stdout);
+        }
+        let from = output.stderr.len().saturating_sub(MESSAGE_BYTES);
+        let text = String::from_utf8_lossy(&output.stderr[from..]);
+        Err(failure(match text.trim() {
+            "" => output.status.to_string(),
+            text => text.to_owned(),
+        }))
+    }
+}
+
+/// `bcow` beside this program, or else the one in PATH.
+fn beside() -> PathBuf {
+    let beside = std::env::current_exe().ok();
+    let beside = beside.and_then(|path| Some(path.parent()?.join("bcow")));
+    beside
+        .filter(|path| path.is_file())
+        .unwrap_or_else(|| PathBuf::from("bcow"))
+}
+
+/// Checks the name of a pool, which becomes an option of mounts.
+pub fn parse_pool(text: &str) -> Result<String, String> {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    match !text.is_empty() && !text.starts_with(['.', '-']) && text.chars().all(is_allowed) {
+        true => Ok(text.to_owned()),
+        false => Err("a name consists of letters, digits, '.', '_' and '-'".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_program_is_named() {
+        let error = Tool::new(Some("/nonexistent/bcow".into())).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("/nonexistent/bcow version failed"), "{text}");
+    }
+
+    #[test]
+    fn a_failed_command_ends_with_its_messages_or_its_status() {
+        let error = Tool::new(Some("false".into())).unwrap_err().to_string();
+        assert_eq!(error, "false version failed: exit status: 1");
+    }
+}
