@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 16] = [
+const MAY_USE: [(&str, &[&str]); 17] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -40,8 +40,9 @@ const MAY_USE: [(&str, &[&str]); 16] = [
     ("bcow-remote", &["bcow"]),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
-    // It runs the program `bcow`.
+    // They run the program `bcow`.
     ("bcow-snapshotter", &["bcow-tool"]),
+    ("bcow-layer-store", &["bcow-tool"]),
     (
         "bcow-cli",
         &[
@@ -91,7 +92,7 @@ fn crates_depend_only_downwards() {
             );
         }
         for (library, only) in [
-            ("fuser", &["bcow-fuse"][..]),
+            ("fuser", &["bcow-fuse", "bcow-layer-store"][..]),
             ("imago", &["bcow-foreign"]),
             // The only crate with asynchronous code.
             ("tokio", &["bcow-snapshotter"]),

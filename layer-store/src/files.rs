@@ -1,0 +1,401 @@
+//! The file system of the store: decodes the requests of the kernel.
+//!
+//! ```text
+//! STORE/<base64 of the reference>/<digest>/diff   a link to the mount
+//! STORE/<base64 of the reference>/<digest>/info   the description
+//! STORE/<base64 of the reference>/<digest>/blob   the layer of the ordinary image
+//! ```
+//!
+//! An engine reports a use by the creation of `use` in the directory of a layer, and the end of a
+//! use by the removal of the directory. Both get ENOENT.
+//!
+//! The kernel caches no names and attributes, so that each access asks whether the layer is still
+//! mounted. It caches those of the root directory: an engine examines this directory first, and
+//! refuses all work if that fails, as it would while no process serves the store. A thread of its
+//! own answers each request that can take long.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime};
+
+use fuser::{
+    AccessFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, Request,
+};
+use parking_lot::Mutex;
+
+use crate::error::on_one_line;
+use crate::nodes::{Kind, LayerDirectory, Nodes, ROOT};
+use crate::reference::{self, Reference};
+use crate::store::Store;
+
+/// Requests that take long, at most at the same time.
+const MAX_THREADS: usize = 256;
+
+/// The file system.
+pub struct Files(Arc<Inner>);
+
+struct Inner {
+    store: Arc<Store>,
+    /// Protects the list of inodes.
+    nodes: Mutex<Nodes>,
+    /// Protects the list of open blobs.
+    open: Mutex<Open>,
+    threads: AtomicUsize,
+    started: SystemTime,
+}
+
+#[derive(Default)]
+struct Open {
+    last: u64,
+    files: HashMap<u64, Arc<File>>,
+}
+
+impl Files {
+    /// The file system of a store.
+    pub fn new(store: Arc<Store>) -> Self {
+        Files(Arc::new(Inner {
+            store,
+            nodes: Mutex::new(Nodes::new()),
+            open: Mutex::default(),
+            threads: AtomicUsize::new(0),
+            started: SystemTime::now(),
+        }))
+    }
+
+    /// Answers in a thread of its own, or fails with `refuse` if there are too many.
+    fn in_thread<R: Send + 'static>(
+        &self,
+        reply: R,
+        answer: impl FnOnce(&Inner, R) + Send + 'static,
+        refuse: impl FnOnce(R),
+    ) {
+        let inner = Arc::clone(&self.0);
+        if inner.threads.fetch_add(1, Ordering::Relaxed) >= MAX_THREADS {
+            inner.threads.fetch_sub(1, Ordering::Relaxed);
+            tracing::warn!("{MAX_THREADS} requests are running, another one is refused");
+            return refuse(reply);
+        }
+        std::thread::spawn(move || {
+            answer(&inner, reply);
+            inner.threads.fetch_sub(1, Ordering::Relaxed);
+        });
+    }
+}
+
+impl Inner {
+    fn kind(&self, ino: INodeNo) -> Option<Kind> {
+        self.nodes.lock().get(ino.0)
+    }
+
+    /// What a name in a directory is; `None` if there is no such name.
+    fn look_up(&self, parent: &Kind, name: &[u8]) -> Option<Kind> {
+        match parent {
+            Kind::Root => Some(Kind::Image(Reference::decode(name)?)),
+            Kind::Image(image) => {
+                let digest = reference::digest(name)?;
+                let layer = self.store.find(image, digest)?;
+                Some(Kind::Layer(Arc::new(LayerDirectory {
+                    image: image.clone(),
+                    digest: digest.to_owned(),
+                    info: layer.info(),
+                    layer,
+                })))
+            }
+            Kind::Layer(layer) => match name {
+                b"diff" => {
+                    let path = self.store.mount(&layer.image, &layer.layer)?;
+                    Some(Kind::Diff(path.as_os_str().as_bytes().into()))
+                }
+                b"info" => Some(Kind::Info(Arc::clone(layer))),
+                b"blob" => Some(Kind::Blob(Arc::clone(layer))),
+                _ => None,
+            },
+            Kind::Diff(_) | Kind::Info(_) | Kind::Blob(_) => None,
+        }
+    }
+
+    /// Whether an engine that pulls may use the layer with this description.
+    fn is_current(&self, kind: &Kind) -> bool {
+        match kind {
+            Kind::Info(layer) => {
+                let (image, digest) = (&layer.image, &layer.digest);
+                self.store.is_current(image, digest, &layer.layer)
+            }
+            _ => true,
+        }
+    }
+
+    fn attributes(&self, ino: INodeNo, kind: &Kind) -> FileAttr {
+        let (kind, perm, size) = match kind {
+            Kind::Root | Kind::Image(_) | Kind::Layer(_) => (FileType::Directory, 0o700, 0),
+            Kind::Diff(target) => (FileType::Symlink, 0o777, target.len() as u64),
+            Kind::Info(layer) => (FileType::RegularFile, 0o400, layer.info.len() as u64),
+            Kind::Blob(layer) => (FileType::RegularFile, 0o400, layer.layer.blob.size),
+        };
+        FileAttr {
+            ino,
+            size,
+            blocks: size.div_ceil(512),
+            atime: self.started,
+            mtime: self.started,
+            ctime: self.started,
+            crtime: self.started,
+            kind,
+            perm,
+            nlink: if kind == FileType::Directory { 2 } else { 1 },
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        }
+    }
+
+    fn enter(&self, parent: INodeNo, name: &[u8], kind: Option<Kind>, reply: ReplyEntry) {
+        let Some(kind) = kind else {
+            return reply.error(Errno::ENOENT);
+        };
+        let id = self.nodes.lock().enter(parent.0, name, kind.clone());
+        let attributes = self.attributes(INodeNo(id), &kind);
+        reply.entry(&Duration::ZERO, &attributes, Generation(0));
+    }
+}
+
+impl fuser::Filesystem for Files {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // A lookup that waits for a registry does not delay another one in the same directory.
+        let wanted = InitFlags::FUSE_PARALLEL_DIROPS & config.capabilities();
+        let _ = config.add_capabilities(wanted);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let Some(directory) = self.0.kind(parent) else {
+            return reply.error(Errno::ENOENT);
+        };
+        let name = name.as_bytes().to_vec();
+        if matches!(directory, Kind::Root) {
+            let found = self.0.look_up(&directory, &name);
+            return self.0.enter(parent, &name, found, reply);
+        }
+        self.in_thread(
+            reply,
+            move |inner, reply| {
+                let found = inner.look_up(&directory, &name);
+                inner.enter(parent, &name, found, reply);
+            },
+            |reply| reply.error(Errno::EAGAIN),
+        );
+    }
+
+    fn forget(&self, _request: &Request, ino: INodeNo, lookups: u64) {
+        self.0.nodes.lock().forget(ino.0, lookups);
+    }
+
+    /// The attributes of `info` by its path: an engine that pulls examines them, and pulls as usual
+    /// if there are none. An engine that reads a layer which it has opens `info` at once.
+    fn getattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        handle: Option<FileHandle>,
+        reply: ReplyAttr,
+    ) {
+        match (self.0.kind(ino), handle) {
+            (Some(kind @ Kind::Info(_)), None) => self.in_thread(
+                reply,
+                move |inner, reply| match inner.is_current(&kind) {
+                    true => reply.attr(&kind.valid_for(), &inner.attributes(ino, &kind)),
+                    false => reply.error(Errno::ENOENT),
+                },
+                |reply| reply.error(Errno::EAGAIN),
+            ),
+            (Some(kind), _) => reply.attr(&kind.valid_for(), &self.0.attributes(ino, &kind)),
+            (None, _) => reply.error(Errno::ENOENT),
+        }
+    }
+
+    /// As `getattr`: newer engines test for existence by access(2).
+    fn access(&self, _request: &Request, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) {
+        match self.0.kind(ino) {
+            Some(kind @ Kind::Info(_)) => self.in_thread(
+                reply,
+                move |inner, reply| match inner.is_current(&kind) {
+                    true => reply.ok(),
+                    false => reply.error(Errno::ENOENT),
+                },
+                |reply| reply.error(Errno::EAGAIN),
+            ),
+            Some(_) if mask.contains(AccessFlags::W_OK) => reply.error(Errno::EROFS),
+            Some(_) => reply.ok(),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
+        match self.0.kind(ino) {
+            Some(Kind::Diff(target)) => reply.data(&target),
+            _ => reply.error(Errno::EINVAL),
+        }
+    }
+
+    fn readdir(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        // The names of images and layers are not listed: the store does not know them.
+        let inside: &[(&str, FileType)] = match self.0.kind(ino) {
+            Some(Kind::Layer(_)) => &[
+                ("diff", FileType::Symlink),
+                ("info", FileType::RegularFile),
+                ("blob", FileType::RegularFile),
+            ],
+            Some(Kind::Root | Kind::Image(_)) => &[],
+            _ => return reply.error(Errno::ENOTDIR),
+        };
+        let own = [(".", FileType::Directory), ("..", FileType::Directory)];
+        let all = own.iter().chain(inside).enumerate();
+        for (index, (name, kind)) in all.skip(usize::try_from(offset).unwrap_or(usize::MAX)) {
+            // The numbers of the entries are not known before a lookup.
+            if reply.add(INodeNo(ROOT), index as u64 + 1, *kind, name) {
+                break;
+            }
+        }
+        reply.ok();
+    }
+
+    fn open(&self, _request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        if flags.acc_mode() != OpenAccMode::O_RDONLY {
+            return reply.error(Errno::EROFS);
+        }
+        match self.0.kind(ino) {
+            Some(Kind::Info(_)) => reply.opened(FileHandle(0), FopenFlags::empty()),
+            Some(Kind::Blob(layer)) => self.in_thread(
+                reply,
+                move |inner, reply| match inner.store.blob(&layer.image, &layer.layer) {
+                    Some(file) => {
+                        let mut open = inner.open.lock();
+                        open.last += 1;
+                        let handle = open.last;
+                        open.files.insert(handle, Arc::new(file));
+                        drop(open);
+                        reply.opened(FileHandle(handle), FopenFlags::empty());
+                    }
+                    None => reply.error(Errno::EIO),
+                },
+                |reply| reply.error(Errno::EAGAIN),
+            ),
+            _ => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        if let Some(Kind::Info(layer)) = self.0.kind(ino) {
+            let info = &layer.info;
+            let start = usize::try_from(offset).map_or(info.len(), |start| start.min(info.len()));
+            let end = start.saturating_add(size as usize).min(info.len());
+            return reply.data(&info[start..end]);
+        }
+        let file = self.0.open.lock().files.get(&handle.0).cloned();
+        let Some(file) = file else {
+            return reply.error(Errno::EIO);
+        };
+        let mut bytes = vec![0; size as usize];
+        let mut filled = 0;
+        while filled < bytes.len() {
+            match file.read_at(&mut bytes[filled..], offset + filled as u64) {
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return reply.error(Errno::EIO),
+            }
+        }
+        reply.data(&bytes[..filled]);
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        handle: FileHandle,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.0.open.lock().files.remove(&handle.0);
+        reply.ok();
+    }
+
+    fn create(
+        &self,
+        _request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let layer = match self.0.kind(parent) {
+            Some(Kind::Layer(layer)) if name == "use" => layer,
+            _ => return reply.error(Errno::EROFS),
+        };
+        self.in_thread(
+            reply,
+            move |inner, reply| {
+                let added = inner.store.add(&layer.image, &layer.digest, &layer.layer);
+                reply.error(match added {
+                    Ok(()) => Errno::ENOENT,
+                    Err(error) => {
+                        tracing::error!("{}: {}", layer.image, on_one_line(&error));
+                        Errno::EIO
+                    }
+                });
+            },
+            |reply| reply.error(Errno::EAGAIN),
+        );
+    }
+
+    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let (image, digest) = match (self.0.kind(parent), reference::digest(name.as_bytes())) {
+            (Some(Kind::Image(image)), Some(digest)) => (image, digest.to_owned()),
+            _ => return reply.error(Errno::EROFS),
+        };
+        self.in_thread(
+            reply,
+            move |inner, reply| {
+                reply.error(match inner.store.release(&image, &digest) {
+                    Ok(()) => Errno::ENOENT,
+                    Err(error) => {
+                        tracing::error!("{image}: {}", on_one_line(&error));
+                        Errno::EIO
+                    }
+                });
+            },
+            |reply| reply.error(Errno::EAGAIN),
+        );
+    }
+}

@@ -1,0 +1,216 @@
+//! The mounts of layers.
+//!
+//! Each is a mount by `bcow` at a directory of its own, which does not need this process:
+//! containers go on when this process ends. The directory exists only as long as the mount. So a
+//! container whose layer is missing fails, instead of starting on an empty directory.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bcow_tool::Tool;
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
+
+use crate::error::{At, Error, on_one_line};
+use crate::layer::Layer;
+
+/// How long a mount stays after the last lookup if no engine uses its layer: an engine follows the
+/// link, and reports the use, a moment after the lookup.
+const GRACE: Duration = Duration::from_secs(5);
+/// Pause before the next attempt to end a mount that is in use.
+const BUSY_PAUSE: Duration = Duration::from_secs(30);
+
+/// The type of FUSE file systems in statfs(2).
+const FUSE_MAGIC: u64 = 0x6573_5546;
+
+/// The mounts in a directory.
+pub struct Mounts {
+    directory: PathBuf,
+    tool: Tool,
+    options: Vec<OsString>,
+    /// Protects the list. Each mount has a lock of its own, which is taken without this one by
+    /// lookups, and held while `bcow` mounts. A sweep only tries to take it.
+    slots: Mutex<HashMap<String, Arc<Mutex<Slot>>>>,
+}
+
+#[derive(Default)]
+struct Slot {
+    looked_up: Option<Instant>,
+}
+
+impl Mounts {
+    /// The mounts in `directory`, by `bcow mount` with these options.
+    pub fn open(directory: PathBuf, tool: Tool, options: Vec<OsString>) -> Result<Self, Error> {
+        fs::create_dir_all(&directory).at("create", &directory)?;
+        Ok(Mounts {
+            directory,
+            tool,
+            options,
+            slots: Mutex::default(),
+        })
+    }
+
+    /// Mounts a layer, if it is not mounted. Returns the directory.
+    pub fn ensure(&self, layer: &Layer) -> Result<PathBuf, Error> {
+        let name = layer.mount_name();
+        let path = self.directory.join(&name);
+        let slot = Arc::clone(self.slots.lock().entry(name).or_default());
+        let mut slot = slot.lock();
+        match state_of(&path)? {
+            State::Served => {}
+            State::Dead => {
+                tracing::warn!("the mount of {} has no process any more", layer.source());
+                unmount(&path, UnmountFlags::DETACH).at("unmount", &path)?;
+                self.mount(layer, &path)?;
+            }
+            State::NotMounted => self.mount(layer, &path)?,
+        }
+        slot.looked_up = Some(Instant::now());
+        Ok(path)
+    }
+
+    fn mount(&self, layer: &Layer, path: &Path) -> Result<(), Error> {
+        fs::create_dir_all(path).at("create", path)?;
+        let mut arguments = self.options.clone();
+        arguments.extend(["--".into(), layer.source().into(), path.into()]);
+        let mounted = self.tool.run("mount", &arguments);
+        if mounted.is_err() {
+            // It is empty.
+            let _ = fs::remove_dir(path);
+        }
+        mounted?;
+        tracing::info!("mounted {} at {}", layer.source(), path.display());
+        Ok(())
+    }
+
+    /// Ends the mounts that are not in `used`. Returns when to try again what is left.
+    pub fn sweep(&self, used: &HashSet<String>) -> Result<Option<Duration>, Error> {
+        let mut pause: Option<Duration> = None;
+        let mut wait = |time: Duration| pause = Some(pause.map_or(time, |other| other.min(time)));
+        for entry in fs::read_dir(&self.directory).at("list", &self.directory)? {
+            let entry = entry.at("list", &self.directory)?;
+            let Ok(name) = entry.file_name().into_string() else {
+                continue;
+            };
+            if used.contains(&name) {
+                continue;
+            }
+            let path = entry.path();
+            let mut slots = self.slots.lock();
+            let slot = slots.get(&name).cloned().unwrap_or_default();
+            let Some(held) = slot.try_lock() else {
+                wait(GRACE);
+                continue;
+            };
+            let age = held.looked_up.map(|at| at.elapsed());
+            if let Some(left) = age.and_then(|age| GRACE.checked_sub(age)) {
+                wait(left + Duration::from_millis(100));
+                continue;
+            }
+            match end(&path) {
+                Ok(()) => {
+                    tracing::info!("ended the mount at {}", path.display());
+                    drop(held);
+                    // A lookup takes this from the list under the lock of the list.
+                    if Arc::strong_count(&slot) <= 2 {
+                        slots.remove(&name);
+                    }
+                }
+                Err(error) => {
+                    tracing::debug!("{}; tried again later", on_one_line(&error));
+                    wait(BUSY_PAUSE);
+                }
+            }
+        }
+        Ok(pause)
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum State {
+    NotMounted,
+    Served,
+    /// Its process has ended.
+    Dead,
+}
+
+fn state_of(path: &Path) -> Result<State, Error> {
+    // The kernel answers attributes from its caches, but it sends statfs to the process.
+    match rustix::fs::statfs(path) {
+        Ok(found) if found.f_type as u64 != FUSE_MAGIC => return Ok(State::NotMounted),
+        Ok(_) => {}
+        Err(Errno::NOENT) => return Ok(State::NotMounted),
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(State::Dead),
+        Err(errno) => return Err(errno).at("examine", path),
+    }
+    // The directory can be on FUSE, too.
+    let above = path.parent().unwrap_or(path);
+    let device = |path: &Path| {
+        fs::metadata(path)
+            .map(|found| found.dev())
+            .at("examine", path)
+    };
+    match device(path)? == device(above)? {
+        true => Ok(State::NotMounted),
+        false => Ok(State::Served),
+    }
+}
+
+/// Ends a mount, and removes its directory.
+fn end(path: &Path) -> Result<(), Error> {
+    match unmount(path, UnmountFlags::NOFOLLOW) {
+        // EINVAL: nothing is mounted there.
+        Ok(()) | Err(Errno::INVAL) => {}
+        Err(errno) => return Err(errno).at("unmount", path),
+    }
+    fs::remove_dir(path).at("remove", path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layer::tests::layer;
+
+    /// Mounts by a program that prints its version, and whose other commands end with a status.
+    fn mounts(directory: &Path, status: u8) -> Mounts {
+        let program = directory.join(format!("program{status}"));
+        let script = format!("#!/bin/sh\n[ \"$2\" = version ] || exit {status}\n");
+        fs::write(&program, script).unwrap();
+        let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(&program, permissions).unwrap();
+        let tool = Tool::new(Some(program)).unwrap();
+        Mounts::open(directory.join("mounts"), tool, Vec::new()).unwrap()
+    }
+
+    #[test]
+    fn unused_directory_is_removed_a_while_after_the_last_lookup() {
+        let directory = tempfile::tempdir().unwrap();
+        // The program mounts nothing.
+        let mounts = mounts(directory.path(), 0);
+        let path = mounts.ensure(&layer('a', '1')).unwrap();
+        assert!(path.is_dir());
+        assert_eq!(state_of(&path).unwrap(), State::NotMounted);
+        let used = HashSet::from([layer('a', '1').mount_name()]);
+        assert_eq!(mounts.sweep(&used).unwrap(), None);
+        let again = mounts.sweep(&HashSet::new()).unwrap();
+        assert!(again.is_some_and(|again| again <= GRACE + Duration::from_secs(1)));
+        assert!(path.is_dir(), "looked up a moment ago");
+        mounts.slots.lock().clear();
+        assert_eq!(mounts.sweep(&HashSet::new()).unwrap(), None);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn failed_mount_leaves_no_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let mounts = mounts(directory.path(), 1);
+        assert!(mounts.ensure(&layer('a', '1')).is_err());
+        assert_eq!(fs::read_dir(&mounts.directory).unwrap().count(), 0);
+    }
+}
