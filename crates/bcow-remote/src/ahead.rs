@@ -2,27 +2,30 @@
 //! then the rest of the files.
 //!
 //! Reads of programs come first. They have connections of their own, and never wait for a place
-//! in a queue; while one of them waits for a server, the parts are fetched over one connection
-//! only, and the rest of the files with [`Complete::Idle`] not at all. A read of a chunk that is
+//! in a queue; while one of them waits for a server, fewer bytes of the parts are requested at one
+//! time, and none of the rest of the files with [`Complete::Idle`]. A read of a chunk that is
 //! being fetched waits for that chunk, not for those behind it. A failure here is no failure of a
 //! read: it is logged, and tried again after a pause.
+
+mod window;
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bcow::Storage;
 
 use crate::error::{Problem, RemoteError};
-use crate::file::{RemoteFile, Warm};
+use crate::file::{Pace, RemoteFile, Warm};
+use window::{Whole, Window};
 
-/// Number of connections at a time. Several keep the network busy between the end of an answer and
-/// the begin of the next one.
-const CONNECTIONS: usize = 3;
-/// Bytes of a request for a part, at most. Reads share the network with what is on its way.
-const PIECE_BYTES: u64 = 1 << 20;
+/// Number of connections at a time for the parts: some of them are small.
+const CONNECTIONS: usize = 6;
+/// The same for the rest of the files. Several keep the network busy between the end of an answer
+/// and the begin of the next one.
+const CONNECTIONS_FOR_THE_REST: usize = 3;
 /// What is fetched of the parts if there is no cache: memory holds no more.
 const UNCACHED_BYTES: u64 = 16 << 20;
 /// How often a thread that waits looks whether it shall end.
@@ -130,43 +133,41 @@ impl Ahead {
     }
 
     fn fetch_parts(&self, stop: &AtomicBool) {
-        let pieces = pieces(&self.parts);
-        if pieces.is_empty() {
+        let Some(first) = self.parts.first() else {
             return;
-        }
-        let next = AtomicUsize::new(0);
+        };
+        let demand = first.file.demand();
+        let wholes = self.parts.iter().map(|part| Whole {
+            range: part.range.clone(),
+            is_uncached: !part.file.has_cache(),
+        });
+        let window = Window::new(wholes.collect(), UNCACHED_BYTES);
+        let fetched_bytes = AtomicU64::new(0);
         let failed_bytes = AtomicU64::new(0);
-        let work = |connection: usize| {
-            loop {
-                let demand = pieces[0].file.demand();
-                while connection > 0 && !stop.load(Ordering::Relaxed) {
-                    if demand.wait_for_none(LOOK) {
-                        break;
-                    }
-                }
-                let piece = pieces.get(next.fetch_add(1, Ordering::Relaxed));
-                let Some(piece) = piece.filter(|_| !stop.load(Ordering::Relaxed)) else {
-                    return;
+        let work = || {
+            while let Some(piece) = window.take(stop, || demand.is_present()) {
+                let file = &self.parts[piece.whole].file;
+                let pace = self.fetch_piece(file, &piece.range, stop);
+                let counter = match pace {
+                    Ok(_) => &fetched_bytes,
+                    Err(GivenUp) => &failed_bytes,
                 };
-                if !self.fetch_piece(piece, stop) {
-                    let bytes = length(&piece.range);
-                    failed_bytes.fetch_add(bytes, Ordering::Relaxed);
-                }
+                counter.fetch_add(piece.bytes(), Ordering::Relaxed);
+                window.done(&piece, pace.ok().flatten());
             }
         };
         std::thread::scope(|scope| {
-            for connection in 1..CONNECTIONS.min(pieces.len()) {
-                let work = &work;
-                scope.spawn(move || work(connection));
+            for _ in 1..window.pieces(CONNECTIONS) {
+                scope.spawn(work);
             }
-            work(0);
+            work();
         });
         if stop.load(Ordering::Relaxed) {
             return;
         }
         (self.report)(&match failed_bytes.into_inner() {
             0 => AheadEvent::Fetched {
-                bytes: pieces.iter().map(|piece| length(&piece.range)).sum(),
+                bytes: fetched_bytes.into_inner(),
             },
             bytes => AheadEvent::Missing { bytes },
         });
@@ -175,7 +176,7 @@ impl Ahead {
     /// Fetches the rest of a file. `false`: stopped, or the cache cannot have it.
     fn complete_file(&self, file: &RemoteFile, stop: &AtomicBool) -> bool {
         let warm = Warm {
-            connections: CONNECTIONS,
+            connections: CONNECTIONS_FOR_THE_REST,
             stop,
             before: &|| {
                 while self.complete == Complete::Idle
@@ -201,16 +202,21 @@ impl Ahead {
         }
     }
 
-    /// `false`: it was given up.
-    fn fetch_piece(&self, piece: &Piece<'_>, stop: &AtomicBool) -> bool {
+    /// Fetches a piece. Returns the pace of the server, if the piece shows it.
+    fn fetch_piece(
+        &self,
+        file: &RemoteFile,
+        range: &Range<u64>,
+        stop: &AtomicBool,
+    ) -> Result<Option<Pace>, GivenUp> {
         let mut pause = FIRST_PAUSE;
         for _ in 0..ATTEMPTS {
-            match piece.file.fetch_ahead(&piece.range, stop) {
-                Ok(()) => return true,
+            match file.fetch_ahead(range, stop) {
+                Ok(pace) => return Ok(pace),
                 Err(error) => pause = self.after(error, pause, stop),
             }
         }
-        false
+        Err(GivenUp)
     }
 
     /// Waits after a failure. Returns the next pause.
@@ -227,35 +233,5 @@ impl Ahead {
     }
 }
 
-struct Piece<'p> {
-    file: &'p RemoteFile,
-    range: Range<u64>,
-}
-
-/// Cuts parts into pieces of one request each.
-fn pieces(parts: &[Part]) -> Vec<Piece<'_>> {
-    let mut pieces = Vec::new();
-    let mut uncached_bytes = 0;
-    for Part { file, range } in parts {
-        let mut start = range.start;
-        while start < range.end {
-            let end = range.end.min(start + PIECE_BYTES);
-            if !file.has_cache() {
-                uncached_bytes += end - start;
-                if uncached_bytes > UNCACHED_BYTES {
-                    return pieces;
-                }
-            }
-            pieces.push(Piece {
-                file,
-                range: start..end,
-            });
-            start = end;
-        }
-    }
-    pieces
-}
-
-fn length(range: &Range<u64>) -> u64 {
-    range.end - range.start
-}
+/// A piece could not be fetched. A read that needs it fetches it by itself.
+struct GivenUp;

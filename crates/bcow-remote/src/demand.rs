@@ -33,6 +33,11 @@ impl Demand {
         *reads == 0
     }
 
+    /// Whether a read waits for a server.
+    pub(crate) fn is_present(&self) -> bool {
+        *self.reads() > 0
+    }
+
     fn reads(&self) -> MutexGuard<'_, usize> {
         // A number is valid after a panic elsewhere.
         self.reads.lock().unwrap_or_else(PoisonError::into_inner)

@@ -27,6 +27,7 @@ use crate::tree::{self, Chunk, Chunks, Hash, HashPlace, Root};
 use claim::Claimed;
 use head::{HEAD_BYTES, Head, head_of_part, read_head};
 
+pub(crate) use ahead::Pace;
 pub use warm::Warm;
 
 /// Bytes of a request for a place that no earlier request led to. A smaller request would take
