@@ -13,7 +13,7 @@ mod verify;
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, IoSliceMut, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::{Path, PathBuf};
@@ -326,15 +326,31 @@ impl CacheFile {
     pub(crate) fn read(&self, offset: u64, buf: &mut [u8]) -> bool {
         let found = self.file.read_exact_at(buf, offset).is_ok();
         if found {
-            self.recent.mark(offset);
-            let now = self.now();
-            let touched = self.touched.load(Ordering::Relaxed);
-            if now >= touched + TOUCH_EVERY.as_millis() as u64 {
-                self.touched.store(now, Ordering::Relaxed);
-                touch(&self.file);
-            }
+            self.was_read(offset);
         }
         found
+    }
+
+    /// As [`CacheFile::read`], into several parts with one system call.
+    pub(crate) fn read_parts(&self, offset: u64, parts: &mut [IoSliceMut<'_>]) -> bool {
+        let wanted: usize = parts.iter().map(|part| part.len()).sum();
+        // Only the end of a file makes a read of it shorter.
+        let found = rustix::io::preadv(&self.file, parts, offset) == Ok(wanted);
+        if found {
+            self.was_read(offset);
+        }
+        found
+    }
+
+    /// Records a use of the bytes at `offset`.
+    fn was_read(&self, offset: u64) {
+        self.recent.mark(offset);
+        let now = self.now();
+        let touched = self.touched.load(Ordering::Relaxed);
+        if now >= touched + TOUCH_EVERY.as_millis() as u64 {
+            self.touched.store(now, Ordering::Relaxed);
+            touch(&self.file);
+        }
     }
 
     /// Stores bytes, if the host can.

@@ -311,12 +311,11 @@ impl RemoteFile {
                 break;
             };
             let start = self.chunks.start(chunk);
-            if at == start {
-                let cached = self.read_cached(chunk, &mut buf[(at - offset) as usize..])?;
-                if cached > 0 {
-                    at += cached as u64;
-                    continue;
-                }
+            let rest = &mut buf[(at - offset) as usize..];
+            let cached = self.read_cached(chunk, (at - start) as usize, rest)?;
+            if cached > 0 {
+                at += cached as u64;
+                continue;
             }
             let wanted = (end - start).div_ceil(self.chunks.chunk_bytes());
             let mut reached = at;
@@ -359,7 +358,7 @@ impl RemoteFile {
             };
             let hash = self.hash(chunk)?;
             if self.matches(chunk, first, &hash) {
-                self.keep(chunk, first.to_vec(), Purpose::Read);
+                self.keep(chunk, first.into(), Purpose::Read);
             }
             if self.chunks.siblings(chunk) == 1 {
                 break;
@@ -537,10 +536,10 @@ impl RemoteFile {
     }
 
     /// The chunk as the cache has it, if it is right there.
-    fn cached_chunk(&self, chunk: Chunk, hash: &Hash) -> Option<Vec<u8>> {
+    fn cached_chunk(&self, chunk: Chunk, hash: &Hash) -> Option<Arc<[u8]>> {
         let cached = self.cached.as_ref()?;
-        let mut bytes = vec![0; self.chunks.length(chunk)];
-        let is_read = cached.read(self.chunks.start(chunk), &mut bytes);
+        let mut bytes = new_chunk(self.chunks.length(chunk));
+        let is_read = cached.read(self.chunks.start(chunk), Arc::get_mut(&mut bytes)?);
         (is_read && self.matches(chunk, &bytes, hash)).then_some(bytes)
     }
 
@@ -549,13 +548,12 @@ impl RemoteFile {
     }
 
     /// Keeps a checked chunk in memory, if it is for reads.
-    fn remember(&self, chunk: Chunk, mut bytes: Vec<u8>, purpose: Purpose) -> Arc<[u8]> {
+    fn remember(&self, chunk: Chunk, mut bytes: Arc<[u8]>, purpose: Purpose) -> Arc<[u8]> {
         if chunk == Chunk::FIRST {
             // The tree does not cover every byte of the slots; these are the ones that were read
             // when the file was opened.
-            bytes[..HEADER_AREA_BYTES].copy_from_slice(&self.slots);
+            Arc::make_mut(&mut bytes)[..HEADER_AREA_BYTES].copy_from_slice(&self.slots);
         }
-        let bytes: Arc<[u8]> = bytes.into();
         if purpose != Purpose::Complete {
             let memory = &self.shared.memory;
             memory.insert(self.key(chunk), Arc::clone(&bytes));
@@ -564,7 +562,7 @@ impl RemoteFile {
     }
 
     /// Keeps a fetched and checked chunk in memory and in the cache.
-    fn keep(&self, chunk: Chunk, bytes: Vec<u8>, purpose: Purpose) -> Arc<[u8]> {
+    fn keep(&self, chunk: Chunk, bytes: Arc<[u8]>, purpose: Purpose) -> Arc<[u8]> {
         let counter = &self.shared.fetched_bytes;
         counter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let bytes = self.remember(chunk, bytes, purpose);
@@ -707,7 +705,7 @@ impl RemoteFile {
                     false => Problem::WrongBytes.transient(),
                 });
             }
-            sink(chunk, &self.keep(chunk, bytes, run.purpose));
+            sink(chunk, &self.keep(chunk, bytes.into(), run.purpose));
             *done += 1;
         }
         if left == 0 {
@@ -728,6 +726,11 @@ struct Run<'h> {
     /// The number of chunks that a read needs; the others are read ahead.
     wanted: u64,
     purpose: Purpose,
+}
+
+/// Room for a chunk, without a second owner.
+fn new_chunk(length: usize) -> Arc<[u8]> {
+    std::iter::repeat_n(0, length).collect()
 }
 
 fn read_only() -> io::Error {

@@ -107,7 +107,7 @@ impl RemoteFile {
                 && let Ok(hash) = self.hash(chunk)
                 && self.matches(chunk, bytes, &hash)
             {
-                self.keep(chunk, bytes.to_vec(), Purpose::Read);
+                self.keep(chunk, bytes.into(), Purpose::Read);
             }
         }
     }

@@ -663,6 +663,34 @@ fn damaged_cache_is_fetched_again() {
 }
 
 #[test]
+fn damaged_chunk_in_any_part_of_a_read_is_fetched_again() {
+    const CHUNK: usize = 16384;
+    let (file, root) = image(1);
+    let cache = cache_directory();
+    let server = good(&file);
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    read_all(&remote).expect("reads");
+    drop(remote);
+    let path = cache.path().join(format!("{root}.bcow"));
+    // A part of the first chunk, whole chunks, and a part of the last one.
+    let range = 40 * CHUNK + 1000..44 * CHUNK + 5000;
+    for damaged in 40..=44 {
+        let mut bytes = file.to_vec();
+        // Of the last chunk, this byte is not read.
+        bytes[damaged * CHUNK + 8000] ^= 1;
+        std::fs::write(&path, bytes).expect("written");
+        let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+        let before = server.asked().len();
+        let mut buf = vec![0; range.len()];
+        remote.read_at(range.start as u64, &mut buf).expect("reads");
+        assert!(buf == file[range.clone()], "chunk {damaged}");
+        assert_eq!(server.asked().len(), before + 1, "chunk {damaged}");
+        drop(remote);
+        assert!(std::fs::read(&path).expect("reads") == **file);
+    }
+}
+
+#[test]
 fn cache_deleted_during_use_does_no_harm() {
     let (file, root) = image(1);
     let cache = cache_directory();
