@@ -15,8 +15,8 @@ use bcow_oci::{
     BcowImage, ConvertError, Digest, OrdinaryImage, Platform, RegistryImage, Repository,
 };
 use bcow_remote::{
-    Address, Cache, Credentials, Keychain, Options, Problem, PublicKey, Reference, Registry,
-    Remote, RemoteError, RemoteFile, Root, S3Name, WeakRemote,
+    Address, Cache, Credentials, Expected, Keychain, Options, Problem, PublicKey, Reference,
+    Registry, Remote, RemoteError, RemoteFile, Root, S3Name, WeakRemote,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
@@ -429,7 +429,8 @@ fn open_file(
 ) -> Result<RemoteImage, CommandError> {
     args.refuse_unsigned(&name)?;
     let client = args.client(&name)?;
-    let file = place.open(&client.remote, args.root_of(pinned));
+    let expected = args.root_of(pinned).map(Expected::from);
+    let file = place.open(&client.remote, expected);
     let file = file.map_err(|error| cannot_open(&name, &error))?;
     Ok(RemoteImage {
         name: name.into(),
@@ -575,9 +576,13 @@ impl Place {
             let place = self.name.clone();
             return Err(failed(RemoteError { place, problem }));
         }
+        let expected = root.map(|root| Expected {
+            root,
+            file_bytes: Some(image.stack.bytes),
+        });
         let file = self
             .registry
-            .blob(&image.stack.digest.to_string(), root)
+            .blob(&image.stack.digest.to_string(), expected)
             .map_err(failed)?;
         Ok(RemoteImage {
             storage: self.client.add(file) as Arc<dyn Storage>,
@@ -704,8 +709,11 @@ impl RemoteFiles for InRepository {
         digest: &Digest,
         recorded: &RecordedFile,
     ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
-        let root = Root(recorded.merkle_root);
-        let opened = self.registry.blob(&digest.to_string(), Some(root));
+        let expected = Expected {
+            root: Root(recorded.merkle_root),
+            file_bytes: Some(recorded.file_bytes),
+        };
+        let opened = self.registry.blob(&digest.to_string(), Some(expected));
         self.client.add_found(opened)
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bcow::Storage;
 use bcow_oci::Digest;
 use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
-use bcow_remote::{Address, Problem, Remote, RemoteError, RemoteFile, Root, S3, S3Name};
+use bcow_remote::{Address, Expected, Problem, Remote, RemoteError, RemoteFile, Root, S3, S3Name};
 
 use super::Client;
 
@@ -22,11 +22,11 @@ impl Place {
     pub(super) fn open(
         &self,
         remote: &Remote,
-        root: Option<Root>,
+        expected: Option<Expected>,
     ) -> Result<RemoteFile, RemoteError> {
         match self {
-            Place::Web(address) => remote.open(address, root),
-            Place::S3(server, name) => remote.open_in_s3(server, name, root),
+            Place::Web(address) => remote.open(address, expected),
+            Place::S3(server, name) => remote.open_in_s3(server, name, expected),
         }
     }
 
@@ -70,11 +70,14 @@ impl RemoteFiles for Beside {
         if digest.sha256().is_none() {
             return Err("only layers with a SHA-256 digest are found beside their stack".into());
         }
-        let root = Root(recorded.merkle_root);
+        let expected = Expected {
+            root: Root(recorded.merkle_root),
+            file_bytes: Some(recorded.file_bytes),
+        };
         let opened = self
             .place
             .blob(digest)?
-            .open(&self.client.remote, Some(root));
+            .open(&self.client.remote, Some(expected));
         self.client.add_found(opened)
     }
 }

@@ -23,9 +23,10 @@ use crate::mirrors::Sources;
 use crate::retry_budget::RetryBudget;
 use crate::shared::{MemoryKey, Shared};
 use crate::source::{RangeAnswer, Source};
-use crate::tree::{self, Chunk, Chunks, Hash, HashPlace, Root};
+use crate::tree::{self, Chunk, Chunks, Expected, Hash, HashPlace, Root};
 use claim::Claimed;
-use head::{HEAD_BYTES, Head, head_of_part, read_head};
+use head::Head;
+use opening::Early;
 
 pub(crate) use ahead::Pace;
 pub use warm::Warm;
@@ -99,11 +100,12 @@ impl RemoteFile {
     pub(crate) fn open(
         shared: Arc<Shared>,
         sources: Sources,
-        pin: Option<Hash>,
+        expected: Option<Expected>,
     ) -> Result<Self, RemoteError> {
-        let Some(root) = pin else {
-            return RemoteFile::open_from_server(shared, sources, pin);
+        let Some(expected) = expected else {
+            return RemoteFile::open_from_server(shared, sources, None);
         };
+        let root = expected.root.0;
         let (sources, shared) = match RemoteFile::open_cached(shared, sources, &root) {
             ControlFlow::Break(file) => return Ok(*file),
             ControlFlow::Continue(parts) => *parts,
@@ -123,12 +125,25 @@ impl RemoteFile {
             ControlFlow::Break(file) => return Ok(*file),
             ControlFlow::Continue(parts) => *parts,
         };
-        match RemoteFile::open_from_mirrors(shared, sources, root) {
-            ControlFlow::Break(file) => Ok(*file),
-            ControlFlow::Continue(parts) => {
+        let (from_mirror, fetched) = std::thread::scope(|scope| {
+            let early = scope.spawn(|| opening::fetch_early(&shared, &sources, &expected));
+            let of_mirror = head::of_mirrors(&shared, &sources, root);
+            let from_mirror = of_mirror.is_some();
+            let head = of_mirror.map_or_else(|| head::of_server(&shared, &sources, Some(root)), Ok);
+            (
+                from_mirror,
+                head.map(|head| (head, early.join().unwrap_or_default())),
+            )
+        });
+        let (head, early) = fetched?;
+        match RemoteFile::with_head(shared, sources, head, Some(early)) {
+            Ok(file) => Ok(file),
+            Err((error, parts)) if from_mirror => {
+                tracing::warn!("what a mirror sent as the header is wrong: {error}");
                 let (sources, shared) = *parts;
-                RemoteFile::open_from_server(shared, sources, pin)
+                RemoteFile::open_from_server(shared, sources, Some(root))
             }
+            Err((error, _)) => Err(error),
         }
     }
 
@@ -166,66 +181,24 @@ impl RemoteFile {
         }
     }
 
-    /// Opens a file by its beginning on a mirror. Gives the parts back if no mirror has it.
-    fn open_from_mirrors(
-        shared: Arc<Shared>,
-        sources: Sources,
-        root: Hash,
-    ) -> ControlFlow<Box<Self>, Parts> {
-        let budget = shared.of_mirror();
-        let head = sources.usable().find_map(|copy| {
-            let head = match copy.source.range(0, HEAD_BYTES, &budget) {
-                Ok(RangeAnswer::Part {
-                    bytes, total, body, ..
-                }) => head_of_part(bytes, total, body, Some(root)),
-                Ok(RangeAnswer::Whole { .. }) => {
-                    Err(Problem::NoRanges("it is a mirror".to_owned()).permanent())
-                }
-                Err(fault) => Err(fault),
-            };
-            head.map_err(|fault| {
-                budget.give_up(&fault.problem);
-                copy.failed(&fault.problem, &copy.source.address().to_string());
-            })
-            .ok()
-        });
-        match head {
-            None => ControlFlow::Continue(Box::new((sources, shared))),
-            Some(head) => match RemoteFile::with_head(shared, sources, head, true) {
-                Ok(file) => ControlFlow::Break(Box::new(file)),
-                Err((error, parts)) => {
-                    tracing::warn!("what a mirror sent as the header is wrong: {error}");
-                    ControlFlow::Continue(parts)
-                }
-            },
-        }
-    }
-
     fn open_from_server(
         shared: Arc<Shared>,
         sources: Sources,
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
-        let place = sources.address().to_string();
-        let mut budget = shared.opening();
-        let head = loop {
-            match read_head(&shared, &sources.origin, &budget, pin) {
-                Ok(head) => break head,
-                Err(fault) => budget
-                    .wait(fault)
-                    .map_err(|problem| problem.at(place.as_str()))?,
-            }
-        };
-        RemoteFile::with_head(shared, sources, head, pin.is_some()).map_err(|(error, _)| error)
+        let head = head::of_server(&shared, &sources, pin)?;
+        let early = pin.map(|_| Vec::new());
+        RemoteFile::with_head(shared, sources, head, early).map_err(|(error, _)| error)
     }
 
-    /// Opens a file by its beginning, which may be wrong. With `is_pinned`, the root was known
-    /// before, and no other process with this cache fetches the parts that opening an image reads.
+    /// Opens a file by its beginning, which may be wrong. With `early`, the root was known before,
+    /// and no other process with this cache fetches the parts that opening an image reads; those in
+    /// `early` have arrived.
     fn with_head(
         shared: Arc<Shared>,
         sources: Sources,
         head: Head,
-        is_pinned: bool,
+        early: Option<Vec<Early>>,
     ) -> Result<Self, (RemoteError, Parts)> {
         let Head {
             bytes,
@@ -239,8 +212,8 @@ impl RemoteFile {
         let cached = cached.or_else(|| shared.options.cache.as_ref()?.file(&root?));
         let file = RemoteFile::with_header(shared, sources, &header, slots, cached)
             .map_err(|(problem, parts)| (problem.at(place), parts))?;
-        if is_pinned && !is_whole {
-            file.fetch_opening();
+        if let Some(early) = early.filter(|_| !is_whole) {
+            file.fetch_opening(early);
         }
         let checked = file
             .keep_head(&bytes)

@@ -50,5 +50,5 @@ pub use remote::{Remote, WeakRemote};
 pub use s3::{S3, S3Credentials, S3Keychain, S3Name};
 pub use s3_upload::{Replace, S3Content, S3Upload};
 pub use shared::Options;
-pub use tree::Root;
+pub use tree::{Expected, Root};
 pub use upload::{Open, Pushed, Upload};

@@ -17,7 +17,7 @@ use crate::mirrors::{Mirror, Sources};
 use crate::remote::Remote;
 use crate::shared::Shared;
 use crate::source::{Access, Source};
-use crate::tree::Root;
+use crate::tree::Expected;
 
 /// Largest size of a blob that is read whole because no root hash is known for it.
 const WHOLE_BLOB_BYTES: u64 = 256 << 20;
@@ -376,17 +376,21 @@ impl Registry {
         }
     }
 
-    /// Opens the blob with a digest (`sha256:HEX`), which is a BCoW file with this root hash.
-    /// Without a root hash, the whole blob is read and compared with the digest.
-    pub fn blob(&self, digest: &str, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
+    /// Opens the blob with a digest (`sha256:HEX`), which is the expected BCoW file. If nothing is
+    /// known of the file, the whole blob is read and compared with the digest.
+    pub fn blob(
+        &self,
+        digest: &str,
+        expected: Option<Expected>,
+    ) -> Result<RemoteFile, RemoteError> {
         let path = format!("blobs/{digest}");
-        let sources = match root {
+        let sources = match expected {
             Some(_) => self.sources(&path)?,
             None => Sources::new(self.source(&path)?),
         };
         let shared = Arc::clone(&self.shared);
-        let file = RemoteFile::open(shared, sources, root.map(|root| root.0))?;
-        if root.is_none() {
+        let file = RemoteFile::open(shared, sources, expected)?;
+        if expected.is_none() {
             check_whole(&file, digest)?;
         }
         Ok(file)

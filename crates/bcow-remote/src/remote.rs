@@ -11,7 +11,7 @@ use crate::mirrors::Sources;
 use crate::s3::{S3, S3Name};
 use crate::shared::{Options, Shared};
 use crate::source::{Access, Source};
-use crate::tree::Root;
+use crate::tree::{Expected, Root};
 
 /// Opens remote files, which share connections, tokens, memory and the cache. A clone shares them
 /// too.
@@ -45,8 +45,12 @@ impl Remote {
 
     /// Opens the file at an address. With a root hash, only the file with this root is opened, and
     /// the server is not asked if the cache has enough of it.
-    pub fn open(&self, address: &Address, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
-        self.open_named(address, root, || Access::Open)
+    pub fn open(
+        &self,
+        address: &Address,
+        expected: Option<Expected>,
+    ) -> Result<RemoteFile, RemoteError> {
+        self.open_named(address, expected, || Access::Open)
     }
 
     /// As [`Remote::open`], for a file in S3.
@@ -54,11 +58,11 @@ impl Remote {
         &self,
         server: &S3,
         name: &S3Name,
-        root: Option<Root>,
+        expected: Option<Expected>,
     ) -> Result<RemoteFile, RemoteError> {
         let address = server.address(name);
         let address = address.map_err(|problem| problem.at(name.to_string()))?;
-        self.open_named(&address, root, || Access::S3(server.signer()))
+        self.open_named(&address, expected, || Access::S3(server.signer()))
     }
 
     /// Opens the file at an address. Without a root hash and without the server, it is the file
@@ -66,7 +70,7 @@ impl Remote {
     fn open_named(
         &self,
         address: &Address,
-        root: Option<Root>,
+        expected: Option<Expected>,
         access: impl Fn() -> Access,
     ) -> Result<RemoteFile, RemoteError> {
         let shared = &self.shared;
@@ -81,8 +85,8 @@ impl Remote {
             }
             Ok(sources)
         };
-        let opened = RemoteFile::open(Arc::clone(shared), sources()?, root.map(|root| root.0));
-        let cache = shared.options.cache.as_ref().filter(|_| root.is_none());
+        let opened = RemoteFile::open(Arc::clone(shared), sources()?, expected);
+        let cache = shared.options.cache.as_ref().filter(|_| expected.is_none());
         let (Some(cache), name) = (cache, address.with_secrets()) else {
             return opened;
         };

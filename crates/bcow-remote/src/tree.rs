@@ -8,7 +8,10 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, MerkleTree};
+use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, MerkleShape, MerkleTree};
+
+/// log2 of the chunk size in the files that `bcow` writes.
+const USUAL_CHUNK_SHIFT: u8 = 14;
 
 /// A hash of the tree.
 pub(crate) type Hash = [u8; HASH_BYTES as usize];
@@ -41,6 +44,51 @@ impl fmt::Display for Root {
 impl fmt::Debug for Root {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// What is known of a file before it is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expected {
+    /// Its root hash. A file with another one is not opened.
+    pub root: Root,
+    /// Its length, if that is known. A wrong length costs requests, and nothing else.
+    pub file_bytes: Option<u64>,
+}
+
+impl From<Root> for Expected {
+    fn from(root: Root) -> Self {
+        Expected {
+            root,
+            file_bytes: None,
+        }
+    }
+}
+
+impl Expected {
+    /// The place of all chunks, if the length is known and the file has chunks of the usual size.
+    pub(crate) fn chunks(&self) -> Option<Chunks> {
+        let file_bytes = self.file_bytes.filter(|&bytes| bytes < 1 << 62)?;
+        let with_tree = |covered_bytes| {
+            let shape = MerkleShape::new(covered_bytes, USUAL_CHUNK_SHIFT);
+            covered_bytes + shape.total_bytes()
+        };
+        // A file with more covered bytes is longer.
+        let (mut least, mut most) = (1, file_bytes);
+        while least < most {
+            let middle = least + (most - least) / 2;
+            match with_tree(middle) < file_bytes {
+                true => least = middle + 1,
+                false => most = middle,
+            }
+        }
+        (least > 0 && with_tree(least) == file_bytes).then(|| {
+            Chunks::new(&MerkleTree {
+                offset: least,
+                chunk_shift: USUAL_CHUNK_SHIFT,
+                root: self.root.0,
+            })
+        })
     }
 }
 
@@ -277,6 +325,40 @@ mod tests {
             }),
             1
         );
+    }
+
+    #[test]
+    fn length_of_a_file_gives_the_place_of_its_tree() {
+        for covered in [
+            1,
+            16384,
+            16385,
+            3 << 20,
+            (512 << 14) + 1,
+            380 << 20,
+            1 << 40,
+        ] {
+            let tree = MerkleTree {
+                offset: covered,
+                chunk_shift: USUAL_CHUNK_SHIFT,
+                root: [7; 32],
+            };
+            let expected = |file_bytes| Expected {
+                root: Root([7; 32]),
+                file_bytes: Some(file_bytes),
+            };
+            let file_bytes = covered + tree.shape().total_bytes();
+            let found = expected(file_bytes).chunks().expect("a length of a file");
+            assert_eq!(found.level_range(0), 0..covered);
+            assert_eq!(found.root_offset(), Chunks::new(&tree).root_offset());
+        }
+        for wrong in [0, 1, 32, 16384 + 33, u64::MAX] {
+            let expected = Expected {
+                root: Root([7; 32]),
+                file_bytes: Some(wrong),
+            };
+            assert!(expected.chunks().is_none(), "{wrong}");
+        }
     }
 
     #[test]

@@ -9,7 +9,8 @@ use bcow::format::{HEADER_AREA_BYTES, Header, choose_header};
 use super::FEWEST_BYTES;
 use crate::cache::CacheFile;
 use crate::client::AnswerBody;
-use crate::error::{Fault, Problem};
+use crate::error::{Fault, Problem, RemoteError};
+use crate::mirrors::Sources;
 use crate::retry_budget::RetryBudget;
 use crate::shared::Shared;
 use crate::source::{RangeAnswer, Source};
@@ -27,8 +28,46 @@ pub(super) struct Head {
     pub(super) cached: Option<CacheFile>,
 }
 
+/// The beginning of a file with this root, from the first mirror that has it.
+pub(super) fn of_mirrors(shared: &Shared, sources: &Sources, root: Hash) -> Option<Head> {
+    let budget = shared.of_mirror();
+    sources.usable().find_map(|copy| {
+        let head = match copy.source.range(0, HEAD_BYTES, &budget) {
+            Ok(RangeAnswer::Part {
+                bytes, total, body, ..
+            }) => head_of_part(bytes, total, body, Some(root)),
+            Ok(RangeAnswer::Whole { .. }) => {
+                Err(Problem::NoRanges("it is a mirror".to_owned()).permanent())
+            }
+            Err(fault) => Err(fault),
+        };
+        head.map_err(|fault| {
+            budget.give_up(&fault.problem);
+            copy.failed(&fault.problem, &copy.source.address().to_string());
+        })
+        .ok()
+    })
+}
+
+/// The beginning of a file, from the server that its name leads to.
+pub(super) fn of_server(
+    shared: &Shared,
+    sources: &Sources,
+    pin: Option<Hash>,
+) -> Result<Head, RemoteError> {
+    let mut budget = shared.opening();
+    loop {
+        match read_head(shared, &sources.origin, &budget, pin) {
+            Ok(head) => return Ok(head),
+            Err(fault) => budget
+                .wait(fault)
+                .map_err(|problem| problem.at(sources.address().to_string()))?,
+        }
+    }
+}
+
 /// Requests the beginning of a file, and reads its header.
-pub(super) fn read_head(
+fn read_head(
     shared: &Shared,
     source: &Source,
     budget: &RetryBudget,
@@ -50,7 +89,7 @@ pub(super) fn read_head(
     }
 }
 
-pub(super) fn head_of_part(
+fn head_of_part(
     length: u64,
     total: Option<u64>,
     mut body: AnswerBody,

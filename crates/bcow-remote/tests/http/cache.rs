@@ -471,7 +471,7 @@ fn ten_thousand_reads_from_a_server_with_wrong_bytes_are_right_or_fail() {
             assert_eq!(opened.in_use_files, 0);
         }
         let remote = Remote::new(options(Some(&cache))).expect("a client");
-        let Ok(remote) = remote.open(&address, Some(root)) else {
+        let Ok(remote) = remote.open(&address, Some(root.into())) else {
             failed += 1;
             continue;
         };

@@ -9,11 +9,13 @@ mod upload;
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use bcow::{Image, ImageWriter, MemoryStorage, OpenOptions, Storage, WriterOptions};
-use bcow_remote::{Address, Cache, Options, Problem, Remote, RemoteError, RemoteFile, Root};
+use bcow_remote::{
+    Address, Cache, Expected, Options, Problem, Remote, RemoteError, RemoteFile, Root,
+};
 use server::{Asked, Reply, Server, ranged};
 
 /// Longest wait for a server in these tests.
@@ -58,7 +60,7 @@ fn cache_directory() -> tempfile::TempDir {
 fn open(server: &Server, options: Options, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
     let remote = Remote::new(options).expect("a client");
     let address = Address::parse(&server.url("/image.bcow")).expect("an address");
-    remote.open(&address, root)
+    remote.open(&address, root.map(Into::into))
 }
 
 fn good(file: &Arc<Vec<u8>>) -> Server {
@@ -135,6 +137,48 @@ fn image_with_a_known_root_opens_with_few_bytes_and_two_requests() {
     assert!(sent < file.len() / 8, "{sent} bytes of {}", file.len());
     let requests = server.asked().len();
     assert!(requests <= 2, "{requests} requests");
+}
+
+#[test]
+fn file_of_known_length_opens_with_requests_at_the_same_time() {
+    let (file, root) = image(1);
+    for (length, is_right) in [(file.len(), true), (file.len() - 32, false), (0, false)] {
+        let bytes = Arc::clone(&file);
+        let (arrived, end_arrived) = std::sync::mpsc::channel();
+        let end_arrived = Mutex::new(end_arrived);
+        let in_time = Arc::new(AtomicUsize::new(0));
+        let seen = Arc::clone(&in_time);
+        // The beginning is sent when the request for the end is there.
+        let server = Server::start(move |asked| {
+            if asked.range.is_some_and(|(first, _)| first == 0) {
+                let end = end_arrived.lock().expect("no panic");
+                let longest = if is_right {
+                    TIMEOUT / 2
+                } else {
+                    Duration::ZERO
+                };
+                seen.fetch_add(end.recv_timeout(longest).is_ok().into(), Ordering::SeqCst);
+            } else {
+                arrived.send(()).expect("the server runs");
+            }
+            Reply::File(bytes.clone())
+        });
+        let remote = Remote::new(options(None)).expect("a client");
+        let address = Address::parse(&server.url("/image.bcow")).expect("an address");
+        let expected = Expected {
+            root,
+            file_bytes: Some(length as u64),
+        };
+        let remote = remote.open(&address, Some(expected)).expect("opens");
+        let remote = Arc::new(remote);
+        let opened = Image::open_storage(remote.clone(), &OpenOptions::default());
+        opened.expect("an image").metadata().expect("metadata");
+        if is_right {
+            assert_eq!(in_time.load(Ordering::SeqCst), 1, "the end came later");
+            assert_eq!(server.asked().len(), 2);
+        }
+        assert!(read_all(&remote).expect("reads") == **file);
+    }
 }
 
 #[test]

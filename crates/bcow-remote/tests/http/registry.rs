@@ -84,7 +84,7 @@ fn token_opens_the_registry_and_goes_nowhere_else() {
     let server = bearer_registry(&tokens, &blobs);
     let registry = registry(&server, Arc::new(Alice), ":1");
     assert_eq!(registry.manifest().expect("a manifest"), b"{}");
-    let remote = registry.blob(DIGEST, Some(root)).expect("opens");
+    let remote = registry.blob(DIGEST, Some(root.into())).expect("opens");
     assert!(read_all(&remote).expect("reads") == **file);
     assert_eq!(tokens.asked().len(), 1, "one token is enough");
     assert_eq!(
@@ -123,7 +123,7 @@ fn expired_token_is_renewed() {
         }
     });
     let registry = registry(&server, Arc::new(Alice), ":1");
-    let remote = registry.blob(DIGEST, Some(root)).expect("opens");
+    let remote = registry.blob(DIGEST, Some(root.into())).expect("opens");
     assert!(read_all(&remote).expect("reads") == **file);
     assert!(tokens.asked().len() > 1);
     drop(blobs);
