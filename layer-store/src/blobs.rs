@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::SystemTime;
 
-use bcow_tool::Tool;
 use bcow_tool::registry::{RegistryOptions, with_auth_file};
+use bcow_tool::{At, Tool};
 use parking_lot::{Condvar, Mutex};
 use sha2::{Digest, Sha256};
 
-use crate::error::{At, Error};
+use crate::error::Error;
 use crate::layer::Layer;
 
 /// The directory with blobs.
@@ -69,7 +69,7 @@ impl Blobs {
                 return Ok(file);
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error).at("open", &path),
+            Err(error) => return Ok(Err(error).at("open", &path)?),
         }
         self.make_room(blob.size, fetching.values().sum())?;
         fetching.insert(blob.digest.clone(), blob.size);

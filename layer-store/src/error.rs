@@ -1,9 +1,6 @@
 //! Why something of the store fails.
 
-use std::io;
-use std::path::{Path, PathBuf};
-
-use bcow_tool::ToolError;
+use bcow_tool::{HostError, ToolError};
 
 /// A failure.
 #[derive(Debug, thiserror::Error)]
@@ -15,31 +12,8 @@ pub enum Error {
     #[error(transparent)]
     Tool(#[from] ToolError),
     /// The host failed.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// A verb.
-        action: &'static str,
-        /// The file or directory.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
-}
-
-/// Adds what failed, and where, to an error of the host.
-pub trait At<T> {
-    /// `action` is a verb, `path` its object.
-    fn at(self, action: &'static str, path: &Path) -> Result<T, Error>;
-}
-
-impl<T, E: Into<io::Error>> At<T> for Result<T, E> {
-    fn at(self, action: &'static str, path: &Path) -> Result<T, Error> {
-        self.map_err(|error| Error::Io {
-            action,
-            path: path.to_owned(),
-            source: error.into(),
-        })
-    }
+    #[error(transparent)]
+    Host(#[from] HostError),
 }
 
 /// A message of `bcow` on one line.

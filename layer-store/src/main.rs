@@ -19,24 +19,24 @@ mod uses;
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
-use std::io::IsTerminal;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use bcow_tool::RegistryArgs;
 use bcow_tool::notify::notify;
+use bcow_tool::program::{end, start_log};
 use bcow_tool::registry::{is_plain, with_auth_file};
 use bcow_tool::tool::{Tool, parse_pool};
+use bcow_tool::{At, RegistryArgs};
 use clap::Parser;
 use nix::sys::signal::{SigSet, Signal};
 use rustix::fs::{FlockOperation, flock};
 
 use crate::answers::Answers;
 use crate::blobs::Blobs;
-use crate::error::{At, Error};
+use crate::error::Error;
 use crate::files::Files;
 use crate::mounting::Mounted;
 use crate::mounts::Mounts;
@@ -75,24 +75,9 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    use tracing_subscriber::EnvFilter;
-
     let args = Args::parse();
-    let filter = EnvFilter::try_from_env("BCOW_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .without_time()
-        .with_target(false)
-        .init();
-    match serve(&args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    start_log();
+    end(serve(&args))
 }
 
 fn serve(args: &Args) -> Result<(), Error> {
@@ -157,7 +142,7 @@ fn serve(args: &Args) -> Result<(), Error> {
     let _ = signals.wait();
     notify("STOPPING=1");
     is_ending.store(true, Ordering::SeqCst);
-    mounted.end()
+    Ok(mounted.end()?)
 }
 
 impl Args {

@@ -8,7 +8,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
-use crate::error::{At, Error};
+use crate::error::Error;
+use bcow_tool::{At, HostError};
 
 /// The type of the file system in /proc/mounts.
 const FS_TYPE: &str = "fuse.bcow-layer-store";
@@ -63,11 +64,11 @@ impl Mounted {
         let connection = self.connection.take().ok_or_else(taken)?;
         // The kernel refuses other users.
         let session = fuser::Session::from_fd(files, connection, fuser::SessionACL::All, config);
-        session.at("serve", &self.path)
+        Ok(session.at("serve", &self.path)?)
     }
 
     /// Unmounts the store. The mounts of layers stay.
-    pub fn end(&self) -> Result<(), Error> {
+    pub fn end(&self) -> Result<(), HostError> {
         unmount(&self.path, UnmountFlags::DETACH).at("unmount", &self.path)
     }
 }

@@ -12,12 +12,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow_tool::Tool;
+use bcow_tool::{At, HostError, Tool};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
-use crate::error::{At, Error, on_one_line};
+use crate::error::{Error, on_one_line};
 use crate::layer::Layer;
 
 /// How long a mount stays after the last lookup if no engine uses its layer: an engine follows the
@@ -140,7 +140,7 @@ enum State {
     Dead,
 }
 
-fn state_of(path: &Path) -> Result<State, Error> {
+fn state_of(path: &Path) -> Result<State, HostError> {
     // The kernel answers attributes from its caches, but it sends statfs to the process.
     match rustix::fs::statfs(path) {
         Ok(found) if found.f_type as u64 != FUSE_MAGIC => return Ok(State::NotMounted),
@@ -163,7 +163,7 @@ fn state_of(path: &Path) -> Result<State, Error> {
 }
 
 /// Ends a mount, and removes its directory.
-fn end(path: &Path) -> Result<(), Error> {
+fn end(path: &Path) -> Result<(), HostError> {
     match unmount(path, UnmountFlags::NOFOLLOW) {
         // EINVAL: nothing is mounted there.
         Ok(()) | Err(Errno::INVAL) => {}

@@ -13,10 +13,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use bcow_tool::resolved::sha256;
+use bcow_tool::{At, HostError};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{At, Error};
+use crate::error::Error;
 use crate::layer::Layer;
 
 /// A reference and a digest.
@@ -127,10 +128,10 @@ impl Uses {
             .and_then(|()| file.sync_all())
             .at("write", &new)?;
         fs::rename(&new, &path).at("write", &path)?;
-        self.sync()
+        Ok(self.sync()?)
     }
 
-    fn sync(&self) -> Result<(), Error> {
+    fn sync(&self) -> Result<(), HostError> {
         let directory = File::open(&self.directory).at("open", &self.directory)?;
         directory.sync_all().at("write", &self.directory)
     }

@@ -18,9 +18,10 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use serde_json::json;
 
-use crate::error::{At, Error};
+use crate::error::Error;
 use crate::protocol::Auth;
 use crate::repository::Repository;
+use bcow_tool::{At, HostError};
 
 /// The begin of the names of the files of pulls. No name of a registry begins with a plus.
 const PULL: &str = "+pull-";
@@ -119,7 +120,8 @@ impl Keyring {
         fs::rename(&new, &path).at("create", &path)?;
         fs::File::open(&self.directory)
             .and_then(|directory| directory.sync_all())
-            .at("synchronize", &self.directory)
+            .at("synchronize", &self.directory)?;
+        Ok(())
     }
 
     /// Removes what is of no repository in `used`, and of no running pull.
@@ -212,7 +214,7 @@ fn is_for(repository: &Repository, address: &str) -> bool {
         || server_of(address) == server_of(repository.key())
 }
 
-fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+fn write_private(path: &Path, bytes: &[u8]) -> Result<(), HostError> {
     let mut options = OpenOptions::new();
     let options = options.create(true).truncate(true).write(true).mode(0o600);
     let mut file = options.open(path).at("create", path)?;
@@ -221,13 +223,13 @@ fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
         .at("write", path)
 }
 
-fn names(directory: &Path) -> Result<Vec<String>, Error> {
+fn names(directory: &Path) -> Result<Vec<String>, HostError> {
     let list = fs::read_dir(directory).at("list", directory)?;
     let names = list.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
     names.collect::<std::io::Result<_>>().at("list", directory)
 }
 
-fn remove(path: &Path) -> Result<(), Error> {
+fn remove(path: &Path) -> Result<(), HostError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         removed => removed.at("remove", path),

@@ -1,7 +1,8 @@
 //! Why a request fails; each variant is one status code of gRPC.
 
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+use bcow_tool::{HostError, ToolError};
 
 /// The failure of a request, or of the start.
 #[derive(Debug, thiserror::Error)]
@@ -31,31 +32,8 @@ pub enum Error {
     },
     /// `bcow` failed.
     #[error(transparent)]
-    Tool(#[from] bcow_tool::ToolError),
+    Tool(#[from] ToolError),
     /// The host failed.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// A verb.
-        action: &'static str,
-        /// The file or directory.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
-}
-
-/// Adds what failed, and where, to an error of the host.
-pub trait At<T> {
-    /// `action` is a verb, `path` its object.
-    fn at(self, action: &'static str, path: &Path) -> Result<T, Error>;
-}
-
-impl<T, E: Into<io::Error>> At<T> for Result<T, E> {
-    fn at(self, action: &'static str, path: &Path) -> Result<T, Error> {
-        self.map_err(|error| Error::Io {
-            action,
-            path: path.to_owned(),
-            source: error.into(),
-        })
-    }
+    #[error(transparent)]
+    Host(#[from] HostError),
 }

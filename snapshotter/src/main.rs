@@ -21,13 +21,15 @@ mod tool;
 mod usage;
 
 use std::fs::{self, DirBuilder, Permissions};
-use std::io::{ErrorKind, IsTerminal};
+use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bcow_tool::At;
 use bcow_tool::notify::notify;
+use bcow_tool::program::{end, start_log};
 use bcow_tool::tool::{Tool, parse_pool};
 use clap::Parser;
 use tokio::net::UnixListener;
@@ -35,7 +37,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
-use crate::error::{At, Error};
+use crate::error::Error;
 use crate::images::ImageService;
 use crate::remote::RemoteArgs;
 use crate::service::SnapshotService;
@@ -79,24 +81,9 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    use tracing_subscriber::EnvFilter;
-
     let args = Args::parse();
-    let filter = EnvFilter::try_from_env("BCOW_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .without_time()
-        .with_target(false)
-        .init();
-    match serve(&args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    start_log();
+    end(serve(&args))
 }
 
 fn serve(args: &Args) -> Result<(), Error> {
@@ -177,7 +164,8 @@ async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
         .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), ended)
         .await
         .map_err(std::io::Error::other)
-        .at("serve at", socket)
+        .at("serve at", socket)?;
+    Ok(())
 }
 
 /// Listens at `socket`. The lock on the directory of the snapshots guarantees that a socket which

@@ -151,7 +151,7 @@ fn status(method: &str, error: &Error) -> Status {
         Error::State(_) => Code::FailedPrecondition,
         Error::Invalid(_) => Code::InvalidArgument,
         Error::Unsupported(_) => Code::Unimplemented,
-        Error::Record { .. } | Error::Tool(_) | Error::Io { .. } => Code::Internal,
+        Error::Record { .. } | Error::Tool(_) | Error::Host(_) => Code::Internal,
     };
     match code {
         // containerd asks for snapshots that may not exist, and makes them twice.

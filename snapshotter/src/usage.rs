@@ -5,7 +5,8 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use crate::error::{At, Error};
+use crate::error::Error;
+use bcow_tool::At;
 
 /// Bytes and inodes on the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

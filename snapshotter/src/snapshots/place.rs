@@ -26,8 +26,9 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 
-use crate::error::{At, Error};
+use crate::error::Error;
 use crate::record::{Id, Kind, Record, RemoteLayer};
+use bcow_tool::{At, HostError};
 
 /// How long the process of a mount may take to notice the unmount, on a busy machine.
 const UNMOUNTS_WITHIN: Duration = Duration::from_secs(10);
@@ -225,7 +226,7 @@ impl Place {
         sync(new)?;
         let directory = self.directory(record.id);
         fs::rename(new, &directory).at("create", &directory)?;
-        sync(&self.root.join("snapshots"))
+        Ok(sync(&self.root.join("snapshots"))?)
     }
 
     /// Replaces the record of a snapshot.
@@ -237,7 +238,7 @@ impl Place {
         );
         write_record(&new, record)?;
         fs::rename(&new, &path).at("write", &path)?;
-        sync(&directory)
+        Ok(sync(&directory)?)
     }
 
     /// Lets `write` make the layer of a snapshot at the path that it gets, and keeps the layer.
@@ -262,7 +263,7 @@ impl Place {
         sync(new)?;
         let layer = self.layer(id);
         fs::rename(new, &layer).at("create", &layer)?;
-        sync(&self.root.join("layers"))
+        Ok(sync(&self.root.join("layers"))?)
     }
 
     /// Waits until the process of a mount that has just ended no longer uses the upper. After some
@@ -360,7 +361,7 @@ fn require_plain(root: &Path) -> Result<(), Error> {
     }
 }
 
-fn make_directory(path: &Path, mode: u32) -> Result<(), Error> {
+fn make_directory(path: &Path, mode: u32) -> Result<(), HostError> {
     fs::create_dir(path).at("create", path)?;
     // Independent of the umask.
     fs::set_permissions(path, Permissions::from_mode(mode)).at("create", path)
@@ -380,7 +381,7 @@ fn read_record(directory: &Path) -> Result<Record, Error> {
     Ok(record)
 }
 
-fn write_record(path: &Path, record: &Record) -> Result<(), Error> {
+fn write_record(path: &Path, record: &Record) -> Result<(), HostError> {
     let line = record.encode().at("write", path)?;
     let mut file = File::create(path).at("create", path)?;
     file.write_all(&line)
@@ -389,13 +390,13 @@ fn write_record(path: &Path, record: &Record) -> Result<(), Error> {
 }
 
 /// Makes a file, or the names in a directory, durable.
-fn sync(path: &Path) -> Result<(), Error> {
+fn sync(path: &Path) -> Result<(), HostError> {
     File::open(path)
         .and_then(|file| file.sync_all())
         .at("synchronize", path)
 }
 
-fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+fn entries(directory: &Path) -> Result<Vec<PathBuf>, HostError> {
     let list = fs::read_dir(directory).at("list", directory)?;
     let paths = list.map(|entry| entry.map(|entry| entry.path()));
     paths.collect::<Result<_, _>>().at("list", directory)
@@ -408,7 +409,7 @@ fn number(path: &Path) -> Option<u64> {
     name[..end].parse().ok()
 }
 
-fn remove_all(path: &Path) -> Result<(), Error> {
+fn remove_all(path: &Path) -> Result<(), HostError> {
     // A process that is ending may still add names.
     const ATTEMPTS: usize = 20;
     let is_directory = path.symlink_metadata().is_ok_and(|found| found.is_dir());
@@ -460,7 +461,10 @@ mod tests {
             place.create(record).unwrap();
         }
         place
-            .make_layer(Id(1), |path| fs::write(path, "layer").at("write", path))
+            .make_layer(
+                Id(1),
+                |path| Ok(fs::write(path, "layer").at("write", path)?),
+            )
             .unwrap();
         let committed = committed.committed("c".into(), Labels::new(), true);
         place.replace(&committed).unwrap();

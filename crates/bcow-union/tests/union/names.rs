@@ -11,7 +11,7 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use rustix::fs::{Gid, IFlags, Uid};
 use rustix::io::Errno;
 
-use crate::fixture::{ROOT, closed, closed_on, open};
+use crate::fixture::{ROOT, Union, closed, closed_on, open};
 use crate::host::{is_whiteout, set_attribute};
 use crate::image;
 
@@ -32,6 +32,16 @@ fn as_ordinary_user(run: impl FnOnce() + Send) {
         run();
     };
     std::thread::scope(|scope| scope.spawn(thread).join().unwrap());
+}
+
+/// A closed union whose upper belongs to the user of [`as_ordinary_user`].
+fn closed_of_user() -> Option<Union> {
+    let union = closed()?;
+    fs::create_dir(union.upper()).unwrap();
+    let everyone = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(union.directory(), everyone).unwrap();
+    chown(union.upper(), Some(USER.uid), Some(USER.gid)).unwrap();
+    Some(union)
 }
 
 #[test]
@@ -171,11 +181,9 @@ fn meta_directory_is_not_part_of_the_tree() {
 /// If owners are stored in an attribute, the owner must be able to set it for any mode.
 #[test]
 fn ordinary_user_creates_objects_whose_mode_denies_access() {
-    let Some(mut union) = closed() else { return };
-    fs::create_dir(union.upper()).unwrap();
-    let everyone = fs::Permissions::from_mode(0o755);
-    fs::set_permissions(union.directory(), everyone).unwrap();
-    chown(union.upper(), Some(USER.uid), Some(USER.gid)).unwrap();
+    let Some(mut union) = closed_of_user() else {
+        return;
+    };
     as_ordinary_user(|| {
         union.open();
         let (fs, root) = (union.fs(), NodeId::ROOT);
@@ -196,11 +204,9 @@ fn ordinary_user_creates_objects_whose_mode_denies_access() {
 /// A crash can leave such directories in the work directory, and the next opening removes them.
 #[test]
 fn ordinary_user_removes_unfinished_directories_without_permissions() {
-    let Some(mut union) = closed() else { return };
-    fs::create_dir(union.upper()).unwrap();
-    let everyone = fs::Permissions::from_mode(0o755);
-    fs::set_permissions(union.directory(), everyone).unwrap();
-    chown(union.upper(), Some(USER.uid), Some(USER.gid)).unwrap();
+    let Some(mut union) = closed_of_user() else {
+        return;
+    };
     as_ordinary_user(|| {
         union.open();
         union.close();
