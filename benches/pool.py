@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures many mounts of one image: with a process for each, and in a pool.
+"""Measures many mounts of one image: with a process for each, in a pool, and with overlayfs.
 
     benches/pool.py --image IMG.bcow [--bcow target/release/bcow] [--work DIR]
                     [--mounts 20,50,100] [--seconds 10] [--upper] [--fill]
@@ -36,6 +36,9 @@ READERS = 4
 
 
 class Bench:
+    # The tree of the image as files of the host, for overlayfs.
+    unpacked = None
+
     def __init__(self, options, directory):
         self.bcow, self.image = str(options.bcow.resolve()), str(options.image.resolve())
         self.directory, self.file, self.fill = directory, options.file, options.fill
@@ -57,6 +60,26 @@ class Bench:
         if upper:
             options = (*options, "--upper", self.directory / f"upper{self.number}")
         self.run("mount", self.image, where, *options)
+        return where
+
+    def unpack(self):
+        """Copies the tree of the image."""
+        where = self.mount()
+        self.unpacked, empty = self.directory / "unpacked", self.directory / "empty"
+        subprocess.run(["cp", "-a", where, self.unpacked], check=True)
+        empty.mkdir()
+        self.end([where], None)
+
+    def overlay(self, upper):
+        """A mount of the tree of the image by overlayfs."""
+        where = self.place()
+        layers = f"lowerdir={self.unpacked}:{self.directory / 'empty'}"
+        if upper:
+            parts = [self.directory / f"{part}{self.number}" for part in ("upper", "work")]
+            for part in parts:
+                part.mkdir()
+            layers += f",upperdir={parts[0]},workdir={parts[1]}"
+        subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", where], check=True)
         return where
 
     def read(self, where):
@@ -87,6 +110,11 @@ class Bench:
                 self.run("umount", where)
             where.rmdir()
 
+    def end_overlays(self, places):
+        for where in places:
+            subprocess.run(["umount", where], check=True)
+            where.rmdir()
+
 
 def pss(pid):
     for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -95,34 +123,54 @@ def pss(pid):
     return 0
 
 
+def own_cpu():
+    """CPU seconds of this process and of the commands that it has run."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def density_of(bench, count, upper, way):
+    """PSS of all processes, seconds, and CPU seconds of many mounts."""
+    drop_caches()
+    pool = "density" if way == "pool" else None
+    if pool:
+        bench.run("pool", "start", pool)
+    begin, spent = time.monotonic(), own_cpu()
+    places = []
+    for _ in range(count):
+        if way == "overlayfs":
+            where = bench.overlay(upper)
+        else:
+            where = bench.mount(*(("--pool", pool) if pool else ()), upper=upper)
+        bench.read(where)
+        places.append(where)
+    seconds, cpu = time.monotonic() - begin, own_cpu() - spent
+    if way == "overlayfs":
+        bench.end_overlays(places)
+        return 0, seconds, cpu
+    pids = bench.processes()
+    found = sum(map(pss, pids)), seconds, cpu + sum(map(process_cpu, pids))
+    bench.end(places, pool)
+    return found
+
+
 def density(bench, options):
+    bench.unpack()
     rows = []
     for count in options.mounts:
-        found = {}
-        for pool in (None, "density"):
-            drop_caches()
-            if pool:
-                bench.run("pool", "start", pool)
-            inside = ("--pool", pool) if pool else ()
-            begin = time.monotonic()
-            places = []
-            for _ in range(count):
-                where = bench.mount(*inside, upper=options.upper)
-                bench.read(where)
-                places.append(where)
-            seconds = time.monotonic() - begin
-            pids = bench.processes()
-            found[pool] = (sum(map(pss, pids)), seconds, sum(map(process_cpu, pids)), len(pids))
-            bench.end(places, pool)
-        alone, pooled = found[None], found["density"]
+        alone, pooled, overlay = (density_of(bench, count, options.upper, way)
+                                  for way in ("alone", "pool", "overlayfs"))
         rows.append([str(count), f"{alone[0] / MIB / count:.2f}", f"{pooled[0] / MIB / count:.2f}",
-                     f"{pooled[0] / alone[0]:.2f}", f"{alone[1]:.1f}", f"{pooled[1]:.1f}",
-                     f"{pooled[1] / alone[1]:.2f}", f"{alone[2]:.1f}", f"{pooled[2]:.1f}"])
+                     f"{pooled[0] / alone[0]:.2f}", f"{alone[1]:.2f}", f"{pooled[1]:.2f}",
+                     f"{overlay[1]:.2f}", f"{alone[1] / overlay[1]:.2f}",
+                     f"{pooled[1] / overlay[1]:.2f}", f"{alone[2]:.2f}", f"{pooled[2]:.2f}",
+                     f"{overlay[2]:.2f}"])
     what = "with an upper each" if options.upper else "read-only"
     what += ", caches filled" if options.fill else ""
-    table(f"### Mounts of one image, {what}: a process for each, and one pool",
+    table(f"### Mounts of one image, {what}: a process for each, one pool, and overlayfs",
           ["mounts", "PSS a mount, alone, MiB", "in a pool", "ratio", "until all are up, alone, s",
-           "in a pool", "ratio", "CPU, alone, s", "in a pool"], rows)
+           "in a pool", "overlayfs", "alone / overlayfs", "pool / overlayfs", "CPU, alone, s",
+           "in a pool", "overlayfs"], rows)
 
 
 def large_files(where):

@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""Measures containers of containerd: overlayfs, erofs, and bcow-snapshotter.
+
+The registry and its slow network are those of benches/remote.py: 100 Mbit/s for all connections
+together, and 20 ms. Each start has a containerd of its own with an empty directory, and an empty
+page cache.
+
+- starts: seconds from the begin of `ctr image pull` to the end of the first program in a container
+  (`ctr run --rm`), what the network interface receives until then, and the time of a further
+  container of the same image (`ctr run --rm ... /bin/true`, the median of five);
+- many: containers of one image that run at the same time: time until all are up, CPU time of the
+  whole machine, and the memory of the processes of bcow (PSS).
+
+Subjects:
+
+- overlayfs, erofs: the snapshotters of containerd 2.x; erofs with its differ (mkfs.erofs 1.8.2 or
+  later);
+- ordinary: bcow-snapshotter, which unpacks the ordinary image;
+- lazy: bcow-snapshotter with an attached image (`bcow convert --referrer`);
+- listed: the same, with the prefetch list of this program;
+- pool: bcow-snapshotter with a pool for all mounts (many only).
+
+containerd's overlayfs and erofs snapshotters cannot unpack a layer that has a hard link to a file
+of a lower layer. --leave-out makes the image without such a layer, for all subjects.
+
+    cargo build --release --bin bcow --bin bcow-snapshotter
+    benches/containers.py --work DIR --image oci:LAYOUT:REF --leave-out 3
+
+As root, with containerd 2.x, its ctr and its shim, runc, and mkfs.erofs first in PATH. The path of
+DIR is short: sockets are in it. Of a shared machine, read the ratios.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import statistics
+import sys
+import time
+
+TOP = pathlib.Path(__file__).resolve().parent.parent
+PROGRAMS = {"git": ["/usr/bin/git", "--version"],
+            "numpy": ["/usr/bin/python3", "-c", "import numpy"],
+            "python": ["/usr/bin/python3", "-c", "print(1)"]}
+STARTS = ["overlayfs", "erofs", "ordinary", "lazy", "listed"]
+MANY = ["overlayfs", "erofs", "ordinary", "pool"]
+# The subjects that pull the image as it is.
+WHOLE = {"overlayfs", "erofs", "ordinary", "pool"}
+NAMES = {"overlayfs": "overlayfs snapshotter", "erofs": "erofs snapshotter",
+         "ordinary": "**bcow-snapshotter**, ordinary image",
+         "lazy": "**bcow-snapshotter**, attached image",
+         "listed": "**bcow-snapshotter**, attached image with a list",
+         "pool": "**bcow-snapshotter**, in a pool"}
+AGAIN = 5
+CONFIG = """
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+platform = "linux"
+snapshotter = "{snapshotter}"
+differ = "{differ}"
+"""
+EROFS = """
+[plugins."io.containerd.service.v1.diff-service"]
+default = ["erofs", "walking"]
+[plugins."io.containerd.differ.v1.erofs"]
+mkfs_options = ["-T0", "--mkfs-time", "--sort=none"]
+"""
+EXPORTS = """
+[proxy_plugins.bcow.exports]
+enable_remote_snapshot_annotations = "true"
+"""
+
+
+def parsed():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("--image", required=True, help="oci:LAYOUT:REF")
+    parser.add_argument("--leave-out", type=int, action="append", default=[], metavar="N",
+                        help="make the image without this layer, from 1; may be repeated")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--part", choices=["prepare", "starts", "many"], default="starts")
+    parser.add_argument("--prepared", action="store_true",
+                        help="the images are in DIR, from a run with --part prepare")
+    parser.add_argument("--program", choices=PROGRAMS, default="numpy")
+    parser.add_argument("--subject", dest="subjects", action="append", choices=NAMES,
+                        help="measure this; may be repeated [default: all of the part]")
+    parser.add_argument("--containers", default="20,50,100",
+                        type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--bcow", default=str(TOP / "target" / "release" / "bcow"))
+    options = parser.parse_args()
+    options.subjects = options.subjects or (MANY if options.part == "many" else STARTS)
+    options.work = options.work.absolute()
+    options.work.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+OPTIONS = parsed() if __name__ == "__main__" else None
+if OPTIONS:
+    # The modules of the tests read these when they are imported.
+    os.environ.update(BCOW=OPTIONS.bcow, BCOW_E2E=str(OPTIONS.work))
+sys.path.insert(0, str(TOP / "tests" / "e2e"))
+
+import remote  # noqa: E402
+import support  # noqa: E402
+import test_snapshotter  # noqa: E402
+import test_snapshotter_remote  # noqa: E402
+from measure import MIB, drop_caches, machine, run, table  # noqa: E402
+from pool import pss  # noqa: E402
+
+
+class Node(test_snapshotter.WithContainerd):
+    """A containerd with one snapshotter, and nothing in it."""
+
+    subject, name = None, None
+    made = 0
+
+    def runTest(self):
+        """The tests' modules make nodes for test cases."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, subject, image):
+        Node.made += 1
+        node = cls()
+        node.subject, node.name = subject, f"{remote.HOST}:5001/bench/{image}:1"
+        node.setUp()
+        try:
+            node.start_all()
+            yield node
+        finally:
+            node.doCleanups()
+
+    def start_all(self):
+        self.snapshotter = self.subject if self.subject in ("overlayfs", "erofs") else "bcow"
+        base, table_of_bcow, address = test_snapshotter_remote.CONFIG.partition(
+            "[proxy_plugins.bcow]")
+        config = "version = 3" + base
+        if self.snapshotter == "bcow":
+            in_pool = ["--pool", "p"] if self.subject == "pool" else []
+            if in_pool:
+                self.start_pool()
+            self.start("--insecure", *in_pool)
+            config += table_of_bcow + address + EXPORTS
+        differ = "erofs" if self.snapshotter == "erofs" else "walking"
+        config = config.format(place=self.place)
+        config += CONFIG.format(snapshotter=self.snapshotter, differ=differ)
+        config += EROFS if differ == "erofs" else ""
+        pathlib.Path(self.place, "config.toml").write_text(config)
+        self.addCleanup(self.stop_all)
+        self.start_containerd()
+
+    def pull(self):
+        self.ctr("image", "pull", "--plain-http", "--snapshotter", self.snapshotter, self.name)
+
+    def run_in(self, name, *command, options=("--rm",)):
+        """Runs a container; runc knows it by name, beside those of other containerds."""
+        self.ctr("run", *options, "--snapshotter", self.snapshotter, self.name,
+                 f"bench-{os.getpid()}-{Node.made}-{name}", *command)
+
+
+def reduced(image, leave_out, directory):
+    """A layout with the image without these layers."""
+    layout, ref = image.removeprefix("oci:").rsplit(":", 1)
+    run(["skopeo", "--insecure-policy", "copy", f"oci:{layout}:{ref}", f"oci:{directory}:whole"])
+    blobs = directory / "blobs" / "sha256"
+
+    def read(digest):
+        return json.loads((blobs / digest.removeprefix("sha256:")).read_bytes())
+
+    def kept(items):
+        return [item for number, item in enumerate(items, 1) if number not in leave_out]
+
+    layouts = test_snapshotter_remote.ocilib.Layout(str(directory))
+    index = json.loads((directory / "index.json").read_bytes())
+    manifest = read(index["manifests"][0]["digest"])
+    config = read(manifest["config"]["digest"])
+    made = layouts.manifest(kept(manifest["layers"]), kept(config["rootfs"]["diff_ids"]),
+                            config.get("config", {}))
+    layouts.index([(made, "image", None)])
+    return f"oci:{directory}:image"
+
+
+def image_of(options, subject):
+    """The name of the image in the registry for a subject."""
+    return "whole" if subject in WHOLE else f"{subject}-{options.program}"
+
+
+def prepare(options, network):
+    """Pushes the images past the slow network."""
+    shutil.rmtree(options.work / "layout", ignore_errors=True)
+    image, bcow = reduced(options.image, options.leave_out, options.work / "layout"), options.bcow
+
+    def inside(name):
+        return f"docker://127.0.0.1:5000/bench/{name}"
+
+    names = {subject: image_of(options, subject) for subject in options.subjects}
+    for name in sorted(set(names.values())):
+        run(network.inside("skopeo", "--insecure-policy", "copy", "--dest-tls-verify=false", image,
+                           inside(f"{name}:1")))
+    attach = [bcow, "convert", "--insecure", "--cache", options.work / "layers", "--referrer"]
+    if "lazy" in options.subjects:
+        run(network.inside(*attach, image, inside(names["lazy"])))
+    if "listed" in options.subjects:
+        recorded, trace = options.work / "recorded.bcow", options.work / "trace"
+        run([bcow, "convert", "--force", image, recorded])
+        trace.unlink(missing_ok=True)
+        bench = remote.Bench(options, network)
+        bench.start(("", PROGRAMS[options.program], False), recorded, "--record", trace)
+        run(network.inside(*attach, "--prefetch", trace, image, inside(names["listed"])))
+
+
+def starts(options, network):
+    program = PROGRAMS[options.program]
+    found = {subject: [] for subject in options.subjects}
+    for _ in range(options.rounds):
+        for subject in options.subjects:
+            with Node.started(subject, image_of(options, subject)) as node:
+                drop_caches()
+                before, begun = network.received(), time.monotonic()
+                node.pull()
+                pulled = time.monotonic() - begun
+                node.run_in("first", *program)
+                first, received = time.monotonic() - begun, network.received() - before
+                again = []
+                for number in range(AGAIN):
+                    begun = time.monotonic()
+                    node.run_in(f"again{number}", "/bin/true")
+                    again.append(time.monotonic() - begun)
+                found[subject].append((first, pulled, received, statistics.median(again)))
+                print(f"{subject}: {first:.2f} s, pull {pulled:.2f} s, {received / MIB:.1f} MiB, "
+                      f"again {[round(one * 1e3) for one in again]} ms", file=sys.stderr)
+    best = {subject: [min(values) for values in zip(*rounds)] for subject, rounds in found.items()}
+    reference = best.get("overlayfs")
+    rows = []
+    for subject, (first, pulled, received, again) in best.items():
+        ratios = [first / reference[0], again / reference[3]] if reference else []
+        shown = [f"{ratio:.3f}" for ratio in ratios] or ["-", "-"]
+        rows.append([NAMES[subject], f"{received / MIB:.1f}", f"{pulled:.2f}", f"{first:.2f}",
+                     shown[0], f"{again * 1e3:.0f}", shown[1]])
+    table(f"### From the pull to the end of `{' '.join(program)}`",
+          ["", "MiB", "pull, s", "pull and first program, s", "/ overlayfs",
+           "a further container, ms", "/ overlayfs"], rows)
+
+
+def busy():
+    """CPU seconds of the whole machine, without those of idle and waiting processors."""
+    fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    spent = [int(field) for number, field in enumerate(fields) if number not in (3, 4)]
+    return sum(spent) / os.sysconf("SC_CLK_TCK")
+
+
+def processes(bcow):
+    """The processes that run the program bcow."""
+    wanted, found = os.path.realpath(bcow), []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and os.readlink(f"/proc/{entry}/exe") == wanted:
+                found.append(int(entry))
+    return found
+
+
+def many(options, network):
+    rows = []
+    for count in options.containers:
+        reference = None
+        for subject in options.subjects:
+            with Node.started(subject, "whole") as node:
+                node.pull()
+                drop_caches()
+                before, begun = busy(), time.monotonic()
+                for number in range(count):
+                    node.run_in(number, "/bin/sleep", "1000000", options=("--detach",))
+                seconds, cpu = time.monotonic() - begun, busy() - before
+                serving = processes(options.bcow)
+                memory = sum(map(pss, serving)) / MIB / count
+                reference = reference or seconds
+                rows.append([str(count), NAMES[subject], f"{seconds:.2f}",
+                             f"{seconds / count * 1e3:.0f}", f"{seconds / reference:.2f}",
+                             f"{cpu:.1f}", f"{memory:.2f}" if serving else "0"])
+                print(" | ".join(rows[-1]), file=sys.stderr)
+    table("### Containers of one image", ["containers", "", "until all are up, s", "ms each",
+                                          f"/ {options.subjects[0]}", "CPU, s",
+                                          "PSS of bcow for each, MiB"], rows)
+
+
+def main():
+    support.need("containerd", "ctr", "containerd-shim-runc-v2", "runc", "skopeo",
+                 "docker-registry", "mkfs.erofs", root=True)
+    print(machine())
+    version = support.run("containerd", "--version").out.decode()
+    print(re.search(r" v?(\d\S*)", version)[0].strip())
+    # Ends containers, daemons and mounts, if containerd does not get the signal too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    Node.setUpClass()
+    try:
+        with remote.Network(OPTIONS.work) as network:
+            if not OPTIONS.prepared:
+                prepare(OPTIONS, network)
+            if OPTIONS.part != "prepare":
+                (starts if OPTIONS.part == "starts" else many)(OPTIONS, network)
+    finally:
+        Node.doClassCleanups()
+
+
+if __name__ == "__main__":
+    main()
