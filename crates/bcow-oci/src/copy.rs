@@ -143,10 +143,7 @@ fn store(
     let writer = LayoutWriter::open(&to.directory, &to.form)?;
     let mut blobs: Vec<NewBlob> = Vec::new();
     let mut reports: Vec<BlobReport> = Vec::new();
-    for (digest, file) in &image.files {
-        if reports.iter().any(|report| report.digest == *digest) {
-            continue;
-        }
+    for (digest, file) in image.distinct_files() {
         progress.phase(&file.name);
         let mut copied_bytes = 0;
         if !writer.has_blob(digest, file.bytes)? {

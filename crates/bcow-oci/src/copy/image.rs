@@ -41,6 +41,17 @@ struct ManifestDocument {
 }
 
 impl CopyImage {
+    /// The files, each once: a layer can be in an image several times.
+    pub(super) fn distinct_files(&self) -> Vec<&(Digest, CopyFile)> {
+        let mut files: Vec<&(Digest, CopyFile)> = Vec::new();
+        for file in &self.files {
+            if files.iter().all(|(digest, _)| *digest != file.0) {
+                files.push(file);
+            }
+        }
+        files
+    }
+
     /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`.
     pub fn of_layout(source: &Source) -> Result<CopyImage, ConvertError> {
         let (files, reference) = match source {

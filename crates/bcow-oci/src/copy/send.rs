@@ -38,13 +38,7 @@ impl<'a> Sending<'a> {
 
     /// Sends the blobs that the registry does not have, and then the manifest.
     pub(super) fn image(&self, image: &CopyImage) -> Result<Vec<BlobReport>, ConvertError> {
-        let mut files: Vec<&(Digest, CopyFile)> = Vec::new();
-        for file in &image.files {
-            // A layer can be in an image more than once.
-            if files.iter().all(|(digest, _)| *digest != file.0) {
-                files.push(file);
-            }
-        }
+        let files = image.distinct_files();
         let bytes = files.iter().map(|(_, file)| file.bytes);
         self.progress.total(Some(bytes.sum()));
         let mut reports = Vec::new();
@@ -176,8 +170,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
+    /// An image of one layer.
+    fn image() -> CopyImage {
         let digest = Digest::of(b"layer");
         let file = CopyFile {
             name: "layer".to_owned(),
@@ -186,22 +180,79 @@ mod tests {
             merkle_root: [0; 32],
             is_checked: true,
         };
-        let image = CopyImage {
+        CopyImage {
             name: "image".to_owned(),
             manifest: b"{}".to_vec(),
             digest: Digest::of(b"{}"),
             platform: None,
             config: (Digest::of(b"{}"), b"{}".to_vec()),
             files: vec![(digest, file)],
-        };
+        }
+    }
+
+    #[test]
+    fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
         let cancel = Arc::new(AtomicBool::new(false));
         let options = CopyOptions {
             threads: 1,
             cancel: Some(Arc::clone(&cancel)),
         };
         let error = Sending::new(&Cancelled(cancel), &options, &())
-            .image(&image)
+            .image(&image())
             .unwrap_err();
         assert!(matches!(error, ConvertError::Interrupted), "{error}");
+    }
+
+    /// A registry that has all blobs. It records which ones were asked for.
+    #[derive(Default)]
+    struct Complete(std::sync::Mutex<Vec<Digest>>);
+
+    impl Upload for Complete {
+        fn name(&self) -> String {
+            "docker://host/image".to_owned()
+        }
+
+        fn adopt(&self, digest: &Digest, _length: u64) -> io::Result<bool> {
+            self.0.lock().unwrap().push(digest.clone());
+            Ok(true)
+        }
+
+        fn blob(
+            &self,
+            _: &Digest,
+            _: u64,
+            _: &crate::repository::OpenContent<'_>,
+            _: &dyn Fn(u64),
+        ) -> io::Result<()> {
+            unreachable!("the registry has all blobs")
+        }
+
+        fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn attach(
+            &self,
+            _: &[u8],
+            _: &str,
+            _: &Digest,
+            _: &Digest,
+            _: &serde_json::Value,
+        ) -> io::Result<()> {
+            unreachable!("a copy attaches nothing")
+        }
+    }
+
+    #[test]
+    fn a_layer_that_is_twice_in_an_image_is_sent_and_reported_once() {
+        let mut image = image();
+        image.files.push(image.files[0].clone());
+        let registry = Complete::default();
+        let options = CopyOptions::default();
+        let reports = Sending::new(&registry, &options, &()).image(&image);
+        let expected = [Digest::of(b"layer"), Digest::of(b"{}")];
+        let reported: Vec<_> = reports.unwrap().into_iter().map(|it| it.digest).collect();
+        assert_eq!(reported, expected);
+        assert_eq!(*registry.0.lock().unwrap(), expected);
     }
 }

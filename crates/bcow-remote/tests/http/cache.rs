@@ -47,6 +47,17 @@ fn fill(server: &Server, options: Options, root: Root) -> RemoteFile {
     file
 }
 
+/// Puts three files into the cache. The first one was not used for the longest time.
+fn three_files(cache: &tempfile::TempDir) -> [(Arc<Vec<u8>>, Root); 3] {
+    let images = [image(1), image(2), image(3)];
+    for (n, (file, root)) in images.iter().enumerate() {
+        drop(fill(&good(file), options(Some(cache)), *root));
+        let ago = Duration::from_secs(3600 * (3 - n as u64));
+        set_last_use(cache.path(), *root, ago);
+    }
+    images
+}
+
 fn warm(file: &RemoteFile) -> Result<u64, bcow_remote::RemoteError> {
     let done = AtomicU64::new(0);
     let stop = AtomicBool::new(false);
@@ -64,15 +75,7 @@ fn warm(file: &RemoteFile) -> Result<u64, bcow_remote::RemoteError> {
 #[test]
 fn file_that_was_not_used_longest_is_evicted_first() {
     let cache = cache_directory();
-    let images = [image(1), image(2), image(3)];
-    for (n, (file, root)) in images.iter().enumerate() {
-        drop(fill(&good(file), options(Some(&cache)), *root));
-        set_last_use(
-            cache.path(),
-            *root,
-            Duration::from_secs(3600 * (3 - n as u64)),
-        );
-    }
+    let images = three_files(&cache);
     let (file, root) = image(4);
     // Room for three files of about 3 MB.
     let limit = 10 << 20;
@@ -106,12 +109,7 @@ impl Drop for Fixed {
 #[test]
 fn a_file_that_cannot_be_removed_does_not_keep_the_others() {
     let cache = cache_directory();
-    let images = [image(1), image(2), image(3)];
-    for (n, (file, root)) in images.iter().enumerate() {
-        drop(fill(&good(file), options(Some(&cache)), *root));
-        let ago = Duration::from_secs(3600 * (3 - n as u64));
-        set_last_use(cache.path(), *root, ago);
-    }
+    let images = three_files(&cache);
     let oldest = Fixed::new(path(cache.path(), images[0].1));
     let (file, root) = image(4);
     drop(fill(&good(&file), limited(cache.path(), 10 << 20), root));
