@@ -65,7 +65,7 @@ pub use bcow_format as format;
 pub use cache::{BlockCache, CacheFigures};
 pub use date::rfc3339;
 pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
-pub use disk::{CreateOptions, Disk, Layout, Statistics};
+pub use disk::{CreateOptions, Disk, Layout, Ledger, Statistics};
 pub use error::{BlockProblem, Error};
 pub use image::{
     BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, identity,

@@ -43,8 +43,8 @@ pub enum LockFileError {
     /// The file has windows, which only sealed files have.
     #[error("it has windows onto other files")]
     Windows,
-    /// Other processes replaced the file again and again.
-    #[error("another file takes its place again and again")]
+    /// Another file has the name.
+    #[error("another file has taken its place")]
     Replaced,
 }
 
@@ -70,9 +70,7 @@ impl LockedFile {
                 .map_err(LockFileError::Open)?;
             let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
             // The previous holder of the lock may have replaced the file.
-            let there = std::fs::metadata(&path).map_err(LockFileError::Open)?;
-            let locked = file.metadata().map_err(LockFileError::Open)?;
-            if (locked.dev(), locked.ino()) == (there.dev(), there.ino()) {
+            if is_at(&file, &path).map_err(LockFileError::Open)? {
                 return Ok(LockedFile {
                     file: Arc::new(file),
                     path,
@@ -81,6 +79,22 @@ impl LockedFile {
             }
         }
         Err(LockFileError::Replaced)
+    }
+
+    /// Continues with the file of a process that has ended: `file` has kept the lock, which belongs
+    /// to the open file description. Fails with [`LockFileError::Replaced`] if another file has the
+    /// name `path`.
+    pub fn continue_with(file: File, path: &Path, note: &str) -> Result<Self, LockFileError> {
+        let path = path.canonicalize().map_err(LockFileError::Open)?;
+        let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
+        match is_at(&file, &path).map_err(LockFileError::Open)? {
+            true => Ok(LockedFile {
+                file: Arc::new(file),
+                path,
+                _lock: lock,
+            }),
+            false => Err(LockFileError::Replaced),
+        }
     }
 
     /// The path, with links resolved.
@@ -119,6 +133,12 @@ impl LockedFile {
         new.file()
             .set_permissions(std::fs::Permissions::from_mode(mode))
     }
+}
+
+/// Whether the open file is the one at `path`.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let (open, there) = (file.metadata()?, std::fs::metadata(path)?);
+    Ok((open.dev(), open.ino()) == (there.dev(), there.ino()))
 }
 
 /// The header of a file, if the file has a valid one; a file that cannot be read has none. Nothing

@@ -285,7 +285,7 @@ impl Inner {
     fn write_slot(&self, slot: usize, header: &Header) -> Result<(), Error> {
         self.write_storage((slot * SLOT_BYTES) as u64, &header.encode())
             .inspect_err(|error| {
-                let _ = self.failed.set(error.to_string());
+                self.refuse_writes(error);
             })
     }
 

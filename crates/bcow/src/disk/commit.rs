@@ -135,6 +135,9 @@ impl Inner {
         self.check_not_failed()?;
         self.flush_queued.store(false, Ordering::Release);
         let is_dirty = self.is_dirty.swap(false, Ordering::AcqRel);
+        // A region is listed before the ledger has its change. So all changes in front of this
+        // place are taken now, or were replaced.
+        let noted = self.ledger.as_ref().map(|ledger| ledger.tail());
         let mut taken = Taken::default();
         let incomplete = self.take(config, &mut taken);
         let outcome = if is_dirty || !taken.mappings.is_empty() {
@@ -147,6 +150,9 @@ impl Inner {
             self.is_dirty.store(true, Ordering::Release);
         }
         outcome.and(incomplete)?;
+        if let (Some(ledger), Some(noted)) = (&self.ledger, noted) {
+            ledger.drop_before(noted);
+        }
         self.note_flush(committer, &taken);
         self.flushes.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -288,7 +294,7 @@ impl Inner {
             .write_storage(at, &[0; 16])
             .and_then(|()| self.barrier());
         if undone.is_err() {
-            let _ = self.failed.set(error.to_string());
+            self.refuse_writes(error);
         }
     }
 

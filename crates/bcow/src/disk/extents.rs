@@ -66,6 +66,12 @@ impl Extents {
         }
     }
 
+    /// Whether all of a range is in the set.
+    pub(super) fn contains(&self, range: &Range<u64>) -> bool {
+        let before = self.by_start.range(..=range.start).next_back();
+        before.is_some_and(|(_, &end)| end >= range.end)
+    }
+
     /// Removes and returns up to `most` bytes, a multiple of `unit`: from the smallest range that
     /// has `most` bytes, else from the largest range. `None` if no range has `unit` bytes.
     pub(super) fn take(&mut self, unit: u64, most: u64) -> Option<Range<u64>> {
@@ -115,6 +121,11 @@ impl Ranges {
         });
         let at = self.0.partition_point(|have| have.start < start);
         self.0.insert(at, start..end);
+    }
+
+    /// The first range; empty in an empty set.
+    pub(super) fn first(&self) -> Range<u32> {
+        self.0.first().cloned().unwrap_or_default()
     }
 
     /// The parts of `0..length` that are in no range.

@@ -162,6 +162,10 @@ impl Inner {
         let config = Arc::clone(closed.get());
         let mut committer = lock(&self.committer);
         self.commit(&config, &mut committer)?;
+        if let Some(ledger) = &self.ledger {
+            // Nothing is pending, and the change may remove the blocks that its records name.
+            ledger.drop_before(ledger.tail());
+        }
         if committer.tail > 0 {
             self.checkpoint(&config, &mut committer, &Taken::default())?;
         }

@@ -33,14 +33,17 @@ mod checkpoint;
 mod commit;
 mod committer;
 mod create;
+mod edit;
 mod extents;
 mod layout;
+mod ledger;
 mod locks;
 mod maintain;
 mod open;
 mod read;
 mod region;
 mod regions;
+mod resume;
 mod space;
 mod transit;
 mod write;
@@ -64,6 +67,7 @@ use transit::Fills;
 
 pub use create::CreateOptions;
 pub use layout::Layout;
+pub use ledger::Ledger;
 
 /// An open writable file.
 ///
@@ -124,6 +128,8 @@ struct Inner {
     /// The cause, if the disk refuses writes: a barrier, the write of a header slot, or the erasure
     /// of a failed record did not succeed. The state of the data on the host is unknown then.
     failed: OnceLock<String>,
+    /// The changes that no flush has recorded, for another process.
+    ledger: Option<Arc<Ledger>>,
     turns: Turns,
     committer: Mutex<Committer>,
     fills: Fills,
@@ -173,6 +179,11 @@ impl Disk {
     pub fn identity_hash(&self) -> [u8; 32] {
         let committer = locks::lock(&self.inner.committer);
         crate::identity(&committer.header, committer.sequence - 1)
+    }
+
+    /// The ledger, if the disk was opened with one.
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.inner.ledger.as_deref()
     }
 
     /// The counters since the opening, and the present state.
@@ -245,9 +256,17 @@ impl Inner {
     fn barrier(&self) -> Result<(), Error> {
         self.file.storage.sync().map_err(|source| {
             let error = Error::io("sync", 0, source);
-            let _ = self.failed.set(error.to_string());
+            self.refuse_writes(&error);
             error
         })
+    }
+
+    /// Refuses all later writes: the state of the file is unknown after this error.
+    fn refuse_writes(&self, error: &Error) {
+        let _ = self.failed.set(error.to_string());
+        if let Some(ledger) = &self.ledger {
+            ledger.refuse();
+        }
     }
 
     fn write_storage(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {

@@ -15,8 +15,9 @@ use super::committer::Committer;
 use super::extents::Extents;
 use super::locks::{Gate, lock};
 use super::regions::{Regions, read_blocks};
+use super::resume::Changes;
 use super::space::{Space, sectors};
-use super::{Backing, Disk, DiskConfig, Inner, Layout};
+use super::{Backing, Disk, DiskConfig, Inner, Layout, Ledger};
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
@@ -41,6 +42,32 @@ impl Disk {
         options: &OpenOptions,
         resolver: &dyn BackingResolver,
     ) -> Result<Disk, Error> {
+        Disk::open_noting(storage, options, resolver, None)
+    }
+
+    /// Same as [`Disk::open`]. From now on, `ledger` has all changes that no flush has recorded. If
+    /// the process is killed, another one that opens the file with this ledger continues: it finds
+    /// all data that was written, also without a flush.
+    ///
+    /// Between the two processes, no other writer may open the file. Fails with
+    /// [`Error::Inconsistent`] if the ledger does not belong to the file, or lacks changes, and
+    /// with [`Error::WriteRefused`] if the earlier process refused writes. The file is then as
+    /// after a crash.
+    pub fn open_with_ledger(
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+        resolver: &dyn BackingResolver,
+        ledger: Arc<Ledger>,
+    ) -> Result<Disk, Error> {
+        Disk::open_noting(storage, options, resolver, Some(ledger))
+    }
+
+    fn open_noting(
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+        resolver: &dyn BackingResolver,
+        ledger: Option<Arc<Ledger>>,
+    ) -> Result<Disk, Error> {
         let options = OpenOptions {
             verify: Verify::Checksums,
             ..options.clone()
@@ -51,6 +78,10 @@ impl Disk {
         let backing = match header.features.has_incompatible(incompatible::BACKING) {
             true => Some(backing_of(&image)?),
             false => None,
+        };
+        let changes = match &ledger {
+            Some(ledger) => Changes::read(ledger, &header)?,
+            None => Changes::default(),
         };
         let replayed = log::replay(&*storage, &header)?;
         persist_recovery(&*storage, &header, &replayed)?;
@@ -78,16 +109,22 @@ impl Disk {
         for stored in &logged {
             committer.free.remove(sectors(*stored));
         }
-        // No record or table names the bytes after `file_bytes`. The truncation removes them, so
+        // No record, table or change names the bytes from here on. The truncation removes them, so
         // that bytes which are later added to the file read as zeros.
+        let end = replayed.file_bytes.max(changes.end(&committer.header));
         let length = storage
             .len()
             .map_err(|source| Error::io("get the length", 0, source))?;
-        if length > replayed.file_bytes {
+        if length > end {
             storage
-                .set_len(replayed.file_bytes)
-                .map_err(|source| Error::io("truncate the file", replayed.file_bytes, source))?;
+                .set_len(end)
+                .map_err(|source| Error::io("truncate the file", end, source))?;
         }
+        let free = match ledger {
+            // Changes of the ledger may use any of it.
+            Some(_) => Extents::default(),
+            None => committer.free.clone(),
+        };
         let inner = Inner {
             id: image.file_id(),
             cache: options.cache.clone(),
@@ -96,7 +133,7 @@ impl Disk {
             block_shift,
             gate: Gate::new(DiskConfig::new(&committer.header, backing)),
             regions: Regions::new(image.root().clone()),
-            space: Space::new(committer.free.clone(), replayed.file_bytes),
+            space: Space::new(free, end),
             changed: Default::default(),
             unflushed: AtomicU64::new(0),
             listed_bytes: AtomicU64::new(0),
@@ -105,6 +142,7 @@ impl Disk {
             ahead_queued: AtomicBool::new(false),
             has_new_identity: AtomicBool::new(false),
             failed: OnceLock::new(),
+            ledger,
             turns: Default::default(),
             fills: Default::default(),
             transits: Default::default(),
@@ -118,6 +156,9 @@ impl Disk {
         };
         if replayed.tail > 0 {
             inner.fold_log(&image)?;
+        }
+        if inner.ledger.is_some() {
+            inner.resume(&changes)?;
         }
         Ok(Disk {
             inner: Arc::new(inner),

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use bcow_format::Entry;
 
+use super::edit::Edit;
 use super::locks::{lock, wait};
 use super::region::{Region, Transit};
 use super::{Disk, DiskConfig, Inner, RegionBlock, block_at};
@@ -221,9 +222,10 @@ impl Inner {
             for (gap, bytes) in gaps.iter().zip(pieces) {
                 self.write_storage(stored.at.0 + u64::from(gap.start), bytes)?;
             }
-            state.completed(index);
+            let mut edit = Edit::default();
+            self.complete_block(region, &mut state, index, &mut edit);
             self.fills.done.fetch_add(1, Ordering::Relaxed);
-            return Ok(());
+            return self.finish(state, edit);
         }
     }
 

@@ -6,6 +6,7 @@
 use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 
 use super::blocks::{Blocks, CHECKED_SHIFT};
+use super::edit::Edit;
 use super::extents::Ranges;
 use super::region::{Region, State, Transit};
 use super::regions::Found;
@@ -157,11 +158,6 @@ impl Inner {
         Ok(state.blocks().shift(self.region_shift))
     }
 
-    fn cut_into(&self, state: &mut State, shift: BlockShift, region: &Region) {
-        let dropped = state.cut(shift, region.length);
-        self.unflushed.fetch_sub(dropped, Ordering::Relaxed);
-    }
-
     /// Block size for a region whose first write has `length` bytes.
     fn shift_for(&self, length: u64) -> BlockShift {
         let shift = match (self.layout, self.block_shift) {
@@ -222,20 +218,12 @@ impl Inner {
             }
         }
         let mut state = self.regions.write(region, &self.file, &config.header)?;
-        let mut freed = Vec::new();
+        let mut edit = Edit::default();
         for (index, stored) in (first..).zip(entries) {
-            self.set(
-                region,
-                &mut state,
-                index,
-                Entry::Raw(stored),
-                None,
-                &mut freed,
-            );
+            let entry = Entry::Raw(stored);
+            self.set(region, &mut state, index, entry, None, &mut edit);
         }
-        drop(state);
-        self.free_now(freed);
-        Ok(())
+        self.finish(state, edit)
     }
 
     /// Overwrites a block in place if no record names it. Returns whether it did.
@@ -266,7 +254,9 @@ impl Inner {
         self.write_storage(stored.at.0, bytes)?;
         let crc = crc32c(bytes);
         state.rewrite(index, Entry::Raw(Stored { crc, ..stored }));
-        state.completed(index);
+        let mut edit = Edit::default();
+        self.complete_block(region, &mut state, index, &mut edit);
+        self.finish(state, edit)?;
         Ok(true)
     }
 
@@ -286,12 +276,10 @@ impl Inner {
             .allocate(region.index, block.length, block.length)?;
         self.write_or_free(&piece, bytes)?;
         let mut state = self.regions.write(region, &self.file, &config.header)?;
-        let mut freed = Vec::new();
+        let mut edit = Edit::default();
         let entry = open_entry(&piece);
-        self.set(region, &mut state, block.index, entry, None, &mut freed);
-        drop(state);
-        self.free_now(freed);
-        Ok(())
+        self.set(region, &mut state, block.index, entry, None, &mut edit);
+        self.finish(state, edit)
     }
 
     /// Writes into a complete open block in place. Returns false if the block is not one.
@@ -338,14 +326,15 @@ impl Inner {
             if self.write_in_place(config, region, block, skip, bytes)? {
                 return Ok(());
             }
-            let mut freed = Vec::new();
+            let mut edit = Edit::default();
             let mut state = self.regions.write(region, &self.file, &config.header)?;
             let piece = PieceOfBlock { block, skip, bytes };
             let outcome =
-                self.write_part_exclusively(config, region, &mut state, &piece, &mut freed);
-            drop(state);
-            self.free_now(freed);
-            match outcome? {
+                self.write_part_exclusively(config, region, &mut state, &piece, &mut edit);
+            let finished = self.finish(state, edit);
+            let outcome = outcome?;
+            finished?;
+            match outcome {
                 Part::Written => return Ok(()),
                 Part::Changed => continue,
                 Part::InTransit if self.fills.is_behind() => {
@@ -365,7 +354,7 @@ impl Inner {
         region: &Arc<Region>,
         state: &mut State,
         piece: &PieceOfBlock<'_>,
-        freed: &mut Vec<Stored>,
+        edit: &mut Edit,
     ) -> Result<Part, Error> {
         let PieceOfBlock { block, skip, bytes } = *piece;
         let index = block.index;
@@ -376,7 +365,7 @@ impl Inner {
                     return Ok(Part::Changed);
                 }
                 self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
-                state.wrote_in_transit(index, range, block.length as u32);
+                self.write_in_transit(region, state, block, range, edit);
                 self.is_dirty.store(true, Ordering::Release);
                 Ok(Part::Written)
             }
@@ -395,7 +384,7 @@ impl Inner {
                     let mut whole = vec![0; block.length as usize];
                     whole[range.start as usize..range.end as usize].copy_from_slice(bytes);
                     self.write_or_free(&piece, &whole)?;
-                    self.set(region, state, index, open_entry(&piece), None, freed);
+                    self.set(region, state, index, open_entry(&piece), None, edit);
                     return Ok(Part::Written);
                 }
                 let part = Piece {
@@ -410,7 +399,7 @@ impl Inner {
                     self.lengthen(piece.range().end).inspect_err(|_| {
                         self.space.free(Some(piece.range()));
                     })?;
-                    self.set(region, state, index, open_entry(&piece), None, freed);
+                    self.set(region, state, index, open_entry(&piece), None, edit);
                     return Ok(Part::Written);
                 }
                 let mut written = Ranges::default();
@@ -421,7 +410,7 @@ impl Inner {
                     written,
                 };
                 let entry = open_entry(&piece);
-                self.set(region, state, index, entry, Some(transit), freed);
+                self.set(region, state, index, entry, Some(transit), edit);
                 Ok(Part::InTransit)
             }
         }
@@ -460,7 +449,7 @@ impl Inner {
     ) -> Result<(), Error> {
         let end = at + length;
         let mut left = Vec::new();
-        let mut freed = Vec::new();
+        let mut edit = Edit::default();
         {
             let mut state = self.regions.write(region, &self.file, &config.header)?;
             let whole = length == region.length;
@@ -476,52 +465,20 @@ impl Inner {
                 if config.is_zeros(&state.blocks().entry(block.index)) {
                     // The block already reads as zeros.
                 } else if take == block.length {
-                    self.set(
-                        region,
-                        &mut state,
-                        block.index,
-                        config.zeros(),
-                        None,
-                        &mut freed,
-                    );
+                    let zeros = config.zeros();
+                    self.set(region, &mut state, block.index, zeros, None, &mut edit);
                 } else if edges == Edges::Write {
                     left.push((from, take));
                 }
                 from += take;
             }
+            self.finish(state, edit)?;
         }
-        self.free_now(freed);
         for (from, take) in left {
             let start = self.lba(region, from).0;
             self.write_zeros(config, start, take)?;
         }
         Ok(())
-    }
-
-    /// Sets an entry, and lists the region for the next record.
-    fn set(
-        &self,
-        region: &Arc<Region>,
-        state: &mut State,
-        index: u32,
-        entry: Entry,
-        transit: Option<Transit>,
-        freed: &mut Vec<Stored>,
-    ) {
-        let (unused, newly) = state.set(index, entry, transit);
-        freed.extend(unused);
-        if newly {
-            self.unflushed.fetch_add(1, Ordering::Relaxed);
-        }
-        self.list(region, state.blocks().weight());
-        self.is_dirty.store(true, Ordering::Release);
-    }
-
-    /// Frees space that no record ever named, so that it is reusable at once.
-    fn free_now(&self, freed: Vec<Stored>) {
-        if !freed.is_empty() {
-            self.space.free(freed.into_iter().map(sectors));
-        }
     }
 
     fn write_or_free(&self, piece: &Piece, bytes: &[u8]) -> Result<(), Error> {

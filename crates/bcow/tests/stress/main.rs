@@ -2,6 +2,7 @@
 
 mod faults;
 mod kill;
+mod ledger;
 mod many_regions;
 mod model;
 mod operations;

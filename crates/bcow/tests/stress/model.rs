@@ -6,8 +6,8 @@ use bcow::check::{CheckOptions, check};
 use bcow::format::Use;
 use bcow::operation::{RewriteOptions, commit, open_over, rebase, rewrite};
 use bcow::{
-    BlockDevice, Compression, CreateOptions, Disk, Image, Layout, MemoryStorage, OneBacking,
-    OpenOptions, Space, WritableDevice,
+    BlockDevice, Compression, CreateOptions, Disk, Image, Layout, Ledger, MemoryStorage,
+    OneBacking, OpenOptions, Space, WritableDevice,
 };
 use bcow_testkit::below as backing;
 use proptest::prelude::*;
@@ -41,6 +41,8 @@ enum Step {
     Reopen {
         orderly: bool,
     },
+    /// Continues the disk with its ledger, as after the end of the process. Nothing is lost.
+    Continue,
     Resize {
         size: u64,
     },
@@ -88,6 +90,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => Just(Step::Flush),
         1 => Just(Step::Checkpoint),
         2 => any::<bool>().prop_map(|orderly| Step::Reopen { orderly }),
+        3 => Just(Step::Continue),
         1 => sectors().prop_map(|size| Step::Resize { size }),
         1 => (0..5u8, sectors()).prop_map(|(layout, size)| Step::Overlay { layout, size }),
         1 => Just(Step::Commit),
@@ -115,6 +118,8 @@ fn options(layout: u8, size: u64) -> CreateOptions {
 /// A file of the chain, and its expected content.
 struct Level {
     storage: Arc<MemoryStorage>,
+    /// The ledger of the disk, if it is on top.
+    ledger: Arc<MemoryStorage>,
     content: Vec<u8>,
 }
 
@@ -165,19 +170,34 @@ impl Chain {
         let open = OpenOptions::default();
         let backing = below.map(backing);
         let disk = Disk::create(storage.clone(), options, backing, &open).unwrap();
+        disk.close().unwrap();
         let mut content = self
             .levels
             .last()
             .map_or(Vec::new(), |level| level.content.clone());
         content.resize(options.size as usize, 0);
-        self.levels.push(Level { storage, content });
-        self.disk = Some(disk);
+        let ledger = Arc::default();
+        self.levels.push(Level {
+            storage,
+            ledger,
+            content,
+        });
+        self.open();
     }
 
+    /// Opens the top with a new ledger.
     fn open(&mut self) {
-        let below = self.open_below(self.levels.len() - 1);
+        let storage = Arc::new(MemoryStorage::default());
+        self.top().ledger = storage.clone();
+        self.open_with(Ledger::create(storage).unwrap());
+    }
+
+    fn open_with(&mut self, ledger: Ledger) {
+        let below = OneBacking(self.open_below(self.levels.len() - 1));
         let storage = self.top().storage.clone();
-        self.disk = Some(Disk::open(storage, &OpenOptions::default(), &OneBacking(below)).unwrap());
+        let options = OpenOptions::default();
+        let disk = Disk::open_with_ledger(storage, &options, &below, Arc::new(ledger));
+        self.disk = Some(disk.unwrap());
     }
 
     /// The part of a range that lies inside the top.
@@ -237,6 +257,14 @@ impl Chain {
                     }
                 }
                 self.open();
+            }
+            Step::Continue => {
+                drop(self.disk.take().expect("the top is open"));
+                let ledger = self.top().ledger.clone();
+                self.open_with(Ledger::open(ledger).unwrap());
+                let mut found = vec![0xEE; self.top().content.len()];
+                self.disk().read_at(0, &mut found).unwrap();
+                assert!(found == self.top().content, "after the end of the process");
             }
             Step::Resize { size } => {
                 self.disk().resize(size).unwrap();
@@ -358,9 +386,14 @@ proptest! {
 }
 
 /// Several threads write, zero, discard, flush and read the same blocks. Each block has the data of
-/// the last write of one of them.
+/// the last write of one of them, also for the next process, after a flush or with the ledger.
 #[test]
 fn threads_on_the_same_blocks_leave_one_value_in_each() {
+    threads_on_the_same_blocks(false);
+    threads_on_the_same_blocks(true);
+}
+
+fn threads_on_the_same_blocks(with_ledger: bool) {
     use bcow_testkit::Random;
     const BLOCKS: u64 = 64;
     for (layout, backed) in [(0, false), (1, true), (2, true), (3, true)] {
@@ -370,6 +403,12 @@ fn threads_on_the_same_blocks_leave_one_value_in_each() {
         let backing = backed.then(|| backing(below.clone()));
         let open = OpenOptions::default();
         let disk = Disk::create(storage.clone(), &options(layout, size), backing, &open).unwrap();
+        disk.close().unwrap();
+        let resolver = OneBacking(backed.then_some(below));
+        let noted = Arc::new(MemoryStorage::default());
+        let ledger = Arc::new(Ledger::create(noted.clone()).unwrap());
+        let file = storage.clone();
+        let disk = Disk::open_with_ledger(file, &open, &resolver, ledger).unwrap();
         let one_value = |block: &[u8]| block.iter().all(|byte| *byte == block[0]);
         std::thread::scope(|scope| {
             for thread in 1..=4u8 {
@@ -399,10 +438,19 @@ fn threads_on_the_same_blocks_leave_one_value_in_each() {
         let mut seen = vec![0; size as usize];
         disk.read_at(0, &mut seen).unwrap();
         assert!(seen.chunks(4096).all(one_value), "layout {layout}");
-        disk.flush().unwrap();
-        drop(disk);
-        let resolver = OneBacking(backed.then_some(below));
-        let disk = Disk::open(storage.clone(), &open, &resolver).unwrap();
+        let file = storage.clone();
+        let disk = match with_ledger {
+            false => {
+                disk.flush().unwrap();
+                drop(disk);
+                Disk::open(file, &open, &resolver).unwrap()
+            }
+            true => {
+                drop(disk);
+                let ledger = Arc::new(Ledger::open(noted).unwrap());
+                Disk::open_with_ledger(file, &open, &resolver, ledger).unwrap()
+            }
+        };
         let mut again = vec![0; size as usize];
         disk.read_at(0, &mut again).unwrap();
         assert!(again == seen, "layout {layout}");

@@ -1,0 +1,358 @@
+//! Continues a disk whose process was killed: restores the changes of its ledger.
+//!
+//! The file alone is as after a crash: its tables and records have the state of the last flush, or
+//! of the one that was in progress. The changes of the ledger are newer, or are in that last record
+//! already. They become pending changes again. Blocks get their checksums at the next flush, from
+//! their bytes in the file.
+
+use std::collections::BTreeMap;
+
+use bcow_format::{BlockShift, Entry, Header, Stored, Uba};
+
+use super::blocks::CHECKED_SHIFT;
+use super::edit::Edit;
+use super::extents::{Extents, Ranges};
+use super::ledger::{Ledger, NewEntry, Record};
+use super::locks::lock;
+use super::region::{Region, State, Transit};
+use super::space::sectors;
+use super::{DiskConfig, Inner, RegionBlock, block_at};
+use crate::Error;
+use crate::sync::Arc;
+
+/// The changes of a ledger.
+#[derive(Default)]
+pub(super) struct Changes(BTreeMap<u64, RegionChanges>);
+
+/// The changes of a region.
+#[derive(Default)]
+struct RegionChanges {
+    /// The new entry of the region as one block. Blocks that were cut from it later are in
+    /// `blocks`.
+    whole: Option<Change>,
+    /// log2 of the size of the blocks in `blocks`.
+    shift: u8,
+    blocks: BTreeMap<u32, Change>,
+}
+
+/// The newest entry of a block.
+#[derive(Clone)]
+struct Change {
+    entry: NewEntry,
+    /// Set while the block is incomplete.
+    transit: Option<InTransit>,
+}
+
+#[derive(Clone)]
+struct InTransit {
+    /// The entry from which the rest is copied; `None` if it is the one in the file.
+    source: Option<NewEntry>,
+    written: Ranges,
+}
+
+impl Changes {
+    /// Reads the ledger of a disk with this header.
+    pub(super) fn read(ledger: &Ledger, header: &Header) -> Result<Self, Error> {
+        ledger.check_complete()?;
+        let mut changes = Changes::default();
+        ledger.replay(|record| changes.apply(record, header))?;
+        Ok(changes)
+    }
+
+    fn apply(&mut self, record: Record, header: &Header) -> Result<(), Error> {
+        let (at, shift) = match record {
+            Record::Set { at, shift, .. }
+            | Record::Wrote { at, shift, .. }
+            | Record::Completed { at, shift } => (at, shift),
+        };
+        let region_shift = header.region_shift;
+        let length = match record {
+            Record::Set { length, .. } => length,
+            _ => 1,
+        };
+        if at.checked_add(length).is_none_or(|end| end > header.size)
+            || !(CHECKED_SHIFT..=region_shift).contains(&shift)
+            || !at.is_multiple_of(1 << shift)
+        {
+            return Err(inconsistent(
+                at,
+                "the ledger names a block that does not exist",
+            ));
+        }
+        let region = self.0.entry(at >> region_shift).or_default();
+        let first = ((at & ((1 << region_shift) - 1)) >> shift) as u32;
+        match record {
+            Record::Set { length, entry, .. } => {
+                let count = length.div_ceil(1 << shift) as u32;
+                let region_start = at >> region_shift << region_shift;
+                if at + length > region_start + header.region_length(at >> region_shift) {
+                    return Err(inconsistent(at, "the ledger names blocks of two regions"));
+                }
+                for number in 0..count {
+                    let entry = entry.behind(u64::from(number) << shift);
+                    region.set(first + number, shift, region_shift, entry, at)?;
+                }
+            }
+            Record::Wrote { range, .. } => {
+                let bytes = (header.size - at).min(1 << shift) as u32;
+                if let Some(change) = region.get(first, shift, region_shift)
+                    && let Some(transit) = &mut change.transit
+                {
+                    transit.written.insert(range.start..range.end);
+                    if transit.written.gaps(bytes).is_empty() {
+                        change.complete();
+                    }
+                }
+            }
+            // A flush may have recorded the block and dropped its other records.
+            Record::Completed { .. } => {
+                if let Some(change) = region.get(first, shift, region_shift) {
+                    change.complete();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The end of the part of the file that the changes use.
+    pub(super) fn end(&self, header: &Header) -> u64 {
+        let mut end = 0;
+        for (&index, region) in &self.0 {
+            let length = header.region_length(index);
+            for (_, block, change) in region.blocks(header.region_shift, length) {
+                let places = [Some(change.entry), change.source()].into_iter().flatten();
+                for stored in places.filter_map(|entry| entry.entry(block.length).stored()) {
+                    end = end.max(sectors(stored).end);
+                }
+            }
+        }
+        end
+    }
+}
+
+impl RegionChanges {
+    fn set(
+        &mut self,
+        index: u32,
+        shift: u8,
+        region_shift: u8,
+        entry: NewEntry,
+        at: u64,
+    ) -> Result<(), Error> {
+        let before = self.get(index, shift, region_shift).cloned();
+        let before = before.or_else(|| self.whole.clone());
+        let transit = match entry {
+            NewEntry::InTransit(_, part) => {
+                if before
+                    .as_ref()
+                    .is_some_and(|before| before.transit.is_some())
+                {
+                    return Err(inconsistent(at, "the ledger has two transits of a block"));
+                }
+                let mut written = Ranges::default();
+                written.insert(part.start..part.end);
+                Some(InTransit {
+                    source: before.map(|before| before.entry),
+                    written,
+                })
+            }
+            _ => None,
+        };
+        let change = Change { entry, transit };
+        if shift == region_shift {
+            *self = RegionChanges {
+                whole: Some(change),
+                ..RegionChanges::default()
+            };
+            return Ok(());
+        }
+        if !self.blocks.is_empty() && self.shift != shift {
+            return Err(inconsistent(at, "the ledger has blocks of two sizes"));
+        }
+        self.shift = shift;
+        self.blocks.insert(index, change);
+        Ok(())
+    }
+
+    fn get(&mut self, index: u32, shift: u8, region_shift: u8) -> Option<&mut Change> {
+        match shift == region_shift {
+            true => self.whole.as_mut(),
+            false if shift == self.shift => self.blocks.get_mut(&index),
+            false => None,
+        }
+    }
+
+    /// The changed blocks of the region, which has `length` bytes, with log2 of their size; first
+    /// the region as one block.
+    fn blocks(
+        &self,
+        region_shift: u8,
+        length: u64,
+    ) -> impl Iterator<Item = (u8, RegionBlock, &Change)> {
+        let whole = self
+            .whole
+            .iter()
+            .map(move |change| (0, region_shift, change));
+        let blocks = self.blocks.iter();
+        let blocks = blocks.map(|(&index, change)| (u64::from(index), self.shift, change));
+        whole.chain(blocks).map(move |(index, shift, change)| {
+            (shift, block_at(index << shift, shift, length), change)
+        })
+    }
+}
+
+impl Change {
+    fn source(&self) -> Option<NewEntry> {
+        self.transit.as_ref()?.source
+    }
+
+    fn complete(&mut self) {
+        self.transit = None;
+        if let NewEntry::InTransit(place, _) = self.entry {
+            self.entry = NewEntry::Stored(place);
+        }
+    }
+}
+
+impl NewEntry {
+    /// The entry of the block that is this many bytes behind the first one.
+    fn behind(self, bytes: u64) -> Self {
+        match self {
+            NewEntry::Stored(place) => NewEntry::Stored(place + bytes),
+            other => other,
+        }
+    }
+
+    fn place(self) -> Option<u64> {
+        match self {
+            NewEntry::Stored(place) | NewEntry::InTransit(place, _) => Some(place),
+            NewEntry::Absent | NewEntry::Zero => None,
+        }
+    }
+
+    /// The entry of a block of this length.
+    fn entry(self, bytes: u64) -> Entry {
+        match (self, self.place()) {
+            (_, Some(place)) => Entry::Open(Stored {
+                at: Uba(place),
+                bytes: bytes as u32,
+                crc: 0,
+            }),
+            (NewEntry::Zero, None) => Entry::Zero,
+            (_, None) => Entry::Absent,
+        }
+    }
+}
+
+impl Inner {
+    /// Restores changes as pending ones. No other operation runs yet. The free space of the disk is
+    /// that of the header and the records, without the places of the changes.
+    pub(super) fn resume(&self, changes: &Changes) -> Result<(), Error> {
+        let config = self.enter();
+        let mut free = {
+            let committer = lock(&self.committer);
+            let mut free = committer.free.clone();
+            free.insert(committer.file_bytes..changes.end(&committer.header));
+            FreeSpace {
+                end: committer.file_bytes.max(changes.end(&committer.header)),
+                unused: free.clone(),
+                free,
+            }
+        };
+        for (&index, changes) in &changes.0 {
+            let region = self.region(&config, index);
+            self.resume_region(&config, &region, changes, &mut free)?;
+        }
+        self.space.reset(free.free, free.end);
+        Ok(())
+    }
+
+    fn resume_region(
+        &self,
+        config: &DiskConfig,
+        region: &Arc<Region>,
+        changes: &RegionChanges,
+        free: &mut FreeSpace,
+    ) -> Result<(), Error> {
+        let mut state = self.regions.write(region, &self.file, &config.header)?;
+        let start = region.start(self.region_shift);
+        for (shift, block, change) in changes.blocks(self.region_shift, region.length) {
+            let is_whole = shift == self.region_shift;
+            let now = state.blocks().shift(self.region_shift);
+            match BlockShift::new(shift) {
+                _ if now == shift => {}
+                // A region that was zeroed as one block, and then cut. The file has it cut.
+                _ if is_whole && change.entry.place().is_none() => {
+                    for index in 0..state.blocks().count() {
+                        let block = block_at(u64::from(index) << now, now, region.length);
+                        self.resume_block(region, &mut state, &block, change, free)?;
+                    }
+                    continue;
+                }
+                Some(shift) if now == self.region_shift => {
+                    self.cut_into(&mut state, shift, region);
+                }
+                _ => {}
+            }
+            if state.blocks().shift(self.region_shift) != shift {
+                return Err(inconsistent(start, "the ledger has blocks of another size"));
+            }
+            self.resume_block(region, &mut state, &block, change, free)?;
+        }
+        Ok(())
+    }
+
+    fn resume_block(
+        &self,
+        region: &Arc<Region>,
+        state: &mut State,
+        block: &RegionBlock,
+        change: &Change,
+        free: &mut FreeSpace,
+    ) -> Result<(), Error> {
+        let now = state.blocks().entry(block.index);
+        let entry = change.entry.entry(block.length);
+        let place = |entry: Entry| entry.stored().map(|stored| stored.at);
+        if place(now) == place(entry) && (place(entry).is_some() || now == entry) {
+            // The last record has the change already.
+            return Ok(());
+        }
+        if let Some(stored) = entry.stored() {
+            let range = sectors(stored);
+            if !free.unused.contains(&range) {
+                let at = self.lba(region, block.start).0;
+                return Err(inconsistent(at, "the ledger names space that is in use"));
+            }
+            free.free.remove(range);
+        }
+        let transit = change.transit.as_ref().map(|transit| {
+            let source = transit.source.map(|source| source.entry(block.length));
+            if let Some(stored) = source.and_then(|source| source.stored()) {
+                free.free.remove(sectors(stored));
+            }
+            Transit {
+                id: self.transits.next(),
+                source: source.unwrap_or(now),
+                written: transit.written.clone(),
+            }
+        });
+        // The ledger has the change, and no other change of the block is pending.
+        let mut edit = Edit::default();
+        self.set(region, state, block.index, entry, transit, &mut edit);
+        Ok(())
+    }
+}
+
+/// The space of a file whose changes are being restored.
+struct FreeSpace {
+    /// Ranges that neither the header nor a record uses.
+    unused: Extents,
+    /// Those of `unused` that no restored change uses.
+    free: Extents,
+    /// The end of the part that is in use.
+    end: u64,
+}
+
+fn inconsistent(at: u64, problem: &str) -> Error {
+    Error::Inconsistent(format!("the block at byte {at}: {problem}"))
+}
