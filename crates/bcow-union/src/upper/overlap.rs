@@ -9,6 +9,7 @@
 //!   examine. It also finds outer uppers that are not on the path, for example because the path
 //!   leads through a bind mount.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -37,12 +38,13 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
             });
         }
     }
-    let Some(place) = place_of("self", directory.as_raw_fd(), &canonical) else {
+    let mut tables = MountTables::default();
+    let Some(place) = tables.place_of("self", directory.as_raw_fd(), &canonical) else {
         return Ok(());
     };
     for (pid, descriptor, other) in open_locks() {
         let in_same_namespace = || mount_namespace(&pid) == mount_namespace("self");
-        let other_place = place_of(&pid, descriptor, &other);
+        let other_place = tables.place_of(&pid, descriptor, &other);
         let (is_in_other, contains_other) = match &other_place {
             // The same upper. The caller's attempt to lock it reports the conflict.
             Some(other_place) if *other_place == place => continue,
@@ -153,14 +155,53 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
     found
 }
 
-/// The place of `path` on the mount to which a descriptor of the process `pid` belongs.
-fn place_of(pid: &str, descriptor: i32, path: &Path) -> Option<Place> {
-    let fdinfo = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
-    let mount = fdinfo
-        .lines()
-        .find_map(|line| line.strip_prefix("mnt_id:"))?;
-    let mountinfo = std::fs::read(format!("/proc/{pid}/mountinfo")).ok()?;
-    Place::of(path, mount.trim().as_bytes(), &mountinfo)
+/// The mount tables of processes. Each table is read once: on a machine with many mounts it is
+/// long, and most processes that use uppers see the same one.
+#[derive(Default)]
+struct MountTables(HashMap<View, Vec<u8>>);
+
+/// What determines the mount table that a process sees: its mount namespace, and its root
+/// directory (proc_pid_mountinfo(5)).
+#[derive(PartialEq, Eq, Hash)]
+struct View {
+    namespace: PathBuf,
+    root: PathBuf,
+    root_inode: (u64, u64),
+}
+
+impl View {
+    fn of(pid: &str) -> Option<View> {
+        let root = format!("/proc/{pid}/root");
+        let stat = rustix::fs::stat(&root).ok()?;
+        Some(View {
+            namespace: mount_namespace(pid)?,
+            root: std::fs::read_link(root).ok()?,
+            root_inode: (stat.st_dev, stat.st_ino),
+        })
+    }
+}
+
+impl MountTables {
+    /// The place of `path` on the mount to which a descriptor of the process `pid` belongs.
+    fn place_of(&mut self, pid: &str, descriptor: i32, path: &Path) -> Option<Place> {
+        let fdinfo = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
+        let mount = fdinfo
+            .lines()
+            .find_map(|line| line.strip_prefix("mnt_id:"))?;
+        let mount = mount.trim().as_bytes();
+        let view = View::of(pid)?;
+        let known = self
+            .0
+            .get(&view)
+            .and_then(|table| Place::of(path, mount, table));
+        // The mount may be newer than the table.
+        known.or_else(|| {
+            let table = std::fs::read(format!("/proc/{pid}/mountinfo")).ok()?;
+            let place = Place::of(path, mount, &table);
+            self.0.insert(view, table);
+            place
+        })
+    }
 }
 
 fn mount_namespace(pid: &str) -> Option<PathBuf> {
