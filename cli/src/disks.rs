@@ -10,7 +10,7 @@ use bcow::chain::{
 };
 use bcow::format::{BackingName, FormatError, Header, State, Use};
 use bcow::lock::FileLock;
-use bcow::{Disk, Error, Image, LockFileError, LockedFile, OpenOptions, header_of};
+use bcow::{Disk, Error, Image, Ledger, LockFileError, LockedFile, OpenOptions, header_of};
 use bcow_oci::ImageName;
 use bcow_oci::store::{Opened, Places, Stores};
 use bcow_remote::Root;
@@ -160,10 +160,19 @@ impl<'a> Below<'a> {
 
     /// Opens the disk in a locked file, which the user calls `name`. Writable files below the disk
     /// are locked against writers as long as the disk is open, unless --force-share is given.
-    pub fn open_disk(&self, name: &Path, file: &LockedFile) -> Result<Disk, CommandError> {
+    /// With a ledger, as [`Disk::open_with_ledger`].
+    pub fn open_disk(
+        &self,
+        name: &Path,
+        file: &LockedFile,
+        ledger: Option<Arc<Ledger>>,
+    ) -> Result<Disk, CommandError> {
         let opener = self.opener(file.path());
-        Disk::open(file.storage(), &self.options, &opener)
-            .map_err(|error| self.cannot_open_disk(name, &error, opener.problems().first()))
+        let opened = match ledger {
+            Some(ledger) => Disk::open_with_ledger(file.storage(), &self.options, &opener, ledger),
+            None => Disk::open(file.storage(), &self.options, &opener),
+        };
+        opened.map_err(|error| self.cannot_open_disk(name, &error, opener.problems().first()))
     }
 
     /// The error for a disk that does not open. If a backing is missing, the cause is `problem`,
@@ -342,7 +351,7 @@ pub fn open_writable(
 ) -> Result<WritableDisk, CommandError> {
     let below = Below::new(stores, options)?;
     let file = lock_disk(name, command)?;
-    let disk = below.open_disk(name, &file)?;
+    let disk = below.open_disk(name, &file, None)?;
     Ok(WritableDisk { disk, file })
 }
 

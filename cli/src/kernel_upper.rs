@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, is_plain_name};
 use bcow::{CreateOptions, Disk, Image, OpenOptions};
+use bcow_fuse::kernel::DiskFiles;
 use bcow_mount::filesystem::{self, Kind};
 use bcow_union::{DiskInstance, DiskReader, Door, FileSystem, ImageName, UpperError};
 use bcow_view::CachedView;
 
+use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::error::CommandError;
 use crate::image::{OpenImage, hex};
 use crate::ui::Ui;
@@ -35,6 +37,8 @@ pub struct WritableUpper {
     pub disk: Disk,
     /// The size in bytes to which the file system is to grow, when it is mounted.
     pub grows_to: Option<u64>,
+    /// What the next process of a pool needs to continue with the disk.
+    pub files: Option<DiskFiles>,
     /// Holds the locks. Dropped after the disk.
     pub instance: DiskInstance,
 }
@@ -102,6 +106,7 @@ pub fn open_or_begin(
     asked: Asked,
     note: &str,
     options: &OpenOptions,
+    ledger_use: LedgerUse<'_>,
     open: impl FnOnce(
         &mut dyn FnMut() -> Result<DiskInstance, UpperError>,
     ) -> Result<DiskInstance, UpperError>,
@@ -119,7 +124,11 @@ pub fn open_or_begin(
             options,
         )?;
     }
-    let opened = open(&mut || DiskInstance::open(path, named, note));
+    let kept = ledger_use.kept_file()?;
+    let opened = open(&mut || match &kept {
+        Some(disk) => DiskInstance::continue_with(disk, path, named, note),
+        None => DiskInstance::open(path, named, note),
+    });
     let mut instance = opened.map_err(|error| cannot_use(&error))?;
     let views = cache(image, options)?;
     if instance.disk().is_none() {
@@ -132,8 +141,14 @@ pub fn open_or_begin(
             path: path.to_owned(),
         }));
     };
-    let disk = bcow_view::open_instance(storage, image, &views, options)
+    let ledger = ledger_use.open()?;
+    let noted = ledger.as_ref().map(OpenLedger::ledger);
+    let disk = bcow_view::open_instance(storage, image, &views, options, noted)
         .map_err(|error| cannot_open_disk(path, &error))?;
+    let files = match (ledger, instance.disk_file()) {
+        (Some(ledger), Some(file)) => Some(ledger.files(file)?),
+        _ => None,
+    };
     let grows_to = grow(&disk, asked, path)?;
     let size = disk.header().size;
     // A disk can also grow while it is mounted.
@@ -144,6 +159,7 @@ pub fn open_or_begin(
     Ok(WritableUpper {
         disk,
         grows_to,
+        files,
         instance,
     })
 }

@@ -11,6 +11,7 @@ mod commands;
 mod conversion;
 mod copy_out;
 mod cpus;
+mod disk_ledger;
 mod disks;
 mod error;
 mod foreign_format;

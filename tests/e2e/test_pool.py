@@ -88,6 +88,7 @@ class PoolCase(Scratch):
         self.addCleanup(shutil.rmtree, self.pools, ignore_errors=True)
         self.env = {"BCOW_POOLS": self.pools}
         self.mounts = []
+        self.disturbed = 0
         self.addCleanup(self.clear)
 
     def clear(self):
@@ -142,6 +143,18 @@ class PoolCase(Scratch):
         until(lambda: (self.find()["restarts"] or 0) > before["restarts"],
               "another process takes over")
         return self.pid()
+
+    def disturb(self, steps, wait):
+        """Kills and replaces the process `steps` times, after `wait` each time. A process that ends
+        soon after its start makes the keeper pause, and too many in a row end the pool."""
+        for _ in range(steps):
+            wait()
+            self.disturbed += 1
+            if self.disturbed % 4 == 0:
+                self.bcow("pool", "restart", "pool")
+            else:
+                self.kill()
+        wait()
 
     def fail_again_and_again(self):
         """Kills the process of the pool until the keeper gives up."""
@@ -570,24 +583,11 @@ class Uppers(PoolCase):
     def setUp(self):
         super().setUp()
         self.upper = os.path.join(self.pools, "upper")
-        self.disturbed = 0
         self.start()
 
     def change(self, *options):
         """Mounts; gives the mountpoint."""
         return self.mount("--upper", self.upper, *options, image=self.programs)
-
-    def disturb(self, steps, wait):
-        """Kills and replaces the process `steps` times, after `wait` each time. A process that ends
-        soon after its start makes the keeper pause, and too many in a row end the pool."""
-        for _ in range(steps):
-            wait()
-            self.disturbed += 1
-            if self.disturbed % 4 == 0:
-                self.bcow("pool", "restart", "pool")
-            else:
-                self.kill()
-        wait()
 
     def assert_sound(self, where):
         """The mount ends, and its upper is right and free."""
@@ -876,8 +876,9 @@ class KernelDoor(PoolCase):
         self.assertEqual(self.loop_devices(), [])
         self.assertFalse(any(map(is_mounted, places.values())))
 
-    @promise("`bcow pool restart` keeps mounts at the kernel door")
-    def test_restart_keeps_mounts(self):
+    @promise("Programs in mounts of a pool at the kernel door see no error when the process of the "
+             "pool is killed or replaced, and lose no change")
+    def test_programs_see_no_error(self):
         disk = self.new_disk("own.bcow")
         volatile = self.named("volatile")
         changed = {"upper": self.change(image=self.programs),
@@ -892,16 +893,17 @@ class KernelDoor(PoolCase):
             programs = [stack.enter_context(Program(os.path.join(where, "0"), self.template,
                                                     random.randrange(1 << 30)))
                         for where in changed.values()]
-            pids = [self.pid()]
-            for _ in range(STEPS):
+            pids = []
+
+            def wait():
+                pids.append(self.pid())
                 for program in programs:
                     program.goes_on(1)
                 load.goes_on()
                 # At any moment of a round.
                 time.sleep(random.random() / 4)
-                self.bcow("pool", "restart", "pool")
-                pids.append(self.pid())
-            load.goes_on()
+
+            self.disturb(STEPS, wait)
             for program in programs:
                 program.finish()
         self.assertIsNone(load.failure)
@@ -957,9 +959,9 @@ class KernelDoor(PoolCase):
         self.fail_again_and_again()
         self.assertFalse(is_mounted(where))
 
-    @promise("If another process has changed the disk meanwhile, the mount ends")
-    def test_a_disk_that_another_process_changed_is_not_taken_over(self):
-        """The program that takes over first changes the disk, as another process could."""
+    @promise("Until then, no other process can open the disk for writing")
+    def test_a_disk_stays_locked_while_no_process_serves_it(self):
+        """The program that takes over first tries to change the disk, as another process could."""
         self.bcow("pool", "stop", "pool")
         disk = self.new_disk("own.bcow")
         program = os.path.join(self.pools, "program")
@@ -967,32 +969,47 @@ class KernelDoor(PoolCase):
         run(program, "pool", "start", "pool", "--log-file", self.log, env=self.env,
             timeout=TIMEOUT)
         where = self.mount("--backing-dir", self.directory, image=disk)
-        stays = self.change()
-        write_file(os.path.join(where, "kept"), b"kept")
-        os.sync()
-        with open(os.path.join(where, "open"), "wb") as file:
-            os.remove(program)
-            change = f"{BCOW} resize --backing-dir {self.directory} {disk} 2G"
-            write_file(program, f"#!/bin/sh\n{change}\nexec {BCOW} \"$@\"\n")
-            os.chmod(program, 0o755)
-            failed = self.bcow("pool", "restart", "pool", check=False)
-            assert_refused(self, failed, "1 mount of the pool pool could not be taken over")
-            self.assertFalse(is_mounted(where))
-            with self.assertRaises(OSError):
-                file.write(b"x" * 10_000)
-                file.flush()
-                os.fsync(file.fileno())
-            # What the file object still has is lost.
-            with contextlib.suppress(OSError):
-                file.close()
-        self.assertIn(b"another process has changed the disk", read_bytes(self.log))
-        write_file(os.path.join(stays, "new"), b"new")
-        name = os.path.basename(disk)
-        until(lambda: not any(name in line for line in self.loop_devices()),
-              "the loop device is gone")
-        again = self.mount("--backing-dir", self.directory, image=disk)
-        self.assertEqual(read_bytes(os.path.join(again, "kept")), b"kept")
+        upper = self.change()
+        changes = ([BCOW, "resize", "--backing-dir", self.directory, disk, "2G"],
+                   [BCOW, "fsck", "--repair", self.upper, self.image])
+        os.remove(program)
+        tried = os.path.join(self.pools, "tried")
+        lines = [f"{' '.join(change)} 2>>{tried} || echo failed >>{tried}" for change in changes]
+        write_file(program, "\n".join(["#!/bin/sh", *lines, f'exec {BCOW} "$@"']) + "\n")
+        os.chmod(program, 0o755)
+        for step in (lambda: self.bcow("pool", "restart", "pool"), self.kill):
+            # In the kernel's cache, and in the ledger.
+            for place in (where, upper):
+                write_file(os.path.join(place, "new"), random.randbytes(3_000_000))
+                run("sync", os.path.join(place, "new"), timeout=TIMEOUT)
+                write_file(os.path.join(place, "new"), b"new")
+            step()
+            self.assertEqual(read_bytes(tried).count(b"failed"), len(changes), read_bytes(tried))
+            self.assertIn(os.fsencode(disk), read_bytes(tried))
+            os.remove(tried)
+            for place in (where, upper):
+                self.assertEqual(read_bytes(os.path.join(place, "new")), b"new")
+        # It is free when the mount has ended.
+        self.bcow("umount", where)
+        self.bcow("resize", "--backing-dir", self.directory, disk, "2G")
         self.bcow("pool", "stop", "--force", "pool")
+        self.assert_sound(self.upper)
+
+    def test_a_disk_that_was_unmounted_when_the_process_was_killed_has_everything(self):
+        """The process is killed when the kernel has closed the file, before it closes the disk."""
+        where = self.change()
+        pid = self.pid()
+        write_file(os.path.join(where, "new"), b"new" * 300_000)
+        unmount = subprocess.Popen(["umount", where])
+        os.kill(pid, signal.SIGKILL)
+        self.assertEqual(unmount.wait(TIMEOUT), 0)
+        until(lambda: (self.find() or {}).get("restarts"), "another process takes over")
+        until(lambda: not self.loop_devices(), "the loop device is gone")
+        until(lambda: self.stats()["mounts"] == [], "the pool notices the unmount")
+        self.change(where=where)
+        self.assertEqual(read_bytes(os.path.join(where, "new")), b"new" * 300_000)
+        self.bcow("pool", "stop", "--force", "pool")
+        self.assert_sound(self.upper)
 
     def test_restart_is_refused_if_the_disk_could_not_be_opened_again(self):
         disk = self.new_disk("own.bcow")
@@ -1115,10 +1132,18 @@ class KernelDoor(PoolCase):
         self.assertEqual(read_bytes(os.path.join(where, "new")), b"late")
         self.bcow("pool", "stop", "--force", "pool")
 
-    def test_killed_processes_leave_nothing_behind(self):
-        """Programs write to two uppers and synchronize; the FUSE mount stays."""
+    def kill_both(self):
+        """Kills the keeper and the process of the pool."""
+        pool = self.find()
+        for pid in (pool["keeper"], pool["pid"]):
+            os.kill(pid, signal.SIGKILL)
+        for pid in (pool["keeper"], pool["pid"]):
+            self.assert_ends(pid)
+
+    def test_killed_pools_leave_nothing_behind(self):
+        """Programs write to two uppers and synchronize."""
         uppers = [self.named(name) for name in ("one", "two")]
-        places, stays = [self.change(upper) for upper in uppers], self.mount()
+        places = [self.change(upper) for upper in uppers]
         for _ in range(3):
             synchronized = [0, 0]
 
@@ -1136,15 +1161,14 @@ class KernelDoor(PoolCase):
             for thread in threads:
                 thread.start()
             until(lambda: min(synchronized) > 20, "programs write", seconds=TIMEOUT)
-            self.kill()
+            self.kill_both()
             for thread in threads:
                 thread.join(TIMEOUT)
                 self.assertFalse(thread.is_alive())
-            self.read(stays)
-            self.assertEqual(len(self.stats()["mounts"]), 1)
             for where in places:
                 run("umount", "-l", where, timeout=TIMEOUT)
             until(lambda: not self.loop_devices(), "the loop devices are gone")
+            self.start("pool", "--log-file", self.log)
             for upper, where, last in zip(uppers, places, synchronized, strict=True):
                 self.change(upper, where)
                 numbers = [int(one) for one in read_bytes(os.path.join(where, "numbers")).split()]

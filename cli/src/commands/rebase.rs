@@ -89,7 +89,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             0
         }
         false => {
-            let disk = Below::new(&args.stores, &options)?.open_disk(name, &file)?;
+            let disk = Below::new(&args.stores, &options)?.open_disk(name, &file, None)?;
             let cannot = || format!("cannot rebase {}", name.display());
             rebase(disk, new, &TerminalMonitor::new(ui))
                 .map_err(|error| operation_failure(&error, cannot, cannot))?

@@ -15,7 +15,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use bcow_fuse::Handover;
-use bcow_fuse::kernel::DiskHandover;
+use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::signals::Ground;
 use bcow_union::log::{self, Severity};
 use nix::sys::signal::{SigSet, Signal};
@@ -65,6 +65,8 @@ pub struct Keeper<'a> {
 
 /// A mount that a process can take over.
 struct Kept {
+    /// Of a disk. Closed before the hidden mount: when a mount has ended, its disk is not locked.
+    disk: Option<DiskFiles>,
     connection: OwnedFd,
     record: OwnedFd,
     device: Option<String>,
@@ -246,6 +248,10 @@ impl<'a> Keeper<'a> {
             if let Some(companion) = &kept.companion {
                 link.send(&Packet::Companion { number }, &[companion.as_fd()])?;
             }
+            if let Some(disk) = &kept.disk {
+                let descriptors = [disk.file.as_fd(), disk.ledger.as_fd()];
+                link.send(&Packet::Disk { number }, &descriptors)?;
+            }
         }
         link.send(&Packet::Begin, &[])?;
         if let Some(signal) = &self.ending {
@@ -333,6 +339,7 @@ impl<'a> Keeper<'a> {
     /// Unmounts what no process serves any more. The last mounts first: one may be inside another.
     fn unmount_all(&mut self) {
         while let Some((_, kept)) = self.mounts.pop_last() {
+            drop(kept.disk);
             if kept.is_disk {
                 let (connection, hidden) = (kept.connection, kept.companion);
                 DiskHandover::unmount_by_number(connection, hidden, kept.device.as_deref());
@@ -365,6 +372,7 @@ fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<O
         } => match (descriptors.pop(), descriptors.pop()) {
             (Some(record), Some(connection)) => {
                 let kept = Kept {
+                    disk: None,
                     connection,
                     record,
                     device,
@@ -381,6 +389,15 @@ fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<O
         Packet::Companion { number } => {
             if let Some(kept) = mounts.get_mut(&number) {
                 kept.companion = descriptors.pop();
+            }
+        }
+        Packet::Disk { number } => {
+            if let (Some(kept), Some(ledger), Some(file)) = (
+                mounts.get_mut(&number),
+                descriptors.pop(),
+                descriptors.pop(),
+            ) {
+                kept.disk = Some(DiskFiles { file, ledger });
             }
         }
         Packet::Release { number } => drop(mounts.remove(&number)),

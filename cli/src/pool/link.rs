@@ -61,8 +61,7 @@ pub enum Packet {
     },
     /// To the keeper: the pool takes requests.
     Ready,
-    /// To the keeper: keep a mount, with its connection to the kernel and its record. The keeper
-    /// has a disk only while no process serves it.
+    /// To the keeper: keep a mount, with its connection to the kernel and its record.
     Keep {
         /// The number of the mount.
         number: u64,
@@ -76,6 +75,12 @@ pub enum Packet {
     /// of a mount with an upper, or the hidden mount of one at the kernel door.
     #[serde(rename = "ledger")]
     Companion {
+        /// The number of the mount.
+        number: u64,
+    },
+    /// To the keeper after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the file
+    /// of a disk, which keeps its lock, and its ledger.
+    Disk {
         /// The number of the mount.
         number: u64,
     },

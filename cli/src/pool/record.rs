@@ -14,13 +14,12 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
 use super::protocol::{Bytes, MAX_REQUEST_BYTES};
-use crate::image::hex;
 use crate::running::Service;
 
 /// The version of the record of a mount at the FUSE door. A process refuses later ones.
 const VERSION: u64 = 1;
 /// The version of the record of a mount at the kernel door.
-const DISK_VERSION: u64 = 2;
+const DISK_VERSION: u64 = 3;
 /// Most bytes of a record: it has the request of the client, and paths.
 const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
@@ -53,10 +52,8 @@ pub struct DiskRecord {
     loop_device: Bytes,
     /// The name of the file behind it.
     file: String,
-    /// As [`DiskHandover::lost`].
-    pub lost: Option<i32>,
-    /// As [`DiskHandover::content`], in hexadecimal digits; `None` for an image.
-    pub content: Option<String>,
+    /// Whether it is a disk; an image never changes.
+    pub is_writable: bool,
 }
 
 /// The part of a [`Record`] that the request for the mount has.
@@ -89,7 +86,7 @@ impl Record {
         }
     }
 
-    /// The record of the same mount at the kernel door, at the time of a handover.
+    /// The record of the same mount, if it is at the kernel door.
     pub fn at_kernel_door(self, handover: &DiskHandover) -> Self {
         let place = &handover.place;
         Record {
@@ -98,8 +95,7 @@ impl Record {
             disk: Some(DiskRecord {
                 loop_device: place.loop_device.as_os_str().into(),
                 file: place.name.to_string(),
-                lost: handover.lost,
-                content: handover.content.map(|identity| hex(&identity)),
+                is_writable: handover.disk.is_some(),
             }),
             ..self
         }
@@ -153,6 +149,8 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
+    use bcow_fuse::kernel::DiskFiles;
+
     use super::*;
 
     fn record() -> Record {
@@ -202,19 +200,18 @@ mod tests {
             hidden: descriptor(),
             place: place.clone(),
             agreed: 1 << 15,
-            lost: Some(28),
-            content: Some([0xab; 32]),
+            disk: Some(DiskFiles {
+                file: descriptor(),
+                ledger: descriptor(),
+            }),
         };
         let stored = record().at_kernel_door(&handover).store().unwrap();
         let loaded = Record::load(stored).unwrap();
         // A program that does not know such records must not serve the mount at the other door.
-        assert_eq!(loaded.version, 2);
+        assert_eq!(loaded.version, 3);
         assert_eq!(loaded.agreed, 1 << 15);
         let disk = loaded.disk.as_ref().unwrap();
-        assert_eq!(
-            (disk.lost, disk.content.clone()),
-            (Some(28), Some("ab".repeat(32)))
-        );
+        assert!(disk.is_writable);
         assert_eq!(loaded.place(disk).unwrap(), place);
         let damaged = DiskRecord {
             file: "another".to_owned(),
@@ -226,10 +223,10 @@ mod tests {
     #[test]
     fn records_of_later_versions_are_refused() {
         let later = Record {
-            version: 3,
+            version: 4,
             ..record()
         };
         let error = Record::load(later.store().unwrap()).unwrap_err();
-        assert!(error.to_string().contains("version 3"), "{error}");
+        assert!(error.to_string().contains("version 4"), "{error}");
     }
 }

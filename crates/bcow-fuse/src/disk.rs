@@ -1,5 +1,7 @@
 //! A disk that the kernel mounts, and how long it is in use.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -50,8 +52,30 @@ pub struct DiskMount {
     pub upper: Option<PathBuf>,
     /// Whether flushes are honoured.
     pub barriers: Barriers,
+    /// What another process needs to continue with the disk; `None` if none shall.
+    pub files: Option<DiskFiles>,
     /// Called when the disk is closed, and before `bcow umount` returns.
     pub on_closed: Option<OnClosed>,
+}
+
+/// What another process needs to continue with a disk, also if this process is killed: the kernel
+/// relies on all that it has written.
+#[derive(Debug)]
+pub struct DiskFiles {
+    /// The file of the disk. It keeps its lock as long as a process has this descriptor.
+    pub file: OwnedFd,
+    /// The memory file with the [`bcow::Ledger`] of the disk.
+    pub ledger: OwnedFd,
+}
+
+impl DiskFiles {
+    /// Further descriptors of the same files.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(DiskFiles {
+            file: self.file.try_clone()?,
+            ledger: self.ledger.try_clone()?,
+        })
+    }
 }
 
 /// Releases what belongs to a disk; the argument says whether the disk has all written data.

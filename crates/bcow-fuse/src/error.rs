@@ -137,6 +137,9 @@ pub enum MountError {
         /// The host's error.
         source: io::Error,
     },
+    /// The ledger of a disk cannot be read.
+    #[error("cannot read the ledger of the disk: {0}")]
+    Ledger(#[source] io::Error),
     /// No file system is mounted at this path.
     #[error("nothing is mounted at {}", .0.display())]
     NotMounted(PathBuf),

@@ -4,10 +4,10 @@
 //! loop device opens the file; the kernel mounts the file system of the loop device. Each step can
 //! fail, and then the steps before it are undone in reverse.
 //!
-//! A pool can replace its process. A disk is handed over only by a process that ends as planned,
-//! because the kernel relies on all that it has written, and the tables of the disk between two
-//! flushes are in the memory of the process. An image never changes, so a process can take it over
-//! after a crash.
+//! A pool can replace its process, as planned or after a crash. The kernel relies on all that it
+//! has written. Between two flushes, the tables of a disk are in the memory of the process; so a
+//! disk in a pool has a ledger ([`bcow::Ledger`]), with which the next process continues. An image
+//! never changes.
 //!
 //! At the end, the kernel unmounts the file system, which writes back all pages; detaches the loop
 //! device, because nothing has it open any more; and closes the file. This process sees the close,
@@ -22,7 +22,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use bcow::{BlockDevice, Disk, WritableDevice};
+use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, Found, HEAD_BYTES};
 use bcow_mount::{Access, Attach, HiddenName, LoopDevice};
 use bcow_union::errors::ErrorLog;
@@ -41,11 +41,11 @@ use crate::outcome::Outcome;
 use crate::process::{abort_on_panic, show_closing};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
-use service::{Descriptors, Service};
+use service::Service;
 
 pub use place::{DiskHandover, Place};
 
-pub use crate::disk::{Barriers, Device, DiskMount};
+pub use crate::disk::{Barriers, Device, DiskFiles, DiskMount};
 pub use bcow_mount::filesystem::Kind;
 
 /// Finds the file system on a device.
@@ -69,6 +69,8 @@ pub struct KernelSession {
     /// Known until the disk is closed.
     disk: Option<Arc<Disk>>,
     path: PathBuf,
+    /// What another process needs to continue with the disk.
+    files: Option<DiskFiles>,
     outcome: Arc<Outcome>,
     release: Arc<Release>,
     /// Whether another process has the descriptors of the hidden mount.
@@ -97,7 +99,6 @@ pub(crate) struct KernelCloser {
 #[derive(Clone)]
 pub struct DiskStopper {
     mount: Arc<KernelMount>,
-    descriptors: Arc<Descriptors>,
     disk: Weak<Disk>,
     release: Arc<Release>,
     outcome: Arc<Outcome>,
@@ -171,9 +172,9 @@ impl KernelSession {
         ))
     }
 
-    /// Takes over a mount whose process has ended. The content must be that of that process; no
-    /// other process may keep the descriptors of a disk, because no process could take it over
-    /// after a crash of this one. The kernel sends the requests again that it has not answered.
+    /// Takes over a mount whose process has ended. The content must be that of that process. The
+    /// kernel sends the requests again that it has not answered. Another process still has the
+    /// descriptors of the mount.
     pub fn take_over(
         disk: DiskMount,
         stats: Arc<MountStats>,
@@ -185,21 +186,24 @@ impl KernelSession {
             hidden,
             place,
             agreed,
-            lost,
-            content: _,
+            disk: _,
         } = handover;
         let found = detect(disk.device.block_device())?;
+        let lost = match &disk.device {
+            Device::Writable(disk) => disk.ledger().map(Ledger::lost),
+            Device::ReadOnly(_) => None,
+        };
+        let lost = lost.transpose().map_err(MountError::Ledger)?.flatten();
         let lifetime = Arc::new(Lifetime::taken_over(lost.map(Errno::from_raw_os_error)));
         let errors = Arc::new(ErrorLog::default());
         let file = disk_file(&disk, &place.name, &stats, &errors, &lifetime);
         // Nothing may fail after the beginning of the service: its end would wait for that of the
         // connection.
         let outcome = Outcome::new()?;
-        let is_shared = matches!(disk.device, Device::ReadOnly(_));
         let service = Service::take_over(file, threads, hidden, connection, agreed)?;
         let mount = KernelMount { place, lifetime };
         let session = Self::on(disk, found.kind, mount, service, &stats, &errors, outcome);
-        session.is_shared.store(is_shared, Relaxed);
+        session.is_shared.store(true, Relaxed);
         Ok(session)
     }
 
@@ -235,18 +239,24 @@ impl KernelSession {
             kind,
             disk: writable,
             path: disk.path,
+            files: disk.files,
             outcome: Arc::new(outcome),
             release: Arc::new(Release(Mutex::new(disk.on_closed))),
             is_shared: AtomicBool::new(false),
         }
     }
 
-    /// What another process needs to take over a mount that never changes, also after a crash of
-    /// this process. `None` for a disk, and on a kernel before Linux 6.9.
+    /// What another process needs to take over the mount, also after a crash of this process.
+    /// `None` for a disk without [`DiskMount::files`], and on a kernel before Linux 6.9.
     pub fn hand_over(&self) -> Result<Option<DiskHandover>, MountError> {
-        if self.disk.is_some() {
-            return Ok(None);
-        }
+        let disk = match (&self.disk, &self.files) {
+            (Some(_), None) => return Ok(None),
+            (_, files) => files.as_ref().map(DiskFiles::try_clone).transpose(),
+        };
+        let disk = disk.map_err(|source| MountError::Process {
+            action: "duplicate a descriptor",
+            source,
+        })?;
         let descriptors = self.service.descriptors().duplicate()?;
         self.is_shared.store(descriptors.is_some(), Relaxed);
         Ok(descriptors.map(|(connection, hidden)| DiskHandover {
@@ -254,19 +264,18 @@ impl KernelSession {
             hidden,
             place: self.mount.place.clone(),
             agreed: self.service.descriptors().agreed(),
-            lost: None,
-            content: None,
+            disk,
         }))
     }
 
     /// A handle that stops the session for a process that takes it over; `None` for content that
-    /// never changes, and on a kernel before Linux 6.9.
+    /// never changes, and if [`KernelSession::hand_over`] gives nothing.
     pub fn stopper(&self) -> Option<DiskStopper> {
         let disk = self.disk.as_ref()?;
-        let descriptors = self.service.descriptors();
-        descriptors.can_be_handed_over().then(|| DiskStopper {
+        let can_be_handed_over =
+            self.files.is_some() && self.service.descriptors().can_be_handed_over();
+        can_be_handed_over.then(|| DiskStopper {
             mount: Arc::clone(&self.mount),
-            descriptors: Arc::clone(descriptors),
             disk: Arc::downgrade(disk),
             release: Arc::clone(&self.release),
             outcome: Arc::clone(&self.outcome),
@@ -354,6 +363,12 @@ impl KernelSession {
                 log::log(Severity::Error, &error.to_string());
             }
         });
+        if let Some(disk) = &self.disk {
+            // After `let_go`, no other process can continue. The close reports the error.
+            let _ = disk.flush();
+        }
+        // It has the lock of the disk too.
+        self.files = None;
         let_go();
         self.is_shared.store(false, Relaxed);
         let served = self.service.stop();
@@ -465,31 +480,20 @@ impl DiskStopper {
     }
 
     /// Ends the requests in progress, stops all later ones for ever, and makes everything durable.
-    /// The caller ends the process afterwards. `None` if the mount is ending.
-    pub fn stop(&self) -> Result<Option<DiskHandover>, MountError> {
-        // Before the point of no return.
-        let Some((connection, hidden)) = self.descriptors.duplicate()? else {
-            return Ok(None);
-        };
+    /// The caller ends the process afterwards. Returns false if the mount is ending. After an
+    /// error, another process can still continue with the ledger.
+    pub fn stop(&self) -> Result<bool, MountError> {
         let Some(disk) = self.disk.upgrade() else {
-            return Ok(None);
+            return Ok(false);
         };
         if !self.mount.lifetime.hand_over() {
-            return Ok(None);
+            return Ok(false);
         }
-        disk.close_for_exit().map_err(|error| self.failed(error))?;
-        let content = disk.identity_hash();
-        let lost = self.mount.lifetime.lost();
-        self.release.release(lost.is_none());
+        let closed = disk.close_for_exit();
+        let has_all = closed.is_ok() && self.mount.lifetime.lost().is_none();
+        self.release.release(has_all);
         self.outcome.report_handover();
-        Ok(Some(DiskHandover {
-            connection,
-            hidden,
-            place: self.mount.place.clone(),
-            agreed: self.descriptors.agreed(),
-            lost: lost.map(Errno::raw_os_error),
-            content: Some(content),
-        }))
+        closed.map(|()| true).map_err(|error| self.failed(error))
     }
 
     fn failed(&self, source: bcow::Error) -> MountError {

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use bcow::chain::WantedView;
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, OpenOptions, Storage};
+use bcow::{
+    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, Ledger, OpenOptions, Storage,
+};
 
 use crate::{CachedView, ViewCache, ViewedImage};
 
@@ -28,14 +30,20 @@ pub fn create_instance(
 }
 
 /// Opens a disk over a view of `image`, without a look at the name that the disk has for the image.
-/// Fails if the disk was made over another image, or over none.
+/// Fails if the disk was made over another image, or over none. With a ledger, as
+/// [`Disk::open_with_ledger`].
 pub fn open_instance(
     storage: Arc<dyn Storage>,
     image: &dyn ViewedImage,
     cache: &ViewCache,
     open: &OpenOptions,
+    ledger: Option<Arc<Ledger>>,
 ) -> Result<Disk, Error> {
-    Disk::open(storage, open, &Given { image, cache })
+    let given = Given { image, cache };
+    match ledger {
+        Some(ledger) => Disk::open_with_ledger(storage, open, &given, ledger),
+        None => Disk::open(storage, open, &given),
+    }
 }
 
 /// As [`open_instance`], for reading.

@@ -9,7 +9,7 @@ use std::time::Instant;
 use bcow::{BlockCache, BlockDevice, Disk, LockFileError, LockedFile, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
-use bcow_fuse::kernel::{self, Barriers, Device, DiskMount, Kind};
+use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind};
 use bcow_fuse::options::Access;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{AnySession, KernelSession, MountError, MountOptions, MountStats};
@@ -22,6 +22,7 @@ use super::fuse::Mounted;
 use super::host::Host;
 use super::{Args, DoorChoice, direct, failure, refuse_mounted};
 use crate::commands::create::disk_size;
+use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{OpenImage, parse_name};
@@ -45,6 +46,8 @@ pub struct Opened {
     files: Option<Vec<PathBuf>>,
     /// The size in bytes to which the file system is to grow.
     grows_to: Option<u64>,
+    /// What the next process of a pool needs to continue with the disk.
+    disk_files: Option<DiskFiles>,
     /// Dropped after the disk.
     keeper: Keeper,
     fetching: Option<Fetching>,
@@ -64,7 +67,7 @@ enum Keeper {
 /// Opens the disk, and returns it if the kernel shall mount it. Checks the metadata of an image,
 /// because the kernel parses it next, with fewer checks.
 pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError> {
-    let opened = open_unchecked(args, host)?;
+    let opened = open_unchecked(args, host, new_ledger(host))?;
     if let Some((opened, Kind::Erofs)) = &opened {
         require_sound(args, &opened.device)?;
     }
@@ -89,12 +92,16 @@ pub fn open(args: &Args, host: &Host<'_>) -> Result<Option<Opened>, CommandError
 }
 
 /// Opens the disk, and returns it with the kind of its file system if the kernel shall mount it.
-fn open_unchecked(args: &Args, host: &Host<'_>) -> Result<Option<(Opened, Kind)>, CommandError> {
+fn open_unchecked(
+    args: &Args,
+    host: &Host<'_>,
+    ledger_use: LedgerUse<'_>,
+) -> Result<Option<(Opened, Kind)>, CommandError> {
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     let options = open_options(args, &host.cache);
     let opened = match args.layers().is_empty() && is_writable_disk(&args.image) {
-        true => open_writable(args, host, &options)?,
+        true => open_writable(args, host, &options, ledger_use)?,
         false => open_sealed(args, &options)?,
     };
     let found = kernel::detect(opened.device.block_device());
@@ -112,6 +119,7 @@ fn open_unchecked(args: &Args, host: &Host<'_>) -> Result<Option<(Opened, Kind)>
         device,
         identity,
         lock,
+        disk_files,
         fetching,
         direct,
     } = opened;
@@ -136,6 +144,7 @@ fn open_unchecked(args: &Args, host: &Host<'_>) -> Result<Option<(Opened, Kind)>
         path: parse_name(&args.image)?.absolute().into(),
         files,
         grows_to: None,
+        disk_files,
         keeper: match lock {
             Some(file) => Keeper::Disk { _file: file },
             None => Keeper::None,
@@ -159,7 +168,15 @@ pub fn open_upper(
         size: args.upper.size().map(disk_size).transpose()?,
         read_only: mount_options.asks_for_read_only(),
     };
-    open_asked(args, host, upper, reason, asked, ui)
+    open_asked(args, host, upper, reason, asked, new_ledger(host), ui)
+}
+
+/// A pool replaces its process; a process of its own has no other one after it.
+fn new_ledger(host: &Host<'_>) -> LedgerUse<'static> {
+    match host.pool {
+        Some(_) => LedgerUse::New,
+        None => LedgerUse::None,
+    }
 }
 
 fn open_asked(
@@ -168,6 +185,7 @@ fn open_asked(
     upper: &Path,
     reason: String,
     asked: Asked,
+    ledger_use: LedgerUse<'_>,
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
     if args.record.is_some() {
@@ -187,17 +205,20 @@ fn open_asked(
     host.let_signals_through()
         .map_err(|error| failure(&error))?;
     let note = note(args.directory());
-    let opened = kernel_upper::open_or_begin(&image, &path, asked, &note, &options, |open| {
+    let open = |open: &mut dyn FnMut() -> _| {
         when_free(ui, || {
             // A wait for the end of another mount may be interrupted. Only the call that blocked
             // the signals can fail.
             let _ = host.let_signals_through();
             open()
         })
-    })?;
+    };
+    let opened =
+        kernel_upper::open_or_begin(&image, &path, asked, &note, &options, ledger_use, open)?;
     let WritableUpper {
         disk,
         grows_to,
+        files: disk_files,
         instance,
     } = opened;
     let marked = instance.refuse_after_volatile(args.upper.sync());
@@ -216,6 +237,7 @@ fn open_asked(
         path: instance.disk_path(),
         files: None,
         grows_to,
+        disk_files,
         keeper: Keeper::Upper(instance),
         fetching: ahead::start(args, &image),
         recording: None,
@@ -312,6 +334,8 @@ struct OpenDevice {
     device: Device,
     identity: [u8; 32],
     lock: Option<LockedFile>,
+    /// As [`Opened::disk_files`].
+    disk_files: Option<DiskFiles>,
     fetching: Option<Fetching>,
     /// The files that the kernel can read by itself, or why it cannot.
     direct: Option<Result<Vec<PathBuf>, String>>,
@@ -321,15 +345,26 @@ fn open_writable(
     args: &Args,
     host: &Host<'_>,
     options: &OpenOptions,
+    ledger_use: LedgerUse<'_>,
 ) -> Result<OpenDevice, CommandError> {
     let below = Below::new(&args.stores, options)?;
-    let file = lock_when_free(args, host)?;
-    let disk: Disk = below.open_disk(&args.image, &file)?;
+    let file = match ledger_use.kept_file()? {
+        Some(file) => {
+            let continued = LockedFile::continue_with(file, &args.image, &lock_note("mount"));
+            continued.map_err(|error| cannot_lock(&args.image, &args.image, &error))?
+        }
+        None => lock_when_free(args, host)?,
+    };
+    let ledger = ledger_use.open()?;
+    let noted = ledger.as_ref().map(OpenLedger::ledger);
+    let disk: Disk = below.open_disk(&args.image, &file, noted)?;
+    let disk_files = ledger.map(|ledger| ledger.files(file.file())).transpose()?;
     let identity = disk.identity_hash();
     Ok(OpenDevice {
         device: Device::Writable(Arc::new(disk)),
         identity,
         lock: Some(file),
+        disk_files,
         fetching: None,
         direct: None,
     })
@@ -341,6 +376,7 @@ fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, Command
         device: Device::ReadOnly(image.image().clone()),
         identity: image.identity(),
         lock: None,
+        disk_files: None,
         fetching: ahead::start(args, &image),
         direct: Some(direct::files(args, &image)),
     })
@@ -478,6 +514,7 @@ impl Opened {
                 SyncPolicy::Volatile => Barriers::Off,
                 _ => Barriers::On,
             },
+            files: self.disk_files,
             on_closed: Some(Box::new(release)),
         };
         Ok(Ready {

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::MountOptions;
-use bcow_fuse::kernel::DiskHandover;
+use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_oci::ImageName;
 
 use super::door::Way;
@@ -99,16 +99,17 @@ pub fn open_again(
 }
 
 /// Opens again the content of a mount at the kernel door, to take the mount over from another
-/// process.
+/// process; a disk, with the files of that process.
 pub fn open_disk_again(
     args: &Args,
     host: PoolHost<'_>,
+    disk_files: Option<&DiskFiles>,
     ui: &Ui,
 ) -> Result<kernel::Opened, CommandError> {
     let (way, options) = check(args)?;
     let host = host.into();
     attempt(Attempts::Several, || {
-        kernel::again::open(args, &way, &options, &host, ui)
+        kernel::again::open(args, &way, &options, &host, disk_files, ui)
     })
 }
 

@@ -35,7 +35,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut connection = client::require(&args.name)?;
     let keeper = connection.keeper();
     let before = connection.hello.restarts;
-    let answer = connection.ask(&Request::Restart { force: args.force }, ui)?;
+    connection.ask(&Request::Restart { force: args.force }, ui)?;
     connection.wait_for_end();
     let cannot = || CommandError::new(format!("cannot restart the pool {}", args.name));
     let ended = || {
@@ -68,7 +68,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         "process {} serves the pool {}",
         hello.pid, args.name
     ));
-    match answer["lost"].as_u64().unwrap_or(0) + hello.lost {
+    match hello.lost {
         0 => Ok(()),
         lost => Err(CommandError::new(format!(
             "{} of the pool {} could not be taken over",

@@ -110,7 +110,7 @@ struct Entry {
     /// Stops the mount for another process; `None` without an upper and without a disk.
     stopper: Option<AnyStopper>,
     /// What another process needs to take the mount over; `None` if none can. The keeper has it,
-    /// with descriptors; that of a disk, only at a restart.
+    /// with descriptors.
     kept: Option<Record>,
 }
 

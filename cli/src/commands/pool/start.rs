@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_fuse::daemon::{self, Readiness};
+use bcow_fuse::kernel::DiskFiles;
 use bcow_fuse::session::abort_on_panic;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_union::log;
@@ -244,6 +245,7 @@ impl Given {
                         device,
                         is_disk,
                         companion: None,
+                        disk: None,
                     };
                     mounts.insert(number, kept);
                 }
@@ -251,6 +253,12 @@ impl Given {
                     let companion = next()?;
                     if let Some(kept) = mounts.get_mut(&number) {
                         kept.companion = Some(companion);
+                    }
+                }
+                Packet::Disk { number } => {
+                    let (file, ledger) = (next()?, next()?);
+                    if let Some(kept) = mounts.get_mut(&number) {
+                        kept.disk = Some(DiskFiles { file, ledger });
                     }
                 }
                 Packet::Begin => {

@@ -100,6 +100,12 @@ impl DiskFile {
         self.errors.report(&failure, || vec!["the disk".to_owned()]);
         if operation != Operation::Read {
             self.lifetime.lose(errno);
+            if let Device::Writable(disk) = &self.device
+                && let Some(ledger) = disk.ledger()
+            {
+                // The page exists, so this does not fail. It is only for the report at the end.
+                let _ = ledger.set_lost(errno.raw_os_error());
+            }
         }
         errno
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use bcow_mount::{HiddenName, backing_of, run_apart};
 
+use crate::disk::DiskFiles;
 use crate::mount::{Unmounted, unmount_places};
 
 /// A mount of the kernel on a loop device of bcow.
@@ -52,11 +53,8 @@ pub struct DiskHandover {
     pub place: Place,
     /// The flags of the protocol that the kernel and the first process agreed on.
     pub agreed: u64,
-    /// The number of the first error of a write or a flush, after which data may be lost.
-    pub lost: Option<i32>,
-    /// Of a disk: its [`bcow::Disk::identity_hash`] after the last change. The kernel relies on all
-    /// that it has written, so another process may serve the mount only if this is the same.
-    pub content: Option<[u8; 32]>,
+    /// Of a disk: what another process needs to continue with it.
+    pub disk: Option<DiskFiles>,
 }
 
 impl DiskHandover {
@@ -67,6 +65,7 @@ impl DiskHandover {
             connection,
             hidden,
             place,
+            disk: _disk,
             ..
         } = self;
         // Requests fail from now on, so the kernel does not wait for answers.

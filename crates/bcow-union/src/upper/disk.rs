@@ -74,6 +74,26 @@ impl DiskInstance {
     ///
     /// The caller completes an upper that has no disk or no record.
     pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Self, UpperError> {
+        DiskInstance::open_or_continue(path, image, note, None)
+    }
+
+    /// Opens the upper of a process that has ended. `disk` is its disk, which has kept the lock.
+    /// Fails if the upper has another disk.
+    pub fn continue_with(
+        disk: &File,
+        path: &Path,
+        image: ImageName<'_>,
+        note: &str,
+    ) -> Result<Self, UpperError> {
+        DiskInstance::open_or_continue(path, image, note, Some(disk))
+    }
+
+    fn open_or_continue(
+        path: &Path,
+        image: ImageName<'_>,
+        note: &str,
+        disk: Option<&File>,
+    ) -> Result<Self, UpperError> {
         refuse_overlap(path)?;
         let (root, _) = open_or_create_root(path)?;
         // Before anything is created in a directory that is no upper of this door.
@@ -84,7 +104,7 @@ impl DiskInstance {
             other => other.map_err(|errno| meta_failed(path, META, errno))?,
         };
         refuse_other_door(&Recorded::read(meta.as_fd(), path)?, path)?;
-        let instance = DiskInstance::lock(path, root, meta, note)?;
+        let instance = DiskInstance::lock(path, root, meta, note, disk)?;
         if let Some(record) = &instance.record
             && let Some(belongs) = record.identity()
             && belongs != image.identity
@@ -107,11 +127,17 @@ impl DiskInstance {
         let root = open_root(path)?;
         let meta = work::open_directory(root.as_fd(), META.as_bytes())
             .map_err(|errno| meta_failed(path, META, errno))?;
-        DiskInstance::lock(path, root, meta, note)
+        DiskInstance::lock(path, root, meta, note, None)
     }
 
     /// Locks the upper, and reads what it has.
-    fn lock(path: &Path, root: OwnedFd, meta: OwnedFd, note: &str) -> Result<Self, UpperError> {
+    fn lock(
+        path: &Path,
+        root: OwnedFd,
+        meta: OwnedFd,
+        note: &str,
+        disk: Option<&File>,
+    ) -> Result<Self, UpperError> {
         same_device(root.as_fd(), meta.as_fd(), path, "")?;
         require_own(meta.as_fd(), path.join(META))?;
         let lock = lock(meta.as_fd(), path, note)?;
@@ -131,7 +157,15 @@ impl DiskInstance {
             _lock: lock,
         };
         instance.remove_temporaries();
-        instance.disk = instance.open_disk(note)?;
+        instance.disk = match disk {
+            Some(file) => {
+                let file = rustix::io::fcntl_dupfd_cloexec(file, 0)
+                    .map_err(|errno| UpperError::io(&instance.disk_path(), "open it", errno))?;
+                let disk = instance.lock_disk(file.into(), note)?;
+                Some(disk.ok_or_else(|| replaced(path))?)
+            }
+            None => instance.open_disk(note)?,
+        };
         Ok(instance)
     }
 
@@ -154,6 +188,11 @@ impl DiskInstance {
     pub fn disk(&self) -> Option<Arc<dyn Storage>> {
         let disk = self.disk.as_ref()?;
         Some(Arc::clone(&disk.file) as Arc<dyn Storage>)
+    }
+
+    /// The open file of the disk.
+    pub fn disk_file(&self) -> Option<&File> {
+        self.disk.as_ref().map(|disk| &*disk.file)
     }
 
     /// Begins the file of the disk. It gets its name by [`DiskInstance::complete_disk`].
@@ -231,27 +270,35 @@ impl DiskInstance {
     }
 
     fn open_disk(&self, note: &str) -> Result<Option<OpenDisk>, UpperError> {
-        let path = self.disk_path();
         for _ in 0..MAX_REPLACEMENTS {
             let Some(file) = open_disk_file(self.meta.as_fd(), &self.path, OFlags::RDWR)? else {
                 return Ok(None);
             };
-            require_own(file.as_fd(), path.clone())?;
-            let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
-                path: self.path.clone(),
-                holder,
-            })?;
+            require_own(file.as_fd(), self.disk_path())?;
             // The previous holder of the lock may have replaced the file.
-            let there = rustix::fs::statat(&self.meta, DISK, AtFlags::SYMLINK_NOFOLLOW);
-            let locked = file.metadata().map(|metadata| metadata.ino()).ok();
-            if there.is_ok_and(|there| Some(there.st_ino) == locked) {
-                return Ok(Some(OpenDisk {
-                    file: Arc::new(file),
-                    _lock: lock,
-                }));
+            if let Some(disk) = self.lock_disk(file, note)? {
+                return Ok(Some(disk));
             }
         }
-        Err(UpperError::io(&path, "open it", Errno::BUSY))
+        Err(replaced(&self.path))
+    }
+
+    /// Locks the file of the disk; `None` if another file has its name.
+    fn lock_disk(&self, file: File, note: &str) -> Result<Option<OpenDisk>, UpperError> {
+        let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
+            path: self.path.clone(),
+            holder,
+        })?;
+        let there = rustix::fs::statat(&self.meta, DISK, AtFlags::SYMLINK_NOFOLLOW);
+        let locked = file
+            .metadata()
+            .map(|metadata| (metadata.dev(), metadata.ino()))
+            .ok();
+        let is_there = there.is_ok_and(|there| Some((there.st_dev, there.st_ino)) == locked);
+        Ok(is_there.then(|| OpenDisk {
+            file: Arc::new(file),
+            _lock: lock,
+        }))
     }
 }
 
@@ -337,6 +384,10 @@ fn not_empty(path: &Path) -> UpperError {
     UpperError::NotEmpty {
         path: path.to_owned(),
     }
+}
+
+fn replaced(upper: &Path) -> UpperError {
+    UpperError::io(&disk_path(upper), "open it", Errno::BUSY)
 }
 
 fn missing_disk(upper: &Path) -> UpperError {

@@ -1,10 +1,11 @@
 //! A mount at the kernel door whose process ends: the content is opened again, for another process.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use bcow::lock::LockError;
-use bcow::{LockFileError, LockedFile};
-use bcow_fuse::kernel::{Device, DiskHandover};
+use bcow::{Disk, LockFileError, LockedFile};
+use bcow_fuse::kernel::{Device, DiskFiles, DiskHandover};
 use bcow_fuse::options::Access;
 use bcow_fuse::{AnySession, KernelSession, MountOptions};
 
@@ -13,9 +14,10 @@ use super::super::fuse::Mounted;
 use super::super::host::Host;
 use super::super::{Args, failure};
 use super::{Asked, Opened, open_asked, open_options, open_unchecked};
+use crate::disk_ledger::LedgerUse;
 use crate::disks::{cannot_lock, is_writable_disk, lock_note};
-use crate::error::CommandError;
-use crate::image::{OpenImage, hex};
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
 use crate::kernel_upper::is_kernel_upper;
 use crate::running::Service;
 use crate::ui::Ui;
@@ -28,8 +30,13 @@ pub fn open(
     way: &Way,
     options: &MountOptions,
     host: &Host<'_>,
+    disk_files: Option<&DiskFiles>,
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
+    let ledger_use = match disk_files {
+        Some(files) => LedgerUse::Continue(files),
+        None => LedgerUse::None,
+    };
     match (way, args.upper.path()) {
         (Way::Upper { reason }, Some(upper)) => {
             require_upper(upper)?;
@@ -38,9 +45,9 @@ pub fn open(
                 size: None,
                 read_only: options.asks_for_read_only(),
             };
-            open_asked(args, host, upper, reason.clone(), asked, ui)
+            open_asked(args, host, upper, reason.clone(), asked, ledger_use, ui)
         }
-        _ => match open_unchecked(args, host)? {
+        _ => match open_unchecked(args, host, ledger_use)? {
             Some((opened, _)) => Ok(opened),
             None => Err(CommandError::new("the kernel cannot mount it any more")),
         },
@@ -93,12 +100,13 @@ impl Opened {
         self.identity
     }
 
-    /// The state of a disk, in hexadecimal digits; `None` for an image.
-    pub fn content(&self) -> Option<String> {
-        match &self.device {
-            Device::Writable(disk) => Some(hex(&disk.identity_hash())),
-            Device::ReadOnly(_) => None,
-        }
+    /// Closes a disk whose mount has ended.
+    pub fn close(self) -> Result<(), CommandError> {
+        let Device::Writable(disk) = self.device else {
+            return Ok(());
+        };
+        let closed = Arc::into_inner(disk).map_or(Ok(()), Disk::close);
+        closed.context(|| format!("cannot close the disk {}", self.path.display()))
     }
 
     /// Takes over a mount of this content from a process that has ended.

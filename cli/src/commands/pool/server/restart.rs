@@ -39,8 +39,6 @@ enum Stopped {
     Completely,
     /// The mount has ended, and another thread closes its disk.
     IsEnding,
-    /// No process can take it over. The log has the reason.
-    Failed,
 }
 
 impl Pool {
@@ -129,25 +127,23 @@ impl Pool {
         let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
         self.close_uppers(|number| detached.contains(&number));
         let results = self.stop_mounts();
-        let with = |how| {
-            let those = results.iter().filter(move |(_, stopped)| *stopped == how);
-            those.map(|(number, _)| number)
+        let ending = || {
+            let ending = results.iter().filter(|(_, how)| *how == Stopped::IsEnding);
+            ending.map(|(number, _)| number)
         };
         let mut state = self.state();
-        while with(Stopped::IsEnding).any(|number| state.mounts.contains_key(number)) {
+        while ending().any(|number| state.mounts.contains_key(number)) {
             state = self.wait(state);
         }
-        let lost = with(Stopped::Failed).count();
-        Ok(json!({ "unmounted": unmounted, "lost": lost }))
+        Ok(json!({ "unmounted": unmounted }))
     }
 
-    fn stoppers(&self) -> Vec<(u64, AnyStopper, Option<Record>)> {
+    fn stoppers(&self) -> Vec<(u64, AnyStopper)> {
         let state = self.state();
-        let mounts = state.mounts.iter().filter_map(|(&number, entry)| {
-            let stopper = entry.stopper.clone()?;
-            Some((number, stopper, entry.kept.clone()))
-        });
-        mounts.collect()
+        let mounts = state.mounts.iter();
+        mounts
+            .filter_map(|(&number, entry)| Some((number, entry.stopper.clone()?)))
+            .collect()
     }
 
     /// Makes the disks of all mounts durable, while programs use them. If that fails, the pool must
@@ -155,7 +151,7 @@ impl Pool {
     fn prepare_disks(&self) -> Result<(), MountError> {
         self.stoppers()
             .iter()
-            .try_for_each(|(_, stopper, _)| match stopper {
+            .try_for_each(|(_, stopper)| match stopper {
                 AnyStopper::Upper(_) => Ok(()),
                 AnyStopper::Disk(stopper) => stopper.prepare(),
             })
@@ -171,12 +167,8 @@ impl Pool {
                 let mut stoppers = stoppers.lock().unwrap_or_else(PoisonError::into_inner);
                 stoppers.pop()
             };
-            while let Some((number, stopper, record)) = next() {
-                let stopped = self.stop_one(number, &stopper, record);
-                let stopped = stopped.unwrap_or_else(|error| {
-                    log_failure(&error);
-                    Stopped::Failed
-                });
+            while let Some((number, stopper)) = next() {
+                let stopped = Pool::stop_one(&stopper);
                 let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
                 results.push((number, stopped));
             }
@@ -191,30 +183,19 @@ impl Pool {
         results.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn stop_one(
-        &self,
-        number: u64,
-        stopper: &AnyStopper,
-        record: Option<Record>,
-    ) -> Result<Stopped, CommandError> {
-        let stopper = match stopper {
-            AnyStopper::Upper(stopper) => {
-                // The next process takes the mount over all the same.
-                if let Err(error) = stopper.stop() {
-                    log_failure(&failure(&error));
-                }
-                return Ok(Stopped::Completely);
-            }
-            AnyStopper::Disk(stopper) => stopper,
+    /// The next process takes the mount over also after an error: it has the ledger.
+    fn stop_one(stopper: &AnyStopper) -> Stopped {
+        let stopped = match stopper {
+            AnyStopper::Upper(stopper) => stopper.stop().map(|()| true),
+            AnyStopper::Disk(stopper) => stopper.stop(),
         };
-        let handover = stopper.stop().map_err(|error| failure(&error))?;
-        match (handover, record) {
-            (None, _) => Ok(Stopped::IsEnding),
-            (Some(handover), Some(record)) => match self.keep_disk(number, &record, &handover)? {
-                true => Ok(Stopped::Completely),
-                false => Err(CommandError::new("the keeper of the pool has died")),
-            },
-            (Some(_), None) => Ok(Stopped::Failed),
+        match stopped {
+            Ok(true) => Stopped::Completely,
+            Ok(false) => Stopped::IsEnding,
+            Err(error) => {
+                log_failure(&failure(&error));
+                Stopped::Completely
+            }
         }
     }
 

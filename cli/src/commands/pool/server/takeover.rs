@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use bcow_fuse::kernel::DiskHandover;
+use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::{AnySession, Handover, KernelSession, Session};
 
 use super::{MountInProgress, OwnDirectory, Pool, log_failure};
@@ -37,11 +37,13 @@ pub struct Kept {
     pub is_disk: bool,
     /// The ledger of a mount with an upper, or the hidden mount of one at the kernel door.
     pub companion: Option<OwnedFd>,
+    /// The file and the ledger of a disk.
+    pub disk: Option<DiskFiles>,
 }
 
 impl Pool {
-    /// Gives to the keeper what another process needs to take over this mount; of a disk, nothing
-    /// before a restart. Returns the record, or `None` if no other process can take it over.
+    /// Gives to the keeper what another process needs to take over this mount. Returns the record,
+    /// or `None` if no other process can take it over.
     pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<Record> {
         let kept = match &mounted.session {
             AnySession::Fuse(session) => self.keep_fuse(number, session, mounted, asked),
@@ -90,41 +92,31 @@ impl Pool {
         mounted: &Mounted,
         asked: Asked,
     ) -> Result<Option<Record>, CommandError> {
+        let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
+            return Ok(None);
+        };
         let (target, _) = session.place();
         let record = Record::new(
             asked,
             target.into(),
-            0,
+            handover.agreed,
             hex(&mounted.identity),
             mounted.service.clone(),
         );
-        if session.stopper().is_some() {
-            return Ok(Some(record));
-        }
-        let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
-            return Ok(None);
-        };
-        self.keep_disk(number, &record, &handover)
-            .map(|is_kept| is_kept.then_some(record))
-    }
-
-    /// Gives a mount at the kernel door to the keeper. Returns whether the keeper has it.
-    pub(super) fn keep_disk(
-        &self,
-        number: u64,
-        record: &Record,
-        handover: &DiskHandover,
-    ) -> Result<bool, CommandError> {
-        let stored = store(&record.clone().at_kernel_door(handover))?;
+        let record = record.at_kernel_door(&handover);
+        let stored = store(&record)?;
         let keep = Packet::Keep {
             number,
             device: handover.place.device.clone(),
             is_disk: true,
         };
-        Ok(
-            self.notify_keeper(&keep, &[handover.connection.as_fd(), stored.as_fd()])
-                && self.notify_keeper(&Packet::Companion { number }, &[handover.hidden.as_fd()]),
-        )
+        let mut is_kept = self.notify_keeper(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
+        is_kept &= self.notify_keeper(&Packet::Companion { number }, &[handover.hidden.as_fd()]);
+        if let Some(disk) = &handover.disk {
+            let files = [disk.file.as_fd(), disk.ledger.as_fd()];
+            is_kept &= self.notify_keeper(&Packet::Disk { number }, &files);
+        }
+        Ok(is_kept.then_some(record))
     }
 
     /// The mount has ended.
@@ -166,11 +158,12 @@ impl Pool {
             device,
             is_disk,
             companion,
+            disk,
         } = kept;
         let record = Record::load(record).context(|| "cannot read its record");
         match (record, companion) {
             (Ok(record), Some(hidden)) if record.disk.is_some() => {
-                self.take_over_disk(number, record, connection, hidden)
+                self.take_over_disk(number, record, connection, hidden, disk)
             }
             (record, companion) if is_disk => {
                 self.release(number);
@@ -239,6 +232,7 @@ impl Pool {
         record: Record,
         connection: OwnedFd,
         hidden: OwnedFd,
+        files: Option<DiskFiles>,
     ) -> Result<(), CommandError> {
         let Some(disk) = &record.disk else {
             return Ok(());
@@ -247,23 +241,31 @@ impl Pool {
         let target = target.display().to_string();
         let place = record.place(disk).context(|| "cannot read its record")?;
         if !place.exists() {
-            // The kernel has closed the file: the mount has ended meanwhile.
+            // The kernel has closed the file: the mount has ended meanwhile. The disk may lack
+            // changes that were answered.
+            let closed = match disk.is_writable {
+                true => self
+                    .open_disk_again(&record, disk, files.as_ref())
+                    .and_then(|(_, opened)| opened.close()),
+                false => Ok(()),
+            };
+            drop(files);
             self.release(number);
-            return Ok(());
+            return closed;
         }
         let handover = DiskHandover {
             connection,
             hidden,
             place: place.clone(),
             agreed: record.agreed,
-            lost: disk.lost,
-            content: None,
+            disk: None,
         };
         let mount = MountInProgress::of_taken_over(self);
-        let opened = self.open_disk_again(&record, disk);
-        if opened.is_err() || disk.content.is_some() {
-            // No process can take a disk over after a crash of this one. And the kernel does not
-            // wait for a connection that no process has.
+        let opened = self.open_disk_again(&record, disk, files.as_ref());
+        // The opened disk has descriptors of its own.
+        drop(files);
+        if opened.is_err() {
+            // The kernel does not wait for a connection that no process has.
             self.release(number);
         }
         match opened {
@@ -315,23 +317,25 @@ impl Pool {
     }
 
     /// Opens the content of a mount at the kernel door again. A disk must be as the process before
-    /// has left it: the kernel relies on all that it has written.
+    /// has left it: the kernel relies on all that it has written. So the disk has stayed locked,
+    /// and has a ledger.
     fn open_disk_again(
         &self,
         record: &Record,
         disk: &DiskRecord,
+        files: Option<&DiskFiles>,
     ) -> Result<(mount::Args, kernel::Opened), CommandError> {
         let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
         let args = self.parse(record.arguments.clone())?;
-        let opened = pooled::open_disk_again(&args, self.host(&[]), &Ui::collecting())?;
-        // The identity of a disk without an upper changes with its content.
-        let is_image = record.service.upper.is_some() || disk.content.is_none();
-        if is_image && hex(&opened.identity()) != record.identity {
-            return Err(another_image());
+        if disk.is_writable && files.is_none() {
+            return Err(CommandError::new("the ledger of its disk is missing"));
         }
-        match opened.content() == disk.content {
-            true => Ok((args, opened)),
-            false => Err(CommandError::new("another process has changed the disk")),
+        let opened = pooled::open_disk_again(&args, self.host(&[]), files, &Ui::collecting())?;
+        // The identity of a disk without an upper changes with its content.
+        let is_image = record.service.upper.is_some() || !disk.is_writable;
+        match is_image && hex(&opened.identity()) != record.identity {
+            true => Err(another_image()),
+            false => Ok((args, opened)),
         }
     }
 }
