@@ -117,10 +117,11 @@ impl OpenImage {
         ui: &Ui,
     ) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
-        OpenImage::open_parts(name, &layers.layers, stores, &options, &|image| {
+        let check = |image: OpenImage| {
             image.warn_of_problems(ui);
             Ok(image)
-        })
+        };
+        OpenImage::open_parts(name, &layers.layers, stores, &options, None, &check)
     }
 
     fn warn_of_problems(&self, ui: &Ui) {
@@ -151,7 +152,20 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        OpenImage::open_parts(name, layers, stores, options, &OpenImage::require_complete)
+        OpenImage::open_merged(name, layers, stores, options, None)
+    }
+
+    /// Same as [`OpenImage::open_layered`]. The merged metadata of the layers stays in the file
+    /// `merged`, for the next call.
+    pub fn open_merged(
+        name: &Path,
+        layers: &[PathBuf],
+        stores: &StoreArgs,
+        options: &OpenOptions,
+        merged: Option<&Path>,
+    ) -> Result<Self, CommandError> {
+        let check = &OpenImage::require_complete;
+        OpenImage::open_parts(name, layers, stores, options, merged, check)
     }
 
     /// Opens an image with `layers` on top. `check` gets each image as it is opened, and decides
@@ -161,6 +175,7 @@ impl OpenImage {
         layers: &[PathBuf],
         stores: &StoreArgs,
         options: &OpenOptions,
+        merged: Option<&Path>,
         check: &dyn Fn(OpenImage) -> Result<OpenImage, CommandError>,
     ) -> Result<Self, CommandError> {
         let base = check(OpenImage::open_pinned(
@@ -224,7 +239,7 @@ impl OpenImage {
             parts.push(image);
         }
         let top = &layers[layers.len() - 1];
-        OpenImage::joined(&base_name, parts, options, &|| cannot(top))
+        OpenImage::joined(&base_name, parts, options, merged, &|| cannot(top))
     }
 
     /// The `count` lowest layers of this stack as an image.
@@ -250,15 +265,16 @@ impl OpenImage {
         });
         let files = files.collect::<Result<Vec<_>, CommandError>>()?;
         let name = PathBuf::from(format!("{shown}#layers={count}"));
-        OpenImage::joined(&name, files, options, &cannot)
+        OpenImage::joined(&name, files, options, None, &cannot)
     }
 
     /// Shows `images`, the lowest first, as one image with this name. `cannot` is the error of a
-    /// merge that fails.
+    /// merge that fails. `merged` is as in [`OpenImage::open_merged`].
     fn joined(
         name: &Path,
         images: Vec<OpenImage>,
         options: &OpenOptions,
+        merged: Option<&Path>,
         cannot: &dyn Fn() -> CommandError,
     ) -> Result<Self, CommandError> {
         let parts = images
@@ -278,7 +294,7 @@ impl OpenImage {
             described.insert("config".into(), config.clone());
         }
         let Joined { image, starts } =
-            join(&parts, described, options).map_err(|error| cannot().caused_by(&error))?;
+            join(&parts, described, options, merged).map_err(|error| cannot().caused_by(&error))?;
         let opened = opened_alone(image, images[0].opened.path.clone());
         let mut joined = OpenImage::of(name, opened);
         let forms = parts.into_iter().map(|part| part.form);
@@ -634,7 +650,7 @@ impl ViewedImage for OpenImage {
             cache,
             ..OpenOptions::default()
         };
-        let joined = join(&parts, Map::new(), &options);
+        let joined = join(&parts, Map::new(), &options, None);
         Ok(joined
             .map_err(|error| ViewError::Layers(error.into()))?
             .image)

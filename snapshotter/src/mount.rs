@@ -32,9 +32,14 @@ pub fn of_directory(directory: &Path, is_writable: bool) -> Mount {
     }
 }
 
-/// The mount of layers, the lowest first, by the helper `mount.bcow`. `None` if there are no
-/// layers.
-pub fn of_layers(layers: &[String], access: Access<'_>, extra: &[String]) -> Option<Mount> {
+/// The mount of layers, the lowest first, by the helper `mount.bcow`, which keeps their merged
+/// metadata in the file `merged`. `None` if there are no layers.
+pub fn of_layers(
+    layers: &[String],
+    access: Access<'_>,
+    merged: Option<&Path>,
+    extra: &[String],
+) -> Option<Mount> {
     let (lowest, rest) = layers.split_first()?;
     let mut options = vec!["allow_other".to_owned()];
     match access {
@@ -46,6 +51,9 @@ pub fn of_layers(layers: &[String], access: Access<'_>, extra: &[String]) -> Opt
         }
     }
     options.extend(rest.iter().map(|layer| format!("layer={layer}")));
+    if let (Some(merged), [_, ..]) = (merged, rest) {
+        options.push(format!("merged={}", text(merged)));
+    }
     options.extend_from_slice(extra);
     Some(Mount {
         kind: "fuse3.mount.bcow",
@@ -68,14 +76,16 @@ mod tests {
         let layers = ["/r/layers/1.bcow", "/r/layers/4.bcow"].map(str::to_owned);
         let upper = Path::new("/r/5/upper");
         let extra = ["writeback".to_owned()];
-        let mount = of_layers(&layers, Access::Write(upper), &extra).unwrap();
+        let merged = Some(Path::new("/r/merged/4.bcow"));
+        let mount = of_layers(&layers, Access::Write(upper), merged, &extra).unwrap();
         assert_eq!(mount.source, "/r/layers/1.bcow");
         assert_eq!(
             mount.options.join(","),
-            "allow_other,upper=/r/5/upper,if_mounted=bind,layer=/r/layers/4.bcow,writeback"
+            "allow_other,upper=/r/5/upper,if_mounted=bind,layer=/r/layers/4.bcow,\
+             merged=/r/merged/4.bcow,writeback"
         );
-        let view = of_layers(&layers[..1], Access::Read, &[]).unwrap();
+        let view = of_layers(&layers[..1], Access::Read, merged, &[]).unwrap();
         assert_eq!(view.options.join(","), "allow_other,ro");
-        assert_eq!(of_layers(&[], Access::Read, &[]), None);
+        assert_eq!(of_layers(&[], Access::Read, merged, &[]), None);
     }
 }

@@ -261,6 +261,23 @@ class Uppers:
         # The upper belongs to the image together with the layer, not to either alone.
         refused = bcow("mount", self.base, where, "--upper", upper, check=False)
         assert_refused(self, refused, "another image|belongs to")
+        # The merged metadata is kept, also for an upper from a mount without it.
+        merged, made = self.path("on-top-merged"), []
+        self.addCleanup(os.remove, merged)
+        for layers, image, options in (((layer, second), whole, ()), ((layer, second), whole, ()),
+                                       ((layer,), whole, ("--upper", upper)),
+                                       ((layer,), self.after, ())):
+            where = self.layered(*layers, ("--merged", merged, *options))
+            try:
+                with support.mounted(image) as shown:
+                    assert_same_tree(self, where, shown)
+            finally:
+                bcow("umount", where, timeout=60)
+            made.append(os.stat(merged).st_ino)
+            self.assertEqual(stat.S_IMODE(os.stat(merged).st_mode), 0o600)
+        self.assertEqual(made[0], made[1])
+        self.assertNotEqual(made[1], made[2])
+        self.assertEqual(made[2], made[3])
 
     def test_a_layer_and_its_archive_are_the_same(self):
         layer = self.path("layer.bcow")

@@ -15,7 +15,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::{BlockCache, Verify};
+use bcow::{BlockCache, OpenOptions, Verify};
 use bcow_fuse::daemon::{self, Launch, Readiness};
 use bcow_fuse::options::{Access, Writing};
 use bcow_fuse::session::show_closing;
@@ -28,7 +28,7 @@ use bcow_union::log::{self, Severity};
 use crate::ask::{self, Answer};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
-use crate::image::{LayerArgs, StoreArgs, parse_name, shown_name};
+use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
 use crate::metrics::Metrics;
 use crate::pool::{self, PoolName};
 use crate::record::Recording;
@@ -174,6 +174,10 @@ pub struct Args {
     fake: bool,
     #[command(flatten)]
     layers: LayerArgs,
+    /// Keep the merged metadata of the layers in FILE, so that later mounts of the same image with
+    /// the same layers start sooner. A file of other layers is replaced
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    merged: Option<PathBuf>,
     #[command(flatten)]
     stores: StoreArgs,
     #[command(flatten)]
@@ -197,6 +201,12 @@ impl Args {
     /// The directory to mount on.
     fn directory(&self) -> &Path {
         self.more.last().unwrap_or(&self.directory)
+    }
+
+    /// Opens the image with its layers.
+    fn open_image(&self, options: &OpenOptions) -> Result<OpenImage, CommandError> {
+        let merged = self.merged.as_deref();
+        OpenImage::open_merged(&self.image, &self.layers(), &self.stores, options, merged)
     }
 
     /// The layers on top of the image, the lowest first.

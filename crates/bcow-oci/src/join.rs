@@ -4,6 +4,8 @@
 //! metadata of the merged tree, and a window onto each image. A window shows the whole address
 //! space of its image, including the windows of that image.
 
+mod kept;
+
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
@@ -57,14 +59,33 @@ pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
 }
 
 /// Joins `parts`, lowest first, into one image. Its metadata has the fields `metadata_fields`.
+///
+/// With `kept`, the file of the joined image stays at this path, so that a later call need not read
+/// and merge the trees again. A file there that is of other parts, damaged, or writable by other
+/// users is replaced. If the host cannot store the file, it is in memory.
 pub fn join(
     parts: &[JoinPart],
     metadata_fields: Map<String, Value>,
     options: &OpenOptions,
+    kept: Option<&Path>,
 ) -> Result<Joined, ConvertError> {
-    let path = Path::new("memory");
-    let memory_error = |error| ConvertError::write("make a file in", path, error);
+    let resolver = ImagesByDigest(
+        parts
+            .iter()
+            .map(|part| (part.image.identity_hash(), part.image.clone()))
+            .collect(),
+    );
     let places = place_regions(parts.iter().map(|part| part.image.size()));
+    let joined = |image: Arc<Image>| Joined {
+        starts: starts(&image, parts, &places),
+        image,
+    };
+    let open = |file: File| Image::open_with_backings(Arc::new(file), options, &resolver);
+    if let Some(path) = kept
+        && let Some(image) = kept::open(path, parts, open)
+    {
+        return Ok(joined(image));
+    }
     let trees = parts
         .iter()
         .zip(&places)
@@ -73,48 +94,65 @@ pub fn join(
         .collect::<Result<Vec<_>, _>>()?;
     let names: Vec<String> = parts.iter().map(|part| part.name.clone()).collect();
     let tree = merge(trees).map_err(|error| tree_error(&names, error))?;
-    let stack_parts: Vec<StackPart<'_>> = parts
-        .iter()
-        .map(|part| StackPart {
-            image: &part.image,
-            // Only the resolver below resolves this digest. The parts must have different ones.
-            digest: part.image.identity_hash(),
-            bytes: part.image.size(),
-        })
-        .collect();
-    let merged = Merged {
-        tree: &tree,
-        parts: &stack_parts,
-        places: &places,
-        options: WriterOptions {
-            compression: Compression::None,
-            erofs: true,
-            ..WriterOptions::default()
-        },
-        inline_max: MAX_INLINE,
-        stats: ContentStats::default(),
-        prefetch: None,
-        path,
+    let write = |file: File, path: &Path, fields: Map<String, Value>| {
+        let stack_parts: Vec<StackPart<'_>> = parts
+            .iter()
+            .map(|part| StackPart {
+                image: &part.image,
+                // Only the resolver above resolves this digest. The parts must have different ones.
+                digest: part.image.identity_hash(),
+                bytes: part.image.size(),
+            })
+            .collect();
+        let merged = Merged {
+            tree: &tree,
+            parts: &stack_parts,
+            places: &places,
+            options: WriterOptions {
+                compression: Compression::None,
+                erofs: true,
+                ..WriterOptions::default()
+            },
+            inline_max: MAX_INLINE,
+            stats: ContentStats::default(),
+            prefetch: None,
+            path,
+        };
+        let metadata = Metadata::new("bcow", Value::Null, fields);
+        merged.write(file, metadata).map(drop)
     };
+    if let Some(path) = kept {
+        match kept::make(path, parts, &metadata_fields, write) {
+            Ok(()) => {
+                if let Some(image) = kept::open(path, parts, open) {
+                    return Ok(joined(image));
+                }
+            }
+            Err(error) => tracing::warn!("cannot keep merged layers: {error}"),
+        }
+    }
+    let path = Path::new("memory");
+    let memory_error = |error| ConvertError::write("make a file in", path, error);
     let file = rustix::fs::memfd_create("bcow", MemfdFlags::CLOEXEC)
         .map_err(|error| memory_error(error.into()))?;
     let file = File::from(file);
     let written = file.try_clone().map_err(memory_error)?;
-    let metadata = Metadata::new("bcow", Value::Null, metadata_fields);
-    let stack = merged.write(written, metadata)?;
-    let resolver = ImagesByDigest(
-        parts
-            .iter()
-            .map(|part| (part.image.identity_hash(), part.image.clone()))
-            .collect(),
-    );
-    let image = Image::open_with_backings(Arc::new(file), options, &resolver)
-        .map_err(|error| image_error(path, error))?;
-    let starts = stack.windows.iter();
-    Ok(Joined {
-        image,
-        starts: starts.map(|w| u64::from(w.to) * BLOCK_BYTES).collect(),
-    })
+    write(written, path, metadata_fields)?;
+    let image = open(file).map_err(|error| image_error(path, error))?;
+    Ok(joined(image))
+}
+
+/// Where the parts begin. The last one ends with the image.
+fn starts(image: &Image, parts: &[JoinPart], places: &[BlockRange]) -> Vec<u64> {
+    let (Some(last), Some(place)) = (parts.last(), places.last()) else {
+        return Vec::new();
+    };
+    let end = image.size() - last.image.size();
+    let first = end - place.first * BLOCK_BYTES;
+    places
+        .iter()
+        .map(|place| first + place.first * BLOCK_BYTES)
+        .collect()
 }
 
 /// Reads the tree of the part `index`. The content of the part is at the blocks `place`.
@@ -176,7 +214,7 @@ mod tests {
             part("below", TreeForm::Whole, &[]),
             part("above", TreeForm::Layer, &[7; 4096]),
         ];
-        let joined = join(&parts, Map::new(), &OpenOptions::default()).unwrap();
+        let joined = join(&parts, Map::new(), &OpenOptions::default(), None).unwrap();
         let mut metadata = vec![0; joined.starts[0] as usize];
         joined.image.read_at(0, &mut metadata).unwrap();
         let hash: [u8; 32] = Sha256::digest(&metadata).into();
@@ -184,5 +222,51 @@ mod tests {
         let expected = "6f075304b9c5c2687efbf30f57036928f9416435df214bc6b40256899500a912";
         assert_eq!(joined.starts, [4 << 20, 8 << 20]);
         assert_eq!(hash, expected);
+    }
+
+    #[test]
+    fn a_kept_file_is_used_as_long_as_it_is_of_these_parts() {
+        use std::os::unix::fs::{MetadataExt, PermissionsExt};
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("merged.bcow");
+        let below = part("below", TreeForm::Whole, &[]);
+        let parts = [below.clone(), part("above", TreeForm::Layer, &[7; 4096])];
+        let others = [below, part("above", TreeForm::Layer, &[8; 4096])];
+        let content = |joined: &Joined| {
+            let mut bytes = vec![0; joined.image.size() as usize];
+            joined.image.read_at(0, &mut bytes).unwrap();
+            bytes
+        };
+        let in_memory = join(&parts, Map::new(), &OpenOptions::default(), None).unwrap();
+        let kept = |parts: &[JoinPart]| {
+            let options = OpenOptions::default();
+            let joined = join(parts, Map::new(), &options, Some(&path)).unwrap();
+            (joined, path.metadata().unwrap().ino())
+        };
+        let (first, file) = kept(&parts);
+        assert_eq!(first.starts, in_memory.starts);
+        assert!(content(&first) == content(&in_memory));
+        let (again, same) = kept(&parts);
+        assert_eq!((again.starts, same), (in_memory.starts.clone(), file));
+        // Of other parts.
+        let (other, replaced) = kept(&others);
+        assert_ne!(replaced, file);
+        assert!(content(&other) != content(&in_memory));
+        let (back, _) = kept(&parts);
+        assert!(content(&back) == content(&in_memory));
+        // Damaged, and writable by others.
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        let (repaired, _) = kept(&parts);
+        assert!(content(&repaired) == content(&in_memory));
+        let file_before = path.metadata().unwrap().ino();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+        assert_ne!(kept(&parts).1, file_before);
+        // No file can be made there.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        let options = OpenOptions::default();
+        let joined = join(&parts, Map::new(), &options, Some(&path)).unwrap();
+        assert!(content(&joined) == content(&in_memory));
     }
 }

@@ -54,8 +54,6 @@ pub(crate) struct WrittenStack {
     pub written: Written,
     /// Inodes of the stack's tree.
     pub entries: u64,
-    /// The windows onto the parts, in their order.
-    pub windows: Vec<ContentWindow>,
 }
 
 impl Merged<'_> {
@@ -131,11 +129,7 @@ impl Merged<'_> {
         let written = writer
             .finish(&superblock, &metadata.into_json())
             .map_err(failed)?;
-        Ok(WrittenStack {
-            written,
-            entries,
-            windows,
-        })
+        Ok(WrittenStack { written, entries })
     }
 }
 

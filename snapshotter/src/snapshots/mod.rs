@@ -340,7 +340,12 @@ impl Snapshots {
         if let Some(remote) = &chain.remote {
             options.extend(self.remote.mount_options(&remote.image));
         }
-        let mount = mount::of_layers(&self.layers(chain), access, &options);
+        // The mount for the unpacking of a layer is the only one with the layers below it.
+        let merged = match is_unpacking(&record.name) {
+            true => None,
+            false => chain.layers.last().map(|&id| self.place.merged(id)),
+        };
+        let mount = mount::of_layers(&self.layers(chain), access, merged.as_deref(), &options);
         let mount = mount.ok_or_else(|| {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
@@ -392,6 +397,13 @@ fn chain_below(index: &Index, record: &Record) -> Result<Chain, Error> {
         None => Ok(Chain::default()),
         Some(parent) => index.chain(parent),
     }
+}
+
+/// Whether containerd unpacks a layer of an image into this snapshot: its name, behind those of the
+/// namespace, begins with `extract-` (containerd's snapshots.UnpackKeyPrefix).
+fn is_unpacking(name: &str) -> bool {
+    let own = name.rsplit('/').next().unwrap_or(name);
+    own.starts_with("extract-")
 }
 
 fn require_name(name: &str) -> Result<(), Error> {

@@ -7,6 +7,7 @@
 //!     fs/                active or a view, without a parent: the files
 //!     upper/             active, with a parent: the upper of its mount
 //! ROOT/layers/ID.bcow    the layer of a committed snapshot
+//! ROOT/merged/ID.bcow    the merged metadata of this layer and those below it; a mount makes it
 //! ROOT/cache/            what mounts have read of layers in registries: the cache of `bcow`
 //! ROOT/auth/             credentials for these registries, of pulls
 //! ROOT/new/              what is being made; the next start empties it
@@ -82,7 +83,7 @@ impl Place {
             sweeping: parking_lot::Mutex::new(()),
             lock,
         };
-        for name in ["snapshots", "layers", "new", "trash"] {
+        for name in ["snapshots", "layers", "merged", "new", "trash"] {
             let path = root.join(name);
             match DirBuilder::new().mode(0o700).create(&path) {
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
@@ -115,6 +116,15 @@ impl Place {
             match records.iter().find(is_used) {
                 Some(_) => {}
                 None => remove_all(&path)?,
+            }
+        }
+        for path in entries(&self.root.join("merged"))? {
+            let id = number(&path).map(Id);
+            if !records
+                .iter()
+                .any(|record| record.has_layer && Some(record.id) == id)
+            {
+                remove_all(&path)?;
             }
         }
         for record in records.iter().filter(|record| record.has_layer) {
@@ -152,6 +162,11 @@ impl Place {
     /// The layer of a committed snapshot.
     pub fn layer(&self, id: Id) -> PathBuf {
         self.root.join("layers").join(format!("{id}.bcow"))
+    }
+
+    /// The merged metadata of a layer and of those below it. A mount makes it.
+    pub fn merged(&self, id: Id) -> PathBuf {
+        self.root.join("merged").join(format!("{id}.bcow"))
     }
 
     /// The cache of the layers in registries.
@@ -298,12 +313,13 @@ impl Place {
         let directory = self.directory(id);
         fs::rename(&directory, &trash).at("remove", &directory)?;
         sync(&self.root.join("snapshots"))?;
-        let layer = self.layer(id);
-        match fs::remove_file(&layer) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                tracing::warn!("cannot remove {}: {error}", layer.display());
+        for file in [self.layer(id), self.merged(id)] {
+            match fs::remove_file(&file) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    tracing::warn!("cannot remove {}: {error}", file.display());
+                }
+                _ => {}
             }
-            _ => {}
         }
         Ok(())
     }
@@ -472,6 +488,9 @@ mod tests {
         fs::create_dir(root.join("trash/8")).unwrap();
         fs::write(root.join("layers/7.bcow"), "").unwrap();
         fs::write(root.join("layers/2.bcow"), "of an active snapshot").unwrap();
+        for merged in ["1.bcow", "2.bcow", "7.bcow", ".bcow-x.part"] {
+            fs::write(root.join("merged").join(merged), "").unwrap();
+        }
         fs::write(root.join("snapshots/2/record.json.new"), "{").unwrap();
         drop(place);
 
@@ -481,6 +500,7 @@ mod tests {
         records.sort_by_key(|record| record.id);
         assert_eq!(records, [committed, active]);
         assert_eq!(names(&root.join("layers")), ["1.bcow"]);
+        assert_eq!(names(&root.join("merged")), ["1.bcow"]);
         assert_eq!(names(&root.join("new")), [""; 0]);
         assert_eq!(names(&root.join("snapshots/1")), ["record.json"]);
         assert_eq!(names(&root.join("snapshots/2")), ["record.json", "upper"]);

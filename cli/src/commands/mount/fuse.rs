@@ -72,16 +72,10 @@ pub fn open(
     upper_use: UpperUse<'_>,
     ui: &Ui,
 ) -> Result<Opened, CommandError> {
-    let layers = args.layers();
-    let image = OpenImage::open_layered(
-        &args.image,
-        &layers,
-        &args.stores,
-        &OpenOptions {
-            cache: host.cache.clone(),
-            verify: args.verify(),
-        },
-    )?;
+    let image = args.open_image(&OpenOptions {
+        cache: host.cache.clone(),
+        verify: args.verify(),
+    })?;
     let fetching = ahead::start(args, &image);
     let recording = match &args.record {
         Some(path) => Some(Recording::start(

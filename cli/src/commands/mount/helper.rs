@@ -50,12 +50,12 @@ those of fstab(5), and these, each for an option of `bcow mount`:
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
   door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
   server_timeout=SECONDS, insecure, root_hash=HEX, verify_key=FILE, backing_dir=DIR,
-  backing_url=PREFIX, pool=NAME, record=TRACE, if_mounted=WHAT
+  backing_url=PREFIX, pool=NAME, record=TRACE, if_mounted=WHAT, merged=FILE
 In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 29] = [
+const WITH_VALUE: [(&[u8], &str); 30] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -85,6 +85,7 @@ const WITH_VALUE: [(&[u8], &str); 29] = [
     (b"pool", "--pool"),
     (b"record", "--record"),
     (b"if_mounted", "--if-mounted"),
+    (b"merged", "--merged"),
 ];
 
 /// Options without a value that are options of `bcow mount` on their own.

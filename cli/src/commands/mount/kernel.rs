@@ -25,7 +25,7 @@ use crate::commands::create::disk_size;
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
-use crate::image::{OpenImage, parse_name};
+use crate::image::parse_name;
 use crate::kernel_upper::{self, Asked, WritableUpper};
 use crate::names;
 use crate::record::Recording;
@@ -201,7 +201,7 @@ fn open_asked(
     // The process changes its directory later, and publishes the path of the upper.
     let path =
         std::path::absolute(upper).context(|| format!("cannot use upper {}", upper.display()))?;
-    let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, &options)?;
+    let image = args.open_image(&options)?;
     host.let_signals_through()
         .map_err(|error| failure(&error))?;
     let note = note(args.directory());
@@ -371,7 +371,7 @@ fn open_writable(
 }
 
 fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
-    let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, options)?;
+    let image = args.open_image(options)?;
     Ok(OpenDevice {
         device: Device::ReadOnly(image.image().clone()),
         identity: image.identity(),

@@ -184,6 +184,7 @@ impl From<PoolHost<'_>> for Host<'_> {
 fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError> {
     let stores = &args.stores;
     let mut paths: Vec<PathBuf> = args.upper.path().map(Path::to_owned).into_iter().collect();
+    paths.extend(args.merged.clone());
     paths.extend(stores.directories()?);
     paths.extend(stores.backing_dirs()?.iter().cloned());
     // A local file can have a backing on another machine, or a view.

@@ -17,7 +17,6 @@ use super::{Asked, Opened, open_asked, open_options, open_unchecked};
 use crate::disk_ledger::LedgerUse;
 use crate::disks::{cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context};
-use crate::image::OpenImage;
 use crate::kernel_upper::is_kernel_upper;
 use crate::running::Service;
 use crate::ui::Ui;
@@ -63,7 +62,7 @@ pub fn check(args: &Args, host: &Host<'_>) -> Result<Option<[u8; 32]>, CommandEr
         return require_own_lock(&args.image).map(|()| None);
     }
     let options = open_options(args, &host.cache);
-    let image = OpenImage::open_layered(&args.image, &args.layers(), &args.stores, &options)?;
+    let image = args.open_image(&options)?;
     Ok(Some(image.identity()))
 }
 

@@ -1,0 +1,75 @@
+//! The file of a joined image that stays for later joins of the same parts.
+
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::{Error, Image, NewFile};
+use rustix::fs::{CWD, Mode, OFlags};
+use serde_json::{Map, Value, json};
+
+use super::JoinPart;
+use crate::error::ConvertError;
+
+/// The field of the metadata with [`described`].
+const FIELD: &str = "joined";
+/// Changes when a join writes other bytes for the same parts.
+const VERSION: u64 = 1;
+/// Permission bits with which other users can write.
+const OTHERS_WRITE: u32 = 0o022;
+
+/// Opens the file at `path`, if it is of these parts. The bytes were checked when they were
+/// written, and reads compare their checksums. A file that other users can write is not used.
+pub(super) fn open(
+    path: &Path,
+    parts: &[JoinPart],
+    open: impl Fn(File) -> Result<Arc<Image>, Error>,
+) -> Option<Arc<Image>> {
+    // Without O_NONBLOCK, the opening of a FIFO would wait for a writer.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = File::from(rustix::fs::openat(CWD, path, flags, Mode::empty()).ok()?);
+    let found = file.metadata().ok()?;
+    if !found.is_file() || !is_own(&found) {
+        return None;
+    }
+    let image = open(file).ok()?;
+    let metadata = image.metadata().ok()?;
+    (metadata[FIELD] == described(parts)).then_some(image)
+}
+
+/// Makes the file at `path`. Concurrent makers do no harm: each gives the name to a file with the
+/// same content.
+pub(super) fn make(
+    path: &Path,
+    parts: &[JoinPart],
+    fields: &Map<String, Value>,
+    write: impl FnOnce(File, &Path, Map<String, Value>) -> Result<(), ConvertError>,
+) -> Result<(), ConvertError> {
+    let failed = |error| ConvertError::write("write", path, error);
+    let new = NewFile::create(path).map_err(|error| failed(std::io::Error::other(error)))?;
+    // The umask may allow more.
+    rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600))
+        .map_err(|errno| failed(errno.into()))?;
+    let mut fields = fields.clone();
+    fields.insert(FIELD.into(), described(parts));
+    write(new.file().try_clone().map_err(failed)?, path, fields)?;
+    new.complete()
+        .map_err(|error| failed(std::io::Error::other(error)))
+}
+
+/// What the file is made of.
+fn described(parts: &[JoinPart]) -> Value {
+    let identities = parts.iter().map(|part| {
+        let identity = part.image.identity_hash();
+        identity.iter().map(|byte| format!("{byte:02x}")).collect()
+    });
+    let identities: Vec<String> = identities.collect();
+    json!({ "version": VERSION, "parts": identities })
+}
+
+/// Whether only this user and root can have written a file.
+fn is_own(metadata: &Metadata) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    [own, 0].contains(&metadata.uid()) && metadata.mode() & OTHERS_WRITE == 0
+}
