@@ -5,13 +5,15 @@
 
 Requests: the same changes in a mount with a process of its own and in a pool, which keeps a ledger.
 Pause: the time until a request is answered after the process of the pool was killed, when the
-kernel holds few inodes, --nodes of them, and as many that are in the upper. Restarts: the longest
+kernel holds few inodes, --nodes of them, and as many that are in the upper. Disks: the same two at
+the kernel door, where the ledger has the blocks that no flush has recorded. Restarts: the longest
 time between two fsync of a program when `bcow pool restart` replaces the process, at both doors.
 Needs root.
 """
 
 import argparse
 import json
+import mmap
 import os
 import pathlib
 import random
@@ -27,7 +29,9 @@ from measure import MIB, machine, table
 
 FILES = 3000
 WRITES = 8000
+SYNCHRONIZED = 500
 LARGE_BYTES = 100_000_000
+BLOCK_BYTES = 4096
 # A process that ends sooner makes the keeper pause before it starts the next one.
 SETTLED_SECONDS = 11
 
@@ -144,6 +148,73 @@ def pause(bench, nodes):
     table("Pause", ["the kernel holds", "pause, ms", "ledger, MiB"], rows)
 
 
+class Direct:
+    """A file of a mount at the kernel door, past the page cache of the kernel's file system."""
+
+    def __init__(self, where):
+        self.file = os.open(where / "large", os.O_RDWR | os.O_DIRECT)
+        # Direct writes need a page of their own.
+        self.block = mmap.mmap(-1, BLOCK_BYTES)
+        self.numbers = random.Random(2)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.file)
+
+    def write(self, block=None):
+        if block is None:
+            block = self.numbers.randrange(LARGE_BYTES // BLOCK_BYTES)
+        os.pwrite(self.file, self.block, block * BLOCK_BYTES)
+
+    def write_and_synchronize(self):
+        self.write()
+        os.fdatasync(self.file)
+
+
+def disks(bench, rounds):
+    """The ledger of disks at the kernel door."""
+    image, door = bench.convert("on-disk", plant_changes), ("--door", "kernel", "--size", "4G")
+    seconds = {}
+    for _ in range(rounds):
+        for subject, options in (("alone", ()), ("pool", ("--pool", "p"))):
+            bench.mount(image, *door, *options)
+            with Direct(bench.where) as direct:
+                for name, step, count in (("write 4096 bytes", direct.write, WRITES),
+                                          ("write 4096 bytes and synchronize",
+                                           direct.write_and_synchronize, SYNCHRONIZED)):
+                    begin = time.perf_counter()
+                    for _ in range(count):
+                        step()
+                    took = (time.perf_counter() - begin) / count
+                    seconds.setdefault(name, {}).setdefault(subject, []).append(took)
+            bench.run("umount", bench.where)
+    rows = []
+    for name, found in seconds.items():
+        alone, pool = (statistics.median(found[subject]) for subject in ("alone", "pool"))
+        rows.append([name, f"{alone * 1e6:.0f}", f"{pool / alone:.2f}"])
+    table("Requests at the kernel door", ["request", "alone, µs", "in a pool, ratio"], rows)
+    bench.mount(image, *door, "--pool", "p")
+    rows = []
+    with Direct(bench.where) as direct:
+        for count in (0, 1000, 20_000):
+            time.sleep(SETTLED_SECONDS)
+            os.fdatasync(direct.file)
+            for block in range(count):
+                direct.write(block)
+            before = bench.pool()
+            ledger = sum(bytes_of_ledgers(before["keeper"]))
+            os.kill(before["pid"], signal.SIGKILL)
+            begin = time.perf_counter()
+            direct.write()
+            rows.append([str(count), f"{(time.perf_counter() - begin) * 1e3:.0f}",
+                         f"{ledger / MIB:.2f}"])
+    bench.run("umount", bench.where)
+    table("Pause at the kernel door", ["blocks that no flush has recorded", "pause, ms",
+                                       "ledger, MiB"], rows)
+
+
 class Writer:
     """Writes and synchronizes in a loop, and notes when each fsync ends."""
 
@@ -217,6 +288,7 @@ def main():
         try:
             requests(bench, options.rounds)
             pause(bench, options.nodes)
+            disks(bench, options.rounds)
             restarts(bench, options.rounds)
         finally:
             subprocess.run(["umount", "-l", bench.where], stderr=subprocess.DEVNULL)

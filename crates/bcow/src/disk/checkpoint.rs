@@ -26,7 +26,7 @@ const FREE_ENTRY_BYTES: usize = 16;
 /// Number of places that are tried for a free list.
 const MAX_PLACES: u32 = 8;
 /// Most ranges in a free list.
-const MAX_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
+pub(super) const MAX_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
 
 /// New tables and sections, which nothing names yet, and the ranges that they replace.
 #[derive(Default)]

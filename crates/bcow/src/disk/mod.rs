@@ -4,7 +4,8 @@
 //! a write stores its bytes at a place to which no table and no record refers yet ([`space`]), then
 //! changes an entry in memory ([`region`]). A flush ([`commit`]) writes one record with the new
 //! entries, and makes it durable. When the log is full, a [`checkpoint`] writes the tables, and the
-//! log begins again.
+//! log begins again. A disk can have a [`ledger`] of the entries that are in no record yet, with
+//! which another process continues after this one was killed ([`resume`]).
 //!
 //! # Locks
 //!
@@ -19,6 +20,9 @@
 //!    exclusive to change entries;
 //! 4. leaf locks, held for a few instructions: a shard of [`regions::Regions`], the root table, the
 //!    list of changed regions, the queue of fills, [`space::Space`].
+//!
+//! The [`ledger`] has no lock: a record is written, with the lock of its region held, to a place
+//! that was reserved before.
 //!
 //! The completion of a block ([`transit`]) is the only operation that reads blocks of the file
 //! without the lock of the region. It compares the identity of the transit after it has acquired

@@ -5,12 +5,12 @@ use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use bcow_format::{
-    BlockShift, Entry, HEADER_AREA_BYTES, Header, SLOT_BYTES, State, Stored, choose_header,
-    decode_free, incompatible, read_only_compatible,
+    BlockShift, Entry, FreeRange, HEADER_AREA_BYTES, Header, SLOT_BYTES, State, Stored,
+    choose_header, decode_free, incompatible, read_only_compatible,
 };
 
 use super::blocks::{Blocks, Table};
-use super::checkpoint::Change;
+use super::checkpoint::{Change, MAX_FREE};
 use super::committer::Committer;
 use super::extents::Extents;
 use super::locks::{Gate, lock};
@@ -18,11 +18,12 @@ use super::regions::{Regions, read_blocks};
 use super::resume::Changes;
 use super::space::{Space, sectors};
 use super::{Backing, Disk, DiskConfig, Inner, Layout, Ledger};
+use crate::checked::CheckedFile;
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex};
-use crate::{BackingResolver, Error, Image, OpenOptions, Verify};
+use crate::{BackingResolver, BlockCache, Error, Image, OpenOptions, Verify};
 
 /// log2 of the largest block size: 16 MiB (spec section 5).
 const MAX_BLOCK_SHIFT: u8 = 24;
@@ -85,55 +86,95 @@ impl Disk {
         };
         let replayed = log::replay(&*storage, &header)?;
         persist_recovery(&*storage, &header, &replayed)?;
-        let (layout, block_shift) = layout_for_writes(&image)?;
-
-        let mut free = Extents::default();
-        for range in decode_free(&image.read_section(&header.free)?, &header)? {
-            free.insert(range.start..range.start + range.bytes);
+        let ranges = decode_free(&image.read_section(&header.free)?, &header)?;
+        let lists_all_free = ranges.len() < MAX_FREE;
+        let committer = Committer::recovered(&image, &replayed, ranges);
+        let end = replayed.file_bytes.max(changes.end(&header));
+        truncate(&*storage, end)?;
+        let free = match ledger {
+            // Changes of the ledger may use any of it.
+            Some(_) => Extents::default(),
+            None => committer.free.clone(),
+        };
+        let config = DiskConfig::new(&header, backing);
+        let (space, cache) = (Space::new(free, end), options.cache.clone());
+        let inner = Inner::new(storage, &image, cache, config, committer, space, ledger)?;
+        if replayed.tail > 0 {
+            inner.fold_log(&image)?;
         }
+        if inner.ledger.is_some() {
+            inner.resume(&changes, lists_all_free)?;
+        }
+        Ok(Disk {
+            inner: Arc::new(inner),
+        })
+    }
+}
+
+/// Removes the bytes from `end` on, so that bytes which are later added to the file read as zeros.
+/// No record, table or change of a ledger names one of them.
+fn truncate(storage: &dyn Storage, end: u64) -> Result<(), Error> {
+    let length = storage
+        .len()
+        .map_err(|source| Error::io("get the length", 0, source))?;
+    match length > end {
+        true => storage
+            .set_len(end)
+            .map_err(|source| Error::io("truncate the file", end, source)),
+        false => Ok(()),
+    }
+}
+
+impl Committer {
+    /// The state of a file of which `free` are the free ranges of its header.
+    fn recovered(image: &Image, replayed: &Replayed, free: Vec<FreeRange>) -> Self {
+        let header = image.header().clone();
         let mut committer = Committer {
             // Both slots have the header, so either is the slot of the newer one.
             slot: 0,
             tail: replayed.tail,
             sequence: replayed.next_sequence,
             file_bytes: header.file_bytes,
-            free,
+            free: Extents::default(),
             logged: Vec::new(),
             logged_bytes: 0,
             small_flushes: 0,
             written_log: 0,
             header,
         };
+        for range in free {
+            committer
+                .free
+                .insert(range.start..range.start + range.bytes);
+        }
         committer.grow(replayed.file_bytes);
-        let logged: Vec<Stored> = image.logged_blocks().collect();
-        for stored in &logged {
-            committer.free.remove(sectors(*stored));
+        for stored in image.logged_blocks() {
+            committer.free.remove(sectors(stored));
         }
-        // No record, table or change names the bytes from here on. The truncation removes them, so
-        // that bytes which are later added to the file read as zeros.
-        let end = replayed.file_bytes.max(changes.end(&committer.header));
-        let length = storage
-            .len()
-            .map_err(|source| Error::io("get the length", 0, source))?;
-        if length > end {
-            storage
-                .set_len(end)
-                .map_err(|source| Error::io("truncate the file", end, source))?;
-        }
-        let free = match ledger {
-            // Changes of the ledger may use any of it.
-            Some(_) => Extents::default(),
-            None => committer.free.clone(),
-        };
-        let inner = Inner {
+        committer
+    }
+}
+
+impl Inner {
+    fn new(
+        storage: Arc<dyn Storage>,
+        image: &Image,
+        cache: BlockCache,
+        config: DiskConfig,
+        committer: Committer,
+        space: Space,
+        ledger: Option<Arc<Ledger>>,
+    ) -> Result<Self, Error> {
+        let (layout, block_shift) = layout_for_writes(image)?;
+        Ok(Inner {
             id: image.file_id(),
-            cache: options.cache.clone(),
+            cache,
             region_shift: committer.header.region_shift,
             layout,
             block_shift,
-            gate: Gate::new(DiskConfig::new(&committer.header, backing)),
+            gate: Gate::new(config),
             regions: Regions::new(image.root().clone()),
-            space: Space::new(free, end),
+            space,
             changed: Default::default(),
             unflushed: AtomicU64::new(0),
             listed_bytes: AtomicU64::new(0),
@@ -149,24 +190,13 @@ impl Disk {
             flushes: AtomicU64::new(0),
             checkpoints: AtomicU64::new(0),
             committer: Mutex::new(committer),
-            file: crate::checked::CheckedFile {
+            file: CheckedFile {
                 storage,
                 verifier: None,
             },
-        };
-        if replayed.tail > 0 {
-            inner.fold_log(&image)?;
-        }
-        if inner.ledger.is_some() {
-            inner.resume(&changes)?;
-        }
-        Ok(Disk {
-            inner: Arc::new(inner),
         })
     }
-}
 
-impl Inner {
     /// Folds the log of a file into its tables, region by region.
     fn fold_log(&self, image: &Image) -> Result<(), Error> {
         let mut committer = lock(&self.committer);

@@ -246,8 +246,9 @@ impl NewEntry {
 
 impl Inner {
     /// Restores changes as pending ones. No other operation runs yet. The free space of the disk is
-    /// that of the header and the records, without the places of the changes.
-    pub(super) fn resume(&self, changes: &Changes) -> Result<(), Error> {
+    /// that of the header and the records, without the places of the changes. If the header
+    /// `lists_all_free` ranges, changes that name other space are refused.
+    pub(super) fn resume(&self, changes: &Changes, lists_all_free: bool) -> Result<(), Error> {
         let config = self.enter();
         let mut free = {
             let committer = lock(&self.committer);
@@ -255,7 +256,7 @@ impl Inner {
             free.insert(committer.file_bytes..changes.end(&committer.header));
             FreeSpace {
                 end: committer.file_bytes.max(changes.end(&committer.header)),
-                unused: free.clone(),
+                unused: lists_all_free.then(|| free.clone()),
                 free,
             }
         };
@@ -319,7 +320,11 @@ impl Inner {
         }
         if let Some(stored) = entry.stored() {
             let range = sectors(stored);
-            if !free.unused.contains(&range) {
+            if free
+                .unused
+                .as_ref()
+                .is_some_and(|unused| !unused.contains(&range))
+            {
                 let at = self.lba(region, block.start).0;
                 return Err(inconsistent(at, "the ledger names space that is in use"));
             }
@@ -345,9 +350,9 @@ impl Inner {
 
 /// The space of a file whose changes are being restored.
 struct FreeSpace {
-    /// Ranges that neither the header nor a record uses.
-    unused: Extents,
-    /// Those of `unused` that no restored change uses.
+    /// Ranges that neither the header nor a record uses; `None` if not all of them are known.
+    unused: Option<Extents>,
+    /// The known ones that no restored change uses.
     free: Extents,
     /// The end of the part that is in use.
     end: u64,
