@@ -144,6 +144,7 @@ class WithSnapshotter(support.Scratch):
         self.assertEqual(set(records), {info.name for info in infos})
         layers = [f"{record['id']}.bcow" for record in records.values() if record["has_layer"]]
         self.assertEqual(self.names("layers"), sorted(layers))
+        self.assertLessEqual(set(self.names("merged")), set(layers))
         self.assertEqual(self.names("new"), [])
         self.assertEqual(self.names("trash"), [])
 
@@ -188,12 +189,18 @@ class Contract(WithSnapshotter):
                 support.assert_same_tree(self, expected, root)
                 with self.assertRaises(OSError):
                     open(os.path.join(root, "new"), "w")
+        # Both views show the same layers.
+        self.assertEqual(len(self.names("merged")), 1)
         # Only the changed block is in the upper layer.
         self.assertLess(client.Usage(key="high").size, 100_000)
         self.assertGreater(client.Usage(key="low").size, 1 << 20)
         self.assertEqual(client.Usage(key="same").size, 0)
         self.assertEqual(client.Usage(key="v-high").size, 0)
         self.assert_only(client)
+        for key in ("v-high", "v-same", "same", "high"):
+            client.Remove(key=key)
+        self.assert_only(client)
+        self.assertEqual(self.names("merged"), [])
 
     def test_containers_share_layers_and_keep_their_changes(self):
         one = self.start()
