@@ -123,6 +123,7 @@ impl<'a> Sending<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::AtomicBool;
 
     use bcow::MemoryStorage;
@@ -130,17 +131,23 @@ mod tests {
     use super::super::CopyFile;
     use super::*;
 
-    /// A registry without blobs. The user cancels the copy when the upload of the first blob
-    /// begins.
-    struct Cancelled(Arc<AtomicBool>);
+    /// A registry that has all blobs, or none. It records which ones were asked for. The user
+    /// cancels the copy when the upload of the first blob begins.
+    #[derive(Default)]
+    struct Registry {
+        has_all: bool,
+        asked: Mutex<Vec<Digest>>,
+        cancelled: Arc<AtomicBool>,
+    }
 
-    impl Upload for Cancelled {
+    impl Upload for Registry {
         fn name(&self) -> String {
             "docker://host/image".to_owned()
         }
 
-        fn adopt(&self, _digest: &Digest, _length: u64) -> io::Result<bool> {
-            Ok(false)
+        fn adopt(&self, digest: &Digest, _length: u64) -> io::Result<bool> {
+            self.asked.lock().unwrap().push(digest.clone());
+            Ok(self.has_all)
         }
 
         fn blob(
@@ -150,12 +157,14 @@ mod tests {
             open: &crate::repository::OpenContent<'_>,
             _sent: &dyn Fn(u64),
         ) -> io::Result<()> {
-            self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(!self.has_all, "the registry has all blobs");
+            self.cancelled.store(true, Ordering::Relaxed);
             open(0).map(drop)
         }
 
         fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
-            unreachable!("a blob is missing")
+            assert!(self.has_all, "a blob is missing");
+            Ok(())
         }
 
         fn attach(
@@ -166,7 +175,7 @@ mod tests {
             _: &Digest,
             _: &serde_json::Value,
         ) -> io::Result<()> {
-            unreachable!("a blob is missing")
+            unreachable!("a copy attaches nothing")
         }
     }
 
@@ -192,67 +201,30 @@ mod tests {
 
     #[test]
     fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
-        let cancel = Arc::new(AtomicBool::new(false));
+        let registry = Registry::default();
         let options = CopyOptions {
             threads: 1,
-            cancel: Some(Arc::clone(&cancel)),
+            cancel: Some(Arc::clone(&registry.cancelled)),
         };
-        let error = Sending::new(&Cancelled(cancel), &options, &())
+        let error = Sending::new(&registry, &options, &())
             .image(&image())
             .unwrap_err();
         assert!(matches!(error, ConvertError::Interrupted), "{error}");
-    }
-
-    /// A registry that has all blobs. It records which ones were asked for.
-    #[derive(Default)]
-    struct Complete(std::sync::Mutex<Vec<Digest>>);
-
-    impl Upload for Complete {
-        fn name(&self) -> String {
-            "docker://host/image".to_owned()
-        }
-
-        fn adopt(&self, digest: &Digest, _length: u64) -> io::Result<bool> {
-            self.0.lock().unwrap().push(digest.clone());
-            Ok(true)
-        }
-
-        fn blob(
-            &self,
-            _: &Digest,
-            _: u64,
-            _: &crate::repository::OpenContent<'_>,
-            _: &dyn Fn(u64),
-        ) -> io::Result<()> {
-            unreachable!("the registry has all blobs")
-        }
-
-        fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
-            Ok(())
-        }
-
-        fn attach(
-            &self,
-            _: &[u8],
-            _: &str,
-            _: &Digest,
-            _: &Digest,
-            _: &serde_json::Value,
-        ) -> io::Result<()> {
-            unreachable!("a copy attaches nothing")
-        }
     }
 
     #[test]
     fn a_layer_that_is_twice_in_an_image_is_sent_and_reported_once() {
         let mut image = image();
         image.files.push(image.files[0].clone());
-        let registry = Complete::default();
+        let registry = Registry {
+            has_all: true,
+            ..Registry::default()
+        };
         let options = CopyOptions::default();
         let reports = Sending::new(&registry, &options, &()).image(&image);
         let expected = [Digest::of(b"layer"), Digest::of(b"{}")];
         let reported: Vec<_> = reports.unwrap().into_iter().map(|it| it.digest).collect();
         assert_eq!(reported, expected);
-        assert_eq!(*registry.0.lock().unwrap(), expected);
+        assert_eq!(*registry.asked.lock().unwrap(), expected);
     }
 }

@@ -252,12 +252,13 @@ impl Inner {
         let config = self.enter();
         let mut free = {
             let committer = lock(&self.committer);
+            let end = committer.file_bytes.max(changes.end(&committer.header));
             let mut free = committer.free.clone();
-            free.insert(committer.file_bytes..changes.end(&committer.header));
+            free.insert(committer.file_bytes..end);
             FreeSpace {
-                end: committer.file_bytes.max(changes.end(&committer.header)),
                 unused: lists_all_free.then(|| free.clone()),
                 free,
+                end,
             }
         };
         for (&index, changes) in &changes.0 {
@@ -278,22 +279,23 @@ impl Inner {
         let mut state = self.regions.write(region, &self.file, &config.header)?;
         let start = region.start(self.region_shift);
         for (shift, block, change) in changes.blocks(self.region_shift, region.length) {
-            let is_whole = shift == self.region_shift;
             let now = state.blocks().shift(self.region_shift);
-            match BlockShift::new(shift) {
-                _ if now == shift => {}
-                // A region that was zeroed as one block, and then cut. The file has it cut.
-                _ if is_whole && change.entry.place().is_none() => {
-                    for index in 0..state.blocks().count() {
-                        let block = block_at(u64::from(index) << now, now, region.length);
-                        self.resume_block(region, &mut state, &block, change, free)?;
-                    }
-                    continue;
+            if shift == self.region_shift && now < shift && change.entry.place().is_none() {
+                // A region that was zeroed as one block, and then cut. The file has it cut, and can
+                // have the newer entries of blocks already.
+                let older =
+                    (0..state.blocks().count()).filter(|index| !changes.blocks.contains_key(index));
+                for index in older {
+                    let block = block_at(u64::from(index) << now, now, region.length);
+                    self.resume_block(region, &mut state, &block, change, free)?;
                 }
-                Some(shift) if now == self.region_shift => {
-                    self.cut_into(&mut state, shift, region);
-                }
-                _ => {}
+                continue;
+            }
+            if now == self.region_shift
+                && let Some(shift) = BlockShift::new(shift)
+                && shift.get() < now
+            {
+                self.cut_into(&mut state, shift, region);
             }
             if state.blocks().shift(self.region_shift) != shift {
                 return Err(inconsistent(start, "the ledger has blocks of another size"));

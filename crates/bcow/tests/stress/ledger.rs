@@ -166,6 +166,11 @@ impl Subject {
                     (disk.write_at(at, &bytes), bytes)
                 }
                 12..14 => {
+                    if random.one_in(3) {
+                        // The last region as a whole.
+                        (at, range) = (4 << 20, 4 << 20..SIZE as usize);
+                    }
+                    let length = range.len();
                     let zeroed = disk.write_zeroes(at, length as u64, Space::Free);
                     (zeroed, vec![0; length])
                 }
@@ -359,4 +364,32 @@ fn changes_during_a_flush_are_not_lost() {
         again.close().unwrap();
         assert_eq!(check(file, &CheckOptions::FULL).unwrap().findings, []);
     }
+}
+
+/// A region is zeroed as a whole, cut, and written to. The process ends when the record of all that
+/// is in the file, before the ledger drops it.
+#[test]
+fn a_record_can_have_newer_blocks_than_the_whole_region_of_the_ledger() {
+    let mut subject = Subject::new(Layout::Space, None);
+    let life = Arc::new(AtomicI64::new(i64::MAX));
+    let (file, options) = (Mortal::new(&subject.file, &life), OpenOptions::default());
+    let ledger = Ledger::open(Mortal::new(&subject.ledger, &life)).unwrap();
+    let backing = OneBacking(Some(subject.backing.clone()));
+    let disk = Disk::open_with_ledger(file.clone(), &options, &backing, Arc::new(ledger)).unwrap();
+    let region = 4 << 20;
+    disk.write_at(region, &noise(1, 4096)).unwrap();
+    disk.flush().unwrap();
+    disk.write_zeroes(0, region, Space::Free).unwrap();
+    subject.content[..region as usize].fill(0);
+    for (at, bytes) in [(region, noise(1, 4096)), (8192, noise(2, 8192))] {
+        disk.write_at(at, &bytes).unwrap();
+        subject.content[at as usize..at as usize + bytes.len()].copy_from_slice(&bytes);
+    }
+    *file.before_record.lock().unwrap() = Some(Box::new(move || life.store(1, Ordering::SeqCst)));
+    let _ = disk.flush();
+    drop(disk);
+    subject.verify(None, "zeroed as a whole");
+    subject.open(i64::MAX).unwrap().close().unwrap();
+    let report = check(subject.file.clone(), &CheckOptions::FULL).unwrap();
+    assert_eq!(report.findings, []);
 }
