@@ -15,6 +15,33 @@
 //!
 //! The crate knows nothing of disks. Its user serves the requests, and must do so before it
 //! attaches the loop device: the kernel reads the attributes of the file then.
+//!
+//! ```no_run
+//! use bcow_mount::filesystem::{self, AccessTimes, Kind, Settings};
+//! use bcow_mount::{Access, Attach, HiddenMount, LoopDevice};
+//!
+//! # fn serve(connection: std::os::fd::OwnedFd) {}
+//! # fn main() -> Result<(), bcow_mount::Error> {
+//! let (hidden, connection) = HiddenMount::new()?;
+//! serve(connection); // in another thread, with a file "disk"
+//! let file = hidden.open("disk", Access::ReadWrite)?;
+//! let attach = Attach { block_bytes: 4096, access: Access::ReadWrite };
+//! let device = LoopDevice::attach(&file, attach)?;
+//! let settings = Settings {
+//!     read_only: false,
+//!     nosuid: true,
+//!     nodev: true,
+//!     noexec: false,
+//!     access_times: AccessTimes::Off,
+//!     sync: false,
+//!     discard: true,
+//!     commit_seconds: None,
+//!     barriers: true,
+//! };
+//! filesystem::mount(device.path(), Kind::Ext4, "/mnt".as_ref(), settings)?;
+//! # Ok(())
+//! # }
+//! ```
 
 mod apart;
 mod direct;

@@ -12,6 +12,24 @@
 //! versions of a file, and with a pin cannot choose the bytes. A file without a Merkle tree is
 //! refused. A [`Registry`] takes the root from the annotations of the manifest, so the manifest's
 //! digest covers every byte.
+//!
+//! ```no_run
+//! use bcow::Storage;
+//! use bcow_remote::{Address, Cache, Expected, Options, Remote, Root};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let remote = Remote::new(Options {
+//!     cache: Some(Cache::open("/var/cache/bcow".as_ref())?),
+//!     ..Options::default()
+//! })?;
+//! let root: Root = "5a6f...".parse()?; // `bcow inspect` shows it
+//! let pin = Expected { root, file_bytes: None };
+//! let file = remote.open(&Address::parse("https://images.example/debian.bcow")?, Some(pin))?;
+//! let mut header = [0; 4096];
+//! file.read_at(0, &mut header)?;
+//! # Ok(())
+//! # }
+//! ```
 
 mod address;
 mod ahead;

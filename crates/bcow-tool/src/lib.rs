@@ -3,6 +3,19 @@
 //! [`tool`] runs it, [`registry`] has the options for images in registries, [`resolved`] reads what
 //! `bcow inspect --resolve --json` prints, and [`notify`] reports to systemd. [`program`] has the
 //! log and the exit status, and [`host`] the errors of files and directories.
+//!
+//! ```no_run
+//! use bcow_tool::{Tool, resolved::Resolved};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let bcow = Tool::new(None)?;
+//! let image = Resolved::read(&bcow.resolve("docker://images.example/debian:12", &[])?)?;
+//! for layer in &image.layers {
+//!     println!("{}", layer.chain_id);
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod host;
 pub mod notify;

@@ -9,7 +9,8 @@ use bcow_erofs::reader::Filesystem;
 use bcow_ext4::Sink;
 use serde_json::{Value, json};
 
-use crate::{BLOCK_BYTES, Options, ViewError, ViewedImage, lay_out, region_shift};
+use crate::lay_out::region_shift;
+use crate::{BLOCK_BYTES, Options, ViewError, ViewedImage, lay_out};
 
 /// The version of the layout of views. Views of one image with the same size and version have the
 /// same content. A disk names the version of its view, because its blocks match that content only.

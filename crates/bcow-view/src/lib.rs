@@ -20,6 +20,38 @@
 //! A [`ViewCache`] makes a file of the view of an image, a BCoW disk of metadata, windows and
 //! fragments, and keeps it for all disks over that image. [`create_instance`] makes such a disk.
 //! [`Compared`] finds out which inodes such a disk has changed.
+//!
+//! ```
+//! use bcow_view::{BLOCK_BYTES, Options, lay_out};
+//!
+//! # struct Tables(std::collections::BTreeMap<u64, Vec<u8>>);
+//! # impl bcow_ext4::Sink for Tables {
+//! #     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+//! #         self.0.insert(offset, bytes.to_vec());
+//! #         Ok(())
+//! #     }
+//! # }
+//! # use bcow_erofs::{tree::LayerTree, writer::{Plan, WriteOptions}};
+//! # let plan_options = WriteOptions { metadata_start: 4096, inline_max: 0 };
+//! # let tree = LayerTree::new().into_tree()?;
+//! # let plan = Plan::new(&tree, &plan_options)?;
+//! # let mut image = vec![0; 4096];
+//! # plan.write(&Vec::<u8>::new(), &mut |bytes| {
+//! #     image.extend_from_slice(bytes);
+//! #     Ok::<(), std::convert::Infallible>(())
+//! # })?;
+//! # let blocks = image.len() as u64 / 4096;
+//! # image[1024..4096].copy_from_slice(&plan.superblock(blocks));
+//! # let mut tables = Tables(Default::default());
+//! let fs = bcow_erofs::reader::Filesystem::open(std::sync::Arc::new(image))?;
+//! let options = Options { bytes: 1 << 30, journal_blocks: None, seed: [7; 32] };
+//! let view = lay_out(&fs, &options, &mut tables)?;
+//! for window in &view.windows {
+//!     let (at, from) = (window.start * BLOCK_BYTES, window.device_start * BLOCK_BYTES);
+//!     println!("byte {at} of the ext4 is byte {from} of the EROFS");
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod bound;
 mod cache;
@@ -28,236 +60,22 @@ mod entries;
 mod error;
 mod file;
 mod instance;
+mod lay_out;
 mod numbers;
 mod place;
 mod ranges;
 mod survey;
 mod viewed_image;
 
-use bcow_erofs::reader::{FileType, Filesystem, Inode};
-use bcow_ext4::{
-    Content, DeviceNumber, Entry, Extent, FileKind, Geometry, GeometryOptions, Identity,
-    InodeNumber, Node, Sink, Summary, Timestamp, Writer, Xattr,
-};
-
 pub use cache::{CachedView, ViewCache};
 pub use compare::{CompareError, Compared};
 pub use entries::{Removal, Remove, ViewEntry};
 pub use error::ViewError;
 pub use instance::{DEFAULT_BYTES, create_instance, open_instance, read_instance};
+pub use lay_out::{Options, View, lay_out};
 pub use numbers::{Numbers, ViewName};
 pub use place::{Fragment, Window};
 pub use viewed_image::ViewedImage;
 
-use place::{Layout, Pieces};
-use survey::{Survey, kind};
-
 /// Block size of the ext4, and of an EROFS that a view can be made of, in bytes.
 pub const BLOCK_BYTES: u64 = 4096;
-
-/// What a view depends on, besides the tree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
-    /// Size of the ext4 in bytes.
-    pub bytes: u64,
-    /// Blocks of the journal, or `None` for a length by the size.
-    pub journal_blocks: Option<u32>,
-    /// What the UUID and the seed of the hashes are taken from: the identity of the image.
-    pub seed: [u8; 32],
-}
-
-/// A view.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct View {
-    /// Size of the ext4 in bytes.
-    pub bytes: u64,
-    /// Windows, in the order of the EROFS device.
-    pub windows: Vec<Window>,
-    /// Fragments, in ascending order of their blocks.
-    pub fragments: Vec<Fragment>,
-    /// What the ext4 has.
-    pub summary: Summary,
-}
-
-/// Lays out a view. The metadata of the ext4 goes to `sink`. The same tree and options give the
-/// same bytes.
-pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Result<View, ViewError> {
-    let block_bytes = fs.superblock().block_bytes;
-    if u64::from(block_bytes) != BLOCK_BYTES {
-        return Err(ViewError::BlockBytes(block_bytes));
-    }
-    let survey = Survey::new(fs)?;
-    let geometry = Geometry::new(GeometryOptions {
-        bytes: options.bytes,
-        inodes: survey.inodes().len() as u32,
-        journal_blocks: options.journal_blocks,
-    })?;
-    let device_blocks = fs.device_bytes() / BLOCK_BYTES;
-    let region_blocks = (1 << region_shift(options.bytes)) / BLOCK_BYTES;
-    let layout = Layout::new(&geometry, device_blocks, survey.fragments, region_blocks);
-    let layout = layout.ok_or(ViewError::TooSmall {
-        bytes: options.bytes,
-        content: (device_blocks + survey.fragments) * BLOCK_BYTES,
-    })?;
-    let identity = identity(fs, options);
-    let mut writer = Writer::new(&geometry, identity, &layout.content(), sink)?;
-    let mut pieces = Pieces::new(device_blocks);
-    for known in survey.inodes() {
-        let inode = fs.inode(known.nid)?;
-        let add = Adding {
-            fs,
-            survey: &survey,
-            layout: &layout,
-        };
-        add.inode(&inode, known, &mut pieces, &mut writer)?;
-    }
-    let summary = writer.finish()?;
-    Ok(View {
-        bytes: geometry.blocks() * BLOCK_BYTES,
-        fragments: layout.placed_fragments(&pieces),
-        windows: layout.windows,
-        summary,
-    })
-}
-
-/// log2 of the region size of a file with a view of `bytes` bytes: the root table is short, and
-/// windows and fragments, which begin at groups of 128 MiB, begin at regions.
-fn region_shift(bytes: u64) -> u8 {
-    const MAX_REGIONS: u64 = 1 << 16;
-    let is_short = |shift: &u8| bytes >> shift <= MAX_REGIONS;
-    (22..27).find(is_short).unwrap_or(27)
-}
-
-/// The UUID is of version 8, which is for values of an application's own.
-fn identity(fs: &Filesystem, options: &Options) -> Identity {
-    let mut uuid = [0; 16];
-    let mut hash_seed = [0; 16];
-    uuid.copy_from_slice(&options.seed[..16]);
-    hash_seed.copy_from_slice(&options.seed[16..]);
-    uuid[6] = uuid[6] & 0x0f | 0x80;
-    uuid[8] = uuid[8] & 0x3f | 0x80;
-    let seconds = fs.superblock().build_time.seconds;
-    Identity {
-        uuid,
-        hash_seed,
-        label: [0; 16],
-        created: seconds.clamp(0, u32::MAX.into()) as u32,
-        // The tree is that of the image, without an entry of the file system's own.
-        lost_and_found: false,
-    }
-}
-
-/// What an inode's description is made of.
-struct Adding<'v> {
-    fs: &'v Filesystem,
-    survey: &'v Survey,
-    layout: &'v Layout,
-}
-
-impl Adding<'_> {
-    fn inode(
-        &self,
-        inode: &Inode,
-        known: &numbers::Known,
-        pieces: &mut Pieces,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), ViewError> {
-        let xattrs = self.fs.xattrs(inode)?;
-        let xattrs: Vec<Xattr<'_>> = xattrs
-            .iter()
-            .map(|(name, value)| Xattr { name, value })
-            .collect();
-        let mut extents = Vec::new();
-        let mut names = Vec::new();
-        let mut target = Vec::new();
-        let device = inode
-            .rdev
-            .map_or(DeviceNumber { major: 0, minor: 0 }, |rdev| DeviceNumber {
-                major: rdev.major,
-                minor: rdev.minor,
-            });
-        match inode.kind {
-            FileType::Regular => extents = self.extents(inode, pieces)?,
-            FileType::Directory => names = self.names(inode, writer)?,
-            FileType::Symlink => target = self.fs.read_link(inode)?,
-            _ => {}
-        }
-        let entries: Vec<Entry<'_>> = names
-            .iter()
-            .map(|(name, inode, kind)| Entry {
-                name,
-                inode: *inode,
-                kind: *kind,
-            })
-            .collect();
-        let content = match inode.kind {
-            FileType::Regular => Content::File {
-                bytes: inode.size,
-                extents: &extents,
-            },
-            FileType::Directory => Content::Directory {
-                parent: writer.number(known.parent),
-                entries: &entries,
-            },
-            FileType::Symlink => Content::Symlink(&target),
-            FileType::CharDevice => Content::CharDevice(device),
-            FileType::BlockDevice => Content::BlockDevice(device),
-            FileType::Fifo => Content::Fifo,
-            FileType::Socket => Content::Socket,
-        };
-        // EROFS has one time.
-        let time = Timestamp {
-            seconds: inode.mtime.seconds,
-            nanoseconds: inode.mtime.nanoseconds,
-        };
-        let node = Node {
-            permissions: inode.permissions,
-            uid: inode.uid,
-            gid: inode.gid,
-            accessed: time,
-            modified: time,
-            changed: time,
-            created: time,
-            links: known.links,
-            xattrs: &xattrs,
-            content,
-        };
-        match writer.add(&node) {
-            Ok(_) => Ok(()),
-            Err(source) => Err(ViewError::Inode {
-                nid: inode.nid,
-                source,
-            }),
-        }
-    }
-
-    fn extents(&self, inode: &Inode, pieces: &mut Pieces) -> Result<Vec<Extent>, ViewError> {
-        let mut extents = Vec::new();
-        pieces.of_file(self.fs, inode, &mut |piece| {
-            let mut logical = piece.logical;
-            for range in self.layout.place(piece.source, piece.blocks) {
-                extents.push(Extent {
-                    logical,
-                    physical: range.start,
-                    blocks: range.count as u32,
-                });
-                logical += range.count as u32;
-            }
-        })?;
-        Ok(extents)
-    }
-
-    fn names(
-        &self,
-        inode: &Inode,
-        writer: &Writer<'_>,
-    ) -> Result<Vec<(Vec<u8>, InodeNumber, FileKind)>, ViewError> {
-        let mut names = Vec::new();
-        numbers::each_child(self.fs, inode, &mut |child| {
-            let number = writer.number(self.survey.place(child.nid));
-            names.push((child.name, number, kind(child.kind)));
-            Ok(())
-        })?;
-        Ok(names)
-    }
-}

@@ -62,8 +62,8 @@ const MAY_USE: [(&str, &[&str]); 17] = [
     ),
 ];
 
-#[test]
-fn crates_depend_only_downwards() {
+/// The packages of the workspace, as cargo describes them.
+fn packages() -> Vec<serde_json::Value> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -71,9 +71,38 @@ fn crates_depend_only_downwards() {
         .expect("cargo runs");
     assert!(output.status.success(), "{output:?}");
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    metadata["packages"].as_array().expect("packages").clone()
+}
+
+#[test]
+fn the_documentation_of_each_library_has_an_example() {
+    let mut libraries = 0;
+    for package in packages() {
+        for target in package["targets"].as_array().expect("targets") {
+            if target["kind"][0] != "lib" {
+                continue;
+            }
+            libraries += 1;
+            let path = target["src_path"].as_str().expect("a path");
+            let text = std::fs::read_to_string(path).expect("a file that can be read");
+            let beginning = text.lines().take_while(|line| line.starts_with("//!"));
+            let fences = beginning.filter_map(|line| line.strip_prefix("//! ```"));
+            // Every second fence ends a block.
+            let has_example = fences.step_by(2).any(|kind| matches!(kind, "" | "no_run"));
+            assert!(
+                has_example,
+                "{path} begins without an example that cargo compiles"
+            );
+        }
+    }
+    assert!(libraries > 10, "only {libraries} libraries");
+}
+
+#[test]
+fn crates_depend_only_downwards() {
     let rules = BTreeMap::from(MAY_USE);
     let mut seen = 0;
-    for package in metadata["packages"].as_array().expect("packages") {
+    for package in packages() {
         let name = package["name"].as_str().expect("a name");
         let allowed = rules
             .get(name)
