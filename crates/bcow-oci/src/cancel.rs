@@ -1,9 +1,9 @@
-//! Cancellation of a conversion.
+//! Cancellation of a conversion or an export.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The flags that cancel a conversion: the caller's, and one of the conversion, which is set when
-/// one of several parallel layers fails.
+/// The flags that cancel the work: the caller's, and the work's own flag, which is set when one of
+/// several parallel layers fails.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Cancel<'c> {
     caller: Option<&'c AtomicBool>,

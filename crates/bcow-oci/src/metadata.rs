@@ -47,8 +47,8 @@ impl Metadata {
         Metadata(all)
     }
 
-    /// The section of a layer on its own. The same archive and options give the same text for any
-    /// source.
+    /// The section of a layer on its own. The same archive, options and tool give the same text for
+    /// any source.
     pub(crate) fn of_layer(options: Value, tool: &str, layer: Value) -> Self {
         Metadata(Map::from_iter([
             ("tool".to_owned(), json!(tool)),
@@ -86,7 +86,7 @@ impl Metadata {
         self.0.insert("content".into(), content);
     }
 
-    /// Adds the list of what a start reads.
+    /// Adds the prefetch list.
     pub(crate) fn prefetch(&mut self, described: Value) {
         self.0.insert("prefetch".into(), described);
     }
@@ -105,7 +105,7 @@ pub(crate) fn tool(options: &ConvertOptions) -> String {
     format!("bcow {}", options.tool_version)
 }
 
-/// The options that determine an image's bytes.
+/// The options that determine an image's bytes, without the prefetch list.
 pub(crate) fn options_json(options: &ConvertOptions) -> Value {
     let compress = match (options.plain, options.compression) {
         (true, _) | (_, Compression::None) => json!("none"),
@@ -125,7 +125,7 @@ pub(crate) fn flattened_layer(layer: &LayerReport) -> Value {
         ("digest", layer.digest.as_ref().map(|d| json!(d))),
         ("diff_id", layer.diff_id.as_ref().map(|d| json!(d))),
         ("media_type", layer.media_type.as_ref().map(|m| json!(m))),
-        // Without a digest, the compression of the archive is not recorded.
+        // The size depends on the compression, which is not recorded without a digest.
         (
             "stored_bytes",
             layer.digest.as_ref().map(|_| json!(layer.stored_bytes)),

@@ -11,8 +11,8 @@ use crate::registry::OrdinaryImage;
 ///
 /// The syntax is `oci:DIR[:REF]`, `oci-archive:FILE[:REF]`, `docker-archive:FILE[:REF]`,
 /// `tar:FILE`, `tar:-` or `dir:PATH`; a plain path that ends in `.tar`, `.tar.gz`, `.tgz`,
-/// `.tar.zst` or `.tzst` means `tar:`. As in skopeo, the first colon behind the transport ends DIR
-/// or FILE.
+/// `.tar.zst` or `.tzst` means `tar:`. As in skopeo, DIR and FILE in front of `[:REF]` end at the
+/// first colon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// An OCI image layout in a directory.
@@ -40,7 +40,8 @@ pub enum Source {
     Tar(TarInput),
     /// A root file system in a directory.
     Directory(PathBuf),
-    /// An image in a registry. No text means it: [`crate::find_in_registry`] finds it.
+    /// An image in a registry, from [`crate::find_in_registry`]. No source argument is parsed as
+    /// this variant.
     Registry(OrdinaryImage),
 }
 
@@ -119,7 +120,7 @@ impl FromStr for Source {
 }
 
 impl Source {
-    /// Adds the source argument that would work to a [`ConvertError::HoldsImage`].
+    /// Adds the source argument for the image in the files to a [`ConvertError::HoldsImage`].
     pub(crate) fn explain(&self, mut error: ConvertError) -> ConvertError {
         if let ConvertError::HoldsImage {
             form, source_text, ..

@@ -133,17 +133,17 @@ pub struct ExportedLayer {
     pub stored_bytes: u64,
     /// Digest of the archive, uncompressed.
     pub diff_id: DiffId,
-    /// Size of the archive, uncompressed.
+    /// Size of the archive, uncompressed; 0 if the destination had the archive already.
     pub tar_bytes: u64,
-    /// Entries of the archive.
+    /// Entries of the archive; 0 if the destination had the archive already.
     pub entries: u64,
 }
 
 /// Writes an image into an OCI layout. `config` is the image's original configuration. The export
-/// replaces its digests of layers, and also its history if that does not match the layers.
+/// replaces its digests of layers. If its history does not match the layers, the export replaces it
+/// too, or drops it if there is not exactly one layer.
 ///
-/// Blobs and index appear when all of them are complete, or not at all. Other contents of the
-/// layout stay.
+/// The index names the image only when all blobs are complete. Other contents of the layout stay.
 pub fn export_layout(
     layers: &Layers<'_>,
     config: Option<&Value>,
@@ -302,8 +302,8 @@ impl WrittenLayer {
 
 impl ImageExport<'_> {
     /// Whether the layout or the registry has this layer's archive, with a media type that OCI
-    /// images allow. A blob of a layout is read and hashed, because a blob with the right name can
-    /// have other content.
+    /// images allow. The registry may take the archive from another of its repositories. A blob of
+    /// a layout is read and hashed, because a blob with the right name can have other content.
     fn has_archive(&self, known: &KnownLayer) -> Result<bool, ExportError> {
         const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
         if !known.media_type.starts_with(FORM) {

@@ -1,9 +1,9 @@
 //! Converts a directory of the host into an image of one layer.
 //!
 //! A layer is identified by the digest of its archive, but a directory has no archive. So the
-//! directory is read into a scratch image. An archive of this image, the same as `bcow export --to
-//! tar` would write for an image of one layer, goes through a pipe into the conversion. The layer
-//! is the same as after an export and a conversion of that image.
+//! directory is read into a scratch image. An archive of this image goes through a pipe into the
+//! conversion. The archive is the only layer that `bcow export --to oci:DIR` would write for the
+//! image, so the result is the same as after such an export and a conversion.
 
 use std::io;
 use std::path::Path;

@@ -1,11 +1,11 @@
 //! Numbers in tar headers and PAX records.
 //!
-//! tar-core's own reading of them is unsigned; times before 1970 need a sign.
+//! tar-core reads them without a sign; times before 1970 need one.
 
 use bcow_erofs::tree::Timestamp;
 
-/// A numeric header field: octal digits among spaces and zero bytes, or GNU's base-256. An empty
-/// field is 0.
+/// A numeric header field: octal digits between white space and zero bytes, or GNU's base-256. An
+/// empty field is 0.
 pub(crate) fn field(bytes: &[u8]) -> Option<i64> {
     match bytes.first() {
         Some(first) if first & 0x80 != 0 => base_256(bytes),
