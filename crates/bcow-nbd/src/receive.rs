@@ -8,14 +8,13 @@ use crate::error::SessionEnd;
 use crate::socket::{Socket, Wait};
 use crate::sync::thread;
 
-/// Size of the buffer in bytes. A payload that fits, with its header, is used from here without a
-/// copy.
+/// Size of the buffer in bytes. A short payload can be used from here without a copy.
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// The timeout starts again each time this many bytes of a payload have arrived.
 const PACE_BYTES: usize = 64 << 10;
 
-/// How long to poll before the thread sleeps.
+/// How long a thread polls before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// The receiving side of a connection.
@@ -175,7 +174,8 @@ fn timed_out(error: io::Error) -> SessionEnd {
     }
 }
 
-/// Decides whether to poll before sleeping: if recent requests arrived sooner than a wakeup takes.
+/// Decides whether the thread polls before it sleeps. It polls if recent requests arrived sooner
+/// than a sleeping thread would wake up.
 struct Spin {
     allowed: bool,
     /// Moving average of the wait for a request, in ns.
@@ -196,7 +196,7 @@ impl Spin {
     }
 
     fn note(&mut self, waited: Duration) {
-        // A pause stops the polling at once; a burst starts it after a few requests.
+        // One wait of a few hundred microseconds stops the polling. About ten short waits start it.
         let waited = waited.as_nanos().min(1 << 20) as u64;
         self.gap = self.gap.min(1 << 20);
         self.gap = self.gap - self.gap / 4 + waited / 4;

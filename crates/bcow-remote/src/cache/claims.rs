@@ -1,10 +1,10 @@
-//! Which bytes of a cache file are being fetched by other processes, so that each is fetched once.
+//! Claims of processes on the bytes of a cache file that they fetch, so that each byte is fetched
+//! once.
 //!
-//! A process that fetches bytes holds a lock on their range of the cache file: a lock of the open
-//! file (`F_OFD_SETLK`), which the kernel releases when the process ends. It unlocks each chunk
-//! when the cache has it, so other processes see that it makes progress. The locks only save
-//! requests: bytes are checked wherever they come from, and no process waits for long for one that
-//! makes no progress.
+//! A claim is a lock on a range of the cache file: a lock of the open file (`F_OFD_SETLK`), which
+//! the kernel releases when the process ends. The process unlocks each chunk when the cache has it,
+//! so other processes see its progress. The claims only save requests: bytes are checked wherever
+//! they come from, and a process waits only for a limited time for one that makes no progress.
 
 use std::fs::File;
 use std::ops::Range;
@@ -17,18 +17,18 @@ use nix::libc;
 
 use super::CacheFile;
 
-/// The pauses between two looks at the lock of another process.
+/// The first and the longest pause between two attempts to lock.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(16);
-/// How long this process does not wait for others after a wait in vain.
+/// How long this process waits for no other one, after a wait that ended without progress.
 const UNSHARED: Duration = Duration::from_secs(60);
-/// Attempts at a lock while the locks of other processes change.
+/// Attempts to lock a range, which becomes shorter at each lock of another process in it.
 const ATTEMPTS: u32 = 4;
-/// A byte behind the end of every file. Its lock is for the bytes that a process fetches before it
-/// knows the chunks, and does not conflict with those of the chunks among them.
+/// A byte behind the end of every file. Its lock is the claim on the bytes that a process fetches
+/// before it knows the chunks, and does not conflict with claims on chunks.
 const BEGINNING: Range<u64> = 1 << 62..(1 << 62) + 1;
 
-/// Bytes that this process fetches, until this value is dropped.
+/// A claim of this process, until this value is dropped.
 pub(crate) struct Held<'f> {
     file: &'f File,
     range: Range<u64>,
@@ -37,23 +37,25 @@ pub(crate) struct Held<'f> {
 /// The answer to one attempt to lock a range.
 enum Attempt<'f> {
     Held(Held<'f>),
-    /// Another process has locked bytes from this one on, the first of the range among them.
+    /// Another process has locked the first byte of the range, and its lock begins at this byte; or
+    /// all attempts met other locks, and this is the first byte of the range.
     Other(u64),
-    /// Locks say nothing here about other processes.
+    /// The locks of this file give no information about other processes.
     NoLocks,
 }
 
 impl CacheFile {
-    /// Claims the bytes of `range`, or as many of them, from the first on, as no other process
-    /// fetches. Waits while another process fetches the first byte and makes progress, and without
-    /// progress for `longest`; calls `waits` before. After `None`, the caller fetches all the same.
+    /// Claims `range`, or its start up to the claim of another process. If another process has
+    /// claimed the first byte, calls `waits` once, and waits as long as that process makes
+    /// progress, but without progress only for `longest`. After `None`, the caller fetches without
+    /// a claim.
     pub(crate) fn claim(
         &self,
         range: Range<u64>,
         longest: Duration,
         waits: &mut dyn FnMut(),
     ) -> Option<Held<'_>> {
-        // Bytes that are not written are of no use to other processes.
+        // This process writes nothing into the cache now, so a claim would not help others.
         if self.is_paused() {
             return None;
         }
@@ -91,14 +93,14 @@ impl CacheFile {
         }
     }
 
-    /// Claims the beginning of the file, before its chunks are known; as [`CacheFile::claim`].
+    /// As [`CacheFile::claim`], for the beginning of the file, before its chunks are known.
     pub(crate) fn claim_beginning(&self, longest: Duration) -> Option<Held<'_>> {
         self.claim(BEGINNING, longest, &mut || {})
     }
 }
 
 impl Held<'_> {
-    /// The bytes that no other process finds in the cache yet.
+    /// The claimed bytes that are not in the cache yet.
     pub(crate) fn range(&self) -> &Range<u64> {
         &self.range
     }
@@ -144,7 +146,8 @@ fn attempt(file: &File, range: Range<u64>) -> Attempt<'_> {
             (libc::F_UNLCK, _) => {}
             (libc::F_WRLCK, Ok(start)) if start > range.start => end = start,
             (libc::F_WRLCK, Ok(start)) => return Attempt::Other(start),
-            // No claim: some network file systems turn the flock(2) of a file in use into one.
+            // A lock for reading is no claim: some network file systems implement the flock(2) lock
+            // on a file in use by such a lock.
             _ => return Attempt::NoLocks,
         }
     }
@@ -155,7 +158,7 @@ fn lock(kind: i32, range: &Range<u64>) -> libc::flock {
     libc::flock {
         l_type: kind as i16,
         l_whence: libc::SEEK_SET as i16,
-        // A file on a server is shorter than 2^63 bytes.
+        // All ranges end below 2^63.
         l_start: range.start as i64,
         l_len: (range.end - range.start) as i64,
         l_pid: 0,

@@ -14,13 +14,13 @@ use crate::error::{Fault, Problem, Retry};
 use crate::retry_budget::RetryBudget;
 
 const SHORTEST_PIECE_BYTES: u64 = 1 << 20;
-/// Breaks of a connection, one after the other, without a byte between them.
+/// Limit of broken pieces in a row, without progress between them.
 const MAX_BREAKS: u32 = 5;
 
 /// Returns the content of a blob from an offset on.
 pub type Open<'o> = dyn Fn(u64) -> io::Result<Box<dyn Read>> + 'o;
 
-/// What is sent.
+/// The blob to send.
 #[derive(Clone, Copy)]
 pub(super) struct Blob<'b> {
     pub(super) digest: &'b str,
@@ -32,13 +32,13 @@ pub(super) struct Blob<'b> {
 pub(super) struct Session<'s> {
     access: &'s Access,
     blob: Blob<'s>,
-    /// Where the next request goes.
+    /// The address of the next request.
     location: Address,
-    /// Bytes that have arrived.
+    /// The number of bytes that have arrived.
     at: u64,
 }
 
-/// The end of a session without the blob.
+/// The reason why a session ended before the registry had the blob.
 pub(super) enum Ended {
     /// Another session may succeed.
     Lost(Problem),
@@ -47,7 +47,7 @@ pub(super) enum Ended {
     Failed(Problem),
 }
 
-/// The end of a piece that did not arrive.
+/// The reason why a piece did not arrive.
 enum Piece {
     /// The connection broke, or the registry is busy.
     Broken(Fault),
@@ -64,7 +64,7 @@ impl<'s> Session<'s> {
         }
     }
 
-    /// Sends a blob in one request.
+    /// Sends the blob in one request.
     pub(super) fn whole(&self) -> Result<(), Ended> {
         let budget = self.access.budget();
         let address = with_digest(&self.location, self.blob.digest)?;
@@ -77,7 +77,7 @@ impl<'s> Session<'s> {
         }
     }
 
-    /// Sends `length` bytes from an offset on.
+    /// Sends `length` bytes of the blob from `offset` on.
     fn stream(
         &self,
         method: Method,
@@ -101,7 +101,8 @@ impl<'s> Session<'s> {
         }
     }
 
-    /// Sends a blob in pieces. After a break, the pieces are shorter.
+    /// Sends the blob in pieces of `piece_bytes`, which is halved after each broken piece. Calls
+    /// `report` with the number of bytes that have arrived.
     pub(super) fn in_pieces(
         &mut self,
         piece_bytes: &mut u64,
@@ -166,7 +167,8 @@ impl<'s> Session<'s> {
         Err(Piece::Ended(failed(refusal(answer).problem)))
     }
 
-    /// Asks the registry how much of an upload has arrived.
+    /// Requests from the registry how much of the upload has arrived. `sent_bytes` is the length of
+    /// the piece that broke.
     fn ask(&mut self, sent_bytes: u64) -> Result<(), Ended> {
         let address = self.location.clone();
         let mut budget = self.access.budget();
@@ -179,7 +181,7 @@ impl<'s> Session<'s> {
                 Ok(answer) => refusal(answer),
                 Err(fault) => fault,
             };
-            // A registry that has forgotten the upload says so.
+            // A registry that has forgotten the upload answers with an error.
             budget.wait(fault).map_err(Ended::Lost)?;
         };
         if answer.header("range").is_none() {
@@ -189,7 +191,8 @@ impl<'s> Session<'s> {
         self.follow(&answer, &address, most)
     }
 
-    /// Takes over from an answer where the upload goes on. At most `most` bytes can have arrived.
+    /// Takes the address of the next request and the number of arrived bytes from an answer. At
+    /// most `most` bytes can have arrived.
     fn follow(&mut self, answer: &Answer, address: &Address, most: u64) -> Result<(), Ended> {
         if answer.header("location").is_some() {
             self.location =
@@ -228,7 +231,7 @@ fn completed(answer: Answer) -> Result<(), Ended> {
     }
 }
 
-/// Where an upload goes on: any form of URL, on any server.
+/// The address of the next request of an upload: any form of URL, on any server.
 pub(super) fn location(answer: &Answer, address: &Address) -> Result<Address, Fault> {
     let text = answer.header("location").unwrap_or_default();
     address.join(text).map_err(Problem::permanent)
@@ -247,15 +250,16 @@ fn arrived(range: &str) -> Option<u64> {
         .unwrap_or(range)
         .split_once('-')?;
     match (first.trim(), last.trim().parse::<u64>().ok()?) {
-        // Some registries say this of an upload without any byte. A byte more does no harm: the
-        // registry refuses it, or has the same one.
+        // Some registries answer this for an upload without any byte. If it has one byte, the
+        // registry refuses the byte that is sent again, or overwrites it with the same one.
         ("0", 0) => Some(0),
         ("0", last) => last.checked_add(1),
         _ => None,
     }
 }
 
-/// Reads what is sent, and keeps the error that ends it.
+/// Reads the content to send, and stores the error that ends the reading: the error of the client
+/// does not have it.
 struct Watched<'w> {
     content: Box<dyn Read>,
     left: u64,
