@@ -1,9 +1,9 @@
 //! Converts panics of a library to errors.
 //!
-//! imago reads untrusted images and uses the values in them as indexes. bcow checks the known
-//! problems before (`qcow2::header`). An unknown problem must not end a program that serves other
-//! disks or still has to clean up. bcow therefore calls imago only under [`guarded`]. Every other
-//! panic ends the process: the command's panic hook calls [`is_guarded`].
+//! imago reads untrusted images and uses the values in them as indexes. bcow first checks for the
+//! known problems (`qcow2::header`). An unknown problem must not end a program that serves other
+//! disks or still has to clean up. So each call of imago that uses the content of a file runs under
+//! [`guarded`]. Every other panic ends the process: the command's panic hook calls [`is_guarded`].
 //!
 //! Rejected alternatives: a separate process for imago needs a protocol for each read; a build
 //! profile that aborts on panic cannot catch panics.

@@ -20,7 +20,7 @@ pub(crate) const FS_TYPE: &str = "fuse.bcow";
 pub(crate) struct MountEntry {
     /// Device number as the kernel writes it, `major:minor`.
     pub(crate) device: String,
-    /// Whether it shows the whole file system, and not a directory of it.
+    /// Whether the mount shows the whole file system, and not only a directory of it.
     pub(crate) is_whole: bool,
     /// The mountpoint.
     pub(crate) target: PathBuf,
@@ -28,9 +28,9 @@ pub(crate) struct MountEntry {
     pub(crate) fs_type: String,
     /// The source of the mount.
     pub(crate) source: OsString,
-    /// Whether the file system is writable.
+    /// Whether this mount has the option `rw`. The file system itself may be read-only.
     pub(crate) is_writable: bool,
-    /// Uid and gid of the only user who may enter the mount, without `allow_other`.
+    /// Uid and gid of the only user that may enter a FUSE mount without `allow_other`.
     pub(crate) owner: Option<(u32, u32)>,
 }
 
@@ -39,10 +39,10 @@ pub(crate) struct MountEntry {
 pub enum Door {
     /// The process of the mount answers requests for files.
     Fuse,
-    /// The kernel has a file system of its own on a loop device, and the process serves the file
-    /// behind the device.
+    /// A file system driver of the kernel uses a loop device, and the process serves the file
+    /// behind this device.
     Kernel(HiddenName),
-    /// The kernel has a file system of its own in this file, and no process serves the mount.
+    /// A file system driver of the kernel reads this file, and no process serves the mount.
     Direct(PathBuf),
 }
 
@@ -52,7 +52,7 @@ impl MountEntry {
         if self.fs_type == FS_TYPE {
             return Some(Door::Fuse);
         }
-        // Ordinary users can choose the source of a mount, but not of one of these types.
+        // An ordinary user can choose the source of a mount of another type, so it proves nothing.
         let is_of_disks = Kind::ALL.iter().any(|kind| kind.name() == self.fs_type);
         if !is_of_disks {
             return None;
@@ -67,7 +67,8 @@ impl MountEntry {
     }
 }
 
-/// All mounts of this mount namespace. A mount that covers another one comes after it.
+/// All mounts of this mount namespace. A mount that covers another one comes after it, except if it
+/// was made earlier and then moved there.
 pub(crate) fn mounts() -> io::Result<Vec<MountEntry>> {
     Ok(std::fs::read("/proc/self/mountinfo")?
         .split(|&byte| byte == b'\n')
@@ -75,7 +76,7 @@ pub(crate) fn mounts() -> io::Result<Vec<MountEntry>> {
         .collect())
 }
 
-/// The topmost mount at exactly `target`.
+/// The topmost mount at exactly `target`: the last one in the list (see [`mounts`]).
 pub(crate) fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
     Ok(mounts()?
         .into_iter()
@@ -94,7 +95,8 @@ pub(crate) fn whole_places_of(device: &str) -> io::Result<Vec<PathBuf>> {
     Ok(visible(&mounts()?, device, |entry| entry.is_whole))
 }
 
-/// The selected targets of a device that no later mount covers, in the order of the list.
+/// The selected targets of a device, in the order of the list, without those that a later mount
+/// covers at the same path.
 fn visible(
     mounts: &[MountEntry],
     device: &str,
@@ -183,7 +185,6 @@ mod tests {
         let file = Path::new("/images/a b.bcow").to_owned();
         let direct = r"1 2 0:3 / /m ro - erofs /./images/a\040b.bcow ro";
         assert_eq!(door(direct), Some(Door::Direct(file)));
-        // Users can choose the source of other types.
         assert_eq!(door(&direct.replace("erofs", "fuse.x")), None);
         assert_eq!(door("1 2 0:3 / /m ro - erofs /images/a.bcow ro"), None);
     }

@@ -1,7 +1,7 @@
 //! The bound of the cache of views.
 //!
-//! Views can be made again, so the least recently used ones are removed. A process that has one
-//! open keeps its content.
+//! Views can be made again, so the least recently used ones are removed. A process that has a
+//! removed view open can still read it.
 
 use std::fs::{File, FileTimes};
 use std::time::{Duration, SystemTime};
@@ -13,8 +13,8 @@ use crate::entries;
 /// The time of the last use is no more precise than this, so that most uses write nothing.
 const PRECISION: Duration = Duration::from_secs(3600);
 
-/// Records the use of a view: its modification time is that of the last use. Only the owner can; a
-/// view of root in the directory of another user keeps its time.
+/// Records the use of a view: its modification time is that of the last use. The time stays if root
+/// made the view in the directory of another user, and a process of that user uses it.
 pub(crate) fn record_use(view: &File) {
     let modified = view.metadata().and_then(|metadata| metadata.modified());
     let now = SystemTime::now();
@@ -28,7 +28,7 @@ pub(crate) fn record_use(view: &File) {
 }
 
 /// Removes the least recently used views, except `kept`, until the rest take at most `limit_bytes`
-/// on the disk. A view that cannot be removed does no harm.
+/// on the disk. Errors are ignored: views that stay take space only.
 ///
 /// A view that is larger than the limit does not count, because it would evict all others. Of such
 /// views, only `kept` or the most recently used one stays.

@@ -6,11 +6,12 @@ use crate::storage::FileIdentity;
 use crate::{BlockDevice, Image, Mapping};
 
 /// Returns how many bytes, up to `length`, are known to be the same from `a_offset` on in `a` and
-/// from `b_offset` on in `b`. The tables decide: both are zeros, or both are stored at one place of
-/// one file. 0 means that the caller has to read and compare.
+/// from `b_offset` on in `b`. The bytes are the same at one offset of one file. Otherwise the
+/// tables decide: both are zeros, or both are stored at one place of one file. 0 means that the
+/// caller has to read and compare.
 ///
-/// Equal digests are not trusted: backings count as the same only if both images opened the same
-/// file.
+/// Of two files, equal digests are not trusted: their backings count as the same only if both
+/// images opened the same file.
 pub fn known_same(a: &Image, a_offset: u64, b: &Image, b_offset: u64, length: u64) -> u64 {
     if a_offset == b_offset && same_file(a.identity(), b.identity()) {
         return length;
@@ -76,7 +77,7 @@ impl Run {
             } => {
                 let device = image.backing(index)?;
                 let offset = offset + skip;
-                // The part beyond the end of the backing reads as zeros; the next run covers it.
+                // Beyond the end of the backing there are zeros, which the caller compares.
                 let there = device.size().checked_sub(offset)?;
                 Run {
                     length: own.length.min(bytes - skip).min(there),

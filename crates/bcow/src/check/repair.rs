@@ -51,11 +51,12 @@ impl fmt::Display for Repair {
 /// Repairs the file in `storage`, which is open for writing and locked. Returns each change.
 ///
 /// - A damaged header slot is rewritten from the valid one.
-/// - In a writable file, the records are folded into the tables, the free list is rebuilt if it is
-///   damaged or has lost space, and both slots get the newest header.
+/// - In a writable file that has records, a damaged free list or lost space, but no other damage,
+///   the records are folded into the tables, the free list is rebuilt, and both slots get the
+///   newest header.
 ///
-/// Other damage stays as it is and is reported by [`check`], above all contradictions between two
-/// parts of the file. An interruption leaves the file no worse than before.
+/// Other damage stays as it is, above all contradictions between two parts of the file; [`check`]
+/// reports it. An interruption leaves the file no worse than before.
 pub fn repair(storage: Arc<dyn Storage>) -> Result<Vec<Repair>, Error> {
     let mut done = Vec::new();
     let header = match read_header(&*storage) {
@@ -127,8 +128,8 @@ fn repair_writable(
     };
     let mut report = check(storage.clone(), &quick)?;
     if !report.is_sound() {
-        // If only the free list is damaged, the file is valid without it: then no space is known to
-        // be free, and nothing else changes.
+        // If only the free list is damaged, the file is valid with an empty one, which says that no
+        // space is free. Nothing else changes.
         let without = Header {
             free: Section::default(),
             ..header
@@ -150,10 +151,10 @@ fn repair_writable(
         return Ok(());
     }
     let disk = Disk::open(storage.clone(), &OpenOptions::default(), &UnreadBackings)?;
-    let found = disk.rebuild_free_list()?;
+    let recovered = disk.rebuild_free_list()?;
     disk.close()?;
-    if found > 0 {
-        done.push(Repair::LostBytes(found));
+    if recovered > 0 {
+        done.push(Repair::LostBytes(recovered));
     }
     if writable.records > 0 {
         done.push(Repair::Records(writable.records));

@@ -50,7 +50,7 @@ impl Layout {
         self.records = records;
     }
 
-    /// The block size, if all stretches have the same.
+    /// The block size, if there is only one stretch.
     pub(super) fn uniform_shift(&self) -> Option<BlockShift> {
         match self.stretches.as_slice() {
             [(_, shift)] => Some(*shift),
@@ -100,7 +100,8 @@ impl Layout {
     }
 
     /// Writes the sub-block tables and returns the root entries. `fill` is the entry of blocks that
-    /// were not appended. A region gets no table if all its blocks have this entry.
+    /// were not appended. A region gets no table if all its blocks have this entry, or if one
+    /// record covers it.
     pub(super) fn write_tables(
         &self,
         size: u64,
@@ -110,8 +111,7 @@ impl Layout {
     ) -> Result<Vec<Entry>, Error> {
         let regions = size.div_ceil(1 << region_shift);
         let mut root = vec![fill; regions as usize];
-        // The current region and its entries. A region that one record fills is not put here: its
-        // entry goes into the root table.
+        // The current region with a table, and this table.
         let mut open: Option<(u64, SubBlockTable)> = None;
         for placed in self.placed() {
             let (entry, blocks) = match placed.record {
@@ -134,8 +134,8 @@ impl Layout {
                 let here = end.min(start + length);
                 // A stored block becomes a root entry only if blocks are as large as regions. In a
                 // short last region, a smaller block gets a table even if it is the only one.
-                let is_one = entry.stored().is_none() || placed.shift.get() == region_shift;
-                if is_one && at == start && here == start + length {
+                let fits_root = entry.stored().is_none() || placed.shift.get() == region_shift;
+                if fits_root && at == start && here == start + length {
                     root[region as usize] = entry;
                     at = here;
                     continue;

@@ -33,8 +33,8 @@ impl Sparse {
         let Some(transit) = stripe.get(&block) else {
             return Ok(());
         };
-        // The gaps can only have become smaller since the read. The exception is a file that has
-        // grown: the gap behind its old end is zeros, as in `bytes`.
+        // Since the read, a gap can only have become smaller. If the file has grown, there is also
+        // a gap behind its old end, which is zeros, as in `bytes`.
         for gap in transit.written.gaps(self.length(block)) {
             let piece = &bytes[gap.start as usize..gap.end as usize];
             write_all(self.content(), start + gap.start, piece)
@@ -81,8 +81,9 @@ impl Sparse {
         result
     }
 
-    /// Completes up to `most` blocks whose delay has passed. Returns the time of the next call, if
-    /// blocks are left.
+    /// Completes up to `most` blocks whose delay has passed, or any blocks while the fillers are
+    /// behind. Returns the time of the next call, if blocks are left and no other thread has queued
+    /// the sketch.
     pub(super) fn fill_due(&self, most: usize) -> Option<Instant> {
         // A write that leaves a block in transit after this store queues the sketch again.
         self.queued.store(false, Ordering::Release);
