@@ -19,7 +19,7 @@ pub enum Compress {
 }
 
 impl Compress {
-    /// The compression of the blocks of a BCoW file. An error for zlib, which only qcow2 has.
+    /// The compression of the blocks of a BCoW file. Fails for zlib, which only qcow2 files have.
     pub fn for_blocks(self) -> Result<Compression, CommandError> {
         match self {
             Compress::None => Ok(Compression::None),

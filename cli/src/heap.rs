@@ -4,8 +4,9 @@
 /// returns its memory to the kernel. Must be called before other threads start.
 ///
 /// By default, glibc raises the threshold when a mapped buffer is freed, and takes later buffers
-/// from the heap. The buffers of ended threads then stay in the heap, and a buffer of zeros for a
-/// new thread is written there: 16 MiB for each thread of a mount.
+/// from the heap; a threshold that was set stays. The buffers of ended threads would stay in the
+/// heap. For a new thread, the allocator would fill such a buffer with zeros, which makes all of it
+/// resident: 16 MiB for each thread of a mount.
 pub fn map_large_buffers() {
     const MMAP_THRESHOLD: i32 = 4 << 20;
     // The free bytes at the end of the heap that the allocator may retain.

@@ -9,10 +9,11 @@
 //! An engine reports a use by the creation of `use` in the directory of a layer, and the end of a
 //! use by the removal of the directory. Both get ENOENT.
 //!
-//! The kernel caches no names and attributes, so that each access asks whether the layer is still
-//! mounted. It caches those of the root directory: an engine examines this directory first, and
-//! refuses all work if that fails, as it would while no process serves the store. A thread of its
-//! own answers each request that can take long.
+//! The kernel caches neither names nor attributes, so that this process checks at each access
+//! whether the layer is still mounted. Only the attributes of the root directory are cached: an
+//! engine reads them first, and refuses all work on an error; without the cache, that would happen
+//! whenever no process serves the store. Each request that can take long has a thread of its own,
+//! which answers it.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -36,7 +37,7 @@ use crate::nodes::{Kind, LayerDirectory, Nodes, ROOT};
 use crate::reference::{self, Reference};
 use crate::store::Store;
 
-/// Requests that take long, at most at the same time.
+/// Limit of the threads that answer requests at the same time, one for each request.
 const MAX_THREADS: usize = 256;
 
 /// The file system.
@@ -48,6 +49,7 @@ struct Inner {
     nodes: Mutex<Nodes>,
     /// Protects the list of open blobs.
     open: Mutex<Open>,
+    /// The number of running threads that answer requests.
     threads: AtomicUsize,
     started: SystemTime,
 }
@@ -70,7 +72,7 @@ impl Files {
         }))
     }
 
-    /// Answers in a thread of its own, or fails with `refuse` if there are too many.
+    /// Calls `answer` in a new thread, or `refuse` if too many threads are running.
     fn in_thread<R: Send + 'static>(
         &self,
         reply: R,
@@ -95,7 +97,7 @@ impl Inner {
         self.nodes.lock().get(ino.0)
     }
 
-    /// What a name in a directory is; `None` if there is no such name.
+    /// The inode of a name in a directory; `None` if there is no such name.
     fn look_up(&self, parent: &Kind, name: &[u8]) -> Option<Kind> {
         match parent {
             Kind::Root => Some(Kind::Image(Reference::decode(name)?)),
@@ -200,8 +202,9 @@ impl fuser::Filesystem for Files {
         self.0.nodes.lock().forget(ino.0, lookups);
     }
 
-    /// The attributes of `info` by its path: an engine that pulls examines them, and pulls as usual
-    /// if there are none. An engine that reads a layer which it has opens `info` at once.
+    /// An engine that pulls calls stat(2) on `info`, and pulls the layer as usual after an error.
+    /// An engine that already uses the layer opens `info` without that call. The kernel sends no
+    /// handle for stat(2), nor for fstat(2).
     fn getattr(
         &self,
         _request: &Request,

@@ -26,7 +26,7 @@ pub struct Args {
     #[arg(value_name = "DISK", value_hint = clap::ValueHint::AnyPath)]
     disk: PathBuf,
     /// The new size; with + or - before it, the change of the size
-    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
+    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = parse_change)]
     size: Change,
     /// Allow the disk to shrink; data after its new end is lost
     #[arg(long)]
@@ -42,7 +42,7 @@ enum Change {
     Shrink(u64),
 }
 
-fn change(text: &str) -> Result<Change, String> {
+fn parse_change(text: &str) -> Result<Change, String> {
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(by), _) => size::parse(by).map(Change::Grow),
         (_, Some(by)) => size::parse(by).map(Change::Shrink),

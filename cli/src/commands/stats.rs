@@ -383,7 +383,7 @@ fn share(part: u64, whole: u64) -> Option<String> {
     (whole > 0).then(|| format!("{:.1}%", 100.0 * part as f64 / whole as f64))
 }
 
-/// A short time with three digits at most: `1.2 us`, `34 ms`.
+/// A short time in ns, rounded: `1.2 us`, `34 ms`.
 struct Took(u64);
 
 impl std::fmt::Display for Took {
@@ -400,7 +400,7 @@ impl std::fmt::Display for Took {
     }
 }
 
-/// A long time: `42 s`, `3 h 5 min`, `12 d 3 h`.
+/// A long time in seconds: `42 s`, `3 h 5 min`, `12 d 3 h`.
 struct Lasting(f64);
 
 impl std::fmt::Display for Lasting {

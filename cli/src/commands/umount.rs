@@ -18,8 +18,8 @@ use crate::running::{self, Server, Service, State};
 use crate::ui::Ui;
 use crate::upper::is_closing;
 
-/// How long the process may take to notice the unmount. It does not notice if the mount continues
-/// in another mount namespace.
+/// How long the process may take to notice the unmount. It does not notice the unmount if the mount
+/// continues in another mount namespace.
 const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -117,18 +117,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// The place of the written data.
+/// The upper or disk of a mount, for messages.
 struct Store {
     /// `the upper PATH` or `the disk PATH`.
     name: String,
     /// Whether only the end of the mount makes data durable.
     is_volatile: bool,
-    /// What recovers data that programs synchronized.
+    /// The hint about data that programs synchronized.
     recovers: &'static str,
 }
 
 impl Store {
-    /// `None` for a mount that takes no writes.
+    /// `None` for a mount without an upper and without a disk. The disk of a mount at the kernel
+    /// door may be read-only.
     fn of(document: &Document) -> Option<Self> {
         match (&document.upper, &document.disk) {
             (Some(upper), _) => Some(Store {
@@ -243,7 +244,7 @@ fn require_complete(
     })
 }
 
-/// A mount that does not answer.
+/// A mount whose statistics cannot be read.
 struct Unresponsive {
     /// The process of the mount, if it can be examined.
     server: Option<Server>,
@@ -264,7 +265,7 @@ impl Unresponsive {
             Some(server) => {
                 let mut services = server.services.iter();
                 match services.find_map(|service| service.upper.as_deref()) {
-                    // A read-only mount has no data to lose.
+                    // The mount is read-only, or its data is in a disk, which is not named here.
                     None => return,
                     Some(upper) => format!(
                         "process {} may still be writing to the upper {}",
@@ -294,8 +295,8 @@ enum Waited {
     Stopped,
 }
 
-/// Waits until a process that serves other mounts too has released the upper of this one. If it has
-/// left the mount to another process, waits for that.
+/// Waits until the process of a pool has released the upper or the disk of this mount. If the
+/// process has handed the mount over to the next process, waits for that process.
 fn wait_for_mount(ending: &Ending, process: &Process, pool: &str, mount: &MountedImage) -> Waited {
     match wait_for_release(ending, process) {
         Waited::Ended if !process.is_running() => {}
@@ -315,7 +316,7 @@ fn wait_for_mount(ending: &Ending, process: &Process, pool: &str, mount: &Mounte
     Waited::Ended
 }
 
-/// Whether a process still has the mount in its list, also if the kernel has ended it.
+/// Whether a process still lists the mount, even if the kernel has ended it.
 fn is_listed(mount: &MountedImage) -> bool {
     let is_it = |service: &Service| {
         service.device.as_deref() == Some(&*mount.device)
@@ -339,8 +340,8 @@ fn wait_for_release(ending: &Ending, process: &Process) -> Waited {
     Waited::Ended
 }
 
-/// Waits a limited time for the end of a process that has no data to store. It may be needed for a
-/// mount elsewhere.
+/// Waits a limited time for the end of a process that has no data to store. The process may
+/// continue, for a mount at another place.
 fn wait_briefly(process: &Process) {
     let start = Instant::now();
     while process.is_running() && start.elapsed() < NOTICES_WITHIN {

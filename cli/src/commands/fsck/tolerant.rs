@@ -1,4 +1,4 @@
-//! Reading of a file on another machine past wrong bytes.
+//! Reads a file on another machine although the server sends wrong bytes.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bcow::{FileIdentity, Storage, header_of};
 use bcow_remote::{Problem, RemoteError};
 
-/// Most chunks of one file that may be wrong. Each costs a second attempt.
+/// Limit of the wrong chunks of one file. Each costs further requests.
 const MAX_WRONG_CHUNKS: usize = 1000;
 
 /// A file whose wrong chunks read as zeros, so that a check finds them as it finds damage in a file
@@ -16,7 +16,7 @@ const MAX_WRONG_CHUNKS: usize = 1000;
 struct Tolerant {
     storage: Arc<dyn Storage>,
     chunk_bytes: u64,
-    /// Where the wrong chunks begin. The lock is held for a lookup, never while chunks are fetched.
+    /// Offsets of the wrong chunks. The lock is never held while chunks are fetched.
     wrong: Mutex<BTreeSet<u64>>,
 }
 

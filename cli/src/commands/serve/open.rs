@@ -26,7 +26,7 @@ pub enum Access {
 }
 
 impl Access {
-    /// The access that the options of these names select, which exclude each other.
+    /// The access that the options `--read-only` and `--snapshot` select, which exclude each other.
     pub fn of_options(read_only: bool, snapshot: bool) -> Self {
         match (read_only, snapshot) {
             (true, _) => Access::ReadOnly,
@@ -44,7 +44,7 @@ pub struct DeviceOptions<'a> {
     pub cache: BlockCache,
     /// Access of clients.
     pub access: Access,
-    /// The command, which names this process to writers that are refused.
+    /// The name of the command: the error of a second writer names it.
     pub command: &'static str,
 }
 
@@ -172,7 +172,7 @@ impl Served {
     }
 }
 
-/// The reason for a missing overlay.
+/// The error of a failed [`snapshot`].
 enum SnapshotError {
     File(std::io::Error),
     Disk(bcow::Error),

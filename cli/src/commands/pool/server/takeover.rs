@@ -25,7 +25,7 @@ use crate::ui::Ui;
 /// Number of threads that take over mounts.
 pub(super) const THREADS: usize = 8;
 
-/// A mount that this process takes over from the one before.
+/// A mount that this process takes over from the previous one.
 pub struct Kept {
     /// The connection to the kernel.
     pub connection: OwnedFd,
@@ -42,8 +42,8 @@ pub struct Kept {
 }
 
 impl Pool {
-    /// Gives to the keeper what another process needs to take over this mount. Returns the record,
-    /// or `None` if no other process can take it over.
+    /// Gives the keeper the data with which another process can take over this mount. Returns the
+    /// record, or `None` if no other process can take over the mount.
     pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<Record> {
         let kept = match &mounted.session {
             AnySession::Fuse(session) => self.keep_fuse(number, session, mounted, asked),
@@ -213,7 +213,8 @@ impl Pool {
                 let session = mounted.session.fuse();
                 let ledger = session.map_or(Ok(None), Session::ledger);
                 if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
-                    // Before the first request, which the ledger of the process before would miss.
+                    // Before this process answers a request: the keeper still has the ledger of the
+                    // previous process, which would miss the changes of that request.
                     self.notify_keeper(&Packet::Companion { number }, &[ledger.as_fd()]);
                 }
                 mount.arrive(number, mounted, Some(record))
@@ -241,8 +242,8 @@ impl Pool {
         let target = target.display().to_string();
         let place = record.place(disk).context(|| "cannot read its record")?;
         if !place.exists() {
-            // The kernel has closed the file: the mount has ended meanwhile. The disk may lack
-            // changes that were answered.
+            // The loop device has closed the file: the mount has ended meanwhile. The disk may lack
+            // changes that the previous process has acknowledged; they are in the ledger.
             let closed = match disk.is_writable {
                 true => self
                     .open_disk_again(&record, disk, files.as_ref())
@@ -265,7 +266,8 @@ impl Pool {
         // The opened disk has descriptors of its own.
         drop(files);
         if opened.is_err() {
-            // The kernel does not wait for a connection that no process has.
+            // The keeper closes its connection too. The kernel waits for answers as long as any
+            // process has the connection.
             self.release(number);
         }
         match opened {
@@ -297,8 +299,8 @@ impl Pool {
         causes.fold(lost, CommandError::caused_by_text)
     }
 
-    /// Opens the image of a mount again. It must be the same image: the kernel has its names and
-    /// inodes in the cache.
+    /// Opens the image of a mount again. It must be the same image: the kernel has cached its names
+    /// and inodes.
     pub(super) fn open_again(
         &self,
         record: &Record,
@@ -316,9 +318,9 @@ impl Pool {
         }
     }
 
-    /// Opens the content of a mount at the kernel door again. A disk must be as the process before
-    /// has left it: the kernel relies on all that it has written. So the disk has stayed locked,
-    /// and has a ledger.
+    /// Opens the content of a mount at the kernel door again. A writable disk must have all changes
+    /// that the previous process has acknowledged, because the kernel relies on them. So the disk
+    /// has stayed locked, and has a ledger.
     fn open_disk_again(
         &self,
         record: &Record,
