@@ -7,12 +7,11 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow_tool::{At, HostError, Tool};
+use bcow_tool::{At, HostError, MountState, Tool, state_of};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
@@ -25,9 +24,6 @@ use crate::layer::Layer;
 const GRACE: Duration = Duration::from_secs(5);
 /// Pause before the next attempt to end a mount that is in use.
 const BUSY_PAUSE: Duration = Duration::from_secs(30);
-
-/// The type of FUSE file systems in statfs(2).
-const FUSE_MAGIC: u64 = 0x6573_5546;
 
 /// The mounts in a directory.
 pub struct Mounts {
@@ -63,13 +59,13 @@ impl Mounts {
         let slot = Arc::clone(self.slots.lock().entry(name).or_default());
         let mut slot = slot.lock();
         match state_of(&path)? {
-            State::Served => {}
-            State::Dead => {
+            MountState::Served => {}
+            MountState::Dead => {
                 tracing::warn!("the mount of {} has no process any more", layer.source());
                 unmount(&path, UnmountFlags::DETACH).at("unmount", &path)?;
                 self.mount(layer, &path)?;
             }
-            State::NotMounted => self.mount(layer, &path)?,
+            MountState::NotMounted => self.mount(layer, &path)?,
         }
         slot.looked_up = Some(Instant::now());
         Ok(path)
@@ -132,36 +128,6 @@ impl Mounts {
     }
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum State {
-    NotMounted,
-    Served,
-    /// Its process has ended.
-    Dead,
-}
-
-fn state_of(path: &Path) -> Result<State, HostError> {
-    // The kernel answers attributes from its caches, but it sends statfs to the process.
-    match rustix::fs::statfs(path) {
-        Ok(found) if found.f_type as u64 != FUSE_MAGIC => return Ok(State::NotMounted),
-        Ok(_) => {}
-        Err(Errno::NOENT) => return Ok(State::NotMounted),
-        Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(State::Dead),
-        Err(errno) => return Err(errno).at("examine", path),
-    }
-    // The directory can be on FUSE, too.
-    let above = path.parent().unwrap_or(path);
-    let device = |path: &Path| {
-        fs::metadata(path)
-            .map(|found| found.dev())
-            .at("examine", path)
-    };
-    match device(path)? == device(above)? {
-        true => Ok(State::NotMounted),
-        false => Ok(State::Served),
-    }
-}
-
 /// Ends a mount, and removes its directory.
 fn end(path: &Path) -> Result<(), HostError> {
     match unmount(path, UnmountFlags::NOFOLLOW) {
@@ -195,7 +161,7 @@ mod tests {
         let mounts = mounts(directory.path(), 0);
         let path = mounts.ensure(&layer('a', '1')).unwrap();
         assert!(path.is_dir());
-        assert_eq!(state_of(&path).unwrap(), State::NotMounted);
+        assert_eq!(state_of(&path).unwrap(), MountState::NotMounted);
         let used = HashSet::from([layer('a', '1').mount_name()]);
         assert_eq!(mounts.sweep(&used).unwrap(), None);
         let again = mounts.sweep(&HashSet::new()).unwrap();

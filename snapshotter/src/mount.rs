@@ -62,6 +62,36 @@ pub fn of_layers(
     })
 }
 
+/// The mounts for the unpacking of a layer, one on top of the other: the layers below, and
+/// overlayfs on them. If overlayfs were alone, containerd would write to the upper itself, where a
+/// hard link to a file of the layers below fails.
+pub fn of_unpacking(lower: &Path, upper: &Path, work: &Path) -> Vec<Mount> {
+    let overlay = Mount {
+        kind: "overlay",
+        source: "overlay".to_owned(),
+        options: options_of_overlay(lower, upper, work),
+    };
+    vec![of_directory(lower, false), overlay]
+}
+
+/// The options of overlayfs, so that an upper has whole files and no redirects. `volatile`: the
+/// commit of a layer makes the layer durable, and an upper is not used after a crash.
+pub fn options_of_overlay(lower: &Path, upper: &Path, work: &Path) -> Vec<String> {
+    let mut options = vec![
+        format!("lowerdir={}", text(lower)),
+        format!("upperdir={}", text(upper)),
+        format!("workdir={}", text(work)),
+    ];
+    let others = [
+        "index=off",
+        "metacopy=off",
+        "redirect_dir=nofollow",
+        "volatile",
+    ];
+    options.extend(others.map(str::to_owned));
+    options
+}
+
 /// Paths are in UTF-8: `Place` refuses a root that is not.
 pub fn text(path: &Path) -> String {
     path.display().to_string()

@@ -111,20 +111,24 @@ class WithSnapshotter(support.Scratch):
     def mounted(self, answer):
         """The mount of an answer, made as containerd makes it."""
         where = tempfile.mkdtemp(prefix="m", dir=self.place)
-        [mount] = answer.mounts
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.rmdir, where)
+            for mount in answer.mounts:
+                self.mount(mount, where)
+                stack.callback(run, "umount", where)
+            yield where
+
+    def mount(self, mount, where):
         options = ",".join(mount.options)
         if mount.type == "bind":
             run("mount", "--bind", "-o", options, mount.source, where)
             if "ro" in mount.options:
                 run("mount", "-o", "remount,bind,ro", where)
+        elif mount.type == "overlay":
+            run("mount", "-t", "overlay", "-o", options, mount.source, where)
         else:
             kind = mount.type.removeprefix("fuse3.")
             run("mount.fuse3", mount.source, where, "-o", options, "-t", kind)
-        try:
-            yield where
-        finally:
-            run("umount", where)
-            os.rmdir(where)
 
     def names(self, *parts):
         return sorted(os.listdir(os.path.join(self.root, *parts)))
@@ -201,6 +205,115 @@ class Contract(WithSnapshotter):
             client.Remove(key=key)
         self.assert_only(client)
         self.assertEqual(self.names("merged"), [])
+
+    def lowest_layer(self, client):
+        """Commits a layer "low", below those of the tests of unpacking."""
+        with self.mounted(client.Prepare(key="a")) as root:
+            for name in ("d/gone", "d/kept", "replaced/below", "file"):
+                os.makedirs(os.path.dirname(os.path.join(root, name)), exist_ok=True)
+                write_file(os.path.join(root, name), name * 1000)
+            os.chmod(os.path.join(root, "d"), 0o750)
+            os.chmod(root, 0o711)
+            os.chown(root, 3, 4)
+            os.setxattr(root, "user.x", b"of the root")
+        client.Commit(name="low", key="a")
+
+    def assert_nothing_is_mounted(self):
+        self.assertNotIn(self.root, read_text("/proc/self/mounts"))
+
+    def unpack(self, root):
+        """Changes what lowest_layer has made, as the unpacking of a layer does."""
+        def at(name):
+            return os.path.join(root, name)
+        os.remove(at("d/gone"))
+        write_file(at("d/new"), "new")
+        os.link(at("file"), at("d/link"))
+        shutil.rmtree(at("replaced"))
+        os.mkdir(at("replaced"))
+        write_file(at("replaced/above"), "above")
+        os.setxattr(at("replaced"), "user.y", b"1")
+        os.symlink("d/kept", at("link"))
+        os.chown(at("d"), 5, 6)
+        for name in ("d/new", "d", "replaced/above", "replaced", "link", ""):
+            os.utime(at(name), (7, 8), follow_symlinks=False)
+
+    def test_a_layer_is_unpacked_into_overlayfs(self):
+        self.start_pool()
+        for options in ((), ("--pool", "p")):
+            with self.subTest(options=options):
+                self.root = os.path.join(self.place, f"root{len(options)}")
+                one = self.start(*options)
+                self.unpack_into_overlayfs(one)
+                self.assertEqual(one.end(), 0)
+
+    def unpack_into_overlayfs(self, one):
+        self.lowest_layer(one.client)
+        with self.mounted(one.client.Prepare(key="b", parent="low")) as root:
+            self.unpack(root)
+        one.client.Commit(name="expected", key="b")
+        key = "default/7/extract-1-x sha256:2"
+        answer = one.client.Prepare(key=key, parent="low")
+        self.assertEqual([mount.type for mount in answer.mounts], ["bind", "overlay"])
+        with self.mounted(answer) as root:
+            # The unpacking goes on while the snapshotter is replaced.
+            self.assertEqual(one.end(signal.SIGKILL), -9)
+            one.start()
+            self.assertEqual(one.client.Mounts(key=key), answer)
+            self.unpack(root)
+            details = self.refused(CODES.FAILED_PRECONDITION, one.client.Commit,
+                                   name="high", key=key)
+            self.assertIn("is mounted with overlayfs", details)
+        one.client.Commit(name="high", key=key)
+        self.assert_nothing_is_mounted()
+        with self.mounted(one.client.View(key="e", parent="expected")) as root:
+            expected = support.tree.dump(root)
+        with self.mounted(one.client.View(key="v", parent="high")) as root:
+            support.assert_same_tree(self, expected, root)
+            self.assertEqual(os.stat(root).st_mode & 0o7777, 0o711)
+            self.assertEqual(os.getxattr(root, "user.x"), b"of the root")
+        # A layer that changes nothing but the root.
+        with self.mounted(one.client.Prepare(key="extract-2", parent="high")) as root:
+            os.chmod(root, 0o700)
+        one.client.Commit(name="root", key="extract-2")
+        with self.mounted(one.client.View(key="w", parent="root")) as root:
+            self.assertEqual(os.stat(root).st_mode & 0o7777, 0o700)
+            self.assertEqual(os.listdir(os.path.join(root, "replaced")), ["above"])
+        self.assert_only(one.client)
+        # Neither one that cannot be mounted nor one that is not committed leaves anything.
+        layer = os.path.join(self.root, "layers/1.bcow")
+        os.rename(layer, layer + ".lost")
+        self.refused(CODES.FAILED_PRECONDITION, one.client.Prepare, key="extract-3", parent="high")
+        os.rename(layer + ".lost", layer)
+        one.client.Prepare(key="extract-3", parent="high")
+        one.client.Remove(key="extract-3")
+        self.assert_nothing_is_mounted()
+        self.assert_only(one.client)
+
+    def test_a_layer_with_a_name_of_uppers_is_refused(self):
+        client = self.start().client
+        self.lowest_layer(client)
+        with self.mounted(client.Prepare(key="extract-1", parent="low")) as root:
+            os.makedirs(os.path.join(root, ".bcow/maps"))
+        details = self.refused(CODES.FAILED_PRECONDITION, client.Commit, name="n", key="extract-1")
+        self.assertIn("/.bcow, a name that bcow reserves", details)
+        client.Remove(key="extract-1")
+        self.assert_nothing_is_mounted()
+        self.assert_only(client)
+
+    def test_layers_are_unpacked_through_fuse_where_overlayfs_cannot_be_used(self):
+        # The three paths do not fit into the page that mount(2) takes.
+        self.root = os.path.join(self.place, *["long" * 60] * 6)
+        os.makedirs(os.path.dirname(self.root))
+        one = self.start()
+        self.lowest_layer(one.client)
+        answer = one.client.Prepare(key="extract-1", parent="low")
+        self.assertEqual([mount.type for mount in answer.mounts], ["fuse3.mount.bcow"])
+        with self.mounted(answer) as root:
+            write_file(os.path.join(root, "new"), "new")
+        one.client.Commit(name="high", key="extract-1")
+        with self.mounted(one.client.View(key="v", parent="high")) as root:
+            self.assertEqual(read_text(os.path.join(root, "new")), "new")
+        self.assertEqual(one.end(), 0)
 
     def test_containers_share_layers_and_keep_their_changes(self):
         one = self.start()

@@ -18,6 +18,7 @@
 //! ```
 
 pub mod host;
+mod mounted;
 pub mod notify;
 pub mod program;
 pub mod registry;
@@ -25,5 +26,6 @@ pub mod resolved;
 pub mod tool;
 
 pub use host::{At, HostError};
+pub use mounted::{MountState, state_of};
 pub use registry::RegistryArgs;
 pub use tool::{Tool, ToolError};

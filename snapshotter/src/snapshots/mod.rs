@@ -2,13 +2,15 @@
 //!
 //! A committed snapshot is one BCoW layer, which `bcow` makes at the commit; it is durable before
 //! the commit returns. Or it is a layer of a BCoW image in a registry, of which nothing is fetched
-//! here. An active snapshot without a parent is a plain directory, into which
-//! containerd unpacks the lowest layer of an image. An active snapshot with a parent is a mount of
-//! the parent's layers with an upper. containerd mounts through the helper `mount.bcow`. Each mount
-//! has its own process, so this process has no state of mounts.
+//! here. An active snapshot without a parent is a plain directory, into which containerd unpacks
+//! the lowest layer of an image. An active snapshot with a parent is a mount of the parent's layers
+//! with an upper, which containerd makes through the helper `mount.bcow`; for the unpacking of a
+//! layer, it is overlayfs over a mount of the parent's layers. Each mount of layers has its own
+//! process, so this process has no state of mounts.
 
 mod index;
 mod place;
+mod unpacking;
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -46,6 +48,8 @@ pub struct Snapshots {
     keyring: Arc<Keyring>,
     /// Options of each mount of layers.
     mount_options: Vec<String>,
+    /// Whether layers are unpacked into overlayfs.
+    has_overlayfs: bool,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
     /// index while it works on the disk, and does not hold this lock then.
     index: Mutex<Index>,
@@ -70,6 +74,7 @@ impl Snapshots {
         let index = Index::new(found.records, found.next)?;
         let (removed, wakes) = channel();
         let snapshots = Arc::new(Snapshots {
+            has_overlayfs: place.has_overlayfs()?,
             place,
             tool,
             remote,
@@ -117,15 +122,16 @@ impl Snapshots {
 
     /// The mounts that containerd makes for an active snapshot or a view.
     pub fn mounts(&self, name: &str) -> Result<Vec<Mount>, Error> {
-        let index = self.index.lock();
-        let record = index.get(name)?.clone();
-        if record.kind == Kind::Committed {
-            return Err(Error::State(format!(
-                "snapshot {name:?} is neither active nor a view"
-            )));
-        }
-        let chain = chain_below(&index, &record)?;
-        drop(index);
+        let ((record, chain), _hold) = self.hold(&[name], &[name], |index| {
+            let record = index.get(name)?.clone();
+            if record.kind == Kind::Committed {
+                return Err(Error::State(format!(
+                    "snapshot {name:?} is neither active nor a view"
+                )));
+            }
+            let chain = chain_below(index, &record)?;
+            Ok((record, chain))
+        })?;
         self.describe(&record, &chain)
     }
 
@@ -155,8 +161,14 @@ impl Snapshots {
             Ok((record, chain))
         })?;
         self.place.create(&record)?;
-        self.index.lock().put(key, record.clone());
-        self.describe(&record, &chain)
+        let mounts =
+            self.describe(&record, &chain)
+                .inspect_err(|_| match self.place.remove(&record) {
+                    Ok(()) => self.wake_sweeper(),
+                    Err(error) => tracing::warn!("{error}"),
+                })?;
+        self.index.lock().put(key, record);
+        Ok(mounts)
     }
 
     /// Creates a committed snapshot of a layer in a registry, unless there is one. containerd finds
@@ -216,6 +228,7 @@ impl Snapshots {
             }
         };
         if has_layer {
+            self.place.unpacking(&active).finish()?;
             self.place
                 .make_layer(active.id, |layer| self.write_layer(&active, &chain, layer))?;
         }
@@ -244,16 +257,16 @@ impl Snapshots {
 
     /// Removes a snapshot without children. Its files are removed in the background.
     pub fn remove(&self, name: &str) -> Result<(), Error> {
-        let (id, _hold) = self.hold(&[name], &[name], |index| {
-            let id = index.get(name)?.id;
+        let (record, _hold) = self.hold(&[name], &[name], |index| {
+            let record = index.get(name)?.clone();
             match index.has_children(name) {
                 true => Err(Error::State(format!(
                     "cannot remove snapshot {name:?}: it has children"
                 ))),
-                false => Ok(id),
+                false => Ok(record),
             }
         })?;
-        self.place.remove(id)?;
+        self.place.remove(&record)?;
         self.index.lock().remove(name);
         self.wake_sweeper();
         Ok(())
@@ -332,7 +345,9 @@ impl Snapshots {
         if record.parent.is_none() {
             return Ok(vec![mount::of_directory(&files, is_writable)]);
         }
-        let access = match is_writable {
+        let is_unpacking = is_writable && is_unpacking(&record.name);
+        let by_overlayfs = is_unpacking && self.has_overlayfs;
+        let access = match is_writable && !by_overlayfs {
             true => Access::Write(&files),
             false => Access::Read,
         };
@@ -341,15 +356,18 @@ impl Snapshots {
             options.extend(self.remote.mount_options(&remote.image));
         }
         // The mount for the unpacking of a layer is the only one with the layers below it.
-        let merged = match is_unpacking(&record.name) {
+        let merged = match is_unpacking {
             true => None,
             false => chain.layers.last().map(|&id| self.place.merged(id)),
         };
-        let mount = mount::of_layers(&self.layers(chain), access, merged.as_deref(), &options);
-        let mount = mount.ok_or_else(|| {
+        let layers = mount::of_layers(&self.layers(chain), access, merged.as_deref(), &options);
+        let layers = layers.ok_or_else(|| {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
-        Ok(vec![mount])
+        match by_overlayfs {
+            true => self.place.unpacking(record).prepare(&layers),
+            false => Ok(vec![layers]),
+        }
     }
 
     /// Waits until no operation holds one of `settled`, and holds `names` if `check` succeeds.
@@ -399,7 +417,7 @@ fn chain_below(index: &Index, record: &Record) -> Result<Chain, Error> {
     }
 }
 
-/// Whether containerd unpacks a layer of an image into this snapshot: its name, behind those of the
+/// Whether containerd unpacks a layer of an image into this snapshot: its name, behind that of the
 /// namespace, begins with `extract-` (containerd's snapshots.UnpackKeyPrefix).
 fn is_unpacking(name: &str) -> bool {
     let own = name.rsplit('/').next().unwrap_or(name);

@@ -6,6 +6,8 @@
 //!     record.json        its record
 //!     fs/                active or a view, without a parent: the files
 //!     upper/             active, with a parent: the upper of its mount
+//!     lower/             active, for a layer: the layers below are mounted here
+//!     work/              active, for a layer: the directory that overlayfs needs
 //! ROOT/layers/ID.bcow    the layer of a committed snapshot
 //! ROOT/merged/ID.bcow    the merged metadata of this layer and those below it; a mount makes it
 //! ROOT/cache/            what mounts have read of layers in registries: the cache of `bcow`
@@ -27,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 
+use super::unpacking::{self, Unpacking};
 use crate::error::Error;
 use crate::record::{Id, Kind, Record, RemoteLayer};
 use bcow_tool::{At, HostError};
@@ -139,10 +142,15 @@ impl Place {
 
     /// Removes what a crash left in the directory of a snapshot.
     fn tidy(&self, path: &Path, record: &Record) -> Result<(), Error> {
+        let unpacking = self.unpacking(record);
+        if record.kind == Kind::Committed {
+            unpacking.end()?;
+        }
         for path in entries(path)? {
             let is_files = path == self.files(record);
+            let is_of_mount = is_files || path == unpacking.lower || path == unpacking.work;
             let is_kept =
-                path.ends_with("record.json") || (is_files && record.kind != Kind::Committed);
+                path.ends_with("record.json") || (is_of_mount && record.kind != Kind::Committed);
             if !is_kept {
                 remove_all(&path)?;
             }
@@ -157,6 +165,25 @@ impl Place {
             None => "fs",
             Some(_) => "upper",
         })
+    }
+
+    /// The directories for the unpacking of a layer into an active snapshot.
+    pub fn unpacking(&self, record: &Record) -> Unpacking {
+        let directory = self.directory(record.id);
+        Unpacking {
+            lower: directory.join("lower"),
+            upper: self.files(record),
+            work: directory.join("work"),
+        }
+    }
+
+    /// Whether overlayfs can use directories in this one.
+    pub fn has_overlayfs(&self) -> Result<bool, HostError> {
+        let scratch = self.in_new("overlayfs");
+        make_directory(&scratch, 0o700)?;
+        let is_supported = unpacking::is_supported(&scratch);
+        remove_all(&scratch)?;
+        is_supported
     }
 
     /// The layer of a committed snapshot.
@@ -294,21 +321,32 @@ impl Place {
     /// Whether the upper of an active snapshot was never mounted.
     pub fn is_untouched(&self, record: &Record) -> Result<bool, Error> {
         let path = self.files(record);
-        Ok(entries(&path)?.is_empty())
+        Ok(entries(&path)?.is_empty() && !self.unpacking(record).is_prepared())
     }
 
     /// Removes the files of a snapshot that has been committed. If that fails, the next start
     /// does it.
     pub fn drop_files(&self, record: &Record) {
-        let trash = self.root.join("trash").join(format!("{}-files", record.id));
-        let files = self.files(record);
-        if let Err(error) = fs::rename(&files, trash) {
-            tracing::warn!("cannot remove {}: {error}", files.display());
+        let unpacking = self.unpacking(record);
+        for (directory, name) in [(self.files(record), "files"), (unpacking.work, "work")] {
+            let trash = self
+                .root
+                .join("trash")
+                .join(format!("{}-{name}", record.id));
+            match fs::rename(&directory, trash) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    tracing::warn!("cannot remove {}: {error}", directory.display());
+                }
+                _ => {}
+            }
         }
+        let _ = fs::remove_dir(unpacking.lower);
     }
 
     /// Removes a snapshot. A sweep removes its files.
-    pub fn remove(&self, id: Id) -> Result<(), Error> {
+    pub fn remove(&self, record: &Record) -> Result<(), Error> {
+        self.unpacking(record).end()?;
+        let id = record.id;
         let trash = self.root.join("trash").join(id.to_string());
         let directory = self.directory(id);
         fs::rename(&directory, &trash).at("remove", &directory)?;
@@ -560,7 +598,7 @@ mod tests {
         fs::create_dir(root.join("snapshots/1/upper/.bcow")).unwrap();
         let lock = File::create(root.join("snapshots/1/upper/.bcow/lock")).unwrap();
         flock(&lock, FlockOperation::LockExclusive).unwrap();
-        place.remove(Id(1)).unwrap();
+        place.remove(&record(1, Some("p"))).unwrap();
         assert_eq!(place.sweep().unwrap(), 1);
         assert_eq!(names(&root.join("trash/1")), ["record.json", "upper"]);
         // Not only closed, because a child of another test may have a copy of the descriptor.
@@ -577,7 +615,7 @@ mod tests {
         place.create(&record(1, Some("p"))).unwrap();
         let lock = root.join("snapshots/1/upper/.bcow/lock");
         fs::create_dir_all(&lock).unwrap();
-        place.remove(Id(1)).unwrap();
+        place.remove(&record(1, Some("p"))).unwrap();
         assert_eq!(place.sweep().unwrap(), 1);
         fs::remove_dir(root.join("trash/1/upper/.bcow/lock")).unwrap();
         assert_eq!(place.sweep().unwrap(), 0);

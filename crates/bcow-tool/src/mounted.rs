@@ -1,0 +1,46 @@
+//! Whether `bcow` serves a mount.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::io::Errno;
+
+use crate::host::{At, HostError};
+
+/// The type of FUSE file systems in statfs(2).
+const FUSE_MAGIC: u64 = 0x6573_5546;
+
+/// The state of a directory on which `bcow` mounts.
+#[derive(Debug, PartialEq, Eq)]
+pub enum MountState {
+    /// Nothing is mounted there.
+    NotMounted,
+    /// A process serves the mount.
+    Served,
+    /// Its process has ended.
+    Dead,
+}
+
+/// Finds out the state of a directory on which only `bcow` mounts.
+pub fn state_of(path: &Path) -> Result<MountState, HostError> {
+    // The kernel answers attributes from its caches, but it sends statfs to the process.
+    match rustix::fs::statfs(path) {
+        Ok(found) if found.f_type as u64 != FUSE_MAGIC => return Ok(MountState::NotMounted),
+        Ok(_) => {}
+        Err(Errno::NOENT) => return Ok(MountState::NotMounted),
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(MountState::Dead),
+        Err(errno) => return Err(errno).at("examine", path),
+    }
+    // The directory can be on FUSE, too.
+    let above = path.parent().unwrap_or(path);
+    let device = |path: &Path| {
+        fs::metadata(path)
+            .map(|found| found.dev())
+            .at("examine", path)
+    };
+    match device(path)? == device(above)? {
+        true => Ok(MountState::NotMounted),
+        false => Ok(MountState::Served),
+    }
+}
