@@ -273,13 +273,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         return Err(CommandError::usage("a plain image is not compressed")
             .hint("leave out --plain or --compress"));
     }
-    match &destination {
+    let _replaced = match &destination {
         Destination::File(path) => replace::check(path, Replacement::Image, args.force)?,
         Destination::Layout(to) if to.form == LayoutForm::Archive => {
-            replace::check(&to.path, Replacement::Archive, args.force)?;
+            replace::check(&to.path, Replacement::Archive, args.force)?
         }
-        _ => {}
-    }
+        _ => None,
+    };
     let prefetch = args.prefetch.as_deref().map(read_trace).transpose()?;
     let interrupt = Interrupt::catch();
     let defaults = ConvertOptions::default();

@@ -251,7 +251,7 @@ fn to_file(
         true => Replacement::Image,
         false => Replacement::Disk,
     };
-    replace::check(path, replacement, args.force)?;
+    let _replaced = replace::check(path, replacement, args.force)?;
     let progress = ui.progress();
     let report = copy_file(file, path, options, &progress).map_err(|error| failure(&error))?;
     drop(progress);
@@ -382,8 +382,9 @@ fn to_layout(
     options: &CopyOptions,
     ui: &Ui,
 ) -> Result<(), CommandError> {
+    let mut _replaced = None;
     if to.form == LayoutForm::Archive {
-        replace::check(&to.path, Replacement::Archive, args.force)?;
+        _replaced = replace::check(&to.path, Replacement::Archive, args.force)?;
         let same = |path: &Path| path.canonicalize().ok();
         let source = args.source.to_string_lossy();
         if let Ok(Source::OciArchive { file, .. }) = source.parse::<Source>()

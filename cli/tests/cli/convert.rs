@@ -1,10 +1,10 @@
 //! What `bcow convert` takes, and what it replaces.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
@@ -129,6 +129,43 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
     sandbox.ok(&["convert", "-f", "raw:disk.raw", "writable.bcow"]);
     sandbox.ok(&["convert", "-f", "sealed.bcow", "raw:letter.txt"]);
     assert!(sandbox.read("letter.txt") == sandbox.read("disk.raw"));
+}
+
+#[test]
+fn bcow_file_with_a_damaged_header_is_named_as_one() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["create", "-s", "1M", "damaged.bcow"]);
+    sandbox.patch("damaged.bcow", |bytes| {
+        for slot in bytes[..1024].chunks_mut(512) {
+            slot[100] ^= 1;
+        }
+    });
+    let words = ["BCoW file that bcow cannot read", "header slots", "--force"];
+    let convert = ["convert", "sample.tar", "damaged.bcow"];
+    refused(&sandbox, "sample.tar", &convert, &words);
+}
+
+#[test]
+fn disk_that_is_replaced_is_locked_until_the_new_file_has_its_name() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["create", "-s", "1M", "disk.bcow"]);
+    let mut convert = sandbox
+        .command(&["convert", "--force", "tar:-", "disk.bcow"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = convert.stdin.take().unwrap();
+    // More than a pipe can hold: when the write ends, the conversion has locked the disk and reads.
+    let archive = Tar::new().file("big", &vec![7; 4 << 20]).finish();
+    let (start, end) = archive.split_at(archive.len() - 1024);
+    input.write_all(start).unwrap();
+    let resized = sandbox.run(&["resize", "disk.bcow", "2M"]);
+    let text = String::from_utf8_lossy(&resized.stderr);
+    assert!(text.contains("in use by another program"), "{text}");
+    input.write_all(end).unwrap();
+    drop(input);
+    assert!(convert.wait().unwrap().success());
+    sandbox.ok(&["ls", "disk.bcow"]);
 }
 
 #[test]

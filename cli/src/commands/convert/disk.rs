@@ -119,7 +119,7 @@ pub fn run(
         Some(foreign) => {
             foreign.check(Side::Destination)?;
             source.refuse_as_destination(foreign.path())?;
-            replace::check(foreign.path(), Replacement::Disk, args.force)?;
+            let _replaced = replace::check(foreign.path(), Replacement::Disk, args.force)?;
             write_foreign(args, &source, foreign, ui)
         }
         None => {
@@ -134,7 +134,7 @@ pub fn run(
                 }
             };
             source.refuse_as_destination(destination)?;
-            replace::check(destination, Replacement::Disk, args.force)?;
+            let _replaced = replace::check(destination, Replacement::Disk, args.force)?;
             write_disk(args, &source, destination, sending, ui)
         }
     }

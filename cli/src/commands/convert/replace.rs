@@ -7,12 +7,15 @@
 //! replace such a file. (`qemu-img convert` replaces any file, even a backing in use.)
 
 use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::format::{BackingName, Use};
+use bcow::format::{
+    BackingName, FormatError, HEADER_AREA_BYTES, Header, State, Use, choose_header,
+};
 use bcow::lock::FileLock;
-use bcow::{Image, OpenOptions, header_of};
+use bcow::{Image, OpenOptions};
 
 use crate::disks;
 use crate::error::{CommandError, Context};
@@ -31,45 +34,63 @@ pub enum Replacement {
 
 /// Refuses to replace the file at `destination` if another process writes to it. Without `--force`,
 /// also refuses if the file may be the only copy of its data.
+///
+/// Returns the file that is to be replaced, if there is one. If it is a writable disk, it has a
+/// shared lock: no process writes to it until the caller drops it, after the replacement.
 pub fn check(
     destination: &Path,
     replacement: Replacement,
     force: bool,
-) -> Result<(), CommandError> {
+) -> Result<Option<File>, CommandError> {
     // The destination does not exist, or cannot be examined. In the second case, the conversion
     // reports the error when it creates the file.
     let Ok(metadata) = std::fs::metadata(destination) else {
-        return Ok(());
+        return Ok(None);
     };
     if !metadata.is_file() || metadata.len() == 0 {
-        return Ok(());
+        return Ok(None);
     }
     let cannot = || format!("cannot write {}", destination.display());
     let file = File::open(destination).context(cannot)?;
-    if disks::is_writable_disk(destination) {
+    let header = header_of(&file).context(cannot)?;
+    if let Ok(header) = &header
+        && header.purpose == Use::Disk
+        && header.state == State::Writable
+    {
         FileLock::shared(&file).context(cannot)?;
     }
     if force {
-        return Ok(());
+        return Ok(Some(file));
     }
-    let reason = match header_of(&file).map(|header| header.purpose) {
-        Some(Use::Image) => match (disk_over(destination), replacement) {
+    let reason = match header.map(|header| header.purpose) {
+        Ok(Use::Image) => match (disk_over(destination), replacement) {
             (Some(disk), _) => format!("it is the backing of {}", disk.display()),
-            (None, Replacement::Image) => return Ok(()),
+            (None, Replacement::Image) => return Ok(Some(file)),
             (None, _) => "the file exists, and is a BCoW image".to_owned(),
         },
-        Some(Use::Disk) => "the file exists, and is a BCoW disk".to_owned(),
-        Some(_) => "the file exists, and belongs to a writable mount".to_owned(),
-        None if replacement == Replacement::Archive
-            && foreign_format::detect(destination) == Some(ForeignFormat::Archive) =>
+        Ok(Use::Disk) => "the file exists, and is a BCoW disk".to_owned(),
+        Ok(_) => "the file exists, and belongs to a writable mount".to_owned(),
+        Err(FormatError::NotBcow)
+            if replacement == Replacement::Archive
+                && foreign_format::detect(destination) == Some(ForeignFormat::Archive) =>
         {
-            return Ok(());
+            return Ok(Some(file));
         }
-        None => "the file exists, and is not in BCoW format".to_owned(),
+        Err(FormatError::NotBcow) => "the file exists, and is not in BCoW format".to_owned(),
+        Err(error) => {
+            format!("the file exists, and is a BCoW file that bcow cannot read: {error}")
+        }
     };
     Err(CommandError::new(cannot())
         .caused_by_text(reason)
         .hint("give another name, or replace it with --force"))
+}
+
+/// The header of the file, which can be shorter than a header.
+fn header_of(file: &File) -> io::Result<Result<Header, FormatError>> {
+    let mut area = Vec::new();
+    file.take(HEADER_AREA_BYTES as u64).read_to_end(&mut area)?;
+    Ok(choose_header(&area))
 }
 
 /// A disk over the file at `destination`, in the same directory. Disks in other directories, which
