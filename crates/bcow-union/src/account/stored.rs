@@ -380,10 +380,13 @@ impl StoredBlocks {
         let mut set = self.set.lock();
         if set.is_none() {
             let mut found = scan(file)?;
-            if let Some(charged) = self.account.recall(inode_of(file)?) {
+            let inode = inode_of(file)?;
+            if let Some(charged) = self.account.recall(inode) {
                 // Later releases start from the measured number. So the charge is changed to it
                 // now.
-                found.measure_preallocated(file, &self.account)?;
+                found
+                    .measure_preallocated(file, &self.account)
+                    .inspect_err(|_| self.account.remember(inode, charged))?;
                 self.settle_bytes(charged, found.bytes());
             }
             *set = Some(found);
@@ -419,7 +422,11 @@ fn scan(file: &dyn HostFile) -> Result<TrackedBlocks, ChargeError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io;
     use std::os::unix::fs::FileExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use rustix::fs::Timespec;
 
     const B: u64 = BLOCK_BYTES;
 
@@ -559,12 +566,80 @@ mod tests {
     }
 
     #[test]
+    fn charge_survives_a_failed_measurement() {
+        let (account, stored, file) = setup(10);
+        stored.reserve_all(&file, 0..6 * B).unwrap();
+        HostFile::allocate(&file, 0, 6 * B).unwrap();
+        stored.stop_tracking(&file).unwrap();
+        let file = Unmeasured {
+            file,
+            fails: AtomicBool::new(true),
+        };
+        stored.examine(&file).unwrap_err();
+        file.fails.store(false, Ordering::Relaxed);
+        assert_eq!(account.used(), 6 * B);
+        stored.release_all(&file).unwrap();
+        assert_eq!(account.used(), 0);
+    }
+
+    /// A file whose stored bytes cannot be read while `fails` is set.
+    struct Unmeasured {
+        file: std::fs::File,
+        fails: AtomicBool,
+    }
+
+    impl HostFile for Unmeasured {
+        fn stored_bytes(&self) -> io::Result<u64> {
+            match self.fails.load(Ordering::Relaxed) {
+                true => Err(rustix::io::Errno::IO.into()),
+                false => self.file.stored_bytes(),
+            }
+        }
+        fn inode(&self) -> io::Result<u64> {
+            self.file.inode()
+        }
+        fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>> {
+            self.file.seek(offset, what)
+        }
+        fn size(&self) -> io::Result<u64> {
+            unimplemented!()
+        }
+        fn read_at(&self, _: u64, _: &mut [u8]) -> io::Result<usize> {
+            unimplemented!()
+        }
+        fn write_at(&self, _: u64, _: &[u8]) -> io::Result<usize> {
+            unimplemented!()
+        }
+        fn set_size(&self, _: u64) -> io::Result<()> {
+            unimplemented!()
+        }
+        fn punch(&self, _: u64, _: u64) -> io::Result<()> {
+            unimplemented!()
+        }
+        fn allocate(&self, _: u64, _: u64) -> io::Result<()> {
+            unimplemented!()
+        }
+        fn modified(&self) -> io::Result<Timespec> {
+            unimplemented!()
+        }
+        fn set_modified(&self, _: Timespec) -> io::Result<()> {
+            unimplemented!()
+        }
+        fn sync_data(&self) -> io::Result<()> {
+            unimplemented!()
+        }
+        fn sync_all(&self) -> io::Result<()> {
+            unimplemented!()
+        }
+    }
+
+    #[test]
     fn failed_reservation_releases_no_blocks_of_a_concurrent_one() {
         let (account, stored, file) = setup(3);
-        let done = std::sync::atomic::AtomicBool::new(false);
+        let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                while !done.load(Ordering::Relaxed) {
                     stored.reserve_all(&file, 0..6 * B).unwrap_err();
                     // The other thread waits for the lock.
                     std::thread::yield_now();
@@ -577,7 +652,7 @@ mod tests {
                 stored.release_unwritten(reserved, 0);
                 lost
             });
-            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            done.store(true, Ordering::Relaxed);
             assert_eq!(lost, None);
         });
     }
