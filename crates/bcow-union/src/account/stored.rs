@@ -93,6 +93,32 @@ impl TrackedBlocks {
         Ok(())
     }
 
+    /// Bytes of those of `blocks` that are not in the set.
+    fn missing_bytes(&self, blocks: &Range<u64>) -> u64 {
+        (blocks.end - blocks.start - self.set.count(blocks.clone())) * BLOCK_BYTES
+    }
+
+    /// Adds the first `most` of those `blocks` that are not in the set, and lists them in `new`.
+    /// Returns the first block that is still missing, or the end of the range.
+    fn insert_first(&mut self, blocks: Range<u64>, most: u64, new: &mut Vec<Range<u64>>) -> u64 {
+        let mut left = most;
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let (is_known, mut end) = self.set.run(at, blocks.end);
+            if !is_known {
+                end = end.min(at + left);
+                if end == at {
+                    break;
+                }
+                left -= end - at;
+                self.insert(at..end);
+                new.push(at..end);
+            }
+            at = end;
+        }
+        at
+    }
+
     /// The number of blocks of ext4's extent tree outside the inode.
     fn tree_blocks(&self) -> u64 {
         if self.extents <= INLINE_EXTENTS {
@@ -206,7 +232,7 @@ impl StoredBlocks {
         self.reexamine_locked(file, known)?;
         let before = known.tree_blocks();
         let blocks = touched(&range);
-        let missing = (blocks.end - blocks.start - known.set.count(blocks.clone())) * BLOCK_BYTES;
+        let missing = known.missing_bytes(&blocks);
         let charged = match wanted {
             Wanted::AsMuchAsFits => self.account.charge_up_to(missing, BLOCK_BYTES),
             // The charge comes before the insertion: a failed reservation must not remove blocks
@@ -220,24 +246,10 @@ impl StoredBlocks {
                 missing
             }
         };
-        let mut left = charged / BLOCK_BYTES;
-        let mut at = blocks.start;
-        while at < blocks.end {
-            let (is_charged, mut end) = known.set.run(at, blocks.end);
-            if !is_charged {
-                end = end.min(at + left);
-                if end == at {
-                    break;
-                }
-                left -= end - at;
-                known.insert(at..end);
-                reserved.new.push(at..end);
-            }
-            at = end;
-        }
+        let end = known.insert_first(blocks, charged / BLOCK_BYTES, &mut reserved.new);
         // Blocks of the extent tree are charged even above the limit. There are few of them.
         self.settle_bytes(before * BLOCK_BYTES, known.tree_blocks() * BLOCK_BYTES);
-        reserved.end = (at * BLOCK_BYTES).min(range.end);
+        reserved.end = (end * BLOCK_BYTES).min(range.end);
         if reserved.end <= range.start {
             return Err(self.account.no_space(missing).into());
         }
