@@ -16,8 +16,9 @@ use crate::host::HostFile;
 /// Each write to the file calls [`StoredBlocks::reserve`] first, so a write for which there is no
 /// space changes nothing. A punched hole is released afterwards. The first call finds the existing
 /// data blocks of the file with `SEEK_DATA` and `SEEK_HOLE`, so no record of them is needed after a
-/// crash. The host does not report the offsets of preallocated space, only how much space the file
-/// takes in total. Without a limit, this type does nothing.
+/// crash. The host does not list the offsets of preallocated space, only how much space the file
+/// takes in total. So the charge of this space is a sum; if the limit leaves no room for a write,
+/// the blocks of the write are looked for in the space. Without a limit, this type does nothing.
 #[derive(Debug)]
 pub struct StoredBlocks {
     account: Arc<Account>,
@@ -117,6 +118,38 @@ impl TrackedBlocks {
             at = end;
         }
         at
+    }
+
+    /// Moves those of `blocks` that lie in preallocated space to the set.
+    ///
+    /// A host that has read such a block into its page cache reports the block as data (ext4, xfs).
+    /// A hole is no data after a read. A block that the host does not report stays in the sum: on
+    /// btrfs and tmpfs, and behind the end of the file.
+    fn find_preallocated(
+        &mut self,
+        file: &dyn HostFile,
+        blocks: &Range<u64>,
+    ) -> Result<(), ChargeError> {
+        let failed = ChargeError::host("look for preallocated space");
+        let mut at = blocks.start;
+        while at < blocks.end && self.preallocated >= BLOCK_BYTES {
+            let (is_known, end) = self.set.run(at, blocks.end);
+            if is_known {
+                at = end;
+                continue;
+            }
+            let offset = at * BLOCK_BYTES;
+            let is_behind_the_end = file.read_at(offset, &mut [0]).map_err(failed)? == 0;
+            if is_behind_the_end {
+                break;
+            }
+            if file.seek(offset, Seek::Data).map_err(failed)? == Some(offset) {
+                self.preallocated -= BLOCK_BYTES;
+                self.insert(at..at + 1);
+            }
+            at += 1;
+        }
+        Ok(())
     }
 
     /// The number of blocks of ext4's extent tree outside the inode.
@@ -230,30 +263,57 @@ impl StoredBlocks {
         };
         // Writes since the last measurement may have used preallocated space.
         self.reexamine_locked(file, known)?;
-        let before = known.tree_blocks();
         let blocks = touched(&range);
-        let missing = known.missing_bytes(&blocks);
-        let charged = match wanted {
-            Wanted::AsMuchAsFits => self.account.charge_up_to(missing, BLOCK_BYTES),
-            // The charge comes before the insertion: a failed reservation must not remove blocks
-            // from the set again.
-            Wanted::All => {
-                // The blocks may lie in preallocated space, which is charged already. The next
-                // measurement corrects the charge if they do not.
-                let charged_before = missing.min(known.preallocated);
-                self.account.charge(missing - charged_before)?;
-                known.preallocated -= charged_before;
-                missing
-            }
-        };
-        let end = known.insert_first(blocks, charged / BLOCK_BYTES, &mut reserved.new);
+        // The charge comes before the insertion: a failed reservation must not remove blocks from
+        // the set again.
+        let charged = self.charge_missing(file, known, &blocks, wanted)?;
+        let before = known.bytes();
+        let end = known.insert_first(blocks.clone(), charged / BLOCK_BYTES, &mut reserved.new);
         // Blocks of the extent tree are charged even above the limit. There are few of them.
-        self.settle_bytes(before * BLOCK_BYTES, known.tree_blocks() * BLOCK_BYTES);
+        self.settle_bytes(before + charged, known.bytes());
         reserved.end = (end * BLOCK_BYTES).min(range.end);
         if reserved.end <= range.start {
+            let missing = known.missing_bytes(&blocks);
             return Err(self.account.no_space(missing).into());
         }
         Ok(reserved)
+    }
+
+    /// Charges those of `blocks` that are not in the set: all of them or, if `wanted` permits, as
+    /// many as fit. Returns the bytes charged.
+    fn charge_missing(
+        &self,
+        file: &dyn HostFile,
+        known: &mut TrackedBlocks,
+        blocks: &Range<u64>,
+        wanted: Wanted,
+    ) -> Result<u64, ChargeError> {
+        let charge = |missing| {
+            let unit = match wanted {
+                Wanted::AsMuchAsFits => BLOCK_BYTES,
+                Wanted::All => missing,
+            };
+            self.account.charge_up_to(missing, unit)
+        };
+        let mut missing = known.missing_bytes(blocks);
+        let mut charged = charge(missing);
+        // Some of the blocks may lie in preallocated space, which is charged already.
+        let left = self.account.left().unwrap_or(u64::MAX);
+        let most = left.saturating_add(known.preallocated);
+        let may_fit = matches!(wanted, Wanted::AsMuchAsFits) || missing <= most;
+        if charged < missing && known.preallocated > 0 && may_fit {
+            self.account.release(charged);
+            let before = known.bytes();
+            let found = known.find_preallocated(file, blocks);
+            self.settle_bytes(before, known.bytes());
+            found?;
+            missing = known.missing_bytes(blocks);
+            charged = charge(missing);
+        }
+        match wanted {
+            Wanted::All if charged < missing => Err(self.account.no_space(missing).into()),
+            _ => Ok(charged),
+        }
     }
 
     /// Measures the preallocated space again, and updates the charge. To be called after an
@@ -575,6 +635,54 @@ mod tests {
         let stored = StoredBlocks::new(Arc::clone(&account));
         stored.release_all(&file).unwrap();
         assert_eq!(used(), 3);
+    }
+
+    #[test]
+    fn write_into_preallocated_space_needs_no_room_after_a_remount() {
+        let (account, _, file) = setup(6);
+        HostFile::allocate(&file, 2 * B, 6 * B).unwrap();
+        file.set_len(20 * B).unwrap();
+        DataBlocks::scan(&file)
+            .unwrap()
+            .count(&file, &account)
+            .unwrap();
+        let stored = StoredBlocks::new(Arc::clone(&account));
+        let write = |range: Range<u64>| {
+            let reserved = stored.reserve(&file, range.clone());
+            reserved.map(|reserved| {
+                let length = (reserved.end - range.start) as usize;
+                file.write_all_at(&vec![1; length], range.start).unwrap();
+                reserved.end
+            })
+        };
+        assert_eq!((account.used(), account.left()), (6 * B, Some(0)));
+        assert_eq!(write(3 * B + 10..4 * B + 10).unwrap(), 4 * B + 10);
+        // The write ends at the hole.
+        assert_eq!(write(7 * B..10 * B).unwrap(), 8 * B);
+        for hole in [0..B, B..3 * B, 8 * B..9 * B, 30 * B..31 * B] {
+            assert!(write(hole).is_err());
+        }
+        stored.reserve_all(&file, 2 * B..8 * B).unwrap();
+        assert_eq!(account.used(), 6 * B);
+        assert_eq!(file.stored_bytes().unwrap(), 6 * B);
+        stored.release_all(&file).unwrap();
+        assert_eq!(account.used(), 0);
+    }
+
+    #[test]
+    fn allocation_of_a_hole_does_not_use_preallocated_space_of_another_place() {
+        let (account, _, file) = setup(6);
+        HostFile::allocate(&file, 0, 6 * B).unwrap();
+        file.set_len(40 * B).unwrap();
+        DataBlocks::scan(&file)
+            .unwrap()
+            .count(&file, &account)
+            .unwrap();
+        let stored = StoredBlocks::new(Arc::clone(&account));
+        for start in [10 * B, 20 * B, 30 * B] {
+            stored.reserve_all(&file, start..start + 6 * B).unwrap_err();
+        }
+        assert_eq!(account.used(), 6 * B);
     }
 
     #[test]

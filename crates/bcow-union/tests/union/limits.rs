@@ -312,6 +312,34 @@ fn a_change_without_room_changes_nothing() {
 }
 
 #[test]
+fn preallocated_space_is_writable_at_the_limit_after_a_remount() {
+    let Some(mut union) = open_with(limited(SketchChoice::Sparse)) else {
+        return;
+    };
+    let empty = stored_in(&union.upper());
+    let id = union.create("log", 0o644).unwrap().node;
+    union.create("other", 0o644).unwrap();
+    let fs = union.fs();
+    let mut size = 0;
+    until_full(1000, |_| {
+        fs.allocate(id, size, 4096, Allocate::Extend)
+            .map(|()| size += 4096)
+    });
+    union.reopen();
+    let id = union.id("log");
+    for at in (0..size).step_by(3 * 4096) {
+        assert_eq!(union.write_to(id, at + 1, b"x"), Ok(1), "{at}");
+    }
+    assert_eq!(union.write_to(id, size, b"x"), Err(Errno::NOSPC));
+    let again = union.fs().allocate(id, size, size, Allocate::Extend);
+    assert_eq!(again, Err(Errno::NOSPC));
+    let other = union.id("other");
+    assert_eq!(union.write_to(other, 0, b"x"), Err(Errno::NOSPC));
+    union.sync_all();
+    assert_within(&union, &empty, "preallocated");
+}
+
+#[test]
 fn statistics_show_the_limit_of_inodes() {
     let Some(union) = open_with(limited(SketchChoice::Sparse)) else {
         return;
