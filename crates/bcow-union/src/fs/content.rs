@@ -166,8 +166,11 @@ impl UnionFs {
             let state = self.known_content(node)?;
             match &state.content {
                 Content::Plain => {
-                    let file = plain_file(&state)?;
-                    return self.resize_plain(node, &file, size);
+                    drop(state);
+                    let resize = |file: &File| self.resize_plain(node, file, size);
+                    if let Some(resized) = without_writes(node, resize) {
+                        return resized;
+                    }
                 }
                 // A packed sketch becomes a plain file only in the background.
                 Content::Sketch(sketch) if size > 0 || sketch.kind() == SketchKind::Packed => {
@@ -254,9 +257,12 @@ impl UnionFs {
             let state = self.known_content(&node)?;
             match &state.content {
                 Content::Plain => {
-                    let file = plain_file(&state)?;
-                    self.allocate_plain(&node, &file, offset, length, how)?;
-                    break;
+                    drop(state);
+                    let allocate =
+                        |file: &File| self.allocate_plain(&node, file, offset, length, how);
+                    if let Some(allocated) = without_writes(&node, allocate) {
+                        return allocated;
+                    }
                 }
                 Content::Sketch(sketch) => {
                     match how {
@@ -672,6 +678,22 @@ pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
         .filter(|upper| upper.is_fully_open)
         .and_then(|upper| upper.file.clone())
         .ok_or(Errno::STALE)
+}
+
+/// Runs `change` on a plain file while no request writes to it. `None` if the file is not plain or
+/// not open any more.
+///
+/// A write charges its blocks, and stores them later. A change that frees space must not run in
+/// between: it would release the charge of a block that the write then stores.
+fn without_writes<T>(
+    node: &Node,
+    change: impl FnOnce(&File) -> Result<T, Errno>,
+) -> Option<Result<T, Errno>> {
+    let state = node.write_state();
+    match &state.content {
+        Content::Plain => plain_file(&state).ok().map(|file| change(&file)),
+        _ => None,
+    }
 }
 
 /// Marks all bytes as in the upper's file.

@@ -12,8 +12,9 @@
 //!    `kernel_time` (regular files): held to set the time of modification, and to set it again
 //!    after the kernel wrote back a page. No thread holds both.
 //! 2. `state`: the source of the node's attributes and content. Held shared during I/O, and
-//!    exclusively to copy up, to open and to promote. A thread holds it for one node at a time, and
-//!    may also hold that of one directory above, shared, to read its descriptor.
+//!    exclusively to copy up, to open, to promote, and to change the size or the allocated space of
+//!    a plain file. A thread holds it for one node at a time, and may also hold that of one
+//!    directory above, shared, to read its descriptor.
 //! 3. `times` (directories): held while the host's directory has a temporary time, and to read or
 //!    set its times.
 //! 4. `place`, and the shards of the table: held for a few instructions; no other lock is acquired

@@ -5,10 +5,10 @@ use std::fs;
 use std::io::{Seek, SeekFrom};
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Barrier, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,9 @@ use tempfile::TempDir;
 use super::lookup::Access;
 use super::nodes::Node;
 use super::upper_entry::UpperEntry;
-use super::{Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncScope, UnionFs};
+use super::{
+    Allocate, Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncScope, UnionFs,
+};
 use crate::node::NodeId;
 use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
 
@@ -715,4 +717,57 @@ fn nothing_but_a_regular_file_is_opened_for_its_content() {
         let opened = union.open_upper(&node, Access::Data);
         assert_eq!(opened.err(), Some(Errno::IO), "{name}");
     }
+}
+
+/// Runs `change` at the same time as a write of one block, again and again. After each round, the
+/// charge of the file must equal the space that it takes on the host.
+fn charge_is_exact_with_concurrent_writes(change: impl Fn(&UnionFs, NodeId) + Sync) {
+    let options = UnionOptions {
+        size_limit: Some(1 << 30),
+        ..UnionOptions::default()
+    };
+    let Some(fixture) = Fixture::new(options) else {
+        return;
+    };
+    let union = fixture.fs();
+    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    let node = union.node(new.node).unwrap();
+    let stored = || fs::metadata(fixture.upper().join("new")).unwrap().blocks() * 512;
+    let rounds = Barrier::new(2);
+    let differs = thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..10_000 {
+                rounds.wait();
+                change(union, new.node);
+                rounds.wait();
+            }
+        });
+        let differing = (0..10_000).filter(|_| {
+            fixture.write(new.node, 0, &[1; 4096]);
+            rounds.wait();
+            fixture.write(new.node, 0, &[1; 4096]);
+            rounds.wait();
+            node.stored.get().unwrap().charged() != Some(stored())
+        });
+        differing.count()
+    });
+    assert_eq!(differs, 0, "rounds with a wrong charge");
+}
+
+#[test]
+fn write_during_a_punch_stays_charged() {
+    charge_is_exact_with_concurrent_writes(|union, id| {
+        union.allocate(id, 0, BLOCK, Allocate::PunchHole).unwrap();
+    });
+}
+
+#[test]
+fn write_during_a_truncation_stays_charged() {
+    charge_is_exact_with_concurrent_writes(|union, id| {
+        let changes = Changes {
+            size: Some(0),
+            ..Changes::default()
+        };
+        union.set_attributes(id, &changes).unwrap();
+    });
 }
