@@ -32,7 +32,7 @@ impl UnionFs {
 
     /// Closes descriptors that are not in use, and counts the others. With `flush`, also flushes
     /// and closes sketches with unflushed data.
-    fn close_idle_descriptors(&self, flush: bool) {
+    pub(super) fn close_idle_descriptors(&self, flush: bool) {
         for (sketch, node) in self.open_sketches.all() {
             if node.strong_count() > 0 {
                 continue;
@@ -42,6 +42,9 @@ impl UnionFs {
             }
             self.open_sketches.drop_unused(sketch);
         }
+        // The count begins again. Concurrent threads count the descriptors that they open from here
+        // on, so some of these can count twice; none is missed.
+        self.descriptors.store(0, Ordering::Relaxed);
         let mut held = 0;
         self.table.for_each(&mut |node| {
             // Another thread uses the node.
@@ -77,7 +80,7 @@ impl UnionFs {
                 _ => {}
             }
         });
-        self.descriptors.store(held, Ordering::Relaxed);
+        self.descriptors.fetch_add(held, Ordering::Relaxed);
     }
 
     /// Upper bound of the descriptors that nodes and open sketches hold.

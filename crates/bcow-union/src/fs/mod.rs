@@ -102,8 +102,8 @@ pub struct UnionFs {
     /// each open file, also an error of another file. With a separate descriptor a batch does not
     /// take the report from [`UnionFs::sync_all`].
     batch_host: File,
-    /// Upper bound of the number of descriptors that nodes hold: descriptors of dropped nodes count
-    /// until the next recount.
+    /// Upper bound of the number of descriptors that nodes hold, except during a recount:
+    /// descriptors of dropped nodes count until the next recount.
     descriptors: AtomicUsize,
     /// Above this number, idle descriptors are closed.
     descriptors_limit: AtomicUsize,

@@ -519,7 +519,6 @@ impl UnionFs {
                 _ => Content::Unknown,
             },
         };
-        self.descriptors.fetch_add(1, Ordering::Relaxed);
         let mut state = Some(state);
         let node = self.table.get_or_insert(id, || {
             let node = Node::new(
@@ -544,6 +543,8 @@ impl UnionFs {
             }
             node
         });
+        // After the insertion: a recount that began in between would not find the node.
+        self.descriptors.fetch_add(1, Ordering::Relaxed);
         // The open descriptor keeps the host from reusing the inode number, so the id must be new.
         match state {
             None => Ok(node),

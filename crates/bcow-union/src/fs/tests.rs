@@ -771,3 +771,45 @@ fn write_during_a_truncation_stays_charged() {
         union.set_attributes(id, &changes).unwrap();
     });
 }
+
+#[test]
+fn descriptors_that_are_opened_during_a_recount_are_counted() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let union = fixture.fs();
+    let nodes: Vec<_> = (0..MANY)
+        .map(|number| {
+            let node = fixture.node(&format!("many/{number}"));
+            union.ensure_upper(&node).unwrap();
+            node
+        })
+        .collect();
+    let rounds = Barrier::new(2);
+    let differs = thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..2000 {
+                rounds.wait();
+                union.close_idle_descriptors(false);
+                rounds.wait();
+            }
+        });
+        let differing = (0..2000).filter(|_| {
+            union.close_idle_descriptors(false);
+            rounds.wait();
+            for node in &nodes {
+                union.open_upper(node, Access::Path).unwrap();
+            }
+            rounds.wait();
+            let mut open = 0;
+            union.table.for_each(&mut |node| {
+                let state = node.read_state();
+                let upper = state.upper.as_ref();
+                open += usize::from(upper.is_some_and(|upper| upper.file.is_some()));
+            });
+            union.descriptors.load(Ordering::Relaxed) < open
+        });
+        differing.count()
+    });
+    assert_eq!(differs, 0, "rounds with too small a count");
+}
