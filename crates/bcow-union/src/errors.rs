@@ -1,6 +1,7 @@
 //! The error log of a mount: counts errors by kind, records the last different ones for
 //! `bcow stats`, and logs the first error of each place (inode and action).
 
+use std::borrow::Cow;
 use std::collections::{HashSet, VecDeque};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::log::{self, Severity};
 
-/// Upper bound of the places (inode and action) that the log records as logged.
+/// Upper bound of the places that the log records as logged.
 const MAX_LOGGED_PLACES: usize = 1024;
 /// Shortest time between two log lines after [`MAX_LOGGED_PLACES`] places were logged.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
@@ -139,6 +140,10 @@ pub struct RecordedError {
     pub cause: String,
 }
 
+/// The place of an error: an inode, and the failed action. For an error of
+/// [`ErrorLog::report_problem`]: zero, and the path and the problem.
+type Place = (u64, Cow<'static, str>);
+
 /// The errors of one mount. A request without an error does not use it.
 #[derive(Debug, Default)]
 pub struct ErrorLog {
@@ -151,8 +156,8 @@ pub struct ErrorLog {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Places (inode and action) that were logged.
-    places: HashSet<(u64, &'static str)>,
+    /// Places that were logged.
+    places: HashSet<Place>,
     /// Time of the last line about a place that is not in `places` because the set is full.
     last_line: Option<Instant>,
     /// Time of the last line about a shortage, by the number of its kind.
@@ -190,6 +195,24 @@ impl ErrorLog {
     /// `paths` returns the paths of the inode in the mount. It is called only if the error is
     /// logged, or is not recorded yet.
     pub fn report(&self, failure: &Failure<'_>, paths: impl FnOnce() -> Vec<String>) {
+        self.note(failure, (failure.inode, failure.action.into()), paths);
+    }
+
+    /// As [`ErrorLog::report`], for a problem that has no inode and no action. `path` names the
+    /// place, and `problem` is the message.
+    pub(crate) fn report_problem(&self, kind: ErrorKind, path: String, problem: &str) {
+        let failure = Failure {
+            kind,
+            inode: 0,
+            action: "",
+            offset: None,
+            cause: &Problem(problem.to_owned()),
+        };
+        let place = (0, format!("{path}: {problem}").into());
+        self.note(&failure, place, || vec![path]);
+    }
+
+    fn note(&self, failure: &Failure<'_>, place: Place, paths: impl FnOnce() -> Vec<String>) {
         HAS_REPORTED.set(true);
         self.counts[failure.kind as usize].fetch_add(1, Ordering::Relaxed);
         let cause = with_causes(failure.cause);
@@ -197,7 +220,7 @@ impl ErrorLog {
             let mut state = self.state.lock();
             (
                 state.update(failure, &cause),
-                state.must_log(failure, Instant::now()),
+                state.must_log(failure.kind, place, Instant::now()),
             )
         };
         if is_recorded && !must_log {
@@ -217,33 +240,6 @@ impl ErrorLog {
         }
     }
 
-    /// Counts, records and logs a problem that has no inode and no action. `path` names the place,
-    /// and `problem` is the message. Each call logs a line.
-    pub(crate) fn report_problem(
-        &self,
-        kind: ErrorKind,
-        severity: Severity,
-        path: Option<String>,
-        problem: &str,
-    ) {
-        HAS_REPORTED.set(true);
-        self.counts[kind as usize].fetch_add(1, Ordering::Relaxed);
-        let place = path
-            .as_ref()
-            .map_or_else(String::new, |path| format!("{path}: "));
-        log::log(severity, &format!("{}{place}{problem}", self.prefix()));
-        let failure = Failure {
-            kind,
-            inode: 0,
-            action: "",
-            offset: None,
-            cause: &Problem(problem.to_owned()),
-        };
-        self.state
-            .lock()
-            .record(&failure, path.into_iter().collect(), problem.to_owned());
-    }
-
     /// The start of each log line of this mount.
     fn prefix(&self) -> String {
         match self.subject.get() {
@@ -254,12 +250,16 @@ impl ErrorLog {
 
     fn line(&self, failure: &Failure<'_>, paths: &[String], cause: &str) -> String {
         let place = place(failure.inode, paths);
+        let prefix = self.prefix();
+        if failure.action.is_empty() {
+            return format!("{prefix}{place}: {cause}");
+        }
         let offset = match failure.offset {
             Some(offset) => format!(" at byte {offset}"),
             None => String::new(),
         };
         let action = failure.action;
-        format!("{}{place}: cannot {action}{offset}: {cause}", self.prefix())
+        format!("{prefix}{place}: cannot {action}{offset}: {cause}")
     }
 }
 
@@ -304,20 +304,19 @@ impl State {
         });
     }
 
-    /// Whether a failure must be logged now. If so, records that it was logged.
-    fn must_log(&mut self, failure: &Failure<'_>, now: Instant) -> bool {
+    /// Whether a failure at a place must be logged now. If so, records that it was logged.
+    fn must_log(&mut self, kind: ErrorKind, place: Place, now: Instant) -> bool {
         let due = |last: Option<Instant>, interval| {
             last.is_none_or(|last| now.duration_since(last) >= interval)
         };
-        if failure.kind.is_shortage() {
-            let last = &mut self.last_shortage[failure.kind as usize];
+        if kind.is_shortage() {
+            let last = &mut self.last_shortage[kind as usize];
             let is_due = due(*last, SHORTAGE_INTERVAL);
             if is_due {
                 *last = Some(now);
             }
             return is_due;
         }
-        let place = (failure.inode, failure.action);
         if self.places.contains(&place) {
             return false;
         }
@@ -393,6 +392,8 @@ fn without_number(mut text: String) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     fn failure(inode: u64, action: &'static str) -> Failure<'static> {
@@ -405,20 +406,24 @@ mod tests {
         }
     }
 
+    fn must_log(state: &mut State, inode: u64, action: &'static str, now: Instant) -> bool {
+        state.must_log(ErrorKind::ImageDamage, (inode, action.into()), now)
+    }
+
     #[test]
     fn same_damage_is_logged_once() {
         let (mut state, now) = (State::default(), Instant::now());
-        assert!(state.must_log(&failure(1, "read"), now));
-        assert!(!state.must_log(&failure(1, "read"), now));
-        assert!(state.must_log(&failure(1, "list"), now));
-        assert!(state.must_log(&failure(2, "read"), now));
+        assert!(must_log(&mut state, 1, "read", now));
+        assert!(!must_log(&mut state, 1, "read", now));
+        assert!(must_log(&mut state, 1, "list", now));
+        assert!(must_log(&mut state, 2, "read", now));
     }
 
     #[test]
     fn endless_new_damage_is_limited() {
         let (mut state, now) = (State::default(), Instant::now());
         let lines = (0..10 * MAX_LOGGED_PLACES as u64)
-            .filter(|&inode| state.must_log(&failure(inode, "read"), now))
+            .filter(|&inode| must_log(&mut state, inode, "read", now))
             .count();
         assert_eq!(lines, MAX_LOGGED_PLACES + 1);
     }
@@ -426,13 +431,43 @@ mod tests {
     #[test]
     fn shortage_is_logged_again_after_an_interval() {
         let (mut state, now) = (State::default(), Instant::now());
-        let full = |inode| Failure {
-            kind: ErrorKind::NoSpace,
-            ..failure(inode, "write")
-        };
-        assert!(state.must_log(&full(1), now));
-        assert!(!state.must_log(&full(2), now));
-        assert!(state.must_log(&full(2), now + SHORTAGE_INTERVAL));
+        let mut full =
+            |inode, now| state.must_log(ErrorKind::NoSpace, (inode, "write".into()), now);
+        assert!(full(1, now));
+        assert!(!full(2, now));
+        assert!(full(2, now + SHORTAGE_INTERVAL));
+    }
+
+    /// Counts the log lines of this thread.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<AtomicU64>);
+
+    impl tracing::Subscriber for Lines {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+        fn event(&self, _: &tracing::Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+        fn enter(&self, _: &tracing::span::Id) {}
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[test]
+    fn repeated_problem_is_counted_and_logged_once() {
+        let (log, lines) = (ErrorLog::default(), Lines::default());
+        tracing::subscriber::with_default(lines.clone(), || {
+            for path in ["/upper", "/upper", "/upper: a", "/upper"] {
+                log.report_problem(ErrorKind::UpperIo, path.to_owned(), "cannot sync");
+            }
+        });
+        assert_eq!(lines.0.load(Ordering::Relaxed), 2);
+        assert_eq!(log.count(ErrorKind::UpperIo), 4);
     }
 
     #[test]

@@ -63,7 +63,6 @@ use crate::account::Account;
 use crate::errors::{ErrorKind, ErrorLog, Failure, escaped};
 use crate::image::Image;
 use crate::ledger::{Inherited, Ledger};
-use crate::log::Severity;
 use crate::node::NodeId;
 use crate::options::{SketchChoice, UnionOptions};
 use crate::sketch::{SketchError, SketchKind, Sketches};
@@ -373,8 +372,7 @@ impl UnionFs {
             [] => upper.to_string(),
             name => format!("{upper}: {}", escaped(name)),
         };
-        self.errors()
-            .report_problem(kind, Severity::Error, Some(path), problem);
+        self.errors().report_problem(kind, path, problem);
     }
 
     /// Paths of a node in the mount, for display. For a node without a name: its paths in the
