@@ -81,7 +81,7 @@ pub struct SketchStatus {
 /// different blocks run in parallel.
 ///
 /// After a failed operation, each byte of its range has either the old or the new value.
-pub trait Sketch: Send + Sync + std::fmt::Debug {
+pub trait Sketch: Send + Sync {
     /// The sketch's number in this upper.
     fn id(&self) -> u64;
 
@@ -166,4 +166,14 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     /// Writes the content into an empty file of the host and returns the number of bytes written.
     /// Holes of the sketch become holes of the file. The file is not synced.
     fn copy_out(&self, to: &File) -> Result<u64, SketchError>;
+}
+
+impl std::fmt::Debug for dyn Sketch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sketch")
+            .field("id", &format_args!("{:016x}", self.id()))
+            .field("kind", &self.kind())
+            .field("size", &self.size())
+            .finish_non_exhaustive()
+    }
 }

@@ -653,15 +653,6 @@ impl Fillable for Packed {
     }
 }
 
-impl std::fmt::Debug for Packed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Packed")
-            .field("id", &format_args!("{:016x}", self.id))
-            .field("size", &self.size())
-            .finish_non_exhaustive()
-    }
-}
-
 impl Drop for Packed {
     fn drop(&mut self) {
         self.shared.counters.open.fetch_sub(1, Ordering::Relaxed);

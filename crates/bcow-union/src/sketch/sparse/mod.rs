@@ -395,15 +395,6 @@ impl Fillable for Sparse {
     }
 }
 
-impl std::fmt::Debug for Sparse {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Sparse")
-            .field("id", &format_args!("{:016x}", self.id))
-            .field("size", &self.size())
-            .finish_non_exhaustive()
-    }
-}
-
 impl Drop for Sparse {
     fn drop(&mut self) {
         let counters = &self.shared.counters;
