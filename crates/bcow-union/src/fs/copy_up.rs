@@ -257,17 +257,11 @@ impl UnionFs {
             let _ = node.target.set(self.image.read_link(inode)?.into());
         }
         let is_regular = inode.kind == FileType::Regular;
+        let is_fully_open = is_regular || inode.kind == FileType::Directory;
         state.upper = Some(Upper {
-            is_fully_open: is_regular || inode.kind == FileType::Directory,
-            file: Some(Arc::new(file)),
-            host_inode: stat.st_ino,
-            redirect: None,
-            has_origin: true,
             indexed,
             is_partial: is_regular,
-            is_sketch: false,
-            packed_size: None,
-            in_batch: false,
+            ..Upper::made(file, stat.st_ino, is_fully_open)
         });
         if is_regular {
             state.content = Content::Lower;

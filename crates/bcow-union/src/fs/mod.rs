@@ -437,17 +437,6 @@ fn root_node(image: &Image, directory: File) -> Result<Node, Errno> {
         Some(image.root()),
         Place::Root,
     );
-    *node.write_state() = State::of(Some(Upper {
-        file: Some(Arc::new(directory)),
-        is_fully_open: true,
-        host_inode: stat.st_ino,
-        redirect: None,
-        has_origin: true,
-        indexed: false,
-        is_partial: false,
-        is_sketch: false,
-        packed_size: None,
-        in_batch: false,
-    }));
+    *node.write_state() = State::of(Some(Upper::made(directory, stat.st_ino, true)));
     Ok(node)
 }

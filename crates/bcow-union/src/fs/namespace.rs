@@ -501,19 +501,9 @@ impl UnionFs {
     ) -> Result<Arc<Node>, Errno> {
         let id = NodeId(UPPER_ONLY | host_inode);
         let kind = new.kind();
+        let is_fully_open = matches!(new, New::File | New::Directory);
         let state = State {
-            upper: Some(Upper {
-                is_fully_open: matches!(new, New::File | New::Directory),
-                file: Some(Arc::new(file)),
-                host_inode,
-                redirect: None,
-                has_origin: true,
-                indexed: false,
-                is_partial: false,
-                is_sketch: false,
-                packed_size: None,
-                in_batch: false,
-            }),
+            upper: Some(Upper::made(file, host_inode, is_fully_open)),
             content: match kind {
                 FileType::Regular => Content::Plain,
                 _ => Content::Unknown,

@@ -170,6 +170,22 @@ pub(super) enum Content {
 }
 
 impl Upper {
+    /// An object that this union just made, complete.
+    pub(super) fn made(file: File, host_inode: u64, is_fully_open: bool) -> Self {
+        Upper {
+            file: Some(Arc::new(file)),
+            is_fully_open,
+            host_inode,
+            redirect: None,
+            has_origin: true,
+            indexed: false,
+            is_partial: false,
+            is_sketch: false,
+            packed_size: None,
+            in_batch: false,
+        }
+    }
+
     pub(super) fn new(found: UpperObject) -> Self {
         Upper {
             host_inode: found.stat.st_ino,
