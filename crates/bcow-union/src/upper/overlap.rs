@@ -43,28 +43,28 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
         return Ok(());
     };
     for (pid, descriptor, other) in open_locks() {
-        let in_same_namespace = || mount_namespace(&pid) == mount_namespace("self");
-        let other_place = tables.place_of(&pid, descriptor, &other);
-        let (is_in_other, contains_other) = match &other_place {
-            // The same upper. The caller's attempt to lock it reports the conflict.
-            Some(other_place) if *other_place == place => continue,
-            Some(other_place) => (place.is_within(other_place), other_place.is_within(&place)),
-            None => (false, false),
+        let is_below = || {
+            other != canonical
+                && other.starts_with(&canonical)
+                && mount_namespace(&pid) == mount_namespace("self")
         };
-        // The places of two file systems cannot be compared. If a file system is mounted on a
-        // directory of this upper, an upper on it is found by its path.
-        let contains_other = contains_other
-            || (other != canonical && other.starts_with(&canonical) && in_same_namespace());
-        if !is_in_other && !contains_other {
-            continue;
-        }
+        let is_inside = match tables.place_of(&pid, descriptor, &other) {
+            // The same upper. The caller's attempt to lock it reports the conflict.
+            Some(other_place) if other_place == place => continue,
+            Some(other_place) if place.is_within(&other_place) => true,
+            Some(other_place) if other_place.is_within(&place) => false,
+            // The places of two file systems cannot be compared. If a file system is mounted on a
+            // directory of this upper, an upper on it is found by its path.
+            _ if is_below() => false,
+            _ => continue,
+        };
         let Some(holder) =
             open_of_process(&pid, descriptor).and_then(|lock| exclusive_lock_holder(&lock))
         else {
             continue;
         };
         let path = path.to_owned();
-        return Err(match is_in_other {
+        return Err(match is_inside {
             true => UpperError::Inside {
                 path,
                 outer: other,
