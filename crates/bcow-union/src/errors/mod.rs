@@ -1,6 +1,8 @@
 //! The error log of a mount: counts errors by kind, records the last different ones for
 //! `bcow stats`, and logs the first error of each place (inode and action).
 
+mod kind;
+
 use std::borrow::Cow;
 use std::collections::{HashSet, VecDeque};
 use std::sync::OnceLock;
@@ -8,9 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
-use rustix::io::Errno;
 
 use crate::log::{self, Severity};
+
+pub use kind::ErrorKind;
 
 /// Upper bound of the places that the log records as logged.
 const MAX_LOGGED_PLACES: usize = 1024;
@@ -27,71 +30,6 @@ pub(crate) const NAMED_PATHS: usize = 4;
 thread_local! {
     /// Whether this thread reported an error since the last [`ErrorLog::take_reported`].
     static HAS_REPORTED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-}
-
-/// Kind of an error. The names are stable, because metrics and statistics contain them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(usize)]
-pub enum ErrorKind {
-    /// Bytes of the image do not match its checksums, or are malformed.
-    ImageDamage,
-    /// The host failed to read the image's file.
-    ImageIo,
-    /// The image needs a feature that this version does not support.
-    ImageUnsupported,
-    /// A file or a mark in the upper is damaged.
-    UpperDamage,
-    /// The host failed to read or write the upper.
-    UpperIo,
-    /// No space: the host's file system is full, or a limit of the upper is reached.
-    NoSpace,
-    /// The process has too little memory or too few descriptors.
-    Resources,
-}
-
-impl ErrorKind {
-    /// All kinds, in the order of their numbers.
-    pub const ALL: [ErrorKind; 7] = [
-        ErrorKind::ImageDamage,
-        ErrorKind::ImageIo,
-        ErrorKind::ImageUnsupported,
-        ErrorKind::UpperDamage,
-        ErrorKind::UpperIo,
-        ErrorKind::NoSpace,
-        ErrorKind::Resources,
-    ];
-
-    /// The stable name.
-    pub fn name(self) -> &'static str {
-        match self {
-            ErrorKind::ImageDamage => "image-damage",
-            ErrorKind::ImageIo => "image-io",
-            ErrorKind::ImageUnsupported => "image-unsupported",
-            ErrorKind::UpperDamage => "upper-damage",
-            ErrorKind::UpperIo => "upper-io",
-            ErrorKind::NoSpace => "no-space",
-            ErrorKind::Resources => "resources",
-        }
-    }
-
-    /// The kind of an errno of the host with which a request of a writable mount fails. `None` for
-    /// an errno that reports a mistake of the program, such as `ENOENT`.
-    pub fn of_errno(errno: Errno) -> Option<ErrorKind> {
-        match errno {
-            Errno::NOSPC | Errno::DQUOT => Some(ErrorKind::NoSpace),
-            Errno::NOMEM | Errno::MFILE | Errno::NFILE => Some(ErrorKind::Resources),
-            // Many file systems of the host become read-only after an error.
-            Errno::IO | Errno::ROFS | Errno::NODEV | Errno::NOTCONN | Errno::TIMEDOUT => {
-                Some(ErrorKind::UpperIo)
-            }
-            _ => None,
-        }
-    }
-
-    /// Whether the error is a shortage, which concerns the whole mount and not one file.
-    fn is_shortage(self) -> bool {
-        matches!(self, ErrorKind::NoSpace | ErrorKind::Resources)
-    }
 }
 
 /// The mount that log lines name.
@@ -394,6 +332,8 @@ fn without_number(mut text: String) -> String {
 mod tests {
     use std::sync::Arc;
 
+    use rustix::io::Errno;
+
     use super::*;
 
     fn failure(inode: u64, action: &'static str) -> Failure<'static> {
@@ -527,15 +467,6 @@ mod tests {
             "/images/web.bcow at /srv/web: /bin/sh = /bin/dash: \
              cannot read at byte 4096: checksum is wrong"
         );
-    }
-
-    #[test]
-    fn names_of_kinds_are_unique_and_in_the_order_of_their_numbers() {
-        let names: HashSet<_> = ErrorKind::ALL.iter().map(|kind| kind.name()).collect();
-        assert_eq!(names.len(), ErrorKind::ALL.len());
-        for (index, kind) in ErrorKind::ALL.into_iter().enumerate() {
-            assert_eq!(kind as usize, index);
-        }
     }
 
     #[test]
