@@ -16,6 +16,7 @@
 //! truncations.
 
 mod device;
+mod files;
 mod storage;
 
 use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,11 +26,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bcow::format::{BackingEntry, BackingName, Use};
-use bcow::{
-    BackingResolver, BlockDevice, Content, CreateOptions, Disk, Layout, OpenOptions, Space,
-    WritableDevice,
-};
+use bcow::{BlockDevice, Content, Disk, Space, WritableDevice};
 use rustix::io::Errno;
 
 use super::host::MarkedFile;
@@ -42,14 +39,13 @@ use super::{
 };
 use crate::Seek;
 use crate::blocks::BLOCK_BYTES;
+use files::Files;
 use storage::HostStorage;
 
 pub use device::LowerDevice;
 
 /// The largest address space of the format, in bytes.
 const MAX_BYTES: u64 = 1 << 48;
-/// The smallest address space of a new file. A large one costs nothing, but a resize does.
-const LEAST_SPACE: u64 = 64 << 20;
 
 /// Not a valid number of changes.
 const NOT_RECORDED: u64 = u64::MAX;
@@ -385,93 +381,6 @@ impl Packed {
             at += status.length;
         }
         Ok(None)
-    }
-}
-
-/// The entry of the backing in the BCoW file. Its name is not used to find the backing: the union
-/// provides the lower file.
-fn backing_entry(device: &LowerDevice) -> BackingEntry {
-    BackingEntry {
-        name: BackingName::FileName {
-            name: "lower".into(),
-            identity: None,
-        },
-        size: device.size(),
-    }
-}
-
-/// The files of a sketch whose BCoW file is not yet open.
-struct Files {
-    host: Arc<dyn MarkedFile>,
-    storage: Arc<HostStorage>,
-    lower: Arc<LowerDevice>,
-}
-
-impl Files {
-    fn new(
-        shared: &Shared,
-        host: Arc<dyn MarkedFile>,
-        lower: Arc<dyn Lower>,
-        mark: &SketchMark,
-    ) -> Self {
-        let storage = HostStorage::new(Arc::clone(&host), Arc::clone(&shared.account));
-        Files {
-            host,
-            storage: Arc::new(storage),
-            lower: Arc::new(LowerDevice::new(lower, mark.lower_limit)),
-        }
-    }
-
-    fn open_disk(&self, shared: &Shared) -> Result<Disk, SketchError> {
-        let backing = LowerBacking(&self.lower);
-        Ok(Disk::open(
-            self.storage.clone(),
-            &open_options(shared),
-            &backing,
-        )?)
-    }
-
-    /// Creates the BCoW file. The existing content of the host's file is discarded.
-    fn create_disk(&self, shared: &Shared, mark: &SketchMark) -> Result<Disk, SketchError> {
-        let layout = shared.options.layout;
-        let size = mark.size.next_multiple_of(BLOCK_BYTES);
-        // The block size of the performance layout depends on the size.
-        let size = match layout {
-            Layout::Performance => size,
-            Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MAX_BYTES),
-        };
-        let options = CreateOptions {
-            layout,
-            purpose: Use::Sketch,
-            ..CreateOptions::disk(size)
-        };
-        self.storage.empty(0)?;
-        let backing = (self.lower.size() > 0).then(|| {
-            let device: Arc<dyn BlockDevice> = self.lower.clone();
-            (backing_entry(&self.lower), device)
-        });
-        Ok(Disk::create(
-            self.storage.clone(),
-            &options,
-            backing,
-            &open_options(shared),
-        )?)
-    }
-}
-
-fn open_options(shared: &Shared) -> OpenOptions {
-    OpenOptions {
-        cache: shared.cache.clone(),
-        ..OpenOptions::default()
-    }
-}
-
-/// Provides the lower file as the backing.
-struct LowerBacking<'a>(&'a Arc<LowerDevice>);
-
-impl BackingResolver for LowerBacking<'_> {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
-        Ok(Some(self.0.clone()))
     }
 }
 
