@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
-use super::content::set_plain;
 use super::nodes::{Content, Node};
+use super::plain::set_plain;
 use super::{UnionFs, promote};
 use crate::sketch::Durability;
 

@@ -8,23 +8,20 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use bcow_erofs::reader::{FileType, Inode};
+use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
-use rustix::fs::{FallocateFlags, OFlags};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::lower::ImageFile;
 use super::nodes::{Content, Node, State};
+use super::plain::{plain_file, read_into, set_plain, without_writes};
 use super::types::{Allocate, Attributes, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
-use crate::blocks::BLOCK_BYTES;
-use crate::ledger::Flags;
 use crate::node::NodeId;
-use crate::options::SyncPolicy;
 use crate::sketch::{KeepSize, SketchKind};
 use crate::upper::{Attribute, Mark, Metacopy};
 
@@ -33,9 +30,6 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 
 /// Bytes that `copy_range` reads at a time.
 const PIECE: usize = 1 << 20;
-
-/// Upper bound of the bytes that the marks of a sketch add to a file's attributes.
-const MARKS_ROOM: u64 = BLOCK_BYTES;
 
 /// Upper bound of the bytes that one `copy_range` request copies.
 const COPY_MAX: u64 = 64 << 20;
@@ -404,7 +398,7 @@ impl UnionFs {
     }
 
     /// Finds the location of the bytes of a file in the upper.
-    fn open_content(&self, node: &Node, state: &mut State) -> Result<(), Errno> {
+    pub(super) fn open_content(&self, node: &Node, state: &mut State) -> Result<(), Errno> {
         let file = self.open_upper_locked(node, state, Access::Data)?;
         if !matches!(state.content, Content::Unknown) {
             return Ok(());
@@ -437,292 +431,15 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Makes a plain file or a sketch of a file before its first write.
-    fn make_writable(&self, node: &Arc<Node>) -> Result<(), Errno> {
-        self.ensure_upper(node)?;
-        self.limit_descriptors();
-        let mut state = node.write_state();
-        self.open_content(node, &mut state)?;
-        if !matches!(state.content, Content::Lower) {
-            return Ok(());
-        }
-        let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
-        let file = plain_file(&state)?;
-        if inode.size <= self.options.small_bytes {
-            return self.copy_whole(node, &mut state, &inode, &file);
-        }
-        if let Some(upper) = &mut state.upper
-            && !upper.has_origin
-        {
-            // A sketch finds its inode of the image only by the origin mark.
-            self.set_origin(&file, inode.nid)?;
-            upper.has_origin = true;
-        }
-        // The first flush of a sparse sketch creates its map, and must not fail for lack of space.
-        let (map_bytes, maps) = match self.sketch_kind {
-            SketchKind::Sparse => (BLOCK_BYTES, 1),
-            SketchKind::Packed => (0, 0),
-        };
-        let mut room = self.room(MARKS_ROOM + map_bytes, maps)?;
-        let made = self.sketches.create(
-            self.sketch_kind,
-            self.own_descriptor(&file)?,
-            self.below(node)?,
-        );
-        self.recount_overhead_in(&*file, &mut room);
-        let sketch = made.map_err(|error| self.content_failed(node, error))?;
-        if maps > 0 && self.account.is_limited() {
-            self.account.add_map(sketch.id(), map_bytes, &mut room);
-        }
-        // A file that was copied up after it lost its name will not be looked up again, so its
-        // sketch is not kept.
-        if rustix::fs::fstat(&*file)?.st_nlink == 0 {
-            sketch
-                .discard()
-                .map_err(|error| self.content_failed(node, error))?;
-        } else {
-            self.open_sketches
-                .add(sketch.id(), &sketch, Arc::downgrade(node));
-        }
-        state.content = Content::Sketch(sketch);
-        if let Some(upper) = &mut state.upper {
-            upper.is_sketch = true;
-        }
-        Ok(())
-    }
-
-    /// Copies the bytes of a small file. Until the bytes are durable, the metacopy mark stays and
-    /// says that they are in the image. A crash then restores the image's content, so the write
-    /// does not wait for the disk.
-    fn copy_whole(
-        &self,
-        node: &Arc<Node>,
-        state: &mut State,
-        inode: &Inode,
-        file: &Arc<File>,
-    ) -> Result<(), Errno> {
-        // The copy is not a change of the file; the write that follows sets its own times.
-        let (atime, mtime) = host::times(&rustix::fs::fstat(&**file)?);
-        let keep_times = || host::set_times(file, at(atime), at(mtime));
-        let copied = self
-            .discard_blocks(node, file, inode.size)
-            .and_then(|()| self.copy_bytes(node, inode, file))
-            .and_then(|()| keep_times());
-        if let Err(errno) = copied {
-            // Give the space back. The mark still says that the bytes are in the image.
-            let _ = self.discard_blocks(node, file, inode.size);
-            let _ = keep_times();
-            return Err(errno);
-        }
-        self.copied_whole.fetch_add(1, Ordering::Relaxed);
-        set_plain(state);
-        let most = match self.options.sync {
-            // A file without a name does not survive a crash of the machine. A process that takes
-            // over the mount finds the bytes by the mark.
-            _ if node.is_removed.load(Ordering::Acquire) => {
-                return match self.ledger {
-                    Some(_) => self.set_metacopy(file, Metacopy::None),
-                    None => Ok(()),
-                };
-            }
-            SyncPolicy::Strict => 1,
-            SyncPolicy::Batch(most) => most,
-            SyncPolicy::Volatile => {
-                let cleared = self.set_metacopy(file, Metacopy::None);
-                self.recount_overhead(&**file);
-                return cleared;
-            }
-        };
-        if let Some(upper) = &mut state.upper {
-            upper.in_batch = true;
-        }
-        if let Some(entry) = node.entry() {
-            entry.set_flags(Flags::IN_BATCH, true);
-        }
-        self.add_to_batch(node, most);
-        Ok(())
-    }
-
-    /// Discards the blocks of the host's file of a copy of metadata, for example bytes of a copy
-    /// that a crash undid, and sets its size to `size`.
-    fn discard_blocks(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
-        let stored = self.stored(node);
-        stored
-            .examine(file)
-            .map_err(|error| self.content_failed(node, error))?;
-        let stat = rustix::fs::fstat(file)?;
-        if stat.st_blocks > 0 || u64::try_from(stat.st_size) != Ok(size) {
-            rustix::fs::ftruncate(file, 0)?;
-            rustix::fs::ftruncate(file, size)?;
-        }
-        stored.truncated(0);
-        Ok(())
-    }
-
-    fn copy_bytes(&self, node: &Node, inode: &Inode, file: &File) -> Result<(), Errno> {
-        self.stored(node)
-            .reserve_all(file, 0..inode.size)
-            .map_err(|error| self.content_failed(node, error))?;
-        let mut at = 0;
-        let mut failed = None;
-        self.image.read_with(inode, 0, inode.size, &mut |piece| {
-            if failed.is_none() {
-                failed = file.write_all_at(piece, at).err();
-            }
-            at += piece.len() as u64;
-        })?;
-        match failed {
-            Some(error) => Err(errno_of(&error)),
-            None => Ok(()),
-        }
-    }
-
-    fn below(&self, node: &Node) -> Result<Arc<ImageFile>, Errno> {
+    pub(super) fn below(&self, node: &Node) -> Result<Arc<ImageFile>, Errno> {
         let inode = self.image.inode(node.lower.ok_or(Errno::IO)?)?;
         Ok(Arc::new(ImageFile::new(Arc::clone(&self.image), inode)))
     }
 
     /// Opens a descriptor of the sketch's own. The host reports a write-back error once to each
     /// open file, and another user of a shared descriptor could take the report.
-    fn own_descriptor(&self, file: &File) -> Result<File, Errno> {
+    pub(super) fn own_descriptor(&self, file: &File) -> Result<File, Errno> {
         host::reopen(file, OFlags::RDWR)
-    }
-
-    fn write_plain(
-        &self,
-        node: &Node,
-        state: &State,
-        offset: u64,
-        data: &[u8],
-    ) -> Result<usize, Errno> {
-        let file = plain_file(state)?;
-        let failed = |error| self.content_failed(node, error);
-        let stored = self.stored(node);
-        let end = offset + data.len() as u64;
-        let reserved = stored.reserve(&*file, offset..end).map_err(failed)?;
-        let data = &data[..(reserved.end - offset) as usize];
-        let mut written = 0;
-        let mut result = Ok(());
-        while written < data.len() {
-            match file.write_at(&data[written..], offset + written as u64) {
-                Ok(0) => break,
-                Ok(count) => written += count,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    result = Err(errno_of(&error));
-                    break;
-                }
-            }
-        }
-        if written < data.len() {
-            let kept = if written > 0 {
-                offset + written as u64
-            } else {
-                0
-            };
-            stored.release_unwritten(reserved, kept);
-        }
-        match (written, result) {
-            (0, Err(errno)) => Err(errno),
-            (written, _) => Ok(written),
-        }
-    }
-
-    fn resize_plain(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
-        let stored = self.stored(node);
-        stored
-            .examine(file)
-            .map_err(|error| self.content_failed(node, error))?;
-        rustix::fs::ftruncate(file, size)?;
-        stored.truncated(size);
-        Ok(())
-    }
-
-    fn allocate_plain(
-        &self,
-        node: &Node,
-        file: &File,
-        offset: u64,
-        length: u64,
-        how: Allocate,
-    ) -> Result<(), Errno> {
-        let flags = match how {
-            Allocate::Extend => FallocateFlags::empty(),
-            Allocate::KeepSize => FallocateFlags::KEEP_SIZE,
-            Allocate::PunchHole => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-            Allocate::ZeroExtend => FallocateFlags::ZERO_RANGE,
-            Allocate::ZeroKeep => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
-        };
-        let failed = |error| self.content_failed(node, error);
-        let stored = self.stored(node);
-        let range = offset..offset + length;
-        if how == Allocate::PunchHole {
-            stored.examine(file).map_err(failed)?;
-            rustix::fs::fallocate(file, flags, offset, length)?;
-            stored.punched(range);
-            return Ok(());
-        }
-        let reserved = stored.reserve_all(file, range).map_err(failed)?;
-        rustix::fs::fallocate(file, flags, offset, length).inspect_err(|_| {
-            stored.release_unwritten(reserved, 0);
-        })?;
-        stored.reexamine(file).map_err(failed)
-    }
-}
-
-/// The descriptor of a file that is plain or about to be.
-pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
-    state
-        .upper
-        .as_ref()
-        .filter(|upper| upper.is_fully_open)
-        .and_then(|upper| upper.file.clone())
-        .ok_or(Errno::STALE)
-}
-
-/// Runs `change` on a plain file while no request writes to it. `None` if the file is not plain or
-/// not open any more.
-///
-/// A write charges its blocks, and stores them later. A change that frees space must not run in
-/// between: it would release the charge of a block that the write then stores.
-fn without_writes<T>(
-    node: &Node,
-    change: impl FnOnce(&File) -> Result<T, Errno>,
-) -> Option<Result<T, Errno>> {
-    let state = node.write_state();
-    match &state.content {
-        Content::Plain => plain_file(&state).ok().map(|file| change(&file)),
-        _ => None,
-    }
-}
-
-/// Marks all bytes as in the upper's file.
-pub(super) fn set_plain(state: &mut State) {
-    state.content = Content::Plain;
-    if let Some(upper) = &mut state.upper {
-        upper.is_partial = false;
-        upper.is_sketch = false;
-        upper.packed_size = None;
-    }
-}
-
-/// Reads up to `length` bytes; fewer at the end of the file.
-fn read_into(
-    scratch: &mut Vec<u8>,
-    length: u32,
-    read: impl Fn(&mut [u8]) -> std::io::Result<usize>,
-) -> Result<(), Errno> {
-    scratch.resize(length as usize, 0);
-    loop {
-        match read(scratch) {
-            // A read of a regular file is short only at its end.
-            Ok(count) => {
-                scratch.truncate(count);
-                return Ok(());
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(errno_of(&error)),
-        }
     }
 }
 
@@ -735,9 +452,4 @@ fn check_end(offset: u64, length: u64) -> Result<(), Errno> {
 
 fn at(time: Timestamp) -> Option<SetTime> {
     Some(SetTime::At(time))
-}
-
-/// The host's errno; `EIO` for errors without one.
-pub(super) fn errno_of(error: &std::io::Error) -> Errno {
-    Errno::from_io_error(error).unwrap_or(Errno::IO)
 }

@@ -10,9 +10,9 @@ use bcow_erofs::reader::FileType;
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
-use super::content::plain_file;
 use super::lookup::Access;
 use super::nodes::{Content, Node, Place};
+use super::plain::plain_file;
 use super::{UnionFs, host};
 use crate::ledger::Flags;
 use crate::node::NodeId;

@@ -14,10 +14,10 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
-use super::content::set_plain;
 use super::lookup::{UPPER_ONLY, index_name};
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::orphans::{self, orphan_name};
+use super::plain::set_plain;
 use super::resent::Executed;
 use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
