@@ -35,6 +35,15 @@ pub fn lacks_mkfs() -> bool {
         || lacks("mkfs.erofs", has_program("mkfs.erofs"))
 }
 
+/// Whether to skip a test because the file system of temporary files does not report preallocated
+/// space as data after a read of it.
+pub fn lacks_reports_of_preallocated_space() -> bool {
+    const EXT4: i64 = 0xef53;
+    const XFS: i64 = 0x5846_5342;
+    let host = rustix::fs::statfs(std::env::temp_dir()).expect("the directory exists");
+    lacks("ext4 or xfs", [EXT4, XFS].contains(&host.f_type))
+}
+
 /// Makes the EROFS image of a tree with mkfs.erofs, with extended attributes.
 pub fn make_erofs(tree: &Path, image: &Path, arguments: &[&str]) {
     let output = Command::new("mkfs.erofs")
