@@ -36,6 +36,23 @@ impl Checksum {
     }
 }
 
+/// A state of the checksum of a transaction in a journal: CRC32 with the most significant bit
+/// first, without a final inversion.
+#[derive(Clone, Copy)]
+pub(crate) struct BigEndianChecksum(pub u32);
+
+impl BigEndianChecksum {
+    /// The state before the first byte.
+    pub const NEW: Self = Self(u32::MAX);
+
+    /// The state after further bytes.
+    pub fn with(self, bytes: &[u8]) -> Self {
+        let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Mpeg2, u64::from(self.0));
+        digest.update(bytes);
+        Self(digest.finalize() as u32)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::Checksum;

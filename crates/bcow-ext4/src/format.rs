@@ -428,7 +428,10 @@ pub struct JournalSuperBlock {
     pub uuid: [u8; 16],
     pub users: big_endian::U32,
     /// Fields that are zero here, or that a reader does not need.
-    pub zeros: [u8; 0xb8],
+    pub zeros: [u8; 0xc],
+    pub checksum_type: u8,
+    /// Further fields of this kind.
+    pub more_zeros: [u8; 0xab],
     pub checksum: big_endian::U32,
 }
 
@@ -436,12 +439,15 @@ pub struct JournalSuperBlock {
 pub const JOURNAL_MAGIC: u32 = 0xc03b_3998;
 /// Type of the journal's superblock.
 pub const JOURNAL_SUPERBLOCK: u32 = 4;
+/// The type of CRC32C checksums of a journal.
+pub const CHECKSUM_CRC32C: u8 = 4;
 /// Bytes of the journal's superblock that its checksum covers.
 pub const JOURNAL_SUPERBLOCK_BYTES: usize = 1024;
 
 const _: () = {
     assert!(size_of::<JournalSuperBlock>() == 0x100);
     assert!(std::mem::offset_of!(JournalSuperBlock, uuid) == 0x30);
+    assert!(std::mem::offset_of!(JournalSuperBlock, checksum_type) == 0x50);
     assert!(std::mem::offset_of!(JournalSuperBlock, checksum) == 0xfc);
 };
 
@@ -454,6 +460,33 @@ pub struct JournalHeader {
     pub sequence: big_endian::U32,
 }
 
+/// The head of a commit block. The rest of the block is zero.
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone)]
+#[repr(C)]
+pub struct JournalCommit {
+    pub magic: big_endian::U32,
+    pub block_type: big_endian::U32,
+    pub sequence: big_endian::U32,
+    pub checksum_type: u8,
+    pub checksum_bytes: u8,
+    pub padding: [u8; 2],
+    pub checksums: [big_endian::U32; 8],
+    pub seconds: big_endian::U64,
+    pub nanoseconds: big_endian::U32,
+    pub more_padding: [u8; 4],
+}
+
+impl JournalCommit {
+    /// The type and the length of a checksum of version 1.
+    pub const CRC32: (u8, u8) = (1, 4);
+}
+
+const _: () = {
+    assert!(size_of::<JournalCommit>() == 64);
+    assert!(std::mem::offset_of!(JournalCommit, checksums) == 16);
+    assert!(std::mem::offset_of!(JournalCommit, seconds) == 48);
+};
+
 /// Types of blocks of the journal.
 pub mod journal_block {
     /// Names the blocks whose new content follows.
@@ -462,6 +495,12 @@ pub mod journal_block {
     pub const COMMIT: u32 = 2;
     /// Names blocks whose older content must not be restored.
     pub const REVOKE: u32 = 5;
+}
+
+/// Compatible feature bits of the journal.
+pub mod journal_compatible {
+    /// Checksums of version 1: of all blocks of a transaction, in its commit block.
+    pub const CHECKSUM: u32 = 0x1;
 }
 
 /// Incompatible feature bits of the journal.

@@ -1,20 +1,21 @@
 //! Reads the journal: finds the blocks whose newest content is in the journal and not yet in its
 //! place in the file system.
 //!
-//! Source: the kernel's `fs/jbd2/recovery.c`. A transaction is complete if the log has its commit
-//! block; the reader ignores an incomplete one. It also ignores a journaled block if the same or a
-//! later transaction revokes the block.
+//! Source: the kernel's `fs/jbd2/recovery.c` of Linux 6.18. A transaction is complete if the log
+//! has its commit block; the reader ignores an incomplete one. It also ignores a journaled block if
+//! the same or a later transaction revokes the block. A log that the kernel refuses is an error.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{Extents, Place, ReadError, Reader};
 use crate::InodeNumber;
-use crate::checksum::Checksum;
+use crate::checksum::{BigEndianChecksum, Checksum};
 use crate::format::{
-    BLOCK_BYTES, JOURNAL_MAGIC, JOURNAL_SUPERBLOCK, JOURNAL_SUPERBLOCK_BYTES, JournalHeader,
-    JournalSuperBlock, journal_block, journal_flags, journal_incompatible,
+    BLOCK_BYTES, CHECKSUM_CRC32C, JOURNAL_MAGIC, JOURNAL_SUPERBLOCK, JOURNAL_SUPERBLOCK_BYTES,
+    JournalCommit, JournalHeader, JournalSuperBlock, journal_block, journal_compatible,
+    journal_flags, journal_incompatible,
 };
 use crate::output::BlockBuffer;
 
@@ -30,8 +31,6 @@ const HEADER: usize = size_of::<JournalHeader>();
 const REVOKE_HEADER: usize = HEADER + 4;
 /// Bytes of the checksum at the end of a descriptor block and of a revoke block.
 const TAIL: usize = 4;
-/// The offset of the checksum in a commit block.
-const COMMIT_CHECKSUM: usize = 16;
 /// Bytes of the UUID that follows a tag of a descriptor, unless the tag has the UUID of the tag
 /// before it.
 const UUID: usize = 16;
@@ -61,7 +60,8 @@ pub(super) fn replay(
     number: InodeNumber,
 ) -> Result<HashMap<u64, JournaledBlock>, ReadError> {
     let inode = reader.inode(number)?;
-    let journal = Journal::open(reader, reader.extents(&inode)?)?;
+    let blocks = inode.size / BLOCK_BYTES as u64;
+    let journal = Journal::open(reader, reader.extents(&inode)?, blocks)?;
     match journal {
         Some(journal) => journal.replay(),
         None => Ok(HashMap::new()),
@@ -73,6 +73,8 @@ struct Journal<'r> {
     extents: Extents,
     /// Incompatible features.
     features: u32,
+    /// Whether each commit has the checksum of the blocks of its transaction: version 1.
+    has_transaction_checksums: bool,
     /// The seed of the checksums.
     seed: Checksum,
     /// The first block of the log, as a block of the journal.
@@ -85,12 +87,10 @@ struct Journal<'r> {
     sequence: u32,
 }
 
-/// The last change of a block in a transaction.
+/// The change of a block in a transaction.
 struct Change {
-    /// The block of the journal that has the new content.
-    journal_block: u64,
-    /// The sequence number of the transaction.
-    sequence: u32,
+    /// The block of the file system.
+    block: u64,
     /// As in [`JournaledBlock`].
     is_escaped: bool,
     /// The checksum of the content in the journal. Only the low 16 bits count without
@@ -98,29 +98,74 @@ struct Change {
     checksum: u32,
 }
 
-/// Changes and revocations, by the block of the file system. A hostile log can name the same blocks
-/// any number of times, so each block is kept once.
-#[derive(Default)]
-struct Changes {
-    /// The newest change of each block.
-    changed: HashMap<u64, Change>,
-    /// Blocks whose content in the same and in earlier transactions is not valid.
-    revoked: HashSet<u64>,
+/// A block of the log that belongs to a transaction and is not content.
+struct LogBlock {
+    /// The block of the journal.
+    at: u64,
+    /// One of [`journal_block`].
+    kind: u32,
+    bytes: Box<BlockBuffer>,
 }
 
-impl Changes {
-    /// Adds a later transaction.
-    fn add(&mut self, transaction: Changes) {
-        self.changed.extend(transaction.changed);
-        for block in transaction.revoked {
-            self.changed.remove(&block);
+/// A position in the log.
+struct Cursor<'j> {
+    journal: &'j Journal<'j>,
+    at: u64,
+    /// The sequence number of the transaction at `at`.
+    sequence: u32,
+    /// The number of blocks not yet passed: the walk over a full log ends at its start block.
+    left: u64,
+}
+
+impl Cursor<'_> {
+    /// The next block of the transaction. `None` if the log has no further block of it.
+    fn next(&mut self) -> Result<Option<LogBlock>, ReadError> {
+        if self.left == 0 {
+            return Ok(None);
         }
+        let (_, bytes) = self.journal.block(self.at)?;
+        let Ok((header, _)) = JournalHeader::read_from_prefix(&bytes[..]) else {
+            return Ok(None);
+        };
+        if header.magic.get() != JOURNAL_MAGIC || header.sequence.get() != self.sequence {
+            return Ok(None);
+        }
+        let (at, kind) = (self.at, header.block_type.get());
+        self.pass();
+        Ok(Some(LogBlock { at, kind, bytes }))
+    }
+
+    /// Passes blocks of content. Returns their places in the journal, fewer than `count` at the end
+    /// of the log.
+    fn contents(&mut self, count: usize) -> Vec<u64> {
+        let count = self.left.min(count as u64);
+        let places = (0..count).map(|_| {
+            let at = self.at;
+            self.pass();
+            at
+        });
+        places.collect()
+    }
+
+    /// Moves to the next block of the log. The first block follows the last one.
+    fn pass(&mut self) {
+        self.left -= 1;
+        self.at += 1;
+        if self.at == self.journal.end {
+            self.at = self.journal.first;
+        }
+    }
+
+    /// Continues with the next transaction.
+    fn committed(&mut self) {
+        self.sequence = self.sequence.wrapping_add(1);
     }
 }
 
 impl<'r> Journal<'r> {
-    /// Validates the superblock of the journal. `None` if the journal has nothing to replay.
-    fn open(reader: &'r Reader, extents: Extents) -> Result<Option<Self>, ReadError> {
+    /// Validates the superblock of the journal, a file of `blocks` blocks. `None` if the journal
+    /// has nothing to replay.
+    fn open(reader: &'r Reader, extents: Extents, blocks: u64) -> Result<Option<Self>, ReadError> {
         let damaged = |problem| Place::Journal(0).damaged(problem);
         // So the log has at most as many blocks as the file system.
         if extents.overlap() {
@@ -130,6 +175,7 @@ impl<'r> Journal<'r> {
             reader,
             extents,
             features: 0,
+            has_transaction_checksums: false,
             seed: Checksum(0),
             first: 0,
             end: 1,
@@ -153,17 +199,28 @@ impl<'r> Journal<'r> {
         if features & journal_incompatible::FAST_COMMIT != 0 {
             return Err(ReadError::Journal("fast commits"));
         }
-        if features & !KNOWN != 0 {
+        if features & !KNOWN != 0 || superblock.read_only_compatible.get() != 0 {
             return Err(ReadError::Journal("unknown features"));
         }
         journal.features = features;
+        journal.has_transaction_checksums =
+            superblock.compatible.get() & journal_compatible::CHECKSUM != 0;
+        let versions = [
+            journal.has_transaction_checksums,
+            journal.has(journal_incompatible::CHECKSUM_2),
+            journal.has(journal_incompatible::CHECKSUM_3),
+        ];
+        if versions.into_iter().filter(|&version| version).count() > 1 {
+            return Err(damaged("it has checksums of two versions"));
+        }
         journal.seed = Checksum(u32::MAX).with(&superblock.uuid);
         if journal.has_checksums() {
             let mut covered = superblock.clone();
             covered.checksum = 0.into();
             let rest = &block[size_of::<JournalSuperBlock>()..JOURNAL_SUPERBLOCK_BYTES];
             let found = Checksum(u32::MAX).with(covered.as_bytes()).with(rest);
-            if found.0 != superblock.checksum.get() {
+            let is_crc32c = superblock.checksum_type == CHECKSUM_CRC32C;
+            if !is_crc32c || found.0 != superblock.checksum.get() {
                 return Err(damaged("its checksum is wrong"));
             }
         }
@@ -173,6 +230,7 @@ impl<'r> Journal<'r> {
         journal.sequence = superblock.sequence.get();
         let log = journal.first..journal.end;
         let is_whole = superblock.block_bytes.get() as usize == BLOCK_BYTES
+            && journal.end <= blocks
             && journal.first > 0
             && log.contains(&journal.start);
         match is_whole {
@@ -197,38 +255,153 @@ impl<'r> Journal<'r> {
         Ok((at, self.reader.block(at)?))
     }
 
-    /// The block of the log after `block`. The first block follows the last one.
-    fn next_in_log(&self, block: u64) -> u64 {
-        match block + 1 {
-            next if next < self.end => next,
-            _ => self.first,
+    /// The start of the log.
+    fn cursor(&self) -> Cursor<'_> {
+        Cursor {
+            journal: self,
+            at: self.start,
+            sequence: self.sequence,
+            left: self.end - self.first,
         }
     }
 
     fn replay(&self) -> Result<HashMap<u64, JournaledBlock>, ReadError> {
-        let changed = self.transactions()?.changed;
-        let places = changed.into_iter().map(|(block, change)| {
-            let journaled = self.journaled(&change)?;
-            Ok((block, journaled))
-        });
-        places.collect()
+        let end = self.end_of_complete()?;
+        let revoked = self.revoked_before(end)?;
+        let mut replayed = HashMap::new();
+        let mut cursor = self.cursor();
+        while cursor.sequence != end
+            && let Some(found) = cursor.next()?
+        {
+            match found.kind {
+                journal_block::DESCRIPTOR => {
+                    let changes = self.changes(&found.bytes);
+                    let contents = cursor.contents(changes.len());
+                    for (change, at) in changes.iter().zip(contents) {
+                        let revocation = revoked.get(&change.block);
+                        if revocation.is_some_and(|by| !is_before(*by, cursor.sequence)) {
+                            continue;
+                        }
+                        let journaled = self.journaled(change, at, cursor.sequence)?;
+                        replayed.insert(change.block, journaled);
+                    }
+                }
+                journal_block::COMMIT => cursor.committed(),
+                _ => {}
+            }
+        }
+        Ok(replayed)
     }
 
-    /// The place of the content of a changed block. Compares the content with its checksum.
-    fn journaled(&self, change: &Change) -> Result<JournaledBlock, ReadError> {
-        let (block, content) = self.block(change.journal_block)?;
+    /// The sequence number of the first transaction that is not complete: the log ends before its
+    /// commit, its checksums are wrong, or it belongs to an older use of the same blocks. A log
+    /// whose damage has no such cause is an error.
+    fn end_of_complete(&self) -> Result<u32, ReadError> {
+        let mut cursor = self.cursor();
+        // The first transaction with a wrong checksum, in a log of asynchronous commits. They do
+        // not wait for the other blocks, so the log may have commits of later transactions.
+        let mut end = None;
+        // A block of the current transaction whose own checksum is wrong.
+        let mut damaged = None;
+        let mut checksum = BigEndianChecksum::NEW;
+        let mut last_time = 0;
+        while let Some(LogBlock { at, kind, bytes }) = cursor.next()? {
+            let wrong = |at| Place::Journal(at).damaged("its checksum is wrong");
+            match kind {
+                journal_block::DESCRIPTOR => {
+                    if !self.is_tail_right(&bytes) {
+                        damaged = damaged.or(Some(at));
+                    }
+                    let contents = cursor.contents(self.changes(&bytes).len());
+                    if self.has_transaction_checksums {
+                        checksum = checksum.with(&bytes[..]);
+                        for at in contents {
+                            checksum = checksum.with(&self.block(at)?.1[..]);
+                        }
+                    }
+                }
+                journal_block::REVOKE => {
+                    if !self.is_tail_right(&bytes) {
+                        damaged = damaged.or(Some(at));
+                    }
+                }
+                journal_block::COMMIT => {
+                    let Ok((commit, _)) = JournalCommit::read_from_prefix(&bytes[..]) else {
+                        break;
+                    };
+                    let is_older = commit.seconds.get() < last_time;
+                    if let Some(at) = damaged {
+                        if is_older {
+                            break;
+                        }
+                        return Err(wrong(at));
+                    }
+                    if self.has_transaction_checksums && end.is_some() {
+                        return Err(wrong(at));
+                    }
+                    if !self.is_commit_right(&bytes, &commit, checksum) {
+                        if is_older {
+                            break;
+                        }
+                        if !self.has(journal_incompatible::ASYNC_COMMIT) {
+                            return Err(wrong(at));
+                        }
+                        end = Some(cursor.sequence);
+                    }
+                    checksum = BigEndianChecksum::NEW;
+                    last_time = commit.seconds.get();
+                    cursor.committed();
+                }
+                _ => break,
+            }
+        }
+        Ok(end.unwrap_or(cursor.sequence))
+    }
+
+    /// The blocks that transactions before `end` revoke, each with the last of these transactions.
+    /// A hostile log can name the same blocks any number of times, so each block is kept once.
+    fn revoked_before(&self, end: u32) -> Result<HashMap<u64, u32>, ReadError> {
+        let mut revoked = HashMap::new();
+        let mut cursor = self.cursor();
+        while cursor.sequence != end
+            && let Some(LogBlock { at, kind, bytes }) = cursor.next()?
+        {
+            match kind {
+                journal_block::DESCRIPTOR => {
+                    cursor.contents(self.changes(&bytes).len());
+                }
+                journal_block::REVOKE => {
+                    let blocks = self.revoked(at, &bytes)?.into_iter();
+                    revoked.extend(blocks.map(|block| (block, cursor.sequence)));
+                }
+                journal_block::COMMIT => cursor.committed(),
+                _ => {}
+            }
+        }
+        Ok(revoked)
+    }
+
+    /// The place of the content of a changed block, which block `at` of the journal has. Compares
+    /// the content with its checksum.
+    fn journaled(
+        &self,
+        change: &Change,
+        at: u64,
+        sequence: u32,
+    ) -> Result<JournaledBlock, ReadError> {
+        let damaged = |problem| Place::Journal(at).damaged(problem);
+        if change.block >= self.reader.blocks {
+            return Err(damaged("it belongs to a block outside of the file system"));
+        }
+        let (block, content) = self.block(at)?;
         if self.has_checksums() {
-            let found = self
-                .seed
-                .with(&change.sequence.to_be_bytes())
-                .with(&content[..])
-                .0;
+            let found = self.seed.with(&sequence.to_be_bytes()).with(&content[..]).0;
             let is_same = match self.has(journal_incompatible::CHECKSUM_3) {
                 true => found == change.checksum,
                 false => found as u16 == change.checksum as u16,
             };
             if !is_same {
-                return Err(Place::Journal(change.journal_block).damaged("its checksum is wrong"));
+                return Err(damaged("its checksum is wrong"));
             }
         }
         Ok(JournaledBlock {
@@ -237,75 +410,8 @@ impl<'r> Journal<'r> {
         })
     }
 
-    /// The changes of all complete transactions.
-    fn transactions(&self) -> Result<Changes, ReadError> {
-        let mut complete = Changes::default();
-        let mut open = Changes::default();
-        let mut sequence = self.sequence;
-        let mut at = self.start;
-        // The number of blocks not yet read: the walk over a full log ends at its start block.
-        let mut left = self.end - self.first;
-        while left > 0 {
-            let (_, block) = self.block(at)?;
-            let Ok((header, _)) = JournalHeader::read_from_prefix(&block[..]) else {
-                break;
-            };
-            if header.magic.get() != JOURNAL_MAGIC || header.sequence.get() != sequence {
-                break;
-            }
-            let mut used = 1;
-            match header.block_type.get() {
-                journal_block::DESCRIPTOR => {
-                    self.check_tail(at, &block)?;
-                    let mut content = at;
-                    let changes = self.changes(at, &block)?;
-                    used += changes.len() as u64;
-                    for (block, is_escaped, checksum) in changes {
-                        content = self.next_in_log(content);
-                        let change = Change {
-                            journal_block: content,
-                            sequence,
-                            is_escaped,
-                            checksum,
-                        };
-                        open.changed.insert(block, change);
-                    }
-                }
-                journal_block::REVOKE => {
-                    self.check_tail(at, &block)?;
-                    open.revoked.extend(self.revoked(at, &block)?);
-                }
-                journal_block::COMMIT => {
-                    self.check_commit(at, &block)?;
-                    let blocks = open.changed.keys().chain(&open.revoked);
-                    if blocks.max().is_some_and(|last| *last >= self.reader.blocks) {
-                        let problem = "its transaction names a block outside of the file system";
-                        return Err(Place::Journal(at).damaged(problem));
-                    }
-                    complete.add(std::mem::take(&mut open));
-                    sequence = sequence.wrapping_add(1);
-                }
-                _ => break,
-            }
-            if used > left {
-                break;
-            }
-            left -= used;
-            for _ in 0..used {
-                at = self.next_in_log(at);
-            }
-        }
-        Ok(complete)
-    }
-
-    /// The tags of a descriptor block. Each has the block of the file system, whether its content
-    /// is escaped, and the checksum.
-    fn changes(&self, at: u64, block: &BlockBuffer) -> Result<Vec<(u64, bool, u32)>, ReadError> {
-        let damaged = || Place::Journal(at).damaged("its list of blocks is damaged");
-        let end = match self.has_checksums() {
-            true => BLOCK_BYTES - TAIL,
-            false => BLOCK_BYTES,
-        };
+    /// The changes that a descriptor block lists. The list ends at its last tag, or with the block.
+    fn changes(&self, block: &BlockBuffer) -> Vec<Change> {
         let wide = self.has(journal_incompatible::BITS_64);
         let with_checksum = self.has(journal_incompatible::CHECKSUM_3);
         // Tags with a checksum of version 2 have two unused bytes at the end.
@@ -319,9 +425,8 @@ impl<'r> Journal<'r> {
             _ => 8 + unused,
         };
         let mut found = Vec::new();
-        let mut rest = &block[HEADER..end];
-        loop {
-            let tag = rest.get(..length).ok_or_else(damaged)?;
+        let mut rest = &block[HEADER..self.end_of_list()];
+        while let Some(tag) = rest.get(..length) {
             let word =
                 |at: usize| u32::from_be_bytes([tag[at], tag[at + 1], tag[at + 2], tag[at + 3]]);
             let (flags, checksum) = match with_checksum {
@@ -329,27 +434,32 @@ impl<'r> Journal<'r> {
                 false => (word(4) & 0xffff, word(4) >> 16),
             };
             let high = if wide { word(8) } else { 0 };
-            let number = u64::from(high) << 32 | u64::from(word(0));
-            found.push((number, flags & journal_flags::ESCAPED != 0, checksum));
+            found.push(Change {
+                block: u64::from(high) << 32 | u64::from(word(0)),
+                is_escaped: flags & journal_flags::ESCAPED != 0,
+                checksum,
+            });
             if flags & journal_flags::LAST != 0 {
-                return Ok(found);
+                break;
             }
             let uuid = match flags & journal_flags::SAME_UUID {
                 0 => UUID,
                 _ => 0,
             };
-            rest = rest.get(length + uuid..).ok_or_else(damaged)?;
+            rest = rest.get(length + uuid..).unwrap_or_default();
         }
+        found
     }
 
     /// The blocks that a revoke block lists.
     fn revoked(&self, at: u64, block: &BlockBuffer) -> Result<Vec<u64>, ReadError> {
-        let damaged = || Place::Journal(at).damaged("its list of blocks is damaged");
         let word = |at: usize| {
             u32::from_be_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
         };
-        let used = word(HEADER) as usize;
-        let list = block.get(REVOKE_HEADER..used).ok_or_else(damaged)?;
+        let used = (word(HEADER) as usize).max(REVOKE_HEADER);
+        let list = block[..self.end_of_list()].get(REVOKE_HEADER..used);
+        let list =
+            list.ok_or_else(|| Place::Journal(at).damaged("its list of blocks is damaged"))?;
         let found = match self.has(journal_incompatible::BITS_64) {
             true => {
                 let (numbers, _) = list.as_chunks::<8>();
@@ -369,26 +479,52 @@ impl<'r> Journal<'r> {
         Ok(found)
     }
 
-    fn check_tail(&self, at: u64, block: &BlockBuffer) -> Result<(), ReadError> {
-        self.check(at, block, BLOCK_BYTES - TAIL)
+    /// The end of the list in a descriptor block or in a revoke block.
+    fn end_of_list(&self) -> usize {
+        match self.has_checksums() {
+            true => BLOCK_BYTES - TAIL,
+            false => BLOCK_BYTES,
+        }
     }
 
-    fn check_commit(&self, at: u64, block: &BlockBuffer) -> Result<(), ReadError> {
-        self.check(at, block, COMMIT_CHECKSUM)
+    /// Compares a descriptor block or a revoke block with the checksum at its end.
+    fn is_tail_right(&self, block: &BlockBuffer) -> bool {
+        let (covered, tail) = block.split_at(BLOCK_BYTES - TAIL);
+        let found = self.seed.with(covered).with(&[0; TAIL]).0;
+        !self.has_checksums() || found.to_be_bytes() == tail
     }
 
-    /// Compares a block with the checksum that it has at byte `place`.
-    fn check(&self, at: u64, block: &BlockBuffer, place: usize) -> Result<(), ReadError> {
+    /// Compares a commit block with its checksum: that of the blocks of its transaction, or its
+    /// own.
+    fn is_commit_right(
+        &self,
+        block: &BlockBuffer,
+        commit: &JournalCommit,
+        transaction: BigEndianChecksum,
+    ) -> bool {
+        let [stored, ..] = commit.checksums;
+        if self.has_transaction_checksums {
+            let form = (commit.checksum_type, commit.checksum_bytes);
+            return match form {
+                (0, 0) => stored.get() == 0,
+                _ => form == JournalCommit::CRC32 && stored.get() == transaction.0,
+            };
+        }
         if !self.has_checksums() {
-            return Ok(());
+            return true;
         }
-        let mut covered = *block;
-        let stored = &mut covered[place..place + 4];
-        let checksum = u32::from_be_bytes([stored[0], stored[1], stored[2], stored[3]]);
-        stored.fill(0);
-        match self.seed.with(&covered).0 == checksum {
-            true => Ok(()),
-            false => Err(Place::Journal(at).damaged("its checksum is wrong")),
-        }
+        let head = size_of::<JournalCommit>();
+        let mut covered = commit.clone();
+        covered.checksums[0] = 0.into();
+        let seed = self.seed.with(covered.as_bytes());
+        // If a device wrote only a part of the block, the rest of which was zeros, the commit is
+        // valid nevertheless.
+        let rests = [&block[head..], &[0; BLOCK_BYTES][head..]];
+        rests.iter().any(|rest| seed.with(rest).0 == stored.get())
     }
+}
+
+/// Whether a sequence number is before another one. The numbers wrap around.
+fn is_before(sequence: u32, other: u32) -> bool {
+    (sequence.wrapping_sub(other) as i32) < 0
 }

@@ -48,7 +48,7 @@ fn run(command: &mut Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-fn without_root() -> bool {
+pub fn without_root() -> bool {
     lacks("root", rustix::process::geteuid().is_root())
         || lacks("/dev/loop-control", Path::new("/dev/loop-control").exists())
 }

@@ -4,11 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::process::Command;
 use std::sync::{Arc, LazyLock};
 
 use bcow_ext4::{FileKind, InodeNumber, ReadError, Reader, Source};
-use bcow_testkit::{has_program, lacks};
 use proptest::prelude::*;
 
 use super::programs::random_tree;
@@ -263,39 +261,5 @@ proptest! {
         static IMAGE: LazyLock<super::tree::Image> =
             LazyLock::new(|| image(&of_all_kinds(), 64 << 20));
         let _ = read_all(source(&IMAGE, places));
-    }
-}
-
-/// debugfs writes a transaction that changes three blocks, and one that revokes one of them.
-#[test]
-fn a_journal_of_each_kind_of_checksum_is_replayed() {
-    if lacks("debugfs", has_program("debugfs")) {
-        return;
-    }
-    let directory = tempfile::tempdir().expect("a directory");
-    let (content, commands) = (
-        directory.path().join("content"),
-        directory.path().join("do"),
-    );
-    fs::write(&content, [b'A'; 3 * 4096]).expect("writes");
-    for open in ["jo", "jo -c -v 2", "jo -c -v 3"] {
-        let image = image(&of_all_kinds(), 64 << 20);
-        let script = format!(
-            "{open}\njw -b 9000,9001,9002 {}\njw -r 9001 /dev/null\njc\n",
-            content.display()
-        );
-        fs::write(&commands, script).expect("writes");
-        let status = Command::new("debugfs")
-            .args(["-w".as_ref(), "-f".as_ref(), commands.as_os_str()])
-            .arg(image.file.path())
-            .output()
-            .expect("debugfs runs")
-            .status;
-        assert!(status.success());
-        let reader = Reader::open(Box::new(source(&image, BTreeMap::new()))).expect("opens");
-        let mut replayed: Vec<u64> = reader.replayed_blocks().collect();
-        replayed.sort_unstable();
-        assert_eq!(replayed, [9000, 9002], "{open}");
-        assert_eq!(reader.block(9002).expect("reads")[..], [b'A'; 4096]);
     }
 }
