@@ -33,7 +33,11 @@ impl Disk {
     ///
     /// Waits for all operations to end, and makes everything durable.
     pub fn checkpoint_and_truncate(&self) -> Result<(), Error> {
-        self.inner.maintain(|_, _, _| Ok(()))
+        let inner = &self.inner;
+        let mut closed = inner.gate.close();
+        let mut committer = lock(&inner.committer);
+        inner.apply(&mut closed, &mut committer, |_, _, _| Ok(()))?;
+        inner.truncate_to_content(&mut committer)
     }
 
     /// Releases the tables in memory that the disk can read again from the file. If the other
@@ -158,16 +162,29 @@ impl Inner {
         self: &Arc<Self>,
         change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let mut closed: Closed<'_, DiskConfig> = self.gate.close();
-        let config = Arc::clone(closed.get());
+        let mut closed = self.gate.close();
         let mut committer = lock(&self.committer);
-        self.commit(&config, &mut committer)?;
+        self.apply(&mut closed, &mut committer, change)?;
+        // The change is durable. After a failure here, the next opening truncates the file; if the
+        // copy of the header fails, the next write or flush is refused with the cause.
+        let _ = self.truncate_to_content(&mut committer);
+        Ok(())
+    }
+
+    fn apply(
+        self: &Arc<Self>,
+        closed: &mut Closed<'_, DiskConfig>,
+        committer: &mut Committer,
+        change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let config = Arc::clone(closed.get());
+        self.commit(&config, committer)?;
         if let Some(ledger) = &self.ledger {
             // Nothing is pending, and the change may remove the blocks that its records name.
             ledger.drop_before(ledger.tail());
         }
         if committer.tail > 0 {
-            self.checkpoint(&config, &mut committer, &Taken::default())?;
+            self.checkpoint(&config, committer, &Taken::default())?;
         }
         let mut next = NextState {
             header: committer.header.clone(),
@@ -178,7 +195,7 @@ impl Inner {
             }),
             change: Change::default(),
         };
-        let changed = change(&config, &committer, &mut next);
+        let changed = change(&config, committer, &mut next);
         self.or_free(changed, &next.change)?;
         let NextState {
             header,
@@ -186,13 +203,19 @@ impl Inner {
             backing,
             mut change,
         } = next;
-        let prepared = self.prepare(&committer, header, &root, std::iter::empty(), &mut change);
+        let prepared = self.prepare(committer, header, &root, std::iter::empty(), &mut change);
         let prepared = self.or_free(prepared, &change)?;
-        self.switch(&mut committer, prepared)?;
+        self.switch(committer, prepared)?;
         closed.replace(DiskConfig::new(&committer.header, backing));
         self.regions.set_root(root);
         self.regions.clear();
-        self.write_other_slot(&committer)?;
+        Ok(())
+    }
+
+    /// Ends the change of a file after its checkpoint: makes both header slots equal, and releases
+    /// the free space.
+    fn truncate_to_content(&self, committer: &mut Committer) -> Result<(), Error> {
+        self.write_other_slot(committer)?;
         // Nothing is pending, so all space that the header does not use is free.
         let end = committer.file_bytes;
         let io = |source| Error::io("truncate the file", end, source);

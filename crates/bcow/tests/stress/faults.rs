@@ -242,3 +242,42 @@ fn failing_reads_are_reported_and_lose_nothing() {
         }
     }
 }
+
+/// If a resize fails, the disk has its old size, unless it refuses writes.
+#[test]
+fn a_resize_that_reports_a_failure_is_not_made() {
+    let size_of = |storage: &Faulty| {
+        let storage = Arc::new(MemoryStorage::new(storage.to_vec()));
+        let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
+        assert!(report.is_sound(), "{:?}", report.findings);
+        let resolver = OneBacking(Some(backing().1));
+        let disk = Disk::open(storage, &OpenOptions::default(), &resolver);
+        disk.expect("a sound file").size()
+    };
+    for new_size in [SIZE / 4, SIZE * 2] {
+        for after in 0.. {
+            let context = format!("to {new_size}, change {after}");
+            let mut subject = Subject::new(&layouts()[0]);
+            subject.work(1);
+            subject.storage.plan(Some(Fault {
+                on: On::Change,
+                after,
+                stays: false,
+                errno: EIO,
+            }));
+            let resized = subject.disk.resize(new_size);
+            if subject.storage.hits() == 0 {
+                break;
+            }
+            subject.storage.plan(None);
+            let written = subject.disk.write_at(0, &[9; BLOCK]);
+            let flushed = written.and_then(|()| subject.disk.flush());
+            let found = (subject.disk.size(), size_of(&subject.storage));
+            match (resized, flushed) {
+                (Ok(()), _) => assert_eq!(found, (new_size, new_size), "{context}"),
+                (Err(_), Err(Error::WriteRefused { .. })) => {}
+                (Err(_), _) => assert_eq!(found, (SIZE, SIZE), "{context}"),
+            }
+        }
+    }
+}
