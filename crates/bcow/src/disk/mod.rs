@@ -47,6 +47,7 @@ mod open;
 mod read;
 mod region;
 mod regions;
+mod resize;
 mod resume;
 mod space;
 mod transit;
