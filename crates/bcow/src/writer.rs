@@ -393,15 +393,7 @@ impl ImageWriter {
             .write_tables(size, region_shift, fill, &mut out)?;
         self.windows.fill(&mut root);
         let root = out.section(&encode_root(&root))?;
-        let json = serde_json::to_vec(metadata)
-            .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
-        if json.len() > MAX_METADATA_BYTES as usize {
-            return Err(Error::Unsupported(format!(
-                "metadata of {} bytes; the format holds {MAX_METADATA_BYTES}",
-                json.len()
-            )));
-        }
-        let metadata = out.section(&json)?;
+        let metadata = out.metadata(metadata)?;
         let purpose = match self.options.disk {
             Some(_) => Use::Disk,
             None => Use::Image,
@@ -566,6 +558,18 @@ impl Appender<'_> {
             .set_len(self.at)
             .map_err(|source| Error::io("grow the file", offset, source))?;
         Ok((offset, bytes))
+    }
+
+    fn metadata(&mut self, metadata: &serde_json::Value) -> Result<Section, Error> {
+        let json = serde_json::to_vec(metadata)
+            .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
+        if json.len() > MAX_METADATA_BYTES as usize {
+            return Err(Error::Unsupported(format!(
+                "metadata of {} bytes; the format holds {MAX_METADATA_BYTES}",
+                json.len()
+            )));
+        }
+        self.section(&json)
     }
 
     fn section(&mut self, bytes: &[u8]) -> Result<Section, Error> {

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, BlockShift, Entry, Features, Header, MAX_ADDRESS, MAX_METADATA_BYTES,
-    MAX_ROOT_ENTRIES, SECTOR_BYTES, Section, State, Stored, SubBlockTable, Uba, Use, encode_root,
-    encode_table, incompatible, read_only_compatible,
+    BackingEntry, BlockShift, Entry, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
+    Section, State, Stored, SubBlockTable, Uba, Use, encode_root, encode_table, incompatible,
+    read_only_compatible,
 };
 use sha2::{Digest, Sha256};
 
@@ -310,15 +310,7 @@ impl Composer {
         let features = self.features();
         let root = self.write_tables(&mut out)?;
         let root = out.section(&encode_root(&root))?;
-        let json = serde_json::to_vec(metadata)
-            .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
-        if json.len() > MAX_METADATA_BYTES as usize {
-            return Err(Error::Unsupported(format!(
-                "metadata of {} bytes; the format holds {MAX_METADATA_BYTES}",
-                json.len()
-            )));
-        }
-        let metadata = out.section(&json)?;
+        let metadata = out.metadata(metadata)?;
         let mut table = Windows::default();
         let backing_count = self.form.backings.len() as u32;
         for backing in std::mem::take(&mut self.form.backings) {
