@@ -8,7 +8,7 @@ use crate::format::{
 };
 use crate::hash::{NameHash, NameHasher};
 use crate::node::{Entry, InodeNumber};
-use crate::output::{BlockBuffer, Output, nth_block};
+use crate::output::{BlockBuffer, Output, blocks_of};
 use crate::{BlockRange, Ext4Error, InodeProblem};
 
 /// Bytes for names in a block; the checksum is behind them.
@@ -105,10 +105,8 @@ pub(crate) fn write_spare(
     let mut leaf = Leaf::new();
     leaf.push_dots(identity);
     output.write(ranges[0].start, &leaf.finish(identity.seed))?;
-    for n in 1..blocks {
-        if let Some(block) = nth_block(&ranges, n) {
-            output.write(block, &Leaf::new().finish(identity.seed))?;
-        }
+    for block in blocks_of(&ranges).skip(1) {
+        output.write(block, &Leaf::new().finish(identity.seed))?;
     }
     Ok(Written {
         ranges,
@@ -155,8 +153,8 @@ fn write_tree(
     // The index entries of the leaves: the least hash of each, and its block in the directory.
     let mut index = Vec::with_capacity(leaves.len());
     let mut before = None;
-    let mut at = Blocks::new(&ranges, (1 + nodes) as u64);
-    for (n, names) in leaves.iter().enumerate() {
+    let places = blocks_of(&ranges).skip(1 + nodes);
+    for ((n, names), place) in leaves.iter().enumerate().zip(places) {
         let first = names[0].hash.major;
         // An odd hash: names with this hash are also in the leaf before.
         let hash = first | u32::from(before == Some(first));
@@ -166,19 +164,20 @@ fn write_tree(
         for Hashed { entry, .. } in *names {
             leaf.push(entry.inode, entry.name, entry.kind.entry_type());
         }
-        output.write(at.next(), &leaf.finish(identity.seed))?;
+        output.write(place, &leaf.finish(identity.seed))?;
     }
-    let mut at = Blocks::new(&ranges, 0);
-    let root = at.next();
     if nodes > 0 {
         let mut above = Vec::with_capacity(nodes);
-        for (n, part) in index.chunks(NODE_ENTRIES).enumerate() {
-            above.push((part[0].0, 1 + n as u32));
-            output.write(at.next(), &node(part, identity.seed))?;
+        for ((n, part), place) in (1..)
+            .zip(index.chunks(NODE_ENTRIES))
+            .zip(blocks_of(&ranges).skip(1))
+        {
+            above.push((part[0].0, n));
+            output.write(place, &node(part, identity.seed))?;
         }
         index = above;
     }
-    output.write(root, &root_block(identity, &index, nodes > 0))?;
+    output.write(ranges[0].start, &root_block(identity, &index, nodes > 0))?;
     Ok(Ok(Written {
         ranges,
         blocks,
@@ -327,22 +326,4 @@ fn put_record(room: &mut [u8], inode: InodeNumber, name: &[u8], file_type: u8) {
     let (place, rest) = room.split_at_mut(size_of::<DirectoryEntry>());
     place.copy_from_slice(head.as_bytes());
     rest[..name.len()].copy_from_slice(name);
-}
-
-/// The blocks of a file, one by one.
-struct Blocks<'r> {
-    ranges: &'r [BlockRange],
-    at: u64,
-}
-
-impl<'r> Blocks<'r> {
-    fn new(ranges: &'r [BlockRange], from: u64) -> Blocks<'r> {
-        Blocks { ranges, at: from }
-    }
-
-    fn next(&mut self) -> u64 {
-        let block = nth_block(self.ranges, self.at);
-        self.at += 1;
-        block.expect("as many blocks as were allocated")
-    }
 }

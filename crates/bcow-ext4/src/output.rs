@@ -43,14 +43,8 @@ impl Output<'_> {
     }
 }
 
-/// The blocks of a file: the n-th of `ranges` in order.
-pub(crate) fn nth_block(ranges: &[BlockRange], n: u64) -> Option<u64> {
-    let mut left = n;
-    for range in ranges {
-        if left < range.count {
-            return Some(range.start + left);
-        }
-        left -= range.count;
-    }
-    None
+/// The blocks of a file in order.
+pub(crate) fn blocks_of(ranges: &[BlockRange]) -> impl Iterator<Item = u64> {
+    let blocks = |range: &BlockRange| range.start..range.start + range.count;
+    ranges.iter().flat_map(blocks)
 }
