@@ -158,16 +158,21 @@ fn an_address_space_beyond_16_tib_is_refused() {
     assert!(matches!(plan(5000), Err(WriteError::Option { .. })));
 }
 
-#[test]
-fn tails_over_the_limit_are_refused_with_their_path() {
-    let mut space = Space::new(2000);
+/// A tree with one file, `f`, whose tail has 1500 bytes.
+fn with_tail(space: &mut Space) -> Tree {
     let mut layer = LayerTree::new();
     put(
         &mut layer,
         "f",
         node(NodeKind::Regular(space.file(&[1; 1500]))),
     );
-    let tree = layer.into_tree().unwrap();
+    layer.into_tree().unwrap()
+}
+
+#[test]
+fn tails_over_the_limit_are_refused_with_their_path() {
+    let mut space = Space::new(2000);
+    let tree = with_tail(&mut space);
     let options = |inline_max| WriteOptions {
         metadata_start: 4096,
         inline_max,
@@ -186,13 +191,7 @@ fn tails_over_the_limit_are_refused_with_their_path() {
 #[test]
 fn a_failing_output_and_a_failing_tail_store_stop_the_writing() {
     let mut space = Space::new(2000);
-    let mut layer = LayerTree::new();
-    put(
-        &mut layer,
-        "f",
-        node(NodeKind::Regular(space.file(&[1; 1500]))),
-    );
-    let tree = layer.into_tree().unwrap();
+    let tree = with_tail(&mut space);
     let plan = space.plan(&tree);
     let full = plan.write(&space.tails, &mut |_| Err("full"));
     assert_eq!(full.unwrap_err().to_string(), "full");
