@@ -20,6 +20,7 @@ mod heap;
 mod image;
 mod interrupt;
 mod kernel_upper;
+mod limits;
 mod metrics;
 mod mount_users;
 mod names;
@@ -32,6 +33,7 @@ mod prefetch;
 mod push;
 mod record;
 mod remote;
+mod replace;
 mod rewrite;
 mod running;
 mod s3;
@@ -171,7 +173,7 @@ fn main() -> ExitCode {
         color: cli.global.color,
     });
     ui.start_log();
-    raise_open_file_limit();
+    limits::adapt();
     match run(&cli.command, &ui) {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
@@ -247,18 +249,6 @@ fn parse_mount(arguments: Vec<OsString>) -> Result<commands::mount::Args, clap::
         Command::Mount(args) => Ok(args),
         _ => Err(Cli::command().error(clap::error::ErrorKind::InvalidSubcommand, "not a mount")),
     }
-}
-
-/// A stack needs one descriptor per layer; `bcow extract` needs one per level of the tree.
-fn raise_open_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
-    // If the limit stays low, a command that needs more descriptors fails with its own error.
-    let _ = setrlimit(Resource::Nofile, raised);
 }
 
 /// Prints the help, the version or the error of the command line. Returns the exit status.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use bcow::NewFileError;
 
 use crate::error::CommandError;
+use crate::replace;
 
 /// A file that gets its name only when it is complete.
 pub struct NewFile {
@@ -20,8 +21,21 @@ impl NewFile {
         NewFile::of(bcow::NewFile::create_new(destination), destination)
     }
 
-    /// Starts a file that becomes `destination`, and replaces an existing file of that name.
+    /// Starts a file that becomes `destination`. It replaces a file of that name, but no BCoW file:
+    /// a disk may be the only copy of its data, and an image may be the backing of disks.
     pub fn create(destination: &Path) -> Result<Self, CommandError> {
+        match replace::is_bcow(destination) {
+            false => NewFile::replace(destination),
+            true => Err(
+                CommandError::new(format!("cannot create {}", destination.display()))
+                    .caused_by_text("the file exists, and is in BCoW format")
+                    .hint("give another name, or remove the file first"),
+            ),
+        }
+    }
+
+    /// Starts a file that becomes `destination`, and replaces any file of that name.
+    pub fn replace(destination: &Path) -> Result<Self, CommandError> {
         NewFile::of(bcow::NewFile::create(destination), destination)
     }
 

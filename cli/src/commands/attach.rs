@@ -20,6 +20,7 @@ use super::serve::ready::Signals;
 use crate::error::{CommandError, Context};
 use crate::heap;
 use crate::image::{StoreArgs, shown_name};
+use crate::limits;
 use crate::running;
 use crate::ui::Ui;
 pub use device::{NbdDevice, driver_failure};
@@ -89,6 +90,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             None => return in_background(),
         },
     };
+    limits::lift_file_size();
     let signals = Signals::block()?;
     let device = NbdDevice::find(&args.device)?;
     device.refuse_attached()?;

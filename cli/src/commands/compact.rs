@@ -54,7 +54,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let output = args.output.as_deref().unwrap_or(old.file.path());
     let new = match &args.output {
         Some(output) => NewFile::create_new(output)?,
-        None => NewFile::create(output)?,
+        None => NewFile::replace(output)?,
     };
     old.file
         .pass_attributes(new.inner())

@@ -3,7 +3,6 @@
 mod containerd_cache;
 mod disk;
 mod recode;
-pub mod replace;
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -17,7 +16,6 @@ use bcow_oci::{
     Limits, OrdinaryImage, Platform, Prefetch, Report, Source,
 };
 use bcow_remote::Replace;
-use replace::Replacement;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -31,6 +29,7 @@ use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
 use crate::push::{self, ToS3};
 use crate::remote::{self, InRegistry, Pinned};
+use crate::replace::{self, Replacement};
 use crate::size::{self, Human, plural};
 use crate::ui::{Progress, Ui};
 
@@ -82,7 +81,7 @@ const MAX_ENTRIES: u64 = 1 << 31;
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
 /// complete; a BCoW file is read back and verified first. Without --force, a BCoW image replaces
-/// only an empty file or a BCoW image that is not the backing of a disk in the same directory, an
+/// only an empty file or a BCoW image that is not the backing of a file in the same directory, an
 /// OCI archive replaces only an empty file or an archive, and a file in S3 replaces nothing. If the
 /// command fails, no partial output remains.
 #[derive(Debug, clap::Args)]
@@ -134,7 +133,7 @@ pub struct Args {
     /// and `bcow copy`
     #[arg(long, hide_short_help = true)]
     referrer: bool,
-    /// Replace DST even if it is a disk, the backing of a disk, not a BCoW file, or in S3
+    /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, or in S3
     #[arg(short, long)]
     force: bool,
     /// Accept a tar archive without an end-of-archive marker, which may be truncated between two

@@ -17,7 +17,6 @@ use bcow_oci::{ConvertError, ImageName, LayoutForm, Source, store};
 use bcow_remote::{Replace, Root};
 use serde_json::{Value, json};
 
-use super::convert::replace::{self, Replacement};
 use crate::conversion::failure;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
@@ -25,6 +24,7 @@ use crate::interrupt::Interrupt;
 use crate::place::{Destination, Layout};
 use crate::push::{self, ToS3};
 use crate::remote::{self, Pinned};
+use crate::replace::{self, Replacement};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
@@ -64,7 +64,7 @@ pub struct Args {
     /// s3://BUCKET/KEY
     #[arg(value_name = "DST", value_hint = clap::ValueHint::FilePath)]
     destination: OsString,
-    /// Replace DST even if it is a disk, the backing of a disk, not a BCoW file, or in S3
+    /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, or in S3
     #[arg(short, long)]
     force: bool,
     /// Threads that compare chunks [default: 4]

@@ -29,6 +29,7 @@ use crate::ask::{self, Answer};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
+use crate::limits;
 use crate::metrics::Metrics;
 use crate::pool::{self, PoolName};
 use crate::record::Recording;
@@ -263,6 +264,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         },
     };
+    limits::lift_file_size();
     let signals = Signals::block(match readiness {
         Some(_) => Ground::Background,
         None => Ground::Foreground,

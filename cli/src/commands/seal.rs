@@ -102,7 +102,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     // The file does not change, but the lock keeps writers away until the new file has replaced it.
     let old = open_to_replace(&args.disk, &args.stores, "seal")?;
-    let new = NewFile::create(old.file.path())?;
+    let new = NewFile::replace(old.file.path())?;
     old.file
         .pass_attributes(new.inner())
         .context(|| format!("cannot write {}", args.disk.display()))?;

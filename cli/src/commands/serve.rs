@@ -14,6 +14,7 @@ use bcow_oci::ImageName;
 use crate::error::CommandError;
 use crate::heap;
 use crate::image::{StoreArgs, parse_name};
+use crate::limits;
 use crate::names;
 use crate::running;
 use crate::ui::Ui;
@@ -162,6 +163,7 @@ enum TlsChoice {
 /// --exit-on-idle.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     heap::use_one_arena();
+    limits::lift_file_size();
     let signals = Signals::block()?;
     let named = named_images(args)?;
     let mut options = server_options(args)?;

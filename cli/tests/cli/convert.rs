@@ -96,6 +96,17 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
     sandbox.ok(&["create", "-s", "1M", "writable.bcow"]);
     sandbox.ok(&["convert", "sample.tar", "base.bcow"]);
     sandbox.ok(&["create", "-b", "base.bcow", "over.bcow"]);
+    sandbox.ok(&["convert", "sample.tar", "viewed.bcow"]);
+    sandbox.ok(&["create", "-b", "viewed.bcow", "--fs=ext4", "ext4.bcow"]);
+    // With another digest than the other images.
+    sandbox.ok(&["convert", "--compress=none", "sample.tar", "digested.bcow"]);
+    sandbox.ok(&[
+        "create",
+        "-b",
+        "digested.bcow",
+        "--by-digest",
+        "by-digest.bcow",
+    ]);
     sandbox.write("letter.txt", b"precious");
     std::os::unix::fs::symlink("base.bcow", sandbox.path("link.bcow")).unwrap();
     for (destination, why) in [
@@ -103,6 +114,11 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
         ("writable.bcow", ["is a BCoW disk", "--force"]),
         ("base.bcow", ["it is the backing of ", "/over.bcow\n"]),
         ("link.bcow", ["it is the backing of ", "/over.bcow\n"]),
+        ("viewed.bcow", ["it is the backing of ", "/ext4.bcow\n"]),
+        (
+            "digested.bcow",
+            ["it is the backing of ", "/by-digest.bcow\n"],
+        ),
         ("letter.txt", ["and is not in BCoW format", "--force"]),
         ("disk.raw", ["and is not in BCoW format", "--force"]),
     ] {
@@ -129,6 +145,69 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
     sandbox.ok(&["convert", "-f", "raw:disk.raw", "writable.bcow"]);
     sandbox.ok(&["convert", "-f", "sealed.bcow", "raw:letter.txt"]);
     assert!(sandbox.read("letter.txt") == sandbox.read("disk.raw"));
+}
+
+#[test]
+fn exports_and_commits_of_uppers_replace_no_disk() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["create", "-b", "image.bcow", "--fs", "ext4", "disk.bcow"]);
+    sandbox.ok(&["create", "-b", "image.bcow", "other.bcow"]);
+    for (arguments, why) in [
+        (
+            &["export", "--to", "tar", "image.bcow"][..],
+            "is in BCoW format",
+        ),
+        (
+            &["export", "--to", "raw", "image.bcow"],
+            "is in BCoW format",
+        ),
+        (
+            &["commit", "image.bcow", "--upper", "disk.bcow"],
+            "is a BCoW disk",
+        ),
+    ] {
+        for destination in ["disk.bcow", "other.bcow"] {
+            let output = match arguments[0] {
+                "export" => &["-o", destination][..],
+                _ => &[destination],
+            };
+            let words = [why, "remove the file first"];
+            refused(&sandbox, destination, &[arguments, output].concat(), &words);
+        }
+    }
+    // An image that is built again.
+    for _ in 0..2 {
+        sandbox.ok(&["commit", "image.bcow", "--upper", "disk.bcow", "layer.bcow"]);
+        sandbox.ok(&["export", "--to", "tar", "image.bcow", "-o", "image.tar"]);
+    }
+}
+
+#[test]
+fn commit_writes_neither_into_the_upper_nor_over_an_image_that_is_needed() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir(sandbox.path("upper")).unwrap();
+    sandbox.write("upper/new", b"new");
+    let refused = |args: &[&str], why: &str| {
+        let output = sandbox.run(args);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && text.contains(why),
+            "{args:?}: {text}"
+        );
+    };
+    let upper = ["commit", "image.bcow", "--upper", "upper"];
+    for destination in ["upper/layer.bcow", "tar:upper/layer.tar", "oci:upper/a/b:x"] {
+        refused(&[&upper[..], &[destination]].concat(), "is in the upper");
+    }
+    let entries = std::fs::read_dir(sandbox.path("upper")).unwrap();
+    assert_eq!(entries.count(), 1);
+    sandbox.ok(&[&upper[..], &["--merge", "above.bcow"]].concat());
+    let why = "it is the backing of ";
+    refused(&["convert", "sample.tar", "image.bcow"], why);
+    refused(
+        &["commit", "above.bcow", "--upper", "upper", "image.bcow"],
+        why,
+    );
 }
 
 #[test]

@@ -24,6 +24,32 @@ impl Place {
 }
 
 #[test]
+fn limit_of_file_sizes_of_the_shell_is_not_that_of_the_mount() {
+    let Some(place) = Place::new() else { return };
+    let mount = ["mount", "--upper=upper", "image.bcow", "mnt"];
+    let limited = place.0.command(&mount);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -f 1 && exec \"$0\" \"$@\""]);
+    shell.arg(limited.get_program()).args(limited.get_args());
+    shell.envs(
+        limited
+            .get_envs()
+            .filter_map(|(name, value)| Some((name, value?))),
+    );
+    shell.current_dir(place.0.path("."));
+    let mounted = shell.output().unwrap();
+    assert!(mounted.status.success(), "{mounted:?}");
+    let data = noise(1 << 20);
+    // An ordinary user cannot raise the limit: then the write fails, and the mount stays.
+    let written = fs::write(place.file("var/large"), &data);
+    match written {
+        Ok(()) => assert!(fs::read(place.file("var/large")).unwrap() == data),
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::FileTooLarge),
+    }
+    assert_eq!(place.unmounted(), "$ bcow umount mnt\n--- exit status 0\n");
+}
+
+#[test]
 fn written_data_is_there_after_every_kind_of_unmount() {
     let Some(place) = Place::new() else { return };
     let mut expected = noise(100_000);

@@ -26,6 +26,7 @@ use crate::image::{OpenImage, hex, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
 use crate::push;
+use crate::replace::{self, Force, Replacement};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 use crate::upper::Joined;
@@ -56,6 +57,7 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
             ),
         );
     }
+    refuse_inside(upper, &destination)?;
     if !matches!(destination, Destination::File(_)) && args.new_content() != NewContent::Layer {
         return Err(
             CommandError::usage("--merge and --flatten are for an image in one file")
@@ -102,6 +104,26 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         | Destination::ContainerdCache(_) => Err(CommandError::usage(
             "the changes of an upper cannot be written to this destination",
         )),
+    }
+}
+
+/// Fails if the new file would lie in the upper: the next mount would show it.
+fn refuse_inside(upper: &Path, destination: &Destination) -> Result<(), CommandError> {
+    let path = match destination {
+        Destination::File(path) | Destination::Tar(Some(path)) => path,
+        Destination::Layout(layout) => &layout.path,
+        _ => return Ok(()),
+    };
+    // A layout may have no directory yet.
+    let above = std::path::absolute(path)
+        .ok()
+        .and_then(|path| path.ancestors().find_map(|above| above.canonicalize().ok()));
+    match (above, upper.canonicalize()) {
+        (Some(above), Ok(upper)) if upper.is_dir() && above.starts_with(&upper) => Err(
+            CommandError::usage(format!("{} is in the upper", path.display()))
+                .hint("name a place outside of the upper"),
+        ),
+        _ => Ok(()),
     }
 }
 
@@ -211,6 +233,7 @@ impl UpperCommit<'_> {
             );
         }
         self.image.refuse_own_file(path)?;
+        let _replaced = replace::check(path, Replacement::Image, Force::NoOption)?;
         let interrupt = Interrupt::catch();
         let options = self.convert_options(&interrupt)?;
         let progress = self.ui.progress();

@@ -11,7 +11,6 @@ use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
 use serde_json::json;
 
-use super::replace::{self, Replacement};
 use super::{Args, Sending};
 use crate::conversion::Compress;
 use crate::copy_out::CopyOut;
@@ -21,6 +20,7 @@ use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
 use crate::place::{self, Destination};
+use crate::replace::{self, Replacement};
 use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
@@ -338,7 +338,7 @@ fn write_foreign(
         interrupt: &interrupt,
         progress: &progress,
     };
-    let new = NewFile::create(path)?;
+    let new = NewFile::replace(path)?;
     let cannot = || format!("cannot write {}", path.display());
     let file_bytes = match destination {
         Foreign::Raw(_) => copy.raw(&new, &cannot).map(|()| source.bytes)?,
@@ -380,7 +380,7 @@ fn write_disk(
     };
     let verified = !args.no_verify;
     let source_json = json!({ "transport": source.transport, "bytes": source.bytes });
-    let new = NewFile::create(destination)?;
+    let new = NewFile::replace(destination)?;
     let mut options = RewriteOptions {
         compression,
         block_bytes: args.block_size.0,

@@ -21,6 +21,7 @@ use super::server::{Pool, Settings, log_failure};
 use crate::commands::mount::{failure, in_background};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
+use crate::limits;
 use crate::pool::client::{self, Found};
 use crate::pool::keeper::{self, Keeper};
 use crate::pool::link::{Link, Packet, Wait};
@@ -142,6 +143,7 @@ fn serve_given(
     given: Given,
 ) -> Result<(), CommandError> {
     let cannot = || format!("cannot start the pool {}", args.name);
+    limits::lift_file_size();
     // Before other threads exist.
     let signals = Signals::block(Ground::Background).map_err(|error| failure(&error))?;
     if let Some(path) = &given.log_file {

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::{Error, Image, NewFile};
+use bcow::{Error, Image, NewFile, OpenOptions};
 use rustix::fs::{CWD, Mode, OFlags};
 use serde_json::{Map, Value, json};
 
@@ -38,7 +38,7 @@ pub(super) fn open(
     (metadata[FIELD] == described(parts)).then_some(image)
 }
 
-/// Makes the file at `path`. Concurrent makers do no harm: each gives the name to a file with the
+/// Makes the file at `path`, and replaces one of other parts. Concurrent makers do no harm: each gives the name to a file with the
 /// same content.
 pub(super) fn make(
     path: &Path,
@@ -47,6 +47,10 @@ pub(super) fn make(
     write: impl FnOnce(File, &Path, Map<String, Value>) -> Result<(), ConvertError>,
 ) -> Result<(), ConvertError> {
     let failed = |error| ConvertError::write("write", path, error);
+    if !may_replace(path) {
+        let why = "the file exists, and has no merged metadata of layers";
+        return Err(failed(std::io::Error::other(why)));
+    }
     let new = NewFile::create(path).map_err(|error| failed(std::io::Error::other(error)))?;
     // The umask may allow more.
     rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600))
@@ -56,6 +60,18 @@ pub(super) fn make(
     write(new.file().try_clone().map_err(failed)?, path, fields)?;
     new.complete()
         .map_err(|error| failed(std::io::Error::other(error)))
+}
+
+/// Whether there is no file at `path`, or one of a join.
+fn may_replace(path: &Path) -> bool {
+    let of_join = |file: File| {
+        let image = Image::open_storage(Arc::new(file), &OpenOptions::default()).ok()?;
+        image.metadata().ok()?.get(FIELD).map(drop)
+    };
+    match path.metadata() {
+        Err(_) => true,
+        Ok(found) => found.is_file() && File::open(path).ok().and_then(of_join).is_some(),
+    }
 }
 
 /// What the file is made of.

@@ -1,4 +1,4 @@
-//! The rule for existing destinations of `bcow convert` and `bcow copy`.
+//! The rule for existing destinations of `bcow convert`, `bcow copy` and `bcow commit --upper`.
 //!
 //! A makefile or a pipeline builds an image again under the same name, from a source that still
 //! exists. So an image replaces an image without `--force`, as with mkfs.erofs. Any other file may
@@ -6,6 +6,7 @@
 //! backing of other disks, and the content of other files is unknown. So `--force` is required to
 //! replace such a file. (`qemu-img convert` replaces any file, even a backing in use.)
 
+use std::cell::LazyCell;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -16,8 +17,9 @@ use bcow::format::{
 };
 use bcow::lock::FileLock;
 use bcow::{Image, OpenOptions};
+use bcow_oci::Digest;
+use bcow_oci::digest::Algorithm;
 
-use crate::disks;
 use crate::error::{CommandError, Context};
 use crate::foreign_format::{self, ForeignFormat};
 
@@ -32,6 +34,24 @@ pub enum Replacement {
     Disk,
 }
 
+/// Whether `--force` allows to replace any file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Force {
+    Given,
+    NotGiven,
+    /// The command has no such option.
+    NoOption,
+}
+
+impl From<bool> for Force {
+    fn from(is_given: bool) -> Self {
+        match is_given {
+            true => Force::Given,
+            false => Force::NotGiven,
+        }
+    }
+}
+
 /// Refuses to replace the file at `destination` if another process writes to it. Without `--force`,
 /// also refuses if the file may be the only copy of its data.
 ///
@@ -40,7 +60,7 @@ pub enum Replacement {
 pub fn check(
     destination: &Path,
     replacement: Replacement,
-    force: bool,
+    force: impl Into<Force>,
 ) -> Result<Option<File>, CommandError> {
     // The destination does not exist, or cannot be examined. In the second case, the conversion
     // reports the error when it creates the file.
@@ -59,12 +79,13 @@ pub fn check(
     {
         FileLock::shared(&file).context(cannot)?;
     }
-    if force {
+    let force = force.into();
+    if force == Force::Given {
         return Ok(Some(file));
     }
     let reason = match header.map(|header| header.purpose) {
-        Ok(Use::Image) => match (disk_over(destination), replacement) {
-            (Some(disk), _) => format!("it is the backing of {}", disk.display()),
+        Ok(Use::Image) => match (file_over(destination), replacement) {
+            (Some(file), _) => format!("it is the backing of {}", file.display()),
             (None, Replacement::Image) => return Ok(Some(file)),
             (None, _) => "the file exists, and is a BCoW image".to_owned(),
         },
@@ -83,7 +104,18 @@ pub fn check(
     };
     Err(CommandError::new(cannot())
         .caused_by_text(reason)
-        .hint("give another name, or replace it with --force"))
+        .hint(match force {
+            Force::NoOption => "give another name, or remove the file first",
+            _ => "give another name, or replace it with --force",
+        }))
+}
+
+/// Whether the file at `path` is in BCoW format, damaged or not.
+pub fn is_bcow(path: &Path) -> bool {
+    // A pipe is not opened: that would wait for a writer.
+    let is_file = path.metadata().is_ok_and(|found| found.is_file());
+    let header = || header_of(&File::open(path)?);
+    is_file && header().is_ok_and(|header| !matches!(header, Err(FormatError::NotBcow)))
 }
 
 /// The header of the file, which can be shorter than a header.
@@ -93,32 +125,56 @@ fn header_of(file: &File) -> io::Result<Result<Header, FormatError>> {
     Ok(choose_header(&area))
 }
 
-/// A disk over the file at `destination`, in the same directory. Disks in other directories, which
-/// use the file through --backing-dir, are not found.
-fn disk_over(destination: &Path) -> Option<PathBuf> {
+/// A disk, or an image of `bcow commit --upper`, over the file at `destination`, in the same
+/// directory. Those in other directories, which use the file through --backing-dir or --store, are
+/// not found.
+fn file_over(destination: &Path) -> Option<PathBuf> {
     // A disk records the name of the backing file, not the name of a symbolic link to it.
     let path = destination.canonicalize().ok()?;
-    let name = path.file_name()?.to_str()?;
+    let below = Below {
+        name: path.file_name()?.to_str()?.to_owned(),
+        digest: LazyCell::new(|| digest_of(&path)),
+    };
     let entries = std::fs::read_dir(path.parent()?).ok()?;
-    let mut disks_over: Vec<PathBuf> = entries
+    let mut files_over: Vec<PathBuf> = entries
         .filter_map(Result::ok)
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
         .map(|entry| entry.path())
-        .filter(|disk| disks::is_disk(disk) && has_backing_named(disk, name))
+        .filter(|file| *file != path && is_bcow(file) && below.is_backing_of(file))
         .collect();
-    disks_over.sort();
-    disks_over.into_iter().next()
+    files_over.sort();
+    files_over.into_iter().next()
 }
 
-/// Whether the disk records a backing with this file name. The disk may be in use, so this opens it
-/// without its lock.
-fn has_backing_named(disk: &Path, backing: &str) -> bool {
-    let Ok(file) = File::open(disk) else {
-        return false;
-    };
-    Image::open_storage(Arc::new(file), &OpenOptions::default()).is_ok_and(|image| {
-        image.backings().any(
-            |entry| matches!(&entry.name, BackingName::FileName { name, .. } if name == backing),
-        )
-    })
+/// How other files record a file as their backing.
+struct Below<F: FnOnce() -> Option<[u8; 32]>> {
+    name: String,
+    /// The digest of the whole file. Few files record it.
+    digest: LazyCell<Option<[u8; 32]>, F>,
+}
+
+impl<F: FnOnce() -> Option<[u8; 32]>> Below<F> {
+    /// Whether the file at `over` records this one. It may be a disk that is in use, so this opens
+    /// it without its lock.
+    fn is_backing_of(&self, over: &Path) -> bool {
+        let Ok(file) = File::open(over) else {
+            return false;
+        };
+        Image::open_storage(Arc::new(file), &OpenOptions::default())
+            .is_ok_and(|image| image.backings().any(|entry| self.is_named(&entry.name)))
+    }
+
+    fn is_named(&self, name: &BackingName) -> bool {
+        match name {
+            BackingName::FileName { name, .. } => *name == self.name,
+            BackingName::Digest(digest) => *self.digest == Some(*digest),
+            BackingName::View { image, .. } => self.is_named(&image.name),
+            BackingName::Url { .. } => false,
+        }
+    }
+}
+
+fn digest_of(path: &Path) -> Option<[u8; 32]> {
+    let (digest, _) = Digest::of_file(&File::open(path).ok()?, Algorithm::Sha256).ok()?;
+    digest.sha256()
 }
