@@ -132,7 +132,10 @@ impl ToS3 {
         let mut sent = Vec::new();
         for (index, (digest, file)) in files.iter().enumerate() {
             progress.phase(&file.name);
-            let check = || file.check(digest).map_err(|error| failure(&error));
+            let check = || {
+                file.check(digest, Some(cancel))
+                    .map_err(|error| failure(&error))
+            };
             if index + 1 == files.len() {
                 check()?;
                 sent.push(self.with_content(&*file.storage, cancel, |content| {

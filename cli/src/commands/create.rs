@@ -213,11 +213,7 @@ pub fn backing(
             let located = store::locate(&parsed).map_err(|error| cannot_open(name, &error))?;
             let digest = match located.digest {
                 Some(digest) => digest,
-                None => {
-                    Digest::of_file(&located.file, Algorithm::Sha256)
-                        .context(cannot)?
-                        .0
-                }
+                None => Digest::of_storage(&*located.file, Algorithm::Sha256).context(cannot)?,
             };
             let digest = digest.sha256().ok_or_else(|| {
                 CommandError::new(cannot()).caused_by_text("its digest is not SHA-256")

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::cancel::Cancel;
+use crate::cancel::{Cancel, is_cancellation};
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::repository::Repository;
@@ -211,10 +211,7 @@ impl<'b> BlobReader<'b> {
 
 impl Read for BlobReader<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        if self.cancel.is_set() {
-            // Not `ErrorKind::Interrupted`: readers retry after that error.
-            return Err(io::Error::other(Cancelled));
-        }
+        self.cancel.check()?;
         let read = match &self.blob.bytes {
             Bytes::Range {
                 file,
@@ -250,11 +247,6 @@ impl Read for BlobReader<'_> {
     }
 }
 
-/// The caller cancelled the operation.
-#[derive(Debug, thiserror::Error)]
-#[error("interrupted")]
-struct Cancelled;
-
 /// The file became shorter.
 #[derive(Debug, thiserror::Error)]
 #[error("the file became shorter")]
@@ -268,7 +260,7 @@ pub(crate) fn read_error(
 ) -> ConvertError {
     let source = source.into();
     match source.get_ref() {
-        Some(inner) if inner.is::<Cancelled>() => ConvertError::Interrupted,
+        _ if is_cancellation(&source) => ConvertError::Interrupted,
         Some(inner) if inner.is::<Shrunk>() => ConvertError::Changed {
             what: what.to_owned(),
         },

@@ -1,6 +1,18 @@
 //! Cancellation of a conversion or an export.
 
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The caller cancelled the operation: the cause of a failed read, of which the constructors of
+/// `ConvertError` make `ConvertError::Interrupted`.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+struct Cancelled;
+
+/// Whether a read failed because the caller cancelled the operation.
+pub(crate) fn is_cancellation(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<Cancelled>())
+}
 
 /// The flags that cancel the work: the caller's, and the work's own flag, which is set when one of
 /// several parallel layers fails.
@@ -29,5 +41,14 @@ impl<'c> Cancel<'c> {
             .into_iter()
             .flatten()
             .any(|flag| flag.load(Ordering::Relaxed))
+    }
+
+    /// Fails a read if the operation is cancelled.
+    pub(crate) fn check(self) -> io::Result<()> {
+        match self.is_set() {
+            // Not `ErrorKind::Interrupted`: readers retry after that error.
+            true => Err(io::Error::other(Cancelled)),
+            false => Ok(()),
+        }
     }
 }

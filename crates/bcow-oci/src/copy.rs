@@ -140,7 +140,7 @@ fn store(
     options: &CopyOptions,
     progress: &dyn Progress,
 ) -> Result<Vec<BlobReport>, ConvertError> {
-    let writer = LayoutWriter::open(&to.directory, &to.form)?;
+    let writer = LayoutWriter::open(&to.directory, &to.form, options.cancel.clone())?;
     let mut blobs: Vec<NewBlob> = Vec::new();
     let mut reports: Vec<BlobReport> = Vec::new();
     for (digest, file) in image.distinct_files() {
@@ -189,4 +189,38 @@ fn store(
     progress.phase("syncing");
     writer.publish(blobs, &entry, progress)?;
     Ok(reports)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_cancelled_while_it_hashes_a_blob_of_the_layout() {
+        let layout = tempfile::tempdir().unwrap();
+        let image = send::tests::image();
+        let (digest, file) = &image.files[0];
+        let blobs = layout.path().join("blobs/sha256");
+        std::fs::create_dir_all(&blobs).unwrap();
+        std::fs::write(blobs.join(digest.hex()), b"layer").unwrap();
+        let to = CopyDestination {
+            directory: layout.path().to_owned(),
+            form: LayoutForm::Directory,
+            reference: None,
+        };
+        let options = CopyOptions {
+            threads: 1,
+            cancel: Some(Arc::new(AtomicBool::new(true))),
+        };
+        let error = copy_image(&image, &to, &options, &()).unwrap_err();
+        assert!(matches!(error, ConvertError::Interrupted), "{error}");
+        assert!(!layout.path().join("index.json").exists());
+        let unchecked = CopyFile {
+            is_checked: false,
+            ..file.clone()
+        };
+        let error = unchecked.check(digest, options.cancel.as_deref());
+        assert!(matches!(error, Err(ConvertError::Interrupted)));
+        copy_image(&image, &to, &CopyOptions::default(), &()).unwrap();
+    }
 }

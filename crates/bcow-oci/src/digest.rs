@@ -1,14 +1,14 @@
 //! Content digests: validated when they are parsed, and computed as bytes are read.
 
 use std::fmt;
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
 use bcow::Storage;
 use data_encoding::HEXLOWER;
 use sha2::{Digest as _, Sha256, Sha512};
+
+use crate::cancel::Cancel;
 
 /// Digest algorithms of the OCI image specification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -76,32 +76,23 @@ impl Digest {
         }
     }
 
-    /// The digest and the length of a whole file. The file is read by offset, which leaves the
-    /// descriptor's position unchanged.
-    pub fn of_file(file: &File, algorithm: Algorithm) -> io::Result<(Digest, u64)> {
-        let mut hasher = Hasher::new(algorithm);
-        let mut buffer = vec![0; 1 << 20];
-        let mut at = 0;
-        loop {
-            match FileExt::read_at(file, &mut buffer, at) {
-                Ok(0) => return Ok((hasher.finish(), at)),
-                Ok(read) => {
-                    hasher.update(&buffer[..read]);
-                    at += read as u64;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
     /// The digest of all bytes of a storage.
     pub fn of_storage(storage: &dyn Storage, algorithm: Algorithm) -> io::Result<Digest> {
+        Digest::of_storage_until(storage, algorithm, Cancel::default())
+    }
+
+    /// The same, until the operation is cancelled.
+    pub(crate) fn of_storage_until(
+        storage: &dyn Storage,
+        algorithm: Algorithm,
+        cancel: Cancel<'_>,
+    ) -> io::Result<Digest> {
         let mut hasher = Hasher::new(algorithm);
         let length = storage.len()?;
         let mut buffer = vec![0; length.min(1 << 20) as usize];
         let mut at = 0;
         while at < length {
+            cancel.check()?;
             let count = (length - at).min(buffer.len() as u64) as usize;
             storage.read_at(at, &mut buffer[..count])?;
             hasher.update(&buffer[..count]);

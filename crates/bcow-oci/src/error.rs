@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::cancel::is_cancellation;
 use crate::digest::Digest;
 use crate::platform::{Platform, PlatformSyntax};
 use crate::text::{listed, quoted};
@@ -537,10 +538,13 @@ impl ConvertError {
 
     /// A failure of the host to write.
     pub(crate) fn write(action: &'static str, path: &Path, source: io::Error) -> Self {
-        ConvertError::Write {
-            action,
-            path: path.to_owned(),
-            source,
+        match is_cancellation(&source) {
+            true => ConvertError::Interrupted,
+            false => ConvertError::Write {
+                action,
+                path: path.to_owned(),
+                source,
+            },
         }
     }
 

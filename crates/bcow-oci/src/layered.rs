@@ -74,7 +74,7 @@ pub fn convert_to_layout(
     writer_options(options, 1)?;
     let input = Input::open(source, options)?;
     refuse_to_replace(source, &input, layout)?;
-    let writer = LayoutWriter::open(&layout.directory, &layout.form)?;
+    let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
         convert_image(image, source.transport(), layout, writer, options, progress)

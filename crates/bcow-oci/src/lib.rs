@@ -49,6 +49,7 @@ mod fuzz;
 mod hidden;
 mod image;
 mod image_file;
+mod in_order;
 mod ingest;
 mod input;
 pub mod join;

@@ -412,8 +412,7 @@ fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
         Some(digest) => Ok(digest),
         None => {
             let file = File::open(&image.opened().path)?;
-            let (digest, _) = Digest::of_file(&file, Algorithm::Sha256)?;
-            sha256(&digest)
+            sha256(&Digest::of_storage(&file, Algorithm::Sha256)?)
         }
     }
 }

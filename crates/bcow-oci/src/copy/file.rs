@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bcow::check::{RestoreError, restore};
 use bcow::{Storage, header_of};
 
+use crate::blob::read_error;
+use crate::cancel::Cancel;
 use crate::digest::{Algorithm, Digest, hex};
 use crate::error::ConvertError;
 
@@ -52,17 +54,13 @@ impl CopyFile {
         })
     }
 
-    pub(super) fn digest(&self) -> Result<Digest, ConvertError> {
-        Digest::of_storage(&*self.storage, Algorithm::Sha256)
+    pub(super) fn digest(&self, cancel: Option<&AtomicBool>) -> Result<Digest, ConvertError> {
+        Digest::of_storage_until(&*self.storage, Algorithm::Sha256, Cancel::new(cancel))
             .map_err(|error| self.unreadable(error))
     }
 
     fn unreadable(&self, source: io::Error) -> ConvertError {
-        ConvertError::Read {
-            action: "read",
-            what: self.name.clone(),
-            source,
-        }
+        read_error("read", &self.name, source)
     }
 
     /// Completes `file`, which may have any part of the bytes, right or wrong. Every chunk is
@@ -112,12 +110,17 @@ impl CopyFile {
         Ok(restored.written_bytes())
     }
 
-    /// Checks that the file has the digest, if its storage does not check what it reads.
-    pub fn check(&self, expected: &Digest) -> Result<(), ConvertError> {
+    /// Checks that the file has the digest, if its storage does not check what it reads. `cancel`
+    /// ends the check when it becomes true.
+    pub fn check(
+        &self,
+        expected: &Digest,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<(), ConvertError> {
         if self.is_checked {
             return Ok(());
         }
-        let found = self.digest()?;
+        let found = self.digest(cancel)?;
         match found == *expected {
             true => Ok(()),
             false => Err(ConvertError::DigestMismatch {
@@ -181,22 +184,6 @@ impl Storage for Watched {
 
     fn sync(&self) -> io::Result<()> {
         Ok(())
-    }
-}
-
-/// Reads a storage in order, from an offset on.
-pub(super) struct InOrder {
-    pub(super) storage: Arc<dyn Storage>,
-    pub(super) at: u64,
-    pub(super) end: u64,
-}
-
-impl io::Read for InOrder {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let count = (self.end - self.at).min(buf.len() as u64) as usize;
-        self.storage.read_at(self.at, &mut buf[..count])?;
-        self.at += count as u64;
-        Ok(count)
     }
 }
 

@@ -231,10 +231,10 @@ impl CopyImage {
         let mut files = Vec::new();
         let mut layers = Vec::new();
         let count = below.len();
-        let digest = file.digest()?;
+        let digest = file.digest(None)?;
         let stack = (digest, file);
         for (index, (digest, part)) in below.into_iter().chain([stack]).enumerate() {
-            part.check(&digest)?;
+            part.check(&digest, None)?;
             let media_type = match index == count {
                 true => STACK,
                 false => LAYER,

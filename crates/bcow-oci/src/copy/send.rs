@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::file::InOrder;
 use super::{BlobReport, CopyFile, CopyImage, CopyOptions};
 use crate::digest::Digest;
 use crate::error::ConvertError;
+use crate::in_order::InOrder;
 use crate::layout::OCI_MANIFEST;
 use crate::options::Progress;
 use crate::repository::Upload;
@@ -73,15 +73,14 @@ impl<'a> Sending<'a> {
             self.progress.advance(file.bytes);
             return Ok(0);
         }
-        file.check(digest)?;
+        let cancel = &self.options.cancel;
+        file.check(digest, cancel.as_deref())?;
         let open = |offset| -> io::Result<Box<dyn io::Read>> {
-            if self.is_cancelled() {
-                return Err(io::Error::other("interrupted"));
-            }
             Ok(Box::new(InOrder {
                 storage: Arc::clone(&file.storage),
                 at: offset,
                 end: file.bytes,
+                cancel: cancel.clone(),
             }))
         };
         let sent = |bytes| self.progress.advance(bytes);
@@ -122,7 +121,8 @@ impl<'a> Sending<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::io::Read;
     use std::sync::Mutex;
     use std::sync::atomic::AtomicBool;
 
@@ -158,8 +158,11 @@ mod tests {
             _sent: &dyn Fn(u64),
         ) -> io::Result<()> {
             assert!(!self.has_all, "the registry has all blobs");
+            let mut content = open(0)?;
             self.cancelled.store(true, Ordering::Relaxed);
-            open(0).map(drop)
+            let error = content.read(&mut [0]).unwrap_err();
+            // The client replaces the error.
+            Err(io::Error::other(error.to_string()))
         }
 
         fn manifest(&self, _: &[u8], _: &str, _: &Digest) -> io::Result<()> {
@@ -180,7 +183,7 @@ mod tests {
     }
 
     /// An image of one layer.
-    fn image() -> CopyImage {
+    pub(in super::super) fn image() -> CopyImage {
         let digest = Digest::of(b"layer");
         let file = CopyFile {
             name: "layer".to_owned(),

@@ -155,7 +155,11 @@ pub fn export_layout(
     let (layers, known): (Vec<_>, Vec<_>) = layers.all().into_iter().unzip();
     // Check the configuration before anything is written.
     let template = ConfigTemplate::new(config)?;
-    let writer = LayoutWriter::open(&destination.directory, &destination.form)?;
+    let writer = LayoutWriter::open(
+        &destination.directory,
+        &destination.form,
+        options.cancel.clone(),
+    )?;
     let stop = AtomicBool::new(false);
     let export = ImageExport {
         writer: &writer,

@@ -24,7 +24,7 @@ use super::stored::{LayerRequest, StoredLayer, Unusable};
 use crate::blob::open_regular;
 use crate::digest::{Algorithm, Digest, Hasher};
 use crate::error::ConvertError;
-use crate::layout::write::{LayoutWriter, digest_of};
+use crate::layout::write::LayoutWriter;
 use crate::options::Progress;
 use crate::output::Output;
 
@@ -317,7 +317,7 @@ fn open_layer(
         ));
     }
     if verify {
-        let (digest, _) = digest_of(&file).map_err(|e| unreadable(&e))?;
+        let digest = Digest::of_storage(&*file, Algorithm::Sha256).map_err(|e| unreadable(&e))?;
         if digest != layer.digest {
             return wrong("it is damaged: its digest differs from its name".to_owned());
         }
@@ -376,7 +376,7 @@ mod tests {
         let (done, end) = mpsc::channel();
         let layout = dir.path().join("layout");
         std::thread::spawn(move || {
-            let layout = LayoutWriter::open(&layout, &LayoutForm::Directory).unwrap();
+            let layout = LayoutWriter::open(&layout, &LayoutForm::Directory, None).unwrap();
             for _ in 0..2000 {
                 assert!(cache.get(&request, &layout, &()).unwrap().is_none());
             }

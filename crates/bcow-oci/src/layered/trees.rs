@@ -37,7 +37,7 @@ pub fn convert_trees(
         )
         .into());
     }
-    let writer = LayoutWriter::open(&layout.directory, &layout.form)?;
+    let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
     progress.phase("reading");
     let export = ExportOptions {
         threads: options.threads,

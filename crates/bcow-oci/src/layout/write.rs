@@ -15,14 +15,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use bcow::Storage;
 use bcow_erofs::reader::Timestamp;
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value, json};
 
 use super::{MAX_MANIFEST_BYTES, NAME, OCI_INDEX, OCI_MANIFEST};
 use crate::blob::{open_regular, read_error};
+use crate::cancel::Cancel;
 use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
+use crate::in_order::InOrder;
 use crate::options::Progress;
 use crate::output::Output;
 use crate::parallel;
@@ -73,6 +76,8 @@ pub(crate) struct LayoutWriter {
     /// Directories that were created for this image, outermost first. They are removed unless the
     /// image is published.
     created: Vec<PathBuf>,
+    /// Cancels when it becomes true.
+    cancel: Option<Arc<AtomicBool>>,
 }
 
 /// Where complete blobs go.
@@ -103,10 +108,14 @@ pub(crate) struct ManifestEntry {
 
 impl LayoutWriter {
     /// Opens the layout in a directory, creates a layout if the directory is missing or empty, or
-    /// starts an archive.
-    pub(crate) fn open(path: &Path, form: &LayoutForm) -> Result<LayoutWriter, ConvertError> {
+    /// starts an archive. `cancel` ends the reads of blobs when it becomes true.
+    pub(crate) fn open(
+        path: &Path,
+        form: &LayoutForm,
+        cancel: Option<Arc<AtomicBool>>,
+    ) -> Result<LayoutWriter, ConvertError> {
         match form {
-            LayoutForm::Directory => LayoutWriter::in_directory(path),
+            LayoutForm::Directory => LayoutWriter::in_directory(path, cancel),
             LayoutForm::Archive => {
                 let output = Output::create(path)?;
                 Ok(LayoutWriter {
@@ -114,6 +123,7 @@ impl LayoutWriter {
                     blobs: output.directory().to_owned(),
                     sink: Sink::Archive(output),
                     created: Vec::new(),
+                    cancel,
                 })
             }
             LayoutForm::Registry(upload) => Ok(LayoutWriter {
@@ -121,11 +131,15 @@ impl LayoutWriter {
                 blobs: path.to_owned(),
                 sink: Sink::Registry(Arc::clone(upload)),
                 created: Vec::new(),
+                cancel,
             }),
         }
     }
 
-    fn in_directory(directory: &Path) -> Result<LayoutWriter, ConvertError> {
+    fn in_directory(
+        directory: &Path,
+        cancel: Option<Arc<AtomicBool>>,
+    ) -> Result<LayoutWriter, ConvertError> {
         let refuse = |problem| ConvertError::Destination {
             path: directory.to_owned(),
             problem,
@@ -152,6 +166,7 @@ impl LayoutWriter {
             sink: Sink::Directory,
             blobs: directory.join("blobs/sha256"),
             created: Vec::new(),
+            cancel,
         };
         let blobs = writer.blobs.clone();
         for path in [directory, &directory.join("blobs"), &blobs] {
@@ -222,7 +237,7 @@ impl LayoutWriter {
         if length != bytes {
             return Ok(false);
         }
-        let (found, _) = Digest::of_file(&file, digest.algorithm())
+        let found = Digest::of_storage_until(&*file, digest.algorithm(), self.cancel())
             .map_err(|error| read_error("read", &path.display().to_string(), error))?;
         Ok(found == *digest)
     }
@@ -230,10 +245,11 @@ impl LayoutWriter {
     /// Computes the digest of a written blob and makes its bytes durable.
     pub(crate) fn finish(&self, output: Output) -> Result<NewBlob, ConvertError> {
         let file = output.file()?;
-        let (digest, size) = digest_of(&file)
-            .map_err(|source| ConvertError::write("read back", &self.blobs, source))?;
-        file.sync_all()
-            .map_err(|source| ConvertError::write("sync", &self.blobs, source))?;
+        let failed = |action| move |source| ConvertError::write(action, &self.blobs, source);
+        let digest = Digest::of_storage_until(&file, Algorithm::Sha256, self.cancel())
+            .map_err(failed("read back"))?;
+        let size = Storage::len(&file).map_err(failed("read back"))?;
+        file.sync_all().map_err(failed("sync"))?;
         Ok(NewBlob {
             output,
             digest,
@@ -260,7 +276,7 @@ impl LayoutWriter {
     ) -> Result<(), ConvertError> {
         match std::mem::replace(&mut self.sink, Sink::Directory) {
             Sink::Archive(archive) => return self.pack(archive, blobs, entry),
-            Sink::Registry(upload) => return send(&*upload, &blobs, entry, progress),
+            Sink::Registry(upload) => return self.send(&*upload, &blobs, entry, progress),
             Sink::Directory => {}
         }
         for blob in blobs {
@@ -313,7 +329,8 @@ impl LayoutWriter {
         }
         for (path, blob) in &blobs {
             let file = blob.file()?;
-            members.file(path, &file, blob.size).map_err(failed)?;
+            let content = self.content(file, 0, blob.size);
+            members.file(path, content, blob.size).map_err(failed)?;
         }
         let mut out = members.0.finish().map_err(failed)?;
         out.flush().map_err(failed)?;
@@ -355,63 +372,65 @@ impl LayoutWriter {
         let bytes = serde_json::to_vec(&index).map_err(|error| bad(error.to_string()))?;
         replace(&path, &bytes)
     }
-}
 
-/// Sends the blobs, several at a time, and the manifest last.
-fn send(
-    upload: &dyn Upload,
-    blobs: &[NewBlob],
-    entry: &ManifestEntry,
-    progress: &dyn Progress,
-) -> Result<(), ConvertError> {
-    let name = PathBuf::from(upload.name());
-    let failed = |source| ConvertError::write("write", &name, source);
-    progress.phase("sending");
-    progress.total(Some(blobs.iter().map(|blob| blob.size).sum()));
-    let sent = |bytes| progress.advance(bytes);
-    let parts: Vec<usize> = (0..blobs.len())
-        .filter(|&index| blobs[index].digest != entry.digest)
-        .collect();
-    parallel::run(&parts, UPLOADS_AT_ONCE, &AtomicBool::new(false), |index| {
-        let blob = &blobs[index];
-        let file = Arc::new(blob.file()?);
-        let open = |offset| -> io::Result<Box<dyn Read>> {
-            Ok(Box::new(FileFrom {
-                file: Arc::clone(&file),
-                at: offset,
-            }))
+    /// Sends the blobs, several at a time, and the manifest last.
+    fn send(
+        &self,
+        upload: &dyn Upload,
+        blobs: &[NewBlob],
+        entry: &ManifestEntry,
+        progress: &dyn Progress,
+    ) -> Result<(), ConvertError> {
+        let name = PathBuf::from(upload.name());
+        // The client of the registry replaces the error of a cancelled read.
+        let failed = |source| match self.cancel().is_set() {
+            true => ConvertError::Interrupted,
+            false => ConvertError::write("write", &name, source),
         };
-        upload
-            .blob(&blob.digest, blob.size, &open, &sent)
-            .map_err(failed)
-    })?;
-    let manifest = blobs.iter().find(|blob| blob.digest == entry.digest);
-    let mut bytes = vec![0; entry.size as usize];
-    if let Some(manifest) = manifest {
-        let file = manifest.file()?;
-        file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+        progress.phase("sending");
+        progress.total(Some(blobs.iter().map(|blob| blob.size).sum()));
+        let sent = |bytes| progress.advance(bytes);
+        let parts: Vec<usize> = (0..blobs.len())
+            .filter(|&index| blobs[index].digest != entry.digest)
+            .collect();
+        parallel::run(&parts, UPLOADS_AT_ONCE, &AtomicBool::new(false), |index| {
+            let blob = &blobs[index];
+            let open = |offset| -> io::Result<Box<dyn Read>> {
+                let file = blob.file().map_err(io::Error::other)?;
+                Ok(Box::new(self.content(file, offset, blob.size)))
+            };
+            upload
+                .blob(&blob.digest, blob.size, &open, &sent)
+                .map_err(failed)
+        })?;
+        let manifest = blobs.iter().find(|blob| blob.digest == entry.digest);
+        let mut bytes = vec![0; entry.size as usize];
+        if let Some(manifest) = manifest {
+            let file = manifest.file()?;
+            file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+        }
+        match &entry.subject {
+            None => upload.manifest(&bytes, OCI_MANIFEST, &entry.digest),
+            Some(subject) => {
+                let descriptor = entry.descriptor();
+                upload.attach(&bytes, OCI_MANIFEST, &entry.digest, subject, &descriptor)
+            }
+        }
+        .map_err(failed)
     }
-    match &entry.subject {
-        None => upload.manifest(&bytes, OCI_MANIFEST, &entry.digest),
-        Some(subject) => {
-            let descriptor = entry.descriptor();
-            upload.attach(&bytes, OCI_MANIFEST, &entry.digest, subject, &descriptor)
+
+    /// The bytes of a blob from `at` on.
+    fn content(&self, file: File, at: u64, end: u64) -> InOrder {
+        InOrder {
+            storage: Arc::new(file),
+            at,
+            end,
+            cancel: self.cancel.clone(),
         }
     }
-    .map_err(failed)
-}
 
-/// The bytes of a file from an offset on. Clones of the file share no position.
-struct FileFrom {
-    file: Arc<File>,
-    at: u64,
-}
-
-impl Read for FileFrom {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read_at(buf, self.at)?;
-        self.at += read as u64;
-        Ok(read)
+    fn cancel(&self) -> Cancel<'_> {
+        Cancel::new(self.cancel.as_deref())
     }
 }
 
@@ -445,17 +464,15 @@ impl<W: Write> Members<W> {
         self.0.data(bytes)
     }
 
-    fn file(&mut self, path: &str, file: &File, size: u64) -> io::Result<()> {
+    fn file(&mut self, path: &str, mut content: InOrder, size: u64) -> io::Result<()> {
         self.begin(path, Kind::Regular { size })?;
         let mut buffer = vec![0; COPY_BYTES];
-        let mut done = 0;
-        while done < size {
-            let length = (size - done).min(COPY_BYTES as u64) as usize;
-            file.read_exact_at(&mut buffer[..length], done)?;
-            self.0.data(&buffer[..length])?;
-            done += length as u64;
+        loop {
+            match content.read(&mut buffer)? {
+                0 => return Ok(()),
+                count => self.0.data(&buffer[..count])?,
+            }
         }
-        Ok(())
     }
 }
 
@@ -523,11 +540,6 @@ pub(crate) fn annotated(
 pub(crate) fn json_bytes(value: &Value, what: &Path) -> Result<Vec<u8>, ConvertError> {
     serde_json::to_vec(value)
         .map_err(|error| ConvertError::layout(what.display().to_string(), error))
-}
-
-/// SHA-256 digest and length of a file.
-pub(crate) fn digest_of(file: &File) -> io::Result<(Digest, u64)> {
-    Digest::of_file(file, Algorithm::Sha256)
 }
 
 /// Replaces a small file atomically.

@@ -112,7 +112,7 @@ fn layout_around(path: &Path) -> Option<PathBuf> {
 }
 
 pub(super) fn check_digest(found: &Located, digest: &Digest) -> Result<(), StoreError> {
-    let (actual, _) = Digest::of_file(&found.file, digest.algorithm()).map_err(|source| {
+    let actual = Digest::of_storage(&*found.file, digest.algorithm()).map_err(|source| {
         StoreError::Layout(crate::blob::read_error(
             "read",
             &found.path.display().to_string(),
