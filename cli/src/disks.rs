@@ -44,6 +44,8 @@ pub struct WritableDisk {
 pub struct Problem {
     pub text: String,
     pub hint: Option<String>,
+    /// Whether it may pass without any change by the user.
+    may_pass: bool,
 }
 
 /// Whether the file at `path` is a disk or a sketch, and so no image, according to its header.
@@ -144,6 +146,8 @@ impl<'a> Below<'a> {
                     Some(problem) => Problem {
                         text: problem.to_string(),
                         hint: Some(problem.hint().to_owned()),
+                        // The stores are directories of this machine.
+                        may_pass: false,
                     },
                     None => Problem::of(problem),
                 },
@@ -194,10 +198,11 @@ impl<'a> Below<'a> {
 
 impl Urls for Below<'_> {
     fn find(&self, url: &str, merkle_root: &[u8; 32]) -> Result<(Arc<Image>, u32), UrlFailure> {
-        let failed = |text: &str, hint: Option<String>| {
+        let failed = |text: &str, hint: Option<String>, may_pass: bool| {
             Box::new(Problem {
                 text: text.to_owned(),
                 hint,
+                may_pass,
             })
         };
         if !self.args.allows_url(url) {
@@ -208,6 +213,7 @@ impl Urls for Below<'_> {
                     "--backing-url {server} allows the backings there; so does the variable \
                      BCOW_BACKING_URLS"
                 )),
+                false,
             ));
         }
         let opened = self.open_url(url, Root(*merkle_root)).map_err(|error| {
@@ -215,13 +221,14 @@ impl Urls for Below<'_> {
                 [] => error.message().to_owned(),
                 causes => causes.join(": "),
             };
-            failed(&text, error.hint_text().map(str::to_owned))
+            let hint = error.hint_text().map(str::to_owned);
+            failed(&text, hint, error.may_pass())
         })?;
         let image = opened.image;
         let above = image.disk_backing().map(|entry| &entry.name);
         if let Some(name) = above.filter(|name| !matches!(name, BackingName::Digest(_))) {
             let text = format!("it is a disk over {name}, which is not supported yet");
-            return Err(failed(&text, None));
+            return Err(failed(&text, None, false));
         }
         Ok((image, opened.height))
     }
@@ -247,6 +254,7 @@ impl Problem {
                 Some(problem) => problem.hint.clone(),
                 None => hint(problem).map(str::to_owned),
             },
+            may_pass: of_url.is_some_and(|problem| problem.may_pass),
         }
     }
 
@@ -258,6 +266,7 @@ impl Problem {
     /// Adds the problem as a cause, and its hint, to an error.
     pub fn cause_of(&self, failure: CommandError) -> CommandError {
         let failure = failure.caused_by_text(self.text.clone());
+        let failure = failure.passes_if(self.may_pass);
         match &self.hint {
             Some(hint) => failure.hint(hint.clone()),
             None => failure,
@@ -443,5 +452,27 @@ pub fn open_for_repair(
         false => Err(CommandError::new(cannot())
             .caused_by_text("another program has replaced it")
             .hint("repeat the command")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backing_whose_server_does_not_answer_may_be_there_later() {
+        for may_pass in [true, false] {
+            let source = Problem {
+                text: "the server did not answer within 30 s".to_owned(),
+                hint: None,
+                may_pass,
+            };
+            let problem = ChainProblem::Url {
+                name: "https://host/image.bcow".to_owned(),
+                source: Box::new(source),
+            };
+            let failure = Problem::of(&problem).failure(Path::new("disk.bcow"));
+            assert_eq!(failure.may_pass(), may_pass);
+        }
     }
 }

@@ -44,11 +44,69 @@ impl RemoteFiles for OpenFiles {
         if let Some(file) = self.files.iter().find(is_meant) {
             return Ok(Some(Arc::clone(file)));
         }
+        // A server that does not answer does not hide the file of another one.
+        let mut failed = None;
         for place in &self.places {
-            if let Some(file) = place.open(digest, recorded)? {
-                return Ok(Some(file));
+            match place.open(digest, recorded) {
+                Ok(Some(file)) => return Ok(Some(file)),
+                Ok(None) => {}
+                Err(error) => {
+                    failed.get_or_insert(error);
+                }
             }
         }
-        Ok(None)
+        failed.map_or(Ok(None), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::MemoryStorage;
+
+    use super::*;
+
+    /// A place that has every file, or fails.
+    struct Server {
+        answers: bool,
+    }
+
+    impl RemoteFiles for Server {
+        fn name(&self, digest: &Digest) -> PathBuf {
+            digest.to_string().into()
+        }
+
+        fn open(
+            &self,
+            _: &Digest,
+            _: &RecordedFile,
+        ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
+            match self.answers {
+                true => Ok(Some(Arc::new(MemoryStorage::default()))),
+                false => Err("no answer".into()),
+            }
+        }
+    }
+
+    #[test]
+    fn server_that_does_not_answer_does_not_hide_the_file_of_another_one() {
+        let digest = Digest::of(b"layer");
+        let recorded = RecordedFile {
+            digest: digest.clone(),
+            file_bytes: 5,
+            merkle_root: [0; 32],
+        };
+        let open = |answers: &[bool]| {
+            let servers = answers.iter().map(|&answers| Server { answers });
+            let files = OpenFiles {
+                files: Vec::new(),
+                places: servers.map(|one| Arc::new(one) as _).collect(),
+            };
+            files.open(&digest, &recorded)
+        };
+        assert!(open(&[false, true]).unwrap().is_some());
+        assert_eq!(
+            open(&[false, false]).err().unwrap().to_string(),
+            "no answer"
+        );
     }
 }

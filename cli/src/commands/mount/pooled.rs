@@ -228,9 +228,14 @@ fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use bcow_oci::store::{LayerProblem, StoreError};
     use bcow_remote::{Problem, RemoteError};
 
     use super::*;
+    use crate::image::cannot_open;
 
     /// The number of attempts if each of them fails with `problem`.
     fn attempts_with(problem: &Problem) -> usize {
@@ -251,6 +256,28 @@ mod tests {
     fn only_failures_that_may_pass_are_tried_again() {
         assert_eq!(attempts_with(&Problem::Timeout(Duration::ZERO)), 4);
         assert_eq!(attempts_with(&Problem::Changed), 1);
+    }
+
+    #[test]
+    fn layer_whose_server_does_not_answer_is_tried_again() {
+        let layer = LayerProblem::Open {
+            name: "layer 1 of 2".to_owned(),
+            path: "docker://host/image".into(),
+            source: Box::new(RemoteError {
+                place: "https://host/layer".to_owned(),
+                problem: Problem::Busy(503),
+            }),
+        };
+        let error = StoreError::Layers {
+            first: Arc::new(layer),
+            others: 1,
+        };
+        let failure = cannot_open(Path::new("docker://host/image"), &error);
+        assert!(failure.may_pass());
+        let text = "2 files are missing or wrong; the first: cannot open layer 1 of 2 in \
+                    docker://host/image: https://host/layer: \
+                    the server reports a temporary failure (status 503)";
+        assert_eq!(failure.causes(), [text]);
     }
 
     #[test]

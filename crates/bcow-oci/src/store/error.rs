@@ -43,9 +43,10 @@ pub enum StoreError {
         source: bcow::Error,
     },
     /// Files below the image are missing or wrong.
-    #[error("{first}{}", other_problems(*others))]
+    #[error("{}{first}", in_all(*others))]
     Layers {
         /// The first of the problems.
+        #[source]
         first: Arc<LayerProblem>,
         /// How many more problems there are.
         others: usize,
@@ -97,11 +98,11 @@ pub enum LayerProblem {
     },
 }
 
-fn other_problems(others: usize) -> String {
+/// The beginning of the message about the first of several problems.
+fn in_all(others: usize) -> String {
     match others {
         0 => String::new(),
-        1 => ", and 1 more is missing or wrong".to_owned(),
-        others => format!(", and {others} more are missing or wrong"),
+        others => format!("{} files are missing or wrong; the first: ", others + 1),
     }
 }
 
