@@ -224,8 +224,11 @@ impl Cache {
             file.write_all_at(bytes, 0)?;
             file.set_len(bytes.len() as u64)
         });
-        if let Err(error) = written {
-            tracing::warn!("{}: not cached: {error}", self.0.path.join(name).display());
+        match written {
+            Ok(()) => self.count_written(bytes.len() as u64),
+            Err(error) => {
+                tracing::warn!("{}: not cached: {error}", self.0.path.join(name).display());
+            }
         }
     }
 

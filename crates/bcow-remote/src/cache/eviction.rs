@@ -302,3 +302,26 @@ fn restore_last_use(file: &File, found: &Scanned) {
         },
     );
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_count_towards_the_limit() {
+        const LIMIT: u64 = 512 << 10;
+        let directory = tempfile::tempdir().expect("a directory");
+        let cache = Cache::open(directory.path()).expect("a cache");
+        let cache = cache.with_limit(LIMIT).expect("a limit");
+        // The first comparison of a process.
+        cache.enforce_limit();
+        for number in 0..4_u8 {
+            let document = vec![number; 300 << 10];
+            cache.keep_document(&crate::cache::sha256(&document), &document);
+        }
+        cache.enforce_limit();
+        let entries = cache.entries().expect("a list");
+        let held: u64 = entries.iter().map(|entry| entry.held_bytes).sum();
+        assert!(held <= LIMIT, "{held}");
+    }
+}
