@@ -11,6 +11,10 @@ use crate::merkle::Verifier;
 use crate::storage::Storage;
 use crate::{BlockCache, Error, threads};
 
+/// Chunks whose results are in memory at one time: a file can have any number of chunks. At the end
+/// of a batch, threads wait for the last one.
+const BATCH_CHUNKS: u64 = if cfg!(test) { 4 } else { 1 << 14 };
+
 /// The result of [`restore`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Restored {
@@ -74,6 +78,12 @@ struct Source<'c> {
 struct Damage {
     range: Range<u64>,
     is_restored: bool,
+}
+
+impl Damage {
+    fn continues_with(&self, next: &Damage) -> bool {
+        self.range.end == next.range.start && self.is_restored == next.is_restored
+    }
 }
 
 /// Restores the damaged bytes of the sealed file `file` from `copies`. `root` is its Merkle root as
@@ -186,15 +196,15 @@ fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<Source<'_>> {
     })
 }
 
-/// Restores the covered bytes behind the header slots. Returns the damage in file order. The tree
-/// of any source can confirm the bytes of any source.
+/// Restores the covered bytes behind the header slots. Returns the damage in file order, adjacent
+/// ranges merged. The tree of any source can confirm the bytes of any source.
 fn restore_chunks(
     file: &dyn Storage,
     sources: &[&Source<'_>],
     shape: &MerkleShape,
     thread_count: usize,
 ) -> Result<Vec<Damage>, Error> {
-    let found = threads::map_indexed(shape.chunks(), thread_count, |index| {
+    let restore_chunk = |index: u64| {
         let start = index * shape.chunk_bytes;
         let end = shape.covered_bytes.min(start + shape.chunk_bytes);
         // `restore` writes the header slots, which the tree does not cover.
@@ -230,8 +240,20 @@ fn restore_chunks(
             break;
         }
         Ok::<_, Error>(Some(damage))
-    })?;
-    Ok(found.into_iter().flatten().collect())
+    };
+    let mut found: Vec<Damage> = Vec::new();
+    let chunks = shape.chunks();
+    for first in (0..chunks).step_by(BATCH_CHUNKS as usize) {
+        let count = BATCH_CHUNKS.min(chunks - first);
+        let batch = threads::map_indexed(count, thread_count, |n| restore_chunk(first + n))?;
+        for damage in batch.into_iter().flatten() {
+            match found.last_mut() {
+                Some(last) if last.continues_with(&damage) => last.range.end = damage.range.end,
+                _ => found.push(damage),
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// Restores the stored tree, from the root downwards, so that each restored level can confirm the
@@ -273,4 +295,36 @@ fn length(file: &dyn Storage) -> Result<u64, Error> {
 fn write(file: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), Error> {
     file.write_at(at, bytes)
         .map_err(|source| Error::io("write", at, source))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Compression, ImageWriter, MemoryStorage, WriterOptions};
+
+    #[test]
+    fn damage_in_several_batches_is_reported_as_one_range() {
+        let storage = Arc::new(MemoryStorage::default());
+        let options = WriterOptions {
+            compression: Compression::None,
+            ..WriterOptions::default()
+        };
+        let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
+        let noise = |i: u64| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8;
+        let content: Vec<u8> = (0..1 << 20).map(noise).collect();
+        writer.append(&content).unwrap();
+        writer.finish(b"", &serde_json::json!({})).unwrap();
+        let file = storage.to_vec();
+        let mut damaged = file.clone();
+        let range = 1 << 17..7 << 17;
+        damaged[range.clone()].fill(0xAA);
+        let damaged = MemoryStorage::new(damaged);
+        let copies = [storage as Arc<dyn Storage>];
+        let result = restore(&damaged, None, &copies, 2).unwrap();
+        let [written] = &result.written[..] else {
+            panic!("{result:?}");
+        };
+        assert_eq!(*written, range.start as u64..range.end as u64);
+        assert!(damaged.to_vec() == file);
+    }
 }
