@@ -94,6 +94,16 @@ pub struct BlobReport {
     pub copied_bytes: u64,
 }
 
+impl BlobReport {
+    fn new(digest: &Digest, bytes: u64, copied_bytes: u64) -> Self {
+        BlobReport {
+            digest: digest.clone(),
+            bytes,
+            copied_bytes,
+        }
+    }
+}
+
 /// Copies one file to `destination`. The path shows the new file only when the copy is complete.
 pub fn copy_file(
     file: &CopyFile,
@@ -163,18 +173,11 @@ fn store(
             }
             blobs.push(blob);
         }
-        reports.push(BlobReport {
-            digest: digest.clone(),
-            bytes: file.bytes,
-            copied_bytes,
-        });
+        reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
     }
     let (digest, config) = &image.config;
-    reports.push(BlobReport {
-        digest: digest.clone(),
-        bytes: config.len() as u64,
-        copied_bytes: config.len() as u64,
-    });
+    let bytes = config.len() as u64;
+    reports.push(BlobReport::new(digest, bytes, bytes));
     blobs.push(writer.document(config)?);
     let manifest = writer.document(&image.manifest)?;
     let entry = ManifestEntry {

@@ -47,18 +47,11 @@ impl<'a> Sending<'a> {
             if self.is_cancelled() {
                 return Err(ConvertError::Interrupted);
             }
-            reports.push(BlobReport {
-                digest: digest.clone(),
-                bytes: file.bytes,
-                copied_bytes,
-            });
+            reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
         }
         let (digest, config) = &image.config;
-        reports.push(BlobReport {
-            digest: digest.clone(),
-            bytes: config.len() as u64,
-            copied_bytes: self.config(digest, config)?,
-        });
+        let sent = self.config(digest, config)?;
+        reports.push(BlobReport::new(digest, config.len() as u64, sent));
         self.upload
             .manifest(&image.manifest, OCI_MANIFEST, &image.digest)
             .map_err(|error| self.failed(error))?;
