@@ -109,11 +109,17 @@ impl<'s> Session<'s> {
         report: &mut dyn FnMut(u64),
     ) -> Result<(), Ended> {
         let mut breaks = 0;
+        let mut farthest = self.at;
         while self.at < self.blob.length {
             let bytes = (*piece_bytes).min(self.blob.length - self.at);
             let before = self.at;
             match self.piece(bytes) {
-                Ok(()) => {}
+                Ok(()) if self.at > before => {}
+                Ok(()) => {
+                    return Err(Ended::Failed(Problem::Answer(
+                        "it does not count the bytes that were sent".into(),
+                    )));
+                }
                 Err(Piece::Ended(ended)) => return Err(ended),
                 Err(Piece::Broken(fault)) => {
                     breaks += 1;
@@ -126,7 +132,9 @@ impl<'s> Session<'s> {
                     self.ask(bytes)?;
                 }
             }
-            if self.at > before {
+            // The registry may lose bytes at each break, so a byte is progress only once.
+            if self.at > farthest {
+                farthest = self.at;
                 breaks = 0;
                 report(self.at);
             }
@@ -155,8 +163,14 @@ impl<'s> Session<'s> {
         })?;
         let failed = match answer.status {
             200..=204 => {
-                let moved = self.follow(&answer, &address, self.at + bytes);
-                return moved.map_err(Piece::Ended);
+                let sent = self.at + bytes;
+                self.follow(&answer, &address).map_err(Piece::Ended)?;
+                self.at = match answer.header("range") {
+                    Some(range) => arrived(range, sent).map_err(Piece::Ended)?,
+                    None if answer.status == 202 => sent,
+                    None => 0,
+                };
+                return Ok(());
             }
             // Some registries take one piece only.
             400 | 405 | 411 | 413 | 415 | 416 | 501 => Ended::NoPieces,
@@ -184,34 +198,21 @@ impl<'s> Session<'s> {
             // A registry that has forgotten the upload answers with an error.
             budget.wait(fault).map_err(Ended::Lost)?;
         };
-        if answer.header("range").is_none() {
-            self.at = 0;
-        }
-        let most = self.at + sent_bytes;
-        self.follow(&answer, &address, most)
+        self.follow(&answer, &address)?;
+        self.at = match answer.header("range") {
+            Some(range) => arrived(range, self.at + sent_bytes)?,
+            None => 0,
+        };
+        Ok(())
     }
 
-    /// Takes the address of the next request and the number of arrived bytes from an answer. At
-    /// most `most` bytes can have arrived.
-    fn follow(&mut self, answer: &Answer, address: &Address, most: u64) -> Result<(), Ended> {
+    /// Takes the address of the next request from an answer.
+    fn follow(&mut self, answer: &Answer, address: &Address) -> Result<(), Ended> {
         if answer.header("location").is_some() {
             self.location =
                 location(answer, address).map_err(|fault| Ended::Failed(fault.problem))?;
         }
-        let arrived = match answer.header("range") {
-            Some(range) => arrived(range),
-            None if answer.status == 202 => Some(most),
-            None => Some(0),
-        };
-        match arrived {
-            Some(at) if at <= most => {
-                self.at = at;
-                Ok(())
-            }
-            _ => Err(Ended::Lost(Problem::Answer(
-                "it counts more bytes than were sent".into(),
-            ))),
-        }
+        Ok(())
     }
 }
 
@@ -242,8 +243,18 @@ fn with_digest(location: &Address, digest: &str) -> Result<Address, Ended> {
     location.with_query(&query).map_err(Ended::Failed)
 }
 
-/// The number of bytes that have arrived, from `0-LAST` or `bytes=0-LAST`.
-fn arrived(range: &str) -> Option<u64> {
+/// The number of bytes that have arrived, from a range. At most `most` bytes can have arrived.
+fn arrived(range: &str, most: u64) -> Result<u64, Ended> {
+    let problem = match length(range) {
+        Some(length) if length <= most => return Ok(length),
+        Some(_) => "it counts more bytes than were sent",
+        None => "its range is invalid",
+    };
+    Err(Ended::Lost(Problem::Answer(problem.into())))
+}
+
+/// The number of bytes in a range, `0-LAST` or `bytes=0-LAST`.
+fn length(range: &str) -> Option<u64> {
     let range = range.trim();
     let (first, last) = range
         .strip_prefix("bytes=")
@@ -294,7 +305,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arrived_bytes_are_read_in_each_form() {
+    fn length_of_a_range_is_read_in_each_form() {
         for (range, bytes) in [
             ("0-9", Some(10)),
             ("bytes=0-9", Some(10)),
@@ -304,7 +315,7 @@ mod tests {
             ("0-18446744073709551615", None),
             ("", None),
         ] {
-            assert_eq!(arrived(range), bytes, "{range}");
+            assert_eq!(length(range), bytes, "{range}");
         }
     }
 }

@@ -307,6 +307,103 @@ fn connection_that_always_breaks_is_an_error() {
     }
 }
 
+/// Requests after which a test counts an upload as endless.
+const MANY: usize = 60;
+
+#[test]
+fn piece_that_the_registry_does_not_count_is_an_error() {
+    for (status, range) in [
+        (202, Some("0-0")),
+        (200, None),
+        (201, None),
+        (204, None),
+        (204, Some("0-0")),
+    ] {
+        let server = Server::start(move |asked| match &*asked.method {
+            _ if asked.number > MANY => Reply::Answer(403, vec![], Vec::new()),
+            "HEAD" => Reply::Answer(404, vec![], Vec::new()),
+            "POST" => Reply::Answer(202, vec![("location", "/upload".into())], Vec::new()),
+            _ => {
+                let range = range.map(|range| ("range", range.to_owned()));
+                Reply::Answer(status, range.into_iter().collect(), Vec::new())
+            }
+        });
+        let (result, sent) = send(&upload(&server, Arc::new(Stranger), None), &noise(LARGE));
+        let error = result.expect_err("not counted").to_string();
+        let words = "it does not count the bytes that were sent";
+        assert!(error.contains(words), "{status}: {error}");
+        assert_eq!(methods(&server), ["HEAD", "POST", "PATCH"], "{status}");
+        assert_eq!(sent, 0);
+    }
+}
+
+#[test]
+fn invalid_range_is_named_in_the_error() {
+    for (range, words) in [
+        ("0-x", "its range is invalid"),
+        ("0-9999999", "it counts more bytes than were sent"),
+    ] {
+        let server = Server::start(move |asked| match &*asked.method {
+            "HEAD" => Reply::Answer(404, vec![], Vec::new()),
+            "POST" => Reply::Answer(202, vec![("location", "/upload".into())], Vec::new()),
+            _ => Reply::Answer(202, vec![("range", range.to_owned())], Vec::new()),
+        });
+        let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &noise(LARGE));
+        let error = result.expect_err("a wrong range").to_string();
+        assert!(error.contains(words), "{range}: {error}");
+    }
+}
+
+#[test]
+fn broken_piece_has_not_arrived_if_the_registry_does_not_count_it() {
+    let state = Arc::<Mutex<State>>::default();
+    let shared = Arc::clone(&state);
+    let server = Server::cutting(
+        |asked| (asked.number == 2).then_some(0),
+        move |asked| {
+            let mut state = shared.lock().expect("no panic");
+            match answer(asked, Habits::default(), &mut state) {
+                Reply::Answer(_, mut headers, body) if asked.method == "GET" => {
+                    headers.retain(|(name, _)| *name != "range");
+                    Reply::Answer(202, headers, body)
+                }
+                reply => reply,
+            }
+        },
+    );
+    let bytes = noise(LARGE);
+    let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &bytes);
+    assert_eq!(result.expect("sent"), Pushed::Sent);
+    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    let methods = methods(&server);
+    assert_eq!(methods[..4], ["HEAD", "POST", "PATCH", "GET"]);
+    assert_eq!(methods[4], "PATCH", "{methods:?}");
+    assert_eq!(methods.last().expect("a request"), "PUT");
+    assert_eq!(methods.iter().filter(|method| *method == "PUT").count(), 1);
+}
+
+#[test]
+fn registry_that_loses_all_pieces_at_each_break_is_an_error() {
+    let state = Arc::<Mutex<State>>::default();
+    // Pieces become shorter until the first one of several arrives.
+    let whole = format!("0-{}", LARGE - 1);
+    let cut = move |asked: &Asked| {
+        let range = asked.header("content-range")?;
+        let is_first = range != whole && range.starts_with("0-");
+        (asked.number > MANY || !is_first).then_some(0)
+    };
+    let server = Server::cutting(cut, move |asked| {
+        let mut state = state.lock().expect("no panic");
+        if asked.method == "GET" {
+            state.uploads.iter_mut().for_each(Vec::clear);
+        }
+        answer(asked, Habits::default(), &mut state)
+    });
+    let (result, _) = send(&upload(&server, Arc::new(Stranger), None), &noise(LARGE));
+    result.expect_err("no way through");
+    assert!(server.asked().len() < MANY);
+}
+
 #[test]
 fn registry_that_takes_no_pieces_gets_the_blob_whole() {
     for status in [400, 405, 416, 501] {
