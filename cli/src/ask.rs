@@ -120,11 +120,8 @@ pub fn hidden_mount(mount: &MountedImage) -> Result<PathBuf, Errno> {
         // Root must not follow the descriptor of another user, who could publish any number.
         && server.uid == 0
     {
-        let services = server.services.iter();
-        let mut descriptors = services
-            .filter(|service| service.device.as_deref() == Some(&mount.device))
-            .filter_map(|service| service.descriptor);
-        if let Some(descriptor) = descriptors.next() {
+        let service = server.mount(&mount.device, &mount.path);
+        if let Some(descriptor) = service.and_then(|service| service.descriptor) {
             return Ok(format!("/proc/{}/fd/{descriptor}", server.pid).into());
         }
     }
@@ -170,6 +167,14 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
     }
 }
 
+/// The reason why a mount returns no statistics.
+pub fn explain_refusal(errno: Errno) -> String {
+    match errno {
+        Errno::NODATA => "the version of bcow that serves the mount has no statistics".to_owned(),
+        errno => std::io::Error::from(errno).to_string(),
+    }
+}
+
 /// The statistics of the mount at `directory`, as JSON; waits for at most `timeout`.
 pub fn statistics(
     directory: &Path,
@@ -191,11 +196,7 @@ pub fn statistics(
         Answer::NoProcess => {
             Err(cannot().caused_by_text("the kernel reads the image without a process"))
         }
-        Answer::Refused(Errno::NODATA) => {
-            Err(cannot()
-                .caused_by_text("the version of bcow that serves the mount has no statistics"))
-        }
-        Answer::Refused(errno) => Err(cannot().caused_by(&std::io::Error::from(errno))),
+        Answer::Refused(errno) => Err(cannot().caused_by_text(explain_refusal(errno))),
         Answer::Timeout => {
             let (cause, hint) = explain_timeout(mount);
             let error = cannot().caused_by_text(cause);

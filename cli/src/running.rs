@@ -94,14 +94,22 @@ pub struct Server {
 }
 
 impl Server {
-    /// Whether the process serves the mount at `path` with this device number. A process that ends
-    /// may have lost the number to the mount of another process, at another path.
+    /// The mount at `path` with this device number, if the process serves it. A mount that ends
+    /// may have lost the number to another mount, at another path.
+    pub fn mount(&self, device: &str, path: &Path) -> Option<&Service> {
+        let services = self.services.iter();
+        let mut mounts = services.filter(|service| service.device.as_deref() == Some(device));
+        let is_here = |service: &&Service| service.at.iter().any(|at| Path::new(at) == path);
+        match mounts.clone().find(is_here) {
+            // The mount may have been moved.
+            None if self.state != State::Ending => mounts.next(),
+            found => found,
+        }
+    }
+
+    /// Whether the process serves the mount at `path` with this device number.
     pub fn has_mount(&self, device: &str, path: &Path) -> bool {
-        let is_here = |at: &String| Path::new(at) == path;
-        self.services.iter().any(|service| {
-            service.device.as_deref() == Some(device)
-                && (self.state != State::Ending || service.at.iter().any(is_here))
-        })
+        self.mount(device, path).is_some()
     }
 }
 
@@ -485,6 +493,30 @@ mod tests {
         server.state = State::Ending;
         assert!(server.has_mount("0:99", mnt));
         assert!(!server.has_mount("0:99", other));
+    }
+
+    #[test]
+    fn mount_of_a_process_is_selected_by_device_and_path() {
+        let at = |place: &str, device: &str| Service {
+            at: vec![place.to_owned()],
+            device: Some(device.to_owned()),
+            ..service()
+        };
+        let (first, second) = (at("/a", "0:1"), at("/b", "0:2"));
+        // Its mount has ended, and the kernel has given the number to the next one.
+        let ended = at("/c", "0:2");
+        let server = Server {
+            pid: 1,
+            uid: 0,
+            state: State::Stopped,
+            is_in_other_namespace: false,
+            services: vec![first.clone(), ended, second.clone()],
+        };
+        let mount = |device, path: &str| server.mount(device, Path::new(path));
+        assert_eq!(mount("0:1", "/a"), Some(&first));
+        assert_eq!(mount("0:2", "/b"), Some(&second));
+        assert_eq!(mount("0:1", "/moved"), Some(&first));
+        assert_eq!(mount("0:3", "/a"), None);
     }
 
     #[test]

@@ -28,9 +28,10 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// The command works only on mounts of `bcow mount`, for root and for the user who mounted. It
 /// returns when the process of the mount has ended, or, in a pool, when the mount has ended. All
 /// data written to a writable mount is then durable (with --sync volatile, it is in the host's file
-/// system). If the host did not accept all data, or the trace of `bcow mount --record` was not
-/// written, the command fails, but the mount is unmounted anyway. umount(8), `fusermount3 -u` and
-/// --lazy do not wait and do not report such a failure.
+/// system). The command does not wait for a process that does not answer, or that continues because
+/// the image is also mounted at another place. If the host did not accept all data, or the trace of
+/// `bcow mount --record` was not written, the command fails, but the mount is unmounted anyway.
+/// umount(8), `fusermount3 -u` and --lazy do not wait and do not report such a failure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The directory of the mount
@@ -53,16 +54,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         true => Answer::NotServed,
         false => ask::ask(&mount, ask::ANSWER_TIMEOUT),
     };
-    let document = match &answer {
-        Answer::Statistics(json) => ask::read(&args.directory, json).ok(),
-        _ => None,
-    };
     // Before the process ends.
-    let ending = document.as_ref().and_then(Document::ending);
-    let unresponsive = match (&answer, &document) {
-        (Answer::NotServed | Answer::NoProcess, _) | (_, Some(_)) => None,
-        _ => Some(Unresponsive::examine(&mount)),
+    let (document, unread) = match read(&args.directory, &mount, &answer) {
+        Ok(document) => (document, None),
+        Err(why) => (None, Some(Unread::examine(&mount, why))),
     };
+    let ending = document.as_ref().and_then(Document::ending);
     let trace = document.as_ref().and_then(TraceFile::of);
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| match error {
         MountError::Busy(_) => mount_users::describe(&mount)
@@ -111,10 +108,30 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         }
     }
-    if let Some(unresponsive) = unresponsive {
-        unresponsive.warn(&args.directory, ui);
+    if let Some(unread) = unread {
+        unread.warn(&args.directory, ui);
     }
     Ok(())
+}
+
+/// The statistics in an answer; `None` if no process serves the mount. Otherwise the reason why
+/// they cannot be read.
+fn read(
+    directory: &Path,
+    mount: &MountedImage,
+    answer: &Answer,
+) -> Result<Option<Document>, String> {
+    match answer {
+        Answer::Statistics(json) => match ask::read(directory, json) {
+            Ok(document) => Ok(Some(document)),
+            Err(error) => Err(error.in_one_line()),
+        },
+        Answer::NotServed | Answer::NoProcess => Ok(None),
+        Answer::Refused(errno) => Err(CommandError::new("its statistics cannot be read")
+            .caused_by_text(ask::explain_refusal(*errno))
+            .in_one_line()),
+        Answer::Timeout => Err(ask::explain_timeout(mount).0),
+    }
 }
 
 /// The upper or disk of a mount, for messages.
@@ -132,22 +149,26 @@ impl Store {
     /// door may be read-only.
     fn of(document: &Document) -> Option<Self> {
         match (&document.upper, &document.disk) {
-            (Some(upper), _) => Some(Store {
-                name: format!("the upper {}", printable(&upper.path)),
-                is_volatile: upper.sync == "volatile",
-                recovers: "data that programs synchronized is in the upper; the next mount of the \
-                           upper recovers by itself",
-            }),
-            (None, Some(disk)) => Some(Store {
-                name: match &disk.upper {
-                    Some(upper) => format!("the upper {}", printable(upper)),
-                    None => format!("the disk {}", printable(&disk.path)),
+            (Some(upper), _) => Some(Store::upper(&upper.path, &upper.sync)),
+            (None, Some(disk)) => Some(match &disk.upper {
+                Some(upper) => Store::upper(upper, &disk.sync),
+                None => Store {
+                    name: format!("the disk {}", printable(&disk.path)),
+                    is_volatile: disk.sync == "volatile",
+                    recovers: "data that programs synchronized is on the disk; the next mount of \
+                               the disk recovers by itself",
                 },
-                is_volatile: disk.sync == "volatile",
-                recovers: "data that programs synchronized is on the disk; the next mount of the \
-                           disk recovers by itself",
             }),
             (None, None) => None,
+        }
+    }
+
+    fn upper(path: &str, sync: &str) -> Self {
+        Store {
+            name: format!("the upper {}", printable(path)),
+            is_volatile: sync == "volatile",
+            recovers: "data that programs synchronized is in the upper; the next mount of the \
+                       upper recovers by itself",
         }
     }
 }
@@ -245,44 +266,46 @@ fn require_complete(
 }
 
 /// A mount whose statistics cannot be read.
-struct Unresponsive {
-    /// The process of the mount, if it can be examined.
-    server: Option<Server>,
+struct Unread {
     why: String,
+    /// What its process may still write; `None` for a read-only mount.
+    writes: Option<String>,
 }
 
-impl Unresponsive {
-    fn examine(mount: &MountedImage) -> Self {
-        Unresponsive {
-            server: running::server_of_mount(mount),
-            why: ask::explain_timeout(mount).0,
-        }
+impl Unread {
+    fn examine(mount: &MountedImage, why: String) -> Self {
+        let writes = match running::server_of_mount(mount) {
+            Some(server) => may_write(&server, mount),
+            None => Some(
+                "if the mount has an upper, its process may still be writing to the upper"
+                    .to_owned(),
+            ),
+        };
+        Unread { why, writes }
     }
 
     /// Warns after the unmount.
     fn warn(&self, directory: &Path, ui: &Ui) {
-        let upper = match &self.server {
-            Some(server) => {
-                let mut services = server.services.iter();
-                match services.find_map(|service| service.upper.as_deref()) {
-                    // The mount is read-only, or its data is in a disk, which is not named here.
-                    None => return,
-                    Some(upper) => format!(
-                        "process {} may still be writing to the upper {}",
-                        server.pid,
-                        printable(upper)
-                    ),
-                }
-            }
-            None => "if the mount has an upper, its process may still be writing to the upper"
-                .to_owned(),
-        };
-        ui.warning(format_args!(
-            "{} was unmounted without waiting, because {}; {upper}",
-            directory.display(),
-            self.why
-        ));
+        if let Some(writes) = &self.writes {
+            ui.warning(format_args!(
+                "{} was unmounted without waiting, because {}; {writes}",
+                directory.display(),
+                self.why
+            ));
+        }
     }
+}
+
+/// What the process of a mount may still write; `None` if it writes nothing for this mount.
+fn may_write(server: &Server, mount: &MountedImage) -> Option<String> {
+    let service = server.mount(&mount.device, &mount.path)?;
+    let store = match (&service.upper, service.mode.as_str()) {
+        (Some(upper), _) => format!("the upper {}", printable(upper)),
+        (None, "rw") => format!("the disk {}", printable(&service.image)),
+        (None, _) => return None,
+    };
+    let pid = server.pid;
+    Some(format!("process {pid} may still be writing to {store}"))
 }
 
 /// The result of a wait for the end of a process, or of its mount.
@@ -365,4 +388,78 @@ fn wait_for(process: &Process) -> Waited {
         std::thread::sleep(PAUSE);
     }
     Waited::Ended
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow_fuse::Door;
+    use rustix::io::Errno;
+
+    use super::*;
+
+    fn mount(path: &str, device: &str) -> MountedImage {
+        MountedImage {
+            path: path.into(),
+            source: "image.bcow".into(),
+            device: device.to_owned(),
+            is_writable: true,
+            owner: None,
+            door: Door::Fuse,
+            file_system: "fuse.bcow".to_owned(),
+        }
+    }
+
+    fn service(at: &str, device: &str, upper: Option<&str>, mode: &str) -> Service {
+        Service {
+            kind: "mount".to_owned(),
+            image: format!("{at}.bcow"),
+            layers: Vec::new(),
+            export: None,
+            upper: upper.map(str::to_owned),
+            at: vec![at.to_owned()],
+            mode: mode.to_owned(),
+            since: 7,
+            device: Some(device.to_owned()),
+            descriptor: None,
+            pool: Some("pool".to_owned()),
+        }
+    }
+
+    #[test]
+    fn warning_names_what_this_mount_may_still_write() {
+        let server = Server {
+            pid: 7,
+            uid: 0,
+            state: State::Stopped,
+            is_in_other_namespace: false,
+            services: vec![
+                service("/m1", "0:1", Some("/up"), "rw"),
+                service("/m2", "0:2", None, "ro"),
+                service("/m3", "0:3", None, "rw"),
+            ],
+        };
+        let writes = |path, device| may_write(&server, &mount(path, device));
+        let text = |store| Some(format!("process 7 may still be writing to {store}"));
+        assert_eq!(writes("/m1", "0:1"), text("the upper /up"));
+        assert_eq!(writes("/m2", "0:2"), None);
+        assert_eq!(writes("/m3", "0:3"), text("the disk /m3.bcow"));
+    }
+
+    #[test]
+    fn statistics_that_cannot_be_read_are_no_timeout() {
+        let mount = mount("/m", "0:1");
+        let why = |answer| read(Path::new("m"), &mount, &answer).err();
+        assert_eq!(
+            why(Answer::Refused(Errno::PERM)).as_deref(),
+            Some("its statistics cannot be read: Operation not permitted")
+        );
+        let invalid = why(Answer::Statistics(b"{}".to_vec())).unwrap();
+        assert!(
+            invalid.starts_with("the statistics of m are invalid: "),
+            "{invalid}"
+        );
+        assert_eq!(why(Answer::NotServed), None);
+        let silent = why(Answer::Timeout).unwrap();
+        assert!(silent.contains("does not answer"), "{silent}");
+    }
 }
