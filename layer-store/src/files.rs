@@ -21,8 +21,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::{Duration, SystemTime};
 
 use fuser::{
@@ -50,7 +51,7 @@ struct Inner {
     /// Protects the list of open blobs.
     open: Mutex<Open>,
     /// The number of running threads that answer requests.
-    threads: AtomicUsize,
+    threads: Arc<AtomicUsize>,
     started: SystemTime,
 }
 
@@ -67,7 +68,7 @@ impl Files {
             store,
             nodes: Mutex::new(Nodes::new()),
             open: Mutex::default(),
-            threads: AtomicUsize::new(0),
+            threads: Arc::default(),
             started: SystemTime::now(),
         }))
     }
@@ -80,15 +81,58 @@ impl Files {
         refuse: impl FnOnce(R),
     ) {
         let inner = Arc::clone(&self.0);
-        if inner.threads.fetch_add(1, Ordering::Relaxed) >= MAX_THREADS {
-            inner.threads.fetch_sub(1, Ordering::Relaxed);
-            tracing::warn!("{MAX_THREADS} requests are running, another one is refused");
-            return refuse(reply);
+        in_thread(
+            &self.0.threads,
+            reply,
+            move |reply| answer(&inner, reply),
+            refuse,
+        );
+    }
+}
+
+fn in_thread<R: Send + 'static>(
+    threads: &Arc<AtomicUsize>,
+    reply: R,
+    answer: impl FnOnce(R) + Send + 'static,
+    refuse: impl FnOnce(R),
+) {
+    let Some(running) = Running::begin(threads) else {
+        tracing::warn!("{MAX_THREADS} requests are running, another one is refused");
+        return refuse(reply);
+    };
+    // The thread gets the reply through a channel: a thread that cannot start would drop it.
+    let (sender, receiver) = mpsc::channel();
+    let started = thread::Builder::new().spawn(move || {
+        let _running = running;
+        if let Ok(reply) = receiver.recv() {
+            answer(reply);
         }
-        std::thread::spawn(move || {
-            answer(&inner, reply);
-            inner.threads.fetch_sub(1, Ordering::Relaxed);
-        });
+    });
+    match started {
+        // The thread does nothing before it has the reply.
+        Ok(_) => drop(sender.send(reply)),
+        Err(error) => {
+            tracing::warn!("a request is refused: cannot start a thread: {error}");
+            refuse(reply);
+        }
+    }
+}
+
+/// Counts a thread that answers a request, also if it panics.
+struct Running(Arc<AtomicUsize>);
+
+impl Running {
+    /// `None` if too many threads are running.
+    fn begin(threads: &Arc<AtomicUsize>) -> Option<Self> {
+        let before = threads.fetch_add(1, Ordering::Relaxed);
+        let running = Running(Arc::clone(threads));
+        (before < MAX_THREADS).then_some(running)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -229,6 +273,7 @@ impl fuser::Filesystem for Files {
     /// As `getattr`: newer engines test for existence by access(2).
     fn access(&self, _request: &Request, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) {
         match self.0.kind(ino) {
+            Some(_) if mask.contains(AccessFlags::W_OK) => reply.error(Errno::EROFS),
             Some(kind @ Kind::Info(_)) => self.in_thread(
                 reply,
                 move |inner, reply| match inner.is_current(&kind) {
@@ -237,7 +282,6 @@ impl fuser::Filesystem for Files {
                 },
                 |reply| reply.error(Errno::EAGAIN),
             ),
-            Some(_) if mask.contains(AccessFlags::W_OK) => reply.error(Errno::EROFS),
             Some(_) => reply.ok(),
             None => reply.error(Errno::ENOENT),
         }
@@ -400,5 +444,46 @@ impl fuser::Filesystem for Files {
             },
             |reply| reply.error(Errno::EAGAIN),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn request_that_panics_leaves_the_number_of_running_threads_right() {
+        let threads = Arc::<AtomicUsize>::default();
+        in_thread(&threads, (), |()| panic!("a defect"), |()| {});
+        let start = Instant::now();
+        while threads.load(Ordering::Relaxed) > 0 {
+            assert!(start.elapsed() < Duration::from_secs(20), "still running");
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn request_above_the_limit_is_refused() {
+        let threads = Arc::<AtomicUsize>::default();
+        let mut running: Vec<Running> = (0..MAX_THREADS)
+            .map(|_| Running::begin(&threads).expect("below the limit"))
+            .collect();
+        let (answered, refused) = (mpsc::channel(), mpsc::channel());
+        let ask = || {
+            let (answered, refused) = (answered.0.clone(), refused.0.clone());
+            in_thread(
+                &threads,
+                7,
+                move |number: u8| answered.send(number).expect("a receiver"),
+                move |number| refused.send(number).expect("a receiver"),
+            );
+        };
+        ask();
+        assert_eq!(refused.1.recv(), Ok(7));
+        running.pop();
+        ask();
+        assert_eq!(answered.1.recv(), Ok(7));
     }
 }
