@@ -18,6 +18,10 @@ pub(crate) const FS_TYPE: &str = "fuse.bcow";
 /// One line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MountEntry {
+    /// The number of the mount.
+    id: u32,
+    /// The number of the mount that has the mountpoint.
+    parent: u32,
     /// Device number as the kernel writes it, `major:minor`.
     pub(crate) device: String,
     /// Whether the mount shows the whole file system, and not only a directory of it.
@@ -67,8 +71,7 @@ impl MountEntry {
     }
 }
 
-/// All mounts of this mount namespace. A mount that covers another one comes after it, except if it
-/// was made earlier and then moved there.
+/// All mounts of this mount namespace that are below the root directory of this process.
 pub(crate) fn mounts() -> io::Result<Vec<MountEntry>> {
     Ok(std::fs::read("/proc/self/mountinfo")?
         .split(|&byte| byte == b'\n')
@@ -76,12 +79,41 @@ pub(crate) fn mounts() -> io::Result<Vec<MountEntry>> {
         .collect())
 }
 
-/// The topmost mount at exactly `target`: the last one in the list (see [`mounts`]).
+/// The topmost mount at exactly `target`, a path without symbolic links.
 pub(crate) fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
-    Ok(mounts()?
-        .into_iter()
-        .rev()
-        .find(|entry| entry.target == target))
+    Ok(look_up(&mounts()?, target)
+        .filter(|entry| entry.target == target)
+        .cloned())
+}
+
+/// The mount that the path `target`, without symbolic links, leads to. `None` if the root directory
+/// of this process is no mountpoint, and no mount below it is on the path.
+///
+/// The order of the list proves nothing: an older mount can be moved onto a newer one. So this
+/// follows the path as the kernel does.
+fn look_up<'m>(mounts: &'m [MountEntry], target: &Path) -> Option<&'m MountEntry> {
+    let mut places: Vec<&Path> = target.ancestors().collect();
+    places.reverse();
+    // The mount of the root directory, or those right below it: their parents are not listed.
+    let is_listed = |id| mounts.iter().any(|entry| entry.id == id);
+    let is_first = |entry: &MountEntry| entry.parent == entry.id || !is_listed(entry.parent);
+    let mut found: Option<&MountEntry> = None;
+    for place in places {
+        let at_place = || mounts.iter().filter(|entry| entry.target == place);
+        if found.is_none() {
+            found = at_place().find(|entry| is_first(entry));
+            // A lookup begins in the root directory and not in a mount that covers it.
+            if place == Path::new("/") {
+                continue;
+            }
+        }
+        while let Some(below) = found
+            && let Some(above) = at_place().find(|entry| entry.parent == below.id)
+        {
+            found = Some(above);
+        }
+    }
+    found
 }
 
 /// All paths where the file system with this device number is visible. A mount may be moved, or
@@ -95,30 +127,28 @@ pub(crate) fn whole_places_of(device: &str) -> io::Result<Vec<PathBuf>> {
     Ok(visible(&mounts()?, device, |entry| entry.is_whole))
 }
 
-/// The selected targets of a device, in the order of the list, without those that a later mount
-/// covers at the same path.
+/// The selected targets of a device, in the order of the list, without those that another mount
+/// covers, at the same path or at a directory above.
 fn visible(
     mounts: &[MountEntry],
     device: &str,
     is_selected: impl Fn(&MountEntry) -> bool,
 ) -> Vec<PathBuf> {
-    let is_covered = |at: usize, target: &Path| {
-        let mut later = mounts.iter().skip(at + 1);
-        later.any(|entry| entry.target == target)
-    };
+    let is_on_top =
+        |entry: &MountEntry| look_up(mounts, &entry.target).is_some_and(|top| top.id == entry.id);
     mounts
         .iter()
-        .enumerate()
-        .filter(|(at, entry)| {
-            entry.device == device && is_selected(entry) && !is_covered(*at, &entry.target)
-        })
-        .map(|(_, entry)| entry.target.clone())
+        .filter(|entry| entry.device == device && is_selected(entry) && is_on_top(entry))
+        .map(|entry| entry.target.clone())
         .collect()
 }
 
 fn parse(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|&byte| byte == b' ');
-    let device = fields.nth(2)?;
+    let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse().ok();
+    let id = number(fields.next()?)?;
+    let parent = number(fields.next()?)?;
+    let device = fields.next()?;
     let root = fields.next()?;
     let target = fields.next()?;
     let mut options = fields.next()?.split(|&byte| byte == b',');
@@ -128,6 +158,8 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
     let source = fields.next()?;
     let of_filesystem = fields.next().unwrap_or_default();
     Some(MountEntry {
+        id,
+        parent,
         device: String::from_utf8_lossy(device).into_owned(),
         is_whole: root == b"/",
         target: PathBuf::from(OsString::from_vec(unescape(target))),
@@ -161,22 +193,75 @@ mod tests {
 
     #[test]
     fn place_of_a_device_is_where_nothing_covers_it() {
-        let mounts: Vec<MountEntry> = [
-            "1 1 0:50 / /a rw - fuse.bcow x rw",
-            "2 1 0:51 / /b rw - fuse.bcow x rw",
-            "3 1 0:50 / /c rw - fuse.bcow x rw",
-            "4 1 0:60 / /a rw - tmpfs t rw",
-            "5 1 0:51 /etc /d rw - fuse.bcow x rw",
-        ]
-        .iter()
-        .filter_map(|line| parse(line.as_bytes()))
-        .collect();
+        let mounts = list(&[
+            "9 1 8:1 / / rw - ext4 d rw",
+            "10 9 0:50 / /a rw - fuse.bcow x rw",
+            "11 9 0:51 / /b rw - fuse.bcow x rw",
+            "12 9 0:50 / /c rw - fuse.bcow x rw",
+            "13 10 0:60 / /a rw - tmpfs t rw",
+            "14 9 0:51 /etc /d rw - fuse.bcow x rw",
+            "15 9 0:50 / /e/f rw - fuse.bcow x rw",
+            "16 9 0:60 / /e rw - tmpfs t rw",
+        ]);
         let all = |device| visible(&mounts, device, |_| true);
         assert_eq!(all("0:50"), [Path::new("/c")]);
         assert_eq!(all("0:51"), [Path::new("/b"), Path::new("/d")]);
         assert!(all("0:52").is_empty());
         let whole = visible(&mounts, "0:51", |entry| entry.is_whole);
         assert_eq!(whole, [Path::new("/b")]);
+    }
+
+    fn list(lines: &[&str]) -> Vec<MountEntry> {
+        let lines = lines.iter().map(|line| line.as_bytes());
+        lines.filter_map(parse).collect()
+    }
+
+    fn device_at(mounts: &[MountEntry], path: &str) -> Option<String> {
+        look_up(mounts, Path::new(path)).map(|entry| entry.device.clone())
+    }
+
+    #[test]
+    fn mount_that_was_moved_onto_a_newer_one_is_found() {
+        let mounts = list(&[
+            "9 1 8:1 / / rw - ext4 d rw",
+            "10 11 0:50 / /b rw - fuse.bcow x rw",
+            "11 9 0:60 / /b rw - tmpfs t rw",
+        ]);
+        assert_eq!(device_at(&mounts, "/b").as_deref(), Some("0:50"));
+        assert_eq!(visible(&mounts, "0:50", |_| true), [Path::new("/b")]);
+        assert!(visible(&mounts, "0:60", |_| true).is_empty());
+    }
+
+    #[test]
+    fn mount_inside_a_covering_mount_is_found() {
+        let mounts = list(&[
+            "9 1 8:1 / / rw - ext4 d rw",
+            "10 9 0:50 / /a/b rw - fuse.bcow x rw",
+            "12 11 0:51 / /a/b rw - fuse.bcow x rw",
+            "11 9 0:60 / /a rw - tmpfs t rw",
+        ]);
+        assert_eq!(device_at(&mounts, "/a/b").as_deref(), Some("0:51"));
+        assert_eq!(device_at(&mounts, "/a/c").as_deref(), Some("0:60"));
+        assert_eq!(device_at(&mounts, "/c").as_deref(), Some("8:1"));
+        assert!(visible(&mounts, "0:50", |_| true).is_empty());
+    }
+
+    #[test]
+    fn lookup_begins_in_the_root_directory_of_the_process() {
+        // In chroot(2) into a directory that is no mountpoint.
+        let mounts = list(&[
+            "10 9 0:50 / /a rw - fuse.bcow x rw",
+            "11 10 0:60 / /a rw - tmpfs t rw",
+        ]);
+        assert_eq!(device_at(&mounts, "/a").as_deref(), Some("0:60"));
+        assert_eq!(device_at(&mounts, "/b"), None);
+        // Absolute paths do not lead to a mount that covers the root directory.
+        let mounts = list(&[
+            "1 1 8:1 / / rw - ext4 d rw",
+            "2 1 0:50 / /a rw - fuse.bcow x rw",
+            "3 1 0:60 / / rw - tmpfs t rw",
+        ]);
+        assert_eq!(device_at(&mounts, "/a").as_deref(), Some("0:50"));
     }
 
     #[test]
