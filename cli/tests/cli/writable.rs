@@ -145,6 +145,7 @@ fn mount_whose_server_hangs_can_be_unmounted() {
         &["mount", "image.bcow", "mnt"],
         &["mount", "--upper=upper", "image.bcow", "other"],
         &["fsck", "upper"],
+        &["resize", "mnt", "1G"],
     ]
     .map(|args| place.0.shown(args));
     let unmounted = place.unmounted();

@@ -17,14 +17,7 @@ use crate::ui::Ui;
 /// The mount at the kernel door that the user means by `path`: its mountpoint, its upper or its
 /// disk. `None` for a disk that is not mounted.
 pub fn find(path: &Path) -> Result<Option<MountedImage>, CommandError> {
-    if !path.is_dir() {
-        return match mount_of(path, |service| {
-            service.upper.is_none().then_some(&service.image)
-        }) {
-            Some(server) => visible(path, server).map(Some),
-            None => Ok(None),
-        };
-    }
+    // The process of a mount may hang, so the list of mounts comes before a request to it.
     match bcow_fuse::mounted_image(path) {
         Ok(mount) if mount.door == Door::Fuse => Err(CommandError::new(format!(
             "{} is mounted at the FUSE door, and has no disk",
@@ -40,6 +33,12 @@ pub fn find(path: &Path) -> Result<Option<MountedImage>, CommandError> {
             file.display()
         ))),
         Ok(mount) => Ok(Some(mount)),
+        Err(_) if !path.is_dir() => {
+            let server = mount_of(path, |service| {
+                service.upper.is_none().then_some(&service.image)
+            });
+            server.map(|server| visible(path, server)).transpose()
+        }
         Err(MountError::NotMounted(_)) => find_upper(path).map(Some),
         Err(error) => Err(failure(&error)),
     }
