@@ -22,7 +22,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(16);
 /// How long this process waits for no other one, after a wait that ended without progress.
 const UNSHARED: Duration = Duration::from_secs(60);
-/// Attempts to lock a range, which becomes shorter at each lock of another process in it.
+/// Attempts to lock a range while locks of other processes in it end.
 const ATTEMPTS: u32 = 4;
 /// A byte behind the end of every file. Its lock is the claim on the bytes that a process fetches
 /// before it knows the chunks, and does not conflict with claims on chunks.
@@ -130,7 +130,9 @@ impl Drop for Held<'_> {
 
 fn attempt(file: &File, range: Range<u64>) -> Attempt<'_> {
     let mut end = range.end;
-    for _ in 0..ATTEMPTS {
+    let mut attempts = 0;
+    // Each round makes the range shorter, or counts.
+    while attempts < ATTEMPTS {
         let range = range.start..end;
         let mut lock = lock(libc::F_WRLCK, &range);
         match fcntl(file, FcntlArg::F_OFD_SETLK(&lock)) {
@@ -143,7 +145,7 @@ fn attempt(file: &File, range: Range<u64>) -> Attempt<'_> {
         }
         match (i32::from(lock.l_type), u64::try_from(lock.l_start)) {
             // It ended between the two calls.
-            (libc::F_UNLCK, _) => {}
+            (libc::F_UNLCK, _) => attempts += 1,
             (libc::F_WRLCK, Ok(start)) if start > range.start => end = start,
             (libc::F_WRLCK, Ok(start)) => return Attempt::Other(start),
             // A lock for reading is no claim: some network file systems implement the flock(2) lock
@@ -209,6 +211,26 @@ mod tests {
         };
         drop(held);
         assert_eq!(result(&attempt(&second, 0..300)), Ok(300));
+    }
+
+    #[test]
+    fn bytes_before_the_claims_of_many_are_claimed() {
+        let (directory, first, _second) = files();
+        let path = directory.path().join("cached");
+        // The kernel names the oldest lock of the file first, or the lowest one.
+        let others: Vec<File> = (1..10)
+            .map(|_| {
+                let file = File::options().read(true).write(true).open(&path);
+                file.expect("a file")
+            })
+            .collect();
+        let held: Vec<Attempt<'_>> = (1..10)
+            .rev()
+            .zip(&others)
+            .map(|(at, file)| attempt(file, at * 100..at * 100 + 50))
+            .collect();
+        assert!(held.iter().all(|held| matches!(held, Attempt::Held(_))));
+        assert_eq!(result(&attempt(&first, 0..2000)), Ok(100));
     }
 
     #[test]
