@@ -91,25 +91,28 @@ impl FromStr for Source {
         if rest.is_empty() {
             return Err(bad("missing path"));
         }
-        let (path, reference) = match rest.split_once(':') {
-            Some((_, "")) => return Err(bad("missing name after the second colon")),
-            Some(("", _)) => return Err(bad("missing path")),
-            Some((path, reference)) => (PathBuf::from(path), Some(reference.to_owned())),
-            None => (PathBuf::from(rest), None),
+        let split = || match rest.split_once(':') {
+            Some((_, "")) => Err(bad("missing name after the second colon")),
+            Some(("", _)) => Err(bad("missing path")),
+            Some((path, reference)) => Ok((PathBuf::from(path), Some(reference.to_owned()))),
+            None => Ok((PathBuf::from(rest), None)),
         };
         match transport {
-            "oci" => Ok(Source::Oci {
-                directory: path,
-                reference,
-            }),
-            "oci-archive" => Ok(Source::OciArchive {
-                file: path,
-                reference,
-            }),
-            "docker-archive" => Ok(Source::DockerArchive {
-                file: path,
-                reference,
-            }),
+            "oci" => {
+                let (directory, reference) = split()?;
+                Ok(Source::Oci {
+                    directory,
+                    reference,
+                })
+            }
+            "oci-archive" => {
+                let (file, reference) = split()?;
+                Ok(Source::OciArchive { file, reference })
+            }
+            "docker-archive" => {
+                let (file, reference) = split()?;
+                Ok(Source::DockerArchive { file, reference })
+            }
             "tar" if rest == "-" => Ok(Source::Tar(TarInput::Stdin)),
             "tar" => Ok(Source::Tar(TarInput::File(rest.into()))),
             "dir" => Ok(Source::Directory(rest.into())),
@@ -145,7 +148,11 @@ impl Source {
                 }),
                 _ => None,
             };
-            *source_text = other.map(|source| source.to_string());
+            // A path with a colon would be another source.
+            *source_text = other
+                .map(|source| (source.to_string(), source))
+                .filter(|(text, source)| text.parse().is_ok_and(|parsed: Source| parsed == *source))
+                .map(|(text, _)| text);
         }
         error
     }
@@ -207,11 +214,38 @@ mod tests {
             })
         );
         assert_eq!(parse("tar:-"), Ok(Source::Tar(TarInput::Stdin)));
-        assert_eq!(
-            parse("tar:a:b"),
-            Ok(Source::Tar(TarInput::File("a:b".into())))
-        );
-        assert_eq!(parse("dir:/"), Ok(Source::Directory("/".into())));
+        for name in ["a:b", "x:", ":x"] {
+            assert_eq!(
+                parse(&format!("tar:{name}")),
+                Ok(Source::Tar(TarInput::File(name.into())))
+            );
+            assert_eq!(
+                parse(&format!("dir:{name}")),
+                Ok(Source::Directory(name.into()))
+            );
+        }
+    }
+
+    #[test]
+    fn source_in_the_hint_is_that_of_the_image() {
+        let hinted = |source: &str| {
+            let error = source
+                .parse::<Source>()
+                .unwrap()
+                .explain(ConvertError::HoldsImage {
+                    place: "x".to_owned(),
+                    form: ImageForm::OciLayout,
+                    source_text: None,
+                });
+            match error {
+                ConvertError::HoldsImage { source_text, .. } => source_text,
+                _ => None,
+            }
+        };
+        assert_eq!(hinted("dir:/d").as_deref(), Some("oci:/d"));
+        assert_eq!(hinted("tar:a.tar").as_deref(), Some("oci-archive:a.tar"));
+        assert_eq!(hinted("dir:/d:x"), None);
+        assert_eq!(hinted("tar:a:b.tar"), None);
     }
 
     #[test]
