@@ -1,7 +1,7 @@
 //! A mounted image, from the mount to its end.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
@@ -171,7 +171,7 @@ impl Session {
 
     /// Takes over a mount whose process has ended. The content and the options must be those of
     /// that process; a union must have taken over its ledger. The kernel sends the requests again
-    /// that it has not answered.
+    /// that it has not answered. On failure, the mount is unmounted.
     pub fn take_over(
         content: impl Into<Content>,
         stats: Arc<MountStats>,
@@ -179,12 +179,14 @@ impl Session {
         options: &MountOptions,
         threads: usize,
     ) -> Result<Self, MountError> {
-        let connection = Connection::TakenOver {
-            connection: duplicate(handover.connection.as_fd())?,
-            agreed: handover.agreed,
-        };
+        let agreed = handover.agreed;
         let mount = Mount::of(handover.target, handover.device, handover.connection);
+        // On failure, the content is dropped before the mount: an unmount needs a descriptor.
         let content = content.into();
+        let connection = Connection::TakenOver {
+            connection: duplicate(mount.connection())?,
+            agreed,
+        };
         let mut options = options.clone();
         options.settle(content.writing())?;
         let session = Self::on(content, stats, mount, connection, &options, threads)?;

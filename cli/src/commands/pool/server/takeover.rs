@@ -166,11 +166,15 @@ impl Pool {
                 self.take_over_disk(number, record, connection, hidden, disk)
             }
             (record, companion) if is_disk => {
+                let error = match (record, &companion) {
+                    (Err(error), _) => error,
+                    (Ok(_), None) => CommandError::new("its hidden mount is missing"),
+                    (Ok(_), Some(_)) => CommandError::new("its record names no disk"),
+                };
                 self.release(number);
                 DiskHandover::unmount_by_number(connection, companion, device.as_deref());
-                let missing = |_| CommandError::new("its hidden mount is missing");
                 let place = device.unwrap_or_default();
-                Err(self.not_taken_over(&place, &record.map_or_else(|error| error, missing)))
+                Err(self.not_taken_over(&place, &error))
             }
             (record, ledger) => self.take_over_fuse(number, record, connection, device, ledger),
         }
@@ -207,9 +211,12 @@ impl Pool {
             let opened = self.open_again(&record, Attempts::Several, upper_use)?;
             Ok((mount, opened, record))
         });
+        let place = handover.target.display().to_string();
         match opened {
             Ok((mount, opened, record)) => {
-                let mounted = opened.take_over(handover, record.service.clone())?;
+                let mounted = opened
+                    .take_over(handover, record.service.clone())
+                    .map_err(|error| self.not_taken_over(&place, &error))?;
                 let session = mounted.session.fuse();
                 let ledger = session.map_or(Ok(None), Session::ledger);
                 if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
@@ -220,7 +227,6 @@ impl Pool {
                 mount.arrive(number, mounted, Some(record))
             }
             Err(error) => {
-                let place = handover.target.display().to_string();
                 handover.unmount();
                 Err(self.not_taken_over(&place, &error))
             }
