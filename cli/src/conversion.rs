@@ -62,7 +62,7 @@ pub fn parse_compression(text: &str) -> Result<Compress, String> {
             Ok(level @ 1..=22) => Ok(Compress::Zstd { level }),
             _ => Err("zstd has levels from 1 to 22".to_owned()),
         },
-        _ => Err("use zstd, zstd:LEVEL or none".to_owned()),
+        _ => Err("use zstd, zstd:LEVEL, zlib (qcow2 only) or none".to_owned()),
     }
 }
 
@@ -130,6 +130,8 @@ mod tests {
             parse_compression("zstd:19"),
             Ok(Compress::Zstd { level: 19 })
         );
+        let forms = "use zstd, zstd:LEVEL, zlib (qcow2 only) or none";
+        assert_eq!(parse_compression("gzip"), Err(forms.to_owned()));
         for text in [
             "",
             "zstd:",
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn block_sizes_are_powers_of_two_within_the_format() {
+    fn block_sizes_are_powers_of_two_from_4k_to_4m() {
         assert_eq!(parse_block_size("auto").map(|b| b.0), Ok(None));
         assert_eq!(parse_block_size("4K").map(|b| b.0), Ok(Some(4096)));
         assert_eq!(parse_block_size("4M").map(|b| b.0), Ok(Some(4 << 20)));

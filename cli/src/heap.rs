@@ -8,15 +8,17 @@
 /// heap. For a new thread, the allocator would fill such a buffer with zeros, which makes all of it
 /// resident: 16 MiB for each thread of a mount.
 pub fn map_large_buffers() {
-    const MMAP_THRESHOLD: i32 = 4 << 20;
-    // The free bytes at the end of the heap that the allocator may retain.
-    const TRIM_THRESHOLD: i32 = 32 << 20;
-    // SAFETY: `mallopt` takes integers only, and no other thread allocates yet.
     #[cfg(target_env = "gnu")]
-    #[allow(unsafe_code)]
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, MMAP_THRESHOLD);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, TRIM_THRESHOLD);
+    {
+        const MMAP_THRESHOLD: i32 = 4 << 20;
+        // The free bytes at the end of the heap that the allocator may retain.
+        const TRIM_THRESHOLD: i32 = 32 << 20;
+        // SAFETY: `mallopt` takes integers only, and no other thread allocates yet.
+        #[allow(unsafe_code)]
+        unsafe {
+            libc::mallopt(libc::M_MMAP_THRESHOLD, MMAP_THRESHOLD);
+            libc::mallopt(libc::M_TRIM_THRESHOLD, TRIM_THRESHOLD);
+        }
     }
 }
 

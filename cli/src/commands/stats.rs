@@ -75,6 +75,7 @@ fn print_direct(
             "schema": SCHEMA,
             "image": { "name": file, "identity": null, "file": file },
             "mountpoint": mount.path.to_string_lossy(),
+            "trace": null,
             "process": null,
             "cache": null,
             "upper": null,
@@ -391,8 +392,9 @@ impl std::fmt::Display for Took {
         let ns = self.0 as f64;
         let (value, unit) = match self.0 {
             0..1_000 => return f.pad(&format!("{} ns", self.0)),
-            1_000..1_000_000 => (ns / 1e3, "us"),
-            1_000_000..1_000_000_000 => (ns / 1e6, "ms"),
+            // From 999.5 on, the next unit: the number would be rounded to 1000.
+            1_000..999_500 => (ns / 1e3, "us"),
+            999_500..999_500_000 => (ns / 1e6, "ms"),
             _ => (ns / 1e9, "s"),
         };
         let decimals = usize::from(value < 9.95);
@@ -427,6 +429,9 @@ mod tests {
             (999, "999 ns"),
             (1_234, "1.2 us"),
             (34_567, "35 us"),
+            (999_499, "999 us"),
+            (999_600, "1.0 ms"),
+            (999_600_000, "1.0 s"),
             (5_000_000, "5.0 ms"),
             (12_300_000_000, "12 s"),
         ] {

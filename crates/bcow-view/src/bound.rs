@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_use_of_today_writes_nothing() {
+    fn a_use_within_an_hour_of_the_last_one_writes_nothing() {
         let directory = tempfile::tempdir().unwrap();
         make(directory.path(), "view", 0);
         let file = File::open(directory.path().join("view")).unwrap();

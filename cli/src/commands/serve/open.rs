@@ -186,11 +186,17 @@ impl SnapshotError {
             path.display(),
             directory.display()
         ));
-        match self {
-            SnapshotError::File(error) => failure
-                .caused_by(&error)
-                .hint("TMPDIR names another directory for it"),
-            SnapshotError::Disk(error) => failure.caused_by(&error),
+        let (failure, is_of_file) = match &self {
+            SnapshotError::File(error) => (failure.caused_by(error), true),
+            SnapshotError::Disk(error) => {
+                // An error of the disk below would be one in its backing.
+                let is_of_file = matches!(error, bcow::Error::Io { .. });
+                (failure.caused_by(error), is_of_file)
+            }
+        };
+        match is_of_file {
+            true => failure.hint("TMPDIR names another directory for it"),
+            false => failure,
         }
     }
 }
@@ -213,4 +219,27 @@ fn snapshot(below: Arc<dyn BlockDevice>, options: &OpenOptions) -> Result<Disk, 
         options,
     )
     .map_err(SnapshotError::Disk)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hint_about_the_directory_comes_with_errors_of_the_file_only() {
+        let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
+        let written = bcow::Error::Io {
+            action: "write",
+            offset: 0,
+            source: full(),
+        };
+        let other = bcow::Error::Unsupported("x".into());
+        let has_hint = |error: SnapshotError| {
+            let error = error.context_of(Path::new("a.bcow"));
+            error.hint_text().is_some()
+        };
+        assert!(has_hint(SnapshotError::File(full())));
+        assert!(has_hint(SnapshotError::Disk(written)));
+        assert!(!has_hint(SnapshotError::Disk(other)));
+    }
 }

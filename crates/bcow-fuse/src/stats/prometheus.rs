@@ -20,7 +20,7 @@ pub(crate) fn text(document: &Document) -> String {
         ..
     } = document;
     let is_writable = upper.is_some() || disk.as_ref().is_some_and(|disk| disk.is_writable);
-    out.family("bcow_mount_info", "gauge", "What is mounted");
+    out.family("bcow_mount_info", "gauge", "The mounted image");
     let labels = [
         ("image", image.name.as_str()),
         ("identity", image.identity.as_str()),

@@ -38,9 +38,11 @@ impl fmt::Display for Repair {
                 write!(f, "header slot {name} was damaged and is written again")
             }
             Repair::FreeList => f.write_str("the free list was damaged and is made anew"),
+            Repair::LostBytes(1) => f.write_str("1 lost byte of the file is free again"),
             Repair::LostBytes(bytes) => {
                 write!(f, "{bytes} lost bytes of the file are free again")
             }
+            Repair::Records(1) => f.write_str("1 record of the log is in the tables now"),
             Repair::Records(records) => {
                 write!(f, "{records} records of the log are in the tables now")
             }

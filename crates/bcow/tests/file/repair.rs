@@ -116,6 +116,10 @@ fn records_go_into_the_tables() {
         done[0].to_string(),
         "2 records of the log are in the tables now"
     );
+    assert_eq!(
+        Repair::Records(1).to_string(),
+        "1 record of the log is in the tables now"
+    );
     assert_eq!(report(&storage).writable.unwrap().records, 0);
 }
 
