@@ -170,7 +170,11 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
 /// The reason why a mount returns no statistics.
 pub fn explain_refusal(errno: Errno) -> String {
     match errno {
-        Errno::NODATA => "the version of bcow that serves the mount has no statistics".to_owned(),
+        Errno::NODATA => {
+            "only the root directory of a mount has statistics; this one shows another \
+                          directory, or another version of bcow serves it"
+                .to_owned()
+        }
         errno => std::io::Error::from(errno).to_string(),
     }
 }

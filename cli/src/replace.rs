@@ -175,6 +175,6 @@ impl<F: FnOnce() -> Option<[u8; 32]>> Below<F> {
 }
 
 fn digest_of(path: &Path) -> Option<[u8; 32]> {
-    let (digest, _) = Digest::of_file(&File::open(path).ok()?, Algorithm::Sha256).ok()?;
+    let digest = Digest::of_storage(&File::open(path).ok()?, Algorithm::Sha256).ok()?;
     digest.sha256()
 }

@@ -111,6 +111,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(unread) = unread {
         unread.warn(&args.directory, ui);
     }
+    if !args.lazy && mount.is_writable && matches!(answer, Answer::NotServed) {
+        ui.warning(format_args!(
+            "{} is unmounted, but its process had been killed: changes that programs did not \
+             synchronize may be lost",
+            args.directory.display()
+        ));
+    }
     Ok(())
 }
 

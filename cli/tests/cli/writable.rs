@@ -119,6 +119,12 @@ fn killed_server_leaves_an_upper_that_mounts_again() {
     let mut expected = noise(100_000);
     expected[50_000..50_004].copy_from_slice(b"kept");
     assert_eq!(fs::read(&path).unwrap(), expected);
+    kill_process(place.server(), Signal::KILL).unwrap();
+    let unmounted = place.unmounted();
+    assert!(
+        unmounted.contains("its process had been killed"),
+        "{unmounted}"
+    );
 }
 
 #[test]
