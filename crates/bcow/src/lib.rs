@@ -34,6 +34,7 @@
 //! # Ok::<(), bcow::Error>(())
 //! ```
 
+mod attributes;
 mod cache;
 pub mod chain;
 pub mod check;

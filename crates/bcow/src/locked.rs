@@ -2,13 +2,14 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_format::{HEADER_AREA_BYTES, Header, State, Use, choose_header, incompatible};
 
 use crate::Storage;
+use crate::attributes;
 use crate::lock::{FileLock, LockError};
 use crate::new_file::NewFile;
 
@@ -115,23 +116,11 @@ impl LockedFile {
         self.file.clone()
     }
 
-    /// Gives a new file the mode and, where the host allows it, the owner and the group of this
-    /// file, which it may replace. If the host refuses the group, the new file's group gets no
-    /// permission: the old file may have denied it.
+    /// Gives a new file, which may replace this file, the owner, the group, the mode, the ACL and
+    /// the extended attributes of this file, as far as the host allows. No other user gets a right
+    /// that this file denies.
     pub fn pass_attributes(&self, new: &NewFile) -> io::Result<()> {
-        use std::os::unix::fs::fchown;
-        let metadata = self.file.metadata()?;
-        let (user, group) = (Some(metadata.uid()), Some(metadata.gid()));
-        let mut mode = metadata.mode() & 0o7777;
-        // A user who is not root can only give the file to another of the user's groups.
-        if fchown(new.file(), user, group).is_err()
-            && fchown(new.file(), None, group).is_err()
-            && new.file().metadata()?.gid() != metadata.gid()
-        {
-            mode &= !0o2070;
-        }
-        new.file()
-            .set_permissions(std::fs::Permissions::from_mode(mode))
+        attributes::pass(&self.file, new.file())
     }
 }
 
