@@ -38,6 +38,11 @@ pub enum NewFileError {
     /// The destination is a device, a pipe or a socket, which a rename would replace.
     #[error("file exists and is not a regular file")]
     NoRegularFile,
+    /// The file system can give the file its name only with the risk of replacing another file.
+    #[error(
+        "the file system has neither hard links nor a rename that refuses to replace a file: {0}"
+    )]
+    NoSafeName(io::Error),
     /// The host cannot create the file.
     #[error(transparent)]
     Create(io::Error),
@@ -110,11 +115,7 @@ impl NewFile {
             (Some(temporary), true) => {
                 std::fs::rename(temporary, destination).map_err(NewFileError::Write)?;
             }
-            (Some(temporary), false) => {
-                let flags = RenameFlags::NOREPLACE;
-                rustix::fs::renameat_with(CWD, temporary, CWD, destination, flags)
-                    .map_err(not_named)?;
-            }
+            (Some(temporary), false) => name_new(temporary, destination, rename_new)?,
             (None, true) => {
                 // A rename replaces a file, a link does not; so the file gets a temporary name.
                 let ((), name) =
@@ -138,6 +139,32 @@ impl Drop for NewFile {
             let _ = std::fs::remove_file(temporary);
         }
     }
+}
+
+/// Gives the file at `temporary` the new name `destination`. Uses a hard link if the file system
+/// does not support `rename`.
+fn name_new(
+    temporary: &Path,
+    destination: &Path,
+    rename: impl FnOnce(&Path, &Path) -> Result<(), Errno>,
+) -> Result<(), NewFileError> {
+    match rename(temporary, destination) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
+        renamed => return renamed.map_err(not_named),
+    }
+    rustix::fs::link(temporary, destination).map_err(|error| match error {
+        Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP => NewFileError::NoSafeName(error.into()),
+        error => not_named(error),
+    })?;
+    // The file is complete, so a temporary name that stays is no failure.
+    let _ = std::fs::remove_file(temporary);
+    Ok(())
+}
+
+/// Renames a file; never replaces another one. Network file systems and some FUSE file systems do
+/// not support this.
+fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
+    rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)
 }
 
 fn not_named(error: Errno) -> NewFileError {
@@ -170,4 +197,30 @@ fn with_temporary_name<T>(
         }
     }
     Err(Errno::EXIST.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_system_without_exclusive_renames_gets_the_file_by_a_link() {
+        let directory = tempfile::tempdir().unwrap();
+        let entries = || std::fs::read_dir(&directory).unwrap().count();
+        let [temporary, new, other] =
+            ["temporary", "new", "other"].map(|name| directory.path().join(name));
+        std::fs::write(&temporary, "content").unwrap();
+        std::fs::write(&other, "other content").unwrap();
+        for error in [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP] {
+            let refused = name_new(&temporary, &other, |_, _| Err(error)).unwrap_err();
+            assert!(matches!(refused, NewFileError::Exists), "{refused}");
+            assert_eq!(std::fs::read(&other).unwrap(), b"other content");
+            name_new(&temporary, &new, |_, _| Err(error)).unwrap();
+            assert_eq!(std::fs::read(&new).unwrap(), b"content");
+            assert_eq!(entries(), 2);
+            std::fs::rename(&new, &temporary).unwrap();
+        }
+        let refused = name_new(&temporary, &new, |_, _| Err(Errno::NOSPC)).unwrap_err();
+        assert!(matches!(refused, NewFileError::Create(_)), "{refused}");
+    }
 }
