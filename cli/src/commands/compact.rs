@@ -1,14 +1,16 @@
 //! `bcow compact`
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 
-use bcow::Compression;
+use bcow::format::{State, Use};
 use bcow::operation::RewriteOptions;
+use bcow::{Compression, Image};
 
 use crate::conversion::{Compress, parse_compression};
 use crate::disks::open_to_replace;
 use crate::error::{CommandError, Context};
-use crate::image::StoreArgs;
+use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
 use crate::rewrite::{TerminalMonitor, threads, write_new};
 use crate::size::Human;
@@ -41,33 +43,58 @@ pub struct Args {
     stores: StoreArgs,
 }
 
+impl Args {
+    fn cannot_read(&self) -> String {
+        format!("cannot read {}", self.disk.display())
+    }
+}
+
 /// Compacts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let Some(output) = &args.output else {
+        let old = open_to_replace(&args.disk, &args.stores, "compact")?;
+        let path = old.file.path();
+        let new = NewFile::replace(path)?;
+        return write(args, &old.image, old.file.file(), new, path, ui);
+    };
+    let opened = OpenImage::open(&args.disk, &args.stores)?;
+    let header = opened.image().header();
+    if (header.purpose, header.state) != (Use::Disk, State::Writable) {
+        return Err(
+            CommandError::new(format!("cannot compact {}", args.disk.display()))
+                .caused_by_text("it is not a writable disk")
+                .hint("a sealed file has no unused space"),
+        );
+    }
+    let path = opened.files().remove(0);
+    let file = File::open(path).context(|| args.cannot_read())?;
+    let new = NewFile::create_new(output)?;
+    write(args, opened.image(), &file, new, output, ui)
+}
+
+/// Writes the disk `image`, which is in `file`, into a new file, which becomes `output`.
+fn write(
+    args: &Args,
+    image: &Image,
+    file: &File,
+    new: NewFile,
+    output: &Path,
+    ui: &Ui,
+) -> Result<(), CommandError> {
     let compression = match args.compress {
         Some(compress) => compress.for_blocks()?,
         None => Compression::None,
     };
-    let cannot_read = || format!("cannot read {}", args.disk.display());
-    let old = open_to_replace(&args.disk, &args.stores, "compact")?;
-    let mut options = RewriteOptions::compacted(&old.image, compression).context(cannot_read)?;
+    let cannot_read = || args.cannot_read();
+    let mut options = RewriteOptions::compacted(image, compression).context(cannot_read)?;
     options.threads = threads(args.jobs);
-    let output = args.output.as_deref().unwrap_or(old.file.path());
-    let new = match &args.output {
-        Some(output) => NewFile::create_new(output)?,
-        None => NewFile::replace(output)?,
-    };
-    old.file
-        .pass_attributes(new.inner())
+    new.inner()
+        .take_attributes(file)
         .context(|| format!("cannot write {}", output.display()))?;
-    let before = old.file.file().metadata().context(cannot_read)?;
-    let written = write_new(
-        &old.image,
-        &args.disk,
-        &new,
-        output,
-        options,
-        &TerminalMonitor::new(ui),
-    )?;
+    let before = file.metadata().context(cannot_read)?;
+    let monitor = TerminalMonitor::new(ui);
+    let written = write_new(image, &args.disk, &new, output, options, &monitor)?;
+    drop(monitor);
     new.complete()?;
     ui.status(format_args!(
         "{}: file of {}, was {}",

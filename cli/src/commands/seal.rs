@@ -103,8 +103,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // The file does not change, but the lock keeps writers away until the new file has replaced it.
     let old = open_to_replace(&args.disk, &args.stores, "seal")?;
     let new = NewFile::replace(old.file.path())?;
-    old.file
-        .pass_attributes(new.inner())
+    new.inner()
+        .take_attributes(old.file.file())
         .context(|| format!("cannot write {}", args.disk.display()))?;
     let (name, image) = (&args.disk, &old.image);
     seal(image, name, new, name, keep, &args.seal, ui)

@@ -1,7 +1,9 @@
 //! Disks and chains as their users meet them.
 
+use std::os::unix::fs::PermissionsExt;
+
 use crate::errors::all_shown;
-use crate::support::{Sandbox, noise, snapshot};
+use crate::support::{Sandbox, is_root, missing, noise, snapshot};
 
 /// `base.bcow` sealed, `disk.bcow` over it with two changes of its own.
 fn chain() -> Sandbox {
@@ -64,4 +66,33 @@ fn commands_report_changes_to_disks() {
             &["create", "-b", "new.raw", "x.bcow"],
         ],
     ));
+}
+
+#[test]
+fn compact_into_a_new_file_only_reads_the_disk() {
+    if !is_root() {
+        return missing("root", &"to run as another user");
+    }
+    let sandbox = chain();
+    sandbox.open_to_others();
+    std::fs::create_dir(sandbox.path("out")).unwrap();
+    let everyone = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(sandbox.path("out"), everyone).unwrap();
+    for name in ["disk.bcow", "base.bcow"] {
+        let readable = std::fs::Permissions::from_mode(0o644);
+        std::fs::set_permissions(sandbox.path(name), readable).unwrap();
+    }
+    let compact = |args: &[&str]| {
+        let mut command = sandbox.command_as(1, &[&["compact", "disk.bcow"], args].concat());
+        command.output().unwrap()
+    };
+    assert_eq!(compact(&[]).status.code(), Some(1));
+    let output = compact(&["-o", "out/new.bcow"]);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let sealed = shown(&sandbox, &[&["compact", "base.bcow", "-o", "other.bcow"]]);
+    assert!(sealed.contains("it is not a writable disk"), "{sealed}");
 }

@@ -9,9 +9,7 @@ use std::sync::Arc;
 use bcow_format::{HEADER_AREA_BYTES, Header, State, Use, choose_header, incompatible};
 
 use crate::Storage;
-use crate::attributes;
 use crate::lock::{FileLock, LockError};
-use crate::new_file::NewFile;
 
 /// Attempts to lock a file that other processes keep replacing.
 const MAX_REPLACEMENTS: u32 = 100;
@@ -114,13 +112,6 @@ impl LockedFile {
     /// [`Image::open_with_backings`]: crate::Image::open_with_backings
     pub fn storage(&self) -> Arc<dyn Storage> {
         self.file.clone()
-    }
-
-    /// Gives a new file, which may replace this file, the owner, the group, the mode, the ACL and
-    /// the extended attributes of this file, as far as the host allows. No other user gets a right
-    /// that this file denies.
-    pub fn pass_attributes(&self, new: &NewFile) -> io::Result<()> {
-        attributes::pass(&self.file, new.file())
     }
 }
 

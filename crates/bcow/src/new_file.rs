@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
+use crate::attributes;
+
 /// A file in the directory of its destination that has no name yet. If the process ends before
 /// [`NewFile::complete`], nothing remains. On a file system without unnamed files (O_TMPFILE) the
 /// file has a temporary name.
@@ -101,6 +103,12 @@ impl NewFile {
     /// The file, to be filled.
     pub fn file(&self) -> &File {
         &self.file
+    }
+
+    /// Gives the file the owner, the group, the mode, the ACL and the extended attributes of `old`,
+    /// as far as the host allows. No other user gets a right that `old` denies.
+    pub fn take_attributes(&self, old: &File) -> io::Result<()> {
+        attributes::pass(old, &self.file)
     }
 
     /// Makes the content durable, gives the file its name, and makes the name durable.
