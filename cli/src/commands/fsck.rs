@@ -1,5 +1,6 @@
 //! `bcow fsck`
 
+mod backing;
 mod kernel_upper;
 mod report;
 mod restore;
@@ -36,6 +37,9 @@ use tolerant::tolerant;
 /// The command checks the structure and the checksums of the file, and then the file system in the
 /// file: every directory, inode and link. With --data, it also reads and verifies every stored
 /// block and the whole Merkle tree. Without --repair, it changes nothing.
+///
+/// Of a disk over a backing, the command also opens the files below, without a check of their
+/// content.
 ///
 /// The command also checks the upper of a writable mount, if no process is writing to the upper:
 /// its overlayfs marks (whiteouts, opaque directories), its sketches (files of which only the
@@ -253,8 +257,6 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         ..Places::default()
     };
     let found = Found::locate(args, &name, remote.as_ref())?;
-    let options = args.check_options();
-
     let progress = ui.progress();
     // Another image must not be changed. A file without a readable header has no root yet.
     if let Some(file) = found
@@ -270,7 +272,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         require_root(args, file)?;
         lock_for_reading(&args.image, file, args.stores.share())?;
     }
-    let files = check_all(&name, found, remote.as_ref(), places, &options, &progress)?;
+    let files = check_all(args, &name, found, remote.as_ref(), places, &progress)?;
     drop(progress);
 
     let errors: u64 = files.iter().map(Checked::errors).sum();
@@ -361,13 +363,14 @@ fn repair(
 
 /// Checks the file, and then the files below it, in this order.
 fn check_all(
+    args: &Args,
     name: &ImageName,
     found: Found,
     remote: Option<&RemoteImage>,
     places: Places<'_>,
-    options: &CheckOptions,
     progress: &Progress,
 ) -> Result<Vec<Checked>, CommandError> {
+    let options = &args.check_options();
     let shown = found.shown;
     let target = Target {
         name: shown.display().to_string(),
@@ -377,6 +380,7 @@ fn check_all(
         digest: found.digest,
         digest_code: "blob-digest",
     };
+    let path = target.path.clone();
     let mut files = vec![check_file(&shown, target, options)?];
     let opening = OpenOptions::default();
     let opened = match remote {
@@ -390,6 +394,10 @@ fn check_all(
         return Ok(files);
     };
     let top = &mut files[0];
+    if remote.is_none() {
+        let found = backing::check(&opened.image, &path, &args.stores)?;
+        top.findings.extend(found);
+    }
     top.findings
         .extend(opened.problems.iter().map(|problem| Finding {
             error: true,

@@ -69,6 +69,28 @@ fn commands_report_changes_to_disks() {
 }
 
 #[test]
+fn fsck_finds_a_backing_that_is_missing_or_has_changed() {
+    let sandbox = chain();
+    sandbox.ok(&["create", "-q", "-b", "disk.bcow", "top.bcow"]);
+    let fsck = |name| shown(&sandbox, &[&["fsck", "--data", name]]);
+    assert!(fsck("top.bcow").contains("--- exit status 0"));
+    std::fs::rename(sandbox.path("base.bcow"), sandbox.path("moved.bcow")).unwrap();
+    for name in ["disk.bcow", "top.bcow"] {
+        let text = fsck(name);
+        let missing = "error backing-missing: backing table: backing base.bcow is not in";
+        assert!(text.contains(missing), "{text}");
+        assert!(text.contains("--- exit status 4"), "{text}");
+    }
+    std::fs::copy(sandbox.path("old.bcow"), sandbox.path("base.bcow")).unwrap();
+    let text = fsck("disk.bcow");
+    assert!(
+        text.contains("error backing-entry: backing table: backing base.bcow"),
+        "{text}"
+    );
+    assert!(text.contains("--- exit status 4"), "{text}");
+}
+
+#[test]
 fn compact_into_a_new_file_only_reads_the_disk() {
     if !is_root() {
         return missing("root", &"to run as another user");

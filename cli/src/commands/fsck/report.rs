@@ -197,6 +197,14 @@ pub(super) fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: 
     let top = &files[0];
     let header = header_of(&*top.target.file);
     if header.is_some_and(|header| header.purpose != Use::Image) {
+        let mut errors = top.findings.iter().filter(|finding| finding.error);
+        if errors.all(|finding| finding.place == BACKING_TABLE) {
+            ui.hint(
+                "name the directory of the backing with --backing-dir, or accept another file as \
+                 the backing with `bcow rebase --unsafe`",
+            );
+            return;
+        }
         // If the disk does not open, none of its data can be read.
         if Image::open_storage(top.target.file.clone(), &OpenOptions::default()).is_ok() {
             ui.hint(format_args!(
