@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, BlockShift, SECTOR_BYTES, State};
+use bcow::format::{BackingEntry, BackingName, BlockShift, MAX_ADDRESS, SECTOR_BYTES, State};
 use bcow::operation::{NameError, name_backing};
 use bcow::{BlockDevice, CreateOptions, Disk, Image, Layout, OpenOptions};
 use bcow_oci::digest::Algorithm;
@@ -62,8 +62,8 @@ pub struct Args {
     /// Show the files of the backing as a file system of this kind: ext4
     #[arg(long, value_name = "KIND", requires = "backing", value_parser = file_system)]
     fs: Option<FileSystem>,
-    /// Size of the disk, in bytes or with K, M, G or T [default: the size of the backing; 64G with
-    /// --fs]
+    /// Size of the disk, in bytes or with K, M, G, T or P [default: the size of the backing; 64G
+    /// with --fs]
     #[arg(short, long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
     /// Block layout of the disk: auto, performance or space
@@ -161,17 +161,18 @@ impl Args {
 
 /// Returns `size`, if a disk can have this size.
 pub fn disk_size(size: u64) -> Result<u64, CommandError> {
-    match size.is_multiple_of(SECTOR_BYTES) {
-        true => Ok(size),
-        false => Err(CommandError::usage(format!(
-            "a disk of {}: the size must be a multiple of {SECTOR_BYTES}",
-            plural(size, "byte")
-        ))
-        .hint(format!(
-            "the next multiple is {}",
-            size.next_multiple_of(SECTOR_BYTES)
-        ))),
+    if size.is_multiple_of(SECTOR_BYTES) {
+        return Ok(size);
     }
+    let next = size.checked_next_multiple_of(SECTOR_BYTES);
+    let error = CommandError::usage(format!(
+        "a disk of {}: the size must be a multiple of {SECTOR_BYTES}",
+        plural(size, "byte")
+    ));
+    Err(match next.filter(|next| *next <= MAX_ADDRESS) {
+        Some(next) => error.hint(format!("the next multiple is {next}")),
+        None => error.hint(format!("the greatest size is {MAX_ADDRESS}")),
+    })
 }
 
 /// The entry of the backing `name` for the disk at `disk`, and the content of the backing.
@@ -273,4 +274,23 @@ fn by_name(
             error => cannot.caused_by(&error),
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn size_that_is_no_multiple_gets_a_hint_that_a_disk_can_have() {
+        let hint = |size| disk_size(size).unwrap_err().hint_text().map(str::to_owned);
+        assert_eq!(hint(5000), Some("the next multiple is 8192".to_owned()));
+        let greatest = Some(format!("the greatest size is {MAX_ADDRESS}"));
+        assert_eq!(
+            hint(MAX_ADDRESS - 1),
+            Some(format!("the next multiple is {MAX_ADDRESS}"))
+        );
+        assert_eq!(hint(MAX_ADDRESS + 1), greatest);
+        assert_eq!(hint(u64::MAX), greatest);
+        assert_eq!(disk_size(8192).unwrap(), 8192);
+    }
 }
