@@ -14,6 +14,8 @@ pub enum ForeignFormat {
     Qcow2,
     Erofs,
     Squashfs,
+    /// A disk in a format that bcow does not read, by the name of the format.
+    OtherDisk(&'static str),
 }
 
 /// Detects the apparent format of a file. The result is not reliable: a raw disk may begin with any
@@ -37,6 +39,12 @@ pub fn detect(path: &Path) -> Option<ForeignFormat> {
         () if has(0, b"QFI\xfb") => Some(ForeignFormat::Qcow2),
         () if has(1024, b"\xe2\xe1\xf5\xe0") => Some(ForeignFormat::Erofs),
         () if has(0, b"hsqs") => Some(ForeignFormat::Squashfs),
+        () if has(0, b"KDMV") || has(0, b"# Disk DescriptorFile") => {
+            Some(ForeignFormat::OtherDisk("VMDK"))
+        }
+        () if has(64, b"\x7f\x10\xda\xbe") => Some(ForeignFormat::OtherDisk("VDI")),
+        () if has(0, b"vhdxfile") => Some(ForeignFormat::OtherDisk("VHDX")),
+        () if has(0, b"conectix") => Some(ForeignFormat::OtherDisk("VHD")),
         () => None,
     }
 }
@@ -56,5 +64,15 @@ pub fn format_hint(path: &Path) -> Option<String> {
             "it is an EROFS image without BCoW headers; the kernel can mount it".to_owned()
         }
         ForeignFormat::Squashfs => "it is a squashfs image".to_owned(),
+        ForeignFormat::OtherDisk(format) => other_disk_hint(format, path),
     })
+}
+
+/// The hint for a disk in a format that bcow does not read.
+pub fn other_disk_hint(format: &str, path: &Path) -> String {
+    let shown = path.display();
+    format!(
+        "bcow does not read the format {format}; `qemu-img convert -O qcow2 {shown} DISK.qcow2` \
+         makes a disk that `bcow convert qcow2:DISK.qcow2` reads"
+    )
 }

@@ -505,6 +505,10 @@ fn missing_transport(text: &str) -> CommandError {
                  oci-archive:{text}"
             ),
             Some(ForeignFormat::Qcow2) => format!("qcow2:{text}"),
+            Some(ForeignFormat::OtherDisk(format)) => {
+                return CommandError::usage(format!("invalid source {text:?}: a {format} disk"))
+                    .hint(foreign_format::other_disk_hint(format, path));
+            }
             _ => format!("raw:{text}"),
         },
         Err(_) => format!("raw:{text} or tar:{text}"),

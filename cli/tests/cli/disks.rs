@@ -118,3 +118,21 @@ fn compact_into_a_new_file_only_reads_the_disk() {
     let sealed = shown(&sandbox, &[&["compact", "base.bcow", "-o", "other.bcow"]]);
     assert!(sealed.contains("it is not a writable disk"), "{sealed}");
 }
+
+#[test]
+fn disk_in_an_unsupported_format_is_not_called_raw() {
+    let sandbox = Sandbox::new();
+    let at_64 = [&[0; 64][..], b"\x7f\x10\xda\xbe"].concat();
+    for (name, start) in [
+        ("a.vmdk", &b"KDMV"[..]),
+        ("a.vdi", &at_64),
+        ("a.vhdx", b"vhdxfile"),
+        ("a.vhd", b"conectix"),
+    ] {
+        sandbox.write(name, start);
+        let text = shown(&sandbox, &[&["convert", name, "out.bcow"]]);
+        assert!(!text.contains("raw:"), "{text}");
+        let hint = format!("`qemu-img convert -O qcow2 {name} DISK.qcow2`");
+        assert!(text.contains(&hint), "{text}");
+    }
+}
