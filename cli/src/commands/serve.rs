@@ -4,6 +4,8 @@ pub mod open;
 mod place;
 pub mod ready;
 
+use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,6 +13,7 @@ use bcow::BlockCache;
 use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen, activation};
 use bcow_oci::ImageName;
 
+use crate::disks::is_writable_disk;
 use crate::error::CommandError;
 use crate::heap;
 use crate::image::{StoreArgs, parse_name};
@@ -166,6 +169,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     limits::lift_file_size();
     let signals = Signals::block()?;
     let named = named_images(args)?;
+    if !args.read_only && !args.snapshot {
+        refuse_second_writer(&named)?;
+    }
     let mut options = server_options(args)?;
     let mut served = Served::default();
     let opening = DeviceOptions {
@@ -278,6 +284,30 @@ fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
         ));
     }
     Ok(named)
+}
+
+/// Refuses a writable disk that is named twice: the second opening would be refused because of the
+/// first.
+fn refuse_second_writer(named: &[(String, PathBuf)]) -> Result<(), CommandError> {
+    let mut seen = HashMap::new();
+    for (_, image) in named {
+        let ImageName::File(path) = parse_name(image)? else {
+            continue;
+        };
+        // A file that cannot be examined fails when it is opened.
+        let (true, Ok(file)) = (is_writable_disk(&path), path.metadata()) else {
+            continue;
+        };
+        if let Some(first) = seen.insert((file.dev(), file.ino()), image) {
+            return Err(CommandError::usage(format!(
+                "{} and {} are one disk, which only one export can change",
+                first.display(),
+                image.display()
+            ))
+            .hint("name the disk once, or serve it with --read-only"));
+        }
+    }
+    Ok(())
 }
 
 /// The export name of an image: the last component of a path or URL; for other images, the whole

@@ -136,3 +136,13 @@ fn disk_in_an_unsupported_format_is_not_called_raw() {
         assert!(text.contains(&hint), "{text}");
     }
 }
+
+#[test]
+fn server_does_not_take_itself_for_another_writer() {
+    let sandbox = chain();
+    for names in [["disk.bcow", "disk.bcow"], ["disk.bcow", "./disk.bcow"]] {
+        let text = shown(&sandbox, &[&["serve", "--socket=s", names[0], names[1]]]);
+        assert!(text.contains("are one disk"), "{text}");
+        assert!(text.contains("--- exit status 2"), "{text}");
+    }
+}
