@@ -912,6 +912,7 @@ class Bcow:
             records.append(record)
             at += record.bytes
             file_bytes = record.file_bytes
+        self.check_end(at, len(records) + 1)
         if records and not self.is_complete(records[-1]):
             records.pop()
         self.last_sequence = len(records)
@@ -940,6 +941,18 @@ class Bcow:
         if crc32c(raw[:4] + bytes(4) + raw[8:]) != record_crc:
             return None
         return Record(raw, sequence, h, least_file_bytes)
+
+    def check_end(self, end, expected):
+        """No header of a later record lies behind the end of the log."""
+        h = self.header
+        log = self.read_at(h.log_offset, h.log_bytes)
+        at = log.find(RECORD_MAGIC, end + 16)
+        while 0 <= at <= h.log_bytes - RECORD.size:
+            _, _, generation, sequence, *_ = RECORD.unpack_from(log, at)
+            if at % 16 == 0 and generation == h.generation and sequence > expected:
+                raise Rejected("record", f"record {expected}",
+                               f"is damaged, and record {sequence} follows at byte {at} of the log")
+            at = log.find(RECORD_MAGIC, at + 1)
 
     def is_complete(self, record):
         """Whether the blocks of the last record are there."""

@@ -105,7 +105,7 @@ pub enum FormatError {
         /// The problem.
         problem: String,
     },
-    /// A log record with a valid checksum violates a rule.
+    /// A log record with a valid checksum violates a rule, or a record is damaged that was durable.
     #[error("record {sequence}: {problem}")]
     Record {
         /// The sequence number of the record.

@@ -48,8 +48,8 @@ pub use free::{FreeRange, decode_free, encode_free};
 pub use header::{Header, MerkleTree, Section, State, Use, choose_header};
 pub use merkle::{HASH_BYTES, MerkleShape};
 pub use record::{
-    LogMapping, MAPPING_BYTES, RECORD_HEADER_BYTES, Record, RecordPrefix, encode_record,
-    record_bytes,
+    LogMapping, MAPPING_BYTES, RECORD_ALIGN_BYTES, RECORD_HEADER_BYTES, Record, RecordPrefix,
+    encode_record, record_bytes,
 };
 pub use sizes::{
     BACKING_ENTRY_BYTES, ENTRY_BYTES, HEADER_AREA_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES,

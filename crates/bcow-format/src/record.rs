@@ -11,6 +11,8 @@ use crate::{
 
 /// Size of a record's header in bytes. The mappings follow it.
 pub const RECORD_HEADER_BYTES: usize = 48;
+/// The length of a record, and so its place in the log, is a multiple of this.
+pub const RECORD_ALIGN_BYTES: usize = 16;
 /// Size of a mapping in bytes.
 pub const MAPPING_BYTES: usize = 24;
 
@@ -65,28 +67,27 @@ pub struct LogMapping {
 /// The start of a record. It is not reliable before the whole record is decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordPrefix {
-    /// Length of the record in bytes, at least [`RECORD_HEADER_BYTES`].
+    /// Sequence number among the records of the header's generation, from 1.
+    pub sequence: u64,
+    /// Length of the record in bytes; any value.
     pub bytes: u32,
 }
 
 impl RecordPrefix {
-    /// Returns `None` if `bytes` does not start with a record of this generation and sequence
-    /// number.
-    pub fn read(bytes: &[u8], generation: u64, sequence: u64) -> Option<Self> {
+    /// Returns `None` if `bytes` does not start with the header of a record of this generation.
+    pub fn read(bytes: &[u8], generation: u64) -> Option<Self> {
         let (raw, _) = RawRecord::ref_from_prefix(bytes).ok()?;
-        let bytes = raw.bytes.get();
-        let expected = raw.magic == MAGIC
-            && raw.generation.get() == generation
-            && raw.sequence.get() == sequence
-            && bytes as usize >= RECORD_HEADER_BYTES
-            && bytes.is_multiple_of(16);
-        expected.then_some(RecordPrefix { bytes })
+        let expected = raw.magic == MAGIC && raw.generation.get() == generation;
+        expected.then(|| RecordPrefix {
+            sequence: raw.sequence.get(),
+            bytes: raw.bytes.get(),
+        })
     }
 }
 
 /// Length in bytes of a record with `count` mappings.
 pub fn record_bytes(count: usize) -> usize {
-    (RECORD_HEADER_BYTES + count * MAPPING_BYTES).next_multiple_of(16)
+    (RECORD_HEADER_BYTES + count * MAPPING_BYTES).next_multiple_of(RECORD_ALIGN_BYTES)
 }
 
 impl Record {

@@ -1,8 +1,8 @@
 //! Replays the record log of a writable file (spec section 10).
 
 use bcow_format::{
-    Crc32c, Entry, FormatError, Header, RECORD_HEADER_BYTES, Record, RecordPrefix, Stored,
-    crc32c_matches,
+    Crc32c, Entry, FormatError, Header, RECORD_ALIGN_BYTES, RECORD_HEADER_BYTES, Record,
+    RecordPrefix, Stored, crc32c_matches,
 };
 
 use crate::Error;
@@ -60,6 +60,7 @@ pub(crate) fn replay(storage: &dyn Storage, header: &Header) -> Result<Replayed,
         replayed.file_bytes = record.file_bytes;
         replayed.records.push(record);
     }
+    check_end(&mut log, header, &replayed)?;
     if let Some(last) = replayed.records.last()
         && !is_complete(storage, last, length)?
     {
@@ -115,14 +116,44 @@ fn next_record(
         return Ok(None);
     }
     let prefix = log.get(at, RECORD_HEADER_BYTES as u64)?;
-    let Some(prefix) = RecordPrefix::read(prefix, header.generation, before.next_sequence) else {
+    let Some(prefix) = RecordPrefix::read(prefix, header.generation) else {
         return Ok(None);
     };
-    if u64::from(prefix.bytes) > left {
+    if prefix.sequence != before.next_sequence
+        || !(RECORD_HEADER_BYTES as u64..=left).contains(&prefix.bytes.into())
+        || !prefix.bytes.is_multiple_of(RECORD_ALIGN_BYTES as u32)
+    {
         return Ok(None);
     }
     let bytes = log.get(at, prefix.bytes.into())?;
     Ok(Record::decode(bytes, header, before.file_bytes)?)
+}
+
+/// Fails if the header of a later record lies behind the end of the log. A writer writes a record
+/// only when the record before it is durable. So the record at the end was durable, and is damaged:
+/// no crash leaves such a file.
+///
+/// The header is enough, as the rest of the later record may be damaged or incomplete. The log
+/// never held blocks, and a record of an earlier header has another generation.
+fn check_end(log: &mut Log<'_>, header: &Header, end: &Replayed) -> Result<(), Error> {
+    let mut at = end.tail + RECORD_ALIGN_BYTES as u64;
+    while at + RECORD_HEADER_BYTES as u64 <= log.bytes {
+        let bytes = log.get(at, RECORD_HEADER_BYTES as u64)?;
+        if let Some(later) = RecordPrefix::read(bytes, header.generation)
+            && later.sequence > end.next_sequence
+        {
+            let problem = format!(
+                "it is damaged at byte {} of the file, and record {} follows at byte {}",
+                log.start + end.tail,
+                later.sequence,
+                log.start + at
+            );
+            let sequence = end.next_sequence;
+            return Err(FormatError::Record { sequence, problem }.into());
+        }
+        at += RECORD_ALIGN_BYTES as u64;
+    }
+    Ok(())
 }
 
 /// Whether the blocks of the last record are present. The record and its blocks become durable
@@ -257,10 +288,67 @@ mod tests {
         assert_eq!(last(&file(0)), (0, 0, BLOCKS));
         assert_eq!(last(&file(3)), (3, 3 * RECORD, BLOCKS + 3 * 4096));
         for byte in [0, 4, 8, 16, 24, 50, 79] {
-            let storage = file(3);
+            let storage = file(2);
             storage.write_at(LOG + RECORD + byte, &[0xAA]).unwrap();
             assert_eq!(last(&storage), (1, RECORD, BLOCKS + 4096), "{byte}");
         }
+    }
+
+    #[test]
+    fn a_damaged_record_in_front_of_a_later_one_is_an_error() {
+        for (damaged, count) in [(1, 2), (1, 4), (3, 4)] {
+            for byte in [0, 4, 8, 16, 24, 50, 79] {
+                let storage = file(count);
+                let at = LOG + (damaged - 1) * RECORD;
+                storage.write_at(at + byte, &[0xAA]).unwrap();
+                let error = replay(&storage, &header()).unwrap_err();
+                assert_eq!(error.code(), Some("record"), "{byte}");
+                let expected = format!(
+                    "record {damaged}: it is damaged at byte {at} of the file, and record {} \
+                     follows at byte {}",
+                    damaged + 1,
+                    at + RECORD
+                );
+                assert_eq!(error.to_string(), expected, "{byte}");
+            }
+        }
+        // The later record is incomplete too, as a power cut leaves it.
+        let storage = file(3);
+        storage.write_at(LOG + RECORD, &[0xAA]).unwrap();
+        storage.write_at(LOG + 2 * RECORD + 60, &[0xAA]).unwrap();
+        assert_eq!(
+            replay(&storage, &header()).unwrap_err().code(),
+            Some("record")
+        );
+        // The last place of a log in which a record fits, and not the next one.
+        for (at, is_found) in [(4096 - 48, true), (4096 - 32, false)] {
+            let storage = file(1);
+            let bytes = encode_record(&record(9), &header());
+            storage.write_at(LOG, &[0xAA]).unwrap();
+            let most = (4096 - at) as usize;
+            storage
+                .write_at(LOG + at, &bytes[..most.min(bytes.len())])
+                .unwrap();
+            assert_eq!(replay(&storage, &header()).is_err(), is_found);
+        }
+    }
+
+    #[test]
+    fn records_of_an_earlier_generation_behind_the_end_are_no_damage() {
+        let earlier = Header {
+            generation: 6,
+            ..header()
+        };
+        let storage = file(1);
+        for sequence in 2..=9 {
+            let bytes = encode_record(&record(sequence), &earlier);
+            storage
+                .write_at(LOG + (sequence - 1) * RECORD, &bytes)
+                .unwrap();
+        }
+        assert_eq!(last(&storage).0, 1);
+        storage.write_at(LOG, &[0xAA]).unwrap();
+        assert_eq!(last(&storage).0, 0);
     }
 
     #[test]
