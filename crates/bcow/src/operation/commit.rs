@@ -2,7 +2,8 @@
 //!
 //! The order of the steps keeps the visible content at each moment:
 //!
-//! 1. The disk forgets the identity of its backing, because the backing is about to change.
+//! 1. The disk forgets the identity of its backing, because the backing is about to change. Only
+//!    then is the backing opened for writing: if it has a log, the opening changes its identity.
 //! 2. The own data is copied. The disk still has the data, so a half-done copy does not show.
 //! 3. The backing becomes durable.
 //! 4. The disk records the new identity.
@@ -21,8 +22,8 @@ use super::{Monitor, OperationError, Phase, STEP_BYTES, step};
 use crate::chain::{ChainProblem, Opener, Policy};
 use crate::locked::{LockFileError, LockedFile};
 use crate::{
-    BlockDevice, Content, Disk, Error, Image, Mapping, OneBacking, OpenOptions, Space, Storage,
-    UnreadBackings, WritableDevice,
+    BackingResolver, BlockDevice, Content, Disk, Error, Image, Mapping, OneBacking, OpenOptions,
+    Space, Storage, UnreadBackings, WritableDevice,
 };
 
 /// The result of a commit into the backing.
@@ -134,9 +135,8 @@ pub fn commit_into_backing(
     if identity.is_some_and(|identity| identity != found) {
         return Err(CommitError::BackingChanged);
     }
-    let backing = Disk::open(locked.storage(), options, &opener).map_err(failed)?;
-    let backing = Arc::new(backing);
-    let disk = open_over(file.storage(), &backing, options).map_err(CommitError::Disk)?;
+    let open = || Disk::open(locked.storage(), options, &opener).map_err(failed);
+    let (disk, backing) = open_over(file.storage(), options, open)?;
     let bytes = commit(disk, &backing, monitor)?;
     // The disk is closed, so this is the last reference.
     if let Some(backing) = Arc::into_inner(backing) {
@@ -157,23 +157,46 @@ fn is_interrupted(image: &Image, size: u64) -> bool {
     unidentified && size == image.size()
 }
 
-/// Opens the disk in `storage` over its backing `backing`, for [`commit`]. The caller has compared
-/// the identity of the backing. Repairs the size that an interrupted commit left.
+/// Opens a backing for writing with `open_backing`, and the disk in `storage` over it, for
+/// [`commit`]. The caller has compared the identity of the backing, which the disk forgets first.
+/// Repairs the size that an interrupted commit left.
 pub fn open_over(
     storage: Arc<dyn Storage>,
-    backing: &Arc<Disk>,
     options: &OpenOptions,
-) -> Result<Disk, Error> {
-    let image = Image::open_with_backings(storage.clone(), options, &UnreadBackings)?;
-    let entry = image.disk_backing();
-    if is_interrupted(&image, backing.size())
-        && entry.is_some_and(|entry| reads_as_zeros(&**backing, entry.size))
-    {
-        let disk = Disk::open(storage.clone(), options, &UnreadBackings)?;
-        let entry = disk.backing();
-        record(&disk, backing, entry.as_ref(), None)?;
+    open_backing: impl FnOnce() -> Result<Disk, CommitError>,
+) -> Result<(Disk, Arc<Disk>), CommitError> {
+    let image = Image::open_with_backings(storage.clone(), options, &UnreadBackings)
+        .map_err(CommitError::Disk)?;
+    forget_identity(&storage, options).map_err(CommitError::Disk)?;
+    let backing = Arc::new(open_backing()?);
+    let open = || {
+        let entry = image.disk_backing();
+        if is_interrupted(&image, backing.size())
+            && entry.is_some_and(|entry| reads_as_zeros(&*backing, entry.size))
+        {
+            let disk = Disk::open(storage.clone(), options, &UnreadBackings)?;
+            record(&disk, &backing, entry, None)?;
+        }
+        Disk::open(storage, options, &OneBacking(Some(backing.clone())))
+    };
+    let disk = open().map_err(CommitError::Disk)?;
+    Ok((disk, backing))
+}
+
+/// Makes the disk in `storage` forget the identity of its backing.
+fn forget_identity(storage: &Arc<dyn Storage>, options: &OpenOptions) -> Result<(), Error> {
+    let disk = Disk::open(storage.clone(), options, &UnreadBackings)?;
+    let Some(mut entry) = disk.backing() else {
+        return Ok(());
+    };
+    let BackingName::FileName { identity, .. } = &mut entry.name else {
+        return Ok(());
+    };
+    if identity.take().is_some() {
+        let device = UnreadBackings.resolve(&entry)?;
+        disk.set_backing(device.map(|device| (entry, device)))?;
     }
-    Disk::open(storage, options, &OneBacking(Some(backing.clone())))
+    Ok(())
 }
 
 /// Whether a device stores no data from `at` on, as after it has grown.

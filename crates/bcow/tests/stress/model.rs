@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
 use bcow::format::Use;
-use bcow::operation::{RewriteOptions, commit, open_over, rebase, rewrite};
+use bcow::operation::{CommitError, RewriteOptions, commit, open_over, rebase, rewrite};
 use bcow::{
     BlockDevice, Compression, CreateOptions, Disk, Image, Layout, Ledger, MemoryStorage,
     OneBacking, OpenOptions, Space, WritableDevice,
@@ -295,8 +295,8 @@ impl Chain {
         let deeper = OneBacking(self.open_below(below));
         let options = OpenOptions::default();
         let storage = self.levels[below].storage.clone();
-        let backing = Arc::new(Disk::open(storage, &options, &deeper).unwrap());
-        let disk = open_over(self.top().storage.clone(), &backing, &options).unwrap();
+        let open = || Disk::open(storage, &options, &deeper).map_err(CommitError::Disk);
+        let (disk, backing) = open_over(self.top().storage.clone(), &options, open).unwrap();
         commit(disk, &backing, &()).unwrap();
         Arc::into_inner(backing).expect("the last").close().unwrap();
         let shown = self.top().content.clone();
