@@ -79,24 +79,36 @@ impl Inner {
         at: u64,
         buf: &mut [u8],
     ) -> Result<(), Error> {
-        loop {
-            match self.try_read_region(config, region, at, buf)? {
-                None => return Ok(()),
-                Some(index) => self.complete(config, region, index)?,
+        let mut completes = true;
+        while let Some(index) = self.try_read_region(config, region, at, buf, completes)? {
+            if !completes {
+                continue;
+            }
+            match self.complete(config, region, index) {
+                // The host does not store the rest of the block. A read does not need that.
+                Err(Error::Io {
+                    action: "write", ..
+                }) => completes = false,
+                done => done?,
             }
         }
+        Ok(())
     }
 
-    /// Reads, or returns the index of a block that must be completed first. Data of the backing is
-    /// read after the lock of the region is released, because the backing does not change.
+    /// Reads, or returns the index of a block in transit, and the caller tries again: after it has
+    /// completed the block if `completes` is set, else because the block has changed meanwhile.
+    /// Data of the backing is read after the lock of the region is released, because the backing
+    /// does not change.
     fn try_read_region(
         &self,
         config: &DiskConfig,
         region: &Region,
         at: u64,
         buf: &mut [u8],
+        completes: bool,
     ) -> Result<Option<u32>, Error> {
         let mut below: Vec<(Range<usize>, Entry)> = Vec::new();
+        let mut in_transit: Vec<(Range<usize>, u32)> = Vec::new();
         {
             let state = self.regions.read(region, &self.file, &config.header)?;
             let shift = state.blocks().shift(self.region_shift);
@@ -111,7 +123,10 @@ impl Inner {
                 let piece = &mut buf[done..done + take];
                 match entry {
                     Entry::Open(_) if state.is_in_transit(block.index) => {
-                        return Ok(Some(block.index));
+                        if completes {
+                            return Ok(Some(block.index));
+                        }
+                        in_transit.push((done..done + take, block.index));
                     }
                     Entry::Open(stored) => {
                         self.read_stored(stored.at.0 + (from - block.start), piece)?;
@@ -137,6 +152,12 @@ impl Inner {
         for (range, entry) in below {
             let start = self.lba(region, at + range.start as u64).0;
             self.read_below(config, &entry, start, &mut buf[range])?;
+        }
+        for (range, index) in in_transit {
+            let start = at + range.start as u64;
+            if !self.read_in_transit(config, region, index, start, &mut buf[range])? {
+                return Ok(Some(index));
+            }
         }
         Ok(None)
     }

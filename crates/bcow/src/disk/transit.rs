@@ -2,6 +2,7 @@
 //!
 //! Until then the written bytes are at their place in the file, and only memory has the ranges that
 //! were written; no record names the block. A read, a flush, or the background filler completes it.
+//! If the host does not store the rest, a read takes it from the old data each time.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -227,6 +228,62 @@ impl Inner {
             self.fills.done.fetch_add(1, Ordering::Relaxed);
             return self.finish(state, edit);
         }
+    }
+
+    /// Reads a part of a block in transit, from `at` of the region on, without completing the
+    /// block: written bytes from the file, and others from the old data. Returns `false` if this
+    /// transit ended meanwhile. For the locks, see [`Inner::complete`].
+    pub(super) fn read_in_transit(
+        &self,
+        config: &DiskConfig,
+        region: &Region,
+        index: u32,
+        at: u64,
+        buf: &mut [u8],
+    ) -> Result<bool, Error> {
+        let (transit, shift) = {
+            let state = self.regions.read(region, &self.file, &config.header)?;
+            let Some(transit) = state.transit(index) else {
+                return Ok(false);
+            };
+            (transit.clone(), state.blocks().shift(self.region_shift))
+        };
+        let block = block_at(u64::from(index) << shift, shift, region.length);
+        let old = self.read_gaps(config, region, &block, &transit);
+        let state = self.regions.read(region, &self.file, &config.header)?;
+        let same = |now: &&Transit| now.id == transit.id;
+        let (Some(transit), Entry::Open(stored)) = (
+            state.transit(index).filter(same),
+            state.blocks().entry(index),
+        ) else {
+            return Ok(false);
+        };
+        let old = old?;
+        let first = (at - block.start) as u32;
+        let end = first + buf.len() as u32;
+        let read_written = |range: Range<u32>, buf: &mut [u8]| match range.is_empty() {
+            // The file may end before a part that was not written.
+            true => Ok(()),
+            false => self.read_stored(stored.at.0 + u64::from(range.start), buf),
+        };
+        let mut done = first;
+        for gap in transit.written.gaps(block.length as u32) {
+            let gap = gap.start.clamp(done, end)..gap.end.clamp(done, end);
+            let (from, to) = ((gap.start - first) as usize, (gap.end - first) as usize);
+            read_written(done..gap.start, &mut buf[(done - first) as usize..from])?;
+            done = gap.end;
+            if gap.is_empty() {
+                continue;
+            }
+            // Gaps only shrink while a transit lasts, so every gap was read.
+            let Some(bytes) = piece_of(&old, &gap) else {
+                debug_assert!(false, "a gap of a block in transit grew");
+                return Ok(false);
+            };
+            buf[from..to].copy_from_slice(bytes);
+        }
+        read_written(done..end, &mut buf[(done - first) as usize..])?;
+        Ok(true)
     }
 
     /// Reads the old data of those parts of a block that were not written.

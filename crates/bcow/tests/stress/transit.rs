@@ -9,7 +9,7 @@ use bcow::{
     BlockDevice, Compression, CreateOptions, Disk, Image, ImageWriter, Layout, Mapping,
     MemoryStorage, OneBacking, OpenOptions, Space, WritableDevice, WriterOptions,
 };
-use bcow_testkit::{Moment, Parkable, below};
+use bcow_testkit::{Fault, Faulty, Moment, On, Parkable, below};
 
 const MIB: u64 = 1 << 20;
 const REGION: u64 = 4 * MIB;
@@ -90,6 +90,50 @@ fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_bef
             assert_same(&read(&disk, region * REGION, REGION), &expected, &context);
         }
     }
+}
+
+#[test]
+fn a_block_that_a_full_host_does_not_complete_is_read_from_below() {
+    const BLOCK: u64 = 64 << 10;
+    let base = Arc::new(Parkable::new(Arc::new(pattern(4 * BLOCK))));
+    let options = CreateOptions {
+        block_bytes: Some(BLOCK as u32),
+        ..CreateOptions::disk(4 * BLOCK)
+    };
+    let storage = Arc::new(Faulty::new(Vec::new()));
+    let backing = Some(below(base.clone()));
+    let disk = Disk::create(storage.clone(), &options, backing, &OpenOptions::default()).unwrap();
+    // The background thread completes no block before the host is full.
+    let parked = base.parking.hold(0..4 * BLOCK, Moment::After);
+    let mut expected = pattern(4 * BLOCK);
+    for (at, length) in [
+        (4096, 8192),
+        (BLOCK + 512, 100),
+        (BLOCK + 4000, 5),
+        (3 * BLOCK, 9),
+    ] {
+        disk.write_at(at, &vec![0xAB; length]).unwrap();
+        expected[at as usize..at as usize + length].fill(0xAB);
+    }
+    storage.plan(Some(Fault {
+        on: On::Change,
+        after: 0,
+        stays: true,
+        errno: 28,
+    }));
+    parked.release();
+    assert_same(&read(&disk, 0, 4 * BLOCK), &expected, "all");
+    for (at, length) in [(0, 1), (4095, 2), (5000, 10), (12_287, 2), (BLOCK - 1, 600)] {
+        let found = read(&disk, at, length);
+        assert_same(
+            &found,
+            &expected[at as usize..(at + length) as usize],
+            "a part",
+        );
+    }
+    storage.plan(None);
+    disk.flush().unwrap();
+    assert_same(&read(&disk, 0, 4 * BLOCK), &expected, "completed");
 }
 
 /// Block size and layout of a test.
