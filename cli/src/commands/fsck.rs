@@ -73,9 +73,9 @@ pub struct Args {
     /// Read and verify every byte. For a file on this machine, --root-hash implies --data
     #[arg(long)]
     data: bool,
-    /// Repair errors that have exactly one correct repair: a damaged header slot; the log, free
-    /// list and leaked space of a disk; orphan files and link counts of an upper. The content does
-    /// not change
+    /// Repair errors that have exactly one correct repair: a damaged header slot; the free list
+    /// and leaked space of a disk; orphan files and link counts of an upper. The content does not
+    /// change
     #[arg(long)]
     repair: bool,
     /// With --repair: replace damaged bytes by those of this copy of the image, if the Merkle tree
@@ -281,6 +281,13 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         false => {
             print_report(args, ui, &files, &repairs.lines)?;
             print_hints(args, &name, &files, ui);
+            if repairs.new_identity {
+                ui.hint(format_args!(
+                    "disks over this file do not open any more; its content has not changed, so \
+                     `bcow rebase --unsafe DISK -b {}` repairs each of them",
+                    args.image.display()
+                ));
+            }
         }
     }
     Ok(match errors {
@@ -334,6 +341,8 @@ struct Repairs {
     lines: Vec<String>,
     /// Whether a change repaired damage. A log that was applied is not damage.
     of_damage: bool,
+    /// Whether a change gave the file another identity.
+    new_identity: bool,
 }
 
 /// Restores and repairs the file, as far as the options ask for this.
@@ -350,15 +359,21 @@ fn repair(
         lines = restore::run(args, name, &found.path, from, places)?;
     }
     let mut of_damage = !lines.is_empty();
+    let mut new_identity = false;
     if args.repair {
         progress.phase("repairing");
         let (file, _lock) = open_for_repair(&args.image, &found.path)?;
         let done = check::repair(file);
         let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
         of_damage |= done.iter().any(Repair::is_of_damage);
+        new_identity = done.iter().any(Repair::changes_identity);
         lines.extend(done.iter().map(Repair::to_string));
     }
-    Ok(Repairs { lines, of_damage })
+    Ok(Repairs {
+        lines,
+        of_damage,
+        new_identity,
+    })
 }
 
 /// Checks the file, and then the files below it, in this order.

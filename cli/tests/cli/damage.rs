@@ -341,3 +341,24 @@ fn with_metadata(mut bytes: Vec<u8>, mut header: bcow::format::Header, json: &Va
     bytes[..SLOT_BYTES].copy_from_slice(&header.encode());
     bytes
 }
+
+#[test]
+fn disks_over_a_repaired_disk_open_after_the_advised_command() {
+    let sandbox = Sandbox::new();
+    let vectors = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/vectors");
+    for (name, is_repaired) in [("log-two-records", false), ("free-list-leak", true)] {
+        let bytes = std::fs::read(vectors.join("valid").join(name).with_extension("bcow")).unwrap();
+        sandbox.write("base.bcow", &bytes);
+        sandbox.ok(&["create", "-b", "base.bcow", "disk.bcow"]);
+        let shown = sandbox.shown(&["fsck", "--repair", "base.bcow"]);
+        let command = "`bcow rebase --unsafe DISK -b base.bcow`";
+        assert_eq!(shown.contains(command), is_repaired, "{shown}");
+        if is_repaired {
+            let shown = sandbox.shown(&["map", "disk.bcow"]);
+            assert!(shown.contains("changed since"), "{shown}");
+            sandbox.ok(&["rebase", "--unsafe", "disk.bcow", "-b", "base.bcow"]);
+        }
+        sandbox.ok(&["map", "disk.bcow"]);
+        std::fs::remove_file(sandbox.path("disk.bcow")).unwrap();
+    }
+}

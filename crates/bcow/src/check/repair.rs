@@ -29,6 +29,12 @@ impl Repair {
     pub fn is_of_damage(&self) -> bool {
         !matches!(self, Repair::Records(_))
     }
+
+    /// Whether the repair changed the identity of the file (spec section 8), so that disks over the
+    /// file do not open any more.
+    pub fn changes_identity(&self) -> bool {
+        !matches!(self, Repair::Slot(_))
+    }
 }
 
 impl fmt::Display for Repair {
@@ -53,9 +59,12 @@ impl fmt::Display for Repair {
 /// Repairs the file in `storage`, which is open for writing and locked. Returns each change.
 ///
 /// - A damaged header slot is rewritten from the valid one.
-/// - In a writable file that has records, a damaged free list or lost space, but no other damage,
-///   the records are folded into the tables, the free list is rebuilt, and both slots get the
-///   newest header.
+/// - In a writable file that has a damaged free list or lost space, but no other damage, the
+///   records are folded into the tables, the free list is rebuilt, and both slots get the newest
+///   header.
+///
+/// Records in the log, and a last record that a crash cut short, need no repair. They alone do not
+/// cause a change of the file, because disks over it would not open any more.
 ///
 /// Other damage stays as it is, above all contradictions between two parts of the file; [`check`]
 /// reports it. An interruption leaves the file no worse than before.
@@ -149,7 +158,7 @@ fn repair_writable(
     let Some(writable) = report.writable else {
         return Ok(());
     };
-    if writable.records == 0 && !writable.dropped_record && writable.leaked_bytes == 0 {
+    if writable.leaked_bytes == 0 {
         return Ok(());
     }
     let disk = Disk::open(storage.clone(), &OpenOptions::default(), &UnreadBackings)?;

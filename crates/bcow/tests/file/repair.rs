@@ -60,12 +60,8 @@ fn no_repair_changes_what_a_file_shows() {
         let done = repair(storage.clone()).unwrap();
         let left = errors(&storage);
         assert!(left.is_empty() || left == found, "{name}: {left:?}");
-        if done.is_empty() && left == found {
-            let same_slots = storage.to_vec() == before;
-            // The repair opens and closes a writable file. That may tidy a dropped record, which is
-            // not reported.
-            let tidied = report(&storage).writable.is_some();
-            assert!(same_slots || tidied, "{name}");
+        if done.is_empty() {
+            assert!(storage.to_vec() == before, "{name}");
         }
         if shown.is_some() {
             assert!(content(&storage) == shown, "{name}: {done:?}");
@@ -73,7 +69,7 @@ fn no_repair_changes_what_a_file_shows() {
         repaired += usize::from(!done.is_empty());
         assert_eq!(repair(storage).unwrap(), [], "{name}: repaired twice");
     }
-    assert!(repaired > 30, "{repaired}");
+    assert!(repaired > 10, "{repaired}");
 }
 
 #[test]
@@ -107,14 +103,21 @@ fn a_free_list_is_made_anew() {
 }
 
 #[test]
-fn records_go_into_the_tables() {
-    let storage = vector("valid/log-blocks-of-every-kind");
+fn records_go_into_the_tables_only_with_another_repair() {
+    for name in ["log-two-records", "log-only-without-its-block"] {
+        let storage = vector(&format!("valid/{name}"));
+        let before = storage.to_vec();
+        assert_eq!(repair(storage.clone()).unwrap(), [], "{name}");
+        assert_eq!(storage.to_vec(), before, "{name}");
+    }
+    let storage = vector("valid/free-list-used-by-record");
     let done = repair(storage.clone()).unwrap();
-    assert_eq!(done, [Repair::Records(2)]);
-    assert!(!done[0].is_of_damage());
+    assert_eq!(done, [Repair::LostBytes(4096), Repair::Records(1)]);
+    assert!(done[0].is_of_damage() && !done[1].is_of_damage());
+    assert!(done.iter().all(Repair::changes_identity));
     assert_eq!(
-        done[0].to_string(),
-        "2 records of the log are in the tables now"
+        done[1].to_string(),
+        "1 records of the log are in the tables now"
     );
     assert_eq!(
         Repair::Records(1).to_string(),
