@@ -40,6 +40,31 @@ fn full_disk() {
 }
 
 #[test]
+fn disk_with_records_on_a_full_disk() {
+    let sandbox = Sandbox::new();
+    let vector = "../fixtures/vectors/valid/log-two-records.bcow";
+    let vector = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(vector);
+    sandbox.write("disk.bcow", &std::fs::read(vector).unwrap());
+    std::fs::create_dir_all(sandbox.path("small")).unwrap();
+    let script = "mount -t tmpfs -o size=64k tmpfs small || exit 99; \
+                  cp disk.bcow small; cat /dev/zero > small/fill 2> fill.log; \"$@\"";
+    let args = ["resize", "small/disk.bcow", "+1M"];
+    if let Some(output) = sandbox.in_namespace(script, &args) {
+        let shown = show(&args, &output);
+        assert!(shown.contains("cannot open small/disk.bcow"), "{shown}");
+        assert!(shown.contains("No space left on device"), "{shown}");
+        assert!(
+            shown.contains("hint: after a crash, a disk needs free space"),
+            "{shown}"
+        );
+    }
+    let args = ["map", "small/disk.bcow"];
+    if let Some(output) = sandbox.in_namespace(script, &args) {
+        assert!(output.status.success(), "{}", show(&args, &output));
+    }
+}
+
+#[test]
 fn standard_output_on_a_full_disk() {
     let sandbox = Sandbox::with_image();
     for args in [
