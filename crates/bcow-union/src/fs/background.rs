@@ -221,7 +221,7 @@ impl UnionFs {
         result
     }
 
-    /// Records for each open sketch how much of its map is durable.
+    /// Records for each open sketch how much of it is durable.
     pub(super) fn confirm_sketches(&self) {
         for (sketch, node) in self.open_sketches.all() {
             // A failure loses no data, but a later open may not detect a loss.

@@ -48,11 +48,15 @@ impl OpenSketches {
 
     /// Closes a sketch if only the table and the caller reference it, and all its data is recorded.
     pub(super) fn drop_unused(&self, sketch: Arc<dyn Sketch>) {
+        if !is_idle(&sketch) {
+            return;
+        }
+        confirm(&*sketch);
         let mut open = self.open.lock();
         // While this thread holds the lock, no other thread can get the sketch from the table.
         // Without the lock, another thread could write to the sketch now, or find no entry in the
         // table and open the sketch a second time.
-        if Arc::strong_count(&sketch) == 2 && sketch.is_recorded() {
+        if is_idle(&sketch) {
             open.remove(&sketch.id());
         }
         drop(sketch);
@@ -65,14 +69,30 @@ impl OpenSketches {
         let Content::Sketch(sketch) = content else {
             return false;
         };
+        if !is_idle(sketch) {
+            return false;
+        }
+        confirm(&**sketch);
         let mut open = self.open.lock();
-        let is_idle = Arc::strong_count(sketch) == 2
-            && open.contains_key(&sketch.id())
-            && sketch.is_recorded();
+        let is_idle = is_idle(sketch) && open.contains_key(&sketch.id());
         if is_idle {
             open.remove(&sketch.id());
             *content = Content::Unknown;
         }
         is_idle
+    }
+}
+
+/// Whether only the table and one user reference a sketch, and all its data is recorded.
+fn is_idle(sketch: &Arc<dyn Sketch>) -> bool {
+    Arc::strong_count(sketch) == 2 && sketch.is_recorded()
+}
+
+/// Confirms a sketch that is about to be closed. The caller does not hold the lock of the table,
+/// because this can wait for the host's disk.
+fn confirm(sketch: &dyn Sketch) {
+    // A failure loses no data, but a later open may not detect a loss.
+    if let Err(error) = sketch.confirm() {
+        tracing::warn!("cannot confirm the content of a sketch: {error}");
     }
 }

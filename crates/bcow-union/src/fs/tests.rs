@@ -217,6 +217,17 @@ impl Fixture {
         self.fs().set_attributes(id, &changes).unwrap()
     }
 
+    /// The number of records in the log of a packed sketch.
+    fn records(&self, path: &str) -> u64 {
+        let file = fs::File::open(self.upper().join(path)).unwrap();
+        let options = bcow::check::CheckOptions {
+            data: false,
+            threads: 1,
+        };
+        let report = bcow::check::check(Arc::new(file), &options).unwrap();
+        report.writable.unwrap().records
+    }
+
     pub(super) fn counted(&self) -> u64 {
         self.fs().report().counted_bytes
     }
@@ -257,6 +268,9 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         fixture.fs().forget(big, 1);
         fixture.fs().run_periodic();
         assert_eq!(fixture.fs().open_sketches.all().count(), 0, "{kind:?}");
+        if kind == SketchChoice::Packed {
+            assert_eq!(fixture.records("big"), 0);
+        }
         assert!(fixture.content("big") == expected, "{kind:?}");
         fixture.reopen();
         assert!(fixture.content("big") == expected, "{kind:?}");

@@ -61,28 +61,28 @@ pub(super) fn body(
     })
 }
 
-/// Checks the stored data of a sketch. With `data`, also verifies the checksums of its content. The
-/// error describes the damage.
+/// Checks the stored data of a sketch. With `data`, also verifies the checksums of its content.
+/// Returns whether a crash cut the newest record of a packed sketch short. The error describes the
+/// damage.
 pub(super) fn check(
     upper: &UpperReader,
     mark: &SketchMark,
     host: &HostFile<'_>,
     lower: Option<&Inode>,
     data: bool,
-) -> Result<(), String> {
-    if mark.kind == SketchKind::Packed && mark.map_exists {
-        check_packed(upper, host, data)?;
-    }
+) -> Result<bool, String> {
+    let has_cut_record =
+        mark.kind == SketchKind::Packed && mark.map_exists && check_packed(upper, host, data)?;
     if let Some(lower) = lower {
         return body(upper, mark, host, *lower)
-            .map(drop)
+            .map(|_| has_cut_record)
             .map_err(|problem| problem.to_string());
     }
     // The lower file is not known, so its number of blocks comes from the map.
     if mark.kind == SketchKind::Sparse && mark.map_exists {
         read_map(upper, mark, None).map_err(|problem| problem.to_string())?;
     }
-    Ok(())
+    Ok(has_cut_record)
 }
 
 /// Whether the host's file of `size` bytes holds all content of the sketch at its own offsets.
@@ -178,8 +178,9 @@ pub(super) fn open_packed(file: File) -> Result<Arc<Image>, bcow::Error> {
     Image::open_with_backings(Arc::new(file), &OpenOptions::default(), &NoBackings)
 }
 
-/// Checks the BCoW file of a packed sketch without its backing.
-fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<(), String> {
+/// Checks the BCoW file of a packed sketch without its backing. Returns whether a crash cut its
+/// newest record short.
+fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<bool, String> {
     let file = open_regular_beneath(upper.root(), host.path).map_err(|errno| errno.to_string())?;
     let options = CheckOptions { data, threads: 1 };
     let report = bcow::check::check(Arc::new(File::from(file)), &options)
@@ -190,7 +191,9 @@ fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<
             "{}: {}: {}",
             finding.code, finding.place, finding.message
         )),
-        None => Ok(()),
+        None => Ok(report
+            .writable
+            .is_some_and(|writable| writable.dropped_record)),
     }
 }
 

@@ -134,8 +134,9 @@ pub trait Sketch: Send + Sync {
     /// `security.capability`) at each write.
     fn quiesce(&self, how: Durability) -> Result<(), SketchError>;
 
-    /// Records beside the host's file how much of its map is durable, so that a later open detects
-    /// a loss. The drop of a sketch does this too. Does nothing if the record is up to date.
+    /// Records durably how much of the sketch is durable, so that a later open does not take damage
+    /// for a crash. A user calls this before it closes the sketch. Does nothing if the record is up
+    /// to date, or if some changes are not recorded.
     fn confirm(&self) -> Result<(), SketchError>;
 
     /// Whether the sketch can be closed and opened again without the loss of a write: a flush has

@@ -3,16 +3,17 @@
 use std::fs;
 use std::os::fd::AsFd;
 
-use bcow_union::NodeId;
 use bcow_union::offline::Scope;
 use bcow_union::offline::check::Severity;
 use bcow_union::testing::upper::{
     Attribute, Mark, Marks, Namespace, OVERRIDE, SketchKind, SketchMark, XattrMode,
 };
+use bcow_union::{NodeId, SketchChoice};
 use rustix::io::Errno;
 
-use crate::fixture::{Union, closed, open_many};
+use crate::fixture::{Union, closed, open_many, open_with, with_sketches};
 use crate::host::make_whiteout;
+use crate::image::noise;
 use crate::unmounted::sketched;
 
 #[test]
@@ -136,4 +137,52 @@ fn owner_type_that_the_host_file_cannot_represent_is_found() {
         let changes = union.try_changes(Scope::Layer);
         assert_eq!(changes.is_ok(), fits, "{name} {kind}");
     }
+}
+
+/// Changes one byte of the block `bytes` in a host file.
+fn damage(union: &Union, name: &str, bytes: &[u8]) {
+    let path = union.host(name);
+    let mut stored = fs::read(&path).unwrap();
+    let at = stored.windows(64).position(|piece| piece == &bytes[..64]);
+    stored[at.unwrap() + 100] ^= 1;
+    fs::write(&path, stored).unwrap();
+}
+
+#[test]
+fn damage_in_a_packed_sketch_is_not_a_crash_after_a_clean_close() {
+    let Some(mut union) = open_with(with_sketches(SketchChoice::Packed)) else {
+        return;
+    };
+    let (first, second) = (noise(21, 4096), noise(22, 4096));
+    let before = union.content("big");
+    union.write("big", 0, &first);
+    union.write("big", 8192, &second);
+    union.sync("big");
+    let running = fs::read(union.host("big")).unwrap();
+    union.close();
+
+    damage(&union, "big", &first);
+    let report = union.checked_data();
+    assert_eq!(report.findings[0].code, "upper-sketch-file");
+    assert_eq!(report.cut_records, 0);
+    union.open();
+    let id = union.id("big");
+    let read = |at| {
+        let mut scratch = Vec::new();
+        union.fs().read(id, at, 4096, &mut scratch, <[u8]>::to_vec)
+    };
+    assert_eq!(read(0), Err(Errno::IO));
+    assert_eq!(read(8192), Ok(second));
+    union.forget_all();
+    union.close();
+
+    // After a crash, the same damage looks like a flush that the crash cut short.
+    fs::write(union.host("big"), running).unwrap();
+    damage(&union, "big", &first);
+    let report = union.checked_data();
+    assert!(report.is_sound(), "{:#?}", report.findings);
+    assert_eq!(report.cut_records, 1);
+    union.open();
+    assert!(union.content("big") == before);
+    union.close();
 }

@@ -64,6 +64,8 @@ pub struct Report {
     pub metadata_copies: u64,
     /// The number of sketches.
     pub sketches: u64,
+    /// The number of packed sketches whose newest record a crash cut short.
+    pub cut_records: u64,
     /// The repairs that are possible.
     repairs: Vec<Repair>,
 }
@@ -585,12 +587,15 @@ impl Checker<'_> {
             inode: stat.st_ino,
             size: u64::try_from(stat.st_size).unwrap_or(0),
         };
-        if let Err(problem) = sketched::check(self.upper, mark, &host, lower, self.data) {
-            let code = match mark.kind {
-                SketchKind::Sparse => "upper-sketch-map",
-                SketchKind::Packed => "upper-sketch-file",
-            };
-            self.report.error(code, path, problem);
+        match sketched::check(self.upper, mark, &host, lower, self.data) {
+            Ok(has_cut_record) => self.report.cut_records += u64::from(has_cut_record),
+            Err(problem) => {
+                let code = match mark.kind {
+                    SketchKind::Sparse => "upper-sketch-map",
+                    SketchKind::Packed => "upper-sketch-file",
+                };
+                self.report.error(code, path, problem);
+            }
         }
     }
 }

@@ -503,8 +503,13 @@ impl Sketch for Packed {
         self.preserve_time(|| Ok(self.disk.checkpoint_and_truncate()?))
     }
     fn confirm(&self) -> Result<(), SketchError> {
-        // The BCoW file records this itself.
-        Ok(())
+        // An open accepts the newest record in the log only if its blocks match their checksums, so
+        // damage to one of them would look like a crash. Blocks in the tables have no such rule.
+        let discarded = self.discarded.load(Ordering::Acquire);
+        if discarded || !lock(&self.mark).written.map_exists || !self.is_recorded() {
+            return Ok(());
+        }
+        self.preserve_time(|| Ok(self.disk.checkpoint()?))
     }
     fn is_recorded(&self) -> bool {
         let recorded = self.recorded.load(Ordering::Acquire);
