@@ -390,6 +390,44 @@ fn a_packed_sketch_keeps_to_the_limit_too() {
 }
 
 #[test]
+fn a_packed_sketch_at_the_limit_keeps_each_write_that_it_accepted() {
+    const LIMIT: u64 = 75;
+    let (place, sketches, account) = limited(LIMIT);
+    let lower = Arc::new(TestLower::full(3000 * B));
+    let file = place.file(lower.size());
+    let sketch = sketches
+        .create(SketchKind::Packed, file, lower.clone())
+        .unwrap();
+    let mut written = 0;
+    let used = loop {
+        let used = account.used();
+        match sketch.write_at(written * 40 * B, b"XX") {
+            Ok(_) => written += 1,
+            Err(error) => {
+                assert_eq!(error.errno(), Errno::NOSPC);
+                break used;
+            }
+        }
+    };
+    assert_eq!(account.used(), used);
+    assert!((20..LIMIT).contains(&written), "{written}");
+    // Writes to blocks that are already there need no more space.
+    for _ in 0..1000 {
+        sketch.write_at(0, b"XX").unwrap();
+    }
+    sketch.flush(Durability::Durable).unwrap();
+    sketch.confirm().unwrap();
+    assert!(account.used() <= LIMIT * B, "{} used", account.used() / B);
+    drop(sketch);
+    let mark = place.mark().unwrap();
+    let sketch = sketches.open(mark, place.host(), lower.clone()).unwrap();
+    let bytes = shown(&*sketch).unwrap();
+    for index in 0..written {
+        assert_eq!(&bytes[(index * 40 * B) as usize..][..2], b"XX", "{index}");
+    }
+}
+
+#[test]
 fn a_flush_is_no_change_of_the_file() {
     for kind in [SketchKind::Sparse, SketchKind::Packed] {
         let place = Place::new();

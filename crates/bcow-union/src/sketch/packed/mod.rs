@@ -17,6 +17,7 @@
 
 mod device;
 mod files;
+mod promise;
 mod storage;
 
 use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -40,6 +41,7 @@ use super::{
 use crate::Seek;
 use crate::blocks::BLOCK_BYTES;
 use files::Files;
+use promise::Promise;
 use storage::HostStorage;
 
 pub use device::LowerDevice;
@@ -56,6 +58,7 @@ pub(super) struct Packed {
     shared: Arc<Shared>,
     host: Arc<dyn MarkedFile>,
     storage: Arc<HostStorage>,
+    promise: Promise,
     lower: Arc<LowerDevice>,
     disk: Disk,
     /// Shared for reads and writes, exclusive to change the size of the file or of its address
@@ -173,6 +176,7 @@ impl Packed {
             host: file.host,
             times: Arc::clone(file.storage.times()),
             storage: file.storage,
+            promise: Promise::new(Arc::clone(&shared.account)),
             lower: file.lower,
             disk,
             gate: RwLock::new(Frame { marked: true }),
@@ -326,7 +330,8 @@ impl Packed {
             (self.cuts.load(Ordering::Acquire), self.size())
         };
         self.storage.use_barriers(self.shared.options.durable);
-        self.disk.flush()?;
+        self.storage.while_flushing(|| self.disk.flush())?;
+        self.promise.recorded();
         if !lock(&self.mark).written.map_exists {
             // The file was created without barriers, and `flush` may have had nothing to write.
             self.fence.sync(|| bcow::Storage::sync(&*self.storage))?;
@@ -341,6 +346,16 @@ impl Packed {
         if frame.marked {
             state.change(&*self.host, mark)?;
         }
+        Ok(())
+    }
+
+    /// Runs `checkpoint`.
+    fn fold(
+        &self,
+        checkpoint: impl FnOnce() -> Result<(), bcow::Error>,
+    ) -> Result<(), SketchError> {
+        self.preserve_time(|| Ok(self.storage.while_flushing(checkpoint)?))?;
+        self.promise.folded();
         Ok(())
     }
 
@@ -412,7 +427,10 @@ impl Sketch for Packed {
         }
         let end = offset.saturating_add(data.len() as u64);
         self.within(end, || {
-            let result = self.write_some(offset, data);
+            let root_bytes = u64::from(self.disk.header().root.bytes);
+            let result = self
+                .promise
+                .charge_for(offset..end, root_bytes, || self.write_some(offset, data));
             let written = *result.as_ref().unwrap_or(&0);
             if written < data.len() && end > self.size() {
                 // A part of the data may have been written nevertheless.
@@ -500,7 +518,7 @@ impl Sketch for Packed {
     fn quiesce(&self, how: Durability) -> Result<(), SketchError> {
         self.flush(how)?;
         // Otherwise the next open would fold the log of the BCoW file, which is a write.
-        self.preserve_time(|| Ok(self.disk.checkpoint_and_truncate()?))
+        self.fold(|| self.disk.checkpoint_and_truncate())
     }
     fn confirm(&self) -> Result<(), SketchError> {
         // An open accepts the newest record in the log only if its blocks match their checksums, so
@@ -509,7 +527,7 @@ impl Sketch for Packed {
         if discarded || !lock(&self.mark).written.map_exists || !self.is_recorded() {
             return Ok(());
         }
-        self.preserve_time(|| Ok(self.disk.checkpoint()?))
+        self.fold(|| self.disk.checkpoint())
     }
     fn is_recorded(&self) -> bool {
         let recorded = self.recorded.load(Ordering::Acquire);

@@ -1,6 +1,7 @@
 //! The host's file of a packed sketch, as the storage of a BCoW file.
 
 use bcow::sync::atomic::{AtomicBool, Ordering};
+use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 
@@ -11,6 +12,12 @@ use super::super::host::MarkedFile;
 use super::super::times::Times;
 use crate::account::{Account, ChargeError, StoredBlocks};
 use crate::host::HostFile;
+
+thread_local! {
+    /// Whether this thread flushes. Its writes may exceed the size limit, because they make data
+    /// durable that was acknowledged. A write has charged for them (see `promise.rs`).
+    static IS_FLUSHING: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The host's file of a packed sketch. Its space is charged to the account.
 pub(super) struct HostStorage {
@@ -42,6 +49,14 @@ impl HostStorage {
         let opened = open();
         self.opening.store(false, Ordering::Release);
         opened
+    }
+
+    /// Calls `flush`, whose writes may exceed the size limit.
+    pub(super) fn while_flushing<T>(&self, flush: impl FnOnce() -> T) -> T {
+        let before = IS_FLUSHING.replace(true);
+        let flushed = flush();
+        IS_FLUSHING.set(before);
+        flushed
     }
 
     pub(super) fn use_barriers(&self, barriers: bool) {
@@ -101,6 +116,11 @@ impl Storage for HostStorage {
                 .map_err(failed)?;
         }
         let reserved = match self.stored.reserve_all(self.content(), range.clone()) {
+            Err(ChargeError::NoSpace(_)) if IS_FLUSHING.get() => self
+                .stored
+                .add(self.content(), range.clone())
+                .and_then(|()| self.stored.reserve_all(self.content(), range))
+                .map_err(failed)?,
             // The BCoW library overwrites a record that found no room with zeros. That write must
             // not fail for the same reason.
             Err(ChargeError::NoSpace(_)) if bytes.iter().all(|&byte| byte == 0) => {
