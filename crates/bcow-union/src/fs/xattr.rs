@@ -92,8 +92,9 @@ impl UnionFs {
     }
 
     /// Sets an extended attribute. Errors include `E2BIG` for a value above 64 KiB, `ERANGE` for a
-    /// name that is empty or too long, and `EPERM` for a `user.` attribute of a node that is
-    /// neither a regular file nor a directory.
+    /// name that is empty or too long, `EOPNOTSUPP` for a name that no file system of Linux
+    /// accepts, and `EPERM` for a `user.` attribute of a node that is neither a regular file nor a
+    /// directory.
     pub fn set_xattr(
         &self,
         id: NodeId,
@@ -103,6 +104,7 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
+        check_namespace(name)?;
         if value.len() > VALUE_MAX {
             return Err(Errno::TOOBIG);
         }
@@ -284,5 +286,19 @@ fn check(name: &[u8]) -> Result<(), Errno> {
         length if length > NAME_MAX => Err(Errno::RANGE),
         _ if name.contains(&0) => Err(Errno::INVAL),
         _ => Ok(()),
+    }
+}
+
+/// Checks that the name of a new attribute is in a namespace of Linux. The host does not check this
+/// where the upper stores the attribute under a `user.` name.
+fn check_namespace(name: &[u8]) -> Result<(), Errno> {
+    let rest = [b"user.".as_slice(), b"trusted.", b"security."]
+        .into_iter()
+        .find_map(|namespace| name.strip_prefix(namespace));
+    match rest {
+        Some([]) => Err(Errno::INVAL),
+        Some(_) => Ok(()),
+        None if name == ACCESS_ACL || name == DEFAULT_ACL => Ok(()),
+        None => Err(Errno::OPNOTSUPP),
     }
 }

@@ -7,7 +7,7 @@ use bcow_union::fs::{Changes, Privileges, XattrMode};
 use bcow_union::{NodeId, SketchChoice};
 use rustix::io::Errno;
 
-use crate::fixture::{Union, open, open_with, with_sketches};
+use crate::fixture::{Union, closed, open, open_with, with_sketches};
 use crate::host::{attribute, set_attribute};
 use crate::image::{ACCESS_ACL, BIG, acl_of_user, big};
 
@@ -119,5 +119,35 @@ fn capabilities_of_a_sketch_stay_until_its_next_write() {
         union.fs().remove_xattr(node, NAME.as_bytes()).unwrap();
         assert_eq!(write_back(160_000), Ok(4));
         assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA));
+    }
+}
+
+#[test]
+fn attributes_outside_the_namespaces_of_linux_are_refused() {
+    for is_override in [false, true] {
+        let Some(mut union) = closed() else { return };
+        if is_override {
+            union.begin_with_owners_in_attributes();
+        }
+        union.open();
+        union.create("new", 0o644).unwrap();
+        let id = union.id("new");
+        let set = |name: &str| {
+            let name = name.as_bytes();
+            union.fs().set_xattr(id, name, b"x", XattrMode::Any)
+        };
+        for name in ["nonsense", "system.foo", "btrfs.x", "userx.y", "users"] {
+            assert_eq!(set(name), Err(Errno::OPNOTSUPP), "{name}");
+        }
+        for name in ["user.", "trusted.", "security."] {
+            assert_eq!(set(name), Err(Errno::INVAL), "{name}");
+        }
+        for name in ["user.a", "trusted.a", "security.a"] {
+            assert_eq!(set(name), Ok(()), "{name}");
+        }
+        assert_eq!(
+            union.xattr_names("new"),
+            ["security.a", "trusted.a", "user.a"]
+        );
     }
 }

@@ -95,17 +95,7 @@ fn internal_directory_of_another_type_is_reported() {
 #[test]
 fn owner_type_that_the_host_file_cannot_represent_is_found() {
     let Some(mut union) = closed() else { return };
-    // An upper that stores owners in attributes.
-    fs::create_dir_all(union.host(".bcow")).unwrap();
-    let record = serde_json::json!({
-        "schema": "bcow.instance/1",
-        "image": "07".repeat(32),
-        "image_name": "image",
-        "namespace": "user",
-        "ownership": "override",
-        "created_by": "a test",
-    });
-    fs::write(union.host(".bcow/instance.json"), record.to_string()).unwrap();
+    union.begin_with_owners_in_attributes();
     fs::write(union.host("file"), "").unwrap();
     fs::create_dir(union.host("directory")).unwrap();
     let keep = |union: &Union, name: &str, kind: &str| {

@@ -1,6 +1,7 @@
 //! A union on an upper of its own, with requests by path.
 
 use std::collections::{BTreeMap, HashSet};
+use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -100,6 +101,20 @@ impl Union {
     pub fn open(&mut self) {
         let fs = UnionFs::open(self.lower(), &self.upper(), "a test", &self.options);
         self.fs = Some(fs.unwrap());
+    }
+
+    /// Creates an upper as that of an ordinary user: it stores owners in attributes.
+    pub fn begin_with_owners_in_attributes(&self) {
+        fs::create_dir_all(self.host(".bcow")).unwrap();
+        let record = serde_json::json!({
+            "schema": "bcow.instance/1",
+            "image": "07".repeat(32),
+            "image_name": "image",
+            "namespace": "user",
+            "ownership": "override",
+            "created_by": "a test",
+        });
+        fs::write(self.host(".bcow/instance.json"), record.to_string()).unwrap();
     }
 
     fn opened(mut self) -> Union {
