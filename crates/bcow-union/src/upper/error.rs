@@ -64,7 +64,8 @@ pub enum UpperError {
     /// The upper belongs to another image.
     #[error(
         "{}: the upper belongs to the image {} ({}), not to {} ({})",
-        path.display(), .belongs.1, hex_start(.belongs.0), .image.1, hex_start(.image.0)
+        path.display(), .belongs.1, hex_start(&.belongs.0, &.image.0),
+        .image.1, hex_start(&.image.0, &.belongs.0)
     )]
     AnotherImage {
         /// The upper.
@@ -256,12 +257,12 @@ impl UpperError {
     }
 }
 
-/// The first 12 hexadecimal digits of an identity.
-fn hex_start(identity: [u8; 32]) -> String {
-    identity[..6]
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+/// The first 12 hexadecimal digits of an identity, or as many as distinguish it from `other`.
+fn hex_start(identity: &[u8; 32], other: &[u8; 32]) -> String {
+    let same = identity.iter().zip(other).take_while(|(a, b)| a == b);
+    let shown = (same.count() + 1).max(6);
+    let shown = identity.iter().take(shown);
+    shown.map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn door_name(door: Door) -> &'static str {
@@ -311,4 +312,18 @@ pub enum ReadMarksError {
     /// One of them is damaged.
     #[error(transparent)]
     Mark(#[from] MarkError),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shown_identities_differ() {
+        let (a, mut b) = ([0x37; 32], [0x37; 32]);
+        b[31] = 0;
+        assert_eq!(hex_start(&a, &[0; 32]), "37".repeat(6));
+        assert_eq!(hex_start(&a, &b), "37".repeat(32));
+        assert_eq!(hex_start(&b, &a), "37".repeat(31) + "00");
+    }
 }
