@@ -72,7 +72,7 @@ pub(super) fn drop_set_id(
     if is_empty && !owns(request, &attributes) || !given_away && may_keep_set_id(request) {
         return Ok(());
     }
-    let group = match given_away || is_in_group(request, attributes.gid) {
+    let group = match is_in_group(request, attributes.gid) {
         true => Group::Same,
         false => Group::Another,
     };
@@ -140,8 +140,8 @@ pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Res
     fs.set_attributes(node, &changes).map(drop)
 }
 
-/// Whether the caller counts as a member of the file's group. A caller that has CAP_FSETID counts
-/// as a member, and so does a caller that changes the owner or the group.
+/// Whether the caller counts as a member of the file's group before the change. A caller that has
+/// CAP_FSETID counts as a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Group {
     Same,

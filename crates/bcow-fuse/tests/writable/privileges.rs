@@ -91,6 +91,26 @@ fn chown_of_no_one_clears_set_id_bits_only_for_the_owner() {
 }
 
 #[test]
+fn a_new_group_clears_a_mark_for_locking_unless_the_owner_is_in_the_old_one() {
+    if lacks_tools() {
+        return;
+    }
+    let Some(pair) = Pair::new("allow_other,suid") else {
+        return;
+    };
+    for mode in ["2644", "6644", "2654"] {
+        for group in ["7", "65534"] {
+            for user in ["as_user", ""] {
+                pair.same(&format!(
+                    "chown 65534:{group} file; chmod {mode} file; {user} chown :65534 file
+                     stat -c '%a %g' file"
+                ));
+            }
+        }
+    }
+}
+
+#[test]
 fn a_change_of_the_content_clears_set_id_bits_for_every_user() {
     if lacks_tools() {
         return;
