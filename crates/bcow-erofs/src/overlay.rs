@@ -5,7 +5,7 @@
 //! | [`NodeKind::Whiteout`] | character device 0:0 |
 //! | [`Directory::opaque`] | [`OPAQUE`] = `y` |
 //! | [`Directory::implicit`] | [`IMPLICIT`] = `y` |
-//! | [`NodeKind::LowerLink`] | symbolic link to `/TARGET` with [`LINK`] = `y` |
+//! | [`NodeKind::LowerLink`] | symbolic link to `/TARGET` with [`LINK`] = `y`, no other xattr |
 //! | character device 0:0 | the same with [`DEVICE`] = `y` |
 //!
 //! The first two are those of overlayfs (`Documentation/filesystems/overlayfs.rst`), so the kernel
@@ -14,6 +14,7 @@
 //! whiteout.
 
 use std::collections::{BTreeMap, HashMap};
+use std::mem::take;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -63,8 +64,8 @@ impl LayerTree {
                 }
                 NodeKind::LowerLink(target) => {
                     let mut attributes = Attributes {
-                        permissions: 0o777,
-                        ..Attributes::default()
+                        xattrs: None,
+                        ..take(&mut node.attributes)
                     };
                     mark(&mut attributes, LINK);
                     *node = Node {

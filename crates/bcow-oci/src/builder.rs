@@ -218,11 +218,14 @@ impl<'b> LayerBuilder<'b> {
     }
 
     /// Adds a name for the file at `target`. If the target does not exist yet,
-    /// [`LayerBuilder::finish`] resolves the link.
+    /// [`LayerBuilder::finish`] resolves the link. A link to a file of a lower layer gets the
+    /// attributes of its header, without the extended ones: an export without the lower layers
+    /// has no others.
     pub(crate) fn hardlink(
         &mut self,
         slot: &Slot,
         target: &[u8],
+        attributes: Attributes,
         entry: &[u8],
     ) -> Result<Option<NodeId>> {
         if target.is_empty() {
@@ -254,7 +257,10 @@ impl<'b> LayerBuilder<'b> {
         }
         self.charge_names(2 * target.len())?;
         let id = self.add(Node {
-            attributes: Attributes::default(),
+            attributes: Attributes {
+                xattrs: None,
+                ..attributes
+            },
             kind: NodeKind::LowerLink(names.join(&b'/').into()),
         })?;
         self.tree.insert(slot.dir, &slot.name, id);

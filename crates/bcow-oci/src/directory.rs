@@ -136,7 +136,7 @@ impl<S: ContentSink> Walk<'_, S> {
         if kind != FileType::Directory && stat.st_nlink > 1 {
             if let Some(first) = self.links.get(&stat.st_ino) {
                 self.builder
-                    .hardlink(&slot, first, &inner)
+                    .hardlink(&slot, first, Attributes::default(), &inner)
                     .map_err(failed)?;
                 return Ok(None);
             }

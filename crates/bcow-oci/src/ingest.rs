@@ -163,9 +163,8 @@ impl Layer<'_> {
         let attributes = self.attributes(&path, &mut entry)?;
         let device = |major, minor| DeviceNumber { major, minor };
         let kind = match entry.kind {
-            // A hardlink has the attributes of its target.
             EntryKind::Hardlink => {
-                let linked = self.builder.hardlink(&slot, &entry.link, &path);
+                let linked = self.builder.hardlink(&slot, &entry.link, attributes, &path);
                 if let Some(id) = linked.map_err(error)? {
                     self.check_visible(&slot, id);
                 }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 
-use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK, OPAQUE, is_whiteout};
+use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK, OPAQUE, Role, is_whiteout, role};
 use bcow_erofs::reader::{
     DeviceNumber, ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid, Symlinks, Timestamp,
     Walk, XattrList,
@@ -20,6 +20,8 @@ use crate::text::{plural, quoted};
 const PIECE: u64 = 1 << 20;
 /// Limit on the bytes of paths of inodes with several names.
 const MAX_LINK_BYTES: usize = 1 << 29;
+/// Limit on symbolic links in a hardlink's target path, as in the merge of layers.
+const MAX_LINKS: u32 = 40;
 /// Prefix of whiteouts in layers.
 const WHITEOUT: &[u8] = b".wh.";
 /// Name of the file that makes a directory of a layer opaque.
@@ -49,6 +51,79 @@ pub(super) enum Below<'e> {
     Layers(&'e [&'e Filesystem]),
 }
 
+impl Below<'_> {
+    /// The file that a hardlink of the layer above refers to by `path`. `None` if these layers are
+    /// unknown or have no such file. Symbolic links on the way are followed.
+    fn file(self, path: &[u8]) -> Result<Option<Inode>, ErofsError> {
+        let Below::Layers(mut layers) = self else {
+            return Ok(None);
+        };
+        let (mut at, mut links) = (Vec::new(), 0);
+        let mut todo = names(path);
+        while let Some(name) = todo.pop() {
+            if name == b".." {
+                at.pop();
+                continue;
+            }
+            at.push(name);
+            let Some((index, inode)) = find_in_layers(layers, &at.join(&b'/'))? else {
+                return Ok(None);
+            };
+            if inode.kind == FileType::Directory {
+                continue;
+            }
+            let is_lower_link = role(layers[index], &inode)? == Role::LowerLink;
+            if todo.is_empty() && !is_lower_link {
+                return Ok(Some(inode));
+            }
+            links += 1;
+            if inode.kind != FileType::Symlink || links > MAX_LINKS {
+                return Ok(None);
+            }
+            let target = layers[index].read_link(&inode)?;
+            if is_lower_link {
+                // Only the last name of a path can be such a link.
+                if !todo.is_empty() {
+                    return Ok(None);
+                }
+                layers = &layers[..index];
+            }
+            at.pop();
+            if target.starts_with(b"/") {
+                at.clear();
+            }
+            todo.extend(names(&target));
+        }
+        Ok(None)
+    }
+}
+
+/// The names of a path, the last one first.
+fn names(path: &[u8]) -> Vec<Vec<u8>> {
+    let names = path.rsplit(|&b| b == b'/');
+    let names = names.filter(|name| !matches!(*name, b"" | b"."));
+    names.map(<[u8]>::to_vec).collect()
+}
+
+/// The object at `path` in the merged tree of `layers`, and the index of its layer.
+fn find_in_layers(
+    layers: &[&Filesystem],
+    path: &[u8],
+) -> Result<Option<(usize, Inode)>, ErofsError> {
+    for (index, layer) in layers.iter().enumerate().rev() {
+        let place = LayerObject::find(layer, path)?;
+        match place.object {
+            Some(inode) if !place.is_above && !is_whiteout(layer, &inode)? => {
+                return Ok(Some((index, inode)));
+            }
+            Some(_) => return Ok(None),
+            None if place.is_below_opaque => return Ok(None),
+            None => {}
+        }
+    }
+    Ok(None)
+}
+
 /// The export of one file system into an archive.
 pub(super) struct TreeExport<'e> {
     fs: &'e Filesystem,
@@ -68,7 +143,8 @@ pub(super) struct TreeExport<'e> {
 struct LowerLink {
     path: Vec<u8>,
     target: Vec<u8>,
-    inode: Inode,
+    /// The file, or the link itself if the layers below are unknown.
+    attributes: Inode,
 }
 
 struct FirstName {
@@ -152,10 +228,12 @@ impl<'e> TreeExport<'e> {
             }
             let target = self.fs.read_link(&inode).map_err(|e| read_error(path, e))?;
             self.remember(path.len() + target.len())?;
+            // Programs that unpack layers may give the attributes of a link's header to the file.
+            let file = self.below.file(&target).map_err(|e| read_error(path, e))?;
             links.push(LowerLink {
                 path: path.to_vec(),
                 target: target.strip_prefix(b"/").unwrap_or(&target).to_vec(),
-                inode,
+                attributes: file.unwrap_or(inode),
             });
         }
         // A link that replaces a directory above another link's target comes last.
@@ -182,7 +260,13 @@ impl<'e> TreeExport<'e> {
                     &link.target[..]
                 }
             };
-            self.entry(&link.path, &link.inode, Kind::Hardlink { target }, &[], tar)?;
+            self.entry(
+                &link.path,
+                &link.attributes,
+                Kind::Hardlink { target },
+                &[],
+                tar,
+            )?;
         }
         Ok(())
     }
@@ -246,9 +330,8 @@ impl<'e> TreeExport<'e> {
                 break;
             }
             let place = LayerObject::find(layer, path).map_err(error)?;
-            match place.kind {
-                Some(FileType::Directory) => return Ok(false),
-                Some(_) => return Ok(true),
+            match place.object {
+                Some(object) => return Ok(object.kind != FileType::Directory),
                 None => hides = place.is_below_opaque,
             }
         }
@@ -553,8 +636,10 @@ fn runs_between(
 
 /// The object that a layer has at a path.
 struct LayerObject {
-    /// Type of the object, or of a non-directory above it; `None` if the layer has no object there.
-    kind: Option<FileType>,
+    /// The object, or a non-directory above it; `None` if the layer has no object there.
+    object: Option<Inode>,
+    /// Whether `object` is above the path.
+    is_above: bool,
     /// Whether an opaque directory above the path hides the layers below.
     is_below_opaque: bool,
 }
@@ -562,22 +647,25 @@ struct LayerObject {
 impl LayerObject {
     fn find(layer: &Filesystem, path: &[u8]) -> Result<LayerObject, ErofsError> {
         let mut at = layer.inode(layer.root())?;
-        let mut is_below_opaque = false;
+        let (mut is_below_opaque, mut is_above) = (false, false);
         for name in path.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
             if at.kind != FileType::Directory {
+                is_above = true;
                 break;
             }
             is_below_opaque |= layer.xattr(&at, OPAQUE)?.is_some();
             let Some(entry) = layer.lookup(&at, name)? else {
                 return Ok(LayerObject {
-                    kind: None,
+                    object: None,
+                    is_above: false,
                     is_below_opaque,
                 });
             };
             at = layer.inode(entry.nid)?;
         }
         Ok(LayerObject {
-            kind: Some(at.kind),
+            object: Some(at),
+            is_above,
             is_below_opaque,
         })
     }

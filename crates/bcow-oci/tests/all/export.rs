@@ -106,6 +106,12 @@ impl Exported {
         convert_with(&source, &options())
     }
 
+    /// The list of GNU tar for a layer that is not compressed.
+    fn list(&self, layer: usize) -> Vec<String> {
+        let manifest = manifest(self.layout.path());
+        list(&blob(self.layout.path(), &manifest["layers"][layer]))
+    }
+
     /// The names in a layer that is not compressed.
     fn names(&self, layer: usize) -> Vec<String> {
         let path = blob(
@@ -121,6 +127,19 @@ impl Exported {
         let text = String::from_utf8(listed.stdout).unwrap();
         text.lines().map(str::to_owned).collect()
     }
+}
+
+/// The list of GNU tar, without the spaces that align the columns.
+fn list(archive: &Path) -> Vec<String> {
+    let listed = std::process::Command::new("tar")
+        .args(["--utc", "--numeric-owner", "-tvf"])
+        .arg(archive)
+        .output()
+        .unwrap();
+    assert!(listed.status.success());
+    let text = String::from_utf8(listed.stdout).unwrap();
+    let columns = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+    text.lines().map(columns).collect()
 }
 
 fn exported(
@@ -286,6 +305,49 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
             "z/",
             "z/x",
         ]
+    );
+}
+
+#[test]
+fn a_link_into_a_lower_layer_has_the_attributes_of_its_file() {
+    let header = |name: &str, kind, mode, uid, gid, mtime| Header {
+        mode,
+        uid,
+        gid,
+        mtime,
+        ..Header::new(name, kind)
+    };
+    let file = header("d/su", b'0', 0o4750, 1000, 1001, 1_500_000_000);
+    let lower = Tar::new()
+        .dir("d/")
+        .entry(&file, b"")
+        .symlink("s", "d")
+        .done();
+    let link = |name, target| header(name, b'1', 0o640, 7, 8, 1).link(target);
+    let middle = Tar::new().entry(&link("hl", "d/su"), b"").done();
+    let top = Tar::new()
+        .file(".wh.hl", "")
+        .entry(&link("of-link", "hl"), b"")
+        .entry(&link("through", "s/su"), b"")
+        .done();
+    let stacked = stack(&[lower, middle, top]).unwrap();
+    let exported = stacked.export();
+    let of_file = "hrwsr-x--- 1000/1001 0 2017-07-14 02:40";
+    assert_eq!(exported.list(1), [format!("{of_file} hl link to d/su")]);
+    assert_eq!(
+        exported.list(2)[..2],
+        [
+            format!("{of_file} of-link link to hl"),
+            format!("{of_file} through link to s/su")
+        ]
+    );
+    // Without the layers below, those of the link's own header.
+    let mut archive = tempfile::NamedTempFile::new().unwrap();
+    let (fs, options) = (&stacked.layers[1], ExportOptions::default());
+    export_tar(fs, TarForm::Layer, &mut archive, &options, &()).unwrap();
+    assert_eq!(
+        list(archive.path()),
+        ["hrw-r----- 7/8 0 1970-01-01 00:00 hl link to d/su"]
     );
 }
 
