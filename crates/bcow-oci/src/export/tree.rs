@@ -136,6 +136,8 @@ pub(super) struct TreeExport<'e> {
     link_bytes: usize,
     /// Directories above hardlinks to lower layers; they are in the archive already.
     early: HashSet<Vec<u8>>,
+    /// Directories whose opaque mark is in the archive already.
+    emptied: HashSet<Vec<u8>>,
     report: TarReport,
 }
 
@@ -175,6 +177,7 @@ impl<'e> TreeExport<'e> {
             links: HashMap::new(),
             link_bytes: 0,
             early: HashSet::new(),
+            emptied: HashSet::new(),
             report: TarReport::default(),
         }
     }
@@ -268,6 +271,25 @@ impl<'e> TreeExport<'e> {
                 tar,
             )?;
         }
+        self.empty_early(tar)
+    }
+
+    /// Writes opaque marks into the early directories below an opaque one, the deepest first. The
+    /// mark of the opaque directory would remove the lower layers' entries from them, and change
+    /// their times after their own entries. Their own marks do so while these times are restored.
+    fn empty_early<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
+        let mut directories = Vec::new();
+        for path in &self.early {
+            let place = LayerObject::find(self.fs, path).map_err(|e| read_error(path, e))?;
+            if place.is_below_opaque {
+                directories.push(path.clone());
+            }
+        }
+        directories.sort_unstable_by(|a, b| b.cmp(a));
+        for path in directories {
+            self.whiteout(&[&path, &b"/"[..], OPAQUE_WHITEOUT].concat(), tar)?;
+            self.emptied.insert(path);
+        }
         Ok(())
     }
 
@@ -356,14 +378,13 @@ impl<'e> TreeExport<'e> {
         tar: &mut TarWriter<W>,
     ) -> Result<bool, ExportError> {
         if inode.kind == FileType::Directory {
-            // A directory that was written early is written again: an opaque mark above it may have
-            // changed its times.
-            if self.is_listed(path, inode)? {
+            // Some programs refuse an archive with two entries of one name.
+            if !self.early.contains(path) && self.is_listed(path, inode)? {
                 let xattrs = self.xattrs(path, inode)?;
                 self.entry(path, inode, Kind::Directory, &xattrs, tar)?;
             }
             // The opaque mark comes before the contents of the directory.
-            if self.is_marked(path, inode, OPAQUE)? {
+            if !self.emptied.contains(path) && self.is_marked(path, inode, OPAQUE)? {
                 let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
                 self.whiteout(&[path, slash, OPAQUE_WHITEOUT].concat(), tar)?;
             }
