@@ -245,8 +245,12 @@ class Generator:
                        link=self.random.choice([b"", b"", b"./", b"/"]) + path))
         if self.random.random() < 0.3:
             self.add(Entry(self.new(), "hardlink", link=self.entries[-1].path))
-        if self.random.random() < 0.3:
+        dice = self.random.random()
+        if dice < 0.3:
             self.add(whiteout(path))
+        elif dice < 0.6:
+            # The link comes before the new object, so it refers to the lower file.
+            self.add(self.thing(path))
 
     def link_before_target(self):
         path = self.new()

@@ -186,7 +186,7 @@ class Layer:
         self.directories = {}
         # Directories with an opaque mark in them, and places that had a whiteout.
         self.marked, self.whited = set(), set()
-        # Links without a target yet: place -> (entry, inode of the placeholder).
+        # Links without a target yet: place -> (entry, inode of the placeholder, target).
         self.pending = {}
 
     def full(self, place):
@@ -331,10 +331,12 @@ class Layer:
         if source is not None and not self.is_pending(source):
             self.link(source, place)
             return
+        # A link to a link has the same target.
+        target = entry.link if source is None else self.pending[source][2]
         # The entry is no directory in any case, and takes the place now.
         self.remove(place)
         os.close(os.open(self.full(place), os.O_CREAT | os.O_EXCL))
-        self.pending[place] = (entry, self.lstat(place).st_ino)
+        self.pending[place] = (entry, self.lstat(place).st_ino, target)
 
     def link(self, source, place):
         if source == place:
@@ -346,8 +348,8 @@ class Layer:
         os.rename(aside, self.full(place))
 
     def link_pending(self):
-        """Resolves pending links: to a file of this layer if there is one now, otherwise to a lower
-        layer's."""
+        """Resolves pending links: to a file of the lower layers, as a program that unpacks entries
+        in order. Without such a file, to a later file of this layer."""
         waiting = [place for place in self.pending if self.is_pending(place)]
         for last_chance in (False, True):
             progress = True
@@ -363,21 +365,21 @@ class Layer:
             raise UnresolvedLinks([self.pending[place][0] for place in waiting])
 
     def resolve(self, place, last_chance):
-        entry = self.pending[place][0]
-        try:
-            source = self.own(entry.link)
-        except Refused:
-            return False
-        if source is not None:
-            if self.is_pending(source):
+        target = self.pending[place][2]
+        found = follow(os.fsencode(self.below), target)
+        if found is None:
+            try:
+                source = self.own(target)
+            except Refused:
                 return False
-            self.link(source, place)
-            return True
-        if not last_chance:
-            found = follow(os.fsencode(self.below), entry.link)
-        else:
-            # The path may lead through a link of this layer and end in a lower layer.
-            found = self.follow_merged(entry.link)
+            if source is not None:
+                if self.is_pending(source):
+                    return False
+                self.link(source, place)
+                return True
+            if last_chance:
+                # The path may lead through a link of this layer and end in a lower layer.
+                found = self.follow_merged(target)
         if found is None:
             return False
         copied = entry_of(found)

@@ -50,8 +50,8 @@ pub fn merge(layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
     Ok(validated_tree(merged.nodes)?)
 }
 
-/// The layers applied so far. There are no whiteouts and no links to lower layers. Nodes without a
-/// name stay in the arena until [`build`] drops them.
+/// The layers applied so far. There are no whiteouts, and links to lower layers only while a layer
+/// is applied. Nodes without a name stay in the arena until [`validated_tree`] drops them.
 struct Merged {
     nodes: Vec<Node>,
 }
@@ -60,7 +60,7 @@ struct Merged {
 struct OpenLink {
     dir: NodeId,
     name: Box<[u8]>,
-    target: Box<[u8]>,
+    id: NodeId,
 }
 
 const UNSEEN: u32 = u32::MAX;
@@ -110,17 +110,16 @@ impl Merged {
                     NodeKind::Whiteout => {
                         names.remove(&name);
                     }
-                    NodeKind::LowerLink(target) => match links.get(&id.0) {
+                    NodeKind::LowerLink(_) => match links.get(&id.0) {
                         Some(&found) => {
                             names.insert(name, found);
                         }
                         None => {
-                            names.remove(&name);
-                            open_links.push(OpenLink {
-                                dir: lower,
-                                name,
-                                target: target.clone(),
-                            });
+                            let id = NodeId(self.nodes.len() as u32);
+                            self.nodes.push(take_node(node));
+                            names.insert(name.clone(), id);
+                            let dir = lower;
+                            open_links.push(OpenLink { dir, name, id });
                         }
                     },
                     NodeKind::Directory(_) => {
@@ -154,26 +153,56 @@ impl Merged {
     fn resolve_in_own_layer(&mut self, mut open: Vec<OpenLink>) -> Result<(), TreeError> {
         while !open.is_empty() {
             let before = open.len();
-            let mut rest = Vec::new();
+            let (mut rest, mut ends) = (Vec::new(), BTreeMap::new());
             for link in open {
-                match self.resolve(&link.target) {
+                match self.follow(link.id, &mut ends) {
                     Some(found) => {
                         self.children_mut(link.dir).insert(link.name, found);
                     }
                     None => rest.push(link),
                 }
             }
+            // The path of a link may lead through another one, which has a target now.
             open = rest;
             if open.len() == before {
                 let link = open.swap_remove(0);
+                let path = self.path(link.dir, &link.name);
+                let target = match take_node(&mut self.nodes[link.id.0 as usize]).kind {
+                    NodeKind::LowerLink(target) => target.into_vec(),
+                    other => unreachable!("{other:?} is not a link"),
+                };
                 return Err(TreeError::Link {
-                    path: self.path(link.dir, &link.name),
-                    target: link.target.into_vec(),
+                    path,
+                    target,
                     reason: "neither this layer nor one below has such a file",
                 });
             }
         }
         Ok(())
+    }
+
+    /// Follows a link, through other links, to a file. `ends` has the results for the links that
+    /// were followed before.
+    fn follow(&self, link: NodeId, ends: &mut BTreeMap<NodeId, Option<NodeId>>) -> Option<NodeId> {
+        let mut chain = Vec::new();
+        let mut at = link;
+        let end = loop {
+            if let Some(&known) = ends.get(&at) {
+                break known;
+            }
+            let NodeKind::LowerLink(target) = &self.nodes[at.0 as usize].kind else {
+                break Some(at);
+            };
+            // Links that form a cycle have no end.
+            ends.insert(at, None);
+            chain.push(at);
+            match self.resolve(target) {
+                Some(next) => at = next,
+                None => break None,
+            }
+        };
+        ends.extend(chain.into_iter().map(|id| (id, end)));
+        end
     }
 
     fn add_directory(&mut self, attributes: Attributes) -> NodeId {

@@ -7,6 +7,8 @@
 //! - A parent that is a symlink *of this layer* is followed inside the root. A symlink of a lower
 //!   layer is replaced by a directory (in the merge), as when overlayfs stacks layers that were
 //!   unpacked one by one.
+//! - A hardlink to a name that the layer does not have yet refers to the lower layers' file of this
+//!   name. Without such a file, it refers to a later file of this layer. The merge decides.
 //! - A whiteout hides entries of lower layers only, never an entry of its own layer, at any
 //!   position in the archive.
 
@@ -79,23 +81,8 @@ pub(crate) struct LayerBuilder<'b> {
     /// Places that have both a whiteout and an entry. A directory there hides the lower layers,
     /// even if a later entry put the directory in the place of another object.
     whiteouts: HashSet<Slot>,
-    /// Hardlinks whose target is not in the tree yet.
-    pending: Vec<Pending>,
-}
-
-struct Pending {
-    slot: Slot,
-    id: NodeId,
-    /// The target as the archive has it, for errors.
-    target: Vec<u8>,
-    entry: Vec<u8>,
-}
-
-/// A hardlink could not be resolved at the end of the layer.
-#[derive(Debug)]
-pub(crate) struct LinkError {
-    pub entry: Vec<u8>,
-    pub problem: TarProblem,
+    /// Hardlinks whose target was not in the tree at their entry.
+    pending: Vec<(Slot, NodeId)>,
 }
 
 /// Limit on symlinks per path, as in Linux.
@@ -217,16 +204,14 @@ impl<'b> LayerBuilder<'b> {
         Ok(id)
     }
 
-    /// Adds a name for the file at `target`. If the target does not exist yet,
-    /// [`LayerBuilder::finish`] resolves the link. A link to a file of a lower layer gets the
-    /// attributes of its header, without the extended ones: an export without the lower layers
-    /// has no others.
+    /// Adds a name for the file at `target`. If the target does not exist yet, the name becomes a
+    /// link to a lower file with the attributes of its header, without the extended ones: an export
+    /// without the lower layers has no others.
     pub(crate) fn hardlink(
         &mut self,
         slot: &Slot,
         target: &[u8],
         attributes: Attributes,
-        entry: &[u8],
     ) -> Result<Option<NodeId>> {
         if target.is_empty() {
             return Err(TarProblem::EmptyTarget.into());
@@ -239,15 +224,18 @@ impl<'b> LayerBuilder<'b> {
         })?;
         self.charge_names(slot.name.len())?;
         self.record_whiteout(slot)?;
+        let mut path: Box<[u8]> = names.join(&b'/').into();
         if let Some(id) = self.find(&names)? {
-            match self.tree.node(id).kind {
+            match &self.tree.node(id).kind {
                 NodeKind::Directory(_) => {
                     return Err(TarProblem::LinkToDirectory {
                         target: target.to_vec(),
                     }
                     .into());
                 }
-                NodeKind::Whiteout | NodeKind::LowerLink(_) => {}
+                NodeKind::Whiteout => {}
+                // Another name of the same lower file, even if an entry replaces the first link.
+                NodeKind::LowerLink(of_first) => path = of_first.clone(),
                 // A link to itself changes nothing.
                 _ => {
                     self.tree.insert(slot.dir, &slot.name, id);
@@ -255,21 +243,16 @@ impl<'b> LayerBuilder<'b> {
                 }
             }
         }
-        self.charge_names(2 * target.len())?;
+        self.charge_names(path.len())?;
         let id = self.add(Node {
             attributes: Attributes {
                 xattrs: None,
                 ..attributes
             },
-            kind: NodeKind::LowerLink(names.join(&b'/').into()),
+            kind: NodeKind::LowerLink(path),
         })?;
         self.tree.insert(slot.dir, &slot.name, id);
-        self.pending.push(Pending {
-            slot: slot.clone(),
-            id,
-            target: target.to_vec(),
-            entry: entry.to_vec(),
-        });
+        self.pending.push((slot.clone(), id));
         Ok(None)
     }
 
@@ -334,75 +317,52 @@ impl<'b> LayerBuilder<'b> {
         Ok(Some(xattrs))
     }
 
-    /// Resolves the pending hardlinks. `linked` is called for each new name of a file of this
-    /// layer.
-    pub(crate) fn finish(
-        mut self,
-        mut linked: impl FnMut(&Self, &Slot, NodeId),
-    ) -> std::result::Result<LayerTree, LinkError> {
+    /// Ends the layer. `linked` is called for each name that may become a name of a file of this
+    /// layer, if no lower layer has the target of the link.
+    pub(crate) fn finish(mut self, mut linked: impl FnMut(&Self, &Slot, NodeId)) -> LayerTree {
         let pending = std::mem::take(&mut self.pending);
-        let by_id: HashMap<NodeId, usize> =
-            pending.iter().enumerate().map(|(i, l)| (l.id, i)).collect();
-        for link in &pending {
-            if !self.is_named(&link.slot, link.id) {
-                continue; // a later entry took the place
-            }
-            let error = |problem| LinkError {
-                entry: link.entry.clone(),
-                problem,
-            };
-            let (chain, end) = self.follow_links(link.id).map_err(|cause| match cause {
-                PlaceError::Problem(problem) => error(problem),
-                // Nothing is added here, so a limit cannot be exceeded.
-                PlaceError::Limit(_) => error(TarProblem::TooManyLinks),
-            })?;
-            let Some(end) = end else {
-                return Err(error(TarProblem::LinkToNothing {
-                    target: link.target.clone(),
-                }));
-            };
-            let kind = self.tree.node(end).kind.clone();
-            if matches!(kind, NodeKind::Directory(_)) {
-                return Err(error(TarProblem::LinkToDirectory {
-                    target: link.target.clone(),
-                }));
-            }
-            // All links on the way have the same target; resolve them now, so that they are not
-            // followed again.
-            for id in chain {
-                let Some(link) = by_id.get(&id).map(|&i| &pending[i]) else {
-                    continue;
-                };
-                if matches!(kind, NodeKind::LowerLink(_)) {
-                    self.tree.node_mut(id).kind = kind.clone();
-                } else if self.is_named(&link.slot, id) {
-                    self.tree.insert(link.slot.dir, &link.slot.name, end);
-                    linked(&self, &link.slot, end);
-                }
+        let mut ends = HashMap::new();
+        for (slot, id) in &pending {
+            // A later entry may have taken the place.
+            if self.is_named(slot, *id)
+                && let Some(end) = self.follow_links(*id, &mut ends)
+            {
+                linked(&self, slot, end);
             }
         }
-        Ok(self.tree)
+        self.tree
     }
 
-    /// Follows a pending link, through other pending links, to its target in this layer. Returns
-    /// the links on the way, and the end: a file, or the last link if its target is not in this
-    /// layer; `None` if the links form a cycle.
-    fn follow_links(&self, first: NodeId) -> Result<(Vec<NodeId>, Option<NodeId>)> {
+    /// Follows a pending link, through other pending links, to a file of this layer. `ends` has the
+    /// results for the links that were followed before.
+    fn follow_links(
+        &self,
+        first: NodeId,
+        ends: &mut HashMap<NodeId, Option<NodeId>>,
+    ) -> Option<NodeId> {
         let mut chain = Vec::new();
-        let mut seen = HashSet::new();
         let mut at = first;
-        while let NodeKind::LowerLink(target) = &self.tree.node(at).kind {
-            if !seen.insert(at) {
-                return Ok((chain, None));
+        let end = loop {
+            if let Some(&known) = ends.get(&at) {
+                break known;
             }
-            chain.push(at);
-            let names: Vec<&[u8]> = target.split(|&b| b == b'/').collect();
-            match self.find(&names)? {
-                Some(id) if !matches!(self.tree.node(id).kind, NodeKind::Whiteout) => at = id,
-                _ => break,
+            match &self.tree.node(at).kind {
+                NodeKind::Directory(_) | NodeKind::Whiteout => break None,
+                NodeKind::LowerLink(target) => {
+                    // Links that form a cycle have no end.
+                    ends.insert(at, None);
+                    chain.push(at);
+                    let names: Vec<&[u8]> = target.split(|&b| b == b'/').collect();
+                    match self.find(&names) {
+                        Ok(Some(next)) => at = next,
+                        Ok(None) | Err(_) => break None,
+                    }
+                }
+                _ => break Some(at),
             }
-        }
-        Ok((chain, Some(at)))
+        };
+        ends.extend(chain.into_iter().map(|id| (id, end)));
+        end
     }
 
     /// Finds the node at a path without changing the tree. Symlinks are followed except at the last

@@ -61,12 +61,7 @@ impl<S: ContentSink> DirectoryIngest<'_, S> {
             .directory(None, attributes)
             .map_err(|e| e.at("", b"."))?;
         walk.run(fd, root)?;
-        walk.builder
-            .finish(|_, _, _| ())
-            .map_err(|e| ConvertError::Tar {
-                place: Place::entry("", &e.entry),
-                problem: e.problem,
-            })
+        Ok(walk.builder.finish(|_, _, _| ()))
     }
 }
 
@@ -136,7 +131,7 @@ impl<S: ContentSink> Walk<'_, S> {
         if kind != FileType::Directory && stat.st_nlink > 1 {
             if let Some(first) = self.links.get(&stat.st_ino) {
                 self.builder
-                    .hardlink(&slot, first, Attributes::default(), &inner)
+                    .hardlink(&slot, first, Attributes::default())
                     .map_err(failed)?;
                 return Ok(None);
             }

@@ -512,8 +512,6 @@ pub enum TarProblem {
     TargetTooLong { bytes: usize },
     #[error("hardlink to {}, which is a directory", quoted(target))]
     LinkToDirectory { target: Vec<u8> },
-    #[error("hardlink to {}, which does not exist", quoted(target))]
-    LinkToNothing { target: Vec<u8> },
     #[error("hardlink to {}, which leads out of the root", quoted(target))]
     LinkClimbsOut { target: Vec<u8> },
     #[error("whiteout without a name")]

@@ -75,7 +75,7 @@ impl<S: ContentSink> LayerIngest<'_, S> {
             layer.entry(entries, entry, tar, self.content)?;
             entries += 1;
         }
-        let (tree, rescue) = layer.finish()?;
+        let (tree, rescue) = layer.finish();
         Ok(Ingested {
             tree,
             entries,
@@ -164,7 +164,7 @@ impl Layer<'_> {
         let device = |major, minor| DeviceNumber { major, minor };
         let kind = match entry.kind {
             EntryKind::Hardlink => {
-                let linked = self.builder.hardlink(&slot, &entry.link, attributes, &path);
+                let linked = self.builder.hardlink(&slot, &entry.link, attributes);
                 if let Some(id) = linked.map_err(error)? {
                     self.check_visible(&slot, id);
                 }
@@ -268,28 +268,22 @@ impl Layer<'_> {
         }
     }
 
-    fn finish(self) -> Result<(LayerTree, Rescue), ConvertError> {
+    fn finish(self) -> (LayerTree, Rescue) {
         let Layer {
-            name,
             builder,
             uppers,
             dropped,
             mut rescue,
             ..
         } = self;
-        let tree = builder
-            .finish(|builder, slot, id| {
-                if let Some(&number) = dropped.get(&id)
-                    && !uppers.hides(builder, slot)
-                {
-                    rescue.0.insert(number, id);
-                }
-            })
-            .map_err(|e| ConvertError::Tar {
-                place: Place::entry(name, &e.entry),
-                problem: e.problem,
-            })?;
-        Ok((tree, rescue))
+        let tree = builder.finish(|builder, slot, id| {
+            if let Some(&number) = dropped.get(&id)
+                && !uppers.hides(builder, slot)
+            {
+                rescue.0.insert(number, id);
+            }
+        });
+        (tree, rescue)
     }
 
     fn target(&self, path: &[u8], entry: &Entry) -> Result<Box<[u8]>, ConvertError> {

@@ -1,6 +1,6 @@
 //! Converts a file system into the entries of an archive.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::Write;
 
 use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK, OPAQUE, Role, is_whiteout, role};
@@ -55,47 +55,60 @@ impl Below<'_> {
     /// The file that a hardlink of the layer above refers to by `path`. `None` if these layers are
     /// unknown or have no such file. Symbolic links on the way are followed.
     fn file(self, path: &[u8]) -> Result<Option<Inode>, ErofsError> {
-        let Below::Layers(mut layers) = self else {
+        match self {
+            Below::Unknown => Ok(None),
+            Below::Layers(layers) => linked_file(layers, path, &mut 0),
+        }
+    }
+}
+
+/// The file at `path` in the merged tree of `layers`. `links` counts the links on the way.
+fn linked_file(
+    layers: &[&Filesystem],
+    path: &[u8],
+    links: &mut u32,
+) -> Result<Option<Inode>, ErofsError> {
+    let mut at = Vec::new();
+    let mut todo = names(path);
+    while let Some(name) = todo.pop() {
+        if name == b".." {
+            at.pop();
+            continue;
+        }
+        at.push(name);
+        let Some((index, inode)) = find_in_layers(layers, &at.join(&b'/'))? else {
             return Ok(None);
         };
-        let (mut at, mut links) = (Vec::new(), 0);
-        let mut todo = names(path);
-        while let Some(name) = todo.pop() {
-            if name == b".." {
-                at.pop();
-                continue;
-            }
-            at.push(name);
-            let Some((index, inode)) = find_in_layers(layers, &at.join(&b'/'))? else {
-                return Ok(None);
-            };
-            if inode.kind == FileType::Directory {
-                continue;
-            }
-            let is_lower_link = role(layers[index], &inode)? == Role::LowerLink;
-            if todo.is_empty() && !is_lower_link {
-                return Ok(Some(inode));
-            }
-            links += 1;
-            if inode.kind != FileType::Symlink || links > MAX_LINKS {
-                return Ok(None);
-            }
-            let target = layers[index].read_link(&inode)?;
-            if is_lower_link {
-                // Only the last name of a path can be such a link.
-                if !todo.is_empty() {
-                    return Ok(None);
-                }
-                layers = &layers[..index];
-            }
-            at.pop();
-            if target.starts_with(b"/") {
-                at.clear();
-            }
-            todo.extend(names(&target));
+        if inode.kind == FileType::Directory {
+            continue;
         }
-        Ok(None)
+        let is_lower_link = role(layers[index], &inode)? == Role::LowerLink;
+        if todo.is_empty() && !is_lower_link {
+            return Ok(Some(inode));
+        }
+        *links += 1;
+        if inode.kind != FileType::Symlink || *links > MAX_LINKS {
+            return Ok(None);
+        }
+        let target = layers[index].read_link(&inode)?;
+        if is_lower_link {
+            // Only the last name of a path can be such a link. As in a merge, its target is in the
+            // layers below, or else in its own one.
+            return match todo.is_empty() {
+                true => match linked_file(&layers[..index], &target, links)? {
+                    None => linked_file(&layers[..=index], &target, links),
+                    found => Ok(found),
+                },
+                false => Ok(None),
+            };
+        }
+        at.pop();
+        if target.starts_with(b"/") {
+            at.clear();
+        }
+        todo.extend(names(&target));
     }
+    Ok(None)
 }
 
 /// The names of a path, the last one first.
@@ -138,6 +151,8 @@ pub(super) struct TreeExport<'e> {
     early: HashSet<Vec<u8>>,
     /// Directories whose opaque mark is in the archive already.
     emptied: HashSet<Vec<u8>>,
+    /// Links to files of this layer, which no layer below has: path and target.
+    own_links: BTreeMap<Vec<u8>, LowerLink>,
     report: TarReport,
 }
 
@@ -178,6 +193,7 @@ impl<'e> TreeExport<'e> {
             link_bytes: 0,
             early: HashSet::new(),
             emptied: HashSet::new(),
+            own_links: BTreeMap::new(),
             report: TarReport::default(),
         }
     }
@@ -201,6 +217,7 @@ impl<'e> TreeExport<'e> {
             self.check_cancel()?;
             self.inode(walk.path(), &inode, &mut tar)?;
         }
+        self.write_own_links(&mut tar)?;
         tar.finish().map_err(ExportError::Write)?;
         if self.report.sockets > 0 {
             let sockets = plural(self.report.sockets, "socket");
@@ -233,11 +250,16 @@ impl<'e> TreeExport<'e> {
             self.remember(path.len() + target.len())?;
             // Programs that unpack layers may give the attributes of a link's header to the file.
             let file = self.below.file(&target).map_err(|e| read_error(path, e))?;
-            links.push(LowerLink {
+            let is_own = file.is_none() && matches!(self.below, Below::Layers(_));
+            let link = LowerLink {
                 path: path.to_vec(),
                 target: target.strip_prefix(b"/").unwrap_or(&target).to_vec(),
                 attributes: file.unwrap_or(inode),
-            });
+            };
+            match is_own {
+                true => drop(self.own_links.insert(path.to_vec(), link)),
+                false => links.push(link),
+            }
         }
         // A link that replaces a directory above another link's target comes last.
         let mut targets: Vec<&[u8]> = links.iter().map(|link| &link.target[..]).collect();
@@ -272,6 +294,30 @@ impl<'e> TreeExport<'e> {
             )?;
         }
         self.empty_early(tar)
+    }
+
+    /// Writes the hardlinks to files of this layer whose targets came later in the source.
+    fn write_own_links<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
+        let links = std::mem::take(&mut self.own_links);
+        for link in links.values() {
+            self.check_name(&link.path)?;
+            // The target may be such a link itself, and need not be in the archive yet.
+            let mut target = &link.target;
+            for _ in 0..MAX_LINKS {
+                match links.get(target) {
+                    Some(next) => target = &next.target,
+                    None => break,
+                }
+            }
+            let own = LayerObject::find(self.fs, target).map_err(|e| read_error(target, e))?;
+            let file = own.object.filter(|file| {
+                !own.is_above && !matches!(file.kind, FileType::Directory | FileType::Symlink)
+            });
+            let attributes = file.unwrap_or(link.attributes);
+            let kind = Kind::Hardlink { target };
+            self.entry(&link.path, &attributes, kind, &[], tar)?;
+        }
+        Ok(())
     }
 
     /// Writes opaque marks into the early directories below an opaque one, the deepest first. The

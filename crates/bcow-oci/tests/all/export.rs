@@ -262,7 +262,8 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
     assert_eq!(
         exported.names(1),
         [
-            // Before the entries that delete their targets.
+            // Before the entries that delete or replace their targets.
+            "b-before",
             "b-kept",
             "b-moved",
             "b-symlink",
@@ -274,10 +275,8 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
             // In the place of the directory that the other link needs.
             "up-too",
             "up",
-            // The other entries. A file that a layer links to and writes is the file of this layer.
             "a/.wh.old",
             "a/replaced",
-            "b-before",
             "becomes-file",
             "device",
             ".wh.gone",
@@ -303,6 +302,34 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
             "z/x",
         ]
     );
+}
+
+#[test]
+fn a_link_before_its_target_is_exported_behind_it() {
+    let lower = Tar::new().file("f", "old").done();
+    let upper = Tar::new()
+        .hardlink("a", "b")
+        .hardlink("b", "z")
+        .hardlink("k", "f")
+        .file("f", "new")
+        .entry(
+            &Header {
+                mode: 0o4750,
+                ..Header::new("z", b'0')
+            },
+            b"",
+        )
+        .done();
+    let top = Tar::new().hardlink("t", "a").hardlink("u", "k").done();
+    let layers = [lower, upper, top];
+    let exported = stack(&layers).unwrap().export();
+    assert_eq!(exported.names(1), ["k", "f", "z", "a", "b"]);
+    assert!(exported.list(1)[3].starts_with("hrwsr-x--- "));
+    assert!(exported.list(2)[0].starts_with("hrwsr-x--- "));
+    let none: [String; 0] = [];
+    let expected = convert_layers(&layers).unwrap().filesystem();
+    let found = exported.convert().unwrap().filesystem();
+    assert_eq!(differences(&expected, &found, Compare::All), none);
 }
 
 /// podman refuses a layer with two entries of one name.

@@ -153,6 +153,51 @@ fn a_link_into_a_lower_layer_keeps_its_file_even_if_the_name_is_deleted() {
     ");
 }
 
+/// As in umoci and GNU tar, which unpack the entries in order.
+#[test]
+fn a_link_before_a_new_file_of_its_target_refers_to_the_lower_file() {
+    let lower = Tar::new()
+        .file("f", "old f")
+        .file("g", "old g")
+        .file("c", "old c")
+        .done();
+    let upper = Tar::new()
+        .hardlink("k", "f")
+        .file("f", "new f")
+        .hardlink("k-of-new", "f")
+        .hardlink("to-g", "g")
+        .dir("g")
+        .hardlink("a", "c")
+        .file("c", "new c")
+        .hardlink("c", "a")
+        // Without a lower file, the link refers to the later one.
+        .hardlink("early", "late")
+        .file("late", "late")
+        .done();
+    let converted = convert_layers(&[lower.clone(), upper.clone()]).unwrap();
+    let read = |path: &str| String::from_utf8(converted.read(path)).unwrap();
+    assert_eq!(read("k"), "old f");
+    assert_eq!(
+        (read("f"), read("k-of-new")),
+        ("new f".into(), "new f".into())
+    );
+    assert_eq!(read("to-g"), "old g");
+    assert_eq!((read("a"), read("c")), ("old c".into(), "old c".into()));
+    assert_eq!(
+        (read("early"), read("late")),
+        ("late".into(), "late".into())
+    );
+    // An upper layer hides the names that carry the data.
+    let top = Tar::new()
+        .file(".wh.f", "")
+        .file(".wh.late", "")
+        .file(".wh.k-of-new", "")
+        .done();
+    let converted = convert_layers(&[lower, upper, top]).unwrap();
+    assert_eq!(converted.read("k"), b"old f");
+    assert_eq!(converted.read("early"), b"late");
+}
+
 #[test]
 fn a_parent_that_is_a_symlink_below_becomes_a_directory() {
     let lower = Tar::new().dir("usr/lib").symlink("lib", "usr/lib").done();

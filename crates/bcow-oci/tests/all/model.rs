@@ -142,7 +142,6 @@ fn walk(tree: &mut Flat, path: &[&str], make: bool) -> Result<Option<String>, ()
 /// One layer on its own.
 fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
     let mut tree = Flat::new();
-    let mut waiting = Vec::new();
     // Paths that had a whiteout, with any object there now.
     let mut whited = BTreeSet::new();
     for (i, op) in layer.iter().enumerate() {
@@ -209,42 +208,17 @@ fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
                     remove_tree(&mut tree, &path);
                     tree.insert(path, node);
                 }
-                _ => {
+                other => {
+                    // A link to a link has the same target.
+                    let target = match other {
+                        Some((_, Node::LowerLink(target))) => target,
+                        _ => target.join("/"),
+                    };
                     remove_tree(&mut tree, &path);
-                    tree.insert(path.clone(), Node::LowerLink(target.join("/")));
-                    waiting.push((path, *inodes));
+                    tree.insert(path, Node::LowerLink(target));
                 }
             },
             Op::Opaque(_) => {}
-        }
-    }
-    // Links whose target came later, or is a link itself.
-    let count = waiting.len();
-    for (path, _) in waiting {
-        let mut at = path.clone();
-        for step in 0.. {
-            let Some(Node::LowerLink(target)) = tree.get(&at).cloned() else {
-                break;
-            };
-            if step > count {
-                return Err(());
-            }
-            let target: Vec<&str> = target.split('/').collect();
-            match find(&mut tree, &target)? {
-                None | Some((_, Node::Whiteout)) => {
-                    let end = tree[&at].clone();
-                    tree.insert(path.clone(), end);
-                    break;
-                }
-                Some((_, Node::Dir { .. })) => return Err(()),
-                Some((place, node)) => {
-                    if !matches!(node, Node::LowerLink(_)) {
-                        tree.insert(path.clone(), node);
-                        break;
-                    }
-                    at = place;
-                }
-            }
         }
     }
     Ok(tree)
@@ -305,7 +279,7 @@ fn stack(lower: Flat, layer: &Flat) -> Result<Flat, ()> {
             }
         }
     }
-    // A symlink of a lower layer may lead into this layer, and so may such a link itself.
+    // The target may come later in the layer, or be such a link itself.
     while !open.is_empty() {
         let before = open.len();
         open.retain(|(path, target)| match linked(&merged, target) {
