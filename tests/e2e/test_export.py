@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import tempfile
 import unittest
 
 from support import (PEAK_BYTES, Scratch, assert_same_tree, assert_second_reader_agrees, bcow,
                      converted, kernel_at_least, kernel_mounted, mounted, need, read_json, run)
 from test_merge import scratch, stack as overlays
+from sequences import NS, Entry
 import sequences
 import tree
 
@@ -207,6 +209,45 @@ class Sequences(unittest.TestCase):
                 bcow("export", f"oci:{stack}:t", "--to", f"oci:{out}:t", "--compress=none")
                 run("umoci", "unpack", "--image", f"{out}:t", os.path.join(ram, "bundle"))
                 assert_same_tree(self, expected, os.path.join(ram, "bundle", "rootfs"))
+
+
+class LowerLinks(unittest.TestCase):
+    """Hard links into lower layers, for podman, which gives the attributes of a link's header to
+    the file, and refuses a layer with two entries of one name."""
+
+    LAYERS = [[Entry(b"d", "dir", mode=0o755),
+               Entry(b"d/su", data=b"old", mode=0o4750, uid=1000, gid=1001, mtime=NS),
+               Entry(b"x", "dir", mode=0o755), Entry(b"x/y", "dir", mode=0o755),
+               Entry(b"x/y/old", data=b"hidden")],
+              [Entry(b"x", "dir", mode=0o755, mtime=NS), Entry(b"x/.wh..wh..opq"),
+               Entry(b"x/y", "dir", mode=0o700, mtime=NS + 10 ** 9),
+               Entry(b"x/y/link", "hardlink", link=b"d/su", mode=0o777),
+               Entry(b"d", "dir", mode=0o755), Entry(b"d/su", data=b"new", mtime=NS)]]
+
+    def test_podman_and_umoci_unpack_the_tree_of_overlayfs(self):
+        need("podman", "umoci", root=True)
+        with scratch() as (directory, ram), tempfile.TemporaryDirectory(dir="/run") as run_root:
+            with overlays(ram) as truth:
+                layers = [truth.unpack(entries) for entries in self.LAYERS]
+                expected = truth.dump()
+            source = sequences.write_layout(layers, os.path.join(ram, "source"))
+            stack, out = (os.path.join(directory, name) for name in ("stack", "out"))
+            bcow("convert", source, f"oci:{stack}:t")
+            bcow("export", f"oci:{stack}:t", "--to", f"oci:{out}:t")
+            run("umoci", "unpack", "--image", f"{out}:t", os.path.join(ram, "bundle"))
+            assert_same_tree(self, expected, os.path.join(ram, "bundle", "rootfs"))
+            podman = ["podman", f"--root={directory}/root", f"--runroot={run_root}",
+                      "--storage-driver=vfs", "--events-backend=none"]
+            # podman makes a name for the image from the path.
+            pull = run("env", "-C", directory, *podman, "pull", "-q", "oci:out:t")
+            image = pull.out.decode().strip()
+            where = run(*podman, "image", "mount", image).out.decode().strip()
+            found = tree.dump(where)
+            run(*podman, "image", "umount", image)
+            # podman does not unpack an entry for the root.
+            for one in (expected, found):
+                one.pop(".")
+            assert_same_tree(self, expected, found)
 
 
 if __name__ == "__main__":
