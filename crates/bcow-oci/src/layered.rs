@@ -74,6 +74,9 @@ pub fn convert_to_layout(
     writer_options(options, 1)?;
     let input = Input::open(source, options)?;
     refuse_to_replace(source, &input, layout)?;
+    if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.form) {
+        refuse_inside(path, &layout.directory)?;
+    }
     let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
@@ -112,6 +115,25 @@ fn refuse_to_replace(
                 path: layout.directory.clone(),
                 reference: reference.clone(),
             })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Fails if the layout would be in the directory that becomes an image, and so in the image.
+fn refuse_inside(source: &Path, layout: &Path) -> Result<(), ConvertError> {
+    // The layout may not exist yet.
+    let existing = std::path::absolute(layout)
+        .ok()
+        .and_then(|path| path.ancestors().find_map(|path| path.canonicalize().ok()));
+    match (source.canonicalize(), existing) {
+        (Ok(inner), Some(existing)) if existing.starts_with(&inner) => {
+            Err(ConvertError::Options(format!(
+                "the layout {} is in the source directory {}, so it would become a part of the \
+                 image",
+                layout.display(),
+                source.display()
+            )))
         }
         _ => Ok(()),
     }

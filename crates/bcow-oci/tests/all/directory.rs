@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 
-use bcow_oci::Source;
+use bcow_oci::{LayoutOptions, Source, convert_to_layout};
 
 use crate::support::{convert_with, message, options};
 
@@ -43,6 +43,22 @@ fn a_directory_becomes_an_image_of_the_same_tree() {
     assert_eq!(&bytes[5 << 20..][..13], b"in the middle");
     assert_eq!(bytes.iter().filter(|&&b| b != 0).count(), 13);
     assert!(converted.report.content_bytes < 1 << 20);
+}
+
+#[test]
+fn a_layout_in_the_source_directory_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Source::Directory(dir.path().into());
+    for name in ["new", "new/deeper", "."] {
+        let layout = LayoutOptions {
+            directory: dir.path().join(name),
+            ..LayoutOptions::default()
+        };
+        let error = convert_to_layout(&source, &layout, &options(), &()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("would become a part of the image"), "{text}");
+        assert!(fs::read_dir(dir.path()).unwrap().next().is_none());
+    }
 }
 
 #[test]
