@@ -40,11 +40,15 @@ pub struct BlockSize(pub Option<u32>);
 pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if text.is_empty() => Ok(None),
-        Ok(text) => text.parse().map(Some).map_err(|_| {
-            CommandError::usage(format!(
+        Ok(text) => match text.parse() {
+            Ok(seconds) if bcow::rfc3339(seconds).is_some() => Ok(Some(seconds)),
+            Ok(_) => Err(CommandError::usage(format!(
+                "SOURCE_DATE_EPOCH is {text:?}, which is not in the years 0 to 9999"
+            ))),
+            Err(_) => Err(CommandError::usage(format!(
                 "SOURCE_DATE_EPOCH is {text:?}, which is not a number of seconds"
-            ))
-        }),
+            ))),
+        },
         Err(std::env::VarError::NotPresent) => Ok(None),
         Err(std::env::VarError::NotUnicode(_)) => Err(CommandError::usage(
             "SOURCE_DATE_EPOCH is not a number of seconds",

@@ -257,6 +257,14 @@ fn convert_with_invalid_options() {
     shown += "\n";
     shown += &crate::support::show(&["convert", "sample.tar", "x.bcow"], &output);
     snapshot!(shown);
+    // RFC 3339 ends with the year 9999.
+    let output = sandbox
+        .command(&["convert", "sample.tar", "x.bcow"])
+        .env("SOURCE_DATE_EPOCH", "253402300800")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("not in the years 0 to 9999"), "{text}");
     assert_eq!(sandbox.names(), before);
 }
 
