@@ -235,7 +235,8 @@ pub(super) fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: 
                 let mut findings = file.findings.iter();
                 findings.any(|finding| finding.error && finding.place != BACKING_TABLE)
             });
-            for file in bad {
+            let bad: Vec<_> = bad.collect();
+            for file in &bad {
                 ui.hint(format_args!(
                     "the damaged file is {}: remove it before you copy the image here again with \
                      skopeo or a similar tool, which keeps existing files",
@@ -245,7 +246,8 @@ pub(super) fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: 
             ui.hint(format_args!(
                 "`bcow convert SOURCE {image}` replaces damaged and missing files"
             ));
-            if args.from.is_none() {
+            // A repair does not restore a missing file.
+            if args.from.is_none() && !bad.is_empty() {
                 ui.hint(format_args!(
                     "`bcow fsck --repair --from COPY {image}` restores damaged files from another \
                      copy of the image"
