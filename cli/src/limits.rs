@@ -1,6 +1,7 @@
-//! The resource limits of the process (getrlimit(2)).
+//! The resource limits of the process (getrlimit(2)), and its umask.
 
 use nix::sys::signal::{SigSet, Signal};
+use rustix::fs::Mode;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Adapts the limits for any command. Call this before other threads exist.
@@ -20,9 +21,13 @@ pub fn adapt() {
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
 }
 
-/// Lifts the limit of file sizes as far as this user may. A process that serves other programs
-/// writes for them, and the limit is that of the shell that started it.
-pub fn lift_file_size() {
+/// Adapts the limits for a process that serves other programs. It writes for them, and the limits
+/// are those of the shell that started it.
+pub fn adapt_for_service() {
+    // A umask that takes rights from the owner would make the files of an upper unusable.
+    let own = Mode::RWXU;
+    let umask = rustix::process::umask(own);
+    rustix::process::umask(umask - own);
     let unlimited = Rlimit {
         current: None,
         maximum: None,

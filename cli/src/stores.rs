@@ -33,7 +33,7 @@ pub struct StoreArgs {
     #[arg(help_heading = HEADING)]
     backing_urls: Vec<String>,
     /// Read disks without a lock, even while another process writes to them; reads may be
-    /// inconsistent. A disk that the command opens for writing is locked all the same
+    /// inconsistent. The command still locks a disk that it opens for writing
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

@@ -1379,7 +1379,7 @@ class Protocol(PoolCase):
         self.read(self.mount())
         self.bcow("pool", "stop", "--force", "pool")
 
-    @promise("Only its owner can use a pool")
+    @promise("Only its owner can make mounts in a pool")
     def test_other_users_are_refused(self):
         os.rmdir(self.pools)
         self.start()

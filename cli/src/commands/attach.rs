@@ -90,7 +90,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             None => return in_background(),
         },
     };
-    limits::lift_file_size();
+    limits::adapt_for_service();
     let signals = Signals::block()?;
     let device = NbdDevice::find(&args.device)?;
     device.refuse_attached()?;

@@ -74,8 +74,8 @@ Mount options (-o, separated by commas; of two opposite options the last one app
   dev, nodev              devices work, or not (default; only root can use dev)
   exec, noexec            programs can be executed (default), or not
   noatime, relatime, nodiratime
-                          as in mount(8); only a writable mount has access times, and the file
-                          system of the upper keeps them
+                          at the kernel door, as in mount(8) (default: noatime); at the FUSE door,
+                          reading never updates access times
   rw, ro                  a mount with --upper is writable (default), or read-only
   discard, nodiscard      at the kernel door: space of deleted files is released at once, or not
                           (default)
@@ -264,7 +264,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             }
         },
     };
-    limits::lift_file_size();
+    limits::adapt_for_service();
     let signals = Signals::block(match readiness {
         Some(_) => Ground::Background,
         None => Ground::Foreground,

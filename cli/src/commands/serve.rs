@@ -166,7 +166,7 @@ enum TlsChoice {
 /// --exit-on-idle.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     heap::use_one_arena();
-    limits::lift_file_size();
+    limits::adapt_for_service();
     let signals = Signals::block()?;
     let named = named_images(args)?;
     if !args.read_only && !args.snapshot {

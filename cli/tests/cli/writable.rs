@@ -24,12 +24,12 @@ impl Place {
 }
 
 #[test]
-fn limit_of_file_sizes_of_the_shell_is_not_that_of_the_mount() {
+fn limits_of_the_shell_are_not_those_of_the_mount() {
     let Some(place) = Place::new() else { return };
     let mount = ["mount", "--upper=upper", "image.bcow", "mnt"];
     let limited = place.0.command(&mount);
     let mut shell = Command::new("sh");
-    shell.args(["-c", "ulimit -f 1 && exec \"$0\" \"$@\""]);
+    shell.args(["-c", "ulimit -f 1 && umask 777 && exec \"$0\" \"$@\""]);
     shell.arg(limited.get_program()).args(limited.get_args());
     shell.envs(
         limited
@@ -39,6 +39,8 @@ fn limit_of_file_sizes_of_the_shell_is_not_that_of_the_mount() {
     shell.current_dir(place.0.path("."));
     let mounted = shell.output().unwrap();
     assert!(mounted.status.success(), "{mounted:?}");
+    let mode = fs::metadata(place.0.path("upper/.bcow")).unwrap().mode();
+    assert_eq!(mode & 0o7777, 0o700);
     let data = noise(1 << 20);
     // An ordinary user cannot raise the limit: then the write fails, and the mount stays.
     let written = fs::write(place.file("var/large"), &data);

@@ -143,7 +143,7 @@ fn serve_given(
     given: Given,
 ) -> Result<(), CommandError> {
     let cannot = || format!("cannot start the pool {}", args.name);
-    limits::lift_file_size();
+    limits::adapt_for_service();
     // Before other threads exist.
     let signals = Signals::block(Ground::Background).map_err(|error| failure(&error))?;
     if let Some(path) = &given.log_file {

@@ -38,8 +38,8 @@ pub(super) fn open(
     (metadata[FIELD] == described(parts)).then_some(image)
 }
 
-/// Makes the file at `path`, and replaces one of other parts. Concurrent makers do no harm: each gives the name to a file with the
-/// same content.
+/// Makes the file at `path`, and replaces one of other parts. Concurrent makers do no harm: each
+/// gives the name to a file with the same content.
 pub(super) fn make(
     path: &Path,
     parts: &[JoinPart],
