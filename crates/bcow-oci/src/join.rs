@@ -262,6 +262,10 @@ mod tests {
         let file_before = path.metadata().unwrap().ino();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
         assert_ne!(kept(&parts).1, file_before);
+        // Another file is not replaced.
+        std::fs::write(&path, "a letter").unwrap();
+        assert!(content(&kept(&parts).0) == content(&in_memory));
+        assert_eq!(std::fs::read(&path).unwrap(), b"a letter");
         // No file can be made there.
         std::fs::remove_file(&path).unwrap();
         std::fs::create_dir(&path).unwrap();

@@ -5,7 +5,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::{Error, Image, NewFile, OpenOptions};
+use bcow::format::Use;
+use bcow::{Error, Image, NewFile, OpenOptions, header_of};
 use rustix::fs::{CWD, Mode, OFlags};
 use serde_json::{Map, Value, json};
 
@@ -62,15 +63,20 @@ pub(super) fn make(
         .map_err(|error| failed(std::io::Error::other(error)))
 }
 
-/// Whether there is no file at `path`, or one of a join.
+/// Whether there is no file at `path`, or an empty one, one of a join, or a damaged image.
 fn may_replace(path: &Path) -> bool {
-    let of_join = |file: File| {
-        let image = Image::open_storage(Arc::new(file), &OpenOptions::default()).ok()?;
-        image.metadata().ok()?.get(FIELD).map(drop)
+    let metadata_of = |file: File| {
+        let image = Image::open_storage(Arc::new(file), &OpenOptions::default())?;
+        image.metadata()
+    };
+    let is_of_join = |file: File| {
+        header_of(&file).is_some_and(|header| header.purpose == Use::Image)
+            && metadata_of(file).map_or(true, |metadata| metadata.get(FIELD).is_some())
     };
     match path.metadata() {
         Err(_) => true,
-        Ok(found) => found.is_file() && File::open(path).ok().and_then(of_join).is_some(),
+        Ok(found) if found.len() == 0 => true,
+        Ok(found) => found.is_file() && File::open(path).is_ok_and(is_of_join),
     }
 }
 
