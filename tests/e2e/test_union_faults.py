@@ -461,7 +461,7 @@ class Space(UnionCase):
         self.changed_on_a_full_disk(16, fill)
 
     @promise("Writing to many large files costs a few blocks for each file (data, attributes and "
-             "map), not the size of the files.")
+             "map; tables of packed sketches, in all up to 14), not the size of the files.")
     def test_many_large_files(self):
         tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(
             self.mount.directory, "many.bcow")
@@ -471,7 +471,8 @@ class Space(UnionCase):
             write_file(os.path.join(tree, str(number)), bytes([number + 1]) * size)
         bcow("convert", f"dir:{tree}", image)
         self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
-        self.mount.options.append("--size-limit=2M")
+        # Packed sketches reserve the tables of their next flush (docs/shortcomings.md).
+        self.mount.options.append(f"--size-limit={'2M' if 'sparse' in self.kind else '6M'}")
         self.mount.mount()
         for number in range(count):
             with open(self.at(str(number)), "r+b", buffering=0) as file:
@@ -479,7 +480,7 @@ class Space(UnionCase):
                 file.write(b"!")
         self.mount.unmount()
         stored = self.stored()
-        self.assertLess(stored, count * (5 if "sparse" in self.kind else 8) * PAGE)
+        self.assertLess(stored, count * (5 if "sparse" in self.kind else 14) * PAGE)
         self.mount.mount()
         for number in (0, count - 1):
             want = bytearray(bytes([number + 1]) * size)
