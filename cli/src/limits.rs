@@ -8,14 +8,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub fn adapt() {
     // A stack needs one descriptor per layer; `bcow extract` needs one per level of the tree. If
     // the limit stays low, a command that needs more descriptors fails with its own error.
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    let _ = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: maximum,
-            maximum,
-        },
-    );
+    raise(Resource::Nofile);
     // A write beyond the limit of file sizes then fails with EFBIG. Otherwise the signal would end
     // the process, and with it a mount.
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
@@ -33,13 +26,16 @@ pub fn adapt_for_service() {
         maximum: None,
     };
     if setrlimit(Resource::Fsize, unlimited).is_err() {
-        let maximum = getrlimit(Resource::Fsize).maximum;
-        let _ = setrlimit(
-            Resource::Fsize,
-            Rlimit {
-                current: maximum,
-                maximum,
-            },
-        );
+        raise(Resource::Fsize);
     }
+}
+
+/// Raises a limit as far as every user may.
+fn raise(resource: Resource) {
+    let maximum = getrlimit(resource).maximum;
+    let raised = Rlimit {
+        current: maximum,
+        maximum,
+    };
+    let _ = setrlimit(resource, raised);
 }

@@ -63,7 +63,7 @@ pub(super) fn make(
         .map_err(|error| failed(std::io::Error::other(error)))
 }
 
-/// Whether there is no file at `path`, or an empty one, one of a join, or a damaged image.
+/// Whether `path` is free, or has an empty file, a file of a join, or a damaged image.
 fn may_replace(path: &Path) -> bool {
     let metadata_of = |file: File| {
         let image = Image::open_storage(Arc::new(file), &OpenOptions::default())?;

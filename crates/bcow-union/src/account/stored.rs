@@ -725,34 +725,34 @@ mod tests {
             self.file.seek(offset, what)
         }
         fn size(&self) -> io::Result<u64> {
-            unimplemented!()
+            self.file.size()
         }
-        fn read_at(&self, _: u64, _: &mut [u8]) -> io::Result<usize> {
-            unimplemented!()
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
+            HostFile::read_at(&self.file, offset, buf)
         }
-        fn write_at(&self, _: u64, _: &[u8]) -> io::Result<usize> {
-            unimplemented!()
+        fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<usize> {
+            HostFile::write_at(&self.file, offset, bytes)
         }
-        fn set_size(&self, _: u64) -> io::Result<()> {
-            unimplemented!()
+        fn set_size(&self, size: u64) -> io::Result<()> {
+            self.file.set_size(size)
         }
-        fn punch(&self, _: u64, _: u64) -> io::Result<()> {
-            unimplemented!()
+        fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+            self.file.punch(offset, length)
         }
-        fn allocate(&self, _: u64, _: u64) -> io::Result<()> {
-            unimplemented!()
+        fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+            HostFile::allocate(&self.file, offset, length)
         }
         fn modified(&self) -> io::Result<Timespec> {
-            unimplemented!()
+            HostFile::modified(&self.file)
         }
-        fn set_modified(&self, _: Timespec) -> io::Result<()> {
-            unimplemented!()
+        fn set_modified(&self, time: Timespec) -> io::Result<()> {
+            HostFile::set_modified(&self.file, time)
         }
         fn sync_data(&self) -> io::Result<()> {
-            unimplemented!()
+            HostFile::sync_data(&self.file)
         }
         fn sync_all(&self) -> io::Result<()> {
-            unimplemented!()
+            HostFile::sync_all(&self.file)
         }
     }
 
