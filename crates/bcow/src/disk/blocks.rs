@@ -74,6 +74,18 @@ impl Blocks {
         }
     }
 
+    /// Changes each entry `old` into `new`. Returns whether there was one.
+    pub(super) fn replace_all(&mut self, old: Entry, new: Entry) -> bool {
+        let mut found = false;
+        for index in 0..self.count() {
+            if self.entry(index) == old {
+                self.replace(index, new);
+                found = true;
+            }
+        }
+        found
+    }
+
     /// The entry that all blocks share, if no block stores data.
     pub(super) fn uniform(&self) -> Option<Entry> {
         let first = self.entry(0);

@@ -55,10 +55,35 @@ impl Disk {
         &self,
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
     ) -> Result<(), Error> {
+        self.change_backing(backing, |_, _| Ok(()))
+    }
+
+    /// Gives a backing to a disk that has none, without a change of the content: all absent blocks,
+    /// which are zeros, get entries for zeros.
+    pub fn add_backing(
+        &self,
+        entry: BackingEntry,
+        device: Arc<dyn BlockDevice>,
+    ) -> Result<(), Error> {
+        let bytes = entry.size;
+        self.change_backing(Some((entry, device)), |config, next| {
+            if config.backing.is_some() {
+                return Err(Error::Unsupported("a second backing".into()));
+            }
+            self.inner.keep_zeros(config, bytes, next)
+        })
+    }
+
+    fn change_backing(
+        &self,
+        backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
+        adapt: impl FnOnce(&DiskConfig, &mut NextState) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let inner = &self.inner;
         let table = backing.as_ref().map(|(entry, _)| backing_table(entry));
         let table = table.transpose()?;
-        inner.maintain(|_, _, next| {
+        inner.maintain(|config, _, next| {
+            adapt(config, next)?;
             next.change.freed.push(section_range(&next.header.backings));
             next.header.backings = match &table {
                 Some(bytes) => inner.write_section(bytes, &mut next.change)?,
@@ -183,6 +208,24 @@ impl Inner {
         closed.replace(DiskConfig::new(&committer.header, backing));
         self.regions.set_root(root);
         self.regions.clear();
+        Ok(())
+    }
+
+    /// Makes all absent entries in the regions of the first `bytes` bytes entries for zeros.
+    fn keep_zeros(
+        &self,
+        config: &DiskConfig,
+        bytes: u64,
+        next: &mut NextState,
+    ) -> Result<(), Error> {
+        let shown = bytes.div_ceil(1 << self.region_shift);
+        for region in 0..shown.min(next.root.len() as u64) {
+            let entry = next.root[region as usize];
+            let mut blocks = read_blocks(&self.file, &config.header, region, entry)?;
+            if blocks.replace_all(Entry::Absent, Entry::Zero) {
+                self.write_table(region, &blocks, &mut next.root, &mut next.change)?;
+            }
+        }
         Ok(())
     }
 

@@ -14,12 +14,23 @@ use crate::{
 /// backing and the new backing has other data, the old data is first written into the disk. Returns
 /// the number of bytes that were written or zeroed for that.
 ///
+/// A disk without a backing stores all its data, so nothing is compared or written for it.
+///
 /// The new backing is recorded when all data is durable, in one step.
 pub fn rebase(
     disk: Disk,
     new: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
     monitor: &dyn Monitor,
 ) -> Result<u64, OperationError> {
+    let new = match new {
+        Some((entry, device)) if disk.backing().is_none() => {
+            disk.add_backing(entry, device)
+                .and_then(|()| disk.close())
+                .map_err(OperationError::Write)?;
+            return Ok(0);
+        }
+        new => new,
+    };
     let none: Arc<dyn BlockDevice> = Arc::new(Vec::new());
     let shown = new.as_ref().map_or(&none, |(_, device)| device).clone();
     monitor.phase(Phase::Compare, Some(disk.size()));

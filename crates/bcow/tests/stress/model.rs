@@ -1,18 +1,26 @@
-//! Random sequences of all operations on a chain of disks, against a model in memory.
+//! Random sequences of all operations on a chain of disks, against a model in memory: what a guest
+//! does with the disk on top, and all that the commands do with whole disks. After each operation,
+//! the top is compared byte by byte; after each operation on a whole disk, every file of the chain
+//! is, and checked.
 
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
-use bcow::operation::{CommitError, RewriteOptions, commit, open_over, rebase, rewrite};
-use bcow::{
-    BlockDevice, Compression, CreateOptions, Disk, Image, Layout, Ledger, MemoryStorage,
-    OneBacking, OpenOptions, Space, WritableDevice,
+use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::operation::{
+    CommitError, RewriteOptions, WRITABLE_LOG_BYTES, commit, open_over, rebase, rebase_reference,
+    rewrite,
 };
-use bcow_testkit::below as backing;
+use bcow::{
+    BlockDevice, Compression, Content, CreateOptions, Disk, Error, Image, Keep, Layout, Ledger,
+    MemoryStorage, OneBacking, OpenOptions, Space, Status, WritableDevice,
+};
+use bcow_testkit::below as with_entry;
 use proptest::prelude::*;
 
 const MAX_BYTES: u64 = 6 << 20;
+/// Most files of a chain.
+const MAX_LEVELS: usize = 4;
 
 /// An operation on the disk on top.
 #[derive(Debug, Clone)]
@@ -51,14 +59,60 @@ enum Step {
         layout: u8,
         size: u64,
     },
-    /// Commits the top into the disk below.
-    Commit,
-    /// Keeps the content, but uses the backing of the backing.
-    Rebase,
+    /// Commits a disk of the chain into the disk below it.
+    Commit {
+        level: u8,
+    },
+    /// Writes the own data of the top into a new file, which is looked at and dropped.
+    CommitNew,
+    /// Gives the top another backing: with the content that it has, or by reference only.
+    Rebase {
+        onto: Onto,
+        by_reference: bool,
+    },
     /// Copies the content into a new file without unused space.
     Compact {
         compress: bool,
     },
+    /// Seals the top, and creates a new disk on it.
+    Seal {
+        flatten: bool,
+    },
+    /// Copies all content to the bytes of a raw disk with holes, and from there to a new file.
+    Convert {
+        writable: bool,
+    },
+}
+
+/// A backing of a rebase.
+#[derive(Debug, Clone)]
+enum Onto {
+    None,
+    /// A file of the chain.
+    Level(u8),
+    /// A new file with one kind of data, without a backing.
+    New {
+        layout: u8,
+        size: u64,
+        writes: Vec<(u64, u64, u8)>,
+        sealed: bool,
+    },
+}
+
+fn onto() -> impl Strategy<Value = Onto> {
+    let write = (place(), 1..=255u8).prop_map(|((at, length), seed)| (at, length, seed));
+    let writes = proptest::collection::vec(write, 1..4);
+    let new = (0..5u8, sectors(), writes, any::<bool>());
+    prop_oneof![
+        1 => Just(Onto::None),
+        2 => any::<u8>().prop_map(Onto::Level),
+        2 => new.prop_map(|(layout, size, writes, sealed)| Onto::New {
+            layout,
+            size,
+            writes,
+            sealed,
+        }),
+    ]
 }
 
 fn place() -> impl Strategy<Value = (u64, u64)> {
@@ -68,7 +122,7 @@ fn place() -> impl Strategy<Value = (u64, u64)> {
         1 => 1..(300u64 << 10),
     ];
     let at = prop_oneof![
-        2 => 0..(64u64 << 10),
+        4 => 0..(64u64 << 10),
         2 => (0..MAX_BYTES / 4096).prop_map(|sector| sector * 4096),
         1 => (4u64 << 20) - 8192..(4 << 20) + 8192,
         1 => 0..MAX_BYTES,
@@ -76,8 +130,10 @@ fn place() -> impl Strategy<Value = (u64, u64)> {
     (at, length)
 }
 
+/// A size: often one of few blocks, so that operations meet.
 fn sectors() -> impl Strategy<Value = u64> {
-    (1..=MAX_BYTES / 4096).prop_map(|sectors| sectors * 4096)
+    let sectors = prop_oneof![2 => 1..64u64, 1 => 1..=MAX_BYTES / 4096];
+    sectors.prop_map(|sectors| sectors * 4096)
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -93,9 +149,13 @@ fn step() -> impl Strategy<Value = Step> {
         3 => Just(Step::Continue),
         1 => sectors().prop_map(|size| Step::Resize { size }),
         1 => (0..5u8, sectors()).prop_map(|(layout, size)| Step::Overlay { layout, size }),
-        1 => Just(Step::Commit),
-        1 => Just(Step::Rebase),
+        1 => any::<u8>().prop_map(|level| Step::Commit { level }),
+        1 => Just(Step::CommitNew),
+        2 => (onto(), any::<bool>())
+            .prop_map(|(onto, by_reference)| Step::Rebase { onto, by_reference }),
         1 => any::<bool>().prop_map(|compress| Step::Compact { compress }),
+        1 => any::<bool>().prop_map(|flatten| Step::Seal { flatten }),
+        1 => any::<bool>().prop_map(|writable| Step::Convert { writable }),
     ]
 }
 
@@ -121,6 +181,61 @@ struct Level {
     /// The ledger of the disk, if it is on top.
     ledger: Arc<MemoryStorage>,
     content: Vec<u8>,
+    is_sealed: bool,
+}
+
+impl Level {
+    /// The entry of a disk over this file. Only a sealed file can be named by digest.
+    fn entry(&self, device: &dyn BlockDevice) -> BackingEntry {
+        let name = match self.is_sealed {
+            true => BackingName::Digest([7; 32]),
+            false => BackingName::FileName {
+                name: "below".into(),
+                identity: None,
+            },
+        };
+        let size = device.size();
+        BackingEntry { name, size }
+    }
+}
+
+/// The bytes of a raw disk, with holes.
+struct Sparse(Vec<u8>);
+
+impl BlockDevice for Sparse {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.0.read_at(offset, buf)
+    }
+
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        let length = length.min(4096 - offset % 4096);
+        let sector = &self.0[offset as usize..][..length as usize];
+        let is_hole = sector.iter().all(|byte| *byte == 0);
+        let (content, depth) = match is_hole {
+            true => (Content::Hole, 0),
+            false => (Content::Data, 1),
+        };
+        Ok(Status {
+            length,
+            content,
+            depth,
+        })
+    }
+}
+
+fn content(device: &dyn BlockDevice) -> Vec<u8> {
+    let mut bytes = vec![0xEE; device.size() as usize];
+    device.read_at(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// The bytes of a write.
+fn bytes_of(range: std::ops::Range<usize>, seed: u8) -> Vec<u8> {
+    range.map(|at| seed ^ (at / 97) as u8).collect()
 }
 
 /// The files, lowest first; the last one is open for writing.
@@ -165,10 +280,9 @@ impl Chain {
         if let Some(disk) = self.disk.take() {
             disk.close().unwrap();
         }
-        let below = self.open_below(self.levels.len());
         let storage = Arc::new(MemoryStorage::default());
         let open = OpenOptions::default();
-        let backing = below.map(backing);
+        let backing = self.backing(self.levels.len());
         let disk = Disk::create(storage.clone(), options, backing, &open).unwrap();
         disk.close().unwrap();
         let mut content = self
@@ -181,8 +295,16 @@ impl Chain {
             storage,
             ledger,
             content,
+            is_sealed: false,
         });
         self.open();
+    }
+
+    /// The top of the first `count` files, as the backing of a disk.
+    fn backing(&self, count: usize) -> Option<(BackingEntry, Arc<dyn BlockDevice>)> {
+        let device = self.open_below(count)?;
+        let entry = self.levels[count - 1].entry(&*device);
+        Some((entry, device))
     }
 
     /// Opens the top with a new ledger.
@@ -211,7 +333,7 @@ impl Chain {
         match *step {
             Step::Write { at, length, seed } => {
                 let range = self.clip(at, length);
-                let bytes: Vec<u8> = range.clone().map(|at| seed ^ (at / 97) as u8).collect();
+                let bytes = bytes_of(range.clone(), seed);
                 self.disk().write_at(range.start as u64, &bytes).unwrap();
                 self.top().content[range].copy_from_slice(&bytes);
             }
@@ -262,22 +384,36 @@ impl Chain {
                 drop(self.disk.take().expect("the top is open"));
                 let ledger = self.top().ledger.clone();
                 self.open_with(Ledger::open(ledger).unwrap());
-                let mut found = vec![0xEE; self.top().content.len()];
-                self.disk().read_at(0, &mut found).unwrap();
-                assert!(found == self.top().content, "after the end of the process");
             }
             Step::Resize { size } => {
                 self.disk().resize(size).unwrap();
                 self.top().content.resize(size as usize, 0);
             }
-            Step::Overlay { layout, size } if self.levels.len() < 4 => {
+            Step::Overlay { layout, size } if self.levels.len() < MAX_LEVELS => {
                 self.push(&options(layout, size));
             }
             Step::Overlay { .. } => {}
-            Step::Commit => self.commit(),
-            Step::Rebase => self.rebase(),
+            Step::Commit { level } => self.commit(level),
+            Step::CommitNew => self.commit_new(),
+            Step::Rebase {
+                ref onto,
+                by_reference,
+            } => self.rebase(onto, by_reference),
             Step::Compact { compress: true } => self.compact(Compression::Zstd { level: 1 }),
             Step::Compact { compress: false } => self.compact(Compression::None),
+            Step::Seal { flatten } => self.seal(flatten),
+            Step::Convert { writable } => self.convert(writable),
+        }
+        match step {
+            Step::Write { .. }
+            | Step::Zero { .. }
+            | Step::Discard { .. }
+            | Step::Read { .. }
+            | Step::Flush
+            | Step::Checkpoint
+            | Step::Reopen { .. }
+            | Step::Continue => self.verify_top(),
+            _ => self.verify(),
         }
     }
 
@@ -286,79 +422,229 @@ impl Chain {
         disk.close().unwrap();
     }
 
-    fn commit(&mut self) {
-        if self.levels.len() < 2 {
+    /// The top, closed, as an image over the file below it.
+    fn open_top(&self) -> Arc<Image> {
+        let below = OneBacking(self.open_below(self.levels.len() - 1));
+        let storage = self.levels[self.levels.len() - 1].storage.clone();
+        Image::open_with_backings(storage, &OpenOptions::default(), &below).unwrap()
+    }
+
+    fn commit(&mut self, level: u8) {
+        let count = self.levels.len();
+        if count < 2 {
+            return;
+        }
+        let level = 1 + usize::from(level) % (count - 1);
+        let below = level - 1;
+        if self.levels[below].is_sealed || self.levels[level].is_sealed {
             return;
         }
         self.close();
-        let below = self.levels.len() - 2;
         let deeper = OneBacking(self.open_below(below));
         let options = OpenOptions::default();
         let storage = self.levels[below].storage.clone();
         let open = || Disk::open(storage, &options, &deeper).map_err(CommitError::Disk);
-        let (disk, backing) = open_over(self.top().storage.clone(), &options, open).unwrap();
+        let top = self.levels[level].storage.clone();
+        let (disk, backing) = open_over(top, &options, open).unwrap();
         commit(disk, &backing, &()).unwrap();
         Arc::into_inner(backing).expect("the last").close().unwrap();
-        let shown = self.top().content.clone();
+        let shown = self.levels[level].content.clone();
         let content = &mut self.levels[below].content;
         content.resize(content.len().max(shown.len()), 0);
         content[..shown.len()].copy_from_slice(&shown);
         self.open();
     }
 
-    fn rebase(&mut self) {
-        if self.levels.len() < 3 {
-            return;
-        }
-        let new = self.levels.len() - 2;
-        let below = self.open_below(new).expect("there is one below");
-        let disk = self.disk.take().expect("the top is open");
-        rebase(disk, Some(backing(below.clone())), &()).unwrap();
-        self.levels.remove(new);
+    fn commit_new(&mut self) {
+        self.close();
+        let image = self.open_top();
+        let storage = Arc::new(MemoryStorage::default());
+        let form = RewriteOptions::sealed(&image, Keep::Own);
+        rewrite(&*image, storage.clone(), form, &()).unwrap();
+        let below = OneBacking(self.open_below(self.levels.len() - 1));
+        let new = Image::open_with_backings(storage.clone(), &OpenOptions::default(), &below);
+        assert!(content(&*new.unwrap()) == self.top().content);
+        assert_eq!(check(storage, &CheckOptions::FULL).unwrap().findings, []);
+        drop(image);
         self.open();
+    }
+
+    fn rebase(&mut self, onto: &Onto, by_reference: bool) {
+        let top = self.levels.len() - 1;
+        let kept = match onto {
+            Onto::None => 0,
+            Onto::Level(_) if top == 0 => return,
+            Onto::Level(level) => 1 + usize::from(*level) % top,
+            Onto::New { .. } => 1,
+        };
+        let new_base = match onto {
+            Onto::New {
+                layout,
+                size,
+                writes,
+                sealed,
+            } => Some(new_base(&options(*layout, *size), writes, *sealed)),
+            _ => None,
+        };
+        // The old files below stay open through the disk.
+        let mut new = Chain {
+            levels: Vec::new(),
+            disk: None,
+        };
+        let disk = self.disk.take().expect("the top is open");
+        let mut levels = std::mem::take(&mut self.levels);
+        let mut level = levels.pop().expect("there is a file");
+        new.levels = match new_base {
+            Some(base) => vec![base],
+            None => levels.into_iter().take(kept).collect(),
+        };
+        let backing = new.backing(new.levels.len());
+        match by_reference {
+            false => {
+                rebase(disk, backing, &()).unwrap();
+            }
+            true => {
+                let shown = new.levels.last().map_or(&[][..], |level| &level.content);
+                show_by_reference(&disk, &mut level.content, shown);
+                disk.close().unwrap();
+                rebase_reference(level.storage.clone(), backing, &OpenOptions::default()).unwrap();
+            }
+        }
+        new.levels.push(level);
+        *self = new;
+        self.open();
+    }
+
+    /// Replaces the file of the top by `storage`.
+    fn replace_top(&mut self, storage: Arc<MemoryStorage>, is_sealed: bool) {
+        let top = self.top();
+        top.storage = storage;
+        top.is_sealed = is_sealed;
+        match is_sealed {
+            true => {
+                let size = self.top().content.len() as u64;
+                self.push(&options(0, size));
+            }
+            false => self.open(),
+        }
     }
 
     fn compact(&mut self, compression: Compression) {
         self.close();
-        let below = OneBacking(self.open_below(self.levels.len() - 1));
-        let old = self.top().storage.clone();
-        let image = Image::open_with_backings(old, &OpenOptions::default(), &below).unwrap();
+        let image = self.open_top();
         let storage = Arc::new(MemoryStorage::default());
         let form = RewriteOptions::compacted(&image, compression).unwrap();
         rewrite(&*image, storage.clone(), form, &()).unwrap();
-        self.top().storage = storage;
-        self.open();
+        self.replace_top(storage, false);
     }
 
-    fn verify(&mut self) {
-        let size = self.top().content.len();
-        assert_eq!(self.disk().size(), size as u64);
-        let mut found = vec![0xEE; size];
-        self.disk().read_at(0, &mut found).unwrap();
+    fn seal(&mut self, flatten: bool) {
+        if !flatten && self.levels.len() == MAX_LEVELS {
+            return;
+        }
+        self.close();
+        let image = self.open_top();
+        let storage = Arc::new(MemoryStorage::default());
+        let keep = match flatten {
+            true => Keep::All,
+            false => Keep::Own,
+        };
+        let form = RewriteOptions::sealed(&image, keep);
+        rewrite(&*image, storage.clone(), form, &()).unwrap();
+        if flatten {
+            self.drop_below();
+        }
+        self.replace_top(storage, true);
+    }
+
+    fn convert(&mut self, writable: bool) {
+        self.close();
+        let raw = Sparse(content(&*self.open_top()));
+        let storage = Arc::new(MemoryStorage::default());
+        let mut form = RewriteOptions::new(raw.size());
+        if writable {
+            form.compression = Compression::None;
+            form.form.log_bytes = WRITABLE_LOG_BYTES;
+        }
+        rewrite(&raw, storage.clone(), form, &()).unwrap();
+        self.drop_below();
+        self.replace_top(storage, !writable);
+    }
+
+    fn drop_below(&mut self) {
+        let top = self.levels.len() - 1;
+        self.levels.drain(..top);
+    }
+
+    fn verify_top(&mut self) {
+        assert_eq!(self.disk().size(), self.top().content.len() as u64);
+        let found = content(self.disk());
         assert!(found == self.top().content, "the open disk");
+    }
+
+    /// Compares and checks every file.
+    fn verify(&mut self) {
+        self.verify_top();
+        let size = self.disk().size();
         let mut at = 0;
-        while at < size as u64 {
-            let status = self.disk().status(at, size as u64 - at).unwrap();
+        while at < size {
+            let status = self.disk().status(at, size - at).unwrap();
             let range = at as usize..(at + status.length) as usize;
-            if status.content != bcow::Content::Data {
-                assert!(found[range].iter().all(|byte| *byte == 0), "status at {at}");
+            if status.content != Content::Data {
+                let shown = &self.top().content[range];
+                assert!(shown.iter().all(|byte| *byte == 0), "status at {at}");
             }
             at += status.length;
         }
-        self.disk.take().expect("the top is open").close().unwrap();
+        self.close();
         for count in 1..=self.levels.len() {
             let shown = self.open_below(count).expect("it is there");
             let level = &self.levels[count - 1];
-            let mut found = vec![0xEE; level.content.len()];
-            shown.read_at(0, &mut found).unwrap();
             assert!(
-                found == level.content,
+                content(&*shown) == level.content,
                 "file {count} of {}",
                 self.levels.len()
             );
             let report = check(level.storage.clone(), &CheckOptions::FULL).unwrap();
             assert_eq!(report.findings, [], "file {count} of {}", self.levels.len());
         }
+        self.open();
+    }
+}
+
+/// A file without a backing, which `writes` fill.
+fn new_base(options: &CreateOptions, writes: &[(u64, u64, u8)], sealed: bool) -> Level {
+    let mut chain = Chain {
+        levels: Vec::new(),
+        disk: None,
+    };
+    chain.push(options);
+    for &(at, length, seed) in writes {
+        chain.step(&Step::Write { at, length, seed });
+    }
+    if sealed {
+        // With another disk on it.
+        chain.seal(true);
+    }
+    chain.close();
+    chain.levels.remove(0)
+}
+
+/// Changes the content of a disk to that over a file with the content `below`: only what the disk
+/// itself stores stays.
+fn show_by_reference(disk: &Disk, content: &mut [u8], below: &[u8]) {
+    let mut at = 0;
+    while at < content.len() {
+        let left = content.len() - at;
+        let status = disk.status(at as u64, left as u64).unwrap();
+        let length = status.length as usize;
+        if status.depth != 1 {
+            let shown = below.get(at..).unwrap_or_default();
+            let shown = &shown[..length.min(shown.len())];
+            content[at..at + length].fill(0);
+            content[at..at + shown.len()].copy_from_slice(shown);
+        }
+        at += length;
     }
 }
 
@@ -400,7 +686,7 @@ fn threads_on_the_same_blocks(with_ledger: bool) {
         let storage = Arc::new(MemoryStorage::default());
         let size = BLOCKS * 4096;
         let below: Arc<dyn BlockDevice> = Arc::new(vec![0xFF; size as usize]);
-        let backing = backed.then(|| backing(below.clone()));
+        let backing = backed.then(|| with_entry(below.clone()));
         let open = OpenOptions::default();
         let disk = Disk::create(storage.clone(), &options(layout, size), backing, &open).unwrap();
         disk.close().unwrap();

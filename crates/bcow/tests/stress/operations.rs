@@ -559,6 +559,95 @@ fn a_rebased_disk_shows_the_same_even_if_it_was_cancelled_before() {
     assert_sound(top);
 }
 
+/// Ways to a disk without a backing that shows zeros where it stores nothing.
+#[derive(Clone, Copy, Debug)]
+enum Empty {
+    Created,
+    Discarded,
+    Grown,
+    WithoutBacking,
+    Compacted,
+}
+
+#[test]
+fn zeros_of_a_disk_without_a_backing_stay_zeros_over_a_new_one() {
+    const BYTES: u64 = 5 << 20;
+    let ways = [
+        Empty::Created,
+        Empty::Discarded,
+        Empty::Grown,
+        Empty::WithoutBacking,
+        Empty::Compacted,
+    ];
+    for layout in [Layout::Space, Layout::Performance, Layout::Auto] {
+        for way in ways {
+            let storage = Arc::new(MemoryStorage::default());
+            let size = if matches!(way, Empty::Grown) {
+                4096
+            } else {
+                BYTES
+            };
+            let disk = Disk::create_alone(storage.clone(), &create(size, layout)).unwrap();
+            disk.write_at(100, &[1; 100]).unwrap();
+            let (storage, disk) = emptied(storage, disk, way, BYTES);
+            let shown = content(&disk);
+            // Longer than the disk, shorter than it, and shorter by a part of a block.
+            for bytes in [BYTES + 8192, 4 << 20, 20480] {
+                let new: Arc<dyn BlockDevice> = Arc::new(vec![9; bytes as usize]);
+                let over = OneBacking(Some(new.clone()));
+                let copy = Arc::new(MemoryStorage::new(storage.to_vec()));
+                let disk = Disk::open(copy.clone(), &options(), &UnreadBackings).unwrap();
+                rebase(disk, Some((named(None, bytes), new)), &()).unwrap();
+                let image = Image::open_with_backings(copy.clone(), &options(), &over).unwrap();
+                assert!(content(&*image) == shown, "{layout:?}, {way:?}, {bytes}");
+                assert_sound(copy);
+            }
+        }
+    }
+}
+
+/// Brings a disk with a little data to zeros on the given way, and flushes it.
+fn emptied(
+    storage: Arc<MemoryStorage>,
+    disk: Disk,
+    way: Empty,
+    bytes: u64,
+) -> (Arc<MemoryStorage>, Disk) {
+    let (storage, disk) = match way {
+        Empty::Created => (storage, disk),
+        Empty::Discarded => {
+            disk.write_at(0, &vec![2; bytes as usize]).unwrap();
+            disk.flush().unwrap();
+            disk.discard(8192, bytes / 2).unwrap();
+            (storage, disk)
+        }
+        Empty::Grown => {
+            disk.resize(bytes).unwrap();
+            (storage, disk)
+        }
+        Empty::WithoutBacking => {
+            let short: Arc<dyn BlockDevice> = Arc::new(vec![3; 12288]);
+            rebase(disk, Some((named(None, 12288), short.clone())), &()).unwrap();
+            let over = OneBacking(Some(short));
+            let disk = Disk::open(storage.clone(), &options(), &over).unwrap();
+            rebase(disk, None, &()).unwrap();
+            let disk = Disk::open(storage.clone(), &options(), &UnreadBackings).unwrap();
+            (storage, disk)
+        }
+        Empty::Compacted => {
+            disk.close().unwrap();
+            let image = Image::open_storage(storage, &options()).unwrap();
+            let form = RewriteOptions::compacted(&image, Compression::None).unwrap();
+            let storage = Arc::new(MemoryStorage::default());
+            rewrite(&*image, storage.clone(), form, &()).unwrap();
+            let disk = Disk::open(storage.clone(), &options(), &UnreadBackings).unwrap();
+            (storage, disk)
+        }
+    };
+    disk.flush().unwrap();
+    (storage, disk)
+}
+
 #[test]
 fn a_rewrite_keeps_the_content_in_every_form() {
     let pair = pair(192 * KIB, 256 * KIB, Layout::Space);
