@@ -1,7 +1,6 @@
 //! Disks and the files below them, opened as the options of the command line allow.
 
 use std::fs::File;
-use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -191,12 +190,6 @@ impl<'a> Below<'a> {
         match (error, problem) {
             (Error::MissingBacking { .. }, Some(problem)) => {
                 self.first_problem(problem).failure(name)
-            }
-            (Error::Io { source, .. }, _) if source.kind() == ErrorKind::StorageFull => {
-                cannot_open_file(name, name, error).hint(
-                    "after a crash, a disk needs free space to be opened for writing; `bcow serve \
-                     --read-only` needs none",
-                )
             }
             _ => cannot_open_file(name, name, error),
         }

@@ -13,6 +13,7 @@ use bcow_view::CachedView;
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::error::CommandError;
 use crate::image::{OpenImage, hex};
+use crate::stores::open_hint;
 use crate::ui::Ui;
 use crate::upper::{cannot_use, when_free};
 use crate::views::{UserViews, cannot_view};
@@ -284,7 +285,14 @@ fn cache(image: &OpenImage, options: &OpenOptions) -> Result<bcow_view::ViewCach
 
 fn cannot_open_disk(upper: &Path, error: &bcow::Error) -> CommandError {
     let shown = upper.display();
-    CommandError::new(format!("cannot open the disk of the upper {shown}"))
-        .caused_by(error)
-        .hint(format!("`bcow fsck {shown}` lists all damage"))
+    let failure =
+        CommandError::new(format!("cannot open the disk of the upper {shown}")).caused_by(error);
+    let hint = match error.code() {
+        Some(_) => Some(format!("`bcow fsck {shown}` lists all damage")),
+        None => open_hint(upper, upper, error),
+    };
+    match hint {
+        Some(hint) => failure.hint(hint),
+        None => failure,
+    }
 }

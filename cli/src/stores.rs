@@ -1,6 +1,7 @@
 //! Names of images, the directories in which their layers and backings are found, and the errors of
 //! images that do not open.
 
+use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -207,19 +208,37 @@ pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError
         _ if name == path => failure.caused_by(error),
         _ => failure.caused_by_text(format!("{}: {error}", path.display())),
     };
+    match open_hint(name, path, error) {
+        Some(hint) => failure.hint(hint),
+        None => failure,
+    }
+}
+
+/// The hint for a file at `path`, part of the image or disk that the user calls `name`, that does
+/// not open.
+pub fn open_hint(name: &Path, path: &Path, error: &Error) -> Option<String> {
     match error {
-        Error::Format(FormatError::NotBcow) => match format_hint(path) {
-            Some(hint) => failure.hint(hint),
-            None => failure,
-        },
+        Error::Io { source, .. }
+            if matches!(
+                source.kind(),
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded
+            ) =>
+        {
+            Some(
+                "after a crash, a disk needs free space to be opened for writing: free some space \
+                 where the disk is; reading it, as with `bcow serve --read-only`, needs none"
+                    .to_owned(),
+            )
+        }
+        Error::Format(FormatError::NotBcow) => format_hint(path),
         // There is nothing to find in a file that this program does not know.
-        Error::Format(FormatError::Version(_) | FormatError::UnknownFeature { .. }) => failure,
+        Error::Format(FormatError::Version(_) | FormatError::UnknownFeature { .. }) => None,
         Error::Format(FormatError::Truncated { .. }) => {
-            failure.hint("copy it again from where it came, or convert its source again")
+            Some("copy it again from where it came, or convert its source again".to_owned())
         }
         Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => {
-            failure.hint(format!("`bcow fsck {}` lists all damage", name.display()))
+            Some(format!("`bcow fsck {}` lists all damage", name.display()))
         }
-        _ => failure,
+        _ => None,
     }
 }

@@ -559,13 +559,19 @@ class Failures(KernelUpper):
         refused = self.continue_(check=False)
         assert_refused(self, refused, "the view of the image is not the one")
 
-    def test_a_full_host_disk_loses_nothing_that_was_synced(self):
+    def begin_on_a_small_disk(self):
+        """A mount whose upper is in a file system of 48 MiB. Returns the mountpoint of that, and a
+        file of zeros that is synced."""
         small = self.point("small")
         run("mount", "-t", "tmpfs", "-o", "size=48M", f"tmpfs-{self.tag}", small, timeout=SECONDS)
         self.upper = os.path.join(small, f"{self.tag}-upper")
         self.begin()
         kept = os.path.join(self.where, "kept")
         run("dd", "if=/dev/zero", f"of={kept}", "bs=1M", "count=8", "conv=fsync", timeout=SECONDS)
+        return small, kept
+
+    def test_a_full_host_disk_loses_nothing_that_was_synced(self):
+        small, kept = self.begin_on_a_small_disk()
         full = run("dd", "if=/dev/urandom", f"of={self.where}/full", "bs=1M", "count=120",
                    "conv=fsync", check=False, timeout=SECONDS)
         self.assertNotEqual(full.code, 0)
@@ -573,6 +579,32 @@ class Failures(KernelUpper):
         assert_refused(self, ended, f"not all written data is in the upper {self.upper}")
         self.assert_ended()
         run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
+        self.continue_()
+        self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
+        self.umount(self.where)
+        self.assert_ended()
+        self.assert_upper_clean()
+
+    def test_after_a_crash_on_a_full_host_disk_the_lack_of_space_is_named(self):
+        small, kept = self.begin_on_a_small_disk()
+        [pid] = self.processes()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not self.processes(), "the end of the killed process")
+        self.umount(self.where)
+        self.assert_ended()
+        run("dd", "if=/dev/zero", f"of={small}/fill", "bs=4K", check=False, timeout=SECONDS)
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "No space left on device", "free some space where")
+        self.assert_ended()
+        # Without a log, it is the journal of the file system that needs space.
+        os.unlink(f"{small}/fill")
+        bcow("resize", self.disk(), "--backing-dir", self.dir, "+0", timeout=SECONDS)
+        run("dd", "if=/dev/zero", f"of={small}/fill", "bs=4K", check=False, timeout=SECONDS)
+        refused = self.continue_(check=False)
+        assert_refused(self, refused, "cannot write to .* while the kernel mounts",
+                       "No space left on device", "free some space where")
+        self.assert_ended()
+        os.unlink(f"{small}/fill")
         self.continue_()
         self.assertEqual(read_bytes(kept), bytes(8 * MEBIBYTE))
         self.umount(self.where)

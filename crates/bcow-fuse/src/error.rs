@@ -117,6 +117,14 @@ pub enum MountError {
     /// The start of a disk cannot be read.
     #[error("cannot read the disk")]
     ReadDisk(#[source] bcow::Error),
+    /// The disk failed a write or a flush while the kernel mounted its file system.
+    #[error("cannot write to {} while the kernel mounts its file system", disk.display())]
+    WriteDisk {
+        /// The file of the disk.
+        disk: PathBuf,
+        /// The first error.
+        source: io::Error,
+    },
     /// A step of a mount at the kernel door failed.
     #[error(transparent)]
     Kernel(#[from] bcow_mount::Error),
@@ -194,6 +202,14 @@ impl MountError {
             ),
             MountError::GrowDisk { source, .. } if source.kind() == io::ErrorKind::Unsupported => {
                 Some("an older version of bcow serves the mount: unmount it, and mount it again")
+            }
+            MountError::WriteDisk { source, .. }
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+                ) =>
+            {
+                Some("free some space where the disk is, and mount it again: no data is lost")
             }
             MountError::Kernel(error) => error.hint(),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),

@@ -145,7 +145,7 @@ impl KernelSession {
             block_bytes: filesystem::device_block_bytes(found, size),
             access,
         };
-        let loop_device = service.apart(|hidden| {
+        let mounted = service.apart(|hidden| {
             let file = hidden.open(&name.to_string(), attach.access)?;
             // Dropped at the end: the loop device lives as long as the mount then.
             let device = LoopDevice::attach(file.as_fd(), attach)?;
@@ -158,6 +158,14 @@ impl KernelSession {
                 device.has_direct_io()
             );
             Ok(device.path().to_owned())
+        });
+        // The kernel says EIO if the disk fails a write, which the journal needs for example.
+        let loop_device = mounted.map_err(|error| match lifetime.lost() {
+            Some(errno) => MountError::WriteDisk {
+                disk: disk.path.clone(),
+                source: errno.into(),
+            },
+            None => error,
         })?;
         let listed = mountinfo::mounted_at(&target).ok().flatten();
         let place = Place {

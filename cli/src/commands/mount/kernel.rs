@@ -533,7 +533,7 @@ impl Opened {
 /// The error of a mount, with a hint.
 pub fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
     match error {
-        MountError::Kernel(_) | MountError::ReadDisk(_) => {
+        MountError::Kernel(_) | MountError::ReadDisk(_) | MountError::WriteDisk { .. } => {
             let name = image.display();
             let cannot = CommandError::new(format!("cannot mount {name} at the kernel door"));
             let cannot = cannot.caused_by(error);
