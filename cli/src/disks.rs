@@ -225,13 +225,21 @@ impl Urls for Below<'_> {
             failed(&text, hint, error.may_pass())
         })?;
         let image = opened.image;
-        let above = image.disk_backing().map(|entry| &entry.name);
-        if let Some(name) = above.filter(|name| !matches!(name, BackingName::Digest(_))) {
-            let text = format!("it is a disk over {name}, which is not supported yet");
-            return Err(failed(&text, None, false));
+        match lost_backing(&image) {
+            Some(problem) => Err(failed(&problem, None, false)),
+            None => Ok((image, opened.height)),
         }
-        Ok((image, opened.height))
     }
+}
+
+/// The reason why `image` cannot be a backing that is named by digest or by URL. Below such a file,
+/// only digests are looked up.
+pub fn lost_backing(image: &Image) -> Option<String> {
+    let mut names = image.backings().map(|entry| &entry.name);
+    let name = names.find(|name| !matches!(name, BackingName::Digest(_)))?;
+    Some(format!(
+        "it is over {name}, and below a backing by digest or by URL bcow looks up only digests"
+    ))
 }
 
 impl std::fmt::Display for Problem {

@@ -10,7 +10,7 @@ use bcow_oci::digest::Algorithm;
 use bcow_oci::store;
 use bcow_oci::{Digest, ImageName};
 
-use crate::disks::Below;
+use crate::disks::{Below, lost_backing};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name};
 use crate::new_file::NewFile;
@@ -198,6 +198,19 @@ pub fn backing(
     let device = image.image().clone();
     let size = device.size();
     let parsed = parse_name(name)?;
+    let is_by_name = matches!(parsed, ImageName::File(_)) && !by_digest;
+    if !is_by_name && let Some(problem) = lost_backing(&device) {
+        let cannot = format!("cannot make {} a backing", name.display());
+        let error = CommandError::new(cannot).caused_by_text(problem);
+        let first = if by_digest {
+            "leave out --by-digest, or "
+        } else {
+            ""
+        };
+        return Err(error.hint(format!(
+            "{first}store all its content in one file with `bcow seal --flatten`"
+        )));
+    }
     match &parsed {
         ImageName::Remote(_) => Ok((by_url(&image, by_digest)?, device)),
         ImageName::File(path) if !by_digest => {

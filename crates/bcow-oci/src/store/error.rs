@@ -90,6 +90,14 @@ pub enum LayerProblem {
         /// The expected value.
         expected: String,
     },
+    /// The file has a backing that is not named by digest.
+    #[error("{name} is over {backing}, and below such a file bcow looks up only digests")]
+    NotByDigest {
+        /// The name of the file.
+        name: String,
+        /// The name of its backing.
+        backing: String,
+    },
     /// The chain of files has more than 64 files, or a file is below itself.
     #[error("more than {MAX_DEPTH} files, one below the other, end in {name}")]
     TooDeep {
@@ -119,7 +127,7 @@ impl LayerProblem {
     pub fn code(&self) -> &'static str {
         match self {
             LayerProblem::Missing { .. } => "backing-missing",
-            LayerProblem::Open { .. } => "backing-unreadable",
+            LayerProblem::Open { .. } | LayerProblem::NotByDigest { .. } => "backing-unreadable",
             LayerProblem::Wrong { .. } | LayerProblem::TooDeep { .. } => "backing-entry",
         }
     }
@@ -130,6 +138,7 @@ impl LayerProblem {
             LayerProblem::Missing { name, .. }
             | LayerProblem::Open { name, .. }
             | LayerProblem::Wrong { name, .. }
+            | LayerProblem::NotByDigest { name, .. }
             | LayerProblem::TooDeep { name } => name,
         }
     }
@@ -153,6 +162,10 @@ impl LayerProblem {
             LayerProblem::Open { .. } | LayerProblem::Wrong { .. } => {
                 "copy it again from the origin of the image, or name the directory of the right \
                  file with --store"
+            }
+            LayerProblem::NotByDigest { .. } => {
+                "name it by its file name, without --by-digest; or store all its content in one \
+                 file: `bcow seal --flatten FILE -o NEW`"
             }
             LayerProblem::TooDeep { .. } => "convert the image again",
         }

@@ -389,7 +389,10 @@ impl Finder {
             Some(recorded) => checked.check_header(alone.header(), &recorded)?,
             None => checked.check_digest(&*file, digest)?,
         }
-        let below = FinderResolver::new(self, depth);
+        let below = FinderResolver {
+            file: Some(&checked.name),
+            ..FinderResolver::new(self, depth)
+        };
         let has_no_backings = alone.backings().next().is_none();
         let image = match has_no_backings {
             true => alone,
@@ -482,6 +485,9 @@ impl CheckedFile {
 /// Resolves the backings of one file.
 pub(super) struct FinderResolver<'f> {
     finder: &'f Finder,
+    /// The name in messages of the file, if it was looked up here. The caller looks up the backings
+    /// of another file that are not named by digest.
+    file: Option<&'f str>,
     /// The number of files above this file in the chain.
     depth: u32,
     /// The length of the longest chain of files that begins with a backing resolved so far.
@@ -492,6 +498,7 @@ impl<'f> FinderResolver<'f> {
     pub(super) fn new(finder: &'f Finder, depth: u32) -> Self {
         FinderResolver {
             finder,
+            file: None,
             depth,
             height: Cell::new(0),
         }
@@ -505,8 +512,13 @@ impl<'f> FinderResolver<'f> {
 
 impl BackingResolver for FinderResolver<'_> {
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
-        // Backings with a file name are not looked up here.
         let BackingName::Digest(digest) = backing.name else {
+            if let Some(file) = self.file {
+                self.finder.report(LayerProblem::NotByDigest {
+                    name: file.to_owned(),
+                    backing: backing.name.to_string(),
+                });
+            }
             return Ok(None);
         };
         let digest = Digest::from_sha256(digest);
