@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::{Image, OpenOptions};
+use bcow_ext4::Ext4Error;
 use bcow_view::{CachedView, ViewCache, ViewError, ViewedImage};
 
 use crate::cache;
@@ -69,7 +70,10 @@ pub fn cannot_view(name: &Path, error: &ViewFailure) -> CommandError {
     let cannot = CommandError::new(format!("cannot show {} as ext4", name.display()));
     let cannot = cannot.caused_by(&**error);
     match error.downcast_ref() {
-        Some(ViewError::TooSmall { .. }) => cannot.hint("-s gives a larger size"),
+        Some(ViewError::TooSmall { least, .. }) => {
+            cannot.hint(format!("the least size is {}M", least >> 20))
+        }
+        Some(ViewError::Ext4(Ext4Error::NoSpace { .. })) => cannot.hint("-s gives a larger size"),
         Some(ViewError::WritableByOthers { .. } | ViewError::Directory { .. }) => {
             cannot.hint(format!("{VIEWS} names another directory"))
         }

@@ -28,13 +28,15 @@ pub enum ViewError {
     /// The EROFS has blocks of another size.
     #[error("the EROFS has blocks of {0} bytes; a view needs 4096")]
     BlockBytes(u32),
-    /// The ext4 has no room for the content.
-    #[error("an ext4 of {bytes} bytes is too small for {content} bytes of content")]
+    /// The ext4 has no room for the image.
+    #[error(
+        "an ext4 of {} MiB is too small for the image, which needs {} MiB", bytes >> 20, least >> 20
+    )]
     TooSmall {
-        /// Size of the ext4.
+        /// Size of the ext4 in bytes.
         bytes: u64,
-        /// Bytes of content that its address space must hold.
-        content: u64,
+        /// The least size in bytes, a multiple of 1 MiB.
+        least: u64,
     },
     /// More ends of files and shared blocks than a view holds.
     #[error("the image has more than {0} ends of files and shared blocks")]

@@ -2,8 +2,8 @@
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode};
 use bcow_ext4::{
-    Content, DeviceNumber, Entry, Extent, FileKind, Geometry, GeometryOptions, Identity,
-    InodeNumber, Node, Sink, Summary, Timestamp, Writer, Xattr,
+    Content, DeviceNumber, Entry, Ext4Error, Extent, FileKind, Geometry, GeometryOptions, Identity,
+    InodeNumber, MAX_BYTES, Node, Sink, Summary, Timestamp, Writer, Xattr,
 };
 
 use crate::BLOCK_BYTES;
@@ -36,6 +36,28 @@ pub struct View {
     pub summary: Summary,
 }
 
+/// The least size in whole MiB above `bytes`, which do not fit, that `fits`; `None` if no size up
+/// to the largest ext4 does.
+fn least_size(bytes: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
+    let (mut below, last) = (bytes >> 20, MAX_BYTES >> 20);
+    let mut enough = (below + 1).next_power_of_two();
+    while !fits(enough << 20) {
+        below = enough;
+        enough *= 2;
+        if enough > last {
+            return None;
+        }
+    }
+    while below + 1 < enough {
+        let middle = below.midpoint(enough);
+        match fits(middle << 20) {
+            true => enough = middle,
+            false => below = middle,
+        }
+    }
+    Some(enough << 20)
+}
+
 /// Lays out a view. The metadata of the ext4 goes to `sink`. The same tree and options give the
 /// same bytes.
 pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Result<View, ViewError> {
@@ -44,18 +66,35 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
         return Err(ViewError::BlockBytes(block_bytes));
     }
     let survey = Survey::new(fs)?;
-    let geometry = Geometry::new(GeometryOptions {
-        bytes: options.bytes,
-        inodes: survey.inodes().len() as u32,
-        journal_blocks: options.journal_blocks,
-    })?;
     let device_blocks = fs.device_bytes() / BLOCK_BYTES;
-    let region_blocks = (1 << region_shift(options.bytes)) / BLOCK_BYTES;
-    let layout = Layout::new(&geometry, device_blocks, survey.fragments, region_blocks);
-    let layout = layout.ok_or(ViewError::TooSmall {
-        bytes: options.bytes,
-        content: (device_blocks + survey.fragments) * BLOCK_BYTES,
-    })?;
+    let place = |bytes| -> Result<Option<(Geometry, Layout)>, Ext4Error> {
+        let geometry = Geometry::new(GeometryOptions {
+            bytes,
+            inodes: survey.inodes().len() as u32,
+            journal_blocks: options.journal_blocks,
+        })?;
+        let region_blocks = (1 << region_shift(bytes)) / BLOCK_BYTES;
+        let layout = Layout::new(&geometry, device_blocks, survey.fragments, region_blocks);
+        Ok(layout.map(|layout| (geometry, layout)))
+    };
+    let (geometry, layout) = match place(options.bytes) {
+        Ok(Some(placed)) => placed,
+        refused => {
+            let fits = |bytes| matches!(place(bytes), Ok(Some(_)));
+            return Err(match (least_size(options.bytes, fits), refused) {
+                (Some(least), _) => ViewError::TooSmall {
+                    bytes: options.bytes,
+                    least,
+                },
+                // No size fits: the error has another cause.
+                (None, Err(error)) => error.into(),
+                (None, Ok(_)) => {
+                    let (bytes, problem) = (MAX_BYTES, "is too small for the image");
+                    Ext4Error::Size { bytes, problem }.into()
+                }
+            });
+        }
+    };
     let identity = identity(fs, options);
     let mut writer = Writer::new(&geometry, identity, &layout.content(), sink)?;
     let mut pieces = Pieces::new(device_blocks);
