@@ -1,4 +1,4 @@
-//! The forms of SRC and DST: one table for `convert`, `commit` and `export`.
+//! The forms of SRC and DST: one table for all commands.
 //!
 //! A name is `TRANSPORT:REST`, or a file. The text before the first colon is a transport if it
 //! begins with a letter and has only small letters, digits and hyphens. A file of such a name is
@@ -175,8 +175,8 @@ pub fn refuse(shown: &str, command: &str) -> CommandError {
 }
 
 impl Destination {
-    /// Reads DST. A file without a transport is a qcow2 image if its name ends in `.qcow2`, and
-    /// otherwise a BCoW file.
+    /// Reads DST. A file without a transport is a BCoW file, unless the ending of its name promises
+    /// another form: that form is written or refused.
     pub fn parse(name: &OsStr) -> Result<Self, CommandError> {
         let shown = name.to_string_lossy();
         let Some((transport, rest)) = split(name) else {
@@ -227,9 +227,22 @@ impl Destination {
         }
     }
 
+    /// Reads NEW of `command`, which writes only BCoW files.
+    pub fn bcow_file(name: &Path, command: &str) -> Result<PathBuf, CommandError> {
+        match Destination::parse(name.as_os_str())? {
+            Destination::File(path) => Ok(path),
+            _ => {
+                let shown = name.to_string_lossy();
+                let refused = refuse(&shown, command);
+                Err(match split(name.as_os_str()) {
+                    None => refused.hint(format!("bcow:{shown} is a BCoW file of that name")),
+                    Some(_) => refused.hint("the output is a BCoW file"),
+                })
+            }
+        }
+    }
+
     fn file(name: &OsStr) -> Result<Self, CommandError> {
-        const ARCHIVES: [&str; 5] = [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst"];
-        let ends_with = |end: &str| name.as_bytes().ends_with(end.as_bytes());
         if name == "-" {
             return Err(CommandError::usage(
                 "an image cannot be written to standard output, which is sequential",
@@ -239,21 +252,110 @@ impl Destination {
                          write archives",
             ));
         }
-        if ARCHIVES.iter().any(|end| ends_with(end)) {
-            let shown = name.to_string_lossy();
-            return Err(CommandError::usage(format!(
-                "invalid destination {shown:?}: the output is not an archive"
-            ))
-            .hint(format!(
-                "`bcow export IMG --to tar -o {shown}` writes an archive; oci-archive:{shown} is \
-                 an OCI image in an archive; bcow:{shown} is a BCoW file of that name"
-            )));
-        }
-        Ok(match ends_with(".qcow2") {
-            true => Destination::Qcow2(name.into()),
-            false => Destination::File(name.into()),
-        })
+        let (form, hint) = match form_by_ending(name) {
+            None => return Ok(Destination::File(name.into())),
+            Some(NamedForm::Disk(destination)) => return Ok(destination(name.into())),
+            Some(NamedForm::Qemu(format)) => (
+                format!("a disk in the format {format}"),
+                format!(
+                    "`bcow convert SRC DISK.qcow2` and `qemu-img convert -O {format} DISK.qcow2 \
+                     DST` write one"
+                ),
+            ),
+            Some(NamedForm::Other { form, hint }) => ((*form).to_owned(), (*hint).to_owned()),
+        };
+        let shown = name.to_string_lossy();
+        let hint = hint.replace("DST", &shown);
+        Err(CommandError::usage(format!(
+            "invalid destination {shown:?}: the output is not {form}"
+        ))
+        .hint(format!("{hint}; bcow:{shown} is a BCoW file of that name")))
     }
+}
+
+/// A form of files that the ending of a name promises.
+enum NamedForm {
+    /// A disk in a form that bcow writes.
+    Disk(fn(PathBuf) -> Destination),
+    /// A disk in a form that only qemu-img writes, by its name there.
+    Qemu(&'static str),
+    /// A form that a destination cannot have; the hint says how to make the file `DST` in it.
+    Other {
+        form: &'static str,
+        hint: &'static str,
+    },
+}
+
+/// The endings of names that promise another form than BCoW.
+const ENDINGS: [(&[&str], NamedForm); 13] = [
+    (&[".qcow2"], NamedForm::Disk(Destination::Qcow2)),
+    (&[".raw", ".img"], NamedForm::Disk(Destination::Raw)),
+    (&[".qcow"], NamedForm::Qemu("qcow")),
+    (&[".qed"], NamedForm::Qemu("qed")),
+    (&[".vdi"], NamedForm::Qemu("vdi")),
+    (&[".vhd"], NamedForm::Qemu("vpc")),
+    (&[".vhdx"], NamedForm::Qemu("vhdx")),
+    (&[".vmdk"], NamedForm::Qemu("vmdk")),
+    (
+        &[".tar"],
+        NamedForm::Other {
+            form: "an archive",
+            hint: "`bcow export IMG --to tar -o DST` writes an archive; oci-archive:DST is an OCI \
+                   image in an archive",
+        },
+    ),
+    (
+        &[
+            ".tgz", ".txz", ".tzst", ".tbz2", ".gz", ".xz", ".zst", ".bz2", ".zip", ".7z", ".cpio",
+        ],
+        NamedForm::Other {
+            form: "an archive of this kind",
+            hint: "`bcow export IMG --to tar -o -` writes a tar archive, for a program that makes \
+                   DST of it",
+        },
+    ),
+    (
+        &[".erofs"],
+        NamedForm::Other {
+            form: "an EROFS file system",
+            hint: "`bcow export IMG --to erofs -o DST` writes one",
+        },
+    ),
+    (
+        &[
+            ".squashfs",
+            ".sqsh",
+            ".sqfs",
+            ".sfs",
+            ".iso",
+            ".ext2",
+            ".ext3",
+            ".ext4",
+            ".xfs",
+            ".btrfs",
+        ],
+        NamedForm::Other {
+            form: "a file system of this kind",
+            hint: "`bcow extract IMG DIR` writes the tree to a directory, for a program that makes \
+                   DST of it",
+        },
+    ),
+    (
+        &[".sif"],
+        NamedForm::Other {
+            form: "an Apptainer image",
+            hint: "`bcow export IMG --to oci-archive:FILE` writes an archive, for `apptainer build \
+                   DST oci-archive:FILE`",
+        },
+    ),
+];
+
+/// The form that the ending of a file's name promises.
+fn form_by_ending(name: &OsStr) -> Option<&'static NamedForm> {
+    let name = name.as_bytes().to_ascii_lowercase();
+    let ends = |ending: &&str| name.ends_with(ending.as_bytes());
+    let found = ENDINGS.iter().find(|(endings, _)| endings.iter().any(ends));
+    found.map(|(_, form)| form)
 }
 
 impl Layout {

@@ -12,6 +12,7 @@ use crate::disks::open_to_replace;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
+use crate::place::Destination;
 use crate::rewrite::{TerminalMonitor, threads, write_new};
 use crate::size::Human;
 use crate::ui::Ui;
@@ -57,6 +58,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         let new = NewFile::replace(path)?;
         return write(args, &old.image, old.file.file(), new, path, ui);
     };
+    let output = &Destination::bcow_file(output, "compact")?;
     let opened = OpenImage::open(&args.disk, &args.stores)?;
     let header = opened.image().header();
     if (header.purpose, header.state) != (Use::Disk, State::Writable) {

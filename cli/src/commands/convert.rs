@@ -64,11 +64,12 @@ const MAX_ENTRIES: u64 = 1 << 31;
 ///                               snapshotter of containerd 2.4 mounts
 ///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of SRC and its backings;
 ///                               SRC is a disk, or any BCoW image (FILE, oci:DIR[:REF])
-///     FILE.qcow2                the same as qcow2:FILE
+///     FILE.qcow2                the same as qcow2:FILE; FILE.raw and FILE.img are raw:FILE
 ///
 /// The text before the first colon of SRC or DST is a transport if it begins with a letter and has
 /// only lower-case letters, digits and hyphens. If the name of a file begins in this way, write
-/// ./NAME or bcow:NAME.
+/// ./NAME or bcow:NAME. A name whose ending promises a form that bcow does not write, such as
+/// .vmdk, .iso or .tar, is refused; bcow:NAME is a BCoW file of any name.
 ///
 /// A disk made from raw: or qcow2: is sealed: compressed, checksummed and immutable. With
 /// --writable, it is a writable disk. A raw or qcow2 SRC needs its prefix, because bcow does not

@@ -21,7 +21,7 @@ use crate::conversion::failure;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
 use crate::interrupt::Interrupt;
-use crate::place::{Destination, Layout};
+use crate::place::{self, Destination, Layout};
 use crate::push::{self, ToS3};
 use crate::remote::{self, Pinned};
 use crate::replace::{self, Replacement};
@@ -89,6 +89,13 @@ enum From {
 /// Copies.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let parsed = Destination::parse(&args.destination)?;
+    if let Destination::Raw(_)
+    | Destination::Qcow2(_)
+    | Destination::Tar(_)
+    | Destination::ContainerdCache(_) = parsed
+    {
+        return Err(args.cannot_write());
+    }
     let remote = &args.stores.remote;
     let destination = push::resolve(parsed, remote, &args.source.to_string_lossy())?;
     let from = open(args, &destination)?;
@@ -118,11 +125,17 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             )),
         },
         (Destination::Layout(to), From::Image(image)) => to_layout(args, &image, to, &options, ui),
-        _ => Err(CommandError::usage(format!(
-            "`bcow copy` cannot write {}",
-            args.destination.to_string_lossy()
-        ))
-        .hint("`bcow convert` and `bcow export` write other forms")),
+        _ => Err(args.cannot_write()),
+    }
+}
+
+impl Args {
+    /// The error for a destination in a form that this command does not write.
+    fn cannot_write(&self) -> CommandError {
+        place::refuse(&self.destination.to_string_lossy(), "copy").hint(
+            "`bcow convert` and `bcow export` write other forms; bcow:NAME is a BCoW file of any \
+             name",
+        )
     }
 }
 

@@ -14,6 +14,7 @@ use crate::disks::{Below, lost_backing};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name};
 use crate::new_file::NewFile;
+use crate::place::Destination;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
@@ -103,10 +104,11 @@ fn block_size(text: &str) -> Result<u32, String> {
 
 /// Creates the disk.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let new = NewFile::create_new(&args.new)?;
+    let path = Destination::bcow_file(&args.new, "create")?;
+    let new = NewFile::create_new(&path)?;
     let options = OpenOptions::default();
     let backing = match &args.backing {
-        Some(name) => Some(args.backing_of(name, &options)?),
+        Some(name) => Some(args.backing_of(name, &path, &options)?),
         None => None,
     };
     let size = match (args.size, &backing) {
@@ -140,13 +142,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 impl Args {
-    /// The entry of the backing `name`, and its content. With --fs, those of its view.
+    /// The entry of the backing `name` for the disk at `disk`, and its content. With --fs, those of
+    /// its view.
     fn backing_of(
         &self,
         name: &Path,
+        disk: &Path,
         options: &OpenOptions,
     ) -> Result<(BackingEntry, Arc<dyn BlockDevice>), CommandError> {
-        let (entry, image) = backing(name, self.by_digest, &self.new, &self.stores, options)?;
+        let (entry, image) = backing(name, self.by_digest, disk, &self.stores, options)?;
         match self.fs {
             None => Ok((entry, image)),
             Some(FileSystem::Ext4) => {

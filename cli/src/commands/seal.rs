@@ -11,6 +11,7 @@ use crate::disks::{Below, open_to_replace};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
+use crate::place::Destination;
 use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
@@ -98,7 +99,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         false => Keep::Own,
     };
     if let Some(output) = &args.output {
-        return seal_into(&args.disk, output, keep, &args.seal, &args.stores, ui);
+        let output = Destination::bcow_file(output, "seal")?;
+        return seal_into(&args.disk, &output, keep, &args.seal, &args.stores, ui);
     }
     // The file does not change, but the lock keeps writers away until the new file has replaced it.
     let old = open_to_replace(&args.disk, &args.stores, "seal")?;

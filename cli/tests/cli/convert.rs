@@ -120,10 +120,10 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
             ["it is the backing of ", "/by-digest.bcow\n"],
         ),
         ("letter.txt", ["and is not in BCoW format", "--force"]),
-        ("disk.raw", ["and is not in BCoW format", "--force"]),
+        ("bcow:disk.raw", ["and is not in BCoW format", "--force"]),
     ] {
         for source in ["sample.tar", "raw:disk.raw"] {
-            if (source, destination) != ("raw:disk.raw", "disk.raw") {
+            if (source, destination) != ("raw:disk.raw", "bcow:disk.raw") {
                 refused(
                     &sandbox,
                     "letter.txt",

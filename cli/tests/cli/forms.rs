@@ -165,6 +165,52 @@ fn images_become_layers_and_layers_images() {
 }
 
 #[test]
+fn a_name_that_promises_another_form_is_not_written_as_a_bcow_file() {
+    let sandbox = Sandbox::new();
+    sandbox.ok(&["create", "-s", "1M", "base.bcow"]);
+    sandbox.ok(&["create", "-b", "base.bcow", "disk.bcow"]);
+    sandbox.ok(&["seal", "base.bcow", "-o", "sealed.bcow"]);
+    let before = sandbox.names();
+    let refused = |args: &[&str], name: &str| {
+        let shown = sandbox.shown(args);
+        assert!(shown.contains(name), "{shown}");
+        assert!(
+            shown.contains(&format!("bcow:{name} is a BCoW file")),
+            "{shown}"
+        );
+        assert!(shown.ends_with("--- exit status 2\n"), "{shown}");
+        assert_eq!(sandbox.names(), before, "{shown}");
+    };
+    for ending in [
+        "erofs", "vhd", "vhdx", "vmdk", "vdi", "qed", "qcow", "squashfs", "sqsh", "sif", "iso",
+        "ext4", "tar", "tar.gz", "tgz", "tar.xz", "zip", "VMDK",
+    ] {
+        let name = format!("new.{ending}");
+        refused(&["convert", "disk.bcow", &name], &name);
+        refused(&["copy", "disk.bcow", &name], &name);
+        refused(&["commit", "disk.bcow", &name], &name);
+        refused(&["create", "-s", "1M", &name], &name);
+        refused(&["seal", "disk.bcow", "-o", &name], &name);
+        refused(&["compact", "disk.bcow", "-o", &name], &name);
+    }
+    for name in ["new.raw", "new.img", "new.qcow2"] {
+        refused(&["create", "-s", "1M", name], name);
+        refused(&["seal", "disk.bcow", "-o", name], name);
+        refused(&["compact", "disk.bcow", "-o", name], name);
+        for (command, source) in [("commit", "disk.bcow"), ("copy", "sealed.bcow")] {
+            let shown = sandbox.shown(&[command, source, name]);
+            assert!(
+                shown.contains(&format!("`bcow {command}` cannot write {name}")),
+                "{shown}"
+            );
+            assert_eq!(sandbox.names(), before, "{shown}");
+        }
+    }
+    sandbox.ok(&["create", "-s", "1M", "bcow:new.raw"]);
+    sandbox.ok(&["fsck", "new.raw"]);
+}
+
+#[test]
 fn disk_is_converted_without_a_transport() {
     let sandbox = Sandbox::new();
     sandbox.write("disk.img", &noise(1 << 20));
@@ -176,8 +222,16 @@ fn disk_is_converted_without_a_transport() {
     sandbox.ok(&["convert", "--writable", "sealed.bcow", "again.bcow"]);
     sandbox.ok(&["diff", "again.bcow", "top.bcow"]);
     // A file called so is one.
-    sandbox.ok(&["convert", "top.bcow", "out.qcow2"]);
-    assert!(sandbox.read("out.qcow2").starts_with(b"QFI\xfb"));
+    for name in ["out.qcow2", "OUT.QCOW2"] {
+        sandbox.ok(&["convert", "top.bcow", name]);
+        assert!(sandbox.read(name).starts_with(b"QFI\xfb"));
+    }
+    for name in ["copy.img", "copy.raw"] {
+        sandbox.ok(&["convert", "top.bcow", name]);
+        assert_eq!(sandbox.read(name), sandbox.read("disk.img"));
+    }
+    sandbox.ok(&["convert", "top.bcow", "bcow:bcow.raw"]);
+    sandbox.ok(&["fsck", "bcow.raw"]);
     let text = sandbox.shown(&["convert", "top.bcow", "oci:layout:x"]);
     assert!(
         text.contains("oci:layout:x takes images, not disks"),
@@ -251,6 +305,7 @@ fn options_for_another_destination_of_commit_are_refused() {
     sandbox.ok(&["convert", "tar:a.tar", "a.bcow"]);
     sandbox.ok(&["create", "-s", "1M", "base.bcow"]);
     sandbox.ok(&["create", "-b", "base.bcow", "disk.bcow"]);
+    sandbox.ok(&["seal", "base.bcow", "-o", "sealed.bcow"]);
     let before = sandbox.names();
     let upper = ["commit", "a.bcow", "--upper=upper"];
     for (new, option) in [
