@@ -50,10 +50,11 @@ use tolerant::tolerant;
 /// the image's view (the ext4 metadata that bcow generates for it); e2fsck(8) checks the file
 /// system on the disk.
 ///
-/// The command prints one line for each finding: severity, code, place and description. Codes are
-/// stable. Section 12 of the format specification lists the codes of the format. Codes of the file
-/// system begin with `erofs-`; codes of an upper begin with `upper-`; `file-data` names a file with
-/// damaged content (with --data).
+/// The command prints one line for each finding: severity, code, place and description. Of the
+/// findings that follow from the damage of one place, such as the files in one block, three have a
+/// line, and the others are counted; --json lists all. Codes are stable. Section 12 of the format
+/// specification lists the codes of the format. Codes of the file system begin with `erofs-`; codes
+/// of an upper begin with `upper-`; `file-data` names a file with damaged content (with --data).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Exit status, as in fsck(8):
@@ -408,18 +409,25 @@ fn check_all(
     let Some(opened) = with_layers(&shown, opened, &files[0])? else {
         return Ok(files);
     };
-    let top = &mut files[0];
-    if remote.is_none() {
-        let found = backing::check(&opened.image, &path, &args.stores)?;
-        top.findings.extend(found);
-    }
-    top.findings
-        .extend(opened.problems.iter().map(|problem| Finding {
+    let mut problems: Vec<Finding> = opened
+        .problems
+        .iter()
+        .map(|problem| Finding {
             error: true,
             code: problem.code(),
             place: BACKING_TABLE.into(),
             message: problem.to_string(),
-        }));
+        })
+        .collect();
+    if remote.is_none() {
+        for found in backing::check(&opened.image, &path, &args.stores)? {
+            // Both lookups report a file by digest.
+            if !problems.iter().any(|known| known.message == found.message) {
+                problems.push(found);
+            }
+        }
+    }
+    files[0].findings.extend(problems);
     let count = opened.below.len();
     for (index, layer) in opened.below.into_iter().enumerate() {
         progress.phase(&format!("checking file {} of {count} below", index + 1));

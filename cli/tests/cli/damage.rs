@@ -127,6 +127,10 @@ fn damaged_files_beyond_the_limit_are_counted() {
     assert_eq!(json["errors"], findings.len() + 3);
     let shown = sandbox.shown(&["fsck", "--data", "many.bcow"]);
     assert!(shown.contains("\n... and 3 more\n"), "{shown}");
+    // One block is damaged: a few files that need it have a line, the others are a number.
+    assert_eq!(shown.matches("error file-data: ").count(), 3, "{shown}");
+    let rest = "\n... and 997 more findings because of region ";
+    assert!(shown.contains(rest), "{shown}");
 }
 
 #[test]

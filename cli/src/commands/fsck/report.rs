@@ -7,13 +7,15 @@ use bcow::{Image, OpenOptions, header_of};
 use bcow_oci::ImageName;
 use serde_json::{Value, json};
 
-use super::{Args, BACKING_TABLE, Checked};
+use super::{Args, BACKING_TABLE, Checked, Finding};
 use crate::error::CommandError;
 use crate::image::shown_name;
 use crate::names::printable;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
+/// Most lines about what follows from the damage of one place.
+const MAX_EFFECTS: usize = 3;
 /// Codes of the findings that `--repair` repairs.
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
@@ -87,23 +89,8 @@ pub(super) fn print_report(
         writeln!(out, "repaired: {line}")?;
     }
     for (index, file) in files.iter().enumerate() {
-        for finding in &file.findings {
-            write!(
-                out,
-                "{} {}: ",
-                if finding.error { "error" } else { "warning" },
-                finding.code,
-            )?;
-            if index > 0 {
-                write!(out, "{}: ", printable(&file.target.label))?;
-            }
-            writeln!(
-                out,
-                "{}: {}",
-                printable(&finding.place),
-                printable(&finding.message)
-            )?;
-        }
+        let label = (index > 0).then(|| printable(&file.target.label));
+        print_findings(&file.findings, label.as_deref(), &mut out)?;
         if file.omitted > 0 {
             writeln!(out, "... and {} more", Count(file.omitted))?;
         }
@@ -127,6 +114,58 @@ pub(super) fn print_report(
         }
     }
     out.finish()
+}
+
+/// Prints the findings, one line each. Of the findings that follow from the damage of one place, as
+/// each file in a damaged block does, only the first ones have a line.
+fn print_findings(
+    findings: &[Finding],
+    label: Option<&str>,
+    out: &mut Output,
+) -> Result<(), CommandError> {
+    let mut effects = vec![0; findings.len()];
+    for (index, finding) in findings.iter().enumerate() {
+        if let Some(cause) = cause_of(finding, &findings[..index]) {
+            effects[cause] += 1;
+            if effects[cause] > MAX_EFFECTS {
+                continue;
+            }
+        }
+        write!(
+            out,
+            "{} {}: ",
+            if finding.error { "error" } else { "warning" },
+            finding.code,
+        )?;
+        if let Some(label) = label {
+            write!(out, "{label}: ")?;
+        }
+        writeln!(
+            out,
+            "{}: {}",
+            printable(&finding.place),
+            printable(&finding.message)
+        )?;
+    }
+    for (finding, effects) in findings.iter().zip(effects) {
+        if effects > MAX_EFFECTS {
+            writeln!(
+                out,
+                "... and {} more findings because of {}, which --json lists",
+                Count((effects - MAX_EFFECTS) as u64),
+                printable(&finding.place)
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// The earlier finding with the damage that `finding` names as its cause.
+fn cause_of(finding: &Finding, earlier: &[Finding]) -> Option<usize> {
+    earlier.iter().position(|cause| {
+        let before = finding.message.strip_suffix(&cause.message);
+        before.is_some_and(|before| before.ends_with(": "))
+    })
 }
 
 fn print_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
