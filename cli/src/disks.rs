@@ -74,6 +74,16 @@ pub fn lock_note(command: &str) -> String {
     format!("bcow {command}, process {}", std::process::id())
 }
 
+/// Where an image is that the command line names, besides a disk that shows it.
+pub struct NamedImage {
+    /// The directory of its file, if that is on this machine.
+    pub directory: Option<PathBuf>,
+    /// Its files.
+    pub files: Vec<PathBuf>,
+    /// Its URL, if it is on another machine.
+    pub url: Option<String>,
+}
+
 /// Finds the files below a disk as the command line allows.
 pub struct Below<'a> {
     args: &'a StoreArgs,
@@ -82,15 +92,40 @@ pub struct Below<'a> {
     views: UserViews,
     share: Share,
     options: OpenOptions,
+    /// The URL of the [`NamedImage`].
+    url: Option<String>,
 }
 
 impl<'a> Below<'a> {
     pub fn new(args: &'a StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
-        let directories = args.backing_dirs()?.to_vec();
+        Below::in_places(args, options, args.backing_dirs()?.to_vec(), &[])
+    }
+
+    /// Also looks where the image is that the command line names.
+    pub fn beside(
+        args: &'a StoreArgs,
+        options: &OpenOptions,
+        image: NamedImage,
+    ) -> Result<Self, CommandError> {
+        let directories = [args.backing_dirs()?, image.directory.as_slice()].concat();
+        let below = Below::in_places(args, options, directories, &image.files)?;
+        Ok(Below {
+            url: image.url,
+            ..below
+        })
+    }
+
+    fn in_places(
+        args: &'a StoreArgs,
+        options: &OpenOptions,
+        directories: Vec<PathBuf>,
+        files: &[PathBuf],
+    ) -> Result<Self, CommandError> {
         let stores = args.directories()?;
         let places = Places {
             stores: &stores,
             named: &directories,
+            files,
             ..Places::default()
         };
         Ok(Below {
@@ -100,6 +135,7 @@ impl<'a> Below<'a> {
             directories,
             share: args.share(),
             options: options.clone(),
+            url: None,
         })
     }
 
@@ -127,6 +163,23 @@ impl<'a> Below<'a> {
     /// The opener of the files below the disk at `path`.
     pub fn opener(&self, path: &Path) -> Opener<'_> {
         Opener::new(path, self.policy())
+    }
+
+    /// Opens the disk at `path` for reading, with those files below it that are available.
+    pub fn open_chain(&self, name: &Path, path: &Path) -> Result<OpenChain, CommandError> {
+        let cannot = || format!("cannot open {}", name.display());
+        let opener = self.opener(path);
+        let file = Arc::new(File::open(path).context(cannot)?);
+        let opened = chain::open_shared(&file, self.share, &self.options, &opener);
+        let image = opened.map_err(|problem| match problem {
+            OpenProblem::InUse(error) => in_use(cannot(), path, &error, Access::Read),
+            OpenProblem::Failed(error) => cannot_open_file(name, path, &error),
+        })?;
+        Ok(OpenChain {
+            image,
+            files: opener.files(),
+            problems: self.problems(&opener.problems()),
+        })
     }
 
     /// Adds the hint, and for a digest the cause, to the problems of an opener that has
@@ -205,7 +258,7 @@ impl Urls for Below<'_> {
                 may_pass,
             })
         };
-        if !self.args.allows_url(url) {
+        if self.url.as_deref() != Some(url) && !self.args.allows_url(url) {
             let server = url.split('/').take(3).collect::<Vec<_>>().join("/");
             return Err(failed(
                 "it is on another machine, and its URL is not allowed",
@@ -308,28 +361,21 @@ fn hint(problem: &ChainProblem) -> Option<&'static str> {
     }
 }
 
-/// Opens the disk at `path` for reading, with those files below it that are available.
-pub fn open_chain(
-    name: &Path,
-    path: &Path,
+/// Fails if the disk `image`, written to the file `output`, would not find its backing.
+pub fn require_backing_beside(
+    image: &Image,
+    output: &Path,
     stores: &StoreArgs,
-    options: &OpenOptions,
-) -> Result<OpenChain, CommandError> {
-    let cannot = || format!("cannot open {}", name.display());
-    let below = Below::new(stores, options)?;
-    let opener = below.opener(path);
-    let file = Arc::new(File::open(path).context(cannot)?);
-    let image =
-        chain::open_shared(&file, stores.share(), options, &opener).map_err(
-            |problem| match problem {
-                OpenProblem::InUse(error) => in_use(cannot(), path, &error, Access::Read),
-                OpenProblem::Failed(error) => cannot_open_file(name, path, &error),
-            },
-        )?;
-    Ok(OpenChain {
-        image,
-        files: opener.files(),
-        problems: below.problems(&opener.problems()),
+) -> Result<(), CommandError> {
+    let Some(entry) = image.disk_backing() else {
+        return Ok(());
+    };
+    let below = Below::new(stores, &OpenOptions::default())?;
+    let found = below.opener(output).open(entry);
+    found.map(drop).map_err(|problem| {
+        CommandError::new(format!("cannot write {}", output.display()))
+            .caused_by_text(format!("it would not find its backing: {problem}"))
+            .hint("write it beside the backing, or store everything in it (`bcow seal --flatten`)")
     })
 }
 

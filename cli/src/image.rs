@@ -15,7 +15,7 @@ use bcow_remote::Root;
 use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
 
-use crate::disks::{self, Problem};
+use crate::disks::{self, Below, Problem};
 use crate::error::{CommandError, Context};
 use crate::given::{Given, OpenFiles};
 use crate::place::Layout;
@@ -487,7 +487,7 @@ impl OpenImage {
         if let ImageName::File(path) = &parsed
             && disks::is_disk(path)
         {
-            let disk = disks::open_chain(name, path, stores, options)?;
+            let disk = Below::new(stores, options)?.open_chain(name, path)?;
             let mut opened = OpenImage::of(name, opened_alone(disk.image, path.clone()));
             opened.chain = disk.files;
             opened.problems = disk.problems;

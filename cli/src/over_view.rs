@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use bcow::chain::directory_of;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_union::offline::DiskOverView;
 
-use crate::disks::{self, OpenChain};
+use crate::disks::{self, Below, NamedImage, OpenChain};
 use crate::error::CommandError;
 use crate::image::{OpenImage, StoreArgs};
 use crate::kernel_upper::ReadUpper;
@@ -25,7 +26,15 @@ pub fn open(
             .caused_by_text("it is not a disk")
             .hint("--upper takes the directory of a writable mount, or a disk of `bcow create`"));
     }
-    let chain = disks::open_chain(path, path, stores, &OpenOptions::default())?;
+    let named = NamedImage {
+        directory: match image.remote() {
+            None => Some(directory_of(&image.opened().path)),
+            Some(_) => None,
+        },
+        files: image.files(),
+        url: image.lasting_url().map(str::to_owned),
+    };
+    let chain = Below::beside(stores, &OpenOptions::default(), named)?.open_chain(path, path)?;
     if let Some(problem) = chain.problems.first() {
         return Err(problem.failure(path));
     }

@@ -8,7 +8,7 @@ use bcow::operation::RewriteOptions;
 use bcow::{Compression, Image};
 
 use crate::conversion::{Compress, parse_compression};
-use crate::disks::open_to_replace;
+use crate::disks::{open_to_replace, require_backing_beside};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
@@ -71,6 +71,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let path = opened.files().remove(0);
     let file = File::open(path).context(|| args.cannot_read())?;
     let new = NewFile::create_new(output)?;
+    require_backing_beside(opened.image(), output, &args.stores)?;
     write(args, opened.image(), &file, new, output, ui)
 }
 

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use bcow::format::Use;
 use bcow::operation::RewriteOptions;
-use bcow::{BlockDevice, Compression, Image, Keep, OpenOptions};
+use bcow::{BlockDevice, Compression, Image, Keep};
 
 use crate::conversion::{BlockSize, Compress, parse_block_size, parse_compression};
-use crate::disks::{Below, open_to_replace};
+use crate::disks::{open_to_replace, require_backing_beside};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
@@ -131,17 +131,8 @@ pub fn seal_into(
         );
     }
     let new = NewFile::create_new(output)?;
-    if let (Keep::Own, Some(entry)) = (keep, image.disk_backing()) {
-        let below = Below::new(stores, &OpenOptions::default())?;
-        let found = below.opener(output).open(entry);
-        found.map_err(|problem| {
-            CommandError::new(format!("cannot write {}", output.display()))
-                .caused_by_text(format!("it would not find its backing: {problem}"))
-                .hint(
-                    "write it beside the backing, or store everything in it \
-                     (`bcow seal --flatten`)",
-                )
-        })?;
+    if keep == Keep::Own {
+        require_backing_beside(image, output, stores)?;
     }
     seal(image, name, new, output, keep, args, ui)
 }

@@ -255,3 +255,56 @@ fn a_layer_against_another_shows_its_whiteouts() {
     let shown = String::from_utf8(output.stdout).unwrap();
     snapshot!(shown);
 }
+
+#[test]
+fn the_image_of_a_disk_is_found_where_the_command_line_names_it() {
+    let sandbox = Sandbox::new();
+    let archive = Tar::new().directory("./").file("file", &noise(10_000));
+    sandbox.write("image.tar", &archive.finish());
+    sandbox.ok(&["convert", "-q", "image.tar", "oci:layout:x"]);
+    sandbox.ok(&["convert", "-q", "image.tar", "image.bcow"]);
+    let create = ["create", "-q", "-s1G", "--fs=ext4", "-b"];
+    sandbox.ok(&[&create[..], &["oci:layout:x", "over-layout.bcow"]].concat());
+    sandbox.ok(&[&create[..], &["image.bcow", "over-file.bcow"]].concat());
+    let by_digest = ["image.bcow", "--by-digest", "over-digest.bcow"];
+    sandbox.ok(&[&create[..], &by_digest].concat());
+    std::fs::create_dir(sandbox.path("elsewhere")).unwrap();
+    std::fs::rename(
+        sandbox.path("image.bcow"),
+        sandbox.path("elsewhere/image.bcow"),
+    )
+    .unwrap();
+    for (image, disk) in [
+        ("oci:layout:x", "over-layout.bcow"),
+        ("elsewhere/image.bcow", "over-file.bcow"),
+        ("elsewhere/image.bcow", "over-digest.bcow"),
+    ] {
+        assert_eq!(sandbox.ok(&["diff", image, "--upper", disk]), b"");
+        let layer = format!("layer-of-{disk}");
+        sandbox.ok(&["commit", "-q", image, "--upper", disk, &layer]);
+    }
+    let shown = sandbox.shown(&[
+        "create",
+        "-s512M",
+        "--fs=ext4",
+        "-b",
+        "oci:layout:x",
+        "new.bcow",
+    ]);
+    assert!(
+        shown.contains("an ext4 of 512 MiB is too small for the image, which needs "),
+        "{shown}"
+    );
+    let (_, least) = shown
+        .split_once("hint: the least size is ")
+        .expect("a hint");
+    let least = format!("-s{}", least.lines().next().unwrap());
+    sandbox.ok(&[
+        "create",
+        &least,
+        "--fs=ext4",
+        "-b",
+        "oci:layout:x",
+        "new.bcow",
+    ]);
+}

@@ -46,6 +46,78 @@ fn a_chain_is_shown_with_all_its_files() {
 }
 
 #[test]
+fn a_backing_by_digest_that_is_over_a_name_is_refused() {
+    let sandbox = Sandbox::new();
+    sandbox.ok(&["create", "-q", "-s", "1M", "base.bcow"]);
+    sandbox.ok(&["create", "-q", "-b", "base.bcow", "named.bcow"]);
+    sandbox.ok(&["seal", "-q", "named.bcow"]);
+    sandbox.ok(&["create", "-q", "-s", "1M", "disk.bcow"]);
+    let refused = |args: &[&str]| {
+        let shown = sandbox.shown(args);
+        let why = "it is over base.bcow, and below a backing by digest";
+        assert!(shown.contains(why), "{shown}");
+        assert!(shown.contains("hint: leave out --by-digest"), "{shown}");
+    };
+    refused(&["create", "-b", "named.bcow", "--by-digest", "new.bcow"]);
+    refused(&["rebase", "disk.bcow", "-b", "named.bcow", "--by-digest"]);
+    refused(&[
+        "rebase",
+        "--unsafe",
+        "disk.bcow",
+        "-b",
+        "named.bcow",
+        "--by-digest",
+    ]);
+    assert!(!sandbox.path("new.bcow").exists());
+    // A disk that another version made.
+    let digest = bcow_oci::Digest::of(&sandbox.read("named.bcow"));
+    let hex = digest.hex();
+    let options = bcow::OpenOptions::default();
+    let mut open = std::fs::File::options();
+    let file = open.read(true).write(true);
+    let file = file.open(sandbox.path("disk.bcow")).unwrap();
+    let entry = bcow::format::BackingEntry {
+        name: bcow::format::BackingName::Digest(digest.sha256().unwrap()),
+        size: 1 << 20,
+    };
+    let shown: std::sync::Arc<dyn bcow::BlockDevice> = std::sync::Arc::new(vec![0; 1 << 20]);
+    let file = std::sync::Arc::new(file);
+    bcow::operation::rebase_reference(file, Some((entry, shown)), &options).unwrap();
+    std::fs::create_dir(sandbox.path("store")).unwrap();
+    std::fs::rename(sandbox.path("named.bcow"), sandbox.path("store").join(hex)).unwrap();
+    let over = "is over base.bcow, and below such a file bcow looks up only digests";
+    for args in [
+        &["fsck", "--store=store", "disk.bcow"][..],
+        &["convert", "--store=store", "disk.bcow", "raw:out"],
+        &["resize", "--store=store", "disk.bcow", "2M"],
+    ] {
+        let shown = sandbox.shown(args);
+        assert!(shown.contains(over), "{shown}");
+        assert!(!shown.ends_with("--- exit status 0\n"), "{shown}");
+    }
+    let shown = sandbox.shown(&["fsck", "--store=store", "disk.bcow"]);
+    assert!(shown.contains("error backing-unreadable: "), "{shown}");
+    assert_eq!(shown.matches("error backing-").count(), 1, "{shown}");
+}
+
+#[test]
+fn a_disk_in_a_new_file_finds_its_backing_or_is_not_written() {
+    let sandbox = chain();
+    std::fs::create_dir(sandbox.path("sub")).unwrap();
+    for command in [&["seal"][..], &["compact"], &["commit"]] {
+        let output = match command {
+            ["commit"] => &["sub/new.bcow"][..],
+            _ => &["-o", "sub/new.bcow"],
+        };
+        let shown = sandbox.shown(&[command, &["disk.bcow"], output].concat());
+        assert!(shown.contains("it would not find its backing: "), "{shown}");
+        assert!(!sandbox.path("sub/new.bcow").exists(), "{shown}");
+        sandbox.ok(&[command, &["disk.bcow", "--backing-dir=."], output].concat());
+        std::fs::remove_file(sandbox.path("sub/new.bcow")).unwrap();
+    }
+}
+
+#[test]
 fn commands_report_changes_to_disks() {
     let sandbox = chain();
     snapshot!(shown(
@@ -109,7 +181,7 @@ fn compact_into_a_new_file_only_reads_the_disk() {
         command.output().unwrap()
     };
     assert_eq!(compact(&[]).status.code(), Some(1));
-    let output = compact(&["-o", "out/new.bcow"]);
+    let output = compact(&["-o", "out/new.bcow", "--backing-dir=."]);
     assert!(
         output.status.success(),
         "{}",
