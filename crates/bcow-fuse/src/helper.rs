@@ -1,7 +1,10 @@
 //! The set-user-ID program `fusermount3`, which mounts and unmounts for ordinary users.
 
+use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
+
+use rustix::io::Errno;
 
 use crate::error::MountError;
 
@@ -9,14 +12,19 @@ pub(crate) const HELPER: &str = "fusermount3";
 
 /// Runs `fusermount3 -u`. Its message becomes the error.
 pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<(), MountError> {
-    let output = Command::new(HELPER)
-        .arg("-u")
-        .args(arguments)
-        .arg("--")
-        .arg(target)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(MountError::NoHelper)?;
+    let mut command = Command::new(HELPER);
+    command.arg("-u").args(arguments).arg("--").arg(target);
+    let output = match command.stdin(Stdio::null()).output() {
+        // The pipes for its messages need descriptors, and the process may have none left. The end
+        // of a mount must not depend on them.
+        Err(error) if has_no_descriptor(&error) => command
+            .stdin(Stdio::inherit())
+            .stdout(Stdio::inherit())
+            .stderr(Stdio::inherit())
+            .output(),
+        other => other,
+    };
+    let output = output.map_err(MountError::NoHelper)?;
     if output.status.success() {
         return Ok(());
     }
@@ -28,6 +36,11 @@ pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<()
         path: target.to_owned(),
         message,
     })
+}
+
+fn has_no_descriptor(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    matches!(errno, Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// The helper's message without its program name.
