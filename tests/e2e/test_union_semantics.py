@@ -1066,11 +1066,18 @@ class Attributes(UnionCase):
         self.assertTrue(holes <= os.stat(self.at("d2/holes")).st_blocks <= holes + 8,
                         os.stat(self.at("d2/holes")).st_blocks)
 
-    @promise("The link count of a directory that exists in both the image and the upper is 1, as "
-             "in overlayfs.")
-    def test_link_counts_of_directories(self):
-        self.write("d0/new")
-        self.assertEqual(os.stat(self.at("d0")).st_nlink, 1)
+    @promise("The link count of a directory of the image is always 1: its subdirectories are not "
+             "counted, as in overlayfs. Its size is that in the image.")
+    def test_form_of_directories(self):
+        def form():
+            found = os.stat(self.at("d0"))
+            return found.st_nlink, found.st_size, found.st_blocks
+
+        before = form()
+        self.assertEqual(before[0], 1)
+        for number in range(300):
+            self.write(f"d0/new{number}")
+        self.assertEqual(form(), before)
 
     @promise("`flock` and `fcntl` locks work between all programs that use the mount. The kernel "
              "manages them; they have no effect in other mounts of the same image.")

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
-use bcow_erofs::reader::{FileType, Inode};
+use bcow_erofs::reader::{FileType, Inode, Nid};
 use bcow_erofs::tree::DeviceNumber;
 use rustix::fs::Stat;
 use rustix::io::Errno;
@@ -46,15 +46,19 @@ impl UnionFs {
                 self.open_upper(node, Access::Path)?;
                 continue;
             };
-            let stat = match &state.content {
-                Content::Sketch(sketch) => stat_sketch(&**sketch, file)?,
+            let shown = |stat: Stat| {
+                let mut attributes = attributes_above(node, &stat);
+                upper.show_times(node, &mut attributes);
+                attributes
+            };
+            let mut attributes = match &state.content {
+                Content::Sketch(sketch) => shown(stat_sketch(&**sketch, file)?),
                 _ if node.is_directory() => {
                     let _times = node.lock_times();
-                    rustix::fs::fstat(&**file)?
+                    shown(rustix::fs::fstat(&**file)?)
                 }
-                _ => rustix::fs::fstat(&**file)?,
+                _ => shown(rustix::fs::fstat(&**file)?),
             };
-            let mut attributes = attributes_above(node, &stat);
             if self.keeps_owner(node) {
                 self.take_owner(node, file, &mut attributes)?;
             }
@@ -62,12 +66,11 @@ impl UnionFs {
                 let names = self.count_names(node.lower, file)?;
                 attributes.nlink = u32::try_from(names.max(0)).unwrap_or(u32::MAX);
             }
+            if let Some(nid) = node.lower.filter(|_| node.is_merged()) {
+                self.take_form_of_merged(nid, &mut attributes)?;
+            }
             if node.is_directory() && node.is_removed.load(Ordering::Acquire) {
                 attributes.nlink = 0;
-            } else if node.is_directory() && node.lower.is_some() {
-                // Subdirectories of a merged directory are not counted. overlayfs reports one link
-                // too.
-                attributes.nlink = 1;
             }
             if node.kind == FileType::Regular {
                 self.take_size(node, &state, upper, &mut attributes)?;
@@ -98,6 +101,19 @@ impl UnionFs {
         if let Some(kind) = owner.kind {
             attributes.rdev = host::device_of_override(kind).map_or(0, encode_device);
         }
+        Ok(())
+    }
+
+    /// Sets the link count, size and sectors of a directory that is merged with one of the image.
+    ///
+    /// They are the same before and after its copy-up, and do not depend on the entries that the
+    /// host's directory has: a copy-up adds entries to it. Counting the subdirectories would need
+    /// both listings; a link count of 1 says, as in overlayfs and btrfs, that they are not counted.
+    fn take_form_of_merged(&self, nid: Nid, attributes: &mut Attributes) -> Result<(), Errno> {
+        let inode = self.image.inode(nid)?;
+        attributes.nlink = links_of(&inode);
+        attributes.size = inode.size;
+        attributes.sectors = self.image.sectors(&inode)?;
         Ok(())
     }
 
@@ -156,7 +172,7 @@ impl UnionFs {
             permissions: inode.permissions,
             nlink: match node.is_removed.load(Ordering::Acquire) {
                 true => 0,
-                false => inode.nlink,
+                false => links_of(&inode),
             },
             uid: inode.uid,
             gid: inode.gid,
@@ -211,28 +227,11 @@ impl UnionFs {
                     Some(SetTime::Now) => *kernel_time = None,
                     None => {}
                 }
+            } else {
+                self.attributes_have_changed(&node);
             }
         }
         self.attributes_of(&node)
-    }
-
-    /// Sets times of a node that is in the upper.
-    pub(super) fn set_times(
-        &self,
-        node: &Node,
-        atime: Option<SetTime>,
-        mtime: Option<SetTime>,
-    ) -> Result<(), Errno> {
-        let file = self.open_upper(node, Access::Path)?;
-        let mut set = || host::set_times(&file, atime, mtime);
-        match &node.read_state().content {
-            Content::Sketch(sketch) => sketch.hold_times(&mut set),
-            _ if node.is_directory() => {
-                let _times = node.lock_times();
-                set()
-            }
-            _ => set(),
-        }
     }
 
     pub(super) fn change_owner(
@@ -369,6 +368,14 @@ pub(super) fn without_set_id(permissions: u16) -> u16 {
         kept &= !0o2000;
     }
     kept
+}
+
+/// The link count that the mount shows for an inode of the image whose names no program changed.
+fn links_of(inode: &Inode) -> u32 {
+    match inode.kind {
+        FileType::Directory => 1,
+        _ => inode.nlink,
+    }
 }
 
 /// Owner, mode and type of an inode of the image, in the form of the attribute.

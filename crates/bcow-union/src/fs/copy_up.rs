@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Inode, Nid};
+use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Dir};
 use rustix::io::Errno;
 
@@ -22,7 +23,8 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::upper::{
-    Attribute, META, Mark, Metacopy, Namespace, Origin, Override, Provenance, Temporary, XattrMode,
+    Attribute, META, Mark, Metacopy, Namespace, Origin, Override, Provenance, Temporary, TimesMark,
+    XattrMode,
 };
 
 impl UnionFs {
@@ -33,7 +35,8 @@ impl UnionFs {
         let file = self.open_upper(&self.root, Access::Directory)?;
         let completed = self.complete_root_at(&file);
         self.recount_overhead(&*file);
-        completed
+        completed?;
+        self.read_times_of_root(&file)
     }
 
     fn complete_root_at(&self, file: &File) -> Result<(), Errno> {
@@ -58,8 +61,7 @@ impl UnionFs {
             // owners in override attributes.
             self.set_override(file, &owner_of_inode(&inode))?;
         }
-        let time = Some(SetTime::At(inode.mtime));
-        host::set_times(file, time, time)?;
+        self.set_times_of_copy(file, &inode)?;
         self.set_origin(file, inode.nid)
     }
 
@@ -158,7 +160,7 @@ impl UnionFs {
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let has_hard_links = inode.kind != FileType::Directory && inode.nlink > 1;
         let mut room = self.room_for_copy(&inode, 1 + u64::from(has_hard_links))?;
-        let (temporary, file) = self.make_copy(&inode)?;
+        let (temporary, file, times_mark) = self.make_copy(&inode)?;
         let links = i64::from(inode.nlink);
         if has_hard_links {
             self.set_names_lower(inode.nid, &file, links)?;
@@ -185,7 +187,7 @@ impl UnionFs {
             // The present mark is correct. The next change of the link count writes it again.
             self.host_failed(name, "cannot write the nlink mark", errno);
         }
-        self.finish_copy(node, &mut state, &inode, file, has_hard_links)
+        self.finish_copy(node, &mut state, &inode, (file, times_mark), has_hard_links)
     }
 
     /// Adds the name `name` in `directory` to a node that is in the upper under another name or in
@@ -237,11 +239,11 @@ impl UnionFs {
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let mut room = self.room_for_copy(&inode, 0)?;
         // `_temporary` unlinks the file when it is dropped; the descriptor stays open.
-        let (_temporary, file) = self.make_copy(&inode)?;
+        let (_temporary, file, times_mark) = self.make_copy(&inode)?;
         self.count_new(&file, &mut room);
         self.keep_orphan(node, &file);
         self.release_on_drop(node);
-        self.finish_copy(node, &mut state, &inode, file, false)
+        self.finish_copy(node, &mut state, &inode, (file, times_mark), false)
     }
 
     fn finish_copy(
@@ -249,7 +251,7 @@ impl UnionFs {
         node: &Node,
         state: &mut State,
         inode: &Inode,
-        file: File,
+        (file, times_mark): (File, Option<TimesMark>),
         indexed: bool,
     ) -> Result<(), Errno> {
         let stat = rustix::fs::fstat(&file)?;
@@ -261,6 +263,7 @@ impl UnionFs {
         state.upper = Some(Upper {
             indexed,
             is_partial: is_regular,
+            times_mark: Mutex::new(times_mark),
             ..Upper::made(file, stat.st_ino, is_fully_open)
         });
         if is_regular {
@@ -283,7 +286,8 @@ impl UnionFs {
     }
 
     /// Makes a copy of an inode in the work directory, complete except for its bytes, and opens it.
-    fn make_copy(&self, inode: &Inode) -> Result<(Temporary<'_>, File), Errno> {
+    /// Gives also its mark of times that the host cannot store.
+    fn make_copy(&self, inode: &Inode) -> Result<(Temporary<'_>, File, Option<TimesMark>), Errno> {
         if self.would_be_whiteout(inode) {
             return Err(Errno::PERM);
         }
@@ -320,9 +324,8 @@ impl UnionFs {
         }
         // After the owner: a change of owner removes capabilities.
         self.copy_capabilities(inode, &file)?;
-        let time = Some(SetTime::At(inode.mtime));
-        host::set_times(&file, time, time)?;
-        Ok((temporary, file))
+        let times_mark = self.set_times_of_copy(&file, inode)?;
+        Ok((temporary, file, times_mark))
     }
 
     /// Makes a device, pipe or socket in the work directory. Where owners and types are kept in

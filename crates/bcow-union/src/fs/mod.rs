@@ -38,6 +38,7 @@ mod sync;
 mod takeover_tests;
 #[cfg(test)]
 mod tests;
+mod times;
 mod types;
 mod upper_entry;
 mod xattr;

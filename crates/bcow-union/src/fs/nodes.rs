@@ -41,7 +41,7 @@ use crate::account::{Account, StoredBlocks};
 use crate::ledger::{Entry, Flags, Ledger, NodeRecord};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
-use crate::upper::{Metacopy, Redirect, SketchKind};
+use crate::upper::{Metacopy, Redirect, SketchKind, TimesMark};
 
 /// Location of a node on the host.
 #[derive(Debug, Clone)]
@@ -153,6 +153,21 @@ pub(super) struct Upper {
     /// Whether its content waits in the batch of files that become durable together. Until then it
     /// is marked as a copy of metadata.
     pub(super) in_batch: bool,
+    /// The mark with the times that the host's file does not have, if it has this mark. Held to set
+    /// the times.
+    pub(super) times_mark: Mutex<Option<TimesMark>>,
+    /// The last change of the host's file that was no change of the file.
+    pub(super) hidden_change: Mutex<Option<HiddenChange>>,
+}
+
+/// A change of a host's file, for example of its marks, that changes only the change time in the
+/// mount. It is hidden until the next change, or until the kernel forgets the node.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HiddenChange {
+    /// Change time of the host's file after it.
+    pub(super) host_ctime: Timestamp,
+    /// Change time in the mount.
+    pub(super) ctime: Timestamp,
 }
 
 /// Location of a regular file's bytes.
@@ -183,6 +198,8 @@ impl Upper {
             is_sketch: false,
             packed_size: None,
             in_batch: false,
+            times_mark: Mutex::default(),
+            hidden_change: Mutex::default(),
         }
     }
 
@@ -207,6 +224,8 @@ impl Upper {
                 .map(|mark| mark.size),
             is_sketch: found.marks.sketch.is_some(),
             in_batch: false,
+            times_mark: Mutex::new(found.marks.times),
+            hidden_change: Mutex::default(),
         }
     }
 }
@@ -399,6 +418,12 @@ impl Node {
 
     pub(super) fn is_directory(&self) -> bool {
         self.kind == FileType::Directory
+    }
+
+    /// Whether the node is a directory that can have entries of the image. The host's directory
+    /// changes when such entries are copied up, although no program changes the directory.
+    pub(super) fn is_merged(&self) -> bool {
+        self.is_directory() && self.lower.is_some()
     }
 
     pub(super) fn lock_names(&self) -> MutexGuard<'_, ()> {

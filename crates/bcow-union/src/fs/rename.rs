@@ -198,6 +198,7 @@ impl UnionFs {
             self.name_removed(to.parent, to.name, there, object);
         }
         moved(node, from, to);
+        self.attributes_have_changed(node);
         Ok(())
     }
 
@@ -223,6 +224,8 @@ impl UnionFs {
         to.parent.names_have_changed();
         moved(node, from, to);
         moved(there, to, from);
+        self.attributes_have_changed(node);
+        self.attributes_have_changed(there);
         Ok(())
     }
 

@@ -225,7 +225,9 @@ impl UnionFs {
             return Err(errno);
         }
         let file = self.open_upper_locked(node, &mut state, super::lookup::Access::Path)?;
-        self.set_metacopy(&file, Metacopy::None)?;
+        if let Some(upper) = &state.upper {
+            upper.hiding_change(&file, || self.set_metacopy(&file, Metacopy::None))?;
+        }
         self.recount_node(node, &file);
         if let Some(upper) = &mut state.upper {
             upper.in_batch = false;

@@ -213,11 +213,13 @@ impl UnionFs {
         let stored = self.stored_name(&node, name)?;
         let removed = Attribute::Path(file.as_fd()).remove(&stored);
         self.recount_node(&node, &file);
+        self.attributes_have_changed(&node);
         removed
     }
 
     /// Updates the node for the new value of an attribute.
     fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {
+        self.attributes_have_changed(node);
         match name {
             CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
             DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),

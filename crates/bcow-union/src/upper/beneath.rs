@@ -10,6 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
+use super::set_noatime_new;
+
 /// The longest part of a path that is resolved at once, in bytes: below PATH_MAX, which is 4096
 /// with the NUL.
 const PART_BYTES: usize = 3800;
@@ -28,7 +30,9 @@ const PATH_DIRECTORY: OFlags = NO_LINK.union(OFlags::PATH).union(OFlags::DIRECTO
 /// by slashes; the empty path is `root` itself. A symbolic link, on the way or as the last
 /// component, fails with `ELOOP` or `ENOTDIR`. An empty component, `.` and `..` fail with `EINVAL`.
 pub(crate) fn open_directory_beneath(root: BorrowedFd<'_>, path: &[u8]) -> Result<OwnedFd, Errno> {
-    open_beneath(root, path, NO_LINK | OFlags::RDONLY | OFlags::DIRECTORY)
+    let directory = open_beneath(root, path, NO_LINK | OFlags::RDONLY | OFlags::DIRECTORY)?;
+    set_noatime_new(&directory);
+    Ok(directory)
 }
 
 /// Opens the regular file at `path` below `root` for reading, as [`open_directory_beneath`] does

@@ -9,12 +9,12 @@ use rustix::io::Errno;
 
 use super::lock::open_lock;
 use super::overlap::refuse_overlap;
-use super::{ACCESS_ACL, Attribute, DEFAULT_ACL, META, UpperError, work};
+use super::{ACCESS_ACL, Attribute, DEFAULT_ACL, META, UpperError, set_noatime_new, work};
 
 /// Opens the upper's root. Its path may be a symbolic link, because the user chose it.
 pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+    let opened = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
         Errno::NOENT => UpperError::Missing {
             path: path.to_owned(),
         },
@@ -22,7 +22,10 @@ pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
             path: path.to_owned(),
         },
         errno => UpperError::io(path, "open it", errno),
-    })
+    })?;
+    // Mounts show the access time of the root.
+    set_noatime_new(&opened);
+    Ok(opened)
 }
 
 /// Opens the upper's root, and creates it if it is missing. Returns also whether it was created.

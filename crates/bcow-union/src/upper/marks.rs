@@ -9,7 +9,9 @@ use bcow_format::{crc32c, crc32c_matches};
 use rustix::io::Errno;
 
 use super::xattr::each_name;
-use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, XattrMode};
+use super::{
+    Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, TimesMark, XattrMode,
+};
 
 /// An attribute of bcow or of overlayfs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,17 +30,20 @@ pub enum Mark {
     Nlink,
     /// The file is a sketch: see [`SketchMark`].
     Sketch,
+    /// Times that the host's file does not have: see [`TimesMark`].
+    Times,
 }
 
 impl Mark {
     /// All marks.
-    pub const ALL: [Mark; 6] = [
+    pub const ALL: [Mark; 7] = [
         Mark::Opaque,
         Mark::Redirect,
         Mark::Origin,
         Mark::Metacopy,
         Mark::Nlink,
         Mark::Sketch,
+        Mark::Times,
     ];
 
     /// The full name of the attribute.
@@ -50,6 +55,7 @@ impl Mark {
             Mark::Metacopy => [b"trusted.overlay.metacopy", b"user.overlay.metacopy"],
             Mark::Nlink => [b"trusted.overlay.nlink", b"user.overlay.nlink"],
             Mark::Sketch => [b"trusted.bcow.sketch", b"user.bcow.sketch"],
+            Mark::Times => [b"trusted.overlay.bcow.times", b"user.overlay.bcow.times"],
         };
         match namespace {
             Namespace::Trusted => names[0],
@@ -87,6 +93,8 @@ pub struct Marks {
     pub nlink: Option<NlinkDelta>,
     /// The fields of the sketch mark.
     pub sketch: Option<SketchMark>,
+    /// The times that the host's file does not have.
+    pub times: Option<TimesMark>,
     /// The owner, mode and type that programs see. Used only with
     /// [`Ownership::Override`](super::Ownership::Override).
     pub owner: Option<Override>,
@@ -133,6 +141,7 @@ impl Marks {
             Mark::Metacopy => self.metacopy = Metacopy::decode(value)?,
             Mark::Nlink => self.nlink = Some(NlinkDelta::decode(value)?),
             Mark::Sketch => self.sketch = Some(SketchMark::decode(value)?),
+            Mark::Times => self.times = Some(TimesMark::decode(value)?),
         }
         Ok(())
     }

@@ -3,7 +3,8 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use bcow_union::fs::{Changes, Privileges, XattrMode};
+use bcow_erofs::tree::Timestamp;
+use bcow_union::fs::{Attributes, Changes, Privileges, SetTime, XattrMode};
 use bcow_union::{NodeId, SketchChoice};
 use rustix::io::Errno;
 
@@ -150,4 +151,128 @@ fn attributes_outside_the_namespaces_of_linux_are_refused() {
             ["security.a", "trusted.a", "user.a"]
         );
     }
+}
+
+#[test]
+fn copy_up_changes_no_attribute_of_the_directories_above() {
+    for sketch in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let Some(mut union) = open_with(with_sketches(sketch)) else {
+            return;
+        };
+        let directories = ["", "dir", "dir/sub"];
+        let attributes = |union: &Union| directories.map(|path| union.get(path).unwrap());
+        let before = attributes(&union);
+        union.write("dir/sub/y", 0, b"new");
+        union.write("big", 5000, b"new");
+        // Another name of a file that was copied up.
+        let owner = Changes {
+            uid: Some(7),
+            ..Changes::default()
+        };
+        union.set_attributes("h1", &owner);
+        assert_eq!(attributes(&union), before);
+        for path in directories {
+            union.names(path);
+        }
+        assert_eq!(attributes(&union), before);
+        union.reopen();
+        assert_eq!(attributes(&union), before);
+    }
+}
+
+#[test]
+fn change_time_of_a_directory_is_that_of_the_last_change_by_a_program() {
+    let Some(mut union) = open() else { return };
+    let dir = |union: &Union| union.get("dir").unwrap();
+    let image = dir(&union);
+    let mode = Changes {
+        permissions: Some(0o700),
+        ..Changes::default()
+    };
+    let changed = union.set_attributes("dir", &mode);
+    assert_eq!(changed.mtime, image.mtime);
+    assert!(changed.ctime > image.ctime, "{changed:?}");
+    // A copy-up below does not change it.
+    union.write("dir/x", 0, b"new");
+    assert_eq!(dir(&union), changed);
+    union.set_xattr("dir", "user.name", b"1");
+    assert!(dir(&union).ctime >= changed.ctime);
+    union.create("dir/new", 0o644).unwrap();
+    let names = dir(&union);
+    assert!(
+        names.ctime == names.mtime && names.ctime > image.ctime,
+        "{names:?}"
+    );
+    let time = Some(SetTime::At(image.mtime));
+    let times = Changes {
+        atime: time,
+        mtime: time,
+        ..Changes::default()
+    };
+    let set = union.set_attributes("dir", &times);
+    assert!(
+        set.mtime == image.mtime && set.ctime >= names.ctime,
+        "{set:?}"
+    );
+    union.reopen();
+    assert_eq!(union.get("dir").unwrap(), set);
+}
+
+#[test]
+fn times_that_the_host_cannot_store_stay() {
+    for native in [true, false] {
+        let Some(mut union) = closed() else { return };
+        if !native {
+            union.begin_with_owners_in_attributes();
+        }
+        union.open();
+        for seconds in [16_725_225_600, -5_000_000_000] {
+            for path in ["small", "big", "dir", ""] {
+                let time = Timestamp {
+                    seconds,
+                    nanoseconds: 123_456_789,
+                };
+                let times = Changes {
+                    atime: Some(SetTime::At(time)),
+                    mtime: Some(SetTime::At(time)),
+                    ..Changes::default()
+                };
+                let mode = Changes {
+                    permissions: Some(0o700),
+                    ..Changes::default()
+                };
+                let set = union.set_attributes(path, &times);
+                assert_eq!((set.mtime, set.atime), (time, time), "{path}");
+                let set = union.set_attributes(path, &mode);
+                assert_eq!((set.mtime, set.atime), (time, time), "{path}");
+                union.reopen();
+                let found = union.get(path).unwrap();
+                assert_eq!((found.mtime, found.atime), (time, time), "{path}");
+            }
+        }
+        // A change by a program sets the time, and so does a time that the host can store.
+        union.write("small", 0, b"new");
+        assert!(union.get("small").unwrap().mtime.seconds > 1_700_000_000);
+        let now = Changes {
+            mtime: Some(SetTime::Now),
+            ..Changes::default()
+        };
+        let set = union.set_attributes("dir", &now);
+        assert!((1_700_000_000..15_000_000_000).contains(&set.mtime.seconds));
+        union.close();
+        union.assert_sound();
+    }
+}
+
+#[test]
+fn flush_of_a_small_file_changes_no_time() {
+    let Some(union) = open() else { return };
+    union.write("small", 0, b"new");
+    let written = union.get("small").unwrap();
+    union.sync_all();
+    let flushed = union.get("small").unwrap();
+    let times = |found: &Attributes| (found.atime, found.mtime, found.ctime);
+    assert_eq!(times(&flushed), times(&written));
+    union.set_permissions("small", 0o600);
+    assert!(union.get("small").unwrap().ctime >= written.ctime);
 }

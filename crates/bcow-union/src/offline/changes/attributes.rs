@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use bcow_erofs::tree::{Attributes, DeviceNumber, Timestamp, Xattrs};
+use bcow_erofs::tree::{Attributes, DeviceNumber, Xattrs};
 use rustix::fs::Stat;
 
 use super::{Kind, Reader};
 use crate::offline::error::Problem;
 use crate::upper::xattr::each_name;
-use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, OverrideKind, Ownership};
+use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, OverrideKind, Ownership, modified};
 
 impl Reader<'_> {
     pub(super) fn kind(&self, stat: &Stat, marks: &Marks) -> Result<Kind, MarkError> {
@@ -56,10 +56,10 @@ impl Reader<'_> {
             permissions: (stat.st_mode & 0o7777) as u16,
             uid: stat.st_uid,
             gid: stat.st_gid,
-            mtime: Timestamp {
-                seconds: stat.st_mtime,
-                nanoseconds: stat.st_mtime_nsec as u32,
-            },
+            mtime: marks
+                .times
+                .filter(|times| times.applies_to(modified(stat)))
+                .map_or(modified(stat), |times| times.mtime),
             xattrs: self.xattrs_above(at)?,
         };
         if let (Ownership::Override, Some(owner)) = (self.names.ownership, &marks.owner)

@@ -1,0 +1,364 @@
+"""Attributes of directories of a writable mount change only if a program changes the directory,
+never by a copy-up, a listing, a flush or a remount. A directory on ext4 with the same changes says
+which of the attributes may change.
+
+BCOW_ROUNDS=100 runs more sequences, BCOW_STEPS=500 longer ones, and BCOW_SEED=7 others.
+"""
+
+import contextlib
+import os
+import random
+import tarfile
+import time
+
+import names_model
+import subjects
+import support
+from promises import promise
+from support import bcow, read_bytes, run, write_file
+from union import LowerCase
+
+ROUNDS = int(os.environ.get("BCOW_ROUNDS") or 3)
+STEPS = int(os.environ.get("BCOW_STEPS") or 60)
+SEED = int(os.environ.get("BCOW_SEED") or 1)
+# The clock of the kernel for times of files advances by ticks.
+COARSE = 5  # CLOCK_REALTIME_COARSE
+
+
+def plant(tree):
+    for path in ("d", "d/e", "d/e/f", "other", "other/empty"):
+        os.mkdir(os.path.join(tree, path))
+    for path in ("top", "d/one", "d/e/two", "d/e/f/three", "other/four"):
+        write_file(os.path.join(tree, path), subjects.content(path, 5_000))
+        os.utime(os.path.join(tree, path), ns=(subjects.EPOCH,) * 2)
+    write_file(os.path.join(tree, "d/e/large"), subjects.content("large", 300_000))
+    os.link(os.path.join(tree, "d/one"), os.path.join(tree, "other/link"))
+    for path, _, _ in os.walk(tree, topdown=False):
+        os.utime(path, ns=(subjects.EPOCH,) * 2)
+
+
+def tick():
+    """Waits until the time of the next change differs from that of the last one."""
+    now = time.clock_gettime_ns(COARSE)
+    while time.clock_gettime_ns(COARSE) == now:
+        time.sleep(0.0005)
+
+
+def facts(path):
+    found = os.lstat(path)
+    return {"mtime": found.st_mtime_ns, "ctime": found.st_ctime_ns, "nlink": found.st_nlink,
+            "size": found.st_size, "blocks": found.st_blocks, "mode": found.st_mode,
+            "owner": (found.st_uid, found.st_gid), "inode": found.st_ino, "device": found.st_dev}
+
+
+class Wrong(Exception):
+    """An attribute changed, or did not."""
+
+
+class Sides:
+    """A directory on ext4 and a mount, with the same changes."""
+
+    def __init__(self, copy, mount):
+        self.copy, self.mount = copy, mount
+        self.before = self.seen()
+
+    def directories(self):
+        return [os.path.relpath(path, self.copy.where) for path, _, _ in os.walk(self.copy.where)]
+
+    def seen(self):
+        """The attributes of each directory on both sides, by its inode number in the copy."""
+        seen = {}
+        for path in self.directories():
+            copied = facts(os.path.join(self.copy.where, path))
+            seen[copied["inode"]] = path, copied, facts(os.path.join(self.mount.where, path))
+        return seen
+
+    def list_all(self):
+        for path, _, _ in os.walk(self.mount.where):
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    entry.stat(follow_symlinks=False)
+
+    def require_unchanged(self, action):
+        """The mount has the attributes of the last check."""
+        for path, _, known in self.before.values():
+            now = facts(os.path.join(self.mount.where, path))
+            changed = {name: (known[name], now[name]) for name in now if now[name] != known[name]}
+            if changed:
+                raise Wrong(f"{path} after {action}: {changed}")
+
+    def remount(self, action):
+        self.mount.remount()
+        # The number of the device is that of the mount.
+        device = os.lstat(self.mount.where).st_dev
+        for _, _, known in self.before.values():
+            known["device"] = device
+        self.require_unchanged(f"{action} and a remount")
+
+    def check(self, action):
+        """Both sides have made the same change."""
+        seen = self.seen()
+        for inode in seen.keys() & self.before.keys():
+            path, copied, mounted = seen[inode]
+            _, copied_before, mounted_before = self.before[inode]
+
+            def changed(name):
+                return copied[name] != copied_before[name], mounted[name] != mounted_before[name]
+
+            for name in ("mtime", "ctime"):
+                expected, found = changed(name)
+                if expected != found:
+                    raise Wrong(f"{name} of {path} after {action}: changed is {found}, on ext4 "
+                                f"{expected}: {mounted_before[name]} {mounted[name]}")
+            # A file system need not count links and blocks of directories as ext4 does.
+            if changed("nlink") == (False, True):
+                raise Wrong(f"nlink of {path} after {action}: {mounted_before} {mounted}")
+            for name in ("size", "blocks"):
+                if changed(name)[1] and not changed("mtime")[0]:
+                    raise Wrong(f"{name} of {path} after {action}: {mounted_before} {mounted}")
+            for name in ("inode", "device"):
+                if changed(name)[1]:
+                    raise Wrong(f"{name} of {path} after {action}")
+            for name in ("mode", "owner"):
+                if mounted[name] != copied[name]:
+                    raise Wrong(f"{name} of {path} after {action}: {mounted[name]}")
+        self.before = seen
+        self.list_all()
+        self.require_unchanged(f"{action} and a listing")
+
+
+class Changes:
+    """Random changes, which both sides make."""
+
+    def __init__(self, sides, seed):
+        self.sides, self.random, self.count = sides, random.Random(seed), 0
+
+    def paths(self):
+        """The files and the directories, without the root."""
+        files, directories = [], []
+        for path, below, names in os.walk(self.sides.copy.where):
+            relative = os.path.relpath(path, self.sides.copy.where)
+            files += [os.path.normpath(os.path.join(relative, name)) for name in names]
+            directories += [os.path.normpath(os.path.join(relative, name)) for name in below]
+        return sorted(files), sorted(directories)
+
+    def new(self):
+        self.count += 1
+        _, directories = self.paths()
+        return os.path.join(self.random.choice([".", *directories]), f"n{self.count}")
+
+    def both(self, change):
+        """Makes a change at both sides, which have the same result."""
+        def result(where):
+            try:
+                change(lambda path: os.path.join(where, path))
+                return "done"
+            except OSError as error:
+                return error.errno
+
+        results = [result(side.where) for side in (self.sides.copy, self.sides.mount)]
+        if results[0] != results[1]:
+            raise Wrong(f"{self.action}: {results}")
+
+    def step(self):
+        tick()
+        kinds = [self.create, self.append, self.append, self.append, self.remove, self.directory,
+                 self.remove_directory, self.move, self.move_directory, self.link, self.mode,
+                 self.owner, self.times, self.attribute, self.read, self.exchange]
+        self.random.choice(kinds)()
+        self.sides.check(self.action)
+        choice = self.random.random()
+        if choice < 0.1:
+            self.sides.remount(self.action)
+        elif choice < 0.3:
+            # The kernel forgets what it knows, and asks again.
+            write_file("/proc/sys/vm/drop_caches", b"2")
+            self.sides.require_unchanged(f"{self.action} and a new lookup")
+
+    def some(self, directories=False):
+        return self.random.choice(self.paths()[directories])
+
+    def create(self):
+        path = self.new()
+        self.action = f"create {path}"
+        self.both(lambda at: write_file(at(path), b"new"))
+
+    def append(self):
+        path = self.some()
+        self.action = f"append to {path}"
+
+        def append(at):
+            with open(at(path), "ab") as file:
+                file.write(b"more")
+                file.flush()
+                os.fsync(file.fileno())
+
+        self.both(append)
+
+    def read(self):
+        path = self.some()
+        self.action = f"read {path}"
+        self.both(lambda at: read_bytes(at(path)))
+
+    def remove(self):
+        path = self.some()
+        if len(self.paths()[0]) < 5:
+            return self.create()
+        self.action = f"remove {path}"
+        self.both(lambda at: os.unlink(at(path)))
+
+    def directory(self):
+        path = self.new()
+        self.action = f"mkdir {path}"
+        self.both(lambda at: os.mkdir(at(path)))
+
+    def remove_directory(self):
+        path = self.some(True)
+        if len(self.paths()[1]) < 4:
+            return self.directory()
+        self.action = f"rmdir {path}"
+        self.both(lambda at: os.rmdir(at(path)))
+
+    def move(self):
+        path, to = self.some(), self.random.choice([self.new(), self.some()])
+        self.action = f"rename {path} to {to}"
+        self.both(lambda at: os.rename(at(path), at(to)))
+
+    def move_directory(self):
+        path, to = self.some(True), self.random.choice([self.new(), self.some(True)])
+        self.action = f"rename {path} to {to}"
+        self.both(lambda at: os.rename(at(path), at(to)))
+
+    def exchange(self):
+        path, to = self.some(self.random.random() < 0.5), self.some(self.random.random() < 0.5)
+        self.action = f"exchange {path} and {to}"
+        self.both(lambda at: names_model.rename_with(at(path), at(to),
+                                                     names_model.RENAME_EXCHANGE))
+
+    def link(self):
+        path, to = self.some(), self.new()
+        self.action = f"link {path} to {to}"
+        self.both(lambda at: os.link(at(path), at(to)))
+
+    def mode(self):
+        path = self.some(self.random.random() < 0.7)
+        mode = self.random.choice([0o755, 0o700, 0o2775])
+        self.action = f"chmod {path} {mode:o}"
+        self.both(lambda at: os.chmod(at(path), mode))
+
+    def owner(self):
+        path, user = self.some(self.random.random() < 0.7), self.random.choice([0, 1000])
+        self.action = f"chown {path} {user}"
+        self.both(lambda at: os.chown(at(path), user, user))
+
+    def times(self):
+        path = self.some(self.random.random() < 0.7)
+        nanoseconds = subjects.EPOCH + self.random.randrange(10**12)
+        self.action = f"utimens {path}"
+        self.both(lambda at: os.utime(at(path), ns=(nanoseconds, nanoseconds)))
+
+    def attribute(self):
+        path, value = self.some(self.random.random() < 0.7), self.random.randbytes(8)
+        self.action = f"setfattr {path}"
+        self.both(lambda at: os.setxattr(at(path), "user.test", value))
+
+
+class Directories(LowerCase):
+    kinds = (*subjects.KINDS, "bcow+pool", subjects.KERNEL)
+    plant = staticmethod(plant)
+
+    @promise("The times, the size and the link count of a directory change only if a program "
+             "changes the directory, and never by a copy-up.")
+    def test_attributes_of_directories_change_as_on_ext4(self):
+        for name in self.names:
+            for seed in range(SEED, SEED + ROUNDS):
+                with (self.subTest(subject=name, seed=seed),
+                      subjects.shown("plain", self.lower) as copy,
+                      subjects.shown(name, self.lower) as mount):
+                    changes = Changes(Sides(copy, mount), seed)
+                    try:
+                        for _ in range(STEPS):
+                            changes.step()
+                    except Wrong as error:
+                        self.fail(str(error))
+                    mount.unmount()
+                    mount.check()
+
+    def test_programs_that_compare_attributes_see_no_change(self):
+        """tar, find and git compare the attributes of files and directories of two moments."""
+        for name in self.names:
+            with self.subTest(subject=name), subjects.shown(name, self.lower) as mount:
+                for path in ("d/e/f/three", "d/one", "other/four", "d/e/large"):
+                    full = os.path.join(mount.where, path)
+                    with open(full, "ab") as file:
+                        file.write(b"more")
+                    archive = os.path.join(mount.directory, "a.tar")
+                    packed = run("tar", "-C", mount.where, "-cf", archive, ".")
+                    self.assertEqual(packed.err, b"", path)
+                    found = run("find", mount.where, "-newer", full).out
+                    self.assertEqual(found, b"", path)
+                    compared = run("tar", "-C", mount.where, "--compare", "-f", archive)
+                    self.assertEqual(compared.out + compared.err, b"", path)
+
+
+class Times(support.Scratch):
+    """Times that the file system of the upper cannot store."""
+
+    # 2500, before 1901, and a time with nanoseconds.
+    times = (16_725_225_600, -3_000_000_000, 1_000_000_000.123456789)
+
+    def setUp(self):
+        support.need("mkfs.ext4", root=True, fuse=True)
+        # From an archive: the file system of the host may not have such times either.
+        self.archive = os.path.join(self.directory, "times.tar")
+        with tarfile.open(self.archive, "w", format=tarfile.PAX_FORMAT) as archive:
+            for number, seconds in enumerate(self.times):
+                for kind, name in ((tarfile.REGTYPE, "file"), (tarfile.DIRTYPE, "dir"),
+                                   (tarfile.SYMTYPE, "link")):
+                    member = tarfile.TarInfo(f"{name}{number}")
+                    member.type, member.mtime, member.linkname = kind, seconds, "target"
+                    archive.addfile(member)
+
+    @promise("A time that the file system of the upper cannot store, such as a year after 2446 on "
+             "ext4, is stored in an attribute, and stays.")
+    def test_times_that_the_host_cannot_store_stay(self):
+        image = os.path.join(self.directory, "times.bcow")
+        bcow("convert", f"tar:{self.archive}", image)
+        small, host, where = (os.path.join(self.directory, name) for name in
+                              ("small.ext4", "host", "where"))
+        for path in (host, where):
+            os.mkdir(path)
+        # Inodes of 128 bytes have 32 bits for the seconds, and no nanoseconds.
+        run("mkfs.ext4", "-q", "-I", "128", small, "64M")
+        run("mount", "-o", "loop", small, host)
+        self.addCleanup(run, "umount", host)
+        upper = os.path.join(host, "upper")
+
+        def seen():
+            return {name: os.lstat(os.path.join(where, name)).st_mtime_ns
+                    for name in sorted(os.listdir(where))}
+
+        with bcow_mounted(image, where, upper):
+            before = seen()
+            self.assertEqual(len(before), 3 * len(self.times))
+            for name in before:
+                os.lchown(os.path.join(where, name), 7, 7)
+            self.assertEqual(seen(), before)
+        bcow("fsck", upper)
+        with bcow_mounted(image, where, upper):
+            self.assertEqual(seen(), before)
+        # A layer of the upper has them too.
+        layer = os.path.join(self.directory, "layer.bcow")
+        bcow("commit", "--upper", upper, image, layer)
+        bcow("mount", image, layer, where)
+        self.addCleanup(run, "umount", where)
+        self.assertEqual(seen(), before)
+
+
+@contextlib.contextmanager
+def bcow_mounted(image, where, upper):
+    bcow("mount", image, where, "--upper", upper)
+    try:
+        yield
+    finally:
+        bcow("umount", where)
