@@ -146,7 +146,9 @@ fn lack_of_room_is_counted_and_logged_once() {
     assert_eq!(log.lines().count(), 1, "{log}");
     assert!(log.contains(": warning: "), "{log}");
     assert!(
-        log.ends_with("/big: cannot write: No space left on device\n"),
+        log.ends_with(
+            "/big: cannot write: the size limit of the upper is reached (1048576 bytes)\n"
+        ),
         "{log}"
     );
     // What a program asks wrongly is no error of the mount.

@@ -1,8 +1,39 @@
 //! Why space cannot be charged.
 
+use std::cell::Cell;
+
 use rustix::io::Errno;
 
 use crate::host::errno_of;
+
+thread_local! {
+    /// The limit that refused the last change of this thread.
+    static REACHED: Cell<Option<LimitReached>> = const { Cell::new(None) };
+}
+
+/// A limit of the upper leaves no room for a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum LimitReached {
+    /// The limit of bytes.
+    #[error("the size limit of the upper is reached ({0} bytes)")]
+    Bytes(u64),
+    /// The limit of inodes.
+    #[error("the inode limit of the upper is reached ({0} inodes)")]
+    Inodes(u64),
+}
+
+impl LimitReached {
+    /// Notes that a limit refused a change of this thread. The errno alone, `ENOSPC`, does not say
+    /// whether a limit is reached or the host's file system is full.
+    pub(super) fn note(self) {
+        REACHED.set(Some(self));
+    }
+
+    /// The limit that refused a change of this thread since the last call.
+    pub fn take() -> Option<LimitReached> {
+        REACHED.take()
+    }
+}
 
 /// A charge does not fit below the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

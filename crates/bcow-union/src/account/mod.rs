@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-pub use error::{ChargeError, NoSpace, ReserveError};
+pub use error::{ChargeError, LimitReached, NoSpace, ReserveError};
 pub use limits::Limits;
 pub use overhead::{
     HostInodes, Overhead, attribute_bytes, attributes_take, stored_attributes, target_takes,
@@ -152,10 +152,12 @@ impl Account {
 
     /// The error for `wanted` bytes that do not fit.
     pub fn no_space(&self, wanted: u64) -> NoSpace {
+        let limit = self.limit.unwrap_or(u64::MAX);
+        LimitReached::Bytes(limit).note();
         NoSpace {
             wanted,
             used: self.used(),
-            limit: self.limit.unwrap_or(u64::MAX),
+            limit,
         }
     }
 }

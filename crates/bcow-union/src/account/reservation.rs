@@ -1,6 +1,6 @@
 //! Reservations for new files.
 
-use super::{Account, ReserveError, add, take_up_to};
+use super::{Account, LimitReached, ReserveError, add, take_up_to};
 
 /// Bytes and inodes that are reserved for a new file. The drop releases the unused part.
 #[derive(Debug)]
@@ -17,9 +17,11 @@ impl Account {
         self.charge(bytes).map_err(ReserveError::Bytes)?;
         room.bytes = bytes;
         if take_up_to(&self.inodes, self.inode_limit, inodes, inodes) < inodes {
+            let limit = self.inode_limit.unwrap_or(u64::MAX);
+            LimitReached::Inodes(limit).note();
             return Err(ReserveError::Inodes {
                 used: self.inodes(),
-                limit: self.inode_limit.unwrap_or(u64::MAX),
+                limit,
             });
         }
         room.inodes = inodes;

@@ -61,6 +61,11 @@ impl ErrorKind {
         }
     }
 
+    /// Whether the host failed to read or write.
+    pub(super) fn is_io(self) -> bool {
+        matches!(self, ErrorKind::ImageIo | ErrorKind::UpperIo)
+    }
+
     /// Whether the error is a shortage, which concerns the whole mount and not one file.
     pub(super) fn is_shortage(self) -> bool {
         matches!(self, ErrorKind::NoSpace | ErrorKind::Resources)

@@ -204,11 +204,17 @@ impl ErrorLog {
 impl State {
     /// Counts an occurrence of a recorded error. Returns `false` if the error is not recorded.
     fn update(&mut self, failure: &Failure<'_>, cause: &str) -> bool {
+        let is_same_cause = |recorded: &RecordedError| {
+            recorded.cause == cause
+                || failure.kind.is_io()
+                    && is_near(recorded.offset, failure.offset)
+                    && is_same_but_for_numbers(&recorded.cause, cause)
+        };
         let same = |recorded: &RecordedError| {
             recorded.kind == failure.kind
                 && recorded.inode == failure.inode
                 && recorded.action == failure.action
-                && recorded.cause == cause
+                && is_same_cause(recorded)
         };
         let Some(index) = self.recent.iter().position(same) else {
             return false;
@@ -217,6 +223,7 @@ impl State {
             recorded.count += 1;
             recorded.unix_seconds = now();
             recorded.offset = failure.offset;
+            cause.clone_into(&mut recorded.cause);
             self.recent.push_back(recorded);
         }
         true
@@ -268,6 +275,28 @@ impl State {
         }
         is_due
     }
+}
+
+/// Whether two errors are so near in a file that one bad place of the host can be the cause of both:
+/// readahead and its repetitions read different ranges around it.
+fn is_near(one: Option<u64>, other: Option<u64>) -> bool {
+    /// The longest read of the kernel, in bytes.
+    const READ_BYTES: u64 = 1 << 20;
+    match (one, other) {
+        (Some(one), Some(other)) => one.abs_diff(other) <= READ_BYTES,
+        _ => false,
+    }
+}
+
+fn is_same_but_for_numbers(one: &str, other: &str) -> bool {
+    let words = |text: &str| {
+        let words = text.split(|c: char| c.is_ascii_digit() || c == ',');
+        words
+            .filter(|word| !word.is_empty())
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    words(one) == words(other)
 }
 
 /// An inode in messages: its paths, or its number if no path is known.
@@ -442,6 +471,44 @@ mod tests {
         assert_eq!(recent.len(), MAX_RECENT);
         assert_eq!(recent[0].inode, 199, "the latest is first");
         assert_eq!(log.count(ErrorKind::ImageDamage), 102);
+    }
+
+    #[test]
+    fn one_bad_place_of_the_host_is_one_error() {
+        let log = ErrorLog::default();
+        let report = |kind, offset: u64, cause: &str| {
+            let failure = Failure {
+                kind,
+                offset: Some(offset),
+                cause: &Problem(cause.to_owned()),
+                ..failure(7, "read")
+            };
+            log.report(&failure, Vec::new);
+        };
+        // Readahead, then smaller and smaller reads.
+        for offset in [0, 1 << 17, (1 << 17) + 4096] {
+            let cause = format!("cannot read at byte {}: I/O error", offset + 512);
+            report(ErrorKind::ImageIo, offset, &cause);
+        }
+        let recent = log.recent();
+        let [error] = &recent[..] else {
+            panic!("{recent:?}");
+        };
+        assert_eq!((error.count, error.offset), (3, Some((1 << 17) + 4096)));
+        // Another place, another cause, and damage, whose place is that of a block.
+        report(
+            ErrorKind::ImageIo,
+            1 << 30,
+            "cannot read at byte 7: I/O error",
+        );
+        report(
+            ErrorKind::ImageIo,
+            0,
+            "cannot read at byte 7: no such device",
+        );
+        report(ErrorKind::ImageDamage, 0, "block at byte 0");
+        report(ErrorKind::ImageDamage, 4096, "block at byte 4096");
+        assert_eq!(log.recent().len(), 5);
     }
 
     #[test]

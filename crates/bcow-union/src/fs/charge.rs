@@ -64,7 +64,10 @@ impl UnionFs {
     /// possible at the limit: so it is refused (`ENOSPC`) only above the limit.
     pub(super) fn room_to_hide(&self) -> Result<Reservation<'_>, Errno> {
         match self.account.is_above() {
-            true => Err(Errno::NOSPC),
+            true => {
+                self.account.no_space(0);
+                Err(Errno::NOSPC)
+            }
             false => Ok(self.account.unreserved()),
         }
     }

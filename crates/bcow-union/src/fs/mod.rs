@@ -62,7 +62,7 @@ pub use types::{
     SetTime, SyncScope,
 };
 
-use crate::account::Account;
+use crate::account::{Account, LimitReached};
 use crate::errors::{ErrorKind, ErrorLog, Failure, escaped};
 use crate::image::Image;
 use crate::ledger::{Inherited, Ledger};
@@ -349,13 +349,34 @@ impl UnionFs {
             inode: id.0,
             action,
             offset: None,
-            cause: &std::io::Error::from(errno),
+            cause: &match kind {
+                ErrorKind::NoSpace => self.why_no_space(errno),
+                _ => std::io::Error::from(errno),
+            },
         };
         let node = self.node(id).ok();
         self.errors().report(&failure, || match &node {
             Some(node) => self.shown_paths(node),
             None => Vec::new(),
         });
+    }
+
+    /// The cause of a request that found no space: a limit, or the host.
+    fn why_no_space(&self, errno: Errno) -> std::io::Error {
+        let shortage = match errno {
+            Errno::DQUOT => "the quota is used up",
+            _ => "no space or no inode is left",
+        };
+        let host = || {
+            format!(
+                "{shortage} on the file system of {}",
+                self.upper.path().display()
+            )
+        };
+        std::io::Error::other(match LimitReached::take() {
+            Some(limit) => limit.to_string(),
+            None => host(),
+        })
     }
 
     /// Counts and logs damage of the upper.

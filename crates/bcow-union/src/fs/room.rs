@@ -13,6 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::UnionFs;
+use crate::account::LimitReached;
 
 /// The kernel is expected to forget a removed file within this time if no program has it open.
 /// After it, the file counts as open.
@@ -130,7 +131,12 @@ impl UnionFs {
         let mut limits = None;
         loop {
             let before = self.pending_frees.count();
-            match attempt(self) {
+            let attempted = attempt(self);
+            if attempted.is_ok() {
+                // A limit that refused only a step is not the cause of a later failure.
+                LimitReached::take();
+            }
+            match attempted {
                 Err(Errno::NOSPC | Errno::DQUOT)
                     if self.pending_frees.more_than(
                         before,

@@ -1,7 +1,7 @@
 //! Limits hold for every way to store data, and the account agrees with the host.
 
 use bcow_testkit::{Random, lacks_reports_of_preallocated_space};
-use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, XattrMode};
+use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, UnionFs, XattrMode};
 use bcow_union::{NodeId, SketchChoice, UnionOptions};
 use rustix::io::Errno;
 
@@ -435,4 +435,42 @@ fn attributes(union: &Union, random: &mut Random) {
         }
         _ => {}
     }
+}
+
+#[test]
+fn report_of_a_shortage_names_the_limit_or_the_host() {
+    let Some(union) = open_with(limited(SketchChoice::Sparse)) else {
+        return;
+    };
+    let root = NodeId::ROOT;
+    let last_cause = |errno| {
+        union.fs().request_failed(root, "create", errno);
+        union.fs().errors().recent()[0].cause.clone()
+    };
+    let big = union.id("big");
+    let write = |fs: &UnionFs| fs.allocate(big, 0, 2 * LIMIT, Allocate::Extend);
+    assert_eq!(union.fs().with_room(write), Err(Errno::NOSPC));
+    let cause = last_cause(Errno::NOSPC);
+    assert_eq!(
+        cause,
+        "the size limit of the upper is reached (1048576 bytes)"
+    );
+    let full = until_full(10_000, |index| {
+        let name = format!("f{index}");
+        let create = |fs: &UnionFs| fs.create(&ROOT, root, name.as_bytes(), 0o644);
+        union.fs().with_room(create).map(drop)
+    });
+    assert!(full < 10_000);
+    let cause = last_cause(Errno::NOSPC);
+    assert_eq!(
+        cause,
+        "the inode limit of the upper is reached (200 inodes)"
+    );
+    // The limit is not the cause of another failure.
+    let cause = last_cause(Errno::NOSPC);
+    let host = format!(
+        "no space or no inode is left on the file system of {}",
+        union.upper().display()
+    );
+    assert_eq!(cause, host);
 }
