@@ -361,6 +361,8 @@ fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
             error => failure(&error),
         })?;
     }
+    bcow_fuse::refuse_root(args.directory())
+        .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))?;
     let way = door::select(args)?;
     match way {
         Way::Fuse { .. } => settle(args, &mut options)?,

@@ -53,6 +53,9 @@ pub enum MountError {
     /// The mountpoint is not a directory.
     #[error("mountpoint {} is not a directory", .0.display())]
     NotADirectory(PathBuf),
+    /// The mountpoint is the root directory.
+    #[error("{} is the root directory", .0.display())]
+    RootDirectory(PathBuf),
     /// A bcow mount is already at this mountpoint.
     #[error("a BCoW image is already mounted at {}", .0.display())]
     AlreadyMounted(PathBuf),
@@ -87,6 +90,9 @@ pub enum MountError {
         /// The first error.
         source: io::Error,
     },
+    /// The upper or the disk of a mount has no name any more, so nothing can read the changes.
+    #[error("{} was removed while it was mounted: all its changes are lost", .0.display())]
+    Removed(PathBuf),
     /// The disk of a mount could not be closed completely at the end of the mount.
     #[error("cannot flush all writes to the disk {}", disk.display())]
     CloseDisk {
@@ -211,6 +217,10 @@ impl MountError {
             {
                 Some("free some space where the disk is, and mount it again: no data is lost")
             }
+            MountError::RootDirectory(_) => Some(
+                "name another directory: programs would still use the files below, and no path \
+                 would lead to the mount to end it",
+            ),
             MountError::Kernel(error) => error.hint(),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
             MountError::Busy(_) => Some(

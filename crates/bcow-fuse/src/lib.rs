@@ -50,6 +50,7 @@ pub use direct::mount_files;
 pub use error::MountError;
 pub use fs::ImageFs;
 pub use kernel::KernelSession;
+pub use mount::refuse_root;
 pub use mountinfo::Door;
 pub use options::MountOptions;
 pub use outcome::{Ended, Ending};

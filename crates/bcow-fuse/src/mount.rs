@@ -85,6 +85,7 @@ pub(crate) fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     // Resolving symbolic links sends requests only for the parents, so a dead mount at the end of
     // the path does no harm.
     let canonical = target.canonicalize().map_err(failed)?;
+    refuse_root(&canonical)?;
     if let Some(entry) = mountinfo::mounted_at(&canonical).ok().flatten()
         && let Some(door) = entry.door()
     {
@@ -102,6 +103,18 @@ pub(crate) fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
         Ok(_) => Ok(canonical),
         Err(Errno::NOTDIR) => Err(MountError::NotADirectory(target.to_owned())),
         Err(errno) => Err(failed(errno.into())),
+    }
+}
+
+/// Refuses the root directory as a mountpoint. A mount there cannot be undone: the paths of all
+/// processes continue to lead below it.
+pub fn refuse_root(target: &Path) -> Result<(), MountError> {
+    match target.canonicalize() {
+        Ok(canonical) if canonical == Path::new("/") => {
+            Err(MountError::RootDirectory(target.to_owned()))
+        }
+        // A later step fails with the reason.
+        _ => Ok(()),
     }
 }
 
@@ -339,6 +352,18 @@ mod tests {
     fn missing_mountpoint_is_named() {
         let error = usable_mountpoint(Path::new("/nonexistent/mnt")).unwrap_err();
         assert_eq!(error.to_string(), "cannot use mountpoint /nonexistent/mnt");
+    }
+
+    #[test]
+    fn root_directory_is_no_mountpoint() {
+        let directory = tempfile::tempdir().unwrap();
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("/..", &link).unwrap();
+        for root in [Path::new("/"), Path::new("//"), Path::new("/tmp/.."), &link] {
+            let error = usable_mountpoint(root).unwrap_err();
+            assert!(matches!(error, MountError::RootDirectory(_)), "{error}");
+        }
+        refuse_root(directory.path()).unwrap();
     }
 
     #[test]
