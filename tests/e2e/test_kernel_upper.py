@@ -559,6 +559,35 @@ class Failures(KernelUpper):
         refused = self.continue_(check=False)
         assert_refused(self, refused, "the view of the image is not the one")
 
+    def test_an_upper_that_was_removed_while_it_was_mounted_is_reported(self):
+        self.begin()
+        write_file(os.path.join(self.where, "new"), b"new")
+        shutil.rmtree(self.upper)
+        ended = self.umount(self.where, check=False)
+        assert_refused(self, ended, f"the upper {self.upper} was removed while it was mounted")
+        self.assert_ended()
+
+    def test_without_the_privilege_no_upper_is_begun(self):
+        support.need("unshare")
+        refused = run("unshare", "-rm", support.BCOW, "mount", self.image, self.where, "--upper",
+                      self.upper, "--door", "kernel", "-s", SIZE, check=False, timeout=SECONDS)
+        assert_refused(self, refused, "it lacks CAP_SYS_ADMIN outside user namespaces")
+        self.assertFalse(os.path.exists(self.upper))
+
+    def test_a_stopped_process_is_named_before_the_unmount_blocks(self):
+        self.begin()
+        write_file(os.path.join(self.where, "new"), b"new")
+        [pid] = self.processes()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            refused = self.umount(self.where, check=False)
+            assert_refused(self, refused, f"its process {pid} is stopped by a signal")
+            self.assertTrue(is_mounted(self.where))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        self.umount(self.where)
+        self.assert_ended()
+
     def begin_on_a_small_disk(self):
         """A mount whose upper is in a file system of 48 MiB. Returns the mountpoint of that, and a
         file of zeros that is synced."""

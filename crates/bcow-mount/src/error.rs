@@ -53,6 +53,12 @@ pub enum Error {
         /// What it holds.
         found: &'static str,
     },
+    /// The process may not mount file systems of block devices.
+    #[error("this process may not mount {kind}: it lacks CAP_SYS_ADMIN outside user namespaces")]
+    NotPermitted {
+        /// The file system.
+        kind: &'static str,
+    },
     /// The kernel refused the mount.
     #[error("cannot mount its {kind} at {}{}", target.display(), messages(log))]
     Mount {
@@ -99,6 +105,10 @@ impl Error {
             Error::Control { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 Some("load the kernel module with `modprobe loop`")
             }
+            Error::NotPermitted { .. } => Some(
+                "run it as root of the host, outside `unshare -r` and rootless containers; a \
+                 container needs the capability (`--cap-add SYS_ADMIN`)",
+            ),
             Error::NoFreeDevice => Some(
                 "`losetup` lists the devices in use; a container needs the nodes of free devices \
                  in its /dev",

@@ -165,6 +165,22 @@ pub fn mount(device: &Path, kind: Kind, target: &Path, settings: Settings) -> Re
     mount_source(source, kind, target, settings)
 }
 
+/// Fails if this process may not mount a file system of this kind, because it lacks the privilege.
+/// A later [`mount`] can still fail.
+pub fn require_privilege(kind: Kind) -> Result<(), Error> {
+    /// A path that never leads to a device.
+    const NO_DEVICE: &str = "/dev/null/none";
+    // The kernel checks the privilege of a mount before its source.
+    let tried = fsopen(kind.name(), FsOpenFlags::FSOPEN_CLOEXEC).and_then(|configuration| {
+        fsconfig_set_string(&configuration, "source", NO_DEVICE)?;
+        fsconfig_create(&configuration)
+    });
+    match tried {
+        Err(Errno::PERM) => Err(Error::NotPermitted { kind: kind.name() }),
+        _ => Ok(()),
+    }
+}
+
 pub(crate) fn mount_source(
     source: Source<'_>,
     kind: Kind,

@@ -2,6 +2,8 @@
 
 pub mod again;
 
+use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,7 +15,7 @@ use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind};
 use bcow_fuse::options::Access;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{AnySession, KernelSession, MountError, MountOptions, MountStats};
-use bcow_mount::Writeback;
+use bcow_mount::{Writeback, filesystem};
 use bcow_oci::ImageName;
 use bcow_union::{DiskInstance, SyncPolicy};
 
@@ -114,7 +116,7 @@ fn open_unchecked(
         }
         (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
-    require_root(&args.image, kind)?;
+    require_privilege(&args.image, kind)?;
     let OpenDevice {
         device,
         identity,
@@ -194,7 +196,7 @@ fn open_asked(
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     // A new upper belongs to this door, so a machine that lacks the door gets none.
-    require_root(&args.image, Kind::Ext4)?;
+    require_privilege(&args.image, Kind::Ext4)?;
     require_no_deadlock(&args.image, &writeback)?;
     require_devices(&args.image)?;
     let options = open_options(args, &host.cache);
@@ -244,22 +246,22 @@ fn open_asked(
     })
 }
 
-fn require_root(image: &Path, kind: Kind) -> Result<(), CommandError> {
-    match rustix::process::geteuid().is_root() {
-        true => Ok(()),
-        false => {
-            let refused = CommandError::new(format!(
-                "only root can mount {} at the kernel door",
-                image.display()
-            ));
-            Err(match kind {
-                Kind::Erofs => refused.hint("`--door fuse` mounts an image for its user"),
-                kind => refused.caused_by_text(format!(
-                    "{} can be mounted only by the driver of the kernel",
-                    kind.name()
-                )),
-            })
-        }
+/// Fails unless this process may mount a file system of this kind.
+fn require_privilege(image: &Path, kind: Kind) -> Result<(), CommandError> {
+    let with_hint = |refused: CommandError, other: Option<&str>| match (kind, other) {
+        (Kind::Erofs, _) => refused.hint("`--door fuse` mounts an image for its user"),
+        (_, Some(hint)) => refused.hint(hint),
+        (kind, None) => refused.caused_by_text(format!(
+            "{} can be mounted only by the driver of the kernel",
+            kind.name()
+        )),
+    };
+    if !rustix::process::geteuid().is_root() {
+        let refused = CommandError::new(format!(
+            "only root can mount {} at the kernel door",
+            image.display()
+        ));
+        return Err(with_hint(refused, None));
     }
 }
 
@@ -272,21 +274,30 @@ fn require_no_deadlock(image: &Path, writeback: &Writeback) -> Result<(), Comman
                 Human(*limit_bytes)
             ))
             .hint("mount outside that group, or with the capability")),
+    filesystem::require_privilege(kind)
+        .map_err(|error| with_hint(cannot(image).caused_by(&error), error.hint()))
         Writeback::Declared | Writeback::NotLimited => Ok(()),
     }
 }
 
 fn require_devices(image: &Path) -> Result<(), CommandError> {
     for (device, module) in [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")] {
-        if let Err(error) = std::fs::metadata(device) {
+        let opened = File::options().read(true).write(true).open(device);
+        if let Err(error) = opened {
             return Err(cannot(image)
                 .caused_by_text(format!("{device}: {error}"))
-                .hint(format!("load the kernel module with `modprobe {module}`")));
+                .hint(match error.kind() {
+                    ErrorKind::NotFound => {
+                        format!("load the kernel module with `modprobe {module}`")
+                    }
+                    _ => format!("a container needs access to it: `--device {device}`"),
+                }));
         }
     }
     Ok(())
 }
 
+/// Fails unless this process can open the devices that a mount needs.
 fn cannot_record() -> CommandError {
     CommandError::usage("--record is not supported yet for disks, and uppers at the kernel door")
         .hint("record a mount of the image without the upper")
