@@ -171,6 +171,13 @@ class KernelDoor(unittest.TestCase):
     def umount(self, where, *options, **more):
         return bcow("umount", where, *options, timeout=SECONDS, **more)
 
+    def umount_killed(self, where):
+        """Unmounts after the process was killed. The command fails if that was before the kernel
+        and the process had ended the mount."""
+        ended = self.umount(where, check=False)
+        if ended.code:
+            assert_refused(self, ended, "is unmounted, but its process had been killed")
+
     def assert_ended(self):
         """Fails unless processes and loop devices of the disks of this test end soon."""
         until(lambda: not self.processes() and not self.loop_devices(),
@@ -471,7 +478,7 @@ class Failures(KernelDoor):
         self.assertEqual(dead["state"], "dead")
         refused = bcow("stats", where, check=False, timeout=SECONDS)
         assert_refused(self, refused, "process of the mount is dead")
-        self.umount(where)
+        self.umount_killed(where)
         self.assert_ended()
         # The journal is replayed by the next mount.
         self.mount(disk, where)
@@ -499,7 +506,7 @@ class Failures(KernelDoor):
                 process.kill()
                 process.wait(timeout=SECONDS)
             if is_mounted(where):
-                self.umount(where)
+                self.umount_killed(where)
         self.assert_ended()
         self.mount(disk, where)
         self.umount(where)
@@ -524,7 +531,7 @@ class Failures(KernelDoor):
                 process.kill()
             self.assert_ends(process, connections)
             if is_mounted(where):
-                self.umount(where)
+                self.umount_killed(where)
         self.assert_ended()
 
     def assert_ends(self, process, connections):

@@ -469,7 +469,7 @@ class Failures(KernelUpper):
             process.kill()
             process.wait(timeout=SECONDS)
             if is_mounted(self.where):
-                self.umount(self.where)
+                self.umount_killed(self.where)
             self.begin(upper)
             assert_same_tree(self, self.lower.tree, self.where)
             self.umount(self.where)
@@ -503,7 +503,7 @@ class Failures(KernelUpper):
             finally:
                 churn.kill()
                 churn.wait(timeout=SECONDS)
-            self.umount(self.where)
+            self.umount_killed(self.where)
             self.assert_ended()
             # The journal is not replayed yet; the file of the disk is sound.
             self.assertEqual(bcow("fsck", "--data", self.upper, timeout=SECONDS).code, 0)

@@ -563,8 +563,9 @@ class LastFlush(UnionCase):
                                                + re.escape(self.upper))
         return want
 
-    @promise("If the host fails to make them durable, `bcow umount` fails and prints the reason; "
-             "umount(8) does not report the failure.")
+    @promise("If the host fails to make them durable, or if it is not known whether it did "
+             "(because the process was killed or is stopped), `bcow umount` fails and prints the "
+             "reason; umount(8) does not report the failure.")
     def test_unmount_reports_data_that_was_not_stored(self):
         self.mount.mount()
         want = self.lose()

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{Document, Process};
-use bcow_fuse::{Ended, Ending, MountError, MountedImage, WhenBusy};
+use bcow_fuse::{Door, Ended, Ending, MountError, MountedImage, WhenBusy};
+use rustix::io::Errno;
 
 use crate::ask::{self, Answer};
 use crate::commands::mount::failure;
@@ -29,9 +30,10 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// returns when the process of the mount has ended, or, in a pool, when the mount has ended. All
 /// data written to a writable mount is then durable (with --sync volatile, it is in the host's file
 /// system). The command does not wait for a process that does not answer, or that continues because
-/// the image is also mounted at another place. If the host did not accept all data, or the trace of
-/// `bcow mount --record` was not written, the command fails, but the mount is unmounted anyway.
-/// umount(8), `fusermount3 -u` and --lazy do not wait and do not report such a failure.
+/// the image is also mounted at another place. If the process of a writable mount was killed, did
+/// not report that the host accepted all data, or does not answer, or if it did not write the trace
+/// of `bcow mount --record`, the command fails, but the mount is unmounted anyway. umount(8),
+/// `fusermount3 -u` and --lazy do not wait and do not report such a failure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The directory of the mount
@@ -52,9 +54,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // Also for a mount that is read-only now: it may have been writable before.
     let answer = match args.lazy {
         true => Answer::NotServed,
-        false => ask::ask(&mount, ask::ANSWER_TIMEOUT),
+        false => ask_when_published(&mount),
     };
     // Before the process ends.
+    if let (Door::Kernel(_), Answer::Timeout) = (&mount.door, &answer) {
+        refuse_stopped(&args.directory, &mount)?;
+    }
     let (document, unread) = match read(&args.directory, &mount, &answer) {
         Ok(document) => (document, None),
         Err(why) => (None, Some(Unread::examine(&mount, why))),
@@ -109,35 +114,69 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
     }
     if let Some(unread) = unread {
-        unread.warn(&args.directory, ui);
+        unread.require_nothing_written(&args.directory, &mount, ui)?;
     }
-    if !args.lazy && mount.is_writable && matches!(answer, Answer::NotServed) {
-        ui.warning(format_args!(
+    match args.lazy || !mount.is_writable || !matches!(answer, Answer::NotServed) {
+        true => Ok(()),
+        false => Err(CommandError::new(format!(
             "{} is unmounted, but its process had been killed: changes that programs did not \
              synchronize may be lost",
             args.directory.display()
-        ));
+        ))
+        .hint("a new mount with the same upper or disk recovers what programs synchronized")),
     }
-    Ok(())
+}
+
+/// Requests the statistics of a mount. Waits until the process of a new mount at the kernel door has
+/// published by which descriptor its statistics can be read.
+fn ask_when_published(mount: &MountedImage) -> Answer {
+    let start = Instant::now();
+    loop {
+        match ask::ask(mount, ask::ANSWER_TIMEOUT) {
+            Answer::Refused(Errno::ACCESS)
+                if matches!(mount.door, Door::Kernel(_)) && start.elapsed() < NOTICES_WITHIN => {}
+            answer => return answer,
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Fails if a signal has stopped the process of a mount at the kernel door: the kernel could not
+/// write its pages back, and the unmount would block.
+fn refuse_stopped(directory: &Path, mount: &MountedImage) -> Result<(), CommandError> {
+    match running::server_of_mount(mount) {
+        Some(Server {
+            pid,
+            state: State::Stopped,
+            ..
+        }) => Err(
+            CommandError::new(format!("cannot unmount {}", directory.display()))
+                .caused_by_text(format!("its process {pid} is stopped by a signal"))
+                .hint(format!("`kill -CONT {pid}` resumes the process")),
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// The statistics in an answer; `None` if no process serves the mount. Otherwise the reason why
-/// they cannot be read.
+/// they cannot be read, and a hint.
 fn read(
     directory: &Path,
     mount: &MountedImage,
     answer: &Answer,
-) -> Result<Option<Document>, String> {
+) -> Result<Option<Document>, (String, Option<String>)> {
     match answer {
         Answer::Statistics(json) => match ask::read(directory, json) {
             Ok(document) => Ok(Some(document)),
-            Err(error) => Err(error.in_one_line()),
+            Err(error) => Err((error.in_one_line(), None)),
         },
         Answer::NotServed | Answer::NoProcess => Ok(None),
-        Answer::Refused(errno) => Err(CommandError::new("its statistics cannot be read")
-            .caused_by_text(ask::explain_refusal(*errno))
-            .in_one_line()),
-        Answer::Timeout => Err(ask::explain_timeout(mount).0),
+        Answer::Refused(errno) => {
+            let refused = CommandError::new("its statistics cannot be read")
+                .caused_by_text(ask::explain_refusal(*errno));
+            Err((refused.in_one_line(), None))
+        }
+        Answer::Timeout => Err(ask::explain_timeout(mount)),
     }
 }
 
@@ -236,18 +275,18 @@ fn require_complete(
     ending: Option<Ending>,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    let Some(ending) = ending else {
-        ui.warning(format_args!(
-            "process {} did not report whether all written data is in {}; if not, the system log \
-             has an error",
-            process.pid, store.name
-        ));
-        return Ok(());
-    };
-    let cause = match ending.read() {
-        Ended::Complete => return Ok(()),
-        Ended::Incomplete(reason) => printable(&reason).into_owned(),
-        Ended::HandedOver => {
+    let cause = match ending.map(|ending| ending.read()) {
+        Some(Ended::Complete) => return Ok(()),
+        Some(Ended::Incomplete(reason)) => printable(&reason).into_owned(),
+        Some(Ended::Removed) => {
+            return Err(CommandError::new(format!(
+                "{} is unmounted, but {} was removed while it was mounted: all its changes are lost",
+                directory.display(),
+                store.name
+            )));
+        }
+        Some(Ended::HandedOver) => {
+            // The process before has stored everything, and the next one only what came after.
             ui.warning(format_args!(
                 "another process of the pool has ended the mount; the log of the pool has an error \
                  if not all written data is in {}",
@@ -255,11 +294,16 @@ fn require_complete(
             ));
             return Ok(());
         }
-        Ended::Unknown => format!(
+        Some(Ended::Unknown) => format!(
             "process {} of the mount ended before all data was written",
             process.pid
         ),
     };
+        None => {
+            return Err(unknown_end(directory, &store.name)
+                .caused_by_text(format!("process {} did not report it", process.pid))
+                .hint("the system log has an error if not all data was written"));
+        }
     let failure = CommandError::new(format!(
         "{} is unmounted, but not all written data is in {}",
         directory.display(),
@@ -273,46 +317,65 @@ fn require_complete(
 }
 
 /// A mount whose statistics cannot be read.
+/// The failure of an unmount after which nothing says that all data is stored.
+fn unknown_end(directory: &Path, store: &str) -> CommandError {
+    CommandError::new(format!(
+        "{} is unmounted, but it is not known whether all written data is in {store}",
+        directory.display()
+    ))
+}
+
 struct Unread {
     why: String,
-    /// What its process may still write; `None` for a read-only mount.
-    writes: Option<String>,
+    hint: Option<String>,
+    /// What its process may still write to; `None` for a read-only mount.
+    store: Option<String>,
 }
 
 impl Unread {
-    fn examine(mount: &MountedImage, why: String) -> Self {
-        let writes = match running::server_of_mount(mount) {
-            Some(server) => may_write(&server, mount),
-            None => Some(
-                "if the mount has an upper, its process may still be writing to the upper"
-                    .to_owned(),
-            ),
+    fn examine(mount: &MountedImage, (why, hint): (String, Option<String>)) -> Self {
+        let store = match running::server_of_mount(mount) {
+            Some(server) => store_of(&server, mount),
+            None if mount.is_writable => Some("its upper or disk".to_owned()),
+            None => None,
         };
-        Unread { why, writes }
+        Unread { why, hint, store }
     }
 
-    /// Warns after the unmount.
-    fn warn(&self, directory: &Path, ui: &Ui) {
-        if let Some(writes) = &self.writes {
-            ui.warning(format_args!(
-                "{} was unmounted without waiting, because {}; {writes}",
-                directory.display(),
-                self.why
+    /// Fails if the process of the mount, which is unmounted here, may still write for it.
+    fn require_nothing_written(
+        self,
+        directory: &Path,
+        mount: &MountedImage,
+        ui: &Ui,
+    ) -> Result<(), CommandError> {
+        let Some(store) = &self.store else {
+            return Ok(());
+        };
+        if let Some(place) = mount.places().first() {
+            ui.status(format_args!(
+                "the image is also mounted at {}",
+                place.display()
             ));
         }
+            return Ok(());
     }
+        let failure = unknown_end(directory, store).caused_by_text(self.why);
+        Err(match self.hint {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        })
 }
 
-/// What the process of a mount may still write; `None` if it writes nothing for this mount.
-fn may_write(server: &Server, mount: &MountedImage) -> Option<String> {
+/// The upper or disk to which the process of a mount may still write; `None` if it writes nothing
+/// for this mount.
+fn store_of(server: &Server, mount: &MountedImage) -> Option<String> {
     let service = server.mount(&mount.device, &mount.path)?;
-    let store = match (&service.upper, service.mode.as_str()) {
-        (Some(upper), _) => format!("the upper {}", printable(upper)),
-        (None, "rw") => format!("the disk {}", printable(&service.image)),
-        (None, _) => return None,
-    };
-    let pid = server.pid;
-    Some(format!("process {pid} may still be writing to {store}"))
+    match (&service.upper, service.mode.as_str()) {
+        (Some(upper), _) => Some(format!("the upper {}", printable(upper))),
+        (None, "rw") => Some(format!("the disk {}", printable(&service.image))),
+        (None, _) => None,
+    }
 }
 
 /// The result of a wait for the end of a process, or of its mount.
@@ -399,9 +462,6 @@ fn wait_for(process: &Process) -> Waited {
 
 #[cfg(test)]
 mod tests {
-    use bcow_fuse::Door;
-    use rustix::io::Errno;
-
     use super::*;
 
     fn mount(path: &str, device: &str) -> MountedImage {
@@ -433,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn warning_names_what_this_mount_may_still_write() {
+    fn store_is_what_this_mount_may_still_write_to() {
         let server = Server {
             pid: 7,
             uid: 0,
@@ -445,17 +505,20 @@ mod tests {
                 service("/m3", "0:3", None, "rw"),
             ],
         };
-        let writes = |path, device| may_write(&server, &mount(path, device));
-        let text = |store| Some(format!("process 7 may still be writing to {store}"));
-        assert_eq!(writes("/m1", "0:1"), text("the upper /up"));
-        assert_eq!(writes("/m2", "0:2"), None);
-        assert_eq!(writes("/m3", "0:3"), text("the disk /m3.bcow"));
+        let store = |path, device| store_of(&server, &mount(path, device));
+        assert_eq!(store("/m1", "0:1").as_deref(), Some("the upper /up"));
+        assert_eq!(store("/m2", "0:2"), None);
+        assert_eq!(store("/m3", "0:3").as_deref(), Some("the disk /m3.bcow"));
     }
 
     #[test]
     fn statistics_that_cannot_be_read_are_no_timeout() {
         let mount = mount("/m", "0:1");
-        let why = |answer| read(Path::new("m"), &mount, &answer).err();
+        let why = |answer| {
+            read(Path::new("m"), &mount, &answer)
+                .err()
+                .map(|(why, _)| why)
+        };
         assert_eq!(
             why(Answer::Refused(Errno::PERM)).as_deref(),
             Some("its statistics cannot be read: Operation not permitted")

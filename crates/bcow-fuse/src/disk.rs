@@ -1,5 +1,6 @@
 //! A disk that the kernel mounts, and how long it is in use.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -50,6 +51,8 @@ pub struct DiskMount {
     pub path: PathBuf,
     /// The upper that the disk belongs to.
     pub upper: Option<PathBuf>,
+    /// The open file of the disk, by which the end of the mount finds that it was removed.
+    pub file: Option<File>,
     /// Whether flushes are honoured.
     pub barriers: Barriers,
     /// What another process needs to continue with the disk; `None` if none shall.

@@ -16,6 +16,7 @@
 mod place;
 mod service;
 
+use std::fs::File;
 use std::os::fd::{AsFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -69,6 +70,8 @@ pub struct KernelSession {
     /// Known until the disk is closed.
     disk: Option<Arc<Disk>>,
     path: PathBuf,
+    /// The open file of the disk. It is closed before the locks of the disk are released.
+    file: Option<File>,
     /// What another process needs to continue with the disk.
     files: Option<DiskFiles>,
     outcome: Arc<Outcome>,
@@ -247,6 +250,7 @@ impl KernelSession {
             kind,
             disk: writable,
             path: disk.path,
+            file: disk.file,
             files: disk.files,
             outcome: Arc::new(outcome),
             release: Arc::new(Release(Mutex::new(disk.on_closed))),
@@ -404,6 +408,14 @@ impl KernelSession {
             source,
         };
         let lost = self.mount.lifetime.lost();
+        let is_removed = self
+            .file
+            .take()
+            .is_some_and(|file| rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_nlink == 0));
+        if is_removed {
+            self.outcome.report_removed();
+            return Err(MountError::Removed(self.path.clone()));
+        }
         self.outcome.report(match (&closed, lost) {
             (_, Some(errno)) => Err(errno),
             (Err(_), None) => Err(Errno::IO),

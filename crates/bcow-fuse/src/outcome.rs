@@ -27,6 +27,8 @@ const COMPLETE: &str = "complete";
 const INCOMPLETE: &str = "incomplete: ";
 /// The line of a process that has left the mount to another one.
 const HANDED_OVER: &str = "handed over";
+/// The line for an upper or a disk that has no name any more.
+const REMOVED: &str = "removed";
 /// Most bytes read from the pipe. No reason is longer.
 const MAX_BYTES: u64 = 4096;
 
@@ -67,6 +69,11 @@ impl Outcome {
         self.write(&line);
     }
 
+    /// Writes that the upper or the disk was removed while it was mounted.
+    pub(crate) fn report_removed(&self) {
+        self.write(&format!("{REMOVED}\n"));
+    }
+
     /// Writes that another process takes the mount over, and closes its upper at the end.
     pub(crate) fn report_handover(&self) {
         self.write(&format!("{HANDED_OVER}\n"));
@@ -85,6 +92,8 @@ pub enum Ended {
     Complete,
     /// The upper does not hold all written data. The string is the reason.
     Incomplete(String),
+    /// The upper or the disk was removed while it was mounted.
+    Removed,
     /// The process has left the mount to another process of its pool.
     HandedOver,
     /// The process wrote no result: it was killed, or is still running.
@@ -143,6 +152,7 @@ impl Ending {
         match line.strip_prefix(INCOMPLETE) {
             Some(reason) => Ended::Incomplete(reason.to_owned()),
             None if line == COMPLETE => Ended::Complete,
+            None if line == REMOVED => Ended::Removed,
             None if line == HANDED_OVER => Ended::HandedOver,
             None => Ended::Unknown,
         }

@@ -350,6 +350,10 @@ impl Session {
 impl Closing {
     fn close(&self) -> Result<(), MountError> {
         let closed = self.union.close();
+        if closed.is_ok() && self.union.is_removed() {
+            self.outcome.report_removed();
+            return Err(MountError::Removed(self.union.upper_path().to_owned()));
+        }
         self.outcome.report(closed);
         closed.map_err(|errno| MountError::Close {
             upper: self.union.upper_path().to_owned(),

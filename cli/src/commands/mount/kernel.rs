@@ -61,9 +61,20 @@ enum Keeper {
     /// A sealed file has none.
     None,
     Disk {
-        _file: LockedFile,
+        file: LockedFile,
     },
     Upper(DiskInstance),
+}
+
+impl Keeper {
+    /// The open file of a disk that can change.
+    fn file(&self) -> Option<&File> {
+        match self {
+            Keeper::None => None,
+            Keeper::Disk { file } => Some(file.file()),
+            Keeper::Upper(instance) => instance.disk_file(),
+        }
+    }
 }
 
 /// Opens the disk, and returns it if the kernel shall mount it. Checks the metadata of an image,
@@ -148,7 +159,7 @@ fn open_unchecked(
         grows_to: None,
         disk_files,
         keeper: match lock {
-            Some(file) => Keeper::Disk { _file: file },
+            Some(file) => Keeper::Disk { file },
             None => Keeper::None,
         },
         fetching,
@@ -263,6 +274,8 @@ fn require_privilege(image: &Path, kind: Kind) -> Result<(), CommandError> {
         ));
         return Err(with_hint(refused, None));
     }
+    filesystem::require_privilege(kind)
+        .map_err(|error| with_hint(cannot(image).caused_by(&error), error.hint()))
 }
 
 fn require_no_deadlock(image: &Path, writeback: &Writeback) -> Result<(), CommandError> {
@@ -274,12 +287,11 @@ fn require_no_deadlock(image: &Path, writeback: &Writeback) -> Result<(), Comman
                 Human(*limit_bytes)
             ))
             .hint("mount outside that group, or with the capability")),
-    filesystem::require_privilege(kind)
-        .map_err(|error| with_hint(cannot(image).caused_by(&error), error.hint()))
         Writeback::Declared | Writeback::NotLimited => Ok(()),
     }
 }
 
+/// Fails unless this process can open the devices that a mount needs.
 fn require_devices(image: &Path) -> Result<(), CommandError> {
     for (device, module) in [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")] {
         let opened = File::options().read(true).write(true).open(device);
@@ -297,7 +309,6 @@ fn require_devices(image: &Path) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Fails unless this process can open the devices that a mount needs.
 fn cannot_record() -> CommandError {
     CommandError::usage("--record is not supported yet for disks, and uppers at the kernel door")
         .hint("record a mount of the image without the upper")
@@ -509,6 +520,8 @@ impl Opened {
         }));
         let is_sealed = matches!(self.device, Device::ReadOnly(_));
         let keeper = self.keeper;
+        let open_file = keeper.file().map(File::try_clone).transpose();
+        let open_file = open_file.context(|| format!("cannot open {} again", file.display()))?;
         let release = move |has_all: bool| {
             if let (true, Keeper::Upper(instance)) = (has_all, &keeper) {
                 // A clean end: the host's kernel has all data. If the note stays, it only counts
@@ -521,6 +534,7 @@ impl Opened {
             device: self.device,
             path: self.path,
             upper: upper.clone(),
+            file: open_file,
             barriers: match args.upper.sync() {
                 SyncPolicy::Volatile => Barriers::Off,
                 _ => Barriers::On,

@@ -276,4 +276,9 @@ impl UnionFs {
         *closed = Some(synced);
         synced
     }
+
+    /// Whether the directory of the upper has no name on the host any more.
+    pub fn is_removed(&self) -> bool {
+        rustix::fs::fstat(self.upper.root()).is_ok_and(|stat| stat.st_nlink == 0)
+    }
 }
