@@ -23,6 +23,7 @@ mod kernel_upper;
 mod limits;
 mod metrics;
 mod mount_users;
+mod named_mount;
 mod names;
 mod new_file;
 mod over_view;

@@ -10,8 +10,8 @@ use bcow_fuse::{Door, MountedImage};
 use serde_json::json;
 
 use crate::ask::{self, ANSWER_TIMEOUT};
-use crate::commands::mount::failure;
 use crate::error::{CommandError, Context};
+use crate::named_mount::mount_at;
 use crate::names::printable;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
@@ -42,7 +42,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if args.direct {
         ask::print_statistics(&args.directory);
     }
-    let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
+    let mount = mount_at(&args.directory, "stats")?;
     if let Door::Direct(file) = &mount.door {
         return print_direct(&mount, file, args.json, ui);
     }

@@ -12,6 +12,7 @@ use crate::ask::{self, Answer};
 use crate::commands::mount::failure;
 use crate::error::CommandError;
 use crate::mount_users;
+use crate::named_mount::mount_at;
 use crate::names::printable;
 use crate::pool;
 use crate::pool::client::{self, Found};
@@ -50,16 +51,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         true => WhenBusy::Detach,
         false => WhenBusy::Fail,
     };
-    let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
+    let mount = mount_at(&args.directory, "umount")?;
     // Also for a mount that is read-only now: it may have been writable before.
     let answer = match args.lazy {
         true => Answer::NotServed,
         false => ask_when_published(&mount),
     };
-    // Before the process ends.
     if let (Door::Kernel(_), Answer::Timeout) = (&mount.door, &answer) {
         refuse_stopped(&args.directory, &mount)?;
     }
+    // Before the process ends.
     let (document, unread) = match read(&args.directory, &mount, &answer) {
         Ok(document) => (document, None),
         Err(why) => (None, Some(Unread::examine(&mount, why))),
@@ -298,12 +299,12 @@ fn require_complete(
             "process {} of the mount ended before all data was written",
             process.pid
         ),
-    };
         None => {
             return Err(unknown_end(directory, &store.name)
                 .caused_by_text(format!("process {} did not report it", process.pid))
                 .hint("the system log has an error if not all data was written"));
         }
+    };
     let failure = CommandError::new(format!(
         "{} is unmounted, but not all written data is in {}",
         directory.display(),
@@ -316,7 +317,6 @@ fn require_complete(
     })
 }
 
-/// A mount whose statistics cannot be read.
 /// The failure of an unmount after which nothing says that all data is stored.
 fn unknown_end(directory: &Path, store: &str) -> CommandError {
     CommandError::new(format!(
@@ -325,6 +325,7 @@ fn unknown_end(directory: &Path, store: &str) -> CommandError {
     ))
 }
 
+/// A mount whose statistics cannot be read.
 struct Unread {
     why: String,
     hint: Option<String>,
@@ -357,14 +358,14 @@ impl Unread {
                 "the image is also mounted at {}",
                 place.display()
             ));
-        }
             return Ok(());
-    }
+        }
         let failure = unknown_end(directory, store).caused_by_text(self.why);
         Err(match self.hint {
             Some(hint) => failure.hint(hint),
             None => failure,
         })
+    }
 }
 
 /// The upper or disk to which the process of a mount may still write; `None` if it writes nothing

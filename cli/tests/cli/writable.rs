@@ -124,9 +124,67 @@ fn killed_server_leaves_an_upper_that_mounts_again() {
     kill_process(place.server(), Signal::KILL).unwrap();
     let unmounted = place.unmounted();
     assert!(
-        unmounted.contains("its process had been killed"),
+        unmounted.contains("its process had been killed") && unmounted.ends_with("status 1\n"),
         "{unmounted}"
     );
+}
+
+#[test]
+fn unmount_fails_if_the_upper_was_removed() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    fs::write(place.file("etc/new"), "new").unwrap();
+    fs::remove_dir_all(place.0.path("upper")).unwrap();
+    let unmounted = place.unmounted();
+    assert!(
+        unmounted.contains("/upper was removed while it was mounted: all its changes are lost\n")
+            && unmounted.ends_with("status 1\n"),
+        "{unmounted}"
+    );
+}
+
+#[test]
+fn root_directory_is_refused_and_no_upper_is_made() {
+    let Some(place) = Place::new() else { return };
+    std::os::unix::fs::symlink("/", place.0.path("link")).unwrap();
+    for root in ["/", "//", "/tmp/..", "link"] {
+        for options in [&[][..], &["--door=kernel"], &["--pool=none"]] {
+            let arguments = [&["mount", "--upper=upper"], options, &["image.bcow", root]].concat();
+            let shown = place.0.shown(&arguments);
+            assert!(
+                shown.contains(" is the root directory\n") && shown.ends_with("status 2\n"),
+                "{shown}"
+            );
+            assert!(!place.0.path("upper").exists());
+        }
+    }
+}
+
+#[test]
+fn mount_that_a_path_belongs_to_is_named() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    let mnt = place.0.path("mnt").canonicalize().unwrap();
+    for (path, relation) in [
+        ("mnt/etc", "inside"),
+        ("image.bcow", "the image of"),
+        ("upper", "the upper of"),
+    ] {
+        for command in ["stats", "umount"] {
+            let shown = place.0.shown(&[command, path]);
+            let hint = format!(
+                "hint: it is {relation} the mount at {0}: `bcow {command} {0}`\n",
+                mnt.display()
+            );
+            assert!(
+                shown
+                    .replace("[HERE]", &mnt.parent().unwrap().to_string_lossy())
+                    .contains(&hint),
+                "{shown}{hint}"
+            );
+        }
+    }
+    place.unmounted();
 }
 
 #[test]
