@@ -150,10 +150,10 @@ fn best_platform(
     let wanted = platform.unwrap_or(&host);
     let best = manifests
         .iter()
-        .filter_map(|d| wanted.score(&d.platform()?).map(|score| (score, d)))
-        // On equal scores the first one wins; without `rev`, `max_by_key` returns the last one.
+        .filter_map(|d| wanted.rank(&d.platform()?).map(|rank| (rank, d)))
+        // Of equal ranks the first one wins; without `rev`, `max_by_key` returns the last one.
         .rev()
-        .max_by_key(|&(score, _)| score);
+        .max_by_key(|&(rank, _)| rank);
     match best {
         Some((_, descriptor)) => Ok(descriptor.clone()),
         None => Err(ConvertError::NoSuchPlatform {

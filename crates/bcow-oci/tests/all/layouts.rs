@@ -54,8 +54,12 @@ fn the_platform_picks_from_an_index() {
         ("linux/amd64", "/amd64 "),
         ("linux/arm64", "/arm64v8 "),
         ("linux/arm64/v8", "/arm64v8 "),
+        ("linux/aarch64", "/arm64v8 "),
+        ("linux/arm/v6", "/armv6 "),
         ("linux/arm/v7", "/armv7 "),
-        ("linux/arm", "/armv6 "),
+        ("linux/arm/v8", "/armv7 "),
+        ("linux/armhf", "/armv7 "),
+        ("linux/arm", "/armv7 "),
     ] {
         let converted =
             convert_with(&layout.source(Some("multi")), &for_platform(platform)).unwrap();
