@@ -411,14 +411,12 @@ impl Facts<'_> {
             return Ok(());
         }
         writeln!(out, "\nSource")?;
-        let source = &metadata["source"];
+        let platform = platform(&metadata["config"]);
         for (name, value) in [
             ("made by", &metadata["tool"]),
             ("created", &metadata["created"]),
-            ("transport", &source["transport"]),
-            ("reference", &source["reference"]),
-            ("manifest", &source["manifest_digest"]),
-            ("platform", &source["platform"]),
+            ("image ID", &metadata["config_digest"]),
+            ("platform", &platform),
         ] {
             if let Some(text) = text(value) {
                 line(out, name, &text)?;
@@ -546,6 +544,19 @@ impl Facts<'_> {
 
 fn line(out: &mut Output, name: &str, value: &str) -> Result<(), CommandError> {
     writeln!(out, "  {name:<16} {value}")
+}
+
+/// The platform in an image's configuration: OS/ARCH[/VARIANT].
+fn platform(config: &Value) -> Value {
+    let field = |name: &str| config[name].as_str().filter(|text| !text.is_empty());
+    match (field("os"), field("architecture")) {
+        (Some(os), Some(architecture)) => {
+            let parts = [Some(os), Some(architecture), field("variant")];
+            let parts: Vec<&str> = parts.into_iter().flatten().collect();
+            parts.join("/").into()
+        }
+        _ => Value::Null,
+    }
 }
 
 /// A JSON value from the file, for the terminal.

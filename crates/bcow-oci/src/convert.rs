@@ -125,7 +125,7 @@ fn write(
     progress.phase("metadata");
     progress.total(None);
     let layer_metadata = report.layers.iter().map(flattened_layer).collect();
-    let metadata = Metadata::of_source(input.image(), source.transport(), options, layer_metadata);
+    let metadata = Metadata::of_source(input.image(), options, layer_metadata);
     let tree = merge(layers).map_err(|e| tree_error(&names, e))?;
     let finished = conversion.finish(&tree, metadata)?;
     drop(tree);

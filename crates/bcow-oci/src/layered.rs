@@ -80,7 +80,7 @@ pub fn convert_to_layout(
     let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
-        convert_image(image, source.transport(), layout, writer, options, progress)
+        convert_image(image, layout, writer, options, progress)
             .map_err(|error| source.explain(error))
     };
     let (blobs, entry, report) = match input {
@@ -142,7 +142,6 @@ fn refuse_inside(source: &Path, layout: &Path) -> Result<(), ConvertError> {
 /// Makes all blobs of the image. They have no names yet.
 fn convert_image(
     image: &Image,
-    transport: &str,
     layout: &LayoutOptions,
     writer: &LayoutWriter,
     options: &ConvertOptions,
@@ -180,7 +179,7 @@ fn convert_image(
         .zip(&image.layers)
         .map(|(layer, input)| layer_in_stack(layer, input))
         .collect();
-    let metadata = Metadata::of_source(Some(image), transport, options, described);
+    let metadata = Metadata::of_source(Some(image), options, described);
     let names: Vec<String> = image.layers.iter().map(|l| l.name.clone()).collect();
     let stack = stack::write(&layers, &names, metadata, writer, options)?;
     let merge_milliseconds = begun.elapsed().as_millis() as u64;

@@ -1,9 +1,10 @@
 //! The JSON sections of converted images (spec section 13). They do not depend on the host, the
-//! time or paths.
+//! time, or the place and the name of the source: equal images give equal files.
 
 use serde_json::{Map, Value, json};
 
 use crate::content::ContentStats;
+use crate::digest::Digest;
 use crate::image::Image;
 use crate::options::{Compression, ConvertOptions, LayerReport};
 
@@ -14,7 +15,6 @@ impl Metadata {
     /// The section of an image that represents a whole source: flattened, or a stack.
     pub(crate) fn of_source(
         image: Option<&Image>,
-        transport: &str,
         options: &ConvertOptions,
         layers: Vec<Value>,
     ) -> Self {
@@ -26,22 +26,9 @@ impl Metadata {
             ("options", Some(options_json(options))),
         ];
         insert_some(&mut all, fields);
-        let mut origin = Map::new();
-        origin.insert("transport".into(), json!(transport));
-        if let Some(image) = image {
-            let fields = [
-                ("reference", image.reference.as_ref().map(|r| json!(r))),
-                ("manifest_digest", image.manifest.as_ref().map(|d| json!(d))),
-                (
-                    "platform",
-                    image.platform.as_ref().map(|p| json!(p.to_string())),
-                ),
-            ];
-            insert_some(&mut origin, fields);
-        }
-        all.insert("source".into(), Value::Object(origin));
         all.insert("layers".into(), Value::Array(layers));
         if let Some(config) = image.and_then(|image| image.config.as_ref()) {
+            all.insert("config_digest".into(), json!(Digest::of(&config.bytes)));
             all.insert("config".into(), config.document.clone());
         }
         Metadata(all)
@@ -118,18 +105,12 @@ pub(crate) fn options_json(options: &ConvertOptions) -> Value {
     json!({"compress": compress, "plain": options.plain, "block_size": block_size})
 }
 
-/// A source layer's entry in the metadata of a flattened image.
+/// A source layer's entry in the metadata of a flattened image. It does not depend on the
+/// compression of the layer in the source.
 pub(crate) fn flattened_layer(layer: &LayerReport) -> Value {
     let mut all = Map::new();
     let fields = [
-        ("digest", layer.digest.as_ref().map(|d| json!(d))),
         ("diff_id", layer.diff_id.as_ref().map(|d| json!(d))),
-        ("media_type", layer.media_type.as_ref().map(|m| json!(m))),
-        // The size depends on the compression, which is not recorded without a digest.
-        (
-            "stored_bytes",
-            layer.digest.as_ref().map(|_| json!(layer.stored_bytes)),
-        ),
         ("tar_bytes", Some(json!(layer.bytes))),
     ];
     insert_some(&mut all, fields);

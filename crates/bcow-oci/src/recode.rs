@@ -21,7 +21,7 @@ use crate::commit::{Commit, commit};
 use crate::digest::hex;
 use crate::error::ConvertError;
 use crate::image_file::{ImagesByDigest, image_error, read_back, tree_error, writer_options};
-use crate::metadata::{options_json, tool};
+use crate::metadata::{insert_some, options_json, tool};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
 use crate::space::{BLOCK_BYTES, REGION_BYTES};
@@ -286,9 +286,11 @@ fn flatten_layer(layer: &mut Value) {
     let Some(Value::Object(source)) = layer.get("source") else {
         return;
     };
-    let mut flat = source.clone();
-    if let Some(diff_id) = layer.get("diff_id") {
-        flat.insert("diff_id".into(), diff_id.clone());
-    }
+    let fields = [
+        ("diff_id", layer.get("diff_id").cloned()),
+        ("tar_bytes", source.get("tar_bytes").cloned()),
+    ];
+    let mut flat = Map::new();
+    insert_some(&mut flat, fields);
     *layer = Value::Object(flat);
 }

@@ -54,20 +54,6 @@ pub enum TarInput {
     Stdin,
 }
 
-impl Source {
-    /// The text in front of the first colon.
-    pub fn transport(&self) -> &'static str {
-        match self {
-            Source::Oci { .. } => "oci",
-            Source::OciArchive { .. } => "oci-archive",
-            Source::DockerArchive { .. } => "docker-archive",
-            Source::Tar(_) => "tar",
-            Source::Directory(_) => "dir",
-            Source::Registry(_) => "docker",
-        }
-    }
-}
-
 impl FromStr for Source {
     type Err = ConvertError;
 

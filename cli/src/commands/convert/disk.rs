@@ -162,7 +162,6 @@ fn refuse_options_of_images(args: &Args) -> Result<(), CommandError> {
 struct Source {
     device: Box<dyn BlockDevice>,
     name: PathBuf,
-    transport: &'static str,
     /// Length in bytes of the disk; the device continues with zeros up to the next sector.
     bytes: u64,
     /// All files of the disk and its backings.
@@ -184,7 +183,6 @@ fn open_source(
             let disk = RawDisk::open(path).map_err(|error| foreign_failure(&error))?;
             Ok(Source {
                 name,
-                transport: "raw",
                 bytes: disk.bytes(),
                 files: vec![path.to_owned()],
                 device: Box::new(disk),
@@ -195,7 +193,6 @@ fn open_source(
                 .map_err(|error| foreign_failure(&error))?;
             Ok(Source {
                 name,
-                transport: "qcow2",
                 bytes: disk.bytes(),
                 files: disk.files().to_vec(),
                 device: Box::new(disk),
@@ -210,7 +207,6 @@ fn open_source(
                 }
             };
             Ok(Source {
-                transport: "bcow",
                 bytes: true_size(&image)?,
                 files: image.files(),
                 device: Box::new(image.image().clone()),
@@ -379,7 +375,7 @@ fn write_disk(
         None => ConvertOptions::default().compression,
     };
     let verified = !args.no_verify;
-    let source_json = json!({ "transport": source.transport, "bytes": source.bytes });
+    let source_json = json!({ "bytes": source.bytes });
     let new = NewFile::replace(destination)?;
     let mut options = RewriteOptions {
         compression,

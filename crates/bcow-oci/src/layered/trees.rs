@@ -73,7 +73,7 @@ pub fn convert_trees(
         layers,
     };
     progress.total(Some(archives.iter().map(|(blob, _)| blob.size).sum()));
-    let (blobs, entry, report) = convert_image(&image, "bcow", layout, &writer, options, progress)?;
+    let (blobs, entry, report) = convert_image(&image, layout, &writer, options, progress)?;
     writer.publish(blobs, &entry, progress)?;
     Ok(report)
 }

@@ -3,7 +3,9 @@
 use bcow_oci::{ConvertOptions, Digest, Platform, Source};
 use serde_json::{Value, json};
 
-use crate::support::{CONFIG, INDEX, LAYER, Layout, convert_with, gzip, message, options};
+use crate::support::{
+    CONFIG, INDEX, LAYER, Layout, convert_with, gzip, layered_with, message, options,
+};
 use crate::tarmaker::Tar;
 
 fn layer(name: &str) -> Vec<u8> {
@@ -136,11 +138,11 @@ fn layers_may_be_compressed_in_any_known_way() {
     layout.list(image, None);
     let converted = convert_with(&layout.source(None), &options()).unwrap();
     assert_eq!(converted.report.entries, 4);
-    let layers = &converted.metadata()["layers"];
-    assert_eq!(layers.as_array().unwrap().len(), 3);
+    let layers = &converted.report.layers;
+    assert_eq!(layers.len(), 3);
     assert_eq!(
-        layers[1]["media_type"],
-        "application/vnd.oci.image.layer.v1.tar+zstd"
+        layers[1].media_type.as_deref(),
+        Some("application/vnd.oci.image.layer.v1.tar+zstd")
     );
 }
 
@@ -162,11 +164,12 @@ fn sha512_digests_are_understood() {
     let manifest = layout.manifest(config, vec![descriptor]);
     layout.list(manifest, None);
     let converted = convert_with(&layout.source(None), &options()).unwrap();
-    assert_eq!(converted.metadata()["layers"][0]["digest"], json!(digest));
+    let found = converted.report.layers[0].digest.as_ref();
+    assert_eq!(found.map(Digest::to_string), Some(digest));
 }
 
 #[test]
-fn the_metadata_records_the_source_image_and_nothing_of_the_host() {
+fn the_metadata_records_the_image_and_neither_its_place_nor_the_host() {
     let layout = Layout::of(&[layer("x")]);
     let options = ConvertOptions {
         source_date_epoch: Some(1_700_000_000),
@@ -209,6 +212,76 @@ fn a_layout_in_an_archive_gives_the_same_tree() {
     std::fs::write(&file, gzip(&archive(&layout, ""))).unwrap();
     let source: Source = format!("oci-archive:{}", file.display()).parse().unwrap();
     insta::assert_snapshot!(message(convert_with(&source, &options())));
+}
+
+/// A layout with the configuration and the layers of `other`, compressed, under another name.
+fn compressed(other: &Layout, tars: &[Vec<u8>]) -> Layout {
+    let mut layout = Layout::new();
+    let config = std::fs::read(other.path().join("blobs/sha256").join(config_of(other))).unwrap();
+    let config = layout.blob(CONFIG, &config);
+    let layers = tars.iter().map(|tar| {
+        let media_type = "application/vnd.oci.image.layer.v1.tar+gzip";
+        layout.blob(media_type, &gzip(tar))
+    });
+    let manifest = layout.manifest(config, layers.collect());
+    layout.list(manifest, Some("another:name"));
+    layout
+}
+
+/// The file name of the configuration of the only image.
+fn config_of(layout: &Layout) -> String {
+    let read = |path: &str| -> Value {
+        serde_json::from_slice(&std::fs::read(layout.path().join(path)).unwrap()).unwrap()
+    };
+    let hex = |descriptor: &Value| {
+        let digest = descriptor["digest"].as_str().unwrap();
+        digest.strip_prefix("sha256:").unwrap().to_owned()
+    };
+    let manifest = hex(&read("index.json")["manifests"][0]);
+    hex(&read(&format!("blobs/sha256/{manifest}"))["config"])
+}
+
+#[test]
+fn equal_images_give_equal_files() {
+    let tars = [layer("x"), layer("y")];
+    let layout = Layout::of(&tars);
+    let other = compressed(&layout, &tars);
+    let dir = tempfile::tempdir().unwrap();
+    let oci = dir.path().join("oci.tar");
+    std::fs::write(&oci, archive(&layout, "")).unwrap();
+    let config = config_of(&layout);
+    let manifest = json!([{
+        "Config": format!("{config}.json"), "RepoTags": ["box:1"],
+        "Layers": ["1/layer.tar", "2/layer.tar"],
+    }]);
+    let docker = dir.path().join("docker.tar");
+    let config_bytes = std::fs::read(layout.path().join("blobs/sha256").join(&config)).unwrap();
+    let saved = Tar::new()
+        .file(format!("{config}.json"), config_bytes)
+        .file("1/layer.tar", tars[0].clone())
+        .file("2/layer.tar", tars[1].clone())
+        .file("manifest.json", manifest.to_string());
+    std::fs::write(&docker, saved.done()).unwrap();
+    let expected = convert_with(&layout.source(None), &options()).unwrap();
+    for source in [
+        other.source(None),
+        format!("oci-archive:{}:test", oci.display())
+            .parse()
+            .unwrap(),
+        format!("docker-archive:{}", docker.display())
+            .parse()
+            .unwrap(),
+    ] {
+        let converted = convert_with(&source, &options()).unwrap();
+        assert!(converted.bytes() == expected.bytes(), "{source}");
+    }
+    // A stack also records the compressed layers, for an export.
+    let expected = layered_with(&layout.source(None), &options(), |_| {}).unwrap();
+    let source: Source = format!("oci-archive:{}:test", oci.display())
+        .parse()
+        .unwrap();
+    let converted = layered_with(&source, &options(), |_| {}).unwrap();
+    assert_eq!(converted.report.manifest, expected.report.manifest);
 }
 
 /// An archive of an old `docker save`, which stored a layer that occurs twice as a file and a link.
