@@ -1,14 +1,17 @@
 //! Option values, the error and the progress of a conversion, for all commands that write images or
 //! disks.
 
-use bcow_oci::{Compression, ConvertError};
+use std::fmt::Display;
+
+use bcow_oci::{Compression, ConvertError, LeftOut};
 use bcow_remote::RemoteError;
 
 use crate::error::{CommandError, exit};
 use crate::interrupt::interrupted;
+use crate::names::printable;
 use crate::remote;
 use crate::size;
-use crate::ui::Progress;
+use crate::ui::{Progress, Ui};
 
 /// The value of `--compress`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +107,14 @@ pub fn failure(error: &ConvertError) -> CommandError {
         | ConvertError::PlatformSyntax(_)
         | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
         _ => failure,
+    }
+}
+
+/// Says which parts of `source` a new image does not have.
+pub fn note_left_out(source: &dyn Display, left_out: &LeftOut, ui: &Ui) {
+    if !left_out.is_empty() {
+        let text = format!("note: not taken from {source}: {left_out}");
+        ui.status(printable(&text));
     }
 }
 

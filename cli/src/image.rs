@@ -10,11 +10,12 @@ use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
-use bcow_oci::{ImageName, LayoutForm};
+use bcow_oci::{Annotations, ImageName, LayoutForm, LeftOut};
 use bcow_remote::Root;
 use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
 
+use crate::conversion::failure;
 use crate::disks::{self, Below, Problem};
 use crate::error::{CommandError, Context};
 use crate::given::{Given, OpenFiles};
@@ -369,6 +370,26 @@ impl OpenImage {
         self.image()
             .metadata()
             .context(|| format!("cannot read {}", self.name.display()))
+    }
+
+    /// The annotations of the image's manifest, and the other parts of the indexes that lead to it.
+    /// Empty for an image without a manifest, and for images that are shown as one.
+    pub fn annotations(&self) -> Result<(Annotations, LeftOut), CommandError> {
+        if !self.parts.is_empty() {
+            return Ok(Default::default());
+        }
+        let found = match &self.remote {
+            None => bcow_oci::annotations_of(&parse_name(&self.name)?),
+            Some(remote) => match &remote.manifest {
+                None => Ok(Default::default()),
+                Some(manifest) => {
+                    let place = remote.name.display().to_string();
+                    bcow_oci::annotations(&place, manifest, &remote.from_index)
+                        .map(|annotations| (annotations, remote.from_index.left_out.clone()))
+                }
+            },
+        };
+        found.map_err(|error| failure(&error))
     }
 
     /// The form of its file system. Unreadable metadata is an error: the whiteouts of a layer would

@@ -12,7 +12,7 @@ use bcow_fuse::stats::RemoteReport;
 use bcow_fuse::stats::document::{self, KindCount};
 use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 use bcow_oci::{
-    BcowImage, ConvertError, Digest, OrdinaryImage, Platform, RegistryImage, Repository,
+    BcowImage, ConvertError, Digest, FromIndex, OrdinaryImage, Platform, RegistryImage, Repository,
 };
 use bcow_remote::{
     Address, Cache, Credentials, Expected, Keychain, Options, Problem, PublicKey, Reference,
@@ -193,6 +193,8 @@ pub struct RemoteImage {
     pub digest: Option<Digest>,
     /// The manifest, if the image is in a registry.
     pub manifest: Option<Vec<u8>>,
+    /// What the indexes that lead to the manifest have beside it.
+    pub from_index: FromIndex,
     /// The manifest of the ordinary image to which the image is attached, if the name led there.
     pub ordinary: Option<Vec<u8>>,
 }
@@ -439,6 +441,7 @@ fn open_file(
         lasting_url,
         digest: None,
         manifest: None,
+        from_index: FromIndex::default(),
         ordinary: None,
     })
 }
@@ -597,6 +600,7 @@ impl Place {
             .filter(|url| is_plain_url(url)),
             digest: Some(image.stack.digest.clone()),
             manifest: Some(image.manifest.clone()),
+            from_index: image.from_index.clone(),
             ordinary: None,
         })
     }

@@ -13,14 +13,15 @@ use bcow_oci::copy::CopyImage;
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
     ConvertError, ConvertOptions, ImageName, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport,
-    Limits, OrdinaryImage, Platform, Prefetch, Report, Source,
+    LeftOut, Limits, OrdinaryImage, Platform, Prefetch, Report, Source,
 };
 use bcow_remote::Replace;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::conversion::{
-    BlockSize, Compress, failure, parse_block_size, parse_compression, source_date_epoch,
+    BlockSize, Compress, failure, note_left_out, parse_block_size, parse_compression,
+    source_date_epoch,
 };
 use crate::error::{CommandError, Context};
 use crate::foreign_format::{self, ForeignFormat};
@@ -314,6 +315,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 sending.send_file(path, &progress, &interrupt)?;
             }
             drop(progress);
+            note_left_out(&from_name, &report.left_out, ui);
             report_image(args, &report, path, &sending, ui)
         }
         (Destination::Layout(to), source) => {
@@ -325,7 +327,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 cache: args.cache.clone(),
                 dedup_lower: args.dedup_lower,
             };
-            let report = match (source, &image) {
+            let mut report = match (source, &image) {
                 (Some(source), _) => {
                     let progress = ui.progress();
                     bcow_oci::convert_to_layout(&source, &layout, &options, &progress)
@@ -335,9 +337,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 (None, None) => return Ok(()),
             };
             let shown = match &sending {
-                Some(sending) => sending.send_layout(to, &interrupt, ui)?,
+                Some(sending) => {
+                    let left_out = sending.send_layout(to, &interrupt, ui)?;
+                    report.left_out.annotations = left_out.annotations;
+                    sending.place.name()
+                }
                 None => to.shown(),
             };
+            note_left_out(&from_name, &report.left_out, ui);
             match args.json {
                 true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
                 false => report_layout(&report, &shown, ui),
@@ -353,6 +360,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 if let Some(sending) = &sending {
                     sending.send_file(path, &ui.progress(), &interrupt)?;
                 }
+                note_left_out(&from_name, &report.left_out, ui);
                 report_image(args, &report, path, &sending, ui)
             }
             None => Ok(()),
@@ -416,13 +424,14 @@ impl Sending {
         Ok(())
     }
 
-    /// Sends the image of the layout. Returns the name of the destination.
+    /// Sends the files of the image of the layout, without the manifest. Returns the parts of the
+    /// image that are not sent.
     fn send_layout(
         &self,
         layout: &Layout,
         interrupt: &Interrupt,
         ui: &Ui,
-    ) -> Result<String, CommandError> {
+    ) -> Result<LeftOut, CommandError> {
         let image = CopyImage::of_layout(&Source::Oci {
             directory: layout.path.clone(),
             reference: None,
@@ -431,7 +440,7 @@ impl Sending {
         let progress = ui.progress();
         let cancel = interrupt.flag();
         self.place.send_image(image.files(), &progress, &cancel)?;
-        Ok(self.place.name())
+        image.left_out_of_files().map_err(|error| failure(&error))
     }
 }
 

@@ -13,11 +13,12 @@ use bcow_oci::copy::{
     CopyDestination, CopyFile, CopyImage, CopyOptions, FileReport, ImageReport, copy_file,
     copy_image,
 };
-use bcow_oci::{ConvertError, ImageName, LayoutForm, Source, store};
+use bcow_oci::{ConvertError, ImageName, LayoutForm, LeftOut, Source, store};
 use bcow_remote::{Replace, Root};
+use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::conversion::failure;
+use crate::conversion::{failure, note_left_out};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
 use crate::interrupt::Interrupt;
@@ -83,7 +84,13 @@ const THREADS: u16 = 4;
 /// What is copied.
 enum From {
     File(CopyFile),
-    Image(CopyImage),
+    Image(Box<CopyImage>),
+}
+
+impl From {
+    fn image(image: CopyImage) -> Self {
+        From::Image(Box::new(image))
+    }
 }
 
 /// Copies.
@@ -111,9 +118,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         return to_s3(args, &from, url, &interrupt, ui);
     }
     match (&destination, from) {
-        (Destination::File(path), From::File(file)) => to_file(args, &file, path, &options, ui),
+        (Destination::File(path), From::File(file)) => {
+            to_file(args, &file, path, &LeftOut::default(), &options, ui)
+        }
         (Destination::File(path), From::Image(image)) => match image.only_file() {
-            Some(file) => to_file(args, file, path, &options, ui),
+            Some(file) => to_file(args, file, path, &left_out_of_files(&image)?, &options, ui),
             None => Err(CommandError::new(format!(
                 "cannot copy {} to {}",
                 image.name,
@@ -174,7 +183,7 @@ fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
         ImageName::Remote(url) if url.starts_with("docker://") => {
             let (image, place) = remote::bcow_in_registry(url, &args.stores.remote)?;
             let image = CopyImage::of_registry(image, &*place, &*place);
-            return image.map(From::Image).map_err(|error| failure(&error));
+            return image.map(From::image).map_err(|error| failure(&error));
         }
         ImageName::Remote(url) => {
             let found = remote::open(url, &args.stores.remote.uncached(), Pinned::AsAsked)?;
@@ -225,7 +234,7 @@ fn is_copied_alone(file: &CopyFile, destination: &Destination) -> Result<bool, C
 
 fn image_of_layout(source: &Source) -> Result<From, CommandError> {
     let image = CopyImage::of_layout(source);
-    image.map(From::Image).map_err(|error| failure(&error))
+    image.map(From::image).map_err(|error| failure(&error))
 }
 
 /// A file, and the files that it names by digest, as an image.
@@ -248,13 +257,20 @@ fn with_files_below(file: CopyFile, image: &OpenImage) -> Result<From, CommandEr
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| cannot(&error))?;
     let image = CopyImage::of_files(file, below);
-    image.map(From::Image).map_err(|error| cannot(&error))
+    image.map(From::image).map_err(|error| cannot(&error))
+}
+
+/// The parts of the source that copies of the image's files do not have.
+fn left_out_of_files(image: &CopyImage) -> Result<LeftOut, CommandError> {
+    let left_out = image.left_out_of_files();
+    left_out.map_err(|error| failure(&error))
 }
 
 fn to_file(
     args: &Args,
     file: &CopyFile,
     path: &Path,
+    left_out: &LeftOut,
     options: &CopyOptions,
     ui: &Ui,
 ) -> Result<(), CommandError> {
@@ -268,17 +284,26 @@ fn to_file(
     let progress = ui.progress();
     let report = copy_file(file, path, options, &progress).map_err(|error| failure(&error))?;
     drop(progress);
-    report_file(args, path.display(), &report, ui)
+    report_file(args, path.display(), &report, left_out, ui)
+}
+
+/// Prints a report as JSON, and what the copy does not have.
+fn print_json(report: &impl Serialize, left_out: &LeftOut, ui: &Ui) -> Result<(), CommandError> {
+    let mut report = super::convert::as_json("bcow.copy/1", report)?;
+    report["left_out"] = json!(left_out);
+    ui.print_json(&report)
 }
 
 fn report_file(
     args: &Args,
     destination: impl Display,
     report: &FileReport,
+    left_out: &LeftOut,
     ui: &Ui,
 ) -> Result<(), CommandError> {
+    note_left_out(&args.source.display(), left_out, ui);
     if args.json {
-        return ui.print_json(&super::convert::as_json("bcow.copy/1", report)?);
+        return print_json(report, left_out, ui);
     }
     let kept = match report.file_bytes.saturating_sub(report.copied_bytes) {
         0 => String::new(),
@@ -305,6 +330,10 @@ fn to_s3(
         false => Replace::Refused,
     };
     let place = ToS3::new(url, &args.stores.remote, replace)?;
+    let left_out = match from {
+        From::File(_) => LeftOut::default(),
+        From::Image(image) => left_out_of_files(image)?,
+    };
     let progress = ui.progress();
     let file = match from {
         From::File(file) => file,
@@ -313,7 +342,7 @@ fn to_s3(
             None => {
                 let sent = place.send_image(image.files(), &progress, &interrupt.flag())?;
                 drop(progress);
-                return report_sent(args, &place.name(), image, &sent, ui);
+                return report_sent(args, &place.name(), image, &sent, &left_out, ui);
             }
         },
     };
@@ -334,7 +363,7 @@ fn to_s3(
     let sent_bytes = place.send(&*file.storage, &progress, &interrupt.flag())?;
     drop(progress);
     let report = FileReport::new(&file.merkle_root, file.bytes, sent_bytes);
-    report_file(args, place.name(), &report, ui)
+    report_file(args, place.name(), &report, &left_out, ui)
 }
 
 /// Reports an image that was sent to S3; `sent` are the bytes of each file that were sent.
@@ -343,8 +372,10 @@ fn report_sent(
     destination: &str,
     image: &CopyImage,
     sent: &[u64],
+    left_out: &LeftOut,
     ui: &Ui,
 ) -> Result<(), CommandError> {
+    note_left_out(&args.source.display(), left_out, ui);
     let files = image.files().iter().zip(sent);
     if args.json {
         let blobs: Vec<Value> = files
@@ -358,7 +389,7 @@ fn report_sent(
             .collect();
         let root = Root(image.merkle_root()).to_string();
         let report = json!({ "merkle_root": root, "blobs": blobs });
-        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+        return print_json(&report, left_out, ui);
     }
     let all: u64 = files.map(|((_, file), _)| file.bytes).sum();
     let mut out = ui.output();
@@ -419,8 +450,13 @@ fn to_layout(
     let report =
         copy_image(image, &destination, options, &progress).map_err(|error| failure(&error))?;
     drop(progress);
+    let left_out = match &to.form {
+        LayoutForm::Registry(_) => image.left_out_of_registry(),
+        _ => image.left_out().clone(),
+    };
+    note_left_out(&args.source.display(), &left_out, ui);
     if args.json {
-        return ui.print_json(&super::convert::as_json("bcow.copy/1", &report)?);
+        return print_json(&report, &left_out, ui);
     }
     let ImageReport {
         blobs, manifest, ..

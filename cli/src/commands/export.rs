@@ -12,7 +12,7 @@ use bcow_oci::export::{
 };
 use serde_json::Value;
 
-use crate::conversion::failure as convert_failure;
+use crate::conversion::{failure as convert_failure, note_left_out};
 use crate::copy_out::CopyOut;
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
@@ -260,11 +260,13 @@ fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), C
     image.refuse_as_destination(layout)?;
     let trees = ImageLayers::of(image, &metadata)?;
     let layers = trees.layers();
+    let (annotations, left_out) = image.annotations()?;
     let destination = LayoutExport {
         directory: layout.path.clone(),
         form: layout.form.clone(),
         reference: layout.reference.clone(),
         compression: args.compress.unwrap_or_default(),
+        annotations,
     };
     let interrupt = Interrupt::catch();
     let options = options(args, &interrupt);
@@ -287,6 +289,7 @@ fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), C
         Human(stored),
         report.manifest
     ));
+    note_left_out(&image.path().display(), &left_out, ui);
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::{Sandbox, Tar, missing, sample};
 
@@ -241,6 +241,77 @@ fn disk_that_is_replaced_is_locked_until_the_new_file_has_its_name() {
     drop(input);
     assert!(convert.wait().unwrap().success());
     sandbox.ok(&["ls", "disk.bcow"]);
+}
+
+/// Puts an image for amd64 with an annotation, and one for arm64, into the layout `multi`.
+fn layout_of_two_platforms(sandbox: &Sandbox) {
+    sandbox.layout("multi", "x", &["sample.tar"]);
+    let json = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
+    let entry = json(&sandbox.read("multi/index.json"))["manifests"][0].clone();
+    let blob = |digest: &str| format!("multi/blobs/sha256/{}", &digest["sha256:".len()..]);
+    let manifest = json(&sandbox.read(&blob(entry["digest"].as_str().unwrap())));
+    let entries = ["amd64", "arm64"].map(|architecture| {
+        let mut manifest = manifest.clone();
+        manifest["annotations"] = json!({"org.example.of": architecture});
+        let bytes = manifest.to_string().into_bytes();
+        let digest = bcow_oci::Digest::of(&bytes).to_string();
+        sandbox.write(&blob(&digest), &bytes);
+        let mut entry = entry.clone();
+        entry["platform"] = json!({"os": "linux", "architecture": architecture});
+        entry["digest"] = json!(digest);
+        entry["size"] = json!(bytes.len());
+        entry
+    });
+    let index = json!({"schemaVersion": 2, "manifests": entries});
+    sandbox.write("multi/index.json", index.to_string().as_bytes());
+}
+
+#[test]
+fn annotations_stay_and_what_is_left_out_is_said() {
+    let sandbox = Sandbox::with_image();
+    layout_of_two_platforms(&sandbox);
+    let run = |args: &[&str]| {
+        let output = sandbox.run(args);
+        assert!(output.status.success(), "{args:?}");
+        (
+            String::from_utf8(output.stderr).unwrap(),
+            String::from_utf8(output.stdout).unwrap(),
+        )
+    };
+    let annotation = |layout: &str| {
+        let json = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
+        let index = json(&sandbox.read(&format!("{layout}/index.json")));
+        let digest = index["manifests"][0]["digest"].as_str().unwrap();
+        let hex = &digest["sha256:".len()..];
+        let manifest = json(&sandbox.read(&format!("{layout}/blobs/sha256/{hex}")));
+        manifest["annotations"]["org.example.of"].clone()
+    };
+    let amd64 = "--platform=linux/amd64";
+    let (said, report) = run(&["convert", "--json", amd64, "oci:multi:x", "flat.bcow"]);
+    assert_eq!(
+        said,
+        "note: not taken from oci:multi:x: 1 image for other platforms (linux/arm64); 1 annotation \
+         (org.example.of)\n"
+    );
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["source"], "oci:multi:x");
+    let left_out = json!({
+        "platforms": ["linux/arm64"], "attestations": 0, "annotations": ["org.example.of"],
+    });
+    assert_eq!(report["left_out"], left_out);
+    let (said, _) = run(&["convert", amd64, "oci:multi:x", "oci:layered:x"]);
+    assert!(said.ends_with("platforms (linux/arm64)\n"), "{said}");
+    run(&["convert", "--compress=none", "oci:layered:x", "oci:again:x"]);
+    run(&["copy", "oci:layered:x", "oci:copied:x"]);
+    run(&["export", "oci:copied:x", "--to=oci:exported:x"]);
+    for layout in ["layered", "again", "copied", "exported"] {
+        assert_eq!(annotation(layout), "amd64", "{layout}");
+    }
+    let (said, _) = run(&["convert", "--force", "oci:layered:x", "flat.bcow"]);
+    assert_eq!(
+        said,
+        "note: not taken from oci:layered:x: 1 annotation (org.example.of)\n"
+    );
 }
 
 #[test]

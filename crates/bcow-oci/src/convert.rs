@@ -19,6 +19,7 @@ use crate::image::Image;
 use crate::image_file::{ImagesByDigest, read_back, tree_error};
 use crate::input::Input;
 use crate::layer::Reading;
+use crate::left_out::LeftOut;
 use crate::metadata::{Metadata, flattened_layer};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
@@ -106,10 +107,17 @@ fn write(
         bytes: &bytes,
     };
     progress.total(input.bytes());
-    let mut report = Report::default();
+    let mut report = Report {
+        source: Some(source.to_string()),
+        ..Report::default()
+    };
     let (layers, names) = match input {
         Input::Image(image) => {
             report.manifest = image.manifest.clone();
+            report.left_out = LeftOut {
+                annotations: image.annotations.keys().cloned().collect(),
+                ..image.left_out.clone()
+            };
             report.platform = image.platform.clone();
             let layers = read_layers(&mut conversion, image, &reading, &mut report)
                 .map_err(|error| source.explain(error))?;

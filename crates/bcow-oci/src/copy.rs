@@ -187,6 +187,7 @@ fn store(
         platform: image.platform.clone(),
         reference: to.reference.clone(),
         subject: None,
+        annotations: image.from_index.annotations.clone(),
     };
     blobs.push(manifest);
     progress.phase("syncing");

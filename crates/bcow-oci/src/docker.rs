@@ -11,6 +11,7 @@ use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
+use crate::left_out::{Annotations, LeftOut};
 use crate::platform::Platform;
 
 #[derive(Debug, Deserialize)]
@@ -102,6 +103,8 @@ pub(crate) fn find(
         platform: config.platform.clone(),
         config: Some(config),
         layers,
+        annotations: Annotations::new(),
+        left_out: LeftOut::default(),
     })
 }
 

@@ -6,6 +6,7 @@ use serde_json::Value;
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
+use crate::left_out::{Annotations, LeftOut};
 use crate::platform::Platform;
 use crate::text::plural;
 
@@ -22,6 +23,10 @@ pub(crate) struct Image {
     pub config: Option<ImageConfig>,
     /// Lowest first.
     pub layers: Vec<LayerInput>,
+    /// The annotations of the manifest and of the indexes that lead to it.
+    pub annotations: Annotations,
+    /// The parts of the source that are not in this image.
+    pub left_out: LeftOut,
 }
 
 /// An image configuration.

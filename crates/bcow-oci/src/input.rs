@@ -9,6 +9,7 @@ use crate::digest::DiffId;
 use crate::error::ConvertError;
 use crate::image::Image;
 use crate::layer::LayerInput;
+use crate::left_out::{Annotations, LeftOut};
 use crate::options::ConvertOptions;
 use crate::recognise::recognise_directory;
 use crate::source::{Source, TarInput};
@@ -44,6 +45,7 @@ impl Input {
                 image.digest.clone(),
                 &image.manifest,
                 image.platform.clone(),
+                &image.from_index,
                 platform,
             )?,
             Source::Tar(TarInput::File(path)) => single_layer(Blob::open(path)?),
@@ -140,5 +142,7 @@ pub(crate) fn single_layer(blob: Blob) -> Image {
             diff_id: None,
             media_type: None,
         }],
+        annotations: Annotations::new(),
+        left_out: LeftOut::default(),
     }
 }

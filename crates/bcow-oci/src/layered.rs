@@ -83,7 +83,7 @@ pub fn convert_to_layout(
         convert_image(image, layout, writer, options, progress)
             .map_err(|error| source.explain(error))
     };
-    let (blobs, entry, report) = match input {
+    let (blobs, entry, mut report) = match input {
         Input::Image(image) => convert(&image, &writer)?,
         Input::Directory(path) => {
             directory::as_image(&path, &writer, options, progress, |image| {
@@ -92,6 +92,7 @@ pub fn convert_to_layout(
         }
     };
     writer.publish(blobs, &entry, progress)?;
+    report.source = Some(source.to_string());
     Ok(report)
 }
 
@@ -207,10 +208,12 @@ fn convert_image(
         stack_root: &stack_report.merkle_root,
         source: image.manifest.as_ref(),
         subject,
+        annotations: &image.annotations,
         options,
     };
     let manifest_blob = writer.document(&manifest.to_json()?)?;
     let report = LayoutReport {
+        source: None,
         manifest: manifest_blob.digest.clone(),
         source_manifest: image.manifest.clone(),
         reference: layout.reference.clone(),
@@ -223,6 +226,7 @@ fn convert_image(
         stack: stack_report,
         merge_milliseconds,
         verified: options.verify,
+        left_out: image.left_out.clone(),
     };
     if cancel.is_set() {
         return Err(ConvertError::Interrupted);

@@ -3,7 +3,7 @@
 mod choose;
 pub(crate) mod write;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -15,8 +15,10 @@ use crate::digest::{DiffId, Digest};
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
+use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
+use crate::name::ImageName;
 use crate::platform::Platform;
-use choose::{Form, choose};
+use choose::{Chosen, Form, choose};
 
 pub(crate) use choose::choose_in_index;
 
@@ -58,9 +60,6 @@ pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
 pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
 /// The annotation for the root of a BCoW file's Merkle tree, in hexadecimal.
 pub(crate) const MERKLE_ROOT: &str = "io.bcow.merkle-root";
-/// The annotation for the name of an image.
-const NAME: &str = "org.opencontainers.image.ref.name";
-const FULL_NAME: &str = "io.containerd.image.name";
 
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Descriptor {
@@ -69,7 +68,7 @@ pub(crate) struct Descriptor {
     pub digest: String,
     pub size: u64,
     #[serde(default)]
-    annotations: Option<BTreeMap<String, String>>,
+    annotations: Option<Annotations>,
     #[serde(default)]
     platform: Option<PlatformDocument>,
     #[serde(default)]
@@ -92,6 +91,8 @@ struct PlatformDocument {
 struct IndexDocument {
     #[serde(default)]
     manifests: Option<Vec<Descriptor>>,
+    #[serde(default)]
+    annotations: Option<Annotations>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -101,6 +102,8 @@ struct ManifestDocument {
     config: Descriptor,
     #[serde(default)]
     layers: Vec<Descriptor>,
+    #[serde(default)]
+    annotations: Option<Annotations>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -127,8 +130,8 @@ pub(crate) fn find_bcow(
     files: &Files,
     reference: Option<&str>,
 ) -> Result<BcowManifest, ConvertError> {
-    let (_, descriptor) = choose(files, reference, None, Form::Bcow)?;
-    let (_, place, manifest) = read_manifest(files, &descriptor)?;
+    let chosen = choose(files, reference, None, Form::Bcow)?;
+    let (_, place, manifest) = read_manifest(files, &chosen.descriptor)?;
     let stacks: Vec<_> = manifest
         .layers
         .iter()
@@ -149,36 +152,65 @@ pub(crate) fn find_bcow(
 }
 
 /// Reads the image of a manifest. The blobs of the image are in `files`. `of_index` is the platform
-/// in the index that names the manifest.
+/// in the index that names the manifest, and `from_index` is what else the indexes
+/// have.
 pub(crate) fn of_manifest(
     files: &Files,
     digest: Digest,
     bytes: &[u8],
     of_index: Option<Platform>,
+    from_index: &FromIndex,
     wanted: Option<&Platform>,
 ) -> Result<Image, ConvertError> {
     let place = format!("manifest {}", digest.short());
     let manifest: ManifestDocument = parse(&format!("{place} in {}", files.name()), bytes)?;
-    let mut image = load(files, digest, &place, &manifest, of_index)?;
-    let media_type = manifest
-        .media_type
-        .unwrap_or_else(|| OCI_MANIFEST.to_owned());
+    let media_type = manifest.media_type.clone();
+    let media_type = media_type.unwrap_or_else(|| OCI_MANIFEST.to_owned());
+    let mut image = load(files, digest, &place, manifest, of_index, from_index)?;
     image.manifest_form = Some((media_type, bytes.len() as u64));
     check_platform(files, &image, wanted)?;
     Ok(image)
 }
 
-/// The bytes of the manifest of the image in BCoW form with the name or digest `reference`.
+/// The bytes of the manifest of the image in BCoW form with the name or digest `reference`, and
+/// what its indexes have beside it.
 pub(crate) fn bcow_manifest(
     files: &Files,
     reference: Option<&str>,
-) -> Result<Vec<u8>, ConvertError> {
+) -> Result<(Vec<u8>, FromIndex), ConvertError> {
     let found = find_bcow(files, reference)?;
     if found.stack.is_none() {
         return Err(ConvertError::NotBcow { place: found.place });
     }
-    let (_, descriptor) = choose(files, reference, None, Form::Bcow)?;
-    Ok(document(files, "manifest", &descriptor, MAX_MANIFEST_BYTES)?.1)
+    let chosen = choose(files, reference, None, Form::Bcow)?;
+    let (_, bytes) = document(files, "manifest", &chosen.descriptor, MAX_MANIFEST_BYTES)?;
+    Ok((bytes, chosen.from_index))
+}
+
+/// The annotations of the image in BCoW form that `name` means, and the other parts of its indexes.
+/// A file has none.
+pub fn annotations_of(name: &ImageName) -> Result<(Annotations, LeftOut), ConvertError> {
+    let ImageName::Layout {
+        directory,
+        reference,
+    } = name
+    else {
+        return Ok(Default::default());
+    };
+    let files = Files::directory(directory)?;
+    let (manifest, from_index) = bcow_manifest(&files, reference.as_deref())?;
+    let annotations = annotations(&files.name(), &manifest, &from_index)?;
+    Ok((annotations, from_index.left_out))
+}
+
+/// The annotations of the image with this manifest. `place` is its name in messages.
+pub fn annotations(
+    place: &str,
+    manifest: &[u8],
+    from_index: &FromIndex,
+) -> Result<Annotations, ConvertError> {
+    let manifest: ManifestDocument = parse(place, manifest)?;
+    Ok(from_index.with(manifest.annotations))
 }
 
 /// The configuration that a manifest names.
@@ -228,11 +260,15 @@ pub(crate) fn find(
     reference: Option<&str>,
     platform: Option<&Platform>,
 ) -> Result<Image, ConvertError> {
-    let (name, manifest) = choose(files, reference, platform, Form::Any)?;
-    let of_index = manifest.platform();
-    let (digest, place, document) = read_manifest(files, &manifest)?;
-    let mut image = load(files, digest, &place, &document, of_index)?;
-    image.manifest_form = Some((manifest.media_type, manifest.size));
+    let Chosen {
+        name,
+        descriptor,
+        from_index,
+    } = choose(files, reference, platform, Form::Any)?;
+    let of_index = descriptor.platform();
+    let (digest, place, manifest) = read_manifest(files, &descriptor)?;
+    let mut image = load(files, digest, &place, manifest, of_index, &from_index)?;
+    image.manifest_form = Some((descriptor.media_type, descriptor.size));
     image.reference = name;
     check_platform(files, &image, platform)?;
     Ok(image)
@@ -421,8 +457,9 @@ fn load(
     files: &Files,
     digest: Digest,
     place: &str,
-    manifest: &ManifestDocument,
+    manifest: ManifestDocument,
     of_index: Option<Platform>,
+    from_index: &FromIndex,
 ) -> Result<Image, ConvertError> {
     if manifest
         .layers
@@ -453,9 +490,15 @@ fn load(
         manifest: Some(digest),
         manifest_form: None,
         reference: None,
-        platform: config.platform.clone().or(of_index),
+        platform: match (&config.platform, of_index) {
+            // Many configurations omit the variant.
+            (Some(own), Some(of_index)) if of_index.completes(own) => Some(of_index),
+            (own, of_index) => own.clone().or(of_index),
+        },
         config: Some(config),
         layers,
+        annotations: from_index.with(manifest.annotations),
+        left_out: from_index.left_out.clone(),
     })
 }
 

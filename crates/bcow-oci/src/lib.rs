@@ -56,6 +56,7 @@ pub mod join;
 mod layer;
 mod layered;
 mod layout;
+mod left_out;
 mod lower;
 mod metadata;
 mod name;
@@ -92,6 +93,8 @@ pub use layered::{
     convert_trees,
 };
 pub use layout::write::LayoutForm;
+pub use layout::{annotations, annotations_of};
+pub use left_out::{Annotations, FromIndex, LeftOut};
 pub use name::{ImageName, NameSyntax};
 pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};
 pub use platform::{Platform, PlatformSyntax};

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
+use crate::left_out::LeftOut;
 use crate::platform::Platform;
 use crate::prefetch::Prefetch;
 
@@ -114,6 +115,8 @@ impl Progress for () {}
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
+    /// The source argument; `None` for an image in BCoW form.
+    pub source: Option<String>,
     /// Digest of the image's manifest, if the source has one.
     pub manifest: Option<Digest>,
     /// The image's platform, if recorded.
@@ -136,6 +139,8 @@ pub struct Report {
     pub merkle_root: String,
     /// Whether the image was read back.
     pub verified: bool,
+    /// The parts of the source that the new image does not have.
+    pub left_out: LeftOut,
 }
 
 /// One layer of a converted image.

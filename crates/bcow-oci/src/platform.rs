@@ -64,6 +64,12 @@ impl Platform {
         }
     }
 
+    /// Whether this is the platform `other` with a variant that `other` omits.
+    pub(crate) fn completes(&self, other: &Platform) -> bool {
+        let is_same = self.os == other.os && self.architecture == other.architecture;
+        is_same && other.variant.is_none()
+    }
+
     /// The platform with the names that the OCI specification uses for its architecture.
     fn normalized(self) -> Platform {
         let lower = |text: String| text.to_ascii_lowercase();

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use crate::digest::{Digest, Hasher};
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH, STACK};
+use crate::left_out::{Annotations, FromIndex};
 use crate::platform::Platform;
 use crate::repository::Repository;
 
@@ -33,6 +34,8 @@ pub struct BcowImage {
     pub manifest: Vec<u8>,
     /// The stack that the manifest names.
     pub stack: RemoteStack,
+    /// What the indexes that lead to the manifest have beside it.
+    pub from_index: FromIndex,
 }
 
 /// The stack of an image in BCoW form, as its manifest describes it.
@@ -55,6 +58,8 @@ pub struct OrdinaryImage {
     pub(crate) digest: Digest,
     /// The platform that the index gives for the manifest, if there is an index.
     pub(crate) platform: Option<Platform>,
+    /// What the indexes that lead to the manifest have beside it.
+    pub(crate) from_index: FromIndex,
 }
 
 impl OrdinaryImage {
@@ -91,6 +96,8 @@ struct Document {
     layers: Option<Vec<Descriptor>>,
     #[serde(default)]
     subject: Option<Descriptor>,
+    #[serde(default)]
+    annotations: Option<Annotations>,
 }
 
 /// Finds the image that the name of `repository` leads to: through indexes, for `platform`, or for
@@ -111,6 +118,7 @@ pub fn find_in_registry(
     };
     let mut bytes = read(None)?;
     let mut of_index = None;
+    let mut from_index = FromIndex::default();
     let mut depth = 0;
     loop {
         let document: Document = layout::parse(&name, &bytes)?;
@@ -121,19 +129,22 @@ pub fn find_in_registry(
                 Some(stack) => RegistryImage::Bcow(BcowImage {
                     manifest: bytes,
                     stack,
+                    from_index,
                 }),
                 None => RegistryImage::Ordinary(OrdinaryImage {
                     repository,
                     digest: Digest::of(&bytes),
                     manifest: bytes,
                     platform: of_index,
+                    from_index,
                 }),
             });
         };
         depth += 1;
         check_limit(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)
             .map_err(|exceeded| exceeded.at(Place::layer(&name)))?;
-        let chosen = layout::choose_in_index(&name, manifests, platform)?;
+        from_index.annotate(document.annotations.as_ref());
+        let chosen = layout::choose_in_index(&name, manifests, platform, &mut from_index)?;
         let expected = layout::parse_digest(&name, &chosen.digest)?;
         of_index = chosen.platform();
         bytes = read(Some(&expected))?;
@@ -180,7 +191,11 @@ pub fn find_attached(image: &OrdinaryImage) -> Result<Option<BcowImage>, Convert
             continue;
         }
         if let Some(stack) = bcow_stack(&place, &document.layers.unwrap_or_default())? {
-            return Ok(Some(BcowImage { manifest, stack }));
+            return Ok(Some(BcowImage {
+                manifest,
+                stack,
+                from_index: FromIndex::default(),
+            }));
         }
     }
     Ok(None)

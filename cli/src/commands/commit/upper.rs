@@ -14,7 +14,7 @@ use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
     ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, export_layout, export_tar,
 };
-use bcow_oci::{ConvertOptions, Digest, ImageName, Limits, store};
+use bcow_oci::{Annotations, ConvertOptions, Digest, ImageName, Limits, store};
 use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
@@ -194,7 +194,9 @@ impl UpperCommit<'_> {
             }
         };
         let config = config_after(metadata.get("config"), below.len().max(1))?;
+        // The annotations of the base do not describe the new image.
         let destination = LayoutExport {
+            annotations: Annotations::new(),
             directory: layout.path.clone(),
             form: layout.form.clone(),
             reference: layout.reference.clone(),

@@ -25,8 +25,12 @@ pub fn to_file(
     let form = image.form()?;
     let progress = ui.progress();
     let name = image.path().display().to_string();
-    recode(image.image(), form, &name, destination, options, &progress)
-        .map_err(|error| failure(&error))
+    let (annotations, left_out) = image.annotations()?;
+    let mut report = recode(image.image(), form, &name, destination, options, &progress)
+        .map_err(|error| failure(&error))?;
+    report.left_out = left_out;
+    report.left_out.annotations = annotations.into_keys().collect();
+    Ok(report)
 }
 
 /// Writes `image` into an OCI layout: a stack keeps its layers, another image becomes one
@@ -43,10 +47,20 @@ pub fn to_layout(
     let trees = ImageLayers::of(image, &metadata)?;
     let progress = ui.progress();
     let config = metadata.get("config");
-    convert_trees(&trees.layers(), config, destination, options, &progress).map_err(|error| {
-        match error {
-            ExportError::Layout(error) => failure(&error),
-            error => export_failure(image, &error),
-        }
-    })
+    let (annotations, left_out) = image.annotations()?;
+    let layers = trees.layers();
+    let report = convert_trees(
+        &layers,
+        config,
+        &annotations,
+        destination,
+        options,
+        &progress,
+    );
+    let mut report = report.map_err(|error| match error {
+        ExportError::Layout(error) => failure(&error),
+        error => export_failure(image, &error),
+    })?;
+    report.left_out = left_out;
+    Ok(report)
 }

@@ -14,6 +14,7 @@ use crate::error::ConvertError;
 use crate::image::ImageConfig;
 use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
+use crate::left_out::{FromIndex, LeftOut};
 use crate::metadata::insert_some;
 use crate::platform::Platform;
 use crate::registry::BcowImage;
@@ -28,6 +29,8 @@ pub struct CopyImage {
     pub(super) manifest: Vec<u8>,
     pub(super) digest: Digest,
     pub(super) platform: Option<Platform>,
+    /// What the indexes that lead to the manifest have beside it.
+    pub(super) from_index: FromIndex,
     pub(super) config: (Digest, Vec<u8>),
     /// The layers, then the stack.
     pub(super) files: Vec<(Digest, CopyFile)>,
@@ -68,7 +71,7 @@ impl CopyImage {
                 )));
             }
         };
-        let manifest = layout::bcow_manifest(&files, reference.as_deref())?;
+        let (manifest, from_index) = layout::bcow_manifest(&files, reference.as_deref())?;
         let config = |descriptor: &Descriptor| layout::config_bytes(&files, descriptor);
         let open = |name: String, layer: &Descriptor, digest: &Digest| {
             let Some(blob) = files.blob(digest, layer.size)? else {
@@ -88,7 +91,11 @@ impl CopyImage {
             };
             CopyFile::new(name, Arc::new(member) as Arc<dyn Storage>, false)
         };
-        CopyImage::of_manifest(source.to_string(), manifest, &config, &open)
+        let image = CopyImage::of_manifest(source.to_string(), manifest, &config, &open)?;
+        Ok(CopyImage {
+            from_index,
+            ..image
+        })
     }
 
     /// The image of a registry.
@@ -136,7 +143,12 @@ impl CopyImage {
                 Err(error) => Err(unreadable(std::io::Error::other(error))),
             }
         };
-        CopyImage::of_manifest(repository.name(), image.manifest, &config, &open)
+        let from_index = image.from_index;
+        let image = CopyImage::of_manifest(repository.name(), image.manifest, &config, &open)?;
+        Ok(CopyImage {
+            from_index,
+            ..image
+        })
     }
 
     fn of_manifest(
@@ -206,11 +218,36 @@ impl CopyImage {
             platform: ImageConfig::parse("config", &config.1)
                 .ok()
                 .and_then(|config| config.platform),
+            from_index: FromIndex::default(),
             name,
             manifest,
             config,
             files,
         }
+    }
+
+    /// The parts of the source that a copy into a layout does not have.
+    pub fn left_out(&self) -> &LeftOut {
+        &self.from_index.left_out
+    }
+
+    /// The parts of the source that a copy into a registry does not have: there, no index has the
+    /// annotations of the source's.
+    pub fn left_out_of_registry(&self) -> LeftOut {
+        LeftOut {
+            annotations: self.from_index.annotations.keys().cloned().collect(),
+            ..self.from_index.left_out.clone()
+        }
+    }
+
+    /// The parts of the source that a copy of its files alone does not have: no manifest has the
+    /// annotations.
+    pub fn left_out_of_files(&self) -> Result<LeftOut, ConvertError> {
+        let annotations = layout::annotations(&self.name, &self.manifest, &self.from_index)?;
+        Ok(LeftOut {
+            annotations: annotations.into_keys().collect(),
+            ..self.from_index.left_out.clone()
+        })
     }
 
     /// The image in one file, and in the files below it, as an image of a layout or registry: the

@@ -123,6 +123,7 @@ pub(super) mod tests {
 
     use super::super::CopyFile;
     use super::*;
+    use crate::left_out::FromIndex;
 
     /// A registry that has all blobs, or none. It records which ones were asked for. The user
     /// cancels the copy when the upload of the first blob begins.
@@ -190,6 +191,7 @@ pub(super) mod tests {
             manifest: b"{}".to_vec(),
             digest: Digest::of(b"{}"),
             platform: None,
+            from_index: FromIndex::default(),
             config: (Digest::of(b"{}"), b"{}".to_vec()),
             files: vec![(digest, file)],
         }

@@ -20,6 +20,7 @@ use crate::layout::write::{
     LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
 use crate::layout::{OCI_CONFIG, OCI_MANIFEST};
+use crate::left_out::Annotations;
 use crate::metadata::insert_some;
 use crate::options::Progress;
 use crate::parallel;
@@ -111,6 +112,8 @@ pub struct LayoutExport {
     pub reference: Option<String>,
     /// How the layers are compressed.
     pub compression: LayerCompression,
+    /// The annotations of the manifest.
+    pub annotations: Annotations,
 }
 
 /// The result of an export.
@@ -195,12 +198,15 @@ pub fn export_layout(
             Value::Object(descriptor(media_type, digest, size))
         })
         .collect();
-    let manifest = json!({
+    let mut manifest = json!({
         "schemaVersion": 2,
         "mediaType": OCI_MANIFEST,
         "config": descriptor(OCI_CONFIG, &config.digest, config.size),
         "layers": descriptors,
     });
+    if !destination.annotations.is_empty() {
+        manifest["annotations"] = json!(destination.annotations);
+    }
     let manifest = writer.document(&json_bytes(&manifest, &destination.directory)?)?;
     let entry = ManifestEntry {
         digest: manifest.digest.clone(),
@@ -209,6 +215,7 @@ pub fn export_layout(
         platform,
         reference: destination.reference.clone(),
         subject: None,
+        annotations: Annotations::new(),
     };
     if export.cancel.is_set() {
         return Err(ExportError::Interrupted);

@@ -13,6 +13,7 @@ use crate::image::{Image, ImageConfig};
 use crate::layer::LayerInput;
 use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor, json_bytes};
 use crate::layout::{self, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
+use crate::left_out::Annotations;
 use crate::metadata::tool;
 use crate::options::ConvertOptions;
 
@@ -42,6 +43,8 @@ pub(crate) struct Manifest<'m> {
     pub source: Option<&'m Digest>,
     /// The descriptor of the manifest that this one is attached to.
     pub subject: Option<Value>,
+    /// The annotations of the source.
+    pub annotations: &'m Annotations,
     pub options: &'m ConvertOptions,
 }
 
@@ -82,13 +85,14 @@ impl Manifest<'_> {
             self.stack.size,
             &stack,
         ));
-        let mut annotations = BTreeMap::from([(TOOL, tool)]);
+        let mut annotations = self.annotations.clone();
+        annotations.insert(TOOL.to_owned(), tool);
         if let Some(source) = self.source {
-            annotations.insert(SOURCE_MANIFEST, source.to_string());
+            annotations.insert(SOURCE_MANIFEST.to_owned(), source.to_string());
         }
         let created = self.options.source_date_epoch.and_then(crate::rfc3339);
         if let Some(created) = created {
-            annotations.insert(CREATED, created);
+            annotations.insert(CREATED.to_owned(), created);
         }
         let mut all = json!({
             "schemaVersion": 2,
@@ -120,6 +124,7 @@ pub(crate) fn entry(
         platform: image.platform.clone().or_else(from_config),
         reference,
         subject: None,
+        annotations: Annotations::new(),
     }
 }
 

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
 use crate::layout::write::LayoutForm;
+use crate::left_out::LeftOut;
 use crate::platform::Platform;
 
 /// The destination of a layered image, and its options.
@@ -32,6 +33,8 @@ pub struct LayoutOptions {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct LayoutReport {
+    /// The source argument; `None` for an image in BCoW form.
+    pub source: Option<String>,
     /// Digest of the new image's manifest.
     pub manifest: Digest,
     /// Digest of the source's manifest, if it has one.
@@ -48,6 +51,8 @@ pub struct LayoutReport {
     pub merge_milliseconds: u64,
     /// Whether all data was read back, or checked against its digest.
     pub verified: bool,
+    /// The parts of the source that the new image does not have.
+    pub left_out: LeftOut,
 }
 
 /// One layer of the new image.

@@ -14,17 +14,19 @@ use crate::image::{Image, ImageConfig, layer_name};
 use crate::image_file::writer_options;
 use crate::layer::LayerInput;
 use crate::layout::write::LayoutWriter;
+use crate::left_out::{Annotations, LeftOut};
 use crate::options::{ConvertOptions, Progress};
 
 /// Converts the trees into an image in an OCI layout, one layer per tree. `config` is the image's
 /// original configuration. The conversion replaces the digests of layers in it. It also replaces
-/// the history, if that does not match the layers.
+/// the history, if that does not match the layers. `annotations` are those of the image's manifest.
 ///
 /// The layout gets the blobs and the entry in its index after all of them are complete. After an
 /// error it has none of them, as in [`super::convert_to_layout`].
 pub fn convert_trees(
     trees: &Layers<'_>,
     config: Option<&Value>,
+    annotations: &Annotations,
     layout: &LayoutOptions,
     options: &ConvertOptions,
     progress: &dyn Progress,
@@ -71,6 +73,8 @@ pub fn convert_trees(
         platform: config.platform.clone(),
         config: Some(config),
         layers,
+        annotations: annotations.clone(),
+        left_out: LeftOut::default(),
     };
     progress.total(Some(archives.iter().map(|(blob, _)| blob.size).sum()));
     let (blobs, entry, report) = convert_image(&image, layout, &writer, options, progress)?;

@@ -1,11 +1,14 @@
 //! Selects the manifest of an image by its name and platform.
 
+use std::rc::Rc;
+
 use super::{
     Descriptor, IMAGE, IndexDocument, MAX_INDEX_DEPTH, MAX_MANIFEST_BYTES, MAX_MANIFESTS,
     check_version, document, in_files, no_layout, parse,
 };
 use crate::archive::Files;
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::left_out::{Annotations, FromIndex};
 use crate::platform::Platform;
 
 /// The form of the requested image. It counts only if no name is given.
@@ -15,13 +18,31 @@ pub(super) enum Form {
     Bcow,
 }
 
-/// The name, if there is one, and the descriptor of the manifest for `reference` and `platform`.
+/// The manifest that was selected.
+pub(super) struct Chosen {
+    /// The name of the image, if it has one.
+    pub name: Option<String>,
+    pub descriptor: Descriptor,
+    pub from_index: FromIndex,
+}
+
+/// A manifest among which one is selected.
+struct Candidate {
+    descriptor: Descriptor,
+    path: IndexPath,
+}
+
+/// The annotations of the indexes on the way to a manifest, and of their descriptors, in this
+/// order. The manifests of an index share them.
+type IndexPath = Vec<Rc<Annotations>>;
+
+/// Selects the manifest for `reference` and `platform`.
 pub(super) fn choose(
     files: &Files,
     reference: Option<&str>,
     platform: Option<&Platform>,
     form: Form,
-) -> Result<(Option<String>, Descriptor), ConvertError> {
+) -> Result<Chosen, ConvertError> {
     check_version(files)?;
     let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
         Some(bytes) => parse(&in_files(files, "index.json"), &bytes)?,
@@ -36,25 +57,47 @@ pub(super) fn choose(
     }
     let named = choose_named(files, manifests, reference)?;
     let name = named.iter().find_map(|d| d.name()).map(str::to_owned);
-    Ok((name, choose_platform(files, named, platform)?))
+    let (descriptor, from_index) = choose_platform(files, named, platform)?;
+    Ok(Chosen {
+        name,
+        descriptor,
+        from_index,
+    })
 }
 
 /// Selects a manifest for `platform` from an index of a registry. It prefers images in BCoW form.
 /// The selected descriptor can be that of another index. `place` is the name of the index in
-/// messages.
+/// messages. Adds the annotations and the other entries of the
+/// index to `from_index`.
 pub(crate) fn choose_in_index(
     place: &str,
     mut manifests: Vec<Descriptor>,
     platform: Option<&Platform>,
+    from_index: &mut FromIndex,
 ) -> Result<Descriptor, ConvertError> {
     check_limit(LimitKind::Manifests, manifests.len() as u64, MAX_MANIFESTS)
         .map_err(|exceeded| exceeded.at(Place::layer(place)))?;
+    let listed = manifests.len();
     manifests.retain(|descriptor| !descriptor.is_attestation());
+    from_index.left_out.attestations += (listed - manifests.len()) as u64;
     let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
     if manifests.iter().any(is_bcow) {
         manifests.retain(is_bcow);
     }
-    best_platform(place, &manifests, platform)
+    let best = best_platform(place, manifests.iter(), platform)?;
+    let chosen = manifests.swap_remove(best);
+    from_index.annotate(chosen.annotations.as_ref());
+    leave_out(from_index, manifests.iter());
+    Ok(chosen)
+}
+
+/// Adds images that were not selected.
+fn leave_out<'d>(from_index: &mut FromIndex, others: impl Iterator<Item = &'d Descriptor>) {
+    let platform = |other: &Descriptor| match other.platform() {
+        Some(platform) => platform.to_string(),
+        None => other.digest.clone(),
+    };
+    from_index.left_out.platforms.extend(others.map(platform));
 }
 
 /// The descriptors that match the reference: one, or one per platform.
@@ -104,16 +147,26 @@ fn choose_platform(
     files: &Files,
     descriptors: Vec<Descriptor>,
     platform: Option<&Platform>,
-) -> Result<Descriptor, ConvertError> {
-    let mut manifests = Vec::new();
-    let mut level = descriptors;
+) -> Result<(Descriptor, FromIndex), ConvertError> {
+    let mut from_index = FromIndex::default();
+    let mut manifests: Vec<Candidate> = Vec::new();
+    let candidate = |descriptor: Descriptor, path: &IndexPath| Candidate {
+        descriptor,
+        path: path.clone(),
+    };
+    let mut level: Vec<_> = descriptors
+        .into_iter()
+        .map(|descriptor| candidate(descriptor, &Vec::new()))
+        .collect();
     let mut depth = 0;
     let mut read_indexes = 0;
     while !level.is_empty() {
+        let listed = level.len();
+        level.retain(|candidate| !candidate.descriptor.is_attestation());
+        from_index.left_out.attestations += (listed - level.len()) as u64;
         let (indexes, found): (Vec<_>, Vec<_>) = level
             .into_iter()
-            .filter(|d| !d.is_attestation())
-            .partition(Descriptor::is_index);
+            .partition(|candidate| candidate.descriptor.is_index());
         manifests.extend(found);
         depth += 1;
         let check = |kind, value: usize, allowed| {
@@ -122,45 +175,59 @@ fn choose_platform(
         };
         check(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)?;
         level = Vec::new();
-        for index in &indexes {
+        for Candidate { descriptor, path } in indexes {
             // An index without entries counts too: reading it takes time.
             read_indexes += 1;
             check(LimitKind::Manifests, read_indexes, MAX_MANIFESTS)?;
-            let (place, bytes) = document(files, "index", index, MAX_MANIFEST_BYTES)?;
+            let (place, bytes) = document(files, "index", &descriptor, MAX_MANIFEST_BYTES)?;
             let index: IndexDocument = parse(&place, &bytes)?;
-            level.extend(index.manifests.unwrap_or_default());
+            let annotations = [index.annotations, descriptor.annotations];
+            let mut path = path;
+            path.extend(annotations.into_iter().flatten().map(Rc::new));
+            let entries = index.manifests.unwrap_or_default().into_iter();
+            level.extend(entries.map(|entry| candidate(entry, &path)));
             let count = manifests.len() + level.len();
             check(LimitKind::Manifests, count, MAX_MANIFESTS)?;
         }
     }
-    best_platform(&files.name(), &manifests, platform)
+    let all = manifests.iter().map(|candidate| &candidate.descriptor);
+    let best = best_platform(&files.name(), all, platform)?;
+    let Candidate { descriptor, path } = manifests.swap_remove(best);
+    path.iter()
+        .for_each(|found| from_index.annotate(Some(found)));
+    from_index.annotate(descriptor.annotations.as_ref());
+    leave_out(
+        &mut from_index,
+        manifests.iter().map(|other| &other.descriptor),
+    );
+    Ok((descriptor, from_index))
 }
 
-/// Selects the manifest for the platform. If there is only one manifest, its platform does not
-/// count.
-fn best_platform(
+/// The position of the manifest for the platform. If there is only one manifest, its platform does
+/// not count.
+fn best_platform<'d>(
     place: &str,
-    manifests: &[Descriptor],
+    manifests: impl ExactSizeIterator<Item = &'d Descriptor> + DoubleEndedIterator + Clone,
     platform: Option<&Platform>,
-) -> Result<Descriptor, ConvertError> {
-    if let [only] = manifests {
-        return Ok(only.clone());
+) -> Result<usize, ConvertError> {
+    if manifests.len() == 1 {
+        return Ok(0);
     }
     let host = Platform::host();
     let wanted = platform.unwrap_or(&host);
     let best = manifests
-        .iter()
-        .filter_map(|d| wanted.rank(&d.platform()?).map(|rank| (rank, d)))
+        .clone()
+        .enumerate()
+        .filter_map(|(index, d)| wanted.rank(&d.platform()?).map(|rank| (rank, index)))
         // Of equal ranks the first one wins; without `rev`, `max_by_key` returns the last one.
         .rev()
         .max_by_key(|&(rank, _)| rank);
     match best {
-        Some((_, descriptor)) => Ok(descriptor.clone()),
+        Some((_, index)) => Ok(index),
         None => Err(ConvertError::NoSuchPlatform {
             place: place.to_owned(),
             wanted: wanted.clone().into(),
             available: manifests
-                .iter()
                 .filter_map(|d| d.platform().map(|p| p.to_string()))
                 .collect(),
         }),

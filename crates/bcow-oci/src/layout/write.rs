@@ -20,12 +20,13 @@ use bcow_erofs::reader::Timestamp;
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value, json};
 
-use super::{MAX_MANIFEST_BYTES, NAME, OCI_INDEX, OCI_MANIFEST};
+use super::{MAX_MANIFEST_BYTES, OCI_INDEX, OCI_MANIFEST};
 use crate::blob::{open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
 use crate::in_order::InOrder;
+use crate::left_out::{Annotations, NAME};
 use crate::options::Progress;
 use crate::output::Output;
 use crate::parallel;
@@ -104,6 +105,8 @@ pub(crate) struct ManifestEntry {
     pub reference: Option<String>,
     /// The manifest that this one is attached to.
     pub subject: Option<Digest>,
+    /// The annotations of the entry, without that for the name.
+    pub annotations: Annotations,
 }
 
 impl LayoutWriter {
@@ -498,8 +501,11 @@ impl ManifestEntry {
         if let Some(artifact_type) = self.artifact_type {
             all.insert("artifactType".into(), json!(artifact_type));
         }
-        if let Some(reference) = &self.reference {
-            all.insert("annotations".into(), json!({NAME: reference}));
+        let mut annotations = self.annotations.clone();
+        let name = self.reference.iter().cloned();
+        annotations.extend(name.map(|name| (NAME.to_owned(), name)));
+        if !annotations.is_empty() {
+            all.insert("annotations".into(), json!(annotations));
         }
         if let Some(platform) = &self.platform {
             all.insert("platform".into(), json!(platform));

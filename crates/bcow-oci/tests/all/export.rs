@@ -165,6 +165,7 @@ fn export_to(
         form: LayoutForm::Directory,
         reference: Some("new".into()),
         compression,
+        annotations: Default::default(),
     };
     let options = ExportOptions {
         threads,

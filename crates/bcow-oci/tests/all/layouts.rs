@@ -4,7 +4,7 @@ use bcow_oci::{ConvertOptions, Digest, Platform, Source};
 use serde_json::{Value, json};
 
 use crate::support::{
-    CONFIG, INDEX, LAYER, Layout, convert_with, gzip, layered_with, message, options,
+    CONFIG, INDEX, LAYER, Layout, MANIFEST, convert_with, gzip, layered_with, message, options,
 };
 use crate::tarmaker::Tar;
 
@@ -274,6 +274,7 @@ fn equal_images_give_equal_files() {
     ] {
         let converted = convert_with(&source, &options()).unwrap();
         assert!(converted.bytes() == expected.bytes(), "{source}");
+        assert_eq!(converted.report.source, Some(source.to_string()));
     }
     // A stack also records the compressed layers, for an export.
     let expected = layered_with(&layout.source(None), &options(), |_| {}).unwrap();
@@ -282,6 +283,65 @@ fn equal_images_give_equal_files() {
         .unwrap();
     let converted = layered_with(&source, &options(), |_| {}).unwrap();
     assert_eq!(converted.report.manifest, expected.report.manifest);
+}
+
+#[test]
+fn annotations_stay_and_the_rest_of_an_index_is_reported() {
+    let mut layout = Layout::new();
+    let mut manifests = Vec::new();
+    for architecture in ["amd64", "arm64"] {
+        let tar = layer(architecture);
+        let image = layout.image(
+            &format!("linux/{architecture}"),
+            &[(LAYER, tar.clone(), tar)],
+        );
+        let digest = image["digest"]
+            .as_str()
+            .unwrap()
+            .replace("sha256:", "blobs/sha256/");
+        let bytes = std::fs::read(layout.path().join(digest)).unwrap();
+        let mut manifest: Value = serde_json::from_slice(&bytes).unwrap();
+        manifest["annotations"] = json!({
+            "org.example.of": "the manifest", "org.example.manifest": architecture,
+            "io.bcow.merkle-root": "a claim",
+        });
+        let mut image = layout.blob(MANIFEST, manifest.to_string().as_bytes());
+        image["platform"] = json!({"os": "linux", "architecture": architecture});
+        image["annotations"] = json!({"org.example.of": "the entry", "org.example.entry": "1"});
+        manifests.push(image);
+    }
+    let mut attestation = layout.manifest(layout.blob(CONFIG, b"{}"), Vec::new());
+    attestation["platform"] = json!({"os": "unknown", "architecture": "unknown"});
+    attestation["annotations"] = json!({"vnd.docker.reference.type": "attestation-manifest"});
+    manifests.push(attestation);
+    let index = json!({
+        "schemaVersion": 2, "manifests": manifests,
+        "annotations": {"org.example.of": "the index", "org.example.index": "1"},
+    });
+    let index = layout.blob(INDEX, index.to_string().as_bytes());
+    layout.list(index, Some("name"));
+    let options = for_platform("linux/amd64");
+    let source = layout.source(Some("name"));
+    let kept = ["entry", "index", "manifest", "of"].map(|name| format!("org.example.{name}"));
+
+    let layered = layered_with(&source, &options, |_| {}).unwrap();
+    let hex = layered.report.manifest.hex();
+    let manifest = std::fs::read(layered.blobs().join(hex)).unwrap();
+    let manifest: Value = serde_json::from_slice(&manifest).unwrap();
+    let annotations = manifest["annotations"].as_object().unwrap();
+    for (name, value) in kept.iter().zip(["1", "1", "amd64", "the manifest"]) {
+        assert_eq!(annotations[name], json!(value), "{name}");
+    }
+    assert!(!annotations.contains_key("io.bcow.merkle-root"));
+    let left_out = &layered.report.left_out;
+    assert_eq!(left_out.platforms, ["linux/arm64"]);
+    assert_eq!(left_out.attestations, 1);
+    assert!(left_out.annotations.is_empty());
+
+    // A file has no manifest.
+    let flattened = convert_with(&source, &options).unwrap();
+    assert_eq!(flattened.report.left_out.platforms, ["linux/arm64"]);
+    assert_eq!(flattened.report.left_out.annotations, kept);
 }
 
 /// An archive of an old `docker save`, which stored a layer that occurs twice as a file and a link.
