@@ -6,6 +6,7 @@ use serde_json::Value;
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
+use crate::layout::null_as_absent;
 use crate::left_out::{Annotations, LeftOut};
 use crate::platform::Platform;
 use crate::text::plural;
@@ -41,16 +42,17 @@ pub(crate) struct ImageConfig {
 
 #[derive(Deserialize)]
 struct ConfigDocument {
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_absent")]
     os: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_absent")]
     architecture: String,
     #[serde(default)]
     variant: Option<String>,
+    #[serde(default, deserialize_with = "null_as_absent")]
     rootfs: RootDocument,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 struct RootDocument {
     #[serde(default)]
     diff_ids: Option<Vec<String>>,

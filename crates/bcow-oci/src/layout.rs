@@ -6,8 +6,8 @@ pub(crate) mod write;
 use std::collections::HashSet;
 use std::path::Path;
 
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
@@ -38,7 +38,16 @@ pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+jso
 const DOCKER_INDEX: &str = "application/vnd.docker.distribution.manifest.list.v2+json";
 const DOCKER_MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
 pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
-const CONFIGS: [&str; 2] = [OCI_CONFIG, "application/vnd.docker.container.image.v1+json"];
+/// The media types of configurations. The last four are those of old images: registries and tools
+/// have stored other types than that of the document, and the document is read anyway.
+const CONFIGS: [&str; 6] = [
+    OCI_CONFIG,
+    "application/vnd.docker.container.image.v1+json",
+    "application/octet-stream",
+    "application/json",
+    "text/html",
+    "",
+];
 const LAYERS: [&str; 11] = [
     "application/vnd.oci.image.layer.v1.tar",
     "application/vnd.oci.image.layer.v1.tar+gzip",
@@ -63,7 +72,7 @@ pub(crate) const MERKLE_ROOT: &str = "io.bcow.merkle-root";
 
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Descriptor {
-    #[serde(rename = "mediaType", default)]
+    #[serde(rename = "mediaType", default, deserialize_with = "null_as_absent")]
     pub media_type: String,
     pub digest: String,
     pub size: u64,
@@ -79,9 +88,9 @@ pub(crate) struct Descriptor {
 
 #[derive(Debug, Clone, Deserialize)]
 struct PlatformDocument {
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_absent")]
     os: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_absent")]
     architecture: String,
     #[serde(default)]
     variant: Option<String>,
@@ -100,7 +109,7 @@ struct ManifestDocument {
     #[serde(rename = "mediaType", default)]
     media_type: Option<String>,
     config: Descriptor,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_absent")]
     layers: Vec<Descriptor>,
     #[serde(default)]
     annotations: Option<Annotations>,
@@ -340,6 +349,16 @@ fn in_files(files: &Files, path: &str) -> String {
         Files::Directory(directory) => directory.join(path).display().to_string(),
         Files::Archive(_) | Files::Registry(_) => format!("{path} in {}", files.name()),
     }
+}
+
+/// Reads a field whose value may be `null`, which means the same as an absent field. Programs in Go
+/// write empty lists in this way, and read it so.
+pub(crate) fn null_as_absent<'de, D, T>(value: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Default + Deserialize<'de>,
+{
+    Ok(Option::deserialize(value)?.unwrap_or_default())
 }
 
 pub(crate) fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {

@@ -86,7 +86,11 @@ impl Eq for OrdinaryImage {}
 /// A manifest or an index. All documents of registries have some of these fields.
 #[derive(Deserialize)]
 struct Document {
-    #[serde(rename = "schemaVersion", default)]
+    #[serde(
+        rename = "schemaVersion",
+        default,
+        deserialize_with = "layout::null_as_absent"
+    )]
     schema_version: u64,
     #[serde(rename = "mediaType", default)]
     media_type: Option<String>,

@@ -39,7 +39,7 @@ pub struct CopyImage {
 #[derive(Deserialize)]
 struct ManifestDocument {
     config: Descriptor,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "layout::null_as_absent")]
     layers: Vec<Descriptor>,
 }
 

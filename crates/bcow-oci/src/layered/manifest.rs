@@ -152,9 +152,9 @@ impl LayoutLayer {
 struct Document {
     // The type is in the manifest and not only in the index, because some tools that copy images
     // drop fields of the index.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "layout::null_as_absent")]
     artifact_type: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "layout::null_as_absent")]
     layers: Vec<layout::Descriptor>,
 }
 
