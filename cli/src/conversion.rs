@@ -96,6 +96,12 @@ pub fn failure(error: &ConvertError) -> CommandError {
     if let Some(source) = std::error::Error::source(error) {
         failure = failure.caused_by(source);
     }
+    if error.full_path().is_some_and(remote::is_scratch) {
+        return failure.hint(format!(
+            "free space in {}, the directory for temporary files, or set TMPDIR to another one",
+            remote::scratch().display()
+        ));
+    }
     let server_hint = RemoteError::below(error).and_then(|error| remote::hint(&error.problem));
     if let Some(hint) = error.hint().or(server_hint.map(str::to_owned)) {
         failure = failure.hint(hint);

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -785,6 +785,22 @@ fn found(
 pub fn scratch() -> PathBuf {
     let named = std::env::var_os("TMPDIR").filter(|path| !path.is_empty());
     named.map_or_else(|| PathBuf::from(SCRATCH), PathBuf::from)
+}
+
+/// The begin of the names of directories in [`scratch`].
+pub const SCRATCH_NAME: &str = "bcow-";
+
+/// Whether `path` is [`scratch`] itself, where files have no names, or is in one of its directories
+/// that this program makes.
+pub fn is_scratch(path: &Path) -> bool {
+    let Ok(inner) = path.strip_prefix(scratch()) else {
+        return false;
+    };
+    let first = inner.components().next();
+    first.is_none_or(|name| {
+        let name = name.as_os_str().as_encoded_bytes();
+        inner.components().count() > 1 && name.starts_with(SCRATCH_NAME.as_bytes())
+    })
 }
 
 /// What distinguishes the clients of a process: those with equal options send the same requests.

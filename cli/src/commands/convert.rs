@@ -304,6 +304,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         prefetch,
         source_date_epoch: source_date_epoch()?,
         tool_version: env!("CARGO_PKG_VERSION").to_owned(),
+        scratch: remote::scratch(),
         cancel: Some(interrupt.flag()),
     };
     match (&destination, source) {
@@ -393,7 +394,7 @@ impl Sending {
         let scratch = remote::scratch();
         let cannot = || format!("cannot make a directory in {}", scratch.display());
         let directory = tempfile::Builder::new()
-            .prefix("bcow-")
+            .prefix(remote::SCRATCH_NAME)
             .tempdir_in(&scratch)
             .context(cannot)?;
         Ok(Sending { place, directory })
@@ -432,13 +433,14 @@ impl Sending {
         interrupt: &Interrupt,
         ui: &Ui,
     ) -> Result<LeftOut, CommandError> {
-        let image = CopyImage::of_layout(&Source::Oci {
+        let written = Source::Oci {
             directory: layout.path.clone(),
             reference: None,
-        });
-        let image = image.map_err(|error| failure(&error))?;
+        };
         let progress = ui.progress();
         let cancel = interrupt.flag();
+        let image = CopyImage::of_layout(&written, &layout.path, &progress, Some(&cancel));
+        let image = image.map_err(|error| failure(&error))?;
         self.place.send_image(image.files(), &progress, &cancel)?;
         image.left_out_of_files().map_err(|error| failure(&error))
     }

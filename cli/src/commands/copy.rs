@@ -105,11 +105,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     let remote = &args.stores.remote;
     let destination = push::resolve(parsed, remote, &args.source.to_string_lossy())?;
-    let from = open(args, &destination)?;
+    let interrupt = Interrupt::catch();
+    let from = open(args, &destination, &interrupt, ui)?;
     if let Some(root) = remote.root_hash {
         require_root(&from, root)?;
     }
-    let interrupt = Interrupt::catch();
     let options = CopyOptions {
         threads: args.jobs.unwrap_or(THREADS).into(),
         cancel: Some(interrupt.flag()),
@@ -161,7 +161,17 @@ fn require_root(from: &From, expected: Root) -> Result<(), CommandError> {
     }
 }
 
-fn open(args: &Args, destination: &Destination) -> Result<From, CommandError> {
+fn open(
+    args: &Args,
+    destination: &Destination,
+    interrupt: &Interrupt,
+    ui: &Ui,
+) -> Result<From, CommandError> {
+    let image_of_layout = |source: &Source| {
+        let (scratch, progress, cancel) = (remote::scratch(), ui.progress(), interrupt.flag());
+        let image = CopyImage::of_layout(source, &scratch, &progress, Some(&cancel));
+        image.map(From::image).map_err(|error| failure(&error))
+    };
     let text = args.source.as_os_str().as_encoded_bytes();
     if text.starts_with(b"oci-archive:") {
         let shown = args.source.to_string_lossy();
@@ -230,11 +240,6 @@ fn is_copied_alone(file: &CopyFile, destination: &Destination) -> Result<bool, C
         }
         _ => Ok(false),
     }
-}
-
-fn image_of_layout(source: &Source) -> Result<From, CommandError> {
-    let image = CopyImage::of_layout(source);
-    image.map(From::image).map_err(|error| failure(&error))
 }
 
 /// A file, and the files that it names by digest, as an image.

@@ -1,18 +1,22 @@
 //! The files of an image layout: in a directory, or in a tar archive whose members are read in
-//! place. A registry has the blobs of images only.
+//! place. The bytes of an archive that is compressed as a whole go into a temporary file first. A
+//! registry has the blobs of images only.
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
-use crate::layer::Format;
+use crate::layer::{Format, LayerInput, Reading, read_layer};
+use crate::options::{Limits, Progress};
 use crate::path::components;
 use crate::repository::Repository;
-use crate::stream::{ChunkSource, ChunkStream};
+use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
 use crate::tar::{EntryKind, TarReader};
 
 /// Limit on the members of an archive. An image has a few members per layer.
@@ -94,6 +98,56 @@ pub(crate) struct Archive {
     members: HashMap<Vec<u8>, Member>,
 }
 
+/// Where the bytes of a compressed archive go, and their limits.
+pub(crate) struct Spool<'s> {
+    /// The directory for a file without a name.
+    pub directory: &'s Path,
+    pub limits: &'s Limits,
+    pub progress: &'s dyn Progress,
+    pub cancel: Cancel<'s>,
+}
+
+impl Spool<'_> {
+    /// The uncompressed bytes, in a file, because the members of a compressed archive cannot be
+    /// read in place.
+    fn uncompressed(&self, blob: Blob) -> Result<Blob, ConvertError> {
+        let name = blob.name.clone();
+        let input = LayerInput::unverified(blob);
+        let bytes = AtomicU64::new(0);
+        let reading = Reading {
+            limits: self.limits,
+            progress: self.progress,
+            cancel: self.cancel,
+            find_diff_id: false,
+            bytes: &bytes,
+        };
+        self.progress.phase("decompressing");
+        self.progress.total(input.blob.length());
+        let failed = |source| {
+            let action = "write the uncompressed archive to a file in";
+            ConvertError::write(action, self.directory, source)
+        };
+        let mut file = tempfile::tempfile_in(self.directory).map_err(failed)?;
+        let (length, _) = read_layer(&input, &reading, |mut stream| {
+            loop {
+                let (first, second) = stream.window(CHUNK_BYTES)?;
+                let bytes = first.len() + second.len();
+                if bytes == 0 {
+                    return Ok(stream.position());
+                }
+                file.write_all(first).map_err(failed)?;
+                file.write_all(second).map_err(failed)?;
+                stream.consume(bytes);
+            }
+        })?;
+        tracing::info!(
+            "{name}: {length} bytes decompressed into {:?}",
+            self.directory
+        );
+        Ok(Blob::range(name, Arc::new(file), 0, length))
+    }
+}
+
 enum Member {
     File {
         offset: u64,
@@ -105,29 +159,24 @@ enum Member {
 
 impl Archive {
     /// Opens an archive and finds its members.
-    pub(crate) fn open_file(path: &Path) -> Result<Archive, ConvertError> {
+    pub(crate) fn open_file(path: &Path, spool: &Spool<'_>) -> Result<Archive, ConvertError> {
         let name = path.display().to_string();
+        if path.is_dir() {
+            return Err(ConvertError::layout(
+                name,
+                "it is a directory; for an image layout in a directory, use oci:",
+            ));
+        }
         let Some(blob) = open_regular(path)? else {
             return Err(read_error("open", &name, rustix::io::Errno::NOENT));
         };
         let mut start = [0; 8];
         let read = std::io::Read::read(&mut BlobReader::new(&blob, Cancel::default()), &mut start)
             .map_err(|e| read_error("read", &name, e))?;
-        match Format::of(&start[..read]) {
-            Format::Plain => {}
-            // The members of a compressed archive cannot be read in place, and its decompressed
-            // size is unknown.
-            format => {
-                return Err(ConvertError::Compression {
-                    place: name,
-                    compression: match format {
-                        Format::Gzip => "whole-archive gzip",
-                        Format::Zstd => "whole-archive zstd",
-                        _ => "whole-archive",
-                    },
-                });
-            }
-        }
+        let blob = match Format::of(&start[..read]) {
+            Format::Plain => blob,
+            _ => spool.uncompressed(blob)?,
+        };
         let mut members = HashMap::new();
         let source = InPlace {
             name: &name,

@@ -36,7 +36,7 @@ pub fn convert(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<Report, ConvertError> {
-    let input = Input::open(source, options)?;
+    let input = Input::open(source, options, progress)?;
     let output = Output::create(destination)?;
     if options.prefetch.is_some() {
         return convert_placed(source, &input, &output, destination, options, progress);

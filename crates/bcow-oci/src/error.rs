@@ -558,6 +558,15 @@ impl ConvertError {
         }
     }
 
+    /// The file that a full file system has no space for, or the directory of a file without a
+    /// name; `None` for any other error.
+    pub fn full_path(&self) -> Option<&Path> {
+        match self {
+            ConvertError::Write { source, path, .. } if is_full(source) => Some(path),
+            _ => None,
+        }
+    }
+
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         use ConvertError as E;
@@ -653,9 +662,7 @@ impl ConvertError {
                  there"
             }
             E::ReplacesSource { .. } => "choose another name, or another layout",
-            E::Compression { compression, .. } if compression.starts_with("whole-archive") => {
-                "decompress the archive first; its layers may stay compressed"
-            }
+            E::Compression { .. } => "decompress it, or compress it with gzip or zstd",
             E::Limit { kind, .. } => {
                 let option = match kind {
                     LimitKind::Entries => "--max-entries",
@@ -672,10 +679,7 @@ impl ConvertError {
                 ));
             }
             E::Write { source, path, .. } if is_full(source) => {
-                let directory = match path.parent() {
-                    Some(p) if !p.as_os_str().is_empty() => p.display().to_string(),
-                    _ => ".".into(),
-                };
+                let directory = directory_of(path).display();
                 return Some(format!(
                     "free space in {directory}; the incomplete file was removed"
                 ));
@@ -688,6 +692,16 @@ impl ConvertError {
             _ => return None,
         };
         Some(hint.to_owned())
+    }
+}
+
+/// The directory that a write to `path` needs space in. Files without names are reported as their
+/// directory.
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        _ if path.is_dir() => path,
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
     }
 }
 

@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::archive::{Archive, Files};
+use crate::archive::{Archive, Files, Spool};
 use crate::blob::Blob;
+use crate::cancel::Cancel;
 use crate::digest::DiffId;
 use crate::error::ConvertError;
 use crate::image::Image;
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, LeftOut};
-use crate::options::ConvertOptions;
+use crate::options::{ConvertOptions, Progress};
 use crate::recognise::recognise_directory;
 use crate::source::{Source, TarInput};
 use crate::{docker, layout};
@@ -22,7 +23,17 @@ pub(crate) enum Input {
 }
 
 impl Input {
-    pub(crate) fn open(source: &Source, options: &ConvertOptions) -> Result<Input, ConvertError> {
+    pub(crate) fn open(
+        source: &Source,
+        options: &ConvertOptions,
+        progress: &dyn Progress,
+    ) -> Result<Input, ConvertError> {
+        let spool = Spool {
+            directory: &options.scratch,
+            limits: &options.limits,
+            progress,
+            cancel: Cancel::new(options.cancel.as_deref()),
+        };
         let platform = options.platform.as_ref();
         let image = match source {
             Source::Oci {
@@ -34,11 +45,12 @@ impl Input {
                 platform,
             )?,
             Source::OciArchive { file, reference } => {
-                let files = Files::Archive(Archive::open_file(file)?);
+                let files = Files::Archive(Archive::open_file(file, &spool)?);
                 layout::find(&files, reference.as_deref(), platform)?
             }
             Source::DockerArchive { file, reference } => {
-                docker::find(Archive::open_file(file)?, reference.as_deref(), platform)?
+                let archive = Archive::open_file(file, &spool)?;
+                docker::find(archive, reference.as_deref(), platform)?
             }
             Source::Registry(image) => layout::of_manifest(
                 &Files::Registry(Arc::clone(&image.repository)),
@@ -97,7 +109,7 @@ pub fn diff_ids(
     if matches!(source, Source::Tar(_) | Source::Directory(_)) {
         return Ok(None);
     }
-    let input = Input::open(source, options)?;
+    let input = Input::open(source, options, &())?;
     let layers = input.image().map_or(&[][..], |image| &image.layers);
     Ok(layers.iter().map(|layer| layer.diff_id.clone()).collect())
 }
@@ -134,14 +146,7 @@ pub(crate) fn single_layer(blob: Blob) -> Image {
         reference: None,
         platform: None,
         config: None,
-        layers: vec![LayerInput {
-            name: blob.name.clone(),
-            blob,
-            digest: None,
-            size: None,
-            diff_id: None,
-            media_type: None,
-        }],
+        layers: vec![LayerInput::unverified(blob)],
         annotations: Annotations::new(),
         left_out: LeftOut::default(),
     }

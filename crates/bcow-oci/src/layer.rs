@@ -78,6 +78,18 @@ impl<'r> Reading<'r> {
 }
 
 impl LayerInput {
+    /// A blob of which no digest is known.
+    pub(crate) fn unverified(blob: Blob) -> LayerInput {
+        LayerInput {
+            name: blob.name.clone(),
+            blob,
+            digest: None,
+            size: None,
+            diff_id: None,
+            media_type: None,
+        }
+    }
+
     /// Whether a digest covers the whole layer, so that its archive needs no end-of-archive marker.
     pub(crate) fn has_digest(&self) -> bool {
         self.digest.is_some() || self.diff_id.is_some()

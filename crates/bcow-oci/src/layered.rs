@@ -72,7 +72,7 @@ pub fn convert_to_layout(
     }
     // Check the options before anything is read.
     writer_options(options, 1)?;
-    let input = Input::open(source, options)?;
+    let input = Input::open(source, options, progress)?;
     refuse_to_replace(source, &input, layout)?;
     if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.form) {
         refuse_inside(path, &layout.directory)?;

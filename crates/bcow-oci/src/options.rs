@@ -1,5 +1,6 @@
 //! The options, progress callbacks and report of a conversion.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -42,6 +43,8 @@ pub struct ConvertOptions {
     pub source_date_epoch: Option<i64>,
     /// Version of the tool to record.
     pub tool_version: String,
+    /// A directory for the bytes of an archive that is compressed as a whole.
+    pub scratch: PathBuf,
     /// A flag that cancels the conversion soon after it becomes true. The conversion then cleans
     /// up.
     pub cancel: Option<Arc<AtomicBool>>,
@@ -62,6 +65,7 @@ impl Default for ConvertOptions {
             prefetch: None,
             source_date_epoch: None,
             tool_version: env!("CARGO_PKG_VERSION").to_owned(),
+            scratch: std::env::temp_dir(),
             cancel: None,
         }
     }

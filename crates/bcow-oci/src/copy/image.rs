@@ -1,6 +1,8 @@
 //! The parts of an image that is copied, from the place that it is in.
 
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use bcow::Storage;
 use bcow::format::Use;
@@ -8,7 +10,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::file::{CopyFile, Member};
-use crate::archive::{Archive, Files};
+use crate::archive::{Archive, Files, Spool};
+use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::image::ImageConfig;
@@ -16,6 +19,7 @@ use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::{FromIndex, LeftOut};
 use crate::metadata::insert_some;
+use crate::options::{Limits, Progress};
 use crate::platform::Platform;
 use crate::registry::BcowImage;
 use crate::repository::Repository;
@@ -55,15 +59,28 @@ impl CopyImage {
         files
     }
 
-    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`.
-    pub fn of_layout(source: &Source) -> Result<CopyImage, ConvertError> {
+    /// The image of a layout: `oci:DIR[:REF]` or `oci-archive:FILE[:REF]`. The directory `scratch`
+    /// gets the bytes of an archive that is compressed as a whole. `cancel` ends the decompression
+    /// when it becomes true.
+    pub fn of_layout(
+        source: &Source,
+        scratch: &Path,
+        progress: &dyn Progress,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<CopyImage, ConvertError> {
+        let spool = Spool {
+            directory: scratch,
+            limits: &Limits::default(),
+            progress,
+            cancel: Cancel::new(cancel),
+        };
         let (files, reference) = match source {
             Source::Oci {
                 directory,
                 reference,
             } => (Files::directory(directory)?, reference),
             Source::OciArchive { file, reference } => {
-                (Files::Archive(Archive::open_file(file)?), reference)
+                (Files::Archive(Archive::open_file(file, &spool)?), reference)
             }
             other => {
                 return Err(ConvertError::Options(format!(

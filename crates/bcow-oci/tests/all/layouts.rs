@@ -1,6 +1,6 @@
 //! The selection of an image in a layout or archive.
 
-use bcow_oci::{ConvertOptions, Digest, Platform, Source};
+use bcow_oci::{ConvertOptions, Digest, Limits, Platform, Source};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -209,9 +209,57 @@ fn a_layout_in_an_archive_gives_the_same_tree() {
             assert_eq!(convert_with(&source, &options()).unwrap().dump(), expected);
         }
     }
-    std::fs::write(&file, gzip(&archive(&layout, ""))).unwrap();
-    let source: Source = format!("oci-archive:{}", file.display()).parse().unwrap();
-    insta::assert_snapshot!(message(convert_with(&source, &options())));
+}
+
+#[test]
+fn compressed_archives_of_images_are_decompressed() {
+    let layout = Layout::of(&[layer("x"), layer("y")]);
+    let oci = archive(&layout, "");
+    let expected = convert_with(&layout.source(None), &options())
+        .unwrap()
+        .dump();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.tar");
+    let convert = |bytes: &[u8], options: &ConvertOptions| {
+        std::fs::write(&file, bytes).unwrap();
+        let source: Source = format!("oci-archive:{}", file.display()).parse().unwrap();
+        convert_with(&source, options)
+    };
+    let zstd = zstd::bulk::compress(&oci, 3).unwrap();
+    for bytes in [&gzip(&oci), &zstd] {
+        assert_eq!(convert(bytes, &options()).unwrap().dump(), expected);
+    }
+    let docker = docker_archive().done();
+    std::fs::write(&file, gzip(&docker)).unwrap();
+    let source: Source = format!("docker-archive:{}", file.display())
+        .parse()
+        .unwrap();
+    assert_eq!(convert_with(&source, &options()).unwrap().report.entries, 3);
+    let mut messages = Vec::new();
+    messages.push(message(convert(&gzip(&oci)[..500], &options())));
+    let mut garbage = gzip(&oci);
+    garbage.extend_from_slice(b"garbage");
+    messages.push(message(convert(&garbage, &options())));
+    let small = ConvertOptions {
+        limits: Limits {
+            max_bytes: oci.len() as u64 - 1,
+            ..Limits::default()
+        },
+        ..options()
+    };
+    messages.push(message(convert(&gzip(&oci), &small)));
+    messages.push(message(convert(b"\xfd7zXZ\0 and more", &options())));
+    let nowhere = ConvertOptions {
+        scratch: "/no/such/directory".into(),
+        ..options()
+    };
+    messages.push(message(convert(&gzip(&oci), &nowhere)));
+    insta::assert_snapshot!(
+        messages
+            .join("\n")
+            .replace(&oci.len().to_string(), "ALL")
+            .replace(&(oci.len() - 1).to_string(), "LIMIT")
+    );
 }
 
 /// A layout with the configuration and the layers of `other`, compressed, under another name.
