@@ -174,6 +174,73 @@ pub fn refuse(shown: &str, command: &str) -> CommandError {
     }
 }
 
+/// The hint for an image in a place that only skopeo reads.
+fn from_skopeo(shown: &str) -> String {
+    format!(
+        "`skopeo copy {shown} oci-archive:FILE` copies it, and `bcow convert oci-archive:FILE \
+         IMAGE.bcow` makes a BCoW image of it"
+    )
+}
+
+/// The error for a source with a transport that bcow does not read; `None` for any other source.
+pub fn not_a_source(shown: &str) -> Option<CommandError> {
+    let (transport, _) = split(OsStr::new(shown))?;
+    let refused = |why: &str| CommandError::usage(format!("invalid source {shown:?}: {why}"));
+    match TRANSPORTS.iter().find(|known| known.name == transport) {
+        None => Some(refused("unknown transport").hint(format!(
+            "docker://{shown} is an image in a registry, and ./{shown} is a file"
+        ))),
+        Some(known) if known.name == "containerd-cache" => {
+            Some(refused("bcow only writes such a directory"))
+        }
+        Some(known) if matches!(known.uses, Uses::Neither(_)) => {
+            Some(refused(&format!("bcow does not read {transport}:")).hint(from_skopeo(shown)))
+        }
+        Some(_) => None,
+    }
+}
+
+/// The error for the name of a BCoW image that begins with the transport of another form; `None`
+/// for any other name.
+pub fn not_bcow(name: &OsStr) -> Option<CommandError> {
+    let (transport, _) = split(name)?;
+    let known = TRANSPORTS.iter().find(|known| known.name == transport)?;
+    let shown = name.to_string_lossy();
+    let (form, hint) = match known.name {
+        "bcow" | "oci" | "docker" | "s3" | "https" | "http" => return None,
+        "raw" | "qcow2" => (
+            "a disk in another format",
+            format!("`bcow convert {shown} DISK.bcow` makes a BCoW disk of it"),
+        ),
+        "tar" => (
+            "a tar archive",
+            format!("`bcow convert {shown} IMAGE.bcow` makes a BCoW image of it"),
+        ),
+        "dir" => (
+            "a directory",
+            format!("`bcow convert {shown} IMAGE.bcow` makes a BCoW image of it"),
+        ),
+        "docker-archive" => (
+            "an image in an archive",
+            format!("`bcow convert {shown} IMAGE.bcow` makes a BCoW image of it"),
+        ),
+        "oci-archive" => (
+            "an image in an archive",
+            format!(
+                "`bcow convert {shown} IMAGE.bcow` makes a BCoW image of it; `bcow copy {shown} \
+                 oci:DIR` unpacks an image that is in BCoW form already"
+            ),
+        ),
+        "containerd-cache" => (
+            "a directory with layers for containerd",
+            "name the image that these layers were made of".to_owned(),
+        ),
+        _ => ("not in a place that bcow reads", from_skopeo(&shown)),
+    };
+    let refused = CommandError::new(format!("cannot open {shown} as a BCoW image: it is {form}"));
+    Some(refused.hint(hint))
+}
+
 impl Destination {
     /// Reads DST. A file without a transport is a BCoW file, unless the ending of its name promises
     /// another form: that form is written or refused.

@@ -15,6 +15,7 @@ use bcow_oci::store::{self, Opened, Places, RemoteFiles, StoreError};
 use crate::error::{CommandError, Context};
 use crate::foreign_format::format_hint;
 use crate::given::{Given, OpenFiles};
+use crate::place;
 use crate::remote::{HEADING, RemoteArgs, RemoteImage};
 
 /// Directories in which the layers of an image are looked up, in addition to the layout of the
@@ -147,7 +148,14 @@ pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
     let ImageName::File(path) = name else {
         return Ok(());
     };
-    let metadata = std::fs::metadata(path).context(|| format!("cannot open {}", path.display()))?;
+    let metadata = match std::fs::metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) => {
+            let missing = CommandError::new(format!("cannot open {}", path.display()));
+            let other_form = place::not_bcow(path.as_os_str());
+            return Err(other_form.unwrap_or_else(|| missing.caused_by(&error)));
+        }
+    };
     if metadata.is_dir() {
         let failure =
             CommandError::new(format!("cannot open {}: it is a directory", path.display()));

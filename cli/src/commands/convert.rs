@@ -499,7 +499,9 @@ fn source(text: &OsStr) -> Result<Source, CommandError> {
     })?;
     match text.parse::<Source>() {
         Err(ConvertError::MissingTransport { .. }) => Err(missing_transport(text)),
-        result => result.map_err(|error| failure(&error)),
+        result => {
+            result.map_err(|error| place::not_a_source(text).unwrap_or_else(|| failure(&error)))
+        }
     }
 }
 
@@ -523,14 +525,19 @@ fn missing_transport(text: &str) -> CommandError {
             }
             _ => format!("raw:{text}"),
         },
-        Err(_) => format!("raw:{text} or tar:{text}"),
+        Err(error) => {
+            let missing = CommandError::new(format!("cannot open {text}")).caused_by(&error);
+            let other = ConvertError::MissingTransport {
+                text: text.to_owned(),
+            };
+            return match other.hint() {
+                Some(hint) if !text.ends_with(".bcow") => missing.hint(hint),
+                _ => missing,
+            };
+        }
     };
-    let failure = CommandError::usage(format!("invalid source {text:?}: missing transport"))
-        .hint(format!("did you mean {meant}?"));
-    match std::fs::metadata(path) {
-        Err(error) => failure.caused_by(&error),
-        Ok(_) => failure,
-    }
+    CommandError::usage(format!("invalid source {text:?}: missing transport"))
+        .hint(format!("did you mean {meant}?"))
 }
 
 /// A report as JSON, with its schema.

@@ -327,7 +327,6 @@ fn refused_source_has_a_hint_about_its_form() {
         String::from_utf8(output.stderr).unwrap()
     };
     for (source, meant) in [
-        ("nosuch", "did you mean raw:nosuch or tar:nosuch?"),
         ("disk.img", "did you mean raw:disk.img?"),
         ("disk.qcow2", "did you mean qcow2:disk.qcow2?"),
         ("layout", "did you mean oci:layout?"),

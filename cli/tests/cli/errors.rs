@@ -269,6 +269,59 @@ fn convert_with_invalid_options() {
 }
 
 #[test]
+fn names_in_the_wrong_place_lead_to_the_right_command() {
+    let sandbox = Sandbox::new();
+    sandbox.write("root.tar", &sample());
+    sandbox.layout("layout", "x", &["root.tar"]);
+    let before = sandbox.names();
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            // Commands that take a BCoW image.
+            &["ls", "tar:root.tar"],
+            &["mount", "tar:root.tar", "mnt"],
+            &["inspect", "docker-archive:missing.tar"],
+            &["fsck", "oci-archive:missing.tar"],
+            &["create", "-b", "raw:disk.img", "new.bcow"],
+            &["extract", "dir:root", "out"],
+            &["copy", "docker-daemon:box:1", "oci:new"],
+            &["ls", "other:name"],
+            // Sources of a conversion.
+            &["convert", "missing.bcow", "oci:new"],
+            &["convert", "debian:12", "x.bcow"],
+            &["convert", "docker-daemon:box:1", "x.bcow"],
+            &["convert", "containerd-cache:cache", "x.bcow"],
+            &["convert", "oci:root.tar", "x.bcow"],
+            &["convert", "dir:root.tar", "x.bcow"],
+            &["convert", "tar:layout", "x.bcow"],
+            &["convert", "oci-archive:layout", "x.bcow"],
+            &["convert", "oci-archive:root.tar", "x.bcow"],
+            &["convert", "docker-archive:root.tar", "x.bcow"],
+            &["convert", "root.tar", "layout"],
+        ]
+    ));
+    assert_eq!(sandbox.names(), before);
+}
+
+#[test]
+fn full_directory_for_temporary_files_is_named() {
+    let sandbox = Sandbox::new();
+    sandbox.write("root.tar", &sample());
+    sandbox.layout("layout", "x", &["root.tar"]);
+    let script = "mkdir small && mount -t tmpfs -o size=64k none small || exit 99
+                  tar -C layout -czf image.tgz . || exit 99
+                  TMPDIR=small exec \"$1\" convert oci-archive:image.tgz x.bcow";
+    let Some(output) = sandbox.in_namespace(script, &[]) else {
+        return;
+    };
+    let text = String::from_utf8(output.stderr).unwrap();
+    let expected = "error: cannot write the uncompressed archive to a file in small\n  caused by: \
+                    No space left on device\nhint: free space in small, the directory for \
+                    temporary files, or set TMPDIR to another one\n";
+    assert_eq!(text, expected);
+}
+
+#[test]
 fn a_reader_that_goes_away_is_no_error() {
     let sandbox = Sandbox::with_image();
     for args in [

@@ -194,13 +194,18 @@ impl Archive {
                     offset: tar.position(),
                     length: entry.stored,
                 },
-                EntryKind::Hardlink => {
-                    Member::Link(components(&entry.link).map_err(error)?.join(&b'/'))
-                }
-                EntryKind::Symlink => {
-                    let parents = &names[..names.len().saturating_sub(1)];
+                EntryKind::Hardlink | EntryKind::Symlink => {
+                    let parents = match entry.kind {
+                        EntryKind::Symlink => &names[..names.len().saturating_sub(1)],
+                        _ => &[],
+                    };
                     let target = [&parents.join(&b'/')[..], b"/", &entry.link].concat();
-                    Member::Link(components(&target).map_err(error)?.join(&b'/'))
+                    match components(&target) {
+                        Ok(target) => Member::Link(target.join(&b'/')),
+                        // A link out of the archive names no member: the archive may be that of a
+                        // root file system.
+                        Err(_) => continue,
+                    }
                 }
                 _ => continue,
             };

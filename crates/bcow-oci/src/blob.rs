@@ -101,7 +101,10 @@ impl Blob {
         let file = File::open(path).map_err(|e| read_error("open", &name, e))?;
         let metadata = file.metadata().map_err(|e| read_error("open", &name, e))?;
         if metadata.is_dir() {
-            return Err(read_error("read", &name, rustix::io::Errno::ISDIR));
+            return Err(ConvertError::layout(
+                name,
+                "it is a directory; for a root file system in a directory, use dir:",
+            ));
         }
         let file = Arc::new(file);
         let bytes = match metadata.is_file() {

@@ -40,7 +40,8 @@ pub(crate) fn find(
         }
         return Err(ConvertError::layout(
             files.name(),
-            "not a docker archive: it has no manifest.json",
+            "not a docker archive: it has no manifest.json; for a root file system in an archive, \
+             use tar:",
         ));
     };
     let images: Vec<Saved> = serde_json::from_slice(&bytes)

@@ -610,8 +610,9 @@ impl ConvertError {
         use ConvertError as E;
         let hint = match self {
             E::SourceSyntax { .. } | E::MissingTransport { .. } => {
-                "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], \
-                 docker://HOST/REPO[:TAG], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE"
+                "sources are FILE.bcow, oci:DIR[:REF], oci-archive:FILE[:REF], \
+                 docker-archive:FILE[:REF], docker://HOST/REPO[:TAG], tar:FILE, tar:-, dir:PATH, \
+                 raw:FILE and qcow2:FILE"
             }
             E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64",
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {

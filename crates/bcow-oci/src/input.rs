@@ -63,6 +63,12 @@ impl Input {
             Source::Tar(TarInput::File(path)) => single_layer(Blob::open(path)?),
             Source::Tar(TarInput::Stdin) => single_layer(Blob::stdin()?),
             Source::Directory(path) => {
+                if path.is_file() {
+                    return Err(ConvertError::layout(
+                        path.display().to_string(),
+                        "not a directory; for a root file system in a tar archive, use tar:",
+                    ));
+                }
                 if !options.as_files
                     && let Some(form) = recognise_directory(path)?
                 {

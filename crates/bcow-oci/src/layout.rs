@@ -325,7 +325,18 @@ pub(crate) fn manifests_in(
 
 pub(crate) fn check_version(files: &Files) -> Result<(), ConvertError> {
     let Some(bytes) = files.document("oci-layout", 4096)? else {
-        return Err(no_layout(files, "it has no file oci-layout"));
+        let missing = "it has no file oci-layout";
+        return Err(match files {
+            Files::Archive(_) if files.open("manifest.json")?.is_some() => {
+                let other = "for the output of `docker save`, use docker-archive:";
+                no_layout(files, &format!("{missing}; {other}"))
+            }
+            Files::Archive(_) => {
+                let other = "for a root file system in an archive, use tar:";
+                no_layout(files, &format!("{missing}; {other}"))
+            }
+            _ => no_layout(files, missing),
+        });
     };
     let layout: LayoutDocument = parse(&in_files(files, "oci-layout"), &bytes)?;
     match layout.image_layout_version.split('.').next() {

@@ -194,7 +194,9 @@ fn resolve(destination: &Path) -> Result<(PathBuf, PathBuf), ConvertError> {
     };
     let failed = |source| ConvertError::write("create", destination, source);
     let path = match std::fs::metadata(destination) {
-        Ok(metadata) if metadata.is_dir() => return Err(refuse("it is a directory")),
+        Ok(metadata) if metadata.is_dir() => {
+            return Err(refuse("it is a directory; for an OCI layout, use oci:"));
+        }
         Ok(metadata) if !metadata.is_file() => {
             return Err(refuse("it is neither a regular file nor a new name"));
         }
@@ -393,7 +395,8 @@ mod tests {
     fn what_cannot_be_an_image_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refuse = |path: &Path| Output::create(path).err().unwrap().to_string();
-        assert!(refuse(dir.path()).ends_with("it is a directory"));
+        let of_directory = refuse(dir.path());
+        assert!(of_directory.ends_with("it is a directory; for an OCI layout, use oci:"));
         assert!(
             refuse(Path::new("/dev/null")).ends_with("it is neither a regular file nor a new name")
         );

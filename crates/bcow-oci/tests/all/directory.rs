@@ -89,5 +89,8 @@ fn a_file_in_place_of_a_directory_is_refused() {
     let file = dir.path().join("f");
     fs::write(&file, "").unwrap();
     let text = message(convert_with(&Source::Directory(file), &options()));
-    assert!(text.starts_with("Io: cannot open"), "{text}");
+    assert!(
+        text.starts_with("Invalid: TMP/f: not a directory;"),
+        "{text}"
+    );
 }
