@@ -44,7 +44,7 @@ impl Address {
         Ok(Address(uri))
     }
 
-    /// The address that a redirect from this one leads to.
+    /// The address to which a reference leads from this one (RFC 3986, section 5.2).
     pub(crate) fn join(&self, location: &str) -> Result<Address, Problem> {
         let location = location.split('#').next().unwrap_or_default();
         let (scheme, authority) = self.parts();
@@ -55,11 +55,18 @@ impl Address {
             "" => return Err(Problem::Answer("a redirect without a target".into())),
             _ if has_scheme => location.to_owned(),
             _ if location.starts_with("//") => format!("{scheme}:{location}"),
-            _ if location.starts_with('/') => format!("{scheme}://{authority}{location}"),
             _ => {
-                let path = self.0.path();
-                let directory = &path[..path.rfind('/').map_or(0, |slash| slash + 1)];
-                format!("{scheme}://{authority}{directory}{location}")
+                let (path, query) = location.split_at(location.find('?').unwrap_or(location.len()));
+                let own = self.0.path();
+                let path = match path {
+                    "" => own.to_owned(),
+                    path if path.starts_with('/') => without_dots(path),
+                    path => {
+                        let directory = &own[..own.rfind('/').map_or(0, |slash| slash + 1)];
+                        without_dots(&format!("{directory}{path}"))
+                    }
+                };
+                format!("{scheme}://{authority}{path}{query}")
             }
         };
         Address::parse(&text).map_err(|_| {
@@ -162,6 +169,24 @@ impl Address {
     }
 }
 
+/// A path without the segments `.` and `..` (RFC 3986, section 5.2.4).
+fn without_dots(path: &str) -> String {
+    let mut kept = Vec::new();
+    for segment in path.split('/') {
+        match segment {
+            "." => {}
+            // The first one is the empty one before the first slash.
+            ".." if kept.len() > 1 => drop(kept.pop()),
+            ".." => {}
+            segment => kept.push(segment),
+        }
+    }
+    if path.ends_with("/.") || path.ends_with("/..") {
+        kept.push("");
+    }
+    kept.join("/")
+}
+
 /// The directory of files named by their digests, as in an OCI layout.
 const BLOBS: &str = "blobs/sha256/";
 
@@ -234,6 +259,13 @@ mod tests {
             ("/c", "https://host:8443/c"),
             ("c", "https://host:8443/a/c"),
             ("c?u=http://x/", "https://host:8443/a/c?..."),
+            ("?d", "https://host:8443/a/b.bcow?..."),
+            ("./c", "https://host:8443/a/c"),
+            ("../c", "https://host:8443/c"),
+            ("../..", "https://host:8443/"),
+            ("../../../c/./d/..", "https://host:8443/c/"),
+            ("/x/../c", "https://host:8443/c"),
+            ("..c/.d", "https://host:8443/a/..c/.d"),
         ] {
             assert_eq!(from.join(location).expect(location).to_string(), to);
         }
