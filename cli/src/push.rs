@@ -53,7 +53,7 @@ pub fn upload(
     let name = reference.to_string();
     let client = remote::client(args, &name)?;
     let from = from.parse().ok();
-    let upload = Upload::new(&client, reference, Arc::new(args.keys()), from.as_ref())
+    let upload = Upload::new(&client, reference, Arc::new(args.keys()?), from.as_ref())
         .map_err(|error| remote::cannot_open(&name, &error))?;
     Ok(Arc::new(ToRepository(upload)))
 }

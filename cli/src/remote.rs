@@ -256,13 +256,21 @@ impl RemoteArgs {
         Ok(Some(key))
     }
 
-    /// The credentials for registries.
-    pub fn keys(&self) -> Keys {
-        // The process of a mount changes its directory later.
-        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
-        Keys {
-            file: self.auth_file.as_ref().map(absolute),
+    /// The credentials for registries. Fails if the file that the user names cannot be read.
+    pub fn keys(&self) -> Result<Keys, CommandError> {
+        if let Some(path) = &self.auth_file {
+            let cannot = || format!("cannot read the credentials in {}", path.display());
+            std::fs::File::open(path).context(cannot)?;
         }
+        Ok(Keys {
+            file: self.absolute_auth_file(),
+        })
+    }
+
+    /// The process of a mount changes its directory later.
+    fn absolute_auth_file(&self) -> Option<PathBuf> {
+        let path = self.auth_file.as_ref()?;
+        Some(std::path::absolute(path).unwrap_or_else(|_| path.clone()))
     }
 
     /// Fails for an image without a manifest, which has no signature, if one is required.
@@ -341,7 +349,7 @@ impl RemoteArgs {
             cache: cache.map(|path| std::path::absolute(&path).unwrap_or(path)),
             cache_limit: cache::limit(self.cache_limit)?,
             mirrors: self.mirror_names(),
-            auth_file: self.keys().file,
+            auth_file: self.absolute_auth_file(),
         })
     }
 
@@ -525,7 +533,7 @@ impl Place {
         let reference = reference(url)?;
         let name = reference.to_string();
         let client = args.client(&name)?;
-        let keys = Arc::new(args.keys());
+        let keys = Arc::new(args.keys()?);
         let registry = Arc::new(Registry::new(&client.remote, reference, keys));
         Ok(Place {
             name,
@@ -725,7 +733,7 @@ impl RemoteFiles for InRepository {
 /// The credentials that `docker login`, `podman login` and `skopeo login` store.
 pub struct Keys {
     /// The file with the credentials, instead of the usual ones. It is read for each server, so it
-    /// can change while an image is mounted; a missing file has no credentials.
+    /// can change while an image is mounted. A file that is removed meanwhile has no credentials.
     file: Option<PathBuf>,
 }
 
@@ -744,17 +752,26 @@ impl Keychain for Keys {
         let directory = |name: &str| std::env::var_os(name).map(PathBuf::from);
         let podman = directory("REGISTRY_AUTH_FILE")
             .or_else(|| Some(directory("XDG_RUNTIME_DIR")?.join("containers/auth.json")));
-        if podman.is_some_and(|file| file.exists())
+        if is_there(podman)?
             && let Some(found) = found(docker_credential::get_podman_credential(server))?
         {
             return Ok(Some(found));
         }
         let docker =
             directory("DOCKER_CONFIG").or_else(|| Some(directory("HOME")?.join(".docker")));
-        match docker.is_some_and(|directory| directory.join("config.json").exists()) {
+        match is_there(docker.map(|directory| directory.join("config.json")))? {
             true => found(docker_credential::get_credential(server)),
             false => Ok(None),
         }
+    }
+}
+
+/// Whether there is such a file. One that cannot be reached is an error: it may have credentials.
+fn is_there(file: Option<PathBuf>) -> Result<bool, String> {
+    let Some(file) = file else { return Ok(false) };
+    match file.try_exists() {
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(false),
+        found => found.map_err(|error| format!("{}: {error}", file.display())),
     }
 }
 

@@ -13,18 +13,20 @@ const MAX_BYTES: u64 = 1 << 20;
 
 /// The S3 server of this process.
 pub fn server() -> Result<S3, CommandError> {
-    let endpoint = setting("AWS_ENDPOINT_URL_S3")
-        .or_else(|| setting("AWS_ENDPOINT_URL"))
-        .or_else(|| in_config("endpoint_url"));
+    let endpoint = match setting("AWS_ENDPOINT_URL_S3").or_else(|| setting("AWS_ENDPOINT_URL")) {
+        None => in_config("endpoint_url")?,
+        endpoint => endpoint,
+    };
     let endpoint = endpoint.map(|url| {
         Address::parse(&url).map_err(|problem| {
             CommandError::usage(format!("invalid AWS_ENDPOINT_URL: {problem}"))
                 .hint("write https://HOST[:PORT]")
         })
     });
-    let region = setting("AWS_REGION")
-        .or_else(|| setting("AWS_DEFAULT_REGION"))
-        .or_else(|| in_config("region"));
+    let region = match setting("AWS_REGION").or_else(|| setting("AWS_DEFAULT_REGION")) {
+        None => in_config("region")?,
+        region => region,
+    };
     let is_name = |text: &String| {
         let mut bytes = text.bytes();
         bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
@@ -125,10 +127,15 @@ fn read(path: &std::path::Path) -> Result<Option<String>, String> {
 }
 
 /// A setting of the profile in `~/.aws/config`. Without the file, the usual values hold.
-fn in_config(name: &str) -> Option<String> {
-    let text = read(&file("AWS_CONFIG_FILE", "config")?).ok()??;
+fn in_config(name: &str) -> Result<Option<String>, CommandError> {
+    let Some(path) = file("AWS_CONFIG_FILE", "config") else {
+        return Ok(None);
+    };
+    let text = read(&path)
+        .map_err(|why| CommandError::new("cannot read the settings for S3").caused_by_text(why))?;
     let profile = profile();
-    value(&text, &[&format!("profile {profile}"), &profile], name)
+    let section = format!("profile {profile}");
+    Ok(text.and_then(|text| value(&text, &[&section, &profile], name)))
 }
 
 /// The value of a name in the first of these sections that has it.

@@ -103,6 +103,7 @@ fn serve(args: &Args) -> Result<(), Error> {
     }
     let (root, _lock) = take_root(&args.root)?;
     let cache = root.join("cache");
+    args.registry.require_auth_file().map_err(Error::State)?;
     let options = args.registry.options(&cache).map_err(Error::State)?;
     let mut of_mounts: Vec<OsString> = with_auth_file(&options.of_commands, &options.auth_file)
         .into_iter()

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow_tool::registry::{RegistryOptions, with_auth_file};
+use bcow_tool::registry::{RegistryOptions, auth_file_text, with_auth_file};
 use bcow_tool::resolved::Resolved;
 use bcow_tool::{RegistryArgs, Tool};
 use parking_lot::Mutex;
@@ -50,10 +50,6 @@ impl RemoteArgs {
     pub fn image_service(&self) -> Option<&Path> {
         self.image_service.as_deref()
     }
-}
-
-fn text(path: &Path) -> String {
-    path.display().to_string()
 }
 
 /// Finds images in BCoW form, and says how they are mounted.
@@ -101,6 +97,7 @@ impl Remote {
         keyring: Arc<Keyring>,
         cache: &Path,
     ) -> Result<Self, Error> {
+        args.registry.require_auth_file().map_err(Error::Invalid)?;
         Ok(Remote {
             tool,
             is_asked: !args.no_remote,
@@ -112,9 +109,10 @@ impl Remote {
 
     /// The options of mounts of this image in a registry.
     pub fn mount_options(&self, image: &str) -> Vec<String> {
-        let auth_file = format!("auth_file={}", text(&self.auth_file_of(image)));
+        let auth_file = auth_file_text(&self.auth_file_of(image));
+        let auth_file = auth_file.map(|file| format!("auth_file={file}"));
         let options = self.options.of_mounts.iter().cloned();
-        std::iter::once(auth_file).chain(options).collect()
+        auth_file.into_iter().chain(options).collect()
     }
 
     /// The options of other commands that read it.
@@ -255,7 +253,7 @@ mod tests {
         let tool = Tool::new(Some("true".into())).unwrap();
         let args = RemoteArgs {
             registry: RegistryArgs {
-                auth_file: Some("/a".into()),
+                auth_file: Some("/dev/null".into()),
                 complete: Some("idle".into()),
                 ..RegistryArgs::default()
             },
@@ -268,7 +266,7 @@ mod tests {
         let rest = "cache_dir=/c,complete=idle";
         assert_eq!(
             remote.mount_options(image).join(","),
-            format!("auth_file=/a,{rest}")
+            format!("auth_file=/dev/null,{rest}")
         );
         // A pull has brought others for this repository.
         let kept = directory.path().join("auth/h.org+r.json");
@@ -279,6 +277,6 @@ mod tests {
             format!("auth_file={kept},{rest}")
         );
         let other = remote.command_options("docker://h.org/other@sha256:a");
-        assert_eq!(other, ["--auth-file=/a", "--cache-dir=/c"]);
+        assert_eq!(other, ["--auth-file=/dev/null", "--cache-dir=/c"]);
     }
 }

@@ -43,6 +43,17 @@ pub struct RegistryOptions {
 }
 
 impl RegistryArgs {
+    /// Fails if the file with the credentials that the user names cannot be read.
+    pub fn require_auth_file(&self) -> Result<(), String> {
+        match &self.auth_file {
+            Some(path) => match std::fs::File::open(path) {
+                Ok(_) => Ok(()),
+                Err(error) => Err(format!("--auth-file {}: {error}", path.display())),
+            },
+            None => Ok(()),
+        }
+    }
+
     /// The options for uses with the cache in `cache`. The error says which value cannot be an
     /// option of a mount.
     pub fn options(&self, cache: &Path) -> Result<RegistryOptions, String> {
@@ -89,12 +100,18 @@ impl RegistryArgs {
     }
 }
 
-/// The options of a command, with the file that has the credentials.
+/// The options of a command, with the file that has the credentials, if there is this file.
 pub fn with_auth_file(options: &[String], auth_file: &Path) -> Vec<String> {
-    let auth_file = format!("--auth-file={}", text(auth_file));
-    std::iter::once(auth_file)
+    let auth_file = auth_file_text(auth_file).map(|file| format!("--auth-file={file}"));
+    auth_file
+        .into_iter()
         .chain(options.iter().cloned())
         .collect()
+}
+
+/// The file with the credentials, as the value of an option; `None` without this file.
+pub fn auth_file_text(auth_file: &Path) -> Option<String> {
+    auth_file.exists().then(|| text(auth_file))
 }
 
 /// Where `docker login` stores credentials. systemd starts a service without HOME.
@@ -124,7 +141,7 @@ mod tests {
     #[test]
     fn options_have_the_names_of_mounts_and_commands() {
         let args = RegistryArgs {
-            auth_file: Some("/a".into()),
+            auth_file: Some("/dev/null".into()),
             cache_limit: Some("1G".into()),
             complete: Some("idle".into()),
             verify_key: Some("/key".into()),
@@ -138,9 +155,18 @@ mod tests {
         );
         assert_eq!(
             with_auth_file(&options.of_lookups, &options.auth_file).join(" "),
-            "--auth-file=/a --cache-dir=/c --cache-limit=1G --mirror=https://m --insecure \
+            "--auth-file=/dev/null --cache-dir=/c --cache-limit=1G --mirror=https://m --insecure \
              --verify-key=/key"
         );
+        let of_commands = with_auth_file(&options.of_commands, Path::new("/none"));
+        assert_eq!(of_commands, options.of_commands);
+        args.require_auth_file().unwrap();
+        let missing = RegistryArgs {
+            auth_file: Some("/none".into()),
+            ..RegistryArgs::default()
+        };
+        let error = missing.require_auth_file().unwrap_err();
+        assert!(error.contains("--auth-file /none: No such file"), "{error}");
         let bad = RegistryArgs {
             mirror: vec!["https://m,suid".into()],
             ..RegistryArgs::default()
