@@ -37,7 +37,8 @@ pub fn resolve(
     }))
 }
 
-/// The place that `docker://...` names, for writing.
+/// The place that `docker://...` names, for writing. Fails if the registry takes no upload from
+/// this user.
 pub fn upload(
     url: &str,
     args: &RemoteArgs,
@@ -53,8 +54,11 @@ pub fn upload(
     let name = reference.to_string();
     let client = remote::client(args, &name)?;
     let from = from.parse().ok();
-    let upload = Upload::new(&client, reference, Arc::new(args.keys()?), from.as_ref())
-        .map_err(|error| remote::cannot_open(&name, &error))?;
+    let failed = |error: RemoteError| cannot_write(&name, &error);
+    let keys = Arc::new(args.keys()?);
+    let upload = Upload::new(&client, reference, keys, from.as_ref()).map_err(failed)?;
+    // A conversion can take long: a missing right to write is reported before it.
+    upload.require_access().map_err(failed)?;
     Ok(Arc::new(ToRepository(upload)))
 }
 

@@ -890,7 +890,9 @@ pub fn explain(failure: CommandError, name: &str, error: &RemoteError) -> Comman
 pub fn hint(problem: &Problem) -> Option<&'static str> {
     use bcow::format::FormatError;
     Some(match problem {
-        Problem::PlainHttp(_) => "--insecure allows it; bytes are checked all the same",
+        Problem::PlainHttp(_) | Problem::NoTls => {
+            "--insecure allows plain HTTP; bytes are checked all the same"
+        }
         Problem::NoTree => "`bcow seal` makes a disk immutable, with a Merkle tree",
         Problem::Denied { .. } => {
             "for images in registries, `skopeo login`, `docker login` or `podman login` stores \

@@ -284,7 +284,9 @@ class Sources(Scratch):
         self.refused(self.on("blobs", lambda h, _: h.ranged(data + b"x")),
                      f"the blob has {len(data) + 1} bytes there")
 
-    def test_endless_body_is_an_error(self):
+    def test_endless_blob_is_read_to_its_length(self):
+        sent = []
+
         def endless(handler, _):
             handler.send_response(200)
             handler.send_header("Connection", "close")
@@ -671,6 +673,13 @@ class Registries(WithRegistry):
         small = self.path("small.tar", archive({"a": b"a"}))
         failed = self.bcow("convert", f"tar:{small}", self.name("denied"), check=False)
         assert_refused(self, failed, "cannot write docker://", "denies access")
+        # Before the source is read.
+        failed = self.bcow("convert", "tar:/missing.tar", self.name("denied"), check=False)
+        assert_refused(self, failed, "cannot write docker://", "denies access")
+        missing = self.path("missing.json")
+        failed = self.bcow("convert", "--auth-file", missing, f"tar:{small}", self.name("x"),
+                           check=False)
+        assert_refused(self, failed, f"cannot read the credentials in {missing}", "No such file")
         failed = self.bcow("convert", f"tar:{small}", self.name("x") + "@sha256:" + "0" * 64,
                            check=False)
         assert_refused(self, failed, "follows from its content", code=2)

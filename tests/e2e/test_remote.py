@@ -338,6 +338,9 @@ class Remote(WebCase):
             self.assertEqual(refused.code, 1)
             self.assertIn(b"--insecure", refused.err)
             self.assertEqual(server.sent, 0)
+            encrypted = self.bcow("ls", url.replace("http:", "https:"), check=False)
+            self.assertIn(b"probably speaks plain HTTP", encrypted.err)
+            self.assertIn(b"--insecure", encrypted.err)
             self.bcow("ls", "--insecure", url)
 
     def test_pin_refuses_another_file(self):

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use data_encoding::BASE64;
 use serde::Deserialize;
+use serde_json::Value;
 use ureq::http::{HeaderMap, Method};
 
 use crate::address::Address;
@@ -23,6 +24,8 @@ use crate::retry_budget::RetryBudget;
 const TOKEN_BYTES: u64 = 1 << 20;
 /// Lifetime of a token if the server does not say (distribution specification).
 const USUAL_LIFETIME: Duration = Duration::from_secs(60);
+/// A token is renewed after this time, whatever the server says.
+const LONGEST_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 /// A token is renewed this long before it expires, or after half of its lifetime.
 const RENEW_BEFORE: Duration = Duration::from_secs(20);
 
@@ -79,14 +82,34 @@ enum Challenge {
     },
 }
 
+/// The answer of a token server. Not all servers keep to the types of the fields.
 #[derive(Deserialize)]
 struct Token {
     #[serde(default)]
-    token: Option<String>,
+    token: Value,
     #[serde(default)]
-    access_token: Option<String>,
+    access_token: Value,
     #[serde(default)]
-    expires_in: Option<u64>,
+    expires_in: Value,
+}
+
+impl Token {
+    fn text(&self) -> Option<&str> {
+        let mut texts = [&self.token, &self.access_token].into_iter();
+        texts.find_map(|text| text.as_str().filter(|text| !text.is_empty()))
+    }
+
+    /// How long the token is valid. A time that makes no sense counts as none.
+    fn lifetime(&self) -> Duration {
+        let seconds = match &self.expires_in {
+            Value::String(text) => text.trim().parse().ok(),
+            number => number.as_f64(),
+        };
+        let seconds = seconds.filter(|seconds| *seconds >= 1.0);
+        seconds.map_or(USUAL_LIFETIME, |seconds| {
+            Duration::from_secs_f64(seconds.min(LONGEST_LIFETIME.as_secs_f64()))
+        })
+    }
 }
 
 impl Auth {
@@ -257,7 +280,7 @@ fn fetch_token(
     let joined = scopes.join(" ");
     let service = service.map(|service| ("service", service));
     let begun = Instant::now();
-    let mut answer = match credentials {
+    let answer = match credentials {
         Some(Credentials::IdentityToken(token)) => {
             let mut fields = vec![("scope", joined.as_str())];
             fields.extend(service);
@@ -306,11 +329,11 @@ fn fetch_token(
         });
     }
     let invalid = || Problem::Answer(format!("no valid token from {}", realm.server())).permanent();
-    let body = answer.body.read_document(TOKEN_BYTES)?;
+    let body = answer.document(TOKEN_BYTES)?;
     let token: Token = serde_json::from_slice(&body).map_err(|_| invalid())?;
-    let lifetime = token.expires_in.map_or(USUAL_LIFETIME, Duration::from_secs);
-    let text = token.token.or(token.access_token).ok_or_else(invalid)?;
-    if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+    let lifetime = token.lifetime();
+    let text = token.text().ok_or_else(invalid)?;
+    if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(invalid());
     }
     let usable = lifetime
@@ -408,6 +431,31 @@ mod tests {
             "Bearer service=x",
         ] {
             assert_eq!(parse_challenge(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn odd_answers_of_token_servers_are_understood() {
+        let read = |text: &str| {
+            let token: Token = serde_json::from_str(text).expect(text);
+            (token.text().map(str::to_owned), token.lifetime().as_secs())
+        };
+        for (text, token, seconds) in [
+            (r#"{"token": "a", "expires_in": 300}"#, Some("a"), 300),
+            (r#"{"token": "", "access_token": "b"}"#, Some("b"), 60),
+            (r#"{"token": null, "access_token": "b"}"#, Some("b"), 60),
+            (r#"{"token": "a", "access_token": "b"}"#, Some("a"), 60),
+            (r#"{"token": "a", "expires_in": "300"}"#, Some("a"), 300),
+            (r#"{"token": "a", "expires_in": 299.9}"#, Some("a"), 299),
+            (r#"{"token": "a", "expires_in": 0}"#, Some("a"), 60),
+            (r#"{"token": "a", "expires_in": -5}"#, Some("a"), 60),
+            (r#"{"token": "a", "expires_in": null}"#, Some("a"), 60),
+            (r#"{"token": "a", "expires_in": "soon"}"#, Some("a"), 60),
+            (r#"{"token": "a", "expires_in": 1e300}"#, Some("a"), 86400),
+            (r#"{"token": 7}"#, None, 60),
+            ("{}", None, 60),
+        ] {
+            assert_eq!(read(text), (token.map(str::to_owned), seconds), "{text}");
         }
     }
 

@@ -2,21 +2,26 @@
 
 use std::io::{self, Read};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use flate2::read::MultiGzDecoder;
 use rustls::crypto::ring;
 use ureq::http::{HeaderMap, Method, Request};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
+use ureq::unversioned::resolver::DefaultResolver;
+use ureq::unversioned::transport::{Connector, DefaultConnector};
 use ureq::{Agent, AsSendBody, SendBody};
 
 use crate::address::{Address, Transport};
-use crate::error::{Fault, Problem, Retry};
+use crate::deadline::Deadlines;
+use crate::error::{Fault, Problem, printable};
 use crate::figures::{Counters, Traffic};
 use crate::retry_budget::RetryBudget;
+use crate::servers::{CONNECTIONS, Permit, Server, Servers};
 
-/// Requests at one time, over all servers. More would compete for the same network.
-const CONNECTIONS: usize = 16;
+/// Connections that wait for the next request, to all servers.
+const IDLE_CONNECTIONS: usize = 4 * CONNECTIONS;
 /// Largest size of the headers of an answer.
 const HEADER_BYTES: usize = 64 << 10;
 /// Largest rest of an answer that is read so that its connection can be used again. A longer one
@@ -26,8 +31,6 @@ const MAX_REST_BYTES: usize = 16 << 10;
 const CONNECT: Duration = Duration::from_secs(10);
 /// The lowest rate at which a server may take a stream, in bytes per second.
 const SLOWEST_UPLOAD: u64 = 8 << 10;
-/// Longest pause that a server can ask for.
-const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
 
 /// The usual variables that name other certificates.
 const CERTIFICATES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
@@ -38,7 +41,7 @@ pub(crate) struct Client {
     /// hundreds of files, and an image that is in the cache needs no request.
     encrypted: OnceLock<Result<Agent, Problem>>,
     pub(crate) transport: Transport,
-    permits: Arc<Permits>,
+    servers: Servers,
     pub(crate) counters: Arc<Counters>,
 }
 
@@ -68,6 +71,8 @@ pub(crate) struct Answer {
 /// The body of an answer. The request counts as running until this is dropped.
 pub(crate) struct AnswerBody {
     reader: ureq::BodyReader<'static>,
+    /// Bytes that have not been read, if the answer says how many it has.
+    left: Option<u64>,
     longest_silence: Duration,
     deadline: Instant,
     traffic: Arc<Traffic>,
@@ -86,7 +91,7 @@ impl Client {
             plain: agent(TlsConfig::default()),
             encrypted: OnceLock::new(),
             transport,
-            permits: Arc::new(Permits::new(CONNECTIONS)),
+            servers: Servers::default(),
             counters: Arc::default(),
         };
         // The process of a mount changes its directory later.
@@ -132,7 +137,7 @@ impl Client {
         budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let agent = self.agent(address)?;
-        let (running, left) = self.begin(address, budget)?;
+        let (running, server, left) = self.begin(address, budget)?;
         let traffic = self.counters.request(address.origin());
         let silence = budget.longest_silence().min(left);
         let mut request = Request::builder().method(method).uri(address.uri());
@@ -150,7 +155,7 @@ impl Client {
             sending,
             deadline: budget.deadline(),
         };
-        match content {
+        let answer = match content {
             Content::Nothing => call(agent, request.body(()), limits, running, traffic),
             Content::Bytes(bytes) => call(agent, request.body(bytes), limits, running, traffic),
             Content::Stream(reader, length) => {
@@ -158,19 +163,26 @@ impl Client {
                 let body = SendBody::from_reader(reader);
                 call(agent, request.body(body), limits, running, traffic)
             }
+        }?;
+        if let Some(pause) = answer.retry_after() {
+            server.wants_quiet(pause, Problem::Busy(answer.status));
         }
+        Ok(answer)
     }
 
-    fn begin(&self, address: &Address, budget: &RetryBudget) -> Result<(Running, Duration), Fault> {
+    fn begin(
+        &self,
+        address: &Address,
+        budget: &RetryBudget,
+    ) -> Result<(Running, Arc<Server>, Duration), Fault> {
         address.check(self.transport).map_err(Problem::permanent)?;
-        let late = || Problem::Timeout(budget.longest_silence()).permanent();
-        let permit = self.permits.take(budget.deadline()).ok_or_else(late)?;
-        let left = budget
-            .deadline()
-            .checked_duration_since(Instant::now())
-            .filter(|left| !left.is_zero())
-            .ok_or_else(|| Problem::Timeout(Duration::ZERO).permanent())?;
-        Ok((Running::new(&self.counters, permit), left))
+        let server = self.servers.get(&address.origin());
+        let permit = server.begin(budget)?;
+        let left = budget.left();
+        if left.is_zero() {
+            return Err(Problem::Timeout(left).permanent());
+        }
+        Ok((Running::new(&self.counters, permit), server, left))
     }
 }
 
@@ -196,17 +208,20 @@ fn certificates() -> Result<TlsConfig, Problem> {
 }
 
 fn agent(tls: TlsConfig) -> Agent {
-    Agent::config_builder()
+    let config = Agent::config_builder()
         .tls_config(tls)
         .http_status_as_error(false)
         // Followed by `Source`, which keeps credentials away from other servers.
         .max_redirects(0)
         .max_response_header_size(HEADER_BYTES)
-        .max_idle_connections(CONNECTIONS)
+        .max_idle_connections(IDLE_CONNECTIONS)
         .max_idle_connections_per_host(CONNECTIONS)
         .user_agent(concat!("bcow/", env!("CARGO_PKG_VERSION")))
-        .build()
-        .into()
+        // ureq counts all input behind an interim answer (1xx) as headers.
+        .input_buffer_size(HEADER_BYTES)
+        .build();
+    let connector = DefaultConnector::default().chain(Deadlines);
+    Agent::with_parts(config, connector, DefaultResolver::default())
 }
 
 fn call<B: AsSendBody>(
@@ -246,6 +261,7 @@ fn call<B: AsSendBody>(
         status: head.status.as_u16(),
         headers: head.headers,
         body: AnswerBody {
+            left: body.content_length(),
             reader: body.into_reader(),
             longest_silence: silence,
             deadline,
@@ -261,6 +277,33 @@ impl Answer {
         self.headers.get(name)?.to_str().ok()
     }
 
+    /// The content, which may have at most `most` bytes. Some servers compress documents although
+    /// the request does not allow it.
+    pub(crate) fn document(mut self, most: u64) -> Result<Vec<u8>, Fault> {
+        let coding = self.header("content-encoding").unwrap_or_default().trim();
+        let is_gzip = match &*coding.to_ascii_lowercase() {
+            "" | "identity" => false,
+            "gzip" | "x-gzip" => true,
+            other => {
+                let why = format!("it is encoded as {}", printable(other));
+                return Err(Problem::Answer(why).permanent());
+            }
+        };
+        let bytes = self.body.read_document(most)?;
+        if !is_gzip {
+            return Ok(bytes);
+        }
+        let mut decoded = Vec::new();
+        let mut decoder = MultiGzDecoder::new(&*bytes).take(most + 1);
+        match decoder.read_to_end(&mut decoded) {
+            Ok(_) if decoded.len() as u64 > most => Err(too_long(most)),
+            Ok(_) => Ok(decoded),
+            Err(error) => {
+                Err(Problem::Answer(format!("its gzip stream is damaged: {error}")).transient())
+            }
+        }
+    }
+
     /// The fault of an answer with an unsuccessful status.
     pub(crate) fn refusal(&self) -> Fault {
         match self.status {
@@ -271,20 +314,24 @@ impl Answer {
             .permanent(),
             404 | 410 => Problem::NotFound(self.status).permanent(),
             416 => Problem::OutOfRange.permanent(),
-            status @ (408 | 425 | 429 | 500 | 502 | 503 | 504) => Fault {
-                problem: Problem::Busy(status),
-                retry: self.retry_after().map_or(Retry::Soon, Retry::After),
-            },
+            status if is_busy(status) => Problem::Busy(status).transient(),
             status => Problem::Status(status).permanent(),
         }
     }
 
-    /// The pause that the server asks for, in seconds. The form with a date is ignored: clocks
+    /// The pause that a busy server asks for, in seconds. The form with a date is ignored: clocks
     /// differ.
     fn retry_after(&self) -> Option<Duration> {
-        let seconds: u64 = self.header("retry-after")?.trim().parse().ok()?;
-        Some(Duration::from_secs(seconds).min(LONGEST_RETRY_AFTER))
+        let seconds = self
+            .header("retry-after")
+            .filter(|_| is_busy(self.status))?;
+        Some(Duration::from_secs(seconds.trim().parse().ok()?))
     }
+}
+
+/// Whether a status reports a failure that may be temporary.
+pub(crate) fn is_busy(status: u16) -> bool {
+    matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504)
 }
 
 impl Running {
@@ -333,14 +380,22 @@ impl AnswerBody {
             }
             bytes.extend_from_slice(&buf[..count]);
             if bytes.len() as u64 > most {
-                let why = format!("it has more than {most} bytes");
-                return Err(Problem::Answer(why).permanent());
+                return Err(too_long(most));
             }
         }
     }
 
+    /// Ends an answer whose bytes are all here. The connection is used again if the answer has said
+    /// how long it is: to learn of another end, the caller would have to wait for the server.
+    pub(crate) fn release(mut self) {
+        if self.left == Some(0) {
+            // ureq learns of the end by a read that returns 0.
+            drop(self.read(&mut [0]));
+        }
+    }
+
     /// Reads to the end of the answer, if that is near. Without this, the connection is closed, and
-    /// the next request makes a new one: ureq learns of the end by a read that returns 0.
+    /// the next request makes a new one.
     pub(crate) fn finish(mut self) {
         let mut rest = [0; 4 << 10];
         let mut done = 0;
@@ -363,13 +418,23 @@ impl AnswerBody {
         let read = self.reader.read(buf);
         let count = read.map_err(|error| body_fault(error, silence))?;
         self.running.counters.received(&self.traffic, count as u64);
+        self.left = self.left.map(|left| left.saturating_sub(count as u64));
         Ok(count)
+    }
+
+    /// Bytes that have not been read; `None` if the answer does not say how many it has.
+    pub(crate) fn left(&self) -> Option<u64> {
+        self.left
     }
 
     /// The time for the body begins again.
     pub(crate) fn extend(&mut self, time: Duration) {
         self.deadline = Instant::now() + time;
     }
+}
+
+fn too_long(most: u64) -> Fault {
+    Problem::Answer(format!("it has more than {most} bytes")).permanent()
 }
 
 fn body_fault(error: io::Error, silence: Duration) -> Fault {
@@ -391,7 +456,7 @@ fn fault(error: &ureq::Error, silence: Duration) -> Fault {
                 Problem::Timeout(silence).transient()
             }
             // rustls reports a certificate that it refuses in this form.
-            io::ErrorKind::InvalidData => Problem::Tls(error.to_string()).permanent(),
+            io::ErrorKind::InvalidData => tls_problem(error).permanent(),
             _ => Problem::Connection(format!("no connection to the server: {error}")).transient(),
         },
         ureq::Error::Rustls(error) => Problem::Tls(error.to_string()).permanent(),
@@ -410,47 +475,13 @@ fn fault(error: &ureq::Error, silence: Duration) -> Fault {
     }
 }
 
-/// Limits the number of running requests.
-struct Permits {
-    /// The number of requests that may begin. The lock is held for the count only, never during a
-    /// request.
-    free: Mutex<usize>,
-    returned: Condvar,
-}
-
-struct Permit(Arc<Permits>);
-
-impl Permits {
-    fn new(count: usize) -> Self {
-        Permits {
-            free: Mutex::new(count),
-            returned: Condvar::new(),
+fn tls_problem(error: &io::Error) -> Problem {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        // The first byte of a server that speaks HTTP is the H of HTTP.
+        Some(rustls::Error::InvalidMessage(rustls::InvalidMessage::InvalidContentType)) => {
+            Problem::NoTls
         }
-    }
-
-    fn count(&self) -> MutexGuard<'_, usize> {
-        // A count is valid after a panic elsewhere.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(self: &Arc<Self>, deadline: Instant) -> Option<Permit> {
-        let mut free = self.count();
-        while *free == 0 {
-            let left = deadline.checked_duration_since(Instant::now())?;
-            free = self
-                .returned
-                .wait_timeout(free, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        *free -= 1;
-        Some(Permit(Arc::clone(self)))
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        *self.0.count() += 1;
-        self.0.returned.notify_one();
+        _ => Problem::Tls(error.to_string()),
     }
 }

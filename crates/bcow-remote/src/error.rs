@@ -33,6 +33,9 @@ pub enum Problem {
     /// The connection is not safe: a wrong certificate, for example.
     #[error("TLS failed: {0}")]
     Tls(String),
+    /// The server does not answer in TLS.
+    #[error("the server does not answer in TLS: it probably speaks plain HTTP")]
+    NoTls,
     /// The server cannot be reached, and the cache does not have enough to open the file without
     /// the server.
     #[error("{problem}; {explanation}")]
@@ -182,6 +185,11 @@ impl Problem {
         }
     }
 
+    /// Whether the server limits the number of requests.
+    pub(crate) fn is_throttling(&self) -> bool {
+        matches!(self, Problem::Busy(429 | 503))
+    }
+
     /// Whether no server has given a complete answer. A refusal is an answer.
     pub(crate) fn is_unreachable(&self) -> bool {
         matches!(self, Problem::Connection(_) | Problem::Timeout(_))
@@ -260,10 +268,8 @@ pub(crate) struct Fault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Retry {
     Never,
-    /// After the usual pause.
+    /// After a pause.
     Soon,
-    /// After a pause that the server asks for.
-    After(Duration),
 }
 
 impl Problem {

@@ -12,11 +12,18 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Attempts of an operation that opens a file: a wrong address should fail soon.
 const OPENING_ATTEMPTS: u32 = 3;
+/// How long an upload waits for a server that limits the requests, in time-outs: no program waits
+/// for it.
+const PATIENCE: u32 = 5;
 
 /// The time and the attempts that are left for one operation, such as a read.
 pub(crate) struct RetryBudget {
     timeout: Duration,
+    /// The time from one progress to the next.
+    time: Duration,
     deadline: Instant,
+    /// Attempts that a server refuses because of their number do not count.
+    is_patient: bool,
     attempts: u32,
     most_attempts: u32,
     /// Why the attempt before the current one failed.
@@ -29,7 +36,9 @@ impl RetryBudget {
     pub(crate) fn reading(timeout: Duration, counters: &Arc<Counters>) -> Self {
         RetryBudget {
             timeout,
+            time: timeout,
             deadline: Instant::now() + timeout,
+            is_patient: false,
             attempts: 0,
             most_attempts: u32::MAX,
             before: None,
@@ -43,6 +52,23 @@ impl RetryBudget {
             most_attempts: OPENING_ATTEMPTS,
             ..RetryBudget::reading(timeout, counters)
         }
+    }
+
+    /// For a request of an upload: few attempts, except at a server that limits the requests.
+    pub(crate) fn uploading(timeout: Duration, counters: &Arc<Counters>) -> Self {
+        let time = timeout * PATIENCE;
+        RetryBudget {
+            time,
+            deadline: Instant::now() + time,
+            is_patient: true,
+            ..RetryBudget::opening(timeout, counters)
+        }
+    }
+
+    /// The latest time at which an attempt has the time that a server may be silent for.
+    pub(crate) fn last_start(&self) -> Instant {
+        let silence = self.longest_silence();
+        self.deadline.checked_sub(silence).unwrap_or(self.deadline)
     }
 
     /// The end of the time. No attempt continues after it.
@@ -66,11 +92,30 @@ impl RetryBudget {
         self.deadline += time;
     }
 
+    /// Extends the time to that of one attempt, if less is left.
+    pub(crate) fn leave_an_attempt(&mut self) {
+        let attempt = Instant::now() + self.longest_silence();
+        self.deadline = self.deadline.max(attempt);
+    }
+
     /// Right bytes have arrived: the time starts again.
     pub(crate) fn progress(&mut self) {
-        self.deadline = Instant::now() + self.timeout;
+        self.deadline = Instant::now() + self.time;
         self.attempts = 0;
         self.before = None;
+    }
+
+    /// Attempts something until it succeeds, or until no attempt is left.
+    pub(crate) fn run<T>(
+        mut self,
+        attempt: impl Fn(&RetryBudget) -> Result<T, Fault>,
+    ) -> Result<T, Problem> {
+        loop {
+            match attempt(&self) {
+                Ok(value) => return Ok(value),
+                Err(fault) => self.wait(fault)?,
+            }
+        }
     }
 
     /// Counts a failed attempt after which another server is asked.
@@ -85,7 +130,6 @@ impl RetryBudget {
         let problem = self.telling(fault.problem);
         let pause = match fault.retry {
             Retry::Never => return Err(problem),
-            Retry::After(pause) => pause,
             Retry::Soon => {
                 let doubled = FIRST_PAUSE.saturating_mul(1 << (self.attempts - 1).min(10));
                 let longest = doubled.min(LONGEST_PAUSE);
@@ -98,7 +142,8 @@ impl RetryBudget {
             .deadline
             .checked_duration_since(Instant::now())
             .is_none_or(|left| left <= pause);
-        if self.attempts >= self.most_attempts || is_late {
+        let is_last = self.attempts >= self.most_attempts;
+        if (is_last && !(self.is_patient && problem.is_throttling())) || is_late {
             return Err(problem);
         }
         tracing::debug!("again in {} ms: {problem}", pause.as_millis());
@@ -139,11 +184,8 @@ mod tests {
 
     #[test]
     fn a_pause_beyond_the_deadline_is_not_begun() {
-        let mut budget = RetryBudget::reading(Duration::from_secs(1), &Arc::default());
-        let fault = Fault {
-            problem: Problem::Busy(429),
-            retry: Retry::After(Duration::from_secs(3600)),
-        };
+        let mut budget = RetryBudget::reading(Duration::ZERO, &Arc::default());
+        let fault = Problem::Busy(429).transient();
         budget.wait(fault).expect_err("too long");
     }
 
@@ -159,6 +201,22 @@ mod tests {
         let silent = Problem::Timeout(budget.longest_silence());
         let reported = budget.wait(silent.permanent()).expect_err("the end");
         assert!(matches!(reported, Problem::Timeout(_)), "{reported}");
+    }
+
+    #[test]
+    fn upload_waits_for_a_server_that_limits_requests_and_for_no_other() {
+        let budget = || RetryBudget::uploading(Duration::from_secs(60), &Arc::default());
+        let mut patient = budget();
+        for _ in 0..=OPENING_ATTEMPTS {
+            let limited = patient.wait(Problem::Busy(429).transient());
+            limited.expect("time is left");
+        }
+        let mut attempts = 1;
+        let mut other = budget();
+        while other.wait(Problem::Busy(500).transient()).is_ok() {
+            attempts += 1;
+        }
+        assert_eq!(attempts, OPENING_ATTEMPTS);
     }
 
     #[test]

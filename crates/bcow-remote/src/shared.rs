@@ -163,6 +163,11 @@ impl Shared {
         RetryBudget::opening(self.options.timeout, &self.client.counters)
     }
 
+    /// The budget of a request of an upload.
+    pub(crate) fn uploading(&self) -> RetryBudget {
+        RetryBudget::uploading(self.options.timeout, &self.client.counters)
+    }
+
     /// The budget of the only request to a mirror: the other servers need time too.
     pub(crate) fn of_mirror(&self) -> RetryBudget {
         RetryBudget::reading(self.options.timeout / 4, &self.client.counters)

@@ -8,11 +8,15 @@ use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
+use crate::refusal::{Refused, refused};
 use crate::retry_budget::RetryBudget;
 use crate::s3::{Request, Signer};
 
 /// Most redirects that one request follows.
 const MAX_REDIRECTS: u32 = 5;
+/// The code with which a registry refuses what it does not implement (distribution specification,
+/// "Error Codes").
+const UNSUPPORTED: &str = "UNSUPPORTED";
 
 /// One file on a server, or a document.
 pub(crate) struct Source {
@@ -63,6 +67,15 @@ pub(crate) enum RangeAnswer {
         length: Option<u64>,
         body: AnswerBody,
     },
+}
+
+/// A page of a list.
+pub(crate) struct Page {
+    pub(crate) bytes: Vec<u8>,
+    /// Whether the server says that it is JSON, or does not say what it is.
+    pub(crate) is_json: bool,
+    /// The address of the next page.
+    pub(crate) next: Option<Address>,
 }
 
 impl Source {
@@ -208,10 +221,37 @@ impl Source {
         max_bytes: u64,
         budget: &RetryBudget,
     ) -> Result<Vec<u8>, Fault> {
-        let mut answer = self.get(headers, budget)?;
+        let answer = self.get(headers, budget)?;
         match answer.status {
-            200 => answer.body.read_document(max_bytes),
-            _ => Err(answer.refusal()),
+            200 => answer.document(max_bytes),
+            _ => Err(refused(answer).fault),
+        }
+    }
+
+    /// Requests a page of a list, of at most `max_bytes` bytes. `None`: the server does not know
+    /// this list.
+    pub(crate) fn page(
+        &self,
+        headers: &[(&str, &str)],
+        max_bytes: u64,
+        budget: &RetryBudget,
+    ) -> Result<Option<Page>, Fault> {
+        let answer = self.get(headers, budget)?;
+        match answer.status {
+            200 => {
+                let next = next_page(&answer).map(|target| self.address.join(target));
+                let kind = answer.header("content-type").unwrap_or_default();
+                Ok(Some(Page {
+                    is_json: kind.is_empty() || kind.contains("json"),
+                    next: next.transpose().map_err(Problem::permanent)?,
+                    bytes: answer.document(max_bytes)?,
+                }))
+            }
+            404 | 405 | 406 | 501 => Ok(None),
+            _ => match refused(answer) {
+                Refused { code, .. } if code == UNSUPPORTED => Ok(None),
+                Refused { fault, .. } => Err(fault),
+            },
         }
     }
 
@@ -250,6 +290,30 @@ fn refuse_compressed(answer: &Answer) -> Result<(), Fault> {
             Err(Problem::Answer("it is compressed, which was not requested".into()).permanent())
         }
     }
+}
+
+/// The target of the link to the next page (RFC 8288): `<TARGET>; rel="next"`.
+fn next_page(answer: &Answer) -> Option<&str> {
+    let fields = answer.headers.get_all("link").iter();
+    let mut fields = fields.filter_map(|field| field.to_str().ok());
+    fields.find_map(|field| {
+        let mut links = field
+            .split('<')
+            .skip(1)
+            .filter_map(|link| link.split_once('>'));
+        let is_next = |parameter: &str| {
+            let value = parameter
+                .split_once('=')
+                .filter(|(name, _)| name.trim().eq_ignore_ascii_case("rel"));
+            value.is_some_and(|(_, value)| {
+                let mut relations = value.trim().trim_matches('"').split_whitespace();
+                relations.any(|relation| relation.eq_ignore_ascii_case("next"))
+            })
+        };
+        links.find_map(|(target, parameters)| {
+            parameters.split([';', ',']).any(is_next).then_some(target)
+        })
+    })
 }
 
 fn content_length(answer: &Answer) -> Option<u64> {

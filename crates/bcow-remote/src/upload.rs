@@ -7,7 +7,6 @@
 //! start.
 
 mod access;
-mod refusal;
 mod session;
 
 use std::sync::Arc;
@@ -20,20 +19,18 @@ use crate::auth::{Auth, Keychain, encode};
 use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::client::Content;
 use crate::error::{Fault, Problem, RemoteError, printable};
+use crate::refusal::refusal;
 use crate::registry::{ACCEPT, INDEX, Reference, referrers_tag};
 use crate::remote::Remote;
 use crate::retry_budget::RetryBudget;
 use crate::source::is_redirect;
 use access::Access;
-use refusal::refusal;
-use session::{Blob, Ended, Session, location};
+use session::{Blob, Ended, PIECE_BYTES, Session, location};
 
 pub use session::Open;
 
 /// A blob of at most this length is sent in one request, without a session of pieces.
 const SMALL_BYTES: u64 = 1 << 20;
-/// Bytes of a piece, at first.
-const PIECE_BYTES: u64 = 64 << 20;
 /// How often a blob is sent from the start.
 const MAX_SESSIONS: u32 = 5;
 /// How often a list of referrers is written, if other writers change it at the same time.
@@ -89,6 +86,14 @@ impl Upload {
     /// The name of the image.
     pub fn reference(&self) -> &Reference {
         &self.reference
+    }
+
+    /// Fails unless the registry takes an upload from this user. Nothing is sent.
+    pub fn require_access(&self) -> Result<(), RemoteError> {
+        let begun = self.access.persist(|budget| self.begin_empty(budget));
+        let location = begun.map_err(|problem| problem.at(self.reference.to_string()))?;
+        self.abandon(&location);
+        Ok(())
     }
 
     /// Whether the repository has the blob (`sha256:HEX`) of this length, or can take it from the
@@ -210,18 +215,16 @@ impl Upload {
     /// "Pushing Manifests with Subject").
     fn list_referrer(&self, subject: &str, entry: &Value) -> Result<(), Problem> {
         let tag = referrers_tag(subject);
+        let invalid = || Problem::Answer("its list of referrers is invalid".into());
         let is_entry = |other: &Value| other["digest"] == entry["digest"];
         // Two writers at one time can each lose the other's entry, and see that here.
         for _ in 0..MAX_LISTS {
             let mut list = match self.document(&tag, INDEX)? {
-                Some(bytes) => serde_json::from_slice(&bytes)
-                    .map_err(|_| Problem::Answer("its list of referrers is invalid".into()))?,
+                Some(bytes) => serde_json::from_slice(&bytes).map_err(|_| invalid())?,
                 None => json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}),
             };
             let entries = list.get_mut("manifests").and_then(Value::as_array_mut);
-            let Some(entries) = entries else {
-                return Err(Problem::Answer("its list of referrers is invalid".into()));
-            };
+            let entries = entries.ok_or_else(invalid)?;
             if entries.last().is_some_and(is_entry) {
                 return Ok(());
             }
@@ -266,7 +269,14 @@ impl Upload {
                 .permanent()),
                 _ => Ok(true),
             },
-            status if is_redirect(status) => Ok(true),
+            // To the place of the blob.
+            status if is_redirect(status) => {
+                let target = address.join(answer.header("location").unwrap_or_default());
+                match target.map_err(Problem::permanent)? {
+                    target if target == address => Err(refusal(answer)),
+                    _ => Ok(true),
+                }
+            }
             // Some registries deny what is not there. The upload then says what is allowed.
             403 | 404 => Ok(false),
             _ => Err(refusal(answer)),
@@ -292,11 +302,17 @@ impl Upload {
                 Err(fault) => tracing::debug!("not mounted: {}", fault.problem),
             }
         }
+        self.begin_empty(budget).map(Some)
+    }
+
+    /// Begins an upload of any blob.
+    fn begin_empty(&self, budget: &RetryBudget) -> Result<Address, Fault> {
+        let uploads = self.access.address("blobs/uploads/")?;
         let answer = self
             .access
             .send(Method::POST, &uploads, &[], Content::Bytes(&[]), budget)?;
         match answer.status {
-            202 => location(&answer, &uploads).map(Some),
+            202 => location(&answer, &uploads),
             405 => Err(Problem::ReadOnly.permanent()),
             _ => Err(refusal(answer)),
         }
@@ -318,8 +334,8 @@ impl Upload {
         let mut in_pieces = length > SMALL_BYTES;
         let mut piece_bytes = PIECE_BYTES;
         let mut sessions = 0;
+        let mut budget = self.access.shared.uploading();
         loop {
-            sessions += 1;
             let Some(location) = self.access.persist(|budget| self.begin(digest, budget))? else {
                 return Ok(Pushed::Mounted);
             };
@@ -337,8 +353,13 @@ impl Upload {
                 }
                 Err(Ended::Lost(problem)) => problem,
             };
-            if sessions == MAX_SESSIONS {
-                return Err(problem);
+            if problem.is_throttling() {
+                budget.wait(problem.clone().transient())?;
+            } else {
+                sessions += 1;
+                if sessions == MAX_SESSIONS {
+                    return Err(problem);
+                }
             }
             tracing::debug!("{digest} is sent again from its start: {problem}");
             // The blob may be complete although the answer was lost.
@@ -386,11 +407,11 @@ impl Upload {
     ) -> Result<Option<Vec<u8>>, Fault> {
         let address = self.access.address(&format!("manifests/{name}"))?;
         let headers = [("accept", accept)];
-        let mut answer =
-            self.access
-                .send(Method::GET, &address, &headers, Content::Nothing, budget)?;
+        let answer = self
+            .access
+            .send(Method::GET, &address, &headers, Content::Nothing, budget)?;
         match answer.status {
-            200 => answer.body.read_document(MANIFEST_BYTES).map(Some),
+            200 => answer.document(MANIFEST_BYTES).map(Some),
             404 => Ok(None),
             _ => Err(refusal(answer)),
         }

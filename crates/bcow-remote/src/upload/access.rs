@@ -25,13 +25,7 @@ impl Access {
         &self,
         attempt: impl Fn(&RetryBudget) -> Result<T, Fault>,
     ) -> Result<T, Problem> {
-        let mut budget = self.shared.opening();
-        loop {
-            match attempt(&budget) {
-                Ok(value) => return Ok(value),
-                Err(fault) => budget.wait(fault)?,
-            }
-        }
+        self.shared.uploading().run(attempt)
     }
 
     pub(super) fn address(&self, path: &str) -> Result<Address, Fault> {

@@ -6,14 +6,18 @@ use std::io::{self, Read};
 use ureq::http::Method;
 
 use super::access::Access;
-use super::refusal::refusal;
 use crate::address::Address;
 use crate::auth::encode;
 use crate::client::{Answer, Content};
 use crate::error::{Fault, Problem, Retry};
+use crate::refusal::refusal;
 use crate::retry_budget::RetryBudget;
 
+/// Bytes of a piece, at first.
+pub(super) const PIECE_BYTES: u64 = 64 << 20;
 const SHORTEST_PIECE_BYTES: u64 = 1 << 20;
+/// Pieces in a row after which the next one is longer again.
+const PIECES_BEFORE_GROWTH: u32 = 4;
 /// Limit of broken pieces in a row, without progress between them.
 const MAX_BREAKS: u32 = 5;
 
@@ -49,8 +53,10 @@ pub(super) enum Ended {
 
 /// The reason why a piece did not arrive.
 enum Piece {
-    /// The connection broke, or the registry is busy.
+    /// The connection broke, or the registry failed. A shorter piece may arrive.
     Broken(Fault),
+    /// The registry limits the requests. The same piece may arrive later.
+    Throttled(Fault),
     Ended(Ended),
 }
 
@@ -101,48 +107,69 @@ impl<'s> Session<'s> {
         }
     }
 
-    /// Sends the blob in pieces of `piece_bytes`, which is halved after each broken piece. Calls
-    /// `report` with the number of bytes that have arrived.
+    /// Sends the blob in pieces of `piece_bytes`, which is halved after each broken piece, and
+    /// grows again. Calls `report` with the number of bytes that have arrived.
     pub(super) fn in_pieces(
         &mut self,
         piece_bytes: &mut u64,
         report: &mut dyn FnMut(u64),
     ) -> Result<(), Ended> {
         let mut breaks = 0;
+        let mut arrived_pieces = 0;
         let mut farthest = self.at;
+        let mut budget = self.access.shared.uploading();
         while self.at < self.blob.length {
             let bytes = (*piece_bytes).min(self.blob.length - self.at);
             let before = self.at;
-            match self.piece(bytes) {
-                Ok(()) if self.at > before => {}
+            let fault = match self.piece(bytes) {
+                Ok(()) if self.at > before => None,
                 Ok(()) => {
                     return Err(Ended::Failed(Problem::Answer(
                         "it does not count the bytes that were sent".into(),
                     )));
                 }
                 Err(Piece::Ended(ended)) => return Err(ended),
+                Err(Piece::Throttled(fault)) => Some(fault),
                 Err(Piece::Broken(fault)) => {
                     breaks += 1;
                     if breaks > MAX_BREAKS {
                         return Err(Ended::Failed(fault.problem));
                     }
                     *piece_bytes = (*piece_bytes / 2).max(SHORTEST_PIECE_BYTES);
-                    let mut budget = self.access.budget();
+                    Some(fault)
+                }
+            };
+            match fault {
+                Some(fault) => {
+                    arrived_pieces = 0;
                     budget.wait(fault).map_err(Ended::Failed)?;
                     self.ask(bytes)?;
+                }
+                None => {
+                    arrived_pieces += 1;
+                    if arrived_pieces % PIECES_BEFORE_GROWTH == 0 {
+                        *piece_bytes = (*piece_bytes * 2).min(PIECE_BYTES);
+                    }
                 }
             }
             // The registry may lose bytes at each break, so a byte is progress only once.
             if self.at > farthest {
                 farthest = self.at;
                 breaks = 0;
+                budget.progress();
                 report(self.at);
             }
         }
         let address = with_digest(&self.location, self.blob.digest)?;
         let last = self.access.persist(|budget| {
-            self.access
-                .send(Method::PUT, &address, &[], Content::Bytes(&[]), budget)
+            let content = Content::Bytes(&[]);
+            let sent = self
+                .access
+                .send(Method::PUT, &address, &[], content, budget);
+            match sent? {
+                answer if is_throttled(&answer) => Err(refusal(answer)),
+                answer => Ok(answer),
+            }
         });
         completed(last.map_err(Ended::Lost)?)
     }
@@ -175,7 +202,8 @@ impl<'s> Session<'s> {
             // Some registries take one piece only.
             400 | 405 | 411 | 413 | 415 | 416 | 501 => Ended::NoPieces,
             404 | 409 => Ended::Lost,
-            408 | 425 | 429 | 500.. => return Err(Piece::Broken(refusal(answer))),
+            _ if is_throttled(&answer) => return Err(Piece::Throttled(refusal(answer))),
+            408 | 425 | 500.. => return Err(Piece::Broken(refusal(answer))),
             _ => Ended::Failed,
         };
         Err(Piece::Ended(failed(refusal(answer).problem)))
@@ -216,6 +244,11 @@ impl<'s> Session<'s> {
     }
 }
 
+/// Whether a registry limits the requests.
+fn is_throttled(answer: &Answer) -> bool {
+    matches!(answer.status, 429 | 503)
+}
+
 fn ended(fault: Fault) -> Ended {
     match fault.retry {
         Retry::Never => Ended::Failed(fault.problem),
@@ -227,14 +260,19 @@ fn ended(fault: Fault) -> Ended {
 fn completed(answer: Answer) -> Result<(), Ended> {
     match answer.status {
         200..=204 => Ok(()),
-        400 | 404 | 408 | 409 | 416 | 429 | 500.. => Err(Ended::Lost(refusal(answer).problem)),
+        400 | 404 | 408 | 409 | 416 | 425 | 429 | 500.. => {
+            Err(Ended::Lost(refusal(answer).problem))
+        }
         _ => Err(Ended::Failed(refusal(answer).problem)),
     }
 }
 
 /// The address of the next request of an upload: any form of URL, on any server.
 pub(super) fn location(answer: &Answer, address: &Address) -> Result<Address, Fault> {
-    let text = answer.header("location").unwrap_or_default();
+    let text = answer.header("location").ok_or_else(|| {
+        let why = "it begins an upload and does not name its place (Location)";
+        Problem::Answer(why.into()).permanent()
+    })?;
     address.join(text).map_err(Problem::permanent)
 }
 

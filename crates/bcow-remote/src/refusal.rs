@@ -1,0 +1,69 @@
+//! The explanations of a registry.
+
+use serde::Deserialize;
+
+use crate::client::Answer;
+use crate::error::{Fault, Problem, printable};
+
+/// Largest size of the text with which a registry explains an error.
+const EXPLANATION_BYTES: u64 = 16 << 10;
+
+/// The error of an answer of a registry.
+pub(crate) struct Refused {
+    /// The registry's code for the error. Empty if it gives none.
+    pub(crate) code: String,
+    pub(crate) fault: Fault,
+}
+
+/// The error of an answer, with the explanation of the registry.
+pub(crate) fn refusal(answer: Answer) -> Fault {
+    refused(answer).fault
+}
+
+/// The error of an answer, with the code and the explanation of the registry.
+pub(crate) fn refused(answer: Answer) -> Refused {
+    let fault = answer.refusal();
+    if !matches!(fault.problem, Problem::Denied { .. } | Problem::Status(_)) {
+        let code = String::new();
+        return Refused { code, fault };
+    }
+    let One { code, message } = first_error(answer).unwrap_or_default();
+    let explanation = printable(&match (&*code, &*message) {
+        ("", message) => message.to_owned(),
+        (code, "") => code.to_owned(),
+        (code, message) => format!("{code}: {message}"),
+    });
+    let problem = match fault.problem {
+        Problem::Denied { status, .. } => Problem::Denied {
+            status,
+            explanation,
+        },
+        Problem::Status(status) if !explanation.is_empty() => Problem::Refused {
+            status,
+            explanation,
+        },
+        problem => problem,
+    };
+    let fault = Fault { problem, ..fault };
+    Refused { code, fault }
+}
+
+/// An error in the answer of a registry.
+#[derive(Deserialize, Default)]
+struct One {
+    #[serde(default)]
+    code: String,
+    #[serde(default)]
+    message: String,
+}
+
+/// The first error in an answer; `None` if the answer has no errors in the form of registries.
+fn first_error(answer: Answer) -> Option<One> {
+    #[derive(Deserialize)]
+    struct Document {
+        errors: Vec<One>,
+    }
+    let bytes = answer.document(EXPLANATION_BYTES).ok()?;
+    let document: Document = serde_json::from_slice(&bytes).ok()?;
+    document.errors.into_iter().next()
+}
