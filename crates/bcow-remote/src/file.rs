@@ -3,9 +3,11 @@
 mod ahead;
 mod cached;
 mod claim;
+mod failures;
 mod head;
 mod opening;
 mod warm;
+mod whole;
 
 use std::io;
 use std::ops::ControlFlow;
@@ -25,6 +27,7 @@ use crate::shared::{MemoryKey, Shared};
 use crate::source::{RangeAnswer, Source};
 use crate::tree::{self, Chunk, Chunks, Expected, Hash, HashPlace, Root};
 use claim::Claimed;
+use failures::Failures;
 use head::Head;
 use opening::Early;
 
@@ -70,6 +73,10 @@ pub struct RemoteFile {
     /// Where the last requests ended. The lock is held for a lookup before a request, never during
     /// one.
     streams: Mutex<Streams>,
+    failures: Failures,
+    /// Locked by the thread that fetches the whole file into the cache, from a server that does not
+    /// send ranges. Threads that need other parts of it wait.
+    whole: Mutex<()>,
 }
 
 /// How much of a file is on this machine.
@@ -248,6 +255,8 @@ impl RemoteFile {
             cached,
             in_flight: InFlight::default(),
             streams: Mutex::default(),
+            failures: Failures::default(),
+            whole: Mutex::default(),
             sources,
             shared,
         })
@@ -385,11 +394,20 @@ impl RemoteFile {
         // The hashes are known before a fetch is claimed: a thread that has claimed one never waits
         // for another.
         let hash = self.hash(chunk)?;
+        let mut budget = match purpose {
+            Purpose::Read => self.shared.reading(),
+            Purpose::Ahead | Purpose::Complete => self.shared.in_background(),
+        };
         let mut until = Until::Arrival;
         loop {
             if let Some(bytes) = self.present(chunk, &hash) {
                 sink(chunk, &bytes);
                 return Ok(1);
+            }
+            if purpose == Purpose::Read
+                && let Some(error) = self.failures.repeated(chunk)
+            {
+                return Err(error);
             }
             let count = match purpose {
                 Purpose::Read => self.request_length(chunk, wanted),
@@ -434,7 +452,9 @@ impl RemoteFile {
             };
             let waiting = self.counted_wait(purpose);
             let demand = (purpose == Purpose::Read).then(|| self.shared.demand.enter());
-            let result = self.fetch(&run, &mut |chunk, bytes| {
+            // What waited for others may be late.
+            budget.leave_an_attempt();
+            let result = self.fetch(&run, &mut budget, &mut |chunk, bytes| {
                 flight.arrived(chunk.after(1));
                 if let Some(held) = &mut held {
                     held.arrived(self.chunks.start(chunk) + bytes.len() as u64);
@@ -442,6 +462,9 @@ impl RemoteFile {
                 sink(chunk, bytes);
             });
             drop((waiting, demand, held));
+            if let (Purpose::Read, Err(error)) = (purpose, &result) {
+                self.failures.add(chunk..chunk.after(count), error);
+            }
             flight.land(match purpose {
                 Purpose::Read => result.clone().map(drop),
                 // A read that waits tries it itself, for as long as a read may.
@@ -570,17 +593,14 @@ impl RemoteFile {
     fn fetch(
         &self,
         run: &Run<'_>,
+        budget: &mut RetryBudget,
         sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<u64, RemoteError> {
-        let mut budget = match run.purpose {
-            Purpose::Read => self.shared.reading(),
-            Purpose::Ahead | Purpose::Complete => self.shared.in_background(),
-        };
         let mut done = 0;
         let mut wrong = 0;
         while done < run.hashes.len() as u64 {
             let before = done;
-            let Err(fault) = self.request(run, &mut done, &budget, sink) else {
+            let Err(fault) = self.request(run, &mut done, budget, sink) else {
                 budget.progress();
                 continue;
             };
@@ -652,9 +672,11 @@ impl RemoteFile {
                 body,
                 ..
             }) => (bytes, has_changed, body),
-            Ok(RangeAnswer::Whole { .. }) => {
-                let why = "it did when the file was opened".to_owned();
-                return Err(Problem::NoRanges(why).transient());
+            Ok(RangeAnswer::Whole { body, .. }) => {
+                return match std::ptr::eq(source, &self.sources.origin) {
+                    true => self.take_from_whole(body, run, done, sink),
+                    false => Err(Problem::NoRanges("it is a mirror".to_owned()).permanent()),
+                };
             }
             // When the file was opened, it was long enough.
             Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
@@ -682,7 +704,7 @@ impl RemoteFile {
             *done += 1;
         }
         if left == 0 {
-            body.finish();
+            body.release();
         }
         match *done > first {
             true => Ok(()),

@@ -56,13 +56,20 @@ pub(super) fn of_server(
     pin: Option<Hash>,
 ) -> Result<Head, RemoteError> {
     let mut budget = shared.opening();
+    let mut is_second = false;
     loop {
-        match read_head(shared, &sources.origin, &budget, pin) {
+        let mut fault = match read_head(shared, &sources.origin, &budget, pin) {
             Ok(head) => return Ok(head),
-            Err(fault) => budget
-                .wait(fault)
-                .map_err(|problem| problem.at(sources.address().to_string()))?,
+            Err(fault) => fault,
+        };
+        // The network may have damaged it.
+        if matches!(fault.problem, Problem::Format(_)) && !is_second {
+            is_second = true;
+            fault = fault.problem.transient();
         }
+        budget
+            .wait(fault)
+            .map_err(|problem| problem.at(sources.address().to_string()))?;
     }
 }
 
@@ -97,7 +104,7 @@ fn head_of_part(
 ) -> Result<Head, Fault> {
     let mut bytes = vec![0; length as usize];
     body.read_exact(&mut bytes)?;
-    body.finish();
+    body.release();
     let (header, slots) = parse_head(&bytes, pin)?;
     if let Some(total) = total {
         let is_whole = header.check_file_length(total);
@@ -143,9 +150,6 @@ fn fetch_whole(
     let Some(cache) = &shared.options.cache else {
         return refuse("there is no cache to keep the whole file in".into());
     };
-    if length.is_some_and(|length| length > most) {
-        return refuse(format!("the file is longer than {most} bytes"));
-    }
     let cannot = |error: io::Error| {
         Problem::NoRanges(format!(
             "the whole file cannot be written into the cache: {error}"
@@ -158,30 +162,46 @@ fn fetch_whole(
     let mut at = 0;
     let mut extended_at = 0;
     let mut parsed = None;
-    loop {
+    // The bytes that are read: those of the file, once its header is known.
+    let mut end = most;
+    while at < end {
         let count = body.read(&mut buf)?;
         // A slow network may take long for a whole file, but not for a part of it.
         if at - extended_at >= FEWEST_BYTES {
             body.extend(shared.options.timeout);
             extended_at = at;
         }
+        let count = count.min(usize::try_from(end - at).unwrap_or(usize::MAX));
         let bytes = &buf[..count];
         if head.len() < HEADER_AREA_BYTES {
             head.extend_from_slice(&bytes[..count.min(HEADER_AREA_BYTES - head.len())]);
         }
         // A file that is not the right one is not fetched to its end.
         if parsed.is_none() && (head.len() == HEADER_AREA_BYTES || count == 0) {
-            parsed = Some(parse_head(&head, pin)?);
+            let (header, slots) = parse_head(&head, pin)?;
+            if let Some(length) = length {
+                let is_whole = header.check_file_length(length);
+                is_whole.map_err(|error| Problem::Format(error).permanent())?;
+            }
+            let bytes = header.file_bytes;
+            if bytes > most {
+                return refuse(format!("the file is longer than {most} bytes"));
+            }
+            if let Some(limit) = cache.limit().filter(|&limit| limit < bytes) {
+                return refuse(format!(
+                    "the whole file has {bytes} bytes, and the limit of the cache is {limit}"
+                ));
+            }
+            end = bytes;
+            parsed = Some((header, slots));
         }
         if count == 0 {
             break;
         }
         new.file().write_all_at(bytes, at).map_err(cannot)?;
         at += count as u64;
-        if at > most {
-            return refuse(format!("the file is longer than {most} bytes"));
-        }
     }
+    body.release();
     let Some((header, slots)) = parsed else {
         return Err(Problem::NoTree.permanent());
     };

@@ -70,7 +70,7 @@ fn fetch_once(shared: &Shared, sources: &Sources, range: &Range<u64>) -> Option<
         } => {
             let mut part = vec![0; bytes as usize];
             body.read_exact(&mut part)?;
-            body.finish();
+            body.release();
             Ok(Some(Early {
                 start: range.start,
                 bytes: part,

@@ -633,26 +633,37 @@ fn slow_network_is_no_error_and_a_trickle_is_one() {
 }
 
 #[test]
-fn endless_body_without_a_length_is_cut() {
+fn endless_body_is_read_to_the_length_in_the_header_and_not_at_all_if_that_is_too_long() {
     let (file, _) = image(1);
-    let cache = cache_directory();
-    let server = Server::start(move |_| {
+    let bytes = Arc::clone(&file);
+    let endless = move |_: &Asked| {
         let head = b"HTTP/1.1 200 x\r\nconnection: close\r\n\r\n".to_vec();
-        let body = file.repeat(4);
-        Reply::Raw([head, body].concat())
-    });
+        Reply::Raw([head, bytes.repeat(10)].concat())
+    };
+    let cache = cache_directory();
+    let server = Server::start(endless.clone());
     let limited = Options {
-        whole_bytes: 4 << 20,
+        whole_bytes: 2 << 20,
         ..options(Some(&cache))
     };
     let error = open(&server, limited, None)
         .map(drop)
         .expect_err("too long");
     assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
-    let left = std::fs::read_dir(cache.path())
-        .expect("a directory")
-        .count();
-    assert_eq!(left, 0, "a half-made file is left in the cache");
+    let left = || {
+        std::fs::read_dir(cache.path())
+            .expect("a directory")
+            .count()
+    };
+    assert_eq!(left(), 0, "a half-made file is left in the cache");
+
+    let server = Server::start(endless);
+    let remote = Remote::new(options(Some(&cache))).expect("a client");
+    let address = Address::parse(&server.url("/image.bcow")).expect("an address");
+    let opened = remote.open(&address, None).expect("opens");
+    assert!(read_all(&opened).expect("reads") == **file);
+    let received = remote.figures().servers[0].received_bytes;
+    assert!(received < file.len() as u64 + (1 << 20), "{received} bytes");
 }
 
 #[test]
