@@ -698,7 +698,7 @@ impl Repository for InRepository {
         })
     }
 
-    fn referrers(&self, digest: &Digest, artifact_type: &str) -> io::Result<Option<Vec<u8>>> {
+    fn referrers(&self, digest: &Digest, artifact_type: &str) -> io::Result<Vec<u8>> {
         Ok(self
             .registry
             .referrers(&digest.to_string(), artifact_type)?)

@@ -2,6 +2,7 @@
 //!
 //! A [`Repository`] makes the connections.
 
+use std::io;
 use std::sync::Arc;
 
 use serde::Deserialize;
@@ -176,16 +177,25 @@ pub fn find_attached(image: &OrdinaryImage) -> Result<Option<BcowImage>, Convert
         source,
     };
     let repository = &image.repository;
-    let found = repository.referrers(&image.digest, IMAGE);
-    let Some(index) = found.map_err(unreadable)? else {
-        return Ok(None);
-    };
-    let index: Document = layout::parse(&format!("referrers of {name}"), &index)?;
+    let index = repository.referrers(&image.digest, IMAGE);
+    let place = format!("referrers of {name}");
+    let index: Document = layout::parse(&place, &index.map_err(unreadable)?)?;
     let ours = index.manifests.unwrap_or_default().into_iter().rev();
     let ours = ours.filter(|entry| entry.artifact_type.as_deref() == Some(IMAGE));
-    for entry in ours.take(MAX_REFERRERS) {
+    for (number, entry) in ours.enumerate() {
+        if number == MAX_REFERRERS {
+            let why = format!("none of the last {MAX_REFERRERS} attached images is usable");
+            return Err(ConvertError::layout(&place, why));
+        }
         let digest = layout::parse_digest(&name, &entry.digest)?;
-        let manifest = repository.manifest(Some(&digest)).map_err(unreadable)?;
+        let manifest = match repository.manifest(Some(&digest)) {
+            // A list may name what was deleted.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                tracing::warn!("{name}: an attached image is listed, and missing: {error}");
+                continue;
+            }
+            manifest => manifest.map_err(unreadable)?,
+        };
         let place = format!("manifest {} of {name}", digest.short());
         let document: Document = layout::parse(&place, &manifest)?;
         // An index can list anything; the manifest says what it belongs to.

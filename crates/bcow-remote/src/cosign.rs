@@ -64,15 +64,12 @@ impl PublicKey {
 
 #[derive(Deserialize)]
 struct Index {
-    #[serde(default)]
     manifests: Vec<Entry>,
 }
 
 #[derive(Deserialize)]
 struct Entry {
     digest: String,
-    #[serde(rename = "artifactType", default)]
-    artifact_type: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -114,7 +111,7 @@ enum Wrong {
     Key,
     /// It is right, and for something else.
     Digest(String),
-    /// It is right, and its document says nothing.
+    /// Its manifest, or the document that it signs, is invalid.
     Payload,
 }
 
@@ -126,7 +123,7 @@ impl Wrong {
             Wrong::Digest(other) => {
                 format!("the signature is of {}, not of {digest}", printable(&other))
             }
-            Wrong::Payload => "the signed document is invalid".to_owned(),
+            Wrong::Payload => "the signature or the signed document is invalid".to_owned(),
         }
     }
 }
@@ -147,14 +144,15 @@ impl Registry {
         {
             return Ok(());
         }
-        let index = self.referrers(digest, REFERRER)?.unwrap_or_default();
-        let index: Option<Index> = serde_json::from_slice(&index).ok();
-        let entries = index.map_or_else(Vec::new, |index| index.manifests);
-        let ours = entries
-            .iter()
-            .filter(|entry| entry.artifact_type.as_deref() == Some(REFERRER));
-        for entry in ours.take(MAX_SIGNATURES) {
-            let manifest = self.manifest_with_digest(&entry.digest)?;
+        let listed = self.referrers(digest, REFERRER)?;
+        let listed: Index = serde_json::from_slice(&listed)
+            .map_err(|_| Problem::Answer("its list of referrers is invalid".into()).at(place()))?;
+        for entry in listed.manifests.iter().take(MAX_SIGNATURES) {
+            let manifest = match self.manifest_with_digest(&entry.digest) {
+                // A list may name what was deleted.
+                Err(error) if matches!(error.problem, Problem::NotFound(_)) => continue,
+                manifest => manifest?,
+            };
             if self.check(&manifest, digest, key, &mut worst)? {
                 return Ok(());
             }
@@ -171,6 +169,7 @@ impl Registry {
         worst: &mut Wrong,
     ) -> Result<bool, RemoteError> {
         let Ok(manifest) = serde_json::from_slice::<Manifest>(manifest) else {
+            *worst = Wrong::Payload;
             return Ok(false);
         };
         for layer in manifest.layers.iter().take(MAX_SIGNATURES) {

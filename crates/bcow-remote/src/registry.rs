@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use bcow::Storage;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::address::{Address, Transport};
@@ -21,6 +22,9 @@ use crate::tree::Expected;
 
 /// Largest size of a blob that is read whole because no root hash is known for it.
 const WHOLE_BLOB_BYTES: u64 = 256 << 20;
+/// Pages of a list of referrers, and their bytes.
+const MAX_PAGES: u32 = 100;
+const LIST_BYTES: u64 = 16 << 20;
 /// The forms of manifests that are requested.
 pub(crate) const ACCEPT: &str = "application/vnd.oci.image.manifest.v1+json, \
      application/vnd.oci.image.index.v1+json, \
@@ -239,7 +243,9 @@ impl Registry {
     pub(crate) fn tagged(&self, tag: &str) -> Result<Vec<u8>, RemoteError> {
         let source = self.source(&format!("manifests/{tag}"))?;
         let place = format!("manifest {tag} of {}", self.reference);
-        self.fetch_named(&source, &place, &[("accept", ACCEPT)])
+        self.fetch_named(source.address(), &place, || {
+            self.fetch(&source, &[("accept", ACCEPT)], MANIFEST_BYTES)
+        })
     }
 
     /// The bytes of a small blob, which match the digest.
@@ -296,23 +302,24 @@ impl Registry {
         Ok(bytes)
     }
 
-    /// Fetches a document that may change; without the registry, it is the last one.
+    /// Fetches a document that may change, with this address; without the registry, it is the last
+    /// one.
     fn fetch_named(
         &self,
-        source: &Source,
+        address: &Address,
         place: &str,
-        headers: &[(&str, &str)],
+        fetch: impl FnOnce() -> Result<Vec<u8>, Problem>,
     ) -> Result<Vec<u8>, RemoteError> {
-        let fetched = self.fetch(source, headers, MANIFEST_BYTES);
+        let fetched = fetch();
         let Some(cache) = &self.shared.options.cache else {
             return fetched.map_err(|problem| problem.at(place));
         };
-        let name = source.address().with_secrets();
+        let name = address.with_secrets();
         let problem = match fetched {
             Ok(bytes) => {
                 let digest = sha256(&bytes);
                 cache.keep_document(&digest, &bytes);
-                cache.record_name(&name, &source.address().to_string(), &digest);
+                cache.record_name(&name, &address.to_string(), &digest);
                 return Ok(bytes);
             }
             Err(problem) if problem.is_unreachable() => problem,
@@ -345,35 +352,65 @@ impl Registry {
         headers: &[(&str, &str)],
         max_bytes: u64,
     ) -> Result<Vec<u8>, Problem> {
-        let mut budget = self.shared.opening();
-        loop {
-            match source.document(headers, max_bytes, &budget) {
-                Ok(bytes) => return Ok(bytes),
-                Err(fault) => budget.wait(fault)?,
-            }
-        }
+        let budget = self.shared.opening();
+        budget.run(|budget| source.document(headers, max_bytes, budget))
     }
 
-    /// The index of the manifests that are attached to the one with this digest (distribution
-    /// specification, "Listing Referrers"), or the one that writers keep where the registry has no
-    /// such list. `None`: neither is there.
-    pub fn referrers(
-        &self,
-        digest: &str,
-        artifact_type: &str,
-    ) -> Result<Option<Vec<u8>>, RemoteError> {
+    /// The index of the manifests of this type that are attached to the one with this digest, in
+    /// the order of the registry (distribution specification, "Listing Referrers"). Where the
+    /// registry does not make such lists, it is the one that writers keep. Nothing attached is an
+    /// index without manifests.
+    pub fn referrers(&self, digest: &str, artifact_type: &str) -> Result<Vec<u8>, RemoteError> {
         let query = encode(&[("artifactType", artifact_type)]);
-        let source = self.source(&format!("referrers/{digest}?{query}"))?;
+        let first = self.source(&format!("referrers/{digest}?{query}"))?;
+        let kept = self.source(&format!("manifests/{}", referrers_tag(digest)))?;
         let place = format!("referrers of {digest} of {}", self.reference);
-        match self.fetch_named(&source, &place, &[("accept", INDEX)]) {
-            Ok(bytes) => return Ok(Some(bytes)),
-            Err(error) => tracing::debug!("no list of referrers: {error}"),
+        self.fetch_named(first.address(), &place, || {
+            let listed = match self.listed(&first)? {
+                Some(entries) => Some(entries),
+                None => match self.fetch(&kept, &[("accept", INDEX)], MANIFEST_BYTES) {
+                    Err(Problem::NotFound(404)) => None,
+                    index => Some(entries(&index?)?),
+                },
+            };
+            let mut entries = listed.unwrap_or_default();
+            entries.retain(|entry| entry["artifactType"] == artifact_type);
+            let index = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": entries});
+            Ok(index.to_string().into_bytes())
+        })
+    }
+
+    /// The entries of a list of referrers, with those of all its pages; `None` if the registry does
+    /// not make such lists. A page that is missing is an error: the entries would not be all.
+    fn listed(&self, first: &Source) -> Result<Option<Vec<Value>>, Problem> {
+        let mut all = Vec::new();
+        let mut bytes_left = LIST_BYTES;
+        let mut next = None;
+        for _ in 0..MAX_PAGES {
+            let source = next.as_ref().unwrap_or(first);
+            let page = self.shared.opening().run(|budget| {
+                let most = MANIFEST_BYTES.min(bytes_left);
+                source.page(&[("accept", INDEX)], most, budget)
+            })?;
+            let Some(page) = page.filter(|page| page.is_json || next.is_some()) else {
+                return match next {
+                    None => Ok(None),
+                    Some(_) => Err(Problem::Answer("a page of its list is missing".into())),
+                };
+            };
+            all.append(&mut entries(&page.bytes)?);
+            bytes_left -= page.bytes.len() as u64;
+            let Some(address) = page.next else {
+                return Ok(Some(all));
+            };
+            if !address.same_server(first.address()) {
+                let why = "the next page of its list is on another server";
+                return Err(Problem::Answer(why.into()));
+            }
+            next = Some(self.source_at(address));
         }
-        match self.tagged(&referrers_tag(digest)) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
-            Err(error) => Err(error),
-        }
+        let why = format!("its list has more than {MAX_PAGES} pages");
+        Err(Problem::Answer(why))
     }
 
     /// Opens the blob with a digest (`sha256:HEX`), which is the expected BCoW file. If nothing is
@@ -440,10 +477,25 @@ impl Registry {
     }
 
     fn source(&self, path: &str) -> Result<Source, RemoteError> {
+        Ok(self.source_at(self.address(path)?))
+    }
+
+    /// A document or a file at an address of the registry.
+    fn source_at(&self, address: Address) -> Source {
         let client = Arc::clone(&self.shared.client);
-        let address = self.address(path)?;
         let access = Access::Registry(Arc::clone(&self.auth));
-        Ok(Source::new(client, address, access))
+        Source::new(client, address, access)
+    }
+}
+
+/// The entries of an index. Programs in Go write an empty list as `null`.
+fn entries(index: &[u8]) -> Result<Vec<Value>, Problem> {
+    let invalid = || Problem::Answer("its list of referrers is invalid".into());
+    let mut index: Value = serde_json::from_slice(index).map_err(|_| invalid())?;
+    match index.get_mut("manifests").map(Value::take) {
+        Some(Value::Array(entries)) => Ok(entries),
+        Some(Value::Null) => Ok(Vec::new()),
+        _ => Err(invalid()),
     }
 }
 

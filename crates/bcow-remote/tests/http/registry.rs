@@ -12,7 +12,7 @@ use crate::{cache_directory, image, options, read_all};
 const PASSWORD: &str = "geheim";
 /// `alice:geheim`
 const BASIC: &str = "Basic YWxpY2U6Z2VoZWlt";
-const DIGEST: &str = "sha256:0000000000000000000000000000000000000000000000000000000000000000";
+pub const DIGEST: &str = "sha256:0000000000000000000000000000000000000000000000000000000000000000";
 
 pub struct Alice;
 
@@ -33,7 +33,7 @@ impl Keychain for Stranger {
     }
 }
 
-fn registry(server: &Server, keychain: Arc<dyn Keychain>, end: &str) -> Registry {
+pub fn registry(server: &Server, keychain: Arc<dyn Keychain>, end: &str) -> Registry {
     let remote = Remote::new(options(None)).expect("a client");
     let reference: Reference = format!("docker://{}/team/image{end}", server.address)
         .parse()
