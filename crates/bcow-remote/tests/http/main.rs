@@ -2,6 +2,7 @@
 //! time and memory, with any behaviour of the server.
 
 mod cache;
+mod misbehaving;
 mod referrers;
 mod registry;
 mod server;

@@ -42,6 +42,8 @@ pub enum Reply {
     Raw(Vec<u8>),
     /// These bytes in equal pieces, with this pause before each; then the connection is closed.
     Slow(Vec<u8>, usize, Duration),
+    /// These bytes again and again until the client closes the connection.
+    Endless(Vec<u8>),
     /// These bytes, then silence until the client gives up.
     Stall(Vec<u8>),
 }
@@ -167,6 +169,13 @@ fn serve(
             }
             Reply::Raw(bytes) => {
                 stream.write_all(&bytes).ok()?;
+                return None;
+            }
+            Reply::Endless(bytes) => {
+                let many = bytes.repeat(1000);
+                while !stop.load(Ordering::SeqCst) {
+                    stream.write_all(&many).ok()?;
+                }
                 return None;
             }
             Reply::Slow(bytes, pieces, pause) => {

@@ -12,7 +12,7 @@ use crate::options;
 use crate::registry::{Alice, Stranger, unauthorized};
 use crate::server::{Asked, Reply, Server};
 
-fn digest(bytes: &[u8]) -> String {
+pub fn digest(bytes: &[u8]) -> String {
     format!(
         "sha256:{}",
         data_encoding::HEXLOWER.encode(&Sha256::digest(bytes))
@@ -21,33 +21,33 @@ fn digest(bytes: &[u8]) -> String {
 
 /// What a registry has.
 #[derive(Default)]
-struct State {
-    blobs: HashMap<String, Vec<u8>>,
-    uploads: Vec<Vec<u8>>,
-    manifests: HashMap<String, Vec<u8>>,
+pub struct State {
+    pub blobs: HashMap<String, Vec<u8>>,
+    pub uploads: Vec<Vec<u8>>,
+    pub manifests: HashMap<String, Vec<u8>>,
 }
 
 /// How a registry differs from a good one.
 #[derive(Clone, Copy, Default)]
-struct Habits {
+pub struct Habits {
     /// Forgets an upload when a connection breaks.
-    forgets: bool,
+    pub forgets: bool,
     /// Answers PATCH with this status.
-    patch: Option<u16>,
+    pub patch: Option<u16>,
     /// Takes blobs from other repositories.
-    mounts: bool,
+    pub mounts: bool,
     /// Names uploads by absolute URLs.
-    absolute: bool,
+    pub absolute: bool,
     /// The status of new uploads.
-    refuses: Option<u16>,
+    pub refuses: Option<u16>,
     /// Stores other bytes than it was sent.
-    damages: bool,
+    pub damages: bool,
     /// Lists what is attached to a manifest.
-    lists: bool,
+    pub lists: bool,
 }
 
 /// A registry that breaks connections as `cut` wants.
-fn start(
+pub fn start(
     habits: Habits,
     cut: impl Fn(&Asked) -> Option<usize> + Send + Sync + 'static,
 ) -> (Server, Arc<Mutex<State>>) {
@@ -69,7 +69,7 @@ fn start(
     (server, state)
 }
 
-fn answer(asked: &Asked, habits: Habits, state: &mut State) -> Reply {
+pub fn answer(asked: &Asked, habits: Habits, state: &mut State) -> Reply {
     let (path, query) = asked.path.split_once('?').unwrap_or((&asked.path, ""));
     let end = path.strip_prefix("/v2/team/image/").unwrap_or_default();
     let host = asked.header("host").unwrap_or_default();
@@ -172,7 +172,7 @@ fn answer(asked: &Asked, habits: Habits, state: &mut State) -> Reply {
     }
 }
 
-fn upload(server: &Server, keychain: Arc<dyn Keychain>, from: Option<&str>) -> Upload {
+pub fn upload(server: &Server, keychain: Arc<dyn Keychain>, from: Option<&str>) -> Upload {
     let remote = Remote::new(options(None)).expect("a client");
     let reference = |repository: &str| -> Reference {
         let name = format!("docker://{}/{repository}:1", server.address);
@@ -182,7 +182,7 @@ fn upload(server: &Server, keychain: Arc<dyn Keychain>, from: Option<&str>) -> U
     Upload::new(&remote, reference("team/image"), keychain, from.as_ref()).expect("an address")
 }
 
-fn send(upload: &Upload, bytes: &Arc<Vec<u8>>) -> (Result<Pushed, RemoteError>, u64) {
+pub fn send(upload: &Upload, bytes: &Arc<Vec<u8>>) -> (Result<Pushed, RemoteError>, u64) {
     let sent = Mutex::new(0);
     let open = |offset: u64| -> io::Result<Box<dyn Read>> {
         Ok(Box::new(io::Cursor::new(bytes[offset as usize..].to_vec())))
@@ -192,7 +192,7 @@ fn send(upload: &Upload, bytes: &Arc<Vec<u8>>) -> (Result<Pushed, RemoteError>, 
     (result, sent.into_inner().expect("no panic"))
 }
 
-fn noise(length: usize) -> Arc<Vec<u8>> {
+pub fn noise(length: usize) -> Arc<Vec<u8>> {
     let mut state = length as u64;
     let next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
@@ -201,9 +201,9 @@ fn noise(length: usize) -> Arc<Vec<u8>> {
     Arc::new(std::iter::repeat_with(next).take(length).collect())
 }
 
-const LARGE: usize = 5 << 20;
+pub const LARGE: usize = 5 << 20;
 
-fn methods(server: &Server) -> Vec<String> {
+pub fn methods(server: &Server) -> Vec<String> {
     server.asked().iter().map(|a| a.method.clone()).collect()
 }
 
