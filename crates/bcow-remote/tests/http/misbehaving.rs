@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, mpsc};
 use std::time::Duration;
 
 use bcow::Storage;
@@ -686,7 +686,11 @@ fn requests_of_a_read(pause: &'static str) -> usize {
         }
         false => Reply::File(file.clone()),
     });
-    let remote = open(&server, options(None), Some(root)).expect("opens");
+    let patient = Options {
+        timeout: LONG / 6,
+        ..options(None)
+    };
+    let remote = open(&server, patient, Some(root)).expect("opens");
     let error = remote.read_at(AT as u64, &mut [0; 100]);
     let error = error.expect_err("the server is busy");
     let found = RemoteError::below(&error).expect("an error of this crate");
@@ -696,11 +700,72 @@ fn requests_of_a_read(pause: &'static str) -> usize {
 
 #[test]
 fn busy_server_is_asked_after_its_pause_and_the_clients_own() {
-    // Own pauses of 0.1 s, 0.2 s, 0.4 s ... in 1.5 s, each at least half as long.
+    // Own pauses of 0.1 s, 0.2 s, 0.4 s ... 5 s in 10 s, each at least half as long.
     let requests = requests_of_a_read("0");
-    assert!((2..=8).contains(&requests), "{requests} requests");
+    assert!((2..=10).contains(&requests), "{requests} requests");
     // One more when the time is nearly over.
     assert_eq!(requests_of_a_read("60"), 2);
+}
+
+#[test]
+fn server_that_stalls_delays_no_read_from_another() {
+    const READS: usize = 20;
+    let (file, root) = image(1);
+    // Requests that hang, and whether they go on.
+    let stalled = Arc::new((Mutex::new((0, false)), Condvar::new()));
+    let (shared, bytes) = (Arc::clone(&stalled), Arc::clone(&file));
+    let first = Server::start(move |asked| {
+        if asked.range.is_some_and(|(first, _)| first >= AT) {
+            let (state, changed) = &*shared;
+            let mut state = state.lock().expect("no panic");
+            state.0 += 1;
+            changed.notify_all();
+            drop(changed.wait_while(state, |state| !state.1));
+        }
+        Reply::File(bytes.clone())
+    });
+    let second = good(&file);
+    let remote = Remote::new(Options {
+        // No request is given up.
+        timeout: 60 * LONG,
+        ..options(None)
+    })
+    .expect("a client");
+    let open = |server: &Server| {
+        let address = Address::parse(&server.url("/image.bcow")).expect("an address");
+        remote.open(&address, Some(root.into())).expect("opens")
+    };
+    let healthy = open(&second);
+    let stalls = {
+        stalled.0.lock().expect("no panic").1 = true;
+        let opened = open(&first);
+        *stalled.0.lock().expect("no panic") = (0, false);
+        opened
+    };
+    std::thread::scope(|scope| {
+        for n in 0..READS {
+            let stalls = &stalls;
+            scope.spawn(move || stalls.read_at((AT + n * 90_000) as u64, &mut [0; 100]));
+        }
+        let (state, changed) = &*stalled;
+        let state = state.lock().expect("no panic");
+        drop(
+            changed
+                .wait_while(state, |state| state.0 < 16)
+                .expect("no panic"),
+        );
+        let (healthy, (has_read, read)) = (&healthy, mpsc::channel());
+        scope.spawn(move || {
+            let mut buf = [0; 100];
+            let result = healthy.read_at(AT as u64, &mut buf).map(|()| buf);
+            has_read.send(result).expect("the test waits");
+        });
+        let read = read.recv_timeout(LONG);
+        stalled.0.lock().expect("no panic").1 = true;
+        changed.notify_all();
+        let read = read.expect("an answer before the other server goes on");
+        assert!(read.expect("reads") == file[AT..AT + 100]);
+    });
 }
 
 #[test]
