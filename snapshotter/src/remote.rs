@@ -97,7 +97,10 @@ impl Remote {
         keyring: Arc<Keyring>,
         cache: &Path,
     ) -> Result<Self, Error> {
-        args.registry.require_auth_file().map_err(Error::Invalid)?;
+        // It may come later.
+        if let Err(missing) = args.registry.require_auth_file() {
+            tracing::warn!("{missing}; until it is there, registries get no credentials of it");
+        }
         Ok(Remote {
             tool,
             is_asked: !args.no_remote,
