@@ -9,6 +9,7 @@ import ctypes
 import glob
 import hashlib
 import json
+import mmap
 import os
 import random
 import re
@@ -421,6 +422,66 @@ class Mounts(KernelDoor):
                 self.assertEqual(read_text(os.path.join(where, "file")), kind)
                 self.umount(where)
         self.assert_ended()
+
+    def test_direct_io_has_the_alignment_of_a_hard_disk(self):
+        """Also of parts of blocks that the disk has not stored, or that it has discarded."""
+        kinds = [("ext4", ("mkfs.ext4", "-q", "-F"), 64)]
+        for kind, make, mebibytes in (
+                ("xfs", ("mkfs.xfs", "-q"), 320),
+                ("xfs-4k", ("mkfs.xfs", "-q", "-s", "size=4096"), 320)):
+            if kernel_has("xfs") and shutil.which(make[0]):
+                kinds.append((kind, make, mebibytes))
+        for kind, make, mebibytes in kinds:
+            with self.subTest(kind):
+                base, disk = self.make_disk(f"{kind}-base", mebibytes, make, writable=False), \
+                    self.disk_path(kind)
+                bcow("create", "-b", base, disk)
+                where = self.point(kind)
+                self.mount(disk, where, "-o", "discard")
+                file = os.path.join(where, "file")
+                model = bytearray(random.Random(SEED).randbytes(MEBIBYTE))
+                write_file(file, bytes(model))
+                # The base has it then.
+                self.umount(where)
+                sealed = self.disk_path(f"{kind}-sealed")
+                bcow("commit", disk, sealed)
+                over = self.disk_path(f"{kind}-over")
+                bcow("create", "-b", sealed, over)
+                self.mount(over, where, "-o", "discard")
+                self.write_sectors(file, model)
+                self.assertEqual(read_bytes(file), model)
+                self.umount(where)
+                self.mount(over, where, "-o", "ro")
+                self.assertEqual(read_bytes(file), model)
+                self.umount(where)
+                self.assertEqual(bcow("fsck", "--data", over).code, 0)
+        self.assert_ended()
+
+    def write_sectors(self, file, model):
+        """Writes runs of sectors, and holes, directly to a file, and reads some. `model` is its
+        content."""
+        sector, dice = 512, random.Random(SEED)
+        fd = os.open(file, os.O_RDWR | os.O_DIRECT)
+        # A mapping is aligned to a page, so a part of it to a sector.
+        memory = mmap.mmap(-1, 64 * sector)
+        try:
+            for step in range(200):
+                sectors = dice.randrange(1, 20)
+                at = dice.randrange(len(model) // sector - sectors) * sector
+                part = memoryview(memory)[sector * (step % 8):][:sectors * sector]
+                if step % 10 == 9:
+                    mode = syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE
+                    syscalls.fallocate(fd, mode, at, len(part))
+                    model[at:at + len(part)] = bytes(len(part))
+                elif step % 5 == 4:
+                    self.assertEqual(os.preadv(fd, [part], at), len(part))
+                    self.assertEqual(part, model[at:at + len(part)])
+                else:
+                    part[:] = dice.randbytes(len(part))
+                    self.assertEqual(os.pwritev(fd, [part], at), len(part))
+                    model[at:at + len(part)] = part
+        finally:
+            os.close(fd)
 
     def test_a_static_dev_without_the_node_of_the_free_device_suffices(self):
         need("unshare", "mknod")

@@ -24,8 +24,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
-use bcow_mount::filesystem::{self, Found, HEAD_BYTES};
-use bcow_mount::{Access, Attach, HiddenName, LoopDevice};
+use bcow_mount::filesystem::{self, HEAD_BYTES};
+use bcow_mount::{Access, HiddenName, LoopDevice};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
 use rustix::io::Errno;
@@ -50,7 +50,7 @@ pub use crate::disk::{Barriers, Device, DiskFiles, DiskMount};
 pub use bcow_mount::filesystem::Kind;
 
 /// Finds the file system on a device.
-pub fn detect(device: &dyn BlockDevice) -> Result<Found, MountError> {
+pub fn detect(device: &dyn BlockDevice) -> Result<Kind, MountError> {
     Ok(filesystem::detect(&head(device)?)?)
 }
 
@@ -126,10 +126,9 @@ impl KernelSession {
         threads: usize,
     ) -> Result<Self, MountError> {
         let target = usable_mountpoint(target)?;
-        let size = disk.device.block_device().size();
-        let found = detect(disk.device.block_device())?;
+        let kind = detect(disk.device.block_device())?;
         let settings = options.for_kernel(&disk)?;
-        if settings.commit_seconds.is_some() && !matches!(found.kind, Kind::Ext4 | Kind::Btrfs) {
+        if settings.commit_seconds.is_some() && !matches!(kind, Kind::Ext4 | Kind::Btrfs) {
             return Err(no_interval());
         }
         let access = match disk.device {
@@ -144,20 +143,15 @@ impl KernelSession {
         // mount.
         let outcome = Outcome::new()?;
         let service = Service::start(file, threads)?;
-        let attach = Attach {
-            block_bytes: filesystem::device_block_bytes(found, size),
-            access,
-        };
         let mounted = service.apart(|hidden| {
-            let file = hidden.open(&name.to_string(), attach.access)?;
+            let file = hidden.open(&name.to_string(), access)?;
             // Dropped at the end: the loop device lives as long as the mount then.
-            let device = LoopDevice::attach(file.as_fd(), attach)?;
-            filesystem::mount(device.path(), found.kind, &target, settings)?;
+            let device = LoopDevice::attach(file.as_fd(), access)?;
+            filesystem::mount(device.path(), kind, &target, settings)?;
             tracing::info!(
-                "{} on {} (blocks of {} bytes), direct I/O: {}",
-                found.kind.name(),
+                "{} on {}, direct I/O: {}",
+                kind.name(),
                 device.path().display(),
-                attach.block_bytes,
                 device.has_direct_io()
             );
             Ok(device.path().to_owned())
@@ -179,7 +173,7 @@ impl KernelSession {
         };
         let mount = KernelMount { place, lifetime };
         Ok(Self::on(
-            disk, found.kind, mount, service, &stats, &errors, outcome,
+            disk, kind, mount, service, &stats, &errors, outcome,
         ))
     }
 
@@ -199,7 +193,7 @@ impl KernelSession {
             agreed,
             disk: _,
         } = handover;
-        let found = detect(disk.device.block_device())?;
+        let kind = detect(disk.device.block_device())?;
         let lost = match &disk.device {
             Device::Writable(disk) => disk.ledger().map(Ledger::lost),
             Device::ReadOnly(_) => None,
@@ -213,7 +207,7 @@ impl KernelSession {
         let outcome = Outcome::new()?;
         let service = Service::take_over(file, threads, hidden, connection, agreed)?;
         let mount = KernelMount { place, lifetime };
-        let session = Self::on(disk, found.kind, mount, service, &stats, &errors, outcome);
+        let session = Self::on(disk, kind, mount, service, &stats, &errors, outcome);
         session.is_shared.store(true, Relaxed);
         Ok(session)
     }

@@ -13,8 +13,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::Error;
-use crate::filesystem::{self, Found, HEAD_BYTES, Kind, Settings, Source};
-use crate::loop_device::{self, Access, Attach, LoopDevice};
+use crate::filesystem::{self, Kind, Settings, Source};
+use crate::loop_device::{self, Access, LoopDevice};
 
 /// The start of the source of such a mount.
 const MARK: &[u8] = b"/./";
@@ -86,18 +86,7 @@ fn attach(file: &Path) -> Result<LoopDevice, Error> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let open =
         rustix::fs::open(file, flags, Mode::empty()).map_err(|errno| failed(errno.into()))?;
-    let mut head = vec![0; HEAD_BYTES];
-    let read = rustix::io::pread(&open, &mut head, 0).map_err(|errno| failed(errno.into()))?;
-    let found = filesystem::detect(&head[..read]).unwrap_or(Found {
-        kind: Kind::Erofs,
-        block_bytes: 512,
-    });
-    let bytes = rustix::fs::fstat(&open).map_err(|errno| failed(errno.into()))?;
-    let how = Attach {
-        block_bytes: filesystem::device_block_bytes(found, bytes.st_size.unsigned_abs()),
-        access: Access::ReadOnly,
-    };
-    LoopDevice::attach(open.as_fd(), how)
+    LoopDevice::attach(open.as_fd(), Access::ReadOnly)
 }
 
 /// The path with the mark. `path` is absolute.

@@ -46,35 +46,19 @@ impl Kind {
     }
 }
 
-/// What [`detect`] found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Found {
-    /// The file system.
-    pub kind: Kind,
-    /// Its smallest unit of I/O in bytes, which a device below it must not exceed.
-    pub block_bytes: u32,
-}
-
 /// Finds the file system of a device by the magic number in the first [`HEAD_BYTES`] of it, or in
 /// fewer bytes if the device is smaller.
-pub fn detect(head: &[u8]) -> Result<Found, Error> {
+pub fn detect(head: &[u8]) -> Result<Kind, Error> {
     let bytes = |at: usize, count: usize| head.get(at..at + count);
-    let number16 = |at| bytes(at, 2).map_or(0, |b| u16::from_le_bytes([b[0], b[1]]));
-    let number32 = |at| bytes(at, 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    let found = |kind, block_bytes| Ok(Found { kind, block_bytes });
-    if number16(0x438) == 0xef53 {
-        return found(Kind::Ext4, 1024 << number32(0x418).min(6));
-    }
-    if bytes(0, 4) == Some(b"XFSB") {
-        let sector = bytes(102, 2).map_or(512, |b| u16::from_be_bytes([b[0], b[1]]));
-        return found(Kind::Xfs, sector.into());
-    }
-    if bytes(0x10040, 8) == Some(b"_BHRfS_M") {
-        return found(Kind::Btrfs, number32(0x10090));
-    }
-    if number32(0x400) == 0xe0f5_e1e2 {
-        let shift = bytes(0x40c, 1).map_or(12, |b| b[0]);
-        return found(Kind::Erofs, 1 << shift.clamp(9, 16));
+    for (at, magic, kind) in [
+        (0x438, &[0x53, 0xef][..], Kind::Ext4),
+        (0, b"XFSB", Kind::Xfs),
+        (0x10040, b"_BHRfS_M", Kind::Btrfs),
+        (0x400, &[0xe2, 0xe1, 0xf5, 0xe0], Kind::Erofs),
+    ] {
+        if bytes(at, magic.len()) == Some(magic) {
+            return Ok(kind);
+        }
     }
     Err(Error::NoFileSystem {
         found: match bytes(510, 2) {
@@ -99,15 +83,6 @@ pub fn ext4_bytes(head: &[u8]) -> u64 {
     };
     let blocks = high << 32 | number(0x404);
     blocks.saturating_mul(1024 << number(0x418).min(6))
-}
-
-/// The logical block size of a loop device below a file system with this unit of I/O, on a disk of
-/// `disk_bytes`. Large blocks save requests; the kernel refuses a file system with smaller ones.
-pub fn device_block_bytes(found: Found, disk_bytes: u64) -> u32 {
-    match found.block_bytes >= 4096 && disk_bytes.is_multiple_of(4096) {
-        true => 4096,
-        false => 512,
-    }
 }
 
 /// When a program's access updates a file's access time.
@@ -311,27 +286,13 @@ mod tests {
 
     #[test]
     fn file_systems_are_known_by_their_magic_numbers() {
-        for (parts, kind, block_bytes) in [
-            (
-                [(0x438, &[0x53_u8, 0xef][..]), (0x418, &[2])],
-                Kind::Ext4,
-                4096,
-            ),
-            ([(0x438, &[0x53, 0xef]), (0x418, &[0])], Kind::Ext4, 1024),
-            ([(0, b"XFSB"), (102, &[0x02, 0x00])], Kind::Xfs, 512),
-            (
-                [(0x10040, b"_BHRfS_M"), (0x10090, &[0, 16, 0, 0])],
-                Kind::Btrfs,
-                4096,
-            ),
-            (
-                [(0x400, &[0xe2, 0xe1, 0xf5, 0xe0]), (0x40c, &[12])],
-                Kind::Erofs,
-                4096,
-            ),
+        for (at, magic, kind) in [
+            (0x438, &[0x53_u8, 0xef][..], Kind::Ext4),
+            (0, b"XFSB", Kind::Xfs),
+            (0x10040, b"_BHRfS_M", Kind::Btrfs),
+            (0x400, &[0xe2, 0xe1, 0xf5, 0xe0], Kind::Erofs),
         ] {
-            let found = detect(&head(&parts)).unwrap();
-            assert_eq!(found, Found { kind, block_bytes });
+            assert_eq!(detect(&head(&[(at, magic)])).unwrap(), kind);
         }
     }
 
@@ -362,17 +323,5 @@ mod tests {
             ((1 << 32) + 5) << 10
         );
         assert_eq!(ext4_bytes(&[]), 0);
-    }
-
-    #[test]
-    fn device_has_no_larger_blocks_than_its_file_system_or_its_end() {
-        let of = |block_bytes, disk_bytes| {
-            let kind = Kind::Ext4;
-            device_block_bytes(Found { kind, block_bytes }, disk_bytes)
-        };
-        assert_eq!(of(4096, 1 << 20), 4096);
-        assert_eq!(of(1024, 1 << 20), 512);
-        assert_eq!(of(65536, 1 << 20), 4096);
-        assert_eq!(of(4096, (1 << 20) + 512), 512);
     }
 }

@@ -18,15 +18,14 @@
 //!
 //! ```no_run
 //! use bcow_mount::filesystem::{self, AccessTimes, Kind, Settings};
-//! use bcow_mount::{Access, Attach, HiddenMount, LoopDevice};
+//! use bcow_mount::{Access, HiddenMount, LoopDevice};
 //!
 //! # fn serve(connection: std::os::fd::OwnedFd) {}
 //! # fn main() -> Result<(), bcow_mount::Error> {
 //! let (hidden, connection) = HiddenMount::new()?;
 //! serve(connection); // in another thread, with a file "disk"
 //! let file = hidden.open("disk", Access::ReadWrite)?;
-//! let attach = Attach { block_bytes: 4096, access: Access::ReadWrite };
-//! let device = LoopDevice::attach(&file, attach)?;
+//! let device = LoopDevice::attach(&file, Access::ReadWrite)?;
 //! let settings = Settings {
 //!     read_only: false,
 //!     nosuid: true,
@@ -59,6 +58,6 @@ pub use direct::{file_of_source, mount_files};
 pub use error::Error;
 pub use growth::{grow, may_grow, set_size};
 pub use hidden::HiddenMount;
-pub use loop_device::{Access, Attach, LoopDevice, backing_of, is_served};
+pub use loop_device::{Access, LoopDevice, backing_of, is_served};
 pub use memory::{Writeback, release_heap, serve_writeback};
 pub use name::HiddenName;

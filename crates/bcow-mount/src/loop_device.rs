@@ -10,6 +10,10 @@ use crate::Error;
 use crate::ioctl::{self, Config};
 use crate::name::HiddenName;
 
+/// Logical block size of each device in bytes: the smallest of Linux. So programs can use
+/// `O_DIRECT` with the alignment of an ordinary hard disk. A file system with larger blocks still
+/// sends whole ones.
+const BLOCK_BYTES: u32 = 512;
 /// Each time that another process takes the free device first, the next one is asked for.
 const MAX_RACES: u32 = 64;
 
@@ -20,15 +24,6 @@ pub enum Access {
     ReadOnly,
     /// Reads and writes.
     ReadWrite,
-}
-
-/// How a file is attached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Attach {
-    /// Logical block size in bytes.
-    pub block_bytes: u32,
-    /// Whether the device can be written.
-    pub access: Access,
 }
 
 /// An attached loop device. The kernel detaches the file when neither this nor a mount nor another
@@ -42,7 +37,7 @@ pub struct LoopDevice {
 
 impl LoopDevice {
     /// Attaches `file` to a free device, with direct I/O if the file allows it.
-    pub fn attach(file: impl AsFd, how: Attach) -> Result<Self, Error> {
+    pub fn attach(file: impl AsFd, access: Access) -> Result<Self, Error> {
         let control = |action| {
             move |errno: Errno| Error::Control {
                 action,
@@ -54,11 +49,11 @@ impl LoopDevice {
             rustix::fs::open("/dev/loop-control", flags, Mode::empty()).map_err(control("open"))?;
         for _ in 0..MAX_RACES {
             let number = ioctl::free_device(&controller).map_err(control("get a device from"))?;
-            match Self::attach_to(number, file.as_fd(), how) {
+            match Self::attach_to(number, file.as_fd(), access) {
                 Attempt::Attached(device) => return Ok(device),
                 Attempt::Busy => {}
                 // A static /dev, as in a container, lacks the nodes of devices that are made later.
-                Attempt::NoNode => return Self::attach_to_any_node(file.as_fd(), how),
+                Attempt::NoNode => return Self::attach_to_any_node(file.as_fd(), access),
                 Attempt::Failed(error) => return Err(error),
             }
         }
@@ -66,14 +61,14 @@ impl LoopDevice {
     }
 
     /// Tries the devices that `/dev` has nodes of, one after the other.
-    fn attach_to_any_node(file: impl AsFd, how: Attach) -> Result<Self, Error> {
+    fn attach_to_any_node(file: impl AsFd, access: Access) -> Result<Self, Error> {
         let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
         let mut numbers: Vec<u32> = entries
             .filter_map(|entry| number_in(entry.file_name().to_str()?))
             .collect();
         numbers.sort_unstable();
         for number in numbers {
-            match Self::attach_to(number, file.as_fd(), how) {
+            match Self::attach_to(number, file.as_fd(), access) {
                 Attempt::Attached(device) => return Ok(device),
                 Attempt::Busy | Attempt::NoNode => {}
                 Attempt::Failed(error) => return Err(error),
@@ -82,7 +77,7 @@ impl LoopDevice {
         Err(Error::NoFreeDevice)
     }
 
-    fn attach_to(number: u32, file: impl AsFd, how: Attach) -> Attempt {
+    fn attach_to(number: u32, file: impl AsFd, access: Access) -> Attempt {
         let path = PathBuf::from(format!("/dev/loop{number}"));
         let failed = |action, errno: Errno, path| {
             Attempt::Failed(Error::Loop {
@@ -91,7 +86,7 @@ impl LoopDevice {
                 source: errno.into(),
             })
         };
-        let flags = match how.access {
+        let flags = match access {
             Access::ReadOnly => OFlags::RDONLY,
             Access::ReadWrite => OFlags::RDWR,
         };
@@ -102,12 +97,12 @@ impl LoopDevice {
             Err(errno) => return failed("open", errno, path),
         };
         let mut flags = ioctl::AUTOCLEAR | ioctl::DIRECT_IO;
-        if how.access == Access::ReadOnly {
+        if access == Access::ReadOnly {
             flags |= ioctl::READ_ONLY;
         }
         // Descriptors are not negative.
         let fd = file.as_fd().as_raw_fd().unsigned_abs();
-        match ioctl::configure(&device, Config::new(fd, how.block_bytes, flags)) {
+        match ioctl::configure(&device, Config::new(fd, BLOCK_BYTES, flags)) {
             Ok(()) => {}
             Err(Errno::BUSY) => return Attempt::Busy,
             Err(errno) => return failed("attach the disk to", errno, path),

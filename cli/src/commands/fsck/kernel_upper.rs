@@ -165,9 +165,9 @@ fn check_disk(disk: &Image, reader: &DiskReader, found: &mut Found) {
         found.add(true, "upper-disk", DISK, message);
     }
     match kernel::detect(disk) {
-        Ok(detected) if detected.kind == Kind::Ext4 => {}
-        Ok(detected) => {
-            let message = format!("it holds {}, not ext4", detected.kind.name());
+        Ok(Kind::Ext4) => {}
+        Ok(kind) => {
+            let message = format!("it holds {}, not ext4", kind.name());
             found.add(true, "upper-disk", DISK, message);
         }
         Err(error) => found.add(true, "upper-disk", DISK, error.to_string()),

@@ -119,8 +119,8 @@ fn open_unchecked(
     };
     let found = kernel::detect(opened.device.block_device());
     let kind = match (found, args.door) {
-        (Ok(found), DoorChoice::Kernel) => found.kind,
-        (Ok(found), _) if found.kind != Kind::Erofs => found.kind,
+        (Ok(kind), DoorChoice::Kernel) => kind,
+        (Ok(kind), _) if kind != Kind::Erofs => kind,
         // The FUSE door reads EROFS, and names the problem of other content.
         (Ok(_) | Err(MountError::Kernel(_)), DoorChoice::Auto | DoorChoice::Fuse) => {
             return Ok(None);
@@ -236,7 +236,7 @@ fn open_asked(
     } = opened;
     let marked = instance.refuse_after_volatile(args.upper.sync());
     marked.map_err(|error| cannot_use(&error))?;
-    if !kernel::detect(&disk).is_ok_and(|found| found.kind == Kind::Ext4) {
+    if !kernel::detect(&disk).is_ok_and(|kind| kind == Kind::Ext4) {
         return Err(CommandError::new(format!(
             "the disk of the upper {} holds no ext4",
             upper.display()
