@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
 
@@ -274,6 +275,36 @@ class Ext4(Scratch):
         os.truncate(view, 0)
         bcow("map", disk, env=env)
         self.assertEqual(os.path.getsize(view), len(good))
+
+    def test_a_damaged_view_is_made_again(self):
+        views = tempfile.mkdtemp(dir=self.directory)
+        env = {"BCOW_VIEWS": views}
+        disk = self.path("intact.bcow")
+        bcow("create", "-b", self.image, "--fs", "ext4", "-s", "1G", disk, env=env)
+        [name] = os.listdir(views)
+        view = os.path.join(views, name)
+        good = read_bytes(view)
+        # The header, before the first of these places, has a copy.
+        for at in range(len(good) // 16, len(good), len(good) // 16):
+            with open(view, "r+b") as file:
+                file.seek(at)
+                file.write(bytes([good[at] ^ 1]))
+            compared = bcow("diff", self.image, "--upper", disk, env=env)
+            self.assertEqual((compared.code, compared.out), (0, b""), at)
+            self.assertEqual(read_bytes(view), good, at)
+            self.assertIn(f"{view} is damaged: bcow makes this view again", compared.err.decode())
+        self.assertEqual(os.listdir(views), [name])
+
+    def test_an_error_of_a_view_names_the_file(self):
+        archive, image = self.path("large-attribute.tar"), self.path("large-attribute.bcow")
+        with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as tar:
+            entry = tarfile.TarInfo("directory/file with attributes")
+            entry.pax_headers = {"SCHILY.xattr.user.large": "x" * 20_000}
+            tar.addfile(entry)
+        bcow("convert", f"tar:{archive}", image)
+        refused = bcow("create", "-b", image, "--fs", "ext4", self.path("none.bcow"), check=False)
+        assert_refused(self, refused, "ext4 cannot hold /directory/file with attributes: ")
+        self.assertNotRegex(refused.err, rb"nid|inode \d")
 
     def test_an_image_that_moved_is_named_again_and_another_is_refused(self):
         there = tempfile.mkdtemp(dir=self.directory)

@@ -147,9 +147,12 @@ impl ViewCache {
         }
     }
 
-    /// The view in the cache. A file that does not belong there counts as missing, and is replaced.
+    /// The view in the cache. A file that does not belong there, or that is damaged, counts as
+    /// missing, and is replaced. The whole file is checked: a view is small, and a damaged block
+    /// would fail later reads.
     fn cached(&self, directory: &File, image: &dyn ViewedImage, bytes: u64) -> Option<CachedView> {
         let name = name(image, bytes);
+        let path = self.directory.join(&name);
         let file = entries::open(directory, &name).ok()?;
         let metadata = file.metadata().ok()?;
         if !metadata.is_file() || !is_safe(&metadata) {
@@ -160,12 +163,30 @@ impl ViewCache {
         if let Some(name) = image.name() {
             entries::record_image(&file, &name);
         }
+        let file = Arc::new(file);
+        let remade = |problem: &dyn std::fmt::Display| {
+            tracing::warn!(
+                "{} is {problem}: bcow makes this view again",
+                path.display()
+            );
+        };
+        match entries::is_sound(file.clone()) {
+            Ok(true) => {}
+            Ok(false) => {
+                remade(&"damaged");
+                return None;
+            }
+            Err(error) => {
+                remade(&format_args!("not readable: {error}"));
+                return None;
+            }
+        }
         let below = OneBacking(Some(image.image().clone()));
-        let view = Image::open_with_backings(Arc::new(file), &self.options, &below).ok()?;
+        let view = Image::open_with_backings(file, &self.options, &below).ok()?;
         Some(CachedView {
             identity: file::identity_of(&view, image, bytes)?,
             view,
-            path: self.directory.join(name),
+            path,
         })
     }
 

@@ -126,16 +126,19 @@ pub(crate) fn list(directory: &File) -> io::Result<Vec<ViewEntry>> {
 
 /// Whether the file of a view is as it was written. `None` if it does not exist.
 pub(crate) fn verify(directory: &File, name: &str) -> io::Result<Option<bool>> {
-    let file = match open(directory, name) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    let storage: Arc<dyn Storage> = Arc::new(file);
-    match check(storage, &CheckOptions::FULL) {
-        Ok(report) => Ok(Some(report.is_sound())),
-        Err(error) if error.code().is_some() => Ok(Some(false)),
-        Err(error) => Err(io::Error::other(error)),
+    match open(directory, name) {
+        Ok(file) => Ok(Some(is_sound(Arc::new(file)).map_err(io::Error::other)?)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether every stored byte of a view matches its checksums.
+pub(crate) fn is_sound(view: Arc<dyn Storage>) -> Result<bool, bcow::Error> {
+    match check(view, &CheckOptions::FULL) {
+        Ok(report) => Ok(report.is_sound()),
+        Err(error) if error.code().is_some() => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -4,8 +4,8 @@ use std::io;
 use std::path::PathBuf;
 
 use bcow::NewFileError;
-use bcow_erofs::reader::{ErofsError, Nid};
-use bcow_ext4::Ext4Error;
+use bcow_erofs::reader::ErofsError;
+use bcow_ext4::{Ext4Error, InodeProblem, ReadError};
 
 /// A view cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -17,13 +17,21 @@ pub enum ViewError {
     /// The ext4 cannot be written.
     #[error(transparent)]
     Ext4(#[from] Ext4Error),
-    /// An inode of the EROFS that ext4 cannot hold.
-    #[error("ext4 cannot hold nid {nid} of the image: {source}")]
+    /// A file of the image that cannot be read.
+    #[error("cannot read {path} in the image: {source}")]
+    Unreadable {
+        /// Its path. Bytes that a terminal would interpret are escaped.
+        path: String,
+        /// The cause.
+        source: ErofsError,
+    },
+    /// A file of the image that ext4 cannot hold.
+    #[error("ext4 cannot hold {path}: {problem}")]
     Inode {
-        /// The inode.
-        nid: Nid,
+        /// Its path. Bytes that a terminal would interpret are escaped.
+        path: String,
         /// Why it cannot.
-        source: Ext4Error,
+        problem: InodeProblem,
     },
     /// The EROFS has blocks of another size.
     #[error("the EROFS has blocks of {0} bytes; a view needs 4096")]
@@ -92,6 +100,15 @@ pub enum ViewError {
     /// The view is not the one that the disk was made over.
     #[error("the view of the image is not the one that the disk was made over")]
     Identity,
+    /// The ext4 of a view cannot be read.
+    #[error("the view: {0}")]
+    Ext4OfView(#[source] ReadError),
+    /// A disk over a view cannot be made.
+    #[error(transparent)]
+    Disk(bcow::Error),
+    /// The system gives no random bytes.
+    #[error("cannot get random bytes for a UUID: {0}")]
+    Random(#[source] io::Error),
     /// More inodes than ext4 numbers.
     #[error("the image has more inodes than ext4 can number")]
     Inodes,

@@ -1,6 +1,6 @@
 //! Lays out the tree of an EROFS as an ext4.
 
-use bcow_erofs::reader::{FileType, Filesystem, Inode};
+use bcow_erofs::reader::{FileType, Filesystem, Inode, PathIndex};
 use bcow_ext4::{
     Content, DeviceNumber, Entry, Ext4Error, Extent, FileKind, Geometry, GeometryOptions, Identity,
     InodeNumber, MAX_BYTES, Node, Sink, Summary, Timestamp, Writer, Xattr,
@@ -11,6 +11,9 @@ use crate::error::ViewError;
 use crate::numbers::{self, Known};
 use crate::place::{Fragment, Layout, Pieces, Window};
 use crate::survey::{Survey, kind};
+
+/// Most names that are read to name the file of an error.
+const MAX_NAMES: usize = 1 << 24;
 
 /// What a view depends on, besides the tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +68,37 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
     if u64::from(block_bytes) != BLOCK_BYTES {
         return Err(ViewError::BlockBytes(block_bytes));
     }
-    let survey = Survey::new(fs)?;
+    let survey = Survey::new(fs).map_err(|error| name_file(error, fs, None))?;
+    write(fs, options, &survey, sink).map_err(|error| name_file(error, fs, Some(&survey)))
+}
+
+/// Replaces the number of an inode in an error by a path of the file.
+fn name_file(error: ViewError, fs: &Filesystem, survey: Option<&Survey>) -> ViewError {
+    let nid = match &error {
+        ViewError::Erofs(error) => error.nid(),
+        ViewError::Ext4(Ext4Error::Inode { inode, .. }) => {
+            survey.and_then(|survey| survey.nid(*inode))
+        }
+        _ => None,
+    };
+    let path = nid.and_then(|nid| PathIndex::new(fs, MAX_NAMES).paths(nid, 1).pop());
+    let Some(path) = path else {
+        return error;
+    };
+    let path = String::from_utf8_lossy(&path).escape_debug().to_string();
+    match error {
+        ViewError::Erofs(source) => ViewError::Unreadable { path, source },
+        ViewError::Ext4(Ext4Error::Inode { problem, .. }) => ViewError::Inode { path, problem },
+        other => other,
+    }
+}
+
+fn write(
+    fs: &Filesystem,
+    options: &Options,
+    survey: &Survey,
+    sink: &mut dyn Sink,
+) -> Result<View, ViewError> {
     let device_blocks = fs.device_bytes() / BLOCK_BYTES;
     let place = |bytes| -> Result<Option<(Geometry, Layout)>, Ext4Error> {
         let geometry = Geometry::new(GeometryOptions {
@@ -102,7 +135,7 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
         let inode = fs.inode(known.nid)?;
         let add = Adding {
             fs,
-            survey: &survey,
+            survey,
             layout: &layout,
         };
         add.inode(&inode, known, &mut pieces, &mut writer)?;
@@ -218,13 +251,8 @@ impl Adding<'_> {
             xattrs: &xattrs,
             content,
         };
-        match writer.add(&node) {
-            Ok(_) => Ok(()),
-            Err(source) => Err(ViewError::Inode {
-                nid: inode.nid,
-                source,
-            }),
-        }
+        writer.add(&node)?;
+        Ok(())
     }
 
     fn extents(&self, inode: &Inode, pieces: &mut Pieces) -> Result<Vec<Extent>, ViewError> {

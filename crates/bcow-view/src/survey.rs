@@ -1,7 +1,7 @@
 //! The first walk over a tree: it numbers the inodes, and counts names and fragments.
 
 use bcow_erofs::reader::{FileType, Filesystem, Nid};
-use bcow_ext4::FileKind;
+use bcow_ext4::{FileKind, InodeNumber};
 
 use crate::BLOCK_BYTES;
 use crate::ViewError;
@@ -39,6 +39,11 @@ impl Survey {
     /// All inodes in the order of the walk.
     pub fn inodes(&self) -> &[Known] {
         &self.numbers.inodes
+    }
+
+    /// The inode that has this number in the view.
+    pub fn nid(&self, inode: InodeNumber) -> Option<Nid> {
+        self.numbers.nid(inode)
     }
 
     /// The place of an inode that the survey found.

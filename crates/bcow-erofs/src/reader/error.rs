@@ -119,6 +119,22 @@ pub enum ErofsError {
     TooManyLinks,
 }
 
+impl ErofsError {
+    /// The inode that the error is about.
+    pub fn nid(&self) -> Option<Nid> {
+        match self {
+            ErofsError::UnsupportedInode { nid, .. }
+            | ErofsError::Inode { nid, .. }
+            | ErofsError::Directory { nid, .. }
+            | ErofsError::Xattr { nid, .. }
+            | ErofsError::WrongKind { nid, .. }
+            | ErofsError::DirectoryTwice { nid }
+            | ErofsError::Unsorted { nid } => Some(*nid),
+            _ => None,
+        }
+    }
+}
+
 /// What is wrong with an inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
