@@ -228,7 +228,8 @@ fn make_disk(
     let file = new.file().try_clone().map_err(|error| cannot(&error))?;
     let create = CreateOptions::disk(size);
     bcow_view::create_instance(Arc::new(file), &view, entry_of(image), &create, options)
-        .and_then(Disk::close)
+        .map_err(|error| cannot(&error))?
+        .close()
         .map_err(|error| cannot(&error))?;
     let completed = instance.complete_disk(new, note);
     completed.map_err(|error| cannot_use(&error))

@@ -23,7 +23,8 @@ import support
 from promises import promise
 from support import (assert_refused, assert_same_tree, bcow, is_mounted, read_bytes, read_json,
                      read_text, run, until, write_file)
-from test_kernel_door import KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDoor
+from test_kernel_door import (KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDoor,
+                              backing_files)
 import tree
 
 INSTANCES = 20
@@ -301,6 +302,23 @@ class Mounts(KernelUpper):
         # They share one view.
         for upper, _ in places[:2]:
             self.assert_upper_clean(upper)
+
+    def test_each_upper_has_a_file_system_of_its_own(self):
+        """By its UUID, with which the kernel and udev tell file systems apart."""
+        uuids = []
+        for name in ("one", "other"):
+            where = self.point(name)
+            self.begin(self.upper_path(name), where)
+            [device] = [device for device, file in backing_files().items()
+                        if file.endswith(f":{self.tag}-{name}")]
+            uuids.append(run("blkid", "-p", "-o", "value", "-s", "UUID", device).out)
+            assert_same_tree(self, self.lower.tree, where)
+        self.assertEqual(len(set(uuids)), 2, uuids)
+        for name in ("one", "other"):
+            self.umount(self.point(name))
+            compared = bcow("diff", self.image, "--upper", self.upper_path(name), timeout=SECONDS)
+            self.assertEqual((compared.code, compared.out), (0, b""))
+            self.assert_upper_clean(self.upper_path(name))
 
     def test_unnamed_files_syncfs_and_shared_mappings_work(self):
         self.begin()

@@ -39,10 +39,10 @@ use crate::views::{UserViews, cannot_view};
 ///                   4 KiB to 16 MiB: fast, but a small write over a backing copies more data
 ///     space         4 KiB blocks everywhere
 ///
-/// With --fs ext4, the disk shows the tree of the image given by -b as an ext4 file system. A
-/// virtual machine, or `bcow mount` on this machine, mounts it for writing. The content of files
-/// stays in the image. bcow generates the metadata once per image and size, and stores it in
-/// $BCOW_VIEWS [default: $BCOW_CACHE/views, or /var/cache/bcow/views for root, or
+/// With --fs ext4, the disk shows the tree of the image given by -b as an ext4 file system, with a
+/// UUID of its own. A virtual machine, or `bcow mount` on this machine, mounts it for writing. The
+/// content of files stays in the image. bcow generates the metadata once per image and size, and
+/// stores it in $BCOW_VIEWS [default: $BCOW_CACHE/views, or /var/cache/bcow/views for root, or
 /// $XDG_CACHE_HOME/bcow/views, or ~/.cache/bcow/views].
 ///
 /// The command never overwrites an existing file.
@@ -108,13 +108,28 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let new = NewFile::create_new(&path)?;
     let options = OpenOptions::default();
     let backing = match &args.backing {
-        Some(name) => Some(args.backing_of(name, &path, &options)?),
+        Some(name) => Some(backing(
+            name,
+            args.by_digest,
+            &path,
+            &args.stores,
+            &options,
+        )?),
         None => None,
     };
-    let size = match (args.size, &backing) {
-        (Some(size), _) => disk_size(size)?,
-        (None, Some((entry, _))) => entry.size,
-        (None, None) => {
+    let view = match (&args.backing, &backing, args.fs) {
+        (Some(name), Some((_, image)), Some(FileSystem::Ext4)) => {
+            let bytes = disk_size(args.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;
+            let view = UserViews::new(&options).view(image, bytes);
+            Some(view.map_err(|error| cannot_view(name, &error))?)
+        }
+        _ => None,
+    };
+    let size = match (args.size, &view, &backing) {
+        (Some(size), ..) => disk_size(size)?,
+        (None, Some(view), _) => view.bytes(),
+        (None, None, Some((entry, _))) => entry.size,
+        (None, None, None) => {
             return Err(CommandError::usage("the disk needs a size")
                 .hint("give one with -s SIZE, or a backing with -b BACKING"));
         }
@@ -125,11 +140,18 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         block_bytes: args.block_size,
         ..CreateOptions::disk(size)
     };
-    let backing_name = backing.as_ref().map(|(entry, _)| entry.name.to_string());
     let file = Arc::new(new.file().try_clone().context(cannot)?);
-    Disk::create(file, &create, backing, &options)
-        .and_then(Disk::close)
-        .context(cannot)?;
+    let disk = match (&view, backing) {
+        (Some(view), Some((entry, _))) => {
+            bcow_view::create_instance(file, view, entry, &create, &options).context(cannot)?
+        }
+        (_, backing) => {
+            let backing = backing.map(|(entry, image)| (entry, image as Arc<dyn BlockDevice>));
+            Disk::create(file, &create, backing, &options).context(cannot)?
+        }
+    };
+    let backing_name = disk.backing().map(|entry| entry.name.to_string());
+    disk.close().context(cannot)?;
     new.complete()?;
     let over = backing_name.map_or(String::new(), |name| format!(" over {name}"));
     ui.status(format_args!(
@@ -139,28 +161,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         plural(size, "byte")
     ));
     Ok(())
-}
-
-impl Args {
-    /// The entry of the backing `name` for the disk at `disk`, and its content. With --fs, those of
-    /// its view.
-    fn backing_of(
-        &self,
-        name: &Path,
-        disk: &Path,
-        options: &OpenOptions,
-    ) -> Result<(BackingEntry, Arc<dyn BlockDevice>), CommandError> {
-        let (entry, image) = backing(name, self.by_digest, disk, &self.stores, options)?;
-        match self.fs {
-            None => Ok((entry, image)),
-            Some(FileSystem::Ext4) => {
-                let bytes = disk_size(self.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;
-                let view = UserViews::new(options).view(&image, bytes);
-                let view = view.map_err(|error| cannot_view(name, &error))?;
-                Ok((view.entry(entry), view.device().clone()))
-            }
-        }
-    }
 }
 
 /// Returns `size`, if a disk can have this size.

@@ -1,6 +1,9 @@
 //! The checksums of metadata: CRC32C without the final inversion, begun with a seed.
 
 use crc_fast::{CrcAlgorithm, Digest};
+use zerocopy::IntoBytes;
+
+use crate::format::SuperBlock;
 
 /// A state of the checksum. The state after some bytes is the seed of what follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,6 +13,12 @@ impl Checksum {
     /// The seed of a file system: the checksum of its UUID.
     pub fn of_file_system(uuid: &[u8; 16]) -> Checksum {
         Checksum(u32::MAX).with(uuid)
+    }
+
+    /// The checksum that belongs into a superblock.
+    pub fn of_superblock(superblock: &SuperBlock) -> Checksum {
+        let covered = size_of::<SuperBlock>() - size_of::<u32>();
+        Checksum(u32::MAX).with(&superblock.as_bytes()[..covered])
     }
 
     /// The state after further bytes.

@@ -220,6 +220,28 @@ impl Reader {
         Ok(inodes[(within % INODES_PER_BLOCK) as usize])
     }
 
+    /// The first block of a copy of this file system that has another UUID. All other blocks of the
+    /// copy are the same.
+    ///
+    /// The superblock of the copy records the seed of the checksums, which otherwise follows from
+    /// the UUID (feature `metadata_csum_seed`). The backups of the superblock have the old UUID,
+    /// and so the same seed. `e2fsck` updates them when it next writes.
+    pub fn first_block_with_uuid(&self, uuid: [u8; 16]) -> Result<Box<BlockBuffer>, ReadError> {
+        use zerocopy::IntoBytes;
+        let mut superblock = self.superblock()?;
+        superblock.uuid = uuid;
+        if let Some(seed) = self.seed {
+            let features = superblock.incompatible.get() | incompatible::CHECKSUM_SEED;
+            superblock.incompatible = features.into();
+            superblock.checksum_seed = seed.0.into();
+            superblock.checksum = Checksum::of_superblock(&superblock).0.into();
+        }
+        let mut block = self.block(0)?;
+        let place = &mut block[SUPERBLOCK_OFFSET..][..size_of::<SuperBlock>()];
+        place.copy_from_slice(superblock.as_bytes());
+        Ok(block)
+    }
+
     /// The seed of the checksums of an inode and of its metadata blocks.
     fn seed_of(&self, number: InodeNumber, generation: u32) -> Option<Checksum> {
         Some(self.seed?.of_generation(number.0, generation))
@@ -244,7 +266,6 @@ impl Reader {
 
     /// Checks the superblock, and takes the geometry and the seed from it.
     fn accept_superblock(&mut self, superblock: &SuperBlock) -> Result<(), ReadError> {
-        use zerocopy::IntoBytes;
         let damaged = |problem| Place::Superblock.damaged(problem);
         if superblock.magic.get() != MAGIC {
             return Err(ReadError::NoExt4);
@@ -266,9 +287,8 @@ impl Reader {
         let has_checksums =
             superblock.read_only_compatible.get() & read_only_compatible::METADATA_CHECKSUM != 0;
         if has_checksums {
-            let covered = size_of::<SuperBlock>() - size_of::<u32>();
-            let found = Checksum(u32::MAX).with(&superblock.as_bytes()[..covered]);
-            if found.0 != superblock.checksum.get() {
+            let expected = Checksum::of_superblock(superblock);
+            if expected.0 != superblock.checksum.get() {
                 return Err(damaged("its checksum is wrong"));
             }
         }

@@ -482,7 +482,7 @@ impl<'a> Writer<'a> {
         for &group in self.geometry.backups() {
             let start = self.geometry.group_range(group).start * BLOCK_BYTES as u64;
             superblock.group = (group as u16).into();
-            seal(&mut superblock);
+            superblock.checksum = Checksum::of_superblock(&superblock).0.into();
             self.output.sink.write_at(start, superblock.as_bytes())?;
             self.output
                 .sink
@@ -490,7 +490,7 @@ impl<'a> Writer<'a> {
         }
         self.output.sink.write_at(BLOCK_BYTES as u64, descriptors)?;
         superblock.group = 0.into();
-        seal(&mut superblock);
+        superblock.checksum = Checksum::of_superblock(&superblock).0.into();
         let at = SUPERBLOCK_OFFSET as u64;
         Ok(self.output.sink.write_at(at, superblock.as_bytes())?)
     }
@@ -569,13 +569,6 @@ const LOG_GROUPS_PER_FLEX: u8 = 4;
 const CRC32C: u8 = 1;
 
 const _: () = assert!(BLOCK_BYTES == DESCRIPTORS_PER_BLOCK as usize * DESCRIPTOR_BYTES);
-
-/// Sets the checksum of a superblock.
-fn seal(superblock: &mut SuperBlock) {
-    let covered = size_of::<SuperBlock>() - size_of::<u32>();
-    let checksum = Checksum(u32::MAX).with(&superblock.as_bytes()[..covered]);
-    superblock.checksum = checksum.0.into();
-}
 
 fn count_directories(entries: &[Entry<'_>]) -> u32 {
     let directories = entries

@@ -299,7 +299,7 @@ fn stored_blocks(file: &Image, blocks: &mut Vec<Range<u64>>) -> Result<(), bcow:
 }
 
 /// An address space as the bytes of a file system.
-struct Device(Arc<dyn BlockDevice>);
+pub(crate) struct Device(pub Arc<dyn BlockDevice>);
 
 impl Source for Device {
     fn bytes(&self) -> u64 {

@@ -7,10 +7,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
 
 use bcow_ext4::{FileKind, InodeNumber, ReadError, Reader, Source};
+use bcow_testkit::{has_program, lacks};
 use proptest::prelude::*;
 
 use super::programs::random_tree;
-use super::tree::{BLOCK, Kind, Tree, block_content, image, of_all_kinds};
+use super::tree::{BLOCK, Kind, Tree, block_content, check, image, of_all_kinds};
 
 const NAMES: usize = 1 << 20;
 
@@ -262,4 +263,29 @@ proptest! {
             LazyLock::new(|| image(&of_all_kinds(), 64 << 20));
         let _ = read_all(source(&IMAGE, places));
     }
+}
+
+/// The rest of its metadata is that of the original.
+#[test]
+fn a_copy_with_another_uuid_is_sound() {
+    if lacks("e2fsck", has_program("e2fsck")) {
+        return;
+    }
+    let tree = of_all_kinds();
+    let image = image(&tree, 2 << 30);
+    let open = || Reader::open(Box::new(source(&image, BTreeMap::new()))).expect("a file system");
+    let uuid = *b"\x01\x02\x03\x04\x05\x06\x47\x08\x89\x0a\x0b\x0c\x0d\x0e\x0f\x10";
+    let block = open().first_block_with_uuid(uuid).expect("a block");
+    let before = fs::read(image.file.path()).expect("the image");
+    let file = image.file.as_file();
+    file.write_all_at(&block[..], 0).expect("a write");
+    check(&image);
+    compare(&tree, &open());
+    // A copy of the copy has the same seed.
+    let mut old = [0; 16];
+    old.copy_from_slice(&before[1024 + 0x68..][..16]);
+    let again = open().first_block_with_uuid(old).expect("a block");
+    file.write_all_at(&again[..], 0).expect("a write");
+    check(&image);
+    compare(&tree, &open());
 }
