@@ -361,6 +361,29 @@ class Mounts(KernelDoor):
             self.umount(where)
             self.assert_clean(disk)
 
+    def test_disks_over_one_backing_are_mounted_at_once(self):
+        """Their file systems have the same UUID. btrfs takes that since Linux 6.7."""
+        release = tuple(map(int, re.match(r"(\d+)\.(\d+)", os.uname().release).groups()))
+        kinds = [("ext4", ("mkfs.ext4", "-q", "-F"), 64)]
+        if kernel_has("xfs") and shutil.which("mkfs.xfs"):
+            kinds.append(("xfs", ("mkfs.xfs", "-q"), 320))
+        if kernel_has("btrfs") and shutil.which("mkfs.btrfs") and release >= (6, 7):
+            kinds.append(("btrfs", ("mkfs.btrfs", "-q"), 128))
+        for kind, make, mebibytes in kinds:
+            with self.subTest(kind):
+                base = self.make_disk(f"{kind}-base", mebibytes, make, writable=False)
+                places = {}
+                for number in ("1", "2"):
+                    disk = self.disk_path(f"{kind}-{number}")
+                    bcow("create", "-b", base, disk)
+                    places[number] = where = self.point(f"{kind}-{number}")
+                    self.mount(disk, where)
+                    write_file(os.path.join(where, "file"), number)
+                for number, where in places.items():
+                    self.assertEqual(read_text(os.path.join(where, "file")), number)
+                    self.umount(where)
+        self.assert_ended()
+
     def test_options_of_the_mount_hold(self):
         disk, where = self.make_disk(), self.point()
         self.mount(disk, where, "-o", "ro,noexec,suid,dev,relatime,discard,commit=9")

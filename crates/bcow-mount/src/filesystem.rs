@@ -230,6 +230,8 @@ fn configure(
             }
         }
         Kind::Btrfs if !settings.barriers => flags.push("nobarrier"),
+        // Disks over one backing, and copies of a disk, have the same UUID.
+        Kind::Xfs => flags.push("nouuid"),
         _ => {}
     }
     if let Some(seconds) = settings.commit_seconds {
