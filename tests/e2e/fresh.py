@@ -2,9 +2,12 @@
 """Runs a command on a fresh machine: a minimal Debian in its own namespaces, with only Rust added.
 
     tests/e2e/fresh.py [--user] [--keep] [COMMAND...]
+    tests/e2e/fresh.py --readme
 
-Runs the command there in a clean clone of this checkout: as root, or as an ordinary user with sudo.
-The default command is scripts/test, as in the README. The script needs root, debootstrap and the
+Runs the command there in a clean clone of the last commit of this checkout: as root, or as an
+ordinary user with sudo. The default command is scripts/test, as in the README. With --readme, both
+commands of the README run, one after the other in one clone: first as root, and then on another
+fresh machine as an ordinary user. That takes hours. The script needs root, debootstrap and the
 Debian mirror of this machine's apt. The minimal system stays in $BCOW_IMAGES, or target/images.
 """
 
@@ -18,9 +21,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SUITE = "bookworm"
+# The commands of the README.
+README = ("scripts/try", "scripts/test")
 # The ordinary user there.
 USER, UID = "someone", 1000
 # The place of the Rust toolchain in the guest. It is this machine's toolchain: the compiler that
@@ -235,19 +241,38 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--user", action="store_true", help="as an ordinary user with sudo")
     parser.add_argument("--keep", action="store_true", help="leave the machine's root afterwards")
+    parser.add_argument("--readme", action="store_true",
+                        help="both commands of the README, as root and as an ordinary user")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("this needs root: it makes a root file system, and namespaces")
+    if options.readme and (options.user or options.command):
+        parser.error("--readme runs commands of its own, for both users")
     os.makedirs(os.path.join(TOP, "target"), exist_ok=True)
-    with machine(os.path.join(TOP, "target"), keep=options.keep) as fresh:
-        if options.user:
+    users = (False, True) if options.readme else (options.user,)
+    commands = [[command] for command in README] if options.readme \
+        else [options.command or ["scripts/test"]]
+    results = [result for user in users for result in run_all(commands, user, options.keep)]
+    if options.readme:
+        for command, user, seconds, code in results:
+            print(f"fresh: {' '.join(command)} as {USER if user else 'root'}: "
+                  f"status {code}, {seconds / 60:.0f} min")
+    sys.exit(next((code for *_, code in results if code), 0))
+
+
+def run_all(commands, user, keep):
+    """Runs commands in one clone on one fresh machine; yields the time and the status of each."""
+    # With CI set, tests that need root would fail for the user instead of being skipped.
+    env = {"CI": os.environ["CI"]} if "CI" in os.environ and not user else {}
+    with machine(os.path.join(TOP, "target"), keep=keep) as fresh:
+        if user:
             fresh.add_user()
-        directory = fresh.check_out(options.user)
-        env = {"CI": os.environ["CI"]} if "CI" in os.environ else {}
-        command = options.command or ["scripts/test"]
-        done = fresh.run(*command, user=options.user, directory=directory, env=env, stdin=None)
-    sys.exit(done.returncode)
+        directory = fresh.check_out(user)
+        for command in commands:
+            begin = time.monotonic()
+            done = fresh.run(*command, user=user, directory=directory, env=env, stdin=None)
+            yield command, user, time.monotonic() - begin, done.returncode
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ const MAY_USE: [(&str, &[&str]); 17] = [
 
 /// The packages of the workspace, as cargo describes them.
 fn packages() -> Vec<serde_json::Value> {
-    let output = Command::new(env!("CARGO"))
+    // Not that of the build, which another machine may have elsewhere.
+    let output = Command::new("cargo")
         .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()

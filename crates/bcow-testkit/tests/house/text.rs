@@ -1,5 +1,6 @@
-//! Lines end at column 100, and texts use the field's words.
+//! Lines end at column 100, texts use the field's words, and lists are complete.
 
+use std::collections::BTreeSet;
 use std::fs;
 
 /// Columns of a line of code or Markdown.
@@ -26,6 +27,55 @@ const ENDINGS: [&str; 3] = [".rs", ".md", ".py"];
 
 /// This list of words, and texts that are not this project's own.
 const EXEMPT: [&str; 1] = ["crates/bcow-testkit/tests/house/text.rs"];
+
+/// Documents that name each file of a directory: the directory, how the names start, and the
+/// document. It contains the name without its ending as a word.
+const LISTS: [(&str, &str, &str); 5] = [
+    ("tests/e2e", "test_", "docs/testing.md"),
+    ("fuzz/fuzz_targets", "", "fuzz/README.md"),
+    ("fuzz/fuzz_targets", "", "fuzz/run"),
+    ("docs/guide", "", "docs/guide/README.md"),
+    ("crates", "", "docs/architecture.md"),
+];
+
+#[test]
+fn lists_of_files_in_documents_are_complete() {
+    let mut found = super::Broken::new();
+    let mut lists: Vec<_> = LISTS
+        .map(|(at, start, list)| (at.to_owned(), start, list))
+        .into();
+    // The test programs of each crate.
+    for at in names("crates", "") {
+        let tests = format!("crates/{at}/tests");
+        if super::root().join(&tests).exists() {
+            lists.push((tests, "", "docs/testing.md"));
+        }
+    }
+    for (directory, start, list) in lists {
+        let text = fs::read_to_string(super::root().join(list)).expect(list);
+        let is_part = |c: char| c.is_alphanumeric() || "_-".contains(c);
+        let words: BTreeSet<&str> = text.split(|c| !is_part(c)).collect();
+        for name in names(&directory, start) {
+            if !words.contains(&*name) && !list.ends_with(&format!("{directory}/{name}.md")) {
+                let place = format!("{directory}/{name}");
+                found.entry(list.to_owned()).or_default().push(place);
+            }
+        }
+    }
+    super::expect_none("missing in a list of all files", &found);
+}
+
+/// The names in a directory without their endings, which start with `start`.
+fn names(directory: &str, start: &str) -> Vec<String> {
+    let entries = fs::read_dir(super::root().join(directory)).expect(directory);
+    let names = entries.map(|entry| entry.expect(directory).path());
+    // Neither is a test program.
+    let is_support = |name: &str| ["support", "common", "proptest-regressions"].contains(&name);
+    names
+        .filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()))
+        .filter(|name| name.starts_with(start) && !name.starts_with("__") && !is_support(name))
+        .collect()
+}
 
 #[test]
 fn lines_end_at_column_100() {
