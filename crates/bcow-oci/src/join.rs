@@ -14,7 +14,7 @@ use bcow::{BlockDevice, Compression, Image, OpenOptions, WriterOptions};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
-use bcow_erofs::tree::LayerTree;
+use bcow_erofs::tree::{LayerTree, Tree};
 use bcow_erofs::writer::MAX_INLINE;
 use rustix::fs::MemfdFlags;
 use serde_json::{Map, Value};
@@ -62,7 +62,8 @@ pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
 ///
 /// With `kept`, the file of the joined image stays at this path, so that a later call need not read
 /// and merge the trees again. A file there that is of other parts, damaged, or writable by other
-/// users is replaced. If the host cannot store the file, it is in memory.
+/// users is replaced, also if a later read finds the damage. If the host cannot store the file, it
+/// is in memory.
 pub fn join(
     parts: &[JoinPart],
     metadata_fields: Map<String, Value>,
@@ -80,34 +81,74 @@ pub fn join(
         starts: starts(&image, parts, &places),
         image,
     };
-    let open = |file: File| Image::open_with_backings(Arc::new(file), options, &resolver);
+    let source = Arc::new(Source {
+        parts: parts.to_owned(),
+        places: places.clone(),
+        fields: metadata_fields,
+    });
+    let open = |storage| Image::open_with_backings(storage, options, &resolver);
     if let Some(path) = kept
-        && let Some(image) = kept::open(path, parts, open)
+        && let Some(image) = kept::open(path, &source, open)
     {
         return Ok(joined(image));
     }
-    let trees = parts
-        .iter()
-        .zip(&places)
-        .enumerate()
-        .map(|(index, (part, place))| part_tree(part, *place, index))
-        .collect::<Result<Vec<_>, _>>()?;
-    let names: Vec<String> = parts.iter().map(|part| part.name.clone()).collect();
-    let tree = merge(trees).map_err(|error| tree_error(&names, error))?;
-    let write = |file: File, path: &Path, fields: Map<String, Value>| {
-        let stack_parts: Vec<StackPart<'_>> = parts
-            .iter()
-            .map(|part| StackPart {
-                image: &part.image,
-                // Only the resolver above resolves this digest. The parts must have different ones.
-                digest: part.image.identity_hash(),
-                bytes: part.image.size(),
-            })
-            .collect();
+    let tree = source.tree()?;
+    if let Some(path) = kept {
+        match kept::make(path, &source, &tree) {
+            Ok(()) => {
+                if let Some(image) = kept::open(path, &source, open) {
+                    return Ok(joined(image));
+                }
+            }
+            Err(error) => tracing::warn!("cannot keep merged layers: {error}"),
+        }
+    }
+    let file = source.write_in_memory(&tree, &source.fields)?;
+    let image = open(Arc::new(file)).map_err(|error| image_error(Path::new(MEMORY), error))?;
+    Ok(joined(image))
+}
+
+/// The name of a file in memory in messages.
+const MEMORY: &str = "memory";
+
+/// What a joined image is made of.
+struct Source {
+    parts: Vec<JoinPart>,
+    places: Vec<BlockRange>,
+    /// Fields of the metadata.
+    fields: Map<String, Value>,
+}
+
+impl Source {
+    /// Reads and merges the trees.
+    fn tree(&self) -> Result<Tree, ConvertError> {
+        let parts = self.parts.iter().zip(&self.places).enumerate();
+        let trees = parts
+            .map(|(index, (part, place))| part_tree(part, *place, index))
+            .collect::<Result<Vec<_>, _>>()?;
+        let names: Vec<String> = self.parts.iter().map(|part| part.name.clone()).collect();
+        merge(trees).map_err(|error| tree_error(&names, error))
+    }
+
+    /// Writes the file; `path` is for messages. Equal parts give equal bytes.
+    fn write(
+        &self,
+        tree: &Tree,
+        file: File,
+        path: &Path,
+        fields: &Map<String, Value>,
+    ) -> Result<(), ConvertError> {
+        let stack_parts = self.parts.iter().map(|part| StackPart {
+            image: &part.image,
+            // Only the resolver of the join resolves this digest. The parts must have different
+            // ones.
+            digest: part.image.identity_hash(),
+            bytes: part.image.size(),
+        });
         let merged = Merged {
-            tree: &tree,
-            parts: &stack_parts,
-            places: &places,
+            tree,
+            parts: &stack_parts.collect::<Vec<_>>(),
+            places: &self.places,
             options: WriterOptions {
                 compression: Compression::None,
                 erofs: true,
@@ -118,28 +159,24 @@ pub fn join(
             prefetch: None,
             path,
         };
-        let metadata = Metadata::new("bcow", Value::Null, fields);
+        let metadata = Metadata::new("bcow", Value::Null, fields.clone());
         merged.write(file, metadata).map(drop)
-    };
-    if let Some(path) = kept {
-        match kept::make(path, parts, &metadata_fields, write) {
-            Ok(()) => {
-                if let Some(image) = kept::open(path, parts, open) {
-                    return Ok(joined(image));
-                }
-            }
-            Err(error) => tracing::warn!("cannot keep merged layers: {error}"),
-        }
     }
-    let path = Path::new("memory");
-    let memory_error = |error| ConvertError::write("make a file in", path, error);
-    let file = rustix::fs::memfd_create("bcow", MemfdFlags::CLOEXEC)
-        .map_err(|error| memory_error(error.into()))?;
-    let file = File::from(file);
-    let written = file.try_clone().map_err(memory_error)?;
-    write(written, path, metadata_fields)?;
-    let image = open(file).map_err(|error| image_error(path, error))?;
-    Ok(joined(image))
+
+    fn write_in_memory(
+        &self,
+        tree: &Tree,
+        fields: &Map<String, Value>,
+    ) -> Result<File, ConvertError> {
+        let path = Path::new(MEMORY);
+        let memory_error = |error| ConvertError::write("make a file in", path, error);
+        let file = rustix::fs::memfd_create("bcow", MemfdFlags::CLOEXEC)
+            .map_err(|error| memory_error(error.into()))?;
+        let file = File::from(file);
+        let written = file.try_clone().map_err(memory_error)?;
+        self.write(tree, written, path, fields)?;
+        Ok(file)
+    }
 }
 
 /// Where the parts begin. The last one ends with the image.
@@ -254,8 +291,26 @@ mod tests {
         assert!(content(&other) != content(&in_memory));
         let (back, _) = kept(&parts);
         assert!(content(&back) == content(&in_memory));
-        // Damaged, and writable by others.
+        // Damaged in any byte, for this join or for reads after it.
         let bytes = std::fs::read(&path).unwrap();
+        let mut replaced = [0, 0];
+        for at in (0..bytes.len()).step_by((bytes.len() / 100).max(1)) {
+            for (is_open, replaced) in replaced.iter_mut().enumerate() {
+                std::fs::write(&path, &bytes).unwrap();
+                let opened = (is_open == 1).then(|| kept(&parts).0);
+                let file = std::fs::File::options().write(true).open(&path).unwrap();
+                std::os::unix::fs::FileExt::write_all_at(&file, &[!bytes[at]], at as u64).unwrap();
+                let read = opened.unwrap_or_else(|| kept(&parts).0);
+                assert!(content(&read) == content(&in_memory), "byte {at}");
+                // Padding and the second header are not read.
+                *replaced += usize::from(std::fs::read(&path).unwrap() == bytes);
+            }
+        }
+        assert!(
+            replaced.iter().all(|&replaced| replaced > 0),
+            "{replaced:?}"
+        );
+        // Truncated, and writable by others.
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
         let (repaired, _) = kept(&parts);
         assert!(content(&repaired) == content(&in_memory));

@@ -368,7 +368,7 @@ impl Image {
             region,
         };
         self.cache.table(key, || {
-            let table = read_table(&self.file, &self.header, region, stored)?;
+            let table = self.restored(|| read_table(&self.file, &self.header, region, stored))?;
             let features = &self.header.features;
             if features.has_incompatible(incompatible::FRAGMENTS) {
                 check_fragments(&table, region, |index| {
@@ -392,8 +392,18 @@ impl Image {
             encoding,
             length: piece.length as u32,
         };
-        self.cache
-            .block(key, || read_block(&self.file, piece, &stored, encoding))
+        self.cache.block(key, || {
+            self.restored(|| read_block(&self.file, piece, &stored, encoding))
+        })
+    }
+
+    /// Reads a part of the file, and once more if the first read fails and the storage can restore
+    /// its content.
+    fn restored<T>(&self, mut read: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
+        match read() {
+            Err(_) if self.file.storage.restore() => read(),
+            result => result,
+        }
     }
 
     /// Reads raw blocks from `first` on, as long as they are contiguous in the file and fit into
@@ -429,24 +439,26 @@ impl Image {
         let Some((_, stored)) = run.first() else {
             return Ok(0);
         };
-        self.file.read_at(stored.at.0, &mut buf[..bytes as usize])?;
-        let mut rest = &buf[..bytes as usize];
-        for (piece, stored) in &run {
-            let (block, behind) = rest.split_at(piece.length as usize);
-            rest = behind;
-            let found = bcow_format::crc32c(block);
-            if !bcow_format::crc32c_matches(stored.crc, found) {
-                return Err(Error::BadBlock {
-                    logical: piece.start,
-                    stored: stored.at.0,
-                    problem: crate::BlockProblem::Checksum {
-                        expected: stored.crc,
-                        found,
-                    },
-                });
+        self.restored(|| {
+            self.file.read_at(stored.at.0, &mut buf[..bytes as usize])?;
+            let mut rest = &buf[..bytes as usize];
+            for (piece, stored) in &run {
+                let (block, behind) = rest.split_at(piece.length as usize);
+                rest = behind;
+                let found = bcow_format::crc32c(block);
+                if !bcow_format::crc32c_matches(stored.crc, found) {
+                    return Err(Error::BadBlock {
+                        logical: piece.start,
+                        stored: stored.at.0,
+                        problem: crate::BlockProblem::Checksum {
+                            expected: stored.crc,
+                            found,
+                        },
+                    });
+                }
             }
-        }
-        Ok(bytes as usize)
+            Ok(bytes as usize)
+        })
     }
 
     /// Reads bytes of the file past the block cache: a writer may change them in place.

@@ -48,6 +48,11 @@ pub trait Storage: Send + Sync {
     fn identity(&self) -> Option<FileIdentity> {
         None
     }
+    /// Replaces the content after a read of damaged bytes, if the storage can make it again. Returns
+    /// whether another read of the same bytes may succeed.
+    fn restore(&self) -> bool {
+        false
+    }
     /// Identifies the bytes as they are now. Storages with the same version have the same bytes, as
     /// long as none of them is written to. `None` if the storage cannot tell.
     fn version(&self) -> Option<Version> {
