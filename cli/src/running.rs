@@ -56,6 +56,9 @@ pub struct Service {
     /// process has not ended yet.
     #[serde(default)]
     pub device: Option<String>,
+    /// For a mount that maps owners: how.
+    #[serde(default)]
+    pub owners: Option<String>,
     /// For a mount at the kernel door: the descriptor of the process through which root reads the
     /// statistics.
     #[serde(default)]
@@ -426,6 +429,7 @@ mod tests {
             mode: "ro".to_owned(),
             since: 7,
             device: Some("0:99".to_owned()),
+            owners: None,
             descriptor: None,
             pool: None,
         }

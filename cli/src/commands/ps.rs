@@ -144,6 +144,7 @@ fn without_process(mount: &MountedImage) -> Row {
             mode: mode.to_owned(),
             since: 0,
             device: Some(mount.device.clone()),
+            owners: None,
             descriptor: None,
             pool: None,
         },

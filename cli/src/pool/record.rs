@@ -168,6 +168,7 @@ mod tests {
             mode: "ro".to_owned(),
             since: 7,
             device: None,
+            owners: None,
             descriptor: None,
             pool: Some("pool".to_owned()),
         };

@@ -35,6 +35,7 @@ mod mount;
 mod mountinfo;
 pub mod options;
 mod outcome;
+pub mod owners;
 mod process;
 mod request_threads;
 pub mod session;

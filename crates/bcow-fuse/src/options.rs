@@ -10,6 +10,7 @@ use rustix::mount::MountFlags;
 use crate::disk::{Barriers, Device, DiskMount};
 use crate::error::MountError;
 use crate::lower::OverlayXattrs;
+use crate::owners::Owners;
 
 /// The longest interval between commits: ext4 and btrfs warn of longer ones.
 const MAX_SECONDS: u32 = 300;
@@ -87,6 +88,7 @@ pub struct MountOptions {
     read_only: Option<bool>,
     /// The attributes for overlayfs, if the mount is for a lower directory of overlayfs.
     overlay_lower: Option<OverlayXattrs>,
+    owners: Owners,
 }
 
 impl Default for MountOptions {
@@ -102,6 +104,7 @@ impl Default for MountOptions {
             commit_seconds: None,
             read_only: None,
             overlay_lower: None,
+            owners: Owners::default(),
         }
     }
 }
@@ -144,6 +147,11 @@ impl MountOptions {
     /// The attributes of a lower directory of overlayfs, if the mount is to be one.
     pub fn overlay_lower(&self) -> Option<OverlayXattrs> {
         self.overlay_lower
+    }
+
+    /// The mapping of owners.
+    pub fn owners(&self) -> &Owners {
+        &self.owners
     }
 
     /// Where written bytes are kept until the kernel sends them to bcow.
@@ -219,6 +227,7 @@ impl MountOptions {
         let only_fuse = [
             ("fsname", self.source.is_some()),
             ("overlay_lower", self.overlay_lower.is_some()),
+            ("uidmap or gidmap", !self.owners.are_same()),
         ];
         if let Some((option, _)) = only_fuse.into_iter().find(|(_, is_given)| *is_given) {
             return Err(MountError::NotAtDoor {
@@ -282,6 +291,18 @@ impl MountOptions {
                     problem: "the interval is a number of seconds, 1 to 300",
                 }),
             };
+        }
+        for (name, map) in [
+            ("uidmap=", &mut self.owners.users),
+            ("gidmap=", &mut self.owners.groups),
+        ] {
+            if let Some(range) = bytes.strip_prefix(name.as_bytes()) {
+                let range = std::str::from_utf8(range).unwrap_or_default();
+                return map.add(range).map_err(|problem| MountError::BadOption {
+                    option: shown(),
+                    problem,
+                });
+            }
         }
         if let Some(xattrs) = bytes.strip_prefix(b"overlay_lower=") {
             self.overlay_lower = match xattrs {
@@ -481,6 +502,22 @@ mod tests {
         }
         let error = parsed(&["overlay_lower=x"]).unwrap_err();
         assert!(matches!(error, MountError::BadOption { .. }), "{error}");
+    }
+
+    #[test]
+    fn owners_are_mapped_by_several_ranges_and_not_at_the_kernel_door() {
+        let options = parsed(&["uidmap=0:1000:1,uidmap=1:100000:9", "gidmap=0:5:1"]).unwrap();
+        assert_eq!(options.owners().to_string(), "0:1000:1,1:100000:9;0:5:1");
+        let error = options.for_image(Path::new("image")).unwrap_err();
+        assert!(
+            error.to_string().contains("\"uidmap or gidmap\""),
+            "{error}"
+        );
+        let error = parsed(&["uidmap=0:1000:1,uidmap=0:7:1"]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "mount option \"uidmap=0:7:1\": two ranges of IDs have a common ID"
+        );
     }
 
     #[test]

@@ -213,15 +213,14 @@ impl Session {
         let seen = Arc::clone(&agreed);
         let (fuse, union) = match content {
             Content::Image(fs) => {
-                let adapter =
-                    ReadOnly::new(fs, stats, request_threads, options.permissions(), seen);
+                let adapter = ReadOnly::new(fs, stats, request_threads, options, seen);
                 (connection.begin(adapter, config).map(Fuse::ReadOnly), None)
             }
             Content::Union(union) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&union), outcome.descriptor());
-                let (fs, cache) = (Arc::clone(&union), options.write_cache());
-                let adapter = Writable::new(fs, stats, request_threads, cache, gate.clone(), seen);
+                let (fs, gate) = (Arc::clone(&union), gate.clone());
+                let adapter = Writable::new(fs, stats, request_threads, options, gate, seen);
                 let fuse = connection.begin(adapter, config).map(Fuse::Writable);
                 (fuse, Some(Closing { union, outcome }))
             }

@@ -12,6 +12,7 @@ use bcow_fuse::options::Access;
 use bcow_fuse::stats::document::Document;
 use bcow_fuse::{Door, MountOptions, MountedImage, WhenBusy};
 
+use super::fuse::owners;
 use super::{Args, failure};
 use crate::ask::{self, Answer};
 use crate::error::CommandError;
@@ -74,7 +75,8 @@ pub fn attempt(args: &Args, options: &MountOptions, ui: &Ui) -> Result<Attempt, 
         let Some(device) = &service.device else {
             continue;
         };
-        if !has_same_content(args, &service)? || !can_give(&service, options) {
+        let has_same_owners = service.owners == owners(options);
+        if !has_same_content(args, &service)? || !has_same_owners || !can_give(&service, options) {
             continue;
         }
         let bound = bcow_fuse::bind(device, args.directory(), options);

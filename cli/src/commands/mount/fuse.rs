@@ -157,6 +157,12 @@ fn overlay_lower(
     OverlayLower::new(tree, &layers, xattrs).context(cannot)
 }
 
+/// The mapping of owners, for the entry of the mount.
+pub fn owners(options: &MountOptions) -> Option<String> {
+    let owners = options.owners();
+    (!owners.are_same()).then(|| owners.to_string())
+}
+
 impl Opened {
     fn mount(self, args: &Args, host: &Host<'_>, ui: &Ui) -> Result<Mounted, CommandError> {
         refuse_mounted(args.directory())?;
@@ -203,6 +209,7 @@ impl Opened {
             .to_owned(),
             since: running::now(),
             device,
+            owners: owners(&self.options),
             descriptor: None,
             pool: host.pool.as_ref().map(|pool| pool.name.clone()),
         };

@@ -468,6 +468,7 @@ pub fn mount(
         mode: if is_writable { "rw" } else { "ro" }.to_owned(),
         since: running::now(),
         device,
+        owners: None,
         descriptor: session.descriptor(),
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
     };

@@ -84,6 +84,7 @@ impl Served {
                 mode: described.mode.to_owned(),
                 since: running::now(),
                 device: None,
+                owners: None,
                 descriptor: None,
                 pool: None,
             })

@@ -33,6 +33,7 @@ use fuser::{FileAttr, Request};
 use rustix::io::Errno;
 
 use super::FOREVER;
+use crate::owners::Owners;
 
 /// Number of the capability to act as the owner of every file (linux/capability.h).
 const CAP_FOWNER: u32 = 3;
@@ -56,6 +57,7 @@ pub(super) fn validity(attributes: &FileAttr) -> Duration {
 /// the bits. Permissions that the caller sets stay.
 pub(super) fn drop_set_id(
     fs: &UnionFs,
+    owners: &Owners,
     request: &Request,
     node: NodeId,
     changes: &mut Changes,
@@ -66,7 +68,7 @@ pub(super) fn drop_set_id(
     if changes.permissions.is_some() || !(given_away || resized || is_empty) {
         return Ok(());
     }
-    let Some(attributes) = set_id_attributes(fs, node)? else {
+    let Some(attributes) = set_id_attributes(fs, owners, node)? else {
         return Ok(());
     };
     if is_empty && !owns(request, &attributes) || !given_away && may_keep_set_id(request) {
@@ -84,10 +86,11 @@ pub(super) fn drop_set_id(
 /// COPY_FILE_RANGE, unless the caller may keep them.
 pub(super) fn drop_set_id_of_content(
     fs: &UnionFs,
+    owners: &Owners,
     request: &Request,
     node: NodeId,
 ) -> Result<(), Errno> {
-    let Some(attributes) = set_id_attributes(fs, node)? else {
+    let Some(attributes) = set_id_attributes(fs, owners, node)? else {
         return Ok(());
     };
     if may_keep_set_id(request) {
@@ -109,12 +112,17 @@ pub(super) fn drop_set_id_of_content(
         .map(drop)
 }
 
-/// The attributes of a file that has set-id bits; `None` for other files and for directories.
-fn set_id_attributes(fs: &UnionFs, node: NodeId) -> Result<Option<Attributes>, Errno> {
+/// The attributes of a file that has set-id bits, with the IDs of the host, as those of requests;
+/// `None` for other files and for directories.
+fn set_id_attributes(
+    fs: &UnionFs,
+    owners: &Owners,
+    node: NodeId,
+) -> Result<Option<Attributes>, Errno> {
     if !fs.may_be_privileged(node)? {
         return Ok(None);
     }
-    let attributes = fs.attributes(node)?;
+    let attributes = owners.shown(fs.attributes(node)?);
     let is_set_id = attributes.permissions & (SET_UID | SET_GID) != 0;
     Ok((attributes.kind != FileType::Directory && is_set_id).then_some(attributes))
 }
@@ -128,8 +136,13 @@ fn owns(request: &Request, attributes: &Attributes) -> bool {
 }
 
 /// Clears set-group-ID after a new ACL, unless the caller is in the file's group or has CAP_FSETID.
-pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Result<(), Errno> {
-    let attributes = fs.attributes(node)?;
+pub(super) fn drop_set_gid(
+    fs: &UnionFs,
+    owners: &Owners,
+    request: &Request,
+    node: NodeId,
+) -> Result<(), Errno> {
+    let attributes = owners.shown(fs.attributes(node)?);
     if attributes.permissions & SET_GID == 0 || is_in_group(request, attributes.gid) {
         return Ok(());
     }

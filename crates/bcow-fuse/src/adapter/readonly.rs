@@ -19,7 +19,8 @@ use super::{
     system_time,
 };
 use crate::fs::{AccessKind, ImageFs, Node, TrustedNames};
-use crate::options::Permissions;
+use crate::options::{MountOptions, Permissions};
+use crate::owners::Owners;
 use crate::request_threads::RequestThreads;
 use crate::stats::{MountStats, Operation};
 
@@ -29,6 +30,7 @@ pub(crate) struct ReadOnly {
     stats: Arc<MountStats>,
     request_threads: Arc<RequestThreads>,
     permissions: Permissions,
+    owners: Owners,
     /// Whether the kernel opens files and directories without a request.
     opens: Opens,
     /// The flags of the protocol that are in use, for a process that takes the mount over.
@@ -46,14 +48,15 @@ impl ReadOnly {
         fs: ImageFs,
         stats: Arc<MountStats>,
         request_threads: Arc<RequestThreads>,
-        permissions: Permissions,
+        options: &MountOptions,
         agreed: Arc<AtomicU64>,
     ) -> Self {
         ReadOnly {
             fs,
             stats,
             request_threads,
-            permissions,
+            permissions: options.permissions(),
+            owners: options.owners().clone(),
             opens: Opens {
                 files_unasked: false,
                 directories_unasked: false,
@@ -87,7 +90,8 @@ impl fuser::Filesystem for ReadOnly {
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _running = self.begin(Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
-        reply::found(found.map(|node| node.map(attributes)), reply);
+        let shown = found.map(|found| found.map(|node| attributes(node, &self.owners)));
+        reply::found(shown, reply);
     }
 
     fn getattr(
@@ -98,7 +102,8 @@ impl fuser::Filesystem for ReadOnly {
         reply: ReplyAttr,
     ) {
         let _running = self.begin(Operation::Stat, id(ino));
-        reply::attributes(self.fs.node(id(ino)).map(attributes), reply);
+        let node = self.fs.node(id(ino));
+        reply::attributes(node.map(|node| attributes(node, &self.owners)), reply);
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
@@ -160,7 +165,7 @@ impl fuser::Filesystem for ReadOnly {
         reply::listing_plus(reply, |each| {
             self.fs.read_dir(id(ino), cookie, &mut |entry| {
                 let attributes = match self.fs.node(entry.node) {
-                    Ok(node) => attributes(node),
+                    Ok(node) => attributes(node, &self.owners),
                     Err(_) => damaged(INodeNo(entry.node.0), entry.kind),
                 };
                 each(entry.name, entry.next_cookie, &attributes)
@@ -195,7 +200,10 @@ impl fuser::Filesystem for ReadOnly {
         let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
-            false => self.fs.xattr(node, name.as_bytes()),
+            false => self
+                .fs
+                .xattr(node, name.as_bytes())
+                .map(|value| self.owners.shown_xattr(name.as_bytes(), value)),
         };
         reply::sized(value, size, reply);
     }
@@ -274,7 +282,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 }
 
-fn attributes(node: Node) -> FileAttr {
+fn attributes(node: Node, owners: &Owners) -> FileAttr {
     let Inode {
         kind,
         permissions,
@@ -288,6 +296,7 @@ fn attributes(node: Node) -> FileAttr {
     } = node.inode;
     // EROFS stores one time per inode; the kernel's driver also shows it as all three times.
     let time = system_time(mtime);
+    let (uid, gid) = owners.to_host((uid, gid));
     FileAttr {
         ino: INodeNo(node.id.0),
         size,

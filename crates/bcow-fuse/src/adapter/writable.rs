@@ -15,10 +15,10 @@ use std::time::SystemTime;
 use bcow_union::NodeId;
 use bcow_union::fs::{Attributes, Changes, EntryPlus, New, RequestId, SyncScope, UnionFs};
 use fuser::{
-    BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
-    LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
-    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
-    ReplyXattr, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, CopyFileRangeFlags, FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use rustix::io::Errno;
 
@@ -28,7 +28,8 @@ use super::convert::{
 };
 use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
 use super::{Answering, GENERATION, damaged, id, is_stats, negotiate, reply};
-use crate::options::WriteCache;
+use crate::options::{MountOptions, WriteCache};
+use crate::owners::Owners;
 use crate::request_threads::{Kind, RequestThreads};
 use crate::stats::{MountStats, Operation};
 
@@ -45,6 +46,7 @@ pub(crate) struct Writable {
     stats: Arc<MountStats>,
     request_threads: Arc<RequestThreads>,
     write_cache: WriteCache,
+    owners: Owners,
     /// Whether the kernel opens files without a request.
     opens_unasked: bool,
     /// Whether the kernel leaves the clearing of set-id bits to bcow.
@@ -66,7 +68,7 @@ impl Writable {
         fs: Arc<UnionFs>,
         stats: Arc<MountStats>,
         request_threads: Arc<RequestThreads>,
-        write_cache: WriteCache,
+        options: &MountOptions,
         gate: Gate,
         agreed: Arc<AtomicU64>,
     ) -> Self {
@@ -74,7 +76,8 @@ impl Writable {
             fs,
             stats,
             request_threads,
-            write_cache,
+            write_cache: options.write_cache(),
+            owners: options.owners().clone(),
             opens_unasked: false,
             drops_set_id: false,
             gate,
@@ -89,16 +92,21 @@ impl Writable {
         (parent, name, mode): (INodeNo, &OsStr, u32),
         new: &New<'_>,
     ) -> Result<Attributes, Errno> {
-        let (request, caller) = (request_id(request), caller(request, umask));
+        let caller = self.owners.caller(caller(request, umask))?;
+        let request = request_id(request);
         let (parent, name, permissions) = (id(parent), name.as_bytes(), permissions(mode));
         self.fs
             .with_room(|fs| fs.make_requested(request, &caller, parent, name, permissions, new))
     }
 
+    fn shown(&self, attributes: Attributes) -> FileAttr {
+        encoded(self.owners.shown(attributes))
+    }
+
     /// Before a FALLOCATE or COPY_FILE_RANGE.
     fn drop_set_id_of_content(&self, request: &Request, node: NodeId) -> Result<(), Errno> {
         match self.drops_set_id {
-            true => drop_set_id_of_content(&self.fs, request, node),
+            true => drop_set_id_of_content(&self.fs, &self.owners, request, node),
             false => Ok(()),
         }
     }
@@ -173,7 +181,8 @@ impl fuser::Filesystem for Writable {
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _running = self.begin(Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
-        reply::found(found.map(|found| found.map(encoded)), reply);
+        let shown = found.map(|found| found.map(|found| self.shown(found)));
+        reply::found(shown, reply);
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
@@ -190,7 +199,10 @@ impl fuser::Filesystem for Writable {
         reply: ReplyAttr,
     ) {
         let _running = self.begin(Operation::Stat, id(ino));
-        reply::attributes(self.fs.attributes(id(ino)).map(encoded), reply);
+        reply::attributes(
+            self.fs.attributes(id(ino)).map(|found| self.shown(found)),
+            reply,
+        );
     }
 
     fn setattr(
@@ -214,6 +226,10 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.begin(Operation::SetAttributes, id(ino));
         let node = id(ino);
+        let (uid, gid) = match self.owners.to_inner(uid, gid) {
+            Ok(owners) => owners,
+            Err(errno) => return reply.error(reply::to_fuser(errno)),
+        };
         let mut changes = Changes {
             permissions: mode.map(permissions),
             uid,
@@ -224,11 +240,11 @@ impl fuser::Filesystem for Writable {
             drop_privileges: false,
         };
         let ready = match self.drops_set_id {
-            true => drop_set_id(&self.fs, request, node, &mut changes),
+            true => drop_set_id(&self.fs, &self.owners, request, node, &mut changes),
             false => Ok(()),
         };
         let set = ready.and_then(|()| self.fs.with_room(|fs| fs.set_attributes(node, &changes)));
-        reply::attributes(set.map(encoded), reply);
+        reply::attributes(set.map(|found| self.shown(found)), reply);
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
@@ -250,7 +266,7 @@ impl fuser::Filesystem for Writable {
         let made = New::of_mode(mode, rdev)
             .and_then(|new| self.make(request, umask, (parent, name, mode), &new))
             .inspect(|attributes| self.time_is_sent(attributes));
-        reply::entry(made.map(encoded), reply);
+        reply::entry(made.map(|found| self.shown(found)), reply);
     }
 
     fn mkdir(
@@ -264,7 +280,7 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.begin(Operation::MakeDirectory, id(parent));
         let made = self.make(request, umask, (parent, name, mode), &New::Directory);
-        reply::entry(made.map(encoded), reply);
+        reply::entry(made.map(|found| self.shown(found)), reply);
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -296,7 +312,7 @@ impl fuser::Filesystem for Writable {
         let _running = self.begin(Operation::Symlink, id(parent));
         let new = New::Symlink(target.as_os_str().as_bytes());
         let made = self.make(request, 0, (parent, name, 0o777), &new);
-        reply::entry(made.map(encoded), reply);
+        reply::entry(made.map(|found| self.shown(found)), reply);
     }
 
     fn rename(
@@ -337,7 +353,7 @@ impl fuser::Filesystem for Writable {
         let linked = self
             .fs
             .with_room(|fs| fs.link_requested(request, id(ino), parent, new_name.as_bytes()));
-        reply::entry(linked.map(encoded), reply);
+        reply::entry(linked.map(|found| self.shown(found)), reply);
     }
 
     fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
@@ -443,7 +459,7 @@ impl fuser::Filesystem for Writable {
         reply::listing_plus(reply, |each| {
             let mut each = |entry: EntryPlus<'_>| {
                 let attributes = match entry.attributes {
-                    Ok(attributes) => encoded(attributes),
+                    Ok(attributes) => self.shown(attributes),
                     Err(node) => damaged(INodeNo(node.0), entry.kind),
                 };
                 each(entry.name, entry.next_cookie, &attributes)
@@ -513,13 +529,16 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::EINVAL);
         };
         let set = self
-            .fs
-            .with_room(|fs| {
-                let name = name.as_bytes();
-                fs.set_xattr_requested(request_id(request), node, name, value, how)
+            .owners
+            .stored_xattr(name.as_bytes(), value)
+            .and_then(|stored| {
+                let (name, value) = (name.as_bytes(), stored.as_deref().unwrap_or(value));
+                self.fs.with_room(|fs| {
+                    fs.set_xattr_requested(request_id(request), node, name, value, how)
+                })
             })
             .and_then(|()| match name.as_bytes() {
-                b"system.posix_acl_access" => drop_set_gid(&self.fs, request, node),
+                b"system.posix_acl_access" => drop_set_gid(&self.fs, &self.owners, request, node),
                 _ => Ok(()),
             });
         reply::empty(set, reply);
@@ -537,7 +556,10 @@ impl fuser::Filesystem for Writable {
         let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
-            false => self.fs.xattr(node, name.as_bytes()),
+            false => self
+                .fs
+                .xattr(node, name.as_bytes())
+                .map(|value| self.owners.shown_xattr(name.as_bytes(), value)),
         };
         reply::sized(value, size, reply);
     }
@@ -583,7 +605,7 @@ impl fuser::Filesystem for Writable {
             .inspect(|attributes| self.time_is_sent(attributes));
         match made {
             Ok(attributes) => {
-                let attributes = encoded(attributes);
+                let attributes = self.shown(attributes);
                 reply.created(
                     &validity(&attributes),
                     &attributes,

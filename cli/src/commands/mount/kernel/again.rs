@@ -122,6 +122,7 @@ impl Opened {
         let session = session.map_err(|error| failure(&error))?;
         Ok(Mounted {
             service: Service {
+                owners: None,
                 descriptor: session.descriptor(),
                 ..service
             },
