@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::fmt;
 
-use bcow_remote::RemoteError;
+use bcow_remote::{Problem, RemoteError};
 
 /// Exit statuses, documented in the help and in the user's guide.
 pub mod exit {
@@ -19,6 +19,11 @@ pub mod exit {
     pub const INTERRUPTED: u8 = 130;
     /// The reader of standard output closed it; the status that a shell reports for SIGPIPE.
     pub const PIPE_CLOSED: u8 = 141;
+
+    /// `bcow inspect --resolve`: the name leads to no BCoW image that may be used.
+    pub const RESOLVED_TO_NONE: u8 = 3;
+    /// `bcow inspect --resolve`: the registry denies access.
+    pub const RESOLVE_DENIED: u8 = 4;
 
     /// `bcow diff`: there are differences.
     pub const DIFFERENT: u8 = 1;
@@ -35,6 +40,29 @@ pub mod exit {
     pub const FSCK_USAGE: u8 = 16;
 }
 
+/// What a failure says about an image on another machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Answer {
+    /// Nothing.
+    #[default]
+    None,
+    /// There is no BCoW image that may be used.
+    NoImage,
+    /// The server denies access.
+    Denied,
+}
+
+impl Answer {
+    fn of(problem: &Problem) -> Self {
+        match problem {
+            Problem::Signature(_) | Problem::NotFound(_) => Answer::NoImage,
+            Problem::Denied { .. } => Answer::Denied,
+            Problem::Offline { problem, .. } => Answer::of(problem),
+            _ => Answer::None,
+        }
+    }
+}
+
 /// A command's failure.
 #[derive(Debug)]
 pub struct CommandError {
@@ -43,6 +71,7 @@ pub struct CommandError {
     hint: Option<String>,
     exit: u8,
     may_pass: bool,
+    answer: Answer,
 }
 
 impl CommandError {
@@ -55,6 +84,7 @@ impl CommandError {
             hint: None,
             exit: exit::FAILED,
             may_pass: false,
+            answer: Answer::None,
         }
     }
 
@@ -65,7 +95,9 @@ impl CommandError {
 
     /// Adds `error` and everything below it to the causes.
     pub fn caused_by(mut self, error: &(dyn Error + 'static)) -> Self {
-        self.may_pass |= RemoteError::below(error).is_some_and(|error| error.problem.may_pass());
+        if let Some(error) = RemoteError::below(error) {
+            self = self.of_problem(&error.problem);
+        }
         let mut next = Some(error);
         while let Some(error) = next {
             self.push_cause(error.to_string());
@@ -91,6 +123,23 @@ impl CommandError {
     pub fn passes_if(mut self, may_pass: bool) -> Self {
         self.may_pass |= may_pass;
         self
+    }
+
+    /// Records the problem with a server that is the cause.
+    pub fn of_problem(mut self, problem: &Problem) -> Self {
+        self.answer = Answer::of(problem);
+        self.passes_if(problem.may_pass())
+    }
+
+    /// Records that there is no BCoW image that may be used.
+    pub fn without_image(mut self) -> Self {
+        self.answer = Answer::NoImage;
+        self
+    }
+
+    /// What the failure says about an image on another machine.
+    pub fn answer(&self) -> Answer {
+        self.answer
     }
 
     /// Whether the operation may succeed after a while.

@@ -477,6 +477,7 @@ fn open_in_registry(
     let ordinary = || {
         CommandError::new(format!("cannot open {name}"))
             .caused_by_text("it is an ordinary OCI image")
+            .without_image()
     };
     // The digest of an ordinary image does not cover what is attached to it. A signature does: the
     // signed manifest names the digest.
@@ -658,7 +659,7 @@ fn cannot_convert(error: &ConvertError, failed: &str) -> CommandError {
     match (RemoteError::below(error), error) {
         (Some(cause), _) => {
             let failure = failure.caused_by_text(cause.to_string());
-            let failure = failure.passes_if(cause.problem.may_pass());
+            let failure = failure.of_problem(&cause.problem);
             match hint(&cause.problem) {
                 Some(hint) => failure.hint(hint),
                 None => failure,
@@ -879,7 +880,7 @@ pub fn explain(failure: CommandError, name: &str, error: &RemoteError) -> Comman
         true => failure.caused_by_text(error.problem.to_string()),
         false => failure.caused_by_text(error.to_string()),
     };
-    let failure = failure.passes_if(error.problem.may_pass());
+    let failure = failure.of_problem(&error.problem);
     match hint(&error.problem) {
         Some(hint) => failure.hint(hint),
         None => failure,

@@ -14,7 +14,7 @@ use bcow_tool::registry::{RegistryOptions, with_auth_file};
 use bcow_tool::resolved::Resolved;
 use parking_lot::Mutex;
 
-use crate::error::{Error, on_one_line};
+use crate::error::Error;
 use crate::layer::Layer;
 use crate::reference::Reference;
 
@@ -30,7 +30,7 @@ const SERVER_TIMEOUT: u32 = 10;
 /// Asks registries, and keeps the answers for a short time.
 pub struct Answers {
     tool: Tool,
-    options: Vec<String>,
+    options: RegistryOptions,
     /// Protects the list of references. Each has a lock of its own, which is taken without this
     /// one, and held while the registry is asked.
     known: Mutex<HashMap<Reference, Arc<Mutex<Known>>>>,
@@ -51,33 +51,25 @@ type Served = HashMap<String, Layer>;
 
 impl Answers {
     /// Asks with these options.
-    pub fn new(tool: Tool, options: &RegistryOptions) -> Self {
-        let mut all = with_auth_file(&options.of_lookups, &options.auth_file);
-        all.push(format!("--server-timeout={SERVER_TIMEOUT}"));
+    pub fn new(tool: Tool, options: RegistryOptions) -> Self {
         Answers {
             tool,
-            options: all,
+            options,
             known: Mutex::default(),
         }
     }
 
     /// The layer with this digest in the image. `None` if the store does not serve it: the log says
     /// why, once for each answer.
-    pub fn layer(&self, image: &Reference, digest: &str) -> Option<Layer> {
+    pub fn layer(&self, image: &Reference, digest: &str) -> Result<Option<Layer>, Error> {
         let slot = self.slot(image);
         let mut known = slot.lock();
         if !known.holds() {
-            let layers = match self.ask(image) {
-                Ok(layers) => Some(served(&layers)),
-                Err(error) => {
-                    tracing::info!("{image}: pulled whole: {}", on_one_line(&error));
-                    None
-                }
-            };
-            known.replace(image, layers);
+            let layers = self.ask(image)?;
+            known.replace(image, layers.as_deref().map(served));
         }
         let is_served = known.is_found && !known.conflicts.contains_key(digest);
-        known.layers.get(digest).filter(|_| is_served).cloned()
+        Ok(known.layers.get(digest).filter(|_| is_served).cloned())
     }
 
     fn slot(&self, image: &Reference) -> Arc<Mutex<Known>> {
@@ -93,21 +85,31 @@ impl Answers {
         Arc::clone(known.entry(image.clone()).or_default())
     }
 
-    fn ask(&self, image: &Reference) -> Result<Vec<Layer>, Error> {
-        let json = self
-            .tool
-            .resolve(&format!("docker://{image}"), &self.options)?;
-        let resolved = Resolved::read(&json)
-            .map_err(|problem| Error::State(format!("the BCoW image {problem}")))?;
-        let layers = Layer::of(&resolved);
+    fn ask(&self, image: &Reference) -> Result<Option<Vec<Layer>>, Error> {
+        let mut options = with_auth_file(&self.options.of_lookups, &self.options.auth_file);
+        options.push(format!("--server-timeout={SERVER_TIMEOUT}"));
+        let json = match self.tool.resolve(&format!("docker://{image}"), &options) {
+            Ok(json) => json,
+            Err(error) => {
+                let none = self.options.without_image(image.as_str(), error);
+                return none.map_err(Error::State);
+            }
+        };
+        let resolved = match Resolved::read(&json) {
+            Ok(resolved) => resolved,
+            Err(problem) => {
+                tracing::warn!("{image}: pulled whole: the BCoW image {problem}");
+                return Ok(None);
+            }
+        };
+        let (layers, name) = (Layer::of(&resolved), &resolved.name);
         if layers.is_empty() {
-            return Err(Error::State(format!(
-                "{} is not attached to an ordinary image with the same layers",
-                resolved.name
-            )));
+            let why = "is not attached to an ordinary image with the same layers";
+            tracing::warn!("{image}: pulled whole: {name} {why}");
+            return Ok(None);
         }
-        tracing::info!("{image}: starts on {}", resolved.name);
-        Ok(layers)
+        tracing::info!("{image}: starts on {name}");
+        Ok(Some(layers))
     }
 }
 

@@ -26,6 +26,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
+use bcow_tool::registry::on_one_line;
 use fuser::{
     AccessFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation, INodeNo, InitFlags,
     KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyCreate, ReplyData,
@@ -33,7 +34,7 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
-use crate::error::on_one_line;
+use crate::error::Error;
 use crate::nodes::{Kind, LayerDirectory, Nodes, ROOT};
 use crate::reference::{self, Reference};
 use crate::store::Store;
@@ -142,40 +143,47 @@ impl Inner {
     }
 
     /// The inode of a name in a directory; `None` if there is no such name.
-    fn look_up(&self, parent: &Kind, name: &[u8]) -> Option<Kind> {
-        match parent {
-            Kind::Root => Some(Kind::Image(Reference::decode(name)?)),
+    fn look_up(&self, parent: &Kind, name: &[u8]) -> Result<Option<Kind>, Error> {
+        Ok(match parent {
+            Kind::Root => Reference::decode(name).map(Kind::Image),
             Kind::Image(image) => {
-                let digest = reference::digest(name)?;
+                let Some(digest) = reference::digest(name) else {
+                    return Ok(None);
+                };
                 let layer = self.store.find(image, digest)?;
-                Some(Kind::Layer(Arc::new(LayerDirectory {
-                    image: image.clone(),
-                    digest: digest.to_owned(),
-                    info: layer.info(),
-                    layer,
-                })))
+                layer.map(|layer| {
+                    Kind::Layer(Arc::new(LayerDirectory {
+                        image: image.clone(),
+                        digest: digest.to_owned(),
+                        info: layer.info(),
+                        layer,
+                    }))
+                })
             }
             Kind::Layer(layer) => match name {
                 b"diff" => {
-                    let path = self.store.mount(&layer.image, &layer.layer)?;
-                    Some(Kind::Diff(path.as_os_str().as_bytes().into()))
+                    let path = self.store.mount(&layer.image, &layer.layer);
+                    path.map(|path| Kind::Diff(path.as_os_str().as_bytes().into()))
                 }
                 b"info" => Some(Kind::Info(Arc::clone(layer))),
                 b"blob" => Some(Kind::Blob(Arc::clone(layer))),
                 _ => None,
             },
             Kind::Diff(_) | Kind::Info(_) | Kind::Blob(_) => None,
-        }
+        })
     }
 
-    /// Whether an engine that pulls may use the layer with this description.
-    fn is_current(&self, kind: &Kind) -> bool {
-        match kind {
-            Kind::Info(layer) => {
-                let (image, digest) = (&layer.image, &layer.digest);
-                self.store.is_current(image, digest, &layer.layer)
-            }
-            _ => true,
+    /// Whether an engine that pulls may use the layer with this description; the error if it may
+    /// not.
+    fn require_current(&self, kind: &Kind) -> Result<(), Errno> {
+        let Kind::Info(layer) = kind else {
+            return Ok(());
+        };
+        let (image, digest) = (&layer.image, &layer.digest);
+        match self.store.is_current(image, digest, &layer.layer) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Errno::ENOENT),
+            Err(error) => Err(reported(&error)),
         }
     }
 
@@ -205,14 +213,28 @@ impl Inner {
         }
     }
 
-    fn enter(&self, parent: INodeNo, name: &[u8], kind: Option<Kind>, reply: ReplyEntry) {
-        let Some(kind) = kind else {
-            return reply.error(Errno::ENOENT);
+    fn enter(
+        &self,
+        parent: INodeNo,
+        name: &[u8],
+        found: Result<Option<Kind>, Error>,
+        reply: ReplyEntry,
+    ) {
+        let kind = match found {
+            Ok(Some(kind)) => kind,
+            Ok(None) => return reply.error(Errno::ENOENT),
+            Err(error) => return reply.error(reported(&error)),
         };
         let id = self.nodes.lock().enter(parent.0, name, kind.clone());
         let attributes = self.attributes(INodeNo(id), &kind);
         reply.entry(&Duration::ZERO, &attributes, Generation(0));
     }
+}
+
+/// Logs why a registry has not answered.
+fn reported(error: &Error) -> Errno {
+    tracing::error!("{}", on_one_line(error));
+    Errno::EIO
 }
 
 impl fuser::Filesystem for Files {
@@ -259,9 +281,9 @@ impl fuser::Filesystem for Files {
         match (self.0.kind(ino), handle) {
             (Some(kind @ Kind::Info(_)), None) => self.in_thread(
                 reply,
-                move |inner, reply| match inner.is_current(&kind) {
-                    true => reply.attr(&kind.valid_for(), &inner.attributes(ino, &kind)),
-                    false => reply.error(Errno::ENOENT),
+                move |inner, reply| match inner.require_current(&kind) {
+                    Ok(()) => reply.attr(&kind.valid_for(), &inner.attributes(ino, &kind)),
+                    Err(errno) => reply.error(errno),
                 },
                 |reply| reply.error(Errno::EAGAIN),
             ),
@@ -276,9 +298,9 @@ impl fuser::Filesystem for Files {
             Some(_) if mask.contains(AccessFlags::W_OK) => reply.error(Errno::EROFS),
             Some(kind @ Kind::Info(_)) => self.in_thread(
                 reply,
-                move |inner, reply| match inner.is_current(&kind) {
-                    true => reply.ok(),
-                    false => reply.error(Errno::ENOENT),
+                move |inner, reply| match inner.require_current(&kind) {
+                    Ok(()) => reply.ok(),
+                    Err(errno) => reply.error(errno),
                 },
                 |reply| reply.error(Errno::EAGAIN),
             ),

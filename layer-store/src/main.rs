@@ -119,7 +119,7 @@ fn serve(args: &Args) -> Result<(), Error> {
     let uses = Uses::open(root.join("layers"))?;
     let mounts = Mounts::open(root.join("mounts"), tool.clone(), of_mounts)?;
     let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options)?;
-    let store = Store::start(Answers::new(tool, &options), uses, mounts, blobs);
+    let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
     let mut mounted = Mounted::new(&args.store)?;
     let mut config = fuser::Config::default();
     config.n_threads = Some(THREADS);

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
+use bcow_tool::registry::on_one_line;
+
 use crate::answers::Answers;
 use crate::blobs::Blobs;
-use crate::error::{Error, on_one_line};
+use crate::error::Error;
 use crate::layer::Layer;
 use crate::mounts::Mounts;
 use crate::reference::Reference;
@@ -45,21 +47,27 @@ impl Store {
     }
 
     /// Finds a layer: one in use as its record says, else as the registry says.
-    pub fn find(&self, image: &Reference, digest: &str) -> Option<Layer> {
-        self.uses
-            .layer(image.as_str(), digest)
-            .or_else(|| self.answers.layer(image, digest))
+    pub fn find(&self, image: &Reference, digest: &str) -> Result<Option<Layer>, Error> {
+        match self.uses.layer(image.as_str(), digest) {
+            Some(layer) => Ok(Some(layer)),
+            None => self.answers.layer(image, digest),
+        }
     }
 
     /// Whether an engine that pulls the image now means this layer by the digest. If not,
     /// containers of an earlier image with this reference use the layer.
-    pub fn is_current(&self, image: &Reference, digest: &str, layer: &Layer) -> bool {
-        let current = self.answers.layer(image, digest);
+    pub fn is_current(
+        &self,
+        image: &Reference,
+        digest: &str,
+        layer: &Layer,
+    ) -> Result<bool, Error> {
+        let current = self.answers.layer(image, digest)?;
         let is_current = current.is_some_and(|current| current.chain_id == layer.chain_id);
         if !is_current {
             tracing::info!("{image}: {digest} is in use, but is not in the image of this name now");
         }
-        is_current
+        Ok(is_current)
     }
 
     /// Mounts a layer; returns the directory. `None` if that fails; the log says why.

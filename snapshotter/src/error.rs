@@ -30,6 +30,9 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
+    /// A registry has not answered a question. containerd may repeat the request.
+    #[error("{0}")]
+    Unanswered(String),
     /// `bcow` failed.
     #[error(transparent)]
     Tool(#[from] ToolError),

@@ -128,30 +128,31 @@ impl Remote {
         kept.unwrap_or_else(|| self.options.auth_file.clone())
     }
 
-    /// The layer in a registry that has the content of the layer with these labels, if there is
-    /// one. If the registry cannot say, containerd fetches the layer.
-    pub fn find(&self, labels: &Labels) -> Option<RemoteLayer> {
-        let chain_id = labels.get(REF)?;
-        let image = labels.get(IMAGE)?;
+    /// The layer in a registry that has the content of the layer with these labels. `None` if there
+    /// is none: containerd fetches the layer.
+    pub fn find(&self, labels: &Labels) -> Result<Option<RemoteLayer>, Error> {
+        let found = [REF, IMAGE, MANIFEST].map(|label| labels.get(label));
+        let ([Some(chain_id), Some(image), Some(manifest)], true) = (found, self.is_asked) else {
+            return Ok(None);
+        };
         let of_pull = Repository::of(image).and_then(|of| self.keyring.for_question(&of));
         let wanted = Wanted {
             image: image.clone(),
-            manifest: labels.get(MANIFEST)?.clone(),
+            manifest: manifest.clone(),
             auth_file: of_pull.unwrap_or_else(|| self.options.auth_file.clone()),
         };
-        let image = self.image(&wanted)?;
-        let at = image.chain_ids.iter().position(|id| id == chain_id)?;
-        Some(RemoteLayer {
-            image: image.name.clone(),
-            layers: at + 1,
-            files: image.files.clone(),
-        })
+        let layer_of = |image: Arc<Found>| {
+            let at = image.chain_ids.iter().position(|id| id == chain_id)?;
+            Some(RemoteLayer {
+                image: image.name.clone(),
+                layers: at + 1,
+                files: image.files.clone(),
+            })
+        };
+        Ok(self.image(&wanted)?.and_then(layer_of))
     }
 
-    fn image(&self, wanted: &Wanted) -> Option<Arc<Found>> {
-        if !self.is_asked {
-            return None;
-        }
+    fn image(&self, wanted: &Wanted) -> Result<Option<Arc<Found>>, Error> {
         let holds = |answer: &Answer| answer.since.elapsed() < ANSWER_HOLDS;
         let slot = {
             let mut answers = self.answers.lock();
@@ -169,40 +170,43 @@ impl Remote {
         };
         let mut answer = slot.lock();
         if let Some(known) = answer.as_ref().filter(|known| holds(known)) {
-            return known.image.clone();
+            return Ok(known.image.clone());
         }
-        let image = match self.ask(wanted) {
-            Ok(found) => {
-                tracing::info!("{}: starts on {}", wanted.image, found.name);
-                Some(Arc::new(found))
-            }
-            Err(why) => {
-                let why = why.to_string();
-                let why: Vec<&str> = why.lines().map(str::trim).collect();
-                tracing::info!("{}: pulled whole: {}", wanted.image, why.join("; "));
-                None
-            }
-        };
+        // Another request asks again after an error.
+        let image = self.ask(wanted)?.map(Arc::new);
         *answer = Some(Answer {
             since: Instant::now(),
             image: image.clone(),
         });
-        image
+        Ok(image)
     }
 
-    fn ask(&self, wanted: &Wanted) -> Result<Found, Error> {
+    fn ask(&self, wanted: &Wanted) -> Result<Option<Found>, Error> {
         let name = format!("docker://{}", wanted.image);
         let options = with_auth_file(&self.options.of_lookups, &wanted.auth_file);
-        let json = self.tool.resolve(&name, &options)?;
-        let found = Found::read(&json, &wanted.manifest)
-            .map_err(|problem| Error::State(format!("the BCoW image of {name} {problem}")))?;
+        let json = match self.tool.resolve(&name, &options) {
+            Ok(json) => json,
+            Err(error) => {
+                let none = self.options.without_image(&wanted.image, error);
+                return none.map_err(Error::Unanswered);
+            }
+        };
+        let found = match Found::read(&json, &wanted.manifest) {
+            Ok(found) => found,
+            Err(problem) => {
+                let image = &wanted.image;
+                tracing::warn!("{image}: pulled whole: the BCoW image of {name} {problem}");
+                return Ok(None);
+            }
+        };
+        tracing::info!("{}: starts on {}", wanted.image, found.name);
         if wanted.auth_file != self.options.auth_file
             && let Some(repository) = Repository::of(&found.name)
         {
             // Mounts need them, also before the pull has ended.
             self.keyring.keep(&repository, &wanted.auth_file)?;
         }
-        Ok(found)
+        Ok(Some(found))
     }
 }
 

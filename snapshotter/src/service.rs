@@ -151,11 +151,13 @@ fn status(method: &str, error: &Error) -> Status {
         Error::State(_) => Code::FailedPrecondition,
         Error::Invalid(_) => Code::InvalidArgument,
         Error::Unsupported(_) => Code::Unimplemented,
+        Error::Unanswered(_) => Code::Unavailable,
         Error::Record { .. } | Error::Tool(_) | Error::Host(_) => Code::Internal,
     };
     match code {
         // containerd asks for snapshots that may not exist, and makes them twice.
         Code::NotFound | Code::AlreadyExists => tracing::debug!("{method}: {error}"),
+        Code::Unavailable => tracing::error!("{method}: {error}"),
         _ => tracing::warn!("{method}: {error}"),
     }
     Status::new(code, error.to_string())

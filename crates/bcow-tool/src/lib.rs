@@ -28,4 +28,4 @@ pub mod tool;
 pub use host::{At, HostError};
 pub use mounted::{MountState, state_of};
 pub use registry::RegistryArgs;
-pub use tool::{Tool, ToolError};
+pub use tool::{ResolveError, Tool, ToolError};

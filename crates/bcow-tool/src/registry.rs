@@ -2,6 +2,18 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::tool::ResolveError;
+
+/// What to do with an image whose registry does not say whether a BCoW image is attached to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum IfUnanswered {
+    /// Fail the pull.
+    #[default]
+    Fail,
+    /// Let the engine pull the image whole.
+    Pull,
+}
+
 /// How images in registries are found and mounted.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RegistryArgs {
@@ -20,6 +32,10 @@ pub struct RegistryArgs {
     /// cosign signature by this key
     #[arg(long, value_name = "FILE")]
     pub verify_key: Option<PathBuf>,
+    /// If the registry of an image does not say whether a BCoW image is attached to it, because it
+    /// denies access or fails: fail the pull, or pull the image whole
+    #[arg(long, value_name = "WHAT", default_value = "fail")]
+    pub if_unanswered: IfUnanswered,
     /// Request data whose hash is known from this server first, and then from the registry
     /// (repeatable)
     #[arg(long, value_name = "URL")]
@@ -40,6 +56,8 @@ pub struct RegistryOptions {
     pub of_lookups: Vec<String>,
     /// Options of mounts, as in fstab(5).
     pub of_mounts: Vec<String>,
+    /// What to do without an answer of a registry.
+    pub if_unanswered: IfUnanswered,
 }
 
 impl RegistryArgs {
@@ -96,6 +114,7 @@ impl RegistryArgs {
             of_lookups: of_commands.iter().cloned().chain(key).collect(),
             of_commands,
             of_mounts: options.iter().map(as_mount).chain(complete).collect(),
+            if_unanswered: self.if_unanswered,
         })
     }
 }
@@ -112,6 +131,41 @@ pub fn with_auth_file(options: &[String], auth_file: &Path) -> Vec<String> {
 /// The file with the credentials, as the value of an option; `None` without this file.
 pub fn auth_file_text(auth_file: &Path) -> Option<String> {
     auth_file.exists().then(|| text(auth_file))
+}
+
+impl RegistryOptions {
+    /// What a failure to find the BCoW image of `image` means: `None` if there is none, as the
+    /// registry says, or if the image shall be pulled whole in any case. The log says why.
+    pub fn without_image<T>(&self, image: &str, error: ResolveError) -> Result<Option<T>, String> {
+        let why = on_one_line(&error);
+        let advice = match &error {
+            ResolveError::NoImage(_) => {
+                tracing::info!("{image}: pulled whole: {why}");
+                return Ok(None);
+            }
+            ResolveError::Denied(_) => format!(
+                "; credentials come from {}, which --auth-file names",
+                self.auth_file.display()
+            ),
+            ResolveError::Unknown(_) => String::new(),
+        };
+        let why =
+            format!("{image}: it is not known whether a BCoW image is attached: {why}{advice}");
+        match self.if_unanswered {
+            IfUnanswered::Fail => Err(format!("{why}; --if-unanswered=pull pulls the image whole")),
+            IfUnanswered::Pull => {
+                tracing::error!("{why}; it is pulled whole");
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// A message of `bcow` on one line.
+pub fn on_one_line(error: &impl ToString) -> String {
+    let text = error.to_string();
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    lines.join("; ")
 }
 
 /// Where `docker login` stores credentials. systemd starts a service without HOME.
@@ -139,6 +193,45 @@ mod tests {
     use super::*;
 
     #[test]
+    fn only_the_answer_of_the_registry_means_that_there_is_no_image() {
+        let failed = |status| {
+            let error = crate::ToolError {
+                command: "bcow inspect".to_owned(),
+                message: "error: a\n  b".to_owned(),
+                status: Some(status),
+            };
+            ResolveError::from(error)
+        };
+        let options = |if_unanswered| {
+            let args = RegistryArgs {
+                auth_file: Some("/auth".into()),
+                if_unanswered,
+                ..RegistryArgs::default()
+            };
+            args.options(Path::new("/c")).unwrap()
+        };
+        for (status, expected) in [
+            (3, None),
+            (
+                4,
+                Some("a; b; credentials come from /auth, which --auth-file names"),
+            ),
+            (
+                1,
+                Some("h/r:1: it is not known whether a BCoW image is attached"),
+            ),
+        ] {
+            let strict = options(IfUnanswered::Fail).without_image::<()>("h/r:1", failed(status));
+            match expected {
+                None => assert_eq!(strict, Ok(None)),
+                Some(expected) => assert!(strict.unwrap_err().contains(expected), "{status}"),
+            }
+            let other = options(IfUnanswered::Pull).without_image::<()>("h/r:1", failed(status));
+            assert_eq!(other, Ok(None));
+        }
+    }
+
+    #[test]
     fn options_have_the_names_of_mounts_and_commands() {
         let args = RegistryArgs {
             auth_file: Some("/dev/null".into()),
@@ -147,6 +240,7 @@ mod tests {
             verify_key: Some("/key".into()),
             mirror: vec!["https://m".into()],
             insecure: true,
+            ..RegistryArgs::default()
         };
         let options = args.options(Path::new("/c")).unwrap();
         assert_eq!(

@@ -22,6 +22,33 @@ pub struct ToolError {
     pub command: String,
     /// The end of its messages, or its status.
     pub message: String,
+    /// Its exit status; `None` if it did not exit.
+    pub status: Option<i32>,
+}
+
+/// Why a name in a registry leads to no image in BCoW form.
+#[derive(Debug, thiserror::Error)]
+pub enum ResolveError {
+    /// There is none that may be used, as the registry says.
+    #[error(transparent)]
+    NoImage(ToolError),
+    /// The registry denies access. The caller says how it gets credentials.
+    #[error(transparent)]
+    Denied(ToolError),
+    /// The registry did not say.
+    #[error(transparent)]
+    Unknown(ToolError),
+}
+
+impl From<ToolError> for ResolveError {
+    /// By the exit statuses of `bcow inspect --resolve`.
+    fn from(error: ToolError) -> Self {
+        match error.status {
+            Some(3) => ResolveError::NoImage(error),
+            Some(4) => ResolveError::Denied(error),
+            _ => ResolveError::Unknown(error),
+        }
+    }
 }
 
 impl Tool {
@@ -37,11 +64,11 @@ impl Tool {
 
     /// Finds the image in BCoW form to which a name in a registry leads; returns its description in
     /// JSON.
-    pub fn resolve(&self, name: &str, options: &[String]) -> Result<Vec<u8>, ToolError> {
+    pub fn resolve(&self, name: &str, options: &[String]) -> Result<Vec<u8>, ResolveError> {
         let mut arguments: Vec<OsString> = vec!["--resolve".into(), "--json".into()];
         arguments.extend(options.iter().map(OsString::from));
         arguments.extend(["--".into(), name.into()]);
-        self.run("inspect", &arguments)
+        Ok(self.run("inspect", &arguments)?)
     }
 
     /// Fails if this pool does not run.
@@ -62,9 +89,10 @@ impl Tool {
         arguments: &[OsString],
         output: Stdio,
     ) -> Result<Vec<u8>, ToolError> {
-        let failure = |message: String| ToolError {
+        let failure = |message: String, status: Option<i32>| ToolError {
             command: format!("{} {command}", self.program.display()),
             message,
+            status,
         };
         let output = Command::new(&self.program)
             .arg("--quiet")
@@ -75,16 +103,17 @@ impl Tool {
             .stderr(Stdio::piped())
             .spawn()
             .and_then(|child| child.wait_with_output())
-            .map_err(|error| failure(error.to_string()))?;
+            .map_err(|error| failure(error.to_string(), None))?;
         if output.status.success() {
             return Ok(output.stdout);
         }
         let from = output.stderr.len().saturating_sub(MESSAGE_BYTES);
         let text = String::from_utf8_lossy(&output.stderr[from..]);
-        Err(failure(match text.trim() {
+        let message = match text.trim() {
             "" => output.status.to_string(),
             text => text.to_owned(),
-        }))
+        };
+        Err(failure(message, output.status.code()))
     }
 }
 

@@ -147,7 +147,7 @@ impl Snapshots {
     ) -> Result<Vec<Mount>, Error> {
         require_name(key)?;
         if kind == Kind::Active
-            && let Some(layer) = self.remote.find(&labels)
+            && let Some(layer) = self.remote.find(&labels)?
         {
             return Err(match self.register(key, parent, labels, layer) {
                 Ok(()) => Error::Exists(key.to_owned()),

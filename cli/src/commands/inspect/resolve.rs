@@ -4,14 +4,25 @@ use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
 use super::Args;
-use crate::error::CommandError;
+use crate::error::{Answer, CommandError, exit};
 use crate::image::{OpenImage, parse_name};
 use crate::remote::{self, Pinned};
 use crate::ui::Ui;
 
 /// Prints the name of the image with the digest of its manifest. All its layers are looked up, so
 /// that the image can be mounted by that name.
+///
+/// The exit status says whether the registry has answered, for callers that continue without a
+/// BCoW image.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    resolve(args, ui).map_err(|error| match error.answer() {
+        Answer::None => error,
+        Answer::NoImage => error.exit_with(exit::RESOLVED_TO_NONE),
+        Answer::Denied => error.exit_with(exit::RESOLVE_DENIED),
+    })
+}
+
+fn resolve(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let no_registry = || {
         CommandError::usage(format!("{} is not in a registry", args.image.display()))
             .hint("--resolve is for docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
