@@ -32,26 +32,28 @@ pub struct Blobs {
 }
 
 impl Blobs {
-    /// The blobs in `directory`, at most `limit_bytes`. Those of an earlier process are removed.
+    /// The blobs in `directory`, at most `limit_bytes`. Those of an earlier process are removed. The
+    /// directory is created by the first one.
     pub fn open(
         directory: PathBuf,
         limit_bytes: u64,
         tool: Tool,
         options: &RegistryOptions,
-    ) -> Result<Self, Error> {
+    ) -> Self {
         match fs::remove_dir_all(&directory) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            removed => removed.at("remove", &directory)?,
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::error!("cannot remove {}: {error}", directory.display());
+            }
+            _ => {}
         }
-        fs::create_dir_all(&directory).at("create", &directory)?;
-        Ok(Blobs {
+        Blobs {
             directory,
             limit_bytes,
             tool,
             options: with_auth_file(&options.of_commands, &options.auth_file),
             fetching: Mutex::default(),
             fetched: Condvar::new(),
-        })
+        }
     }
 
     /// The blob of a layer, complete and verified.
@@ -71,6 +73,7 @@ impl Blobs {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Ok(Err(error).at("open", &path)?),
         }
+        fs::create_dir_all(&self.directory).at("create", &self.directory)?;
         self.make_room(blob.size, fetching.values().sum())?;
         fetching.insert(blob.digest.clone(), blob.size);
         drop(fetching);
@@ -188,7 +191,7 @@ mod tests {
             .options(Path::new("/c"))
             .unwrap();
         let tool = program(directory, text);
-        Blobs::open(directory.join("blobs"), limit, tool, &options).unwrap()
+        Blobs::open(directory.join("blobs"), limit, tool, &options)
     }
 
     #[test]

@@ -15,10 +15,3 @@ pub enum Error {
     #[error(transparent)]
     Host(#[from] HostError),
 }
-
-/// A message of `bcow` on one line.
-pub fn on_one_line(error: &impl ToString) -> String {
-    let text = error.to_string();
-    let lines: Vec<&str> = text.lines().map(str::trim).collect();
-    lines.join("; ")
-}

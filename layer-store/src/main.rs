@@ -19,6 +19,7 @@ mod uses;
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
+use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -104,6 +105,13 @@ fn serve(args: &Args) -> Result<(), Error> {
     let (root, _lock) = take_root(&args.root)?;
     let cache = root.join("cache");
     args.registry.require_auth_file().map_err(Error::State)?;
+    // Mounts would fail without the cache that their options name.
+    match DirBuilder::new().mode(0o700).create(&cache) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+            tracing::error!("cannot create {}: {error}", cache.display());
+        }
+        _ => {}
+    }
     let options = args.registry.options(&cache).map_err(Error::State)?;
     let mut of_mounts: Vec<OsString> = with_auth_file(&options.of_commands, &options.auth_file)
         .into_iter()
@@ -116,9 +124,9 @@ fn serve(args: &Args) -> Result<(), Error> {
             .map(|name| format!("--pool={name}").into()),
     );
     of_mounts.extend(["-o".into(), "allow_other,suid,dev,overlay_lower".into()]);
-    let uses = Uses::open(root.join("layers"))?;
-    let mounts = Mounts::open(root.join("mounts"), tool.clone(), of_mounts)?;
-    let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options)?;
+    let uses = Uses::open(root.join("layers"));
+    let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts);
+    let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options);
     let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
     let mut mounted = Mounted::new(&args.store)?;
     let mut config = fuser::Config::default();

@@ -7,16 +7,17 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow_tool::{At, HostError, MountState, Tool, state_of};
+use bcow_tool::registry::on_one_line;
+use bcow_tool::{At, HostError, MountState, Tool, state_of, unmount};
 use parking_lot::Mutex;
-use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::mount::UnmountFlags;
 
-use crate::error::{Error, on_one_line};
+use crate::error::Error;
 use crate::layer::Layer;
 
 /// How long a mount stays after the last lookup if no engine uses its layer: an engine follows the
@@ -42,14 +43,16 @@ struct Slot {
 
 impl Mounts {
     /// The mounts in `directory`, by `bcow mount` with these options.
-    pub fn open(directory: PathBuf, tool: Tool, options: Vec<OsString>) -> Result<Self, Error> {
-        fs::create_dir_all(&directory).at("create", &directory)?;
-        Ok(Mounts {
+    pub fn new(directory: PathBuf, tool: Tool, options: Vec<OsString>) -> Self {
+        if let Err(error) = fs::create_dir_all(&directory).at("create", &directory) {
+            tracing::error!("{error}");
+        }
+        Mounts {
             directory,
             tool,
             options,
             slots: Mutex::default(),
-        })
+        }
     }
 
     /// Mounts a layer, if it is not mounted. Returns the directory.
@@ -62,7 +65,7 @@ impl Mounts {
             MountState::Served => {}
             MountState::Dead => {
                 tracing::warn!("the mount of {} has no process any more", layer.source());
-                unmount(&path, UnmountFlags::DETACH).at("unmount", &path)?;
+                unmount(&path, UnmountFlags::DETACH)?;
                 self.mount(layer, &path)?;
             }
             MountState::NotMounted => self.mount(layer, &path)?,
@@ -89,7 +92,12 @@ impl Mounts {
     pub fn sweep(&self, used: &HashSet<String>) -> Result<Option<Duration>, Error> {
         let mut pause: Option<Duration> = None;
         let mut wait = |time: Duration| pause = Some(pause.map_or(time, |other| other.min(time)));
-        for entry in fs::read_dir(&self.directory).at("list", &self.directory)? {
+        let entries = match fs::read_dir(&self.directory) {
+            // Nothing was mounted yet.
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            entries => entries.at("list", &self.directory)?,
+        };
+        for entry in entries {
             let entry = entry.at("list", &self.directory)?;
             let Ok(name) = entry.file_name().into_string() else {
                 continue;
@@ -130,11 +138,7 @@ impl Mounts {
 
 /// Ends a mount, and removes its directory.
 fn end(path: &Path) -> Result<(), HostError> {
-    match unmount(path, UnmountFlags::NOFOLLOW) {
-        // EINVAL: nothing is mounted there.
-        Ok(()) | Err(Errno::INVAL) => {}
-        Err(errno) => return Err(errno).at("unmount", path),
-    }
+    unmount(path, UnmountFlags::empty())?;
     fs::remove_dir(path).at("remove", path)
 }
 
@@ -151,7 +155,7 @@ mod tests {
         let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         fs::set_permissions(&program, permissions).unwrap();
         let tool = Tool::new(Some(program)).unwrap();
-        Mounts::open(directory.join("mounts"), tool, Vec::new()).unwrap()
+        Mounts::new(directory.join("mounts"), tool, Vec::new())
     }
 
     #[test]

@@ -103,6 +103,7 @@ impl Store {
     /// Ends the mounts of layers that no engine uses.
     fn sweep(&self, released: &Receiver<()>) {
         loop {
+            self.uses.write_rest();
             let pause = match self.mounts.sweep(&self.uses.mounts()) {
                 Ok(pause) => pause.unwrap_or(LONGEST_PAUSE),
                 Err(error) => {

@@ -5,11 +5,12 @@
 //! ```
 //!
 //! A record is durable before the engine gets its answer. It says where the layer is, so that a
-//! container starts without a question to the registry.
+//! container starts without a question to the registry. The end of a use holds also if the disk is
+//! full; its record is written as soon as there is space.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use bcow_tool::resolved::sha256;
@@ -35,39 +36,50 @@ struct Record {
 pub struct Uses {
     directory: PathBuf,
     /// Protects the records, and their files against each other's writers.
-    records: Mutex<HashMap<Key, Record>>,
+    records: Mutex<Records>,
+}
+
+#[derive(Default)]
+struct Records {
+    all: HashMap<Key, Record>,
+    /// The records whose files have more uses than they have.
+    unwritten: HashSet<Key>,
 }
 
 impl Uses {
     /// The records in `directory`. A record that cannot be read is reported and not used.
-    pub fn open(directory: PathBuf) -> Result<Self, Error> {
-        fs::create_dir_all(&directory).at("create", &directory)?;
-        let mut records = HashMap::new();
-        for entry in fs::read_dir(&directory).at("list", &directory)? {
-            let path = entry.at("list", &directory)?.path();
-            match path.extension().and_then(|ending| ending.to_str()) {
+    pub fn open(directory: PathBuf) -> Self {
+        let mut all = HashMap::new();
+        for path in entries(&directory) {
+            let used = match path.extension().and_then(|ending| ending.to_str()) {
                 // Of a process that ended while it was writing.
-                Some("new") => fs::remove_file(&path).at("remove", &path)?,
-                Some("json") => match read(&path) {
-                    Ok(record) => {
-                        let key = (record.reference.clone(), record.digest.clone());
-                        records.insert(key, record);
-                    }
-                    Err(error) => tracing::error!("{error}; the record is ignored"),
-                },
-                _ => {}
+                Some("new") => Ok(fs::remove_file(&path).at("remove", &path)),
+                Some("json") => read(&path).map(|record| {
+                    let key = (record.reference.clone(), record.digest.clone());
+                    all.insert(key, record);
+                    Ok(())
+                }),
+                _ => Ok(Ok(())),
+            };
+            if let Err(error) = used.and_then(|removed| Ok(removed?)) {
+                tracing::error!("{error}; the file is ignored");
             }
         }
-        Ok(Uses {
+        Uses {
             directory,
-            records: Mutex::new(records),
-        })
+            records: Mutex::new(Records {
+                all,
+                unwritten: HashSet::new(),
+            }),
+        }
     }
 
     /// The layer, if it is in use.
     pub fn layer(&self, reference: &str, digest: &str) -> Option<Layer> {
         let records = self.records.lock();
-        let record = records.get(&(reference.to_owned(), digest.to_owned()))?;
+        let record = records
+            .all
+            .get(&(reference.to_owned(), digest.to_owned()))?;
         Some(record.layer.clone())
     }
 
@@ -75,7 +87,7 @@ impl Uses {
     pub fn add(&self, reference: &str, digest: &str, layer: &Layer) -> Result<(), Error> {
         let mut records = self.records.lock();
         let key = (reference.to_owned(), digest.to_owned());
-        let mut record = records.get(&key).cloned().unwrap_or_else(|| Record {
+        let mut record = records.all.get(&key).cloned().unwrap_or_else(|| Record {
             reference: reference.to_owned(),
             digest: digest.to_owned(),
             uses: 0,
@@ -83,7 +95,8 @@ impl Uses {
         });
         record.uses = record.uses.saturating_add(1);
         self.write(&record)?;
-        records.insert(key, record);
+        records.unwritten.remove(&key);
+        records.all.insert(key, record);
         Ok(())
     }
 
@@ -91,26 +104,40 @@ impl Uses {
     pub fn release(&self, reference: &str, digest: &str) -> Result<bool, Error> {
         let mut records = self.records.lock();
         let key = (reference.to_owned(), digest.to_owned());
-        let Some(mut record) = records.get(&key).cloned() else {
+        let Some(mut record) = records.all.get(&key).cloned() else {
             return Ok(false);
         };
         record.uses = record.uses.saturating_sub(1);
         if record.uses > 0 {
-            self.write(&record)?;
-            records.insert(key, record);
+            if let Err(error) = self.write(&record) {
+                tracing::warn!("{error}; the record of the end of a use is written later");
+                records.unwritten.insert(key.clone());
+            }
+            records.all.insert(key, record);
             return Ok(false);
         }
         let path = self.path(&record);
-        fs::remove_file(&path).at("remove", &path)?;
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            removed => removed.at("remove", &path)?,
+        }
         self.sync()?;
-        records.remove(&key);
+        records.unwritten.remove(&key);
+        records.all.remove(&key);
         Ok(true)
+    }
+
+    /// Writes the records that could not be written when a use ended.
+    pub fn write_rest(&self) {
+        let Records { all, unwritten } = &mut *self.records.lock();
+        unwritten.retain(|key| all.get(key).is_some_and(|it| self.write(it).is_err()));
     }
 
     /// The names of the mounts of the layers in use.
     pub fn mounts(&self) -> HashSet<String> {
         let records = self.records.lock();
-        records.values().map(|it| it.layer.mount_name()).collect()
+        let records = records.all.values();
+        records.map(|it| it.layer.mount_name()).collect()
     }
 
     fn path(&self, record: &Record) -> PathBuf {
@@ -123,17 +150,35 @@ impl Uses {
         let new = path.with_extension("new");
         let text = serde_json::to_vec_pretty(record)
             .map_err(|error| Error::State(format!("cannot write {}: {error}", path.display())))?;
+        fs::create_dir_all(&self.directory).at("create", &self.directory)?;
         let mut file = File::create(&new).at("create", &new)?;
-        file.write_all(&text)
-            .and_then(|()| file.sync_all())
-            .at("write", &new)?;
-        fs::rename(&new, &path).at("write", &path)?;
+        let written = file.write_all(&text).and_then(|()| file.sync_all());
+        let written = written.and_then(|()| fs::rename(&new, &path));
+        if written.is_err() {
+            let _ = fs::remove_file(&new);
+        }
+        written.at("write", &path)?;
         Ok(self.sync()?)
     }
 
     fn sync(&self) -> Result<(), HostError> {
         let directory = File::open(&self.directory).at("open", &self.directory)?;
         directory.sync_all().at("write", &self.directory)
+    }
+}
+
+/// The files of a directory; none if it cannot be listed.
+fn entries(directory: &Path) -> Vec<PathBuf> {
+    let list = fs::read_dir(directory).and_then(|list| {
+        let paths = list.map(|entry| Ok(entry?.path()));
+        paths.collect()
+    });
+    match list {
+        Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+        list => list.unwrap_or_else(|error| {
+            tracing::error!("cannot list {}: {error}", directory.display());
+            Vec::new()
+        }),
     }
 }
 
@@ -151,7 +196,7 @@ mod tests {
     #[test]
     fn uses_survive_a_restart_and_end_with_the_last_release() {
         let directory = tempfile::tempdir().unwrap();
-        let open = || Uses::open(directory.path().join("layers")).unwrap();
+        let open = || Uses::open(directory.path().join("layers"));
         let (image, a) = ("h.org/r:1", digest('a'));
         let uses = open();
         assert!(!uses.release(image, &a).unwrap(), "unknown");
@@ -182,9 +227,34 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("x.json"), "{").unwrap();
         fs::write(directory.path().join("y.new"), "{").unwrap();
-        let uses = Uses::open(directory.path().to_owned()).unwrap();
+        // Cannot be removed as a file.
+        fs::create_dir(directory.path().join("z.new")).unwrap();
+        let uses = Uses::open(directory.path().to_owned());
         assert!(uses.mounts().is_empty());
         assert!(!directory.path().join("y.new").exists());
         assert!(directory.path().join("x.json").exists());
+    }
+
+    #[test]
+    fn end_of_a_use_that_cannot_be_written_is_written_later() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("layers");
+        let (image, a) = ("h.org/r:1", digest('a'));
+        let uses = Uses::open(path.clone());
+        for _ in 0..2 {
+            uses.add(image, &a, &layer('a', '1')).unwrap();
+        }
+        // A directory has the name of the new file.
+        let json = entries(&path).remove(0);
+        let obstacle = json.with_extension("new");
+        fs::create_dir(&obstacle).unwrap();
+        assert!(!uses.release(image, &a).unwrap());
+        uses.write_rest();
+        assert_eq!(read(&json).unwrap().uses, 2);
+        fs::remove_dir(&obstacle).unwrap();
+        uses.write_rest();
+        assert_eq!(read(&json).unwrap().uses, 1);
+        assert!(uses.release(image, &a).unwrap());
+        assert_eq!(entries(&path), [PathBuf::new(); 0]);
     }
 }

@@ -9,9 +9,9 @@
 //! Each file has the form of docker's config.json, with one registry. Only root can read it.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs::{self, DirBuilder, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -42,21 +42,23 @@ struct Pulls {
 }
 
 impl Keyring {
-    /// The credentials in `directory`, which is created if it is missing.
-    pub fn open(directory: PathBuf) -> Result<Self, Error> {
-        match DirBuilder::new().mode(0o700).create(&directory) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            made => made.at("create", &directory)?,
+    /// The credentials in `directory`.
+    pub fn open(directory: PathBuf) -> Self {
+        let of_pulls = names(&directory).map(|names| {
+            let of_pulls = names.into_iter().filter(|name| name.starts_with(PULL));
+            of_pulls.collect::<Vec<_>>()
+        });
+        let removed = of_pulls.and_then(|names| {
+            let mut paths = names.iter().map(|name| directory.join(name));
+            paths.try_for_each(|path| remove(&path))
+        });
+        if let Err(error) = removed {
+            tracing::error!("{error}");
         }
-        for name in names(&directory)? {
-            if name.starts_with(PULL) {
-                remove(&directory.join(name))?;
-            }
-        }
-        Ok(Keyring {
+        Keyring {
             directory,
             pulls: Mutex::default(),
-        })
+        }
     }
 
     /// The credentials of a pull from this repository, until the result is dropped. `None` if a
@@ -223,8 +225,12 @@ fn write_private(path: &Path, bytes: &[u8]) -> Result<(), HostError> {
         .at("write", path)
 }
 
+/// The names of the files; none if the directory does not exist.
 fn names(directory: &Path) -> Result<Vec<String>, HostError> {
-    let list = fs::read_dir(directory).at("list", directory)?;
+    let list = match fs::read_dir(directory) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        list => list.at("list", directory)?,
+    };
     let names = list.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
     names.collect::<std::io::Result<_>>().at("list", directory)
 }
@@ -257,8 +263,8 @@ mod tests {
     #[test]
     fn what_a_pull_brings_ends_with_it_unless_it_is_kept() {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("auth");
-        let keyring = Arc::new(Keyring::open(path.clone()).unwrap());
+        let path = directory.path().to_owned();
+        let keyring = Arc::new(Keyring::open(path.clone()));
         let app = repository("h.org/team/app:1");
         let begin = |password| {
             keyring
@@ -307,7 +313,7 @@ mod tests {
         for name in ["+pull-7", "+pull-7.new", "pull-1.org+a.json"] {
             fs::write(path.join(name), "{}").unwrap();
         }
-        Keyring::open(path.clone()).unwrap();
+        Keyring::open(path.clone());
         assert_eq!(names(&path).unwrap(), ["pull-1.org+a.json"]);
     }
 

@@ -1,7 +1,5 @@
 //! Why a request fails; each variant is one status code of gRPC.
 
-use std::path::PathBuf;
-
 use bcow_tool::{HostError, ToolError};
 
 /// The failure of a request, or of the start.
@@ -22,14 +20,6 @@ pub enum Error {
     /// The request is valid, and this version does not do it.
     #[error("{0} is not supported yet")]
     Unsupported(String),
-    /// A record on the disk cannot be used.
-    #[error("cannot use {}: {problem}", path.display())]
-    Record {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
     /// A registry has not answered a question. containerd may repeat the request.
     #[error("{0}")]
     Unanswered(String),

@@ -77,6 +77,17 @@ pub struct Record {
     pub remote: Option<RemoteLayer>,
 }
 
+/// Why a record cannot be used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadRecord {
+    /// A later version has written it.
+    #[error("unsupported schema {0:?}")]
+    Unsupported(String),
+    /// It is not a record, or not a possible one. The text says why.
+    #[error("{0}")]
+    Damaged(String),
+}
+
 /// The field of a record that every schema has.
 #[derive(Deserialize)]
 struct OnlySchema {
@@ -163,14 +174,13 @@ impl Record {
         Ok(line)
     }
 
-    /// Reads what [`encode`](Self::encode) wrote. The error says what is wrong.
-    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let invalid = |error: serde_json::Error| error.to_string();
-        let unsupported = |schema: &str| format!("unsupported schema {schema:?}");
+    /// Reads what [`encode`](Self::encode) wrote.
+    pub fn decode(bytes: &[u8]) -> Result<Self, BadRecord> {
+        let invalid = |error: serde_json::Error| BadRecord::Damaged(error.to_string());
         // The other fields of a newer schema may have types and values that are unknown here.
         let OnlySchema { schema } = serde_json::from_slice(bytes).map_err(invalid)?;
         if ![SCHEMA, SCHEMA_REMOTE].contains(&&*schema) {
-            return Err(unsupported(&schema));
+            return Err(BadRecord::Unsupported(schema));
         }
         let record: Record = serde_json::from_slice(bytes).map_err(invalid)?;
         let expected = match record.remote {
@@ -178,22 +188,23 @@ impl Record {
             Some(_) => SCHEMA_REMOTE,
         };
         if schema != expected {
-            return Err(unsupported(&schema));
+            return Err(BadRecord::Unsupported(schema));
         }
         if let Some(remote) = &record.remote {
             let count = remote.files.len().saturating_sub(1);
             if !(1..=count).contains(&remote.layers) {
-                return Err(format!(
+                return Err(BadRecord::Damaged(format!(
                     "it shows {} layers of an image with {count} layers",
                     remote.layers
-                ));
+                )));
             }
             if record.has_layer {
-                return Err("its layer is on the disk and in a registry".to_owned());
+                let problem = "its layer is on the disk and in a registry";
+                return Err(BadRecord::Damaged(problem.to_owned()));
             }
         }
         if record.name.is_empty() {
-            return Err("the name is empty".to_owned());
+            return Err(BadRecord::Damaged("the name is empty".to_owned()));
         }
         Ok(record)
     }
@@ -243,6 +254,7 @@ mod tests {
         assert!(line.contains("bcow.snapshot/2"), "{line}");
         assert_eq!(Record::decode(line.as_bytes()).unwrap(), record);
         let error = Record::decode(line.replace("shot/2", "shot/1").as_bytes()).unwrap_err();
+        let error = error.to_string();
         assert!(error.contains("unsupported schema"), "{error}");
     }
 
@@ -262,7 +274,7 @@ mod tests {
                 "unsupported schema \"bcow.snapshot/9\"",
             ),
         ] {
-            let error = Record::decode(bad.as_bytes()).unwrap_err();
+            let error = Record::decode(bad.as_bytes()).unwrap_err().to_string();
             assert!(error.contains(expected), "{bad}: {error}");
         }
     }
@@ -284,10 +296,10 @@ mod tests {
             record(layers, false).unwrap();
         }
         for layers in [0, 3, usize::MAX] {
-            let error = record(layers, false).unwrap_err();
+            let error = record(layers, false).unwrap_err().to_string();
             assert!(error.contains("of an image with 2 layers"), "{error}");
         }
-        let error = record(1, true).unwrap_err();
+        let error = record(1, true).unwrap_err().to_string();
         assert!(error.contains("on the disk and in a registry"), "{error}");
     }
 }

@@ -267,7 +267,7 @@ mod tests {
             ..RemoteArgs::default()
         };
         let directory = tempfile::tempdir().unwrap();
-        let keyring = Arc::new(Keyring::open(directory.path().join("auth")).unwrap());
+        let keyring = Arc::new(Keyring::open(directory.path().join("auth")));
         let remote = Remote::new(&args, tool, keyring, Path::new("/c")).unwrap();
         let image = "docker://h.org/r@sha256:a";
         let rest = "cache_dir=/c,complete=idle";
@@ -277,6 +277,7 @@ mod tests {
         );
         // A pull has brought others for this repository.
         let kept = directory.path().join("auth/h.org+r.json");
+        std::fs::create_dir(directory.path().join("auth")).unwrap();
         std::fs::write(&kept, "{}").unwrap();
         let kept = kept.display();
         assert_eq!(

@@ -152,7 +152,7 @@ fn status(method: &str, error: &Error) -> Status {
         Error::Invalid(_) => Code::InvalidArgument,
         Error::Unsupported(_) => Code::Unimplemented,
         Error::Unanswered(_) => Code::Unavailable,
-        Error::Record { .. } | Error::Tool(_) | Error::Host(_) => Code::Internal,
+        Error::Tool(_) | Error::Host(_) => Code::Internal,
     };
     match code {
         // containerd asks for snapshots that may not exist, and makes them twice.

@@ -15,6 +15,13 @@ pub struct HostError {
     source: io::Error,
 }
 
+impl HostError {
+    /// The kind of the cause.
+    pub fn kind(&self) -> io::ErrorKind {
+        self.source.kind()
+    }
+}
+
 /// Adds what failed, and where, to an error of the host.
 pub trait At<T> {
     /// `action` is a verb, `path` its object.

@@ -26,6 +26,6 @@ pub mod resolved;
 pub mod tool;
 
 pub use host::{At, HostError};
-pub use mounted::{MountState, state_of};
+pub use mounted::{MountState, state_of, unmount};
 pub use registry::RegistryArgs;
 pub use tool::{ResolveError, Tool, ToolError};

@@ -1,10 +1,11 @@
-//! Whether `bcow` serves a mount.
+//! Whether `bcow` serves a mount, and its end.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
 
 use crate::host::{At, HostError};
 
@@ -42,5 +43,16 @@ pub fn state_of(path: &Path) -> Result<MountState, HostError> {
     match device(path)? == device(above)? {
         true => Ok(MountState::NotMounted),
         false => Ok(MountState::Served),
+    }
+}
+
+/// Unmounts the uppermost mount at a path; a link there is not followed. Does nothing if there is
+/// none.
+pub fn unmount(path: &Path, flags: UnmountFlags) -> Result<(), HostError> {
+    match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
+        Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
+        // An ordinary user gets this also where nothing is mounted.
+        Err(Errno::PERM) if matches!(state_of(path), Ok(MountState::NotMounted)) => Ok(()),
+        Err(errno) => Err(errno).at("unmount", path),
     }
 }

@@ -31,27 +31,20 @@ struct Entry {
 }
 
 impl Index {
-    /// An index of records on the disk. `next` is above all numbers in use.
-    pub fn new(records: Vec<Record>, next: u64) -> Result<Self, Error> {
-        let mut index = Index {
-            next,
-            ..Index::default()
-        };
-        for record in records {
-            let name = record.name.clone();
-            let id = record.id;
+    /// An index of records on the disk, with different names. `next` is above all numbers in use.
+    pub fn new(records: Vec<Record>, next: u64) -> Self {
+        let made = |record: Record| {
             let entry = Entry {
-                record,
                 is_made: true,
+                record,
             };
-            if let Some(other) = index.entries.insert(name.clone(), entry) {
-                let other = other.record.id;
-                return Err(Error::State(format!(
-                    "snapshots {other} and {id} have the same name {name:?}"
-                )));
-            }
+            (entry.record.name.clone(), entry)
+        };
+        Index {
+            entries: records.into_iter().map(made).collect(),
+            held: HashSet::new(),
+            next,
         }
-        Ok(index)
     }
 
     /// Whether an operation holds the name.
@@ -84,6 +77,16 @@ impl Index {
     pub fn all(&self) -> impl Iterator<Item = &Record> {
         let made = self.entries.values().filter(|entry| entry.is_made);
         made.map(|entry| &entry.record)
+    }
+
+    /// The record for a list. If its parent is lost, it shows none: containerd's garbage collection
+    /// begins at snapshots without a parent.
+    pub fn shown(&self, record: &Record) -> Record {
+        let mut shown = record.clone();
+        shown
+            .parent
+            .take_if(|parent| !self.entries.contains_key(parent));
+        shown
     }
 
     /// The layers of a committed snapshot.
@@ -237,9 +240,18 @@ mod tests {
     }
 
     #[test]
-    fn two_records_of_one_name_are_refused() {
-        let record = |id| Record::new(Id(id), Kind::Active, "a".to_owned(), None, Labels::new());
-        let error = Index::new(vec![record(1), record(2)], 3).err().unwrap();
-        assert!(error.to_string().contains("1 and 2"), "{error}");
+    fn a_snapshot_whose_parent_is_lost_is_listed_without_it() {
+        let mut index = Index::default();
+        let low = commit(&mut index, "low", None, true);
+        commit(&mut index, "high", Some("low"), true);
+        let parents = |index: &Index| -> Vec<_> {
+            let shown = index.all().map(|record| index.shown(record));
+            shown.map(|record| record.parent).collect()
+        };
+        assert_eq!(parents(&index), [Some("low".to_owned()), None]);
+        let kept = index.all().filter(|record| record.id != low);
+        let index = Index::new(kept.cloned().collect(), 3);
+        assert_eq!(parents(&index), [None]);
+        assert!(matches!(index.chain("high"), Err(Error::NotFound(_))));
     }
 }

@@ -15,7 +15,7 @@ mod unpacking;
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -48,8 +48,8 @@ pub struct Snapshots {
     keyring: Arc<Keyring>,
     /// Options of each mount of layers.
     mount_options: Vec<String>,
-    /// Whether layers are unpacked into overlayfs.
-    has_overlayfs: bool,
+    /// Whether overlayfs can be used below the directory, as soon as that is known.
+    has_overlayfs: OnceLock<bool>,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
     /// index while it works on the disk, and does not hold this lock then.
     index: Mutex<Index>,
@@ -68,13 +68,13 @@ impl Snapshots {
         mount_options: Vec<String>,
     ) -> Result<Arc<Self>, Error> {
         let (place, found) = Place::open(root)?;
-        let keyring = Arc::new(Keyring::open(place.credentials())?);
+        let keyring = Arc::new(Keyring::open(place.credentials()));
         let remote = Remote::new(remote, tool.clone(), keyring.clone(), &place.cache())?;
         let count = found.records.len();
-        let index = Index::new(found.records, found.next)?;
+        let index = Index::new(found.records, found.next);
         let (removed, wakes) = channel();
         let snapshots = Arc::new(Snapshots {
-            has_overlayfs: place.has_overlayfs()?,
+            has_overlayfs: OnceLock::new(),
             place,
             tool,
             remote,
@@ -101,7 +101,7 @@ impl Snapshots {
     pub fn list(&self, filters: &Filters) -> Vec<Record> {
         let index = self.index.lock();
         let selected = index.all().filter(|record| filters.select(record));
-        selected.cloned().collect()
+        selected.map(|record| index.shown(record)).collect()
     }
 
     /// Disk usage of a snapshot, without its parents.
@@ -311,12 +311,14 @@ impl Snapshots {
     /// Removes the files of removed snapshots, what the cache has of removed layers, and the
     /// credentials for them. Returns how many of the former are in use.
     fn sweep(&self) -> Result<usize, Error> {
-        let left = self.place.sweep()?;
+        let left = self.place.sweep();
         let remote = |record: &Record| record.remote.clone();
         let used: Vec<RemoteLayer> = self.index.lock().all().filter_map(remote).collect();
-        self.place.sweep_cache(&used)?;
+        // Each releases space, also if another one fails.
+        let cache = self.place.sweep_cache(&used);
         self.keyring.sweep(|| self.repositories())?;
-        Ok(left)
+        cache?;
+        Ok(left?)
     }
 
     fn write_layer(&self, active: &Record, chain: &Chain, layer: &Path) -> Result<(), Error> {
@@ -346,7 +348,7 @@ impl Snapshots {
             return Ok(vec![mount::of_directory(&files, is_writable)]);
         }
         let is_unpacking = is_writable && is_unpacking(&record.name);
-        let by_overlayfs = is_unpacking && self.has_overlayfs;
+        let by_overlayfs = is_unpacking && self.is_for_overlayfs(record)?;
         let access = match is_writable && !by_overlayfs {
             true => Access::Write(&files),
             false => Access::Read,
@@ -368,6 +370,22 @@ impl Snapshots {
             true => self.place.unpacking(record).prepare(&layers),
             false => Ok(vec![layers]),
         }
+    }
+
+    /// Whether a layer is unpacked into this snapshot by overlayfs. What was used for it once is used
+    /// again.
+    fn is_for_overlayfs(&self, record: &Record) -> Result<bool, Error> {
+        if self.place.unpacking(record).is_prepared() {
+            return Ok(true);
+        }
+        if !self.place.is_untouched(record)? {
+            return Ok(false);
+        }
+        if let Some(&known) = self.has_overlayfs.get() {
+            return Ok(known);
+        }
+        let found = self.place.has_overlayfs()?;
+        Ok(*self.has_overlayfs.get_or_init(|| found))
     }
 
     /// Waits until no operation holds one of `settled`, and holds `names` if `check` succeeds.

@@ -14,11 +14,16 @@
 //! ROOT/auth/             credentials for these registries, of pulls
 //! ROOT/new/              what is being made; the next start empties it
 //! ROOT/trash/            what is removed; a sweep empties it
+//! ROOT/damaged/          entries of ROOT/snapshots that a start could not use
 //! ```
 //!
 //! One rename is the moment at which a snapshot begins to exist, is changed, or ceases to exist.
 //! Everything that it depends on is durable before, and the rename is durable before the operation
-//! returns. So after a crash each record is complete, and everything without a record is garbage.
+//! returns. So after a crash each record is complete, and a layer without a record is garbage.
+//!
+//! A start needs no free space, and does not depend on a single snapshot: it sets aside an entry
+//! without a valid record, and keeps the layer of the same number. A removal needs no free space
+//! either.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
@@ -31,7 +36,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::unpacking::{self, Unpacking};
 use crate::error::Error;
-use crate::record::{Id, Kind, Record, RemoteLayer};
+use crate::record::{BadRecord, Id, Kind, Record, RemoteLayer};
 use bcow_tool::{At, HostError};
 
 /// How long the process of a mount may take to notice the unmount, on a busy machine.
@@ -63,7 +68,8 @@ impl Drop for Place {
 }
 
 impl Place {
-    /// Opens the directory, creates what is missing, and removes what a crash left.
+    /// Opens the directory, creates what is missing, and removes what a crash left. Reports the
+    /// problems that do not concern all snapshots.
     pub fn open(root: &Path) -> Result<(Self, Found), Error> {
         require_plain(root)?;
         DirBuilder::new()
@@ -86,48 +92,48 @@ impl Place {
             sweeping: parking_lot::Mutex::new(()),
             lock,
         };
-        for name in ["snapshots", "layers", "merged", "new", "trash"] {
-            let path = root.join(name);
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                made => made.at("create", &path)?,
-            }
+        make_private(&root.join("snapshots"))?;
+        // Mounts would fail without the cache that their options name.
+        for name in ["layers", "merged", "new", "trash", "cache", "auth"] {
+            report(make_private(&root.join(name)));
         }
-        sync(root)?;
+        report(sync(root));
         let found = place.recover()?;
         Ok((place, found))
     }
 
     fn recover(&self) -> Result<Found, Error> {
-        for path in entries(&self.root.join("new"))? {
-            remove_all(&path)?;
+        for path in self.listed("new") {
+            report(remove_all(&path));
         }
-        let mut records = Vec::new();
-        for path in entries(&self.root.join("snapshots"))? {
-            let record = read_record(&path)?;
-            self.tidy(&path, &record)?;
-            records.push(record);
-        }
-        let mut next = records.iter().map(|record| record.id.0).max();
-        for path in entries(&self.root.join("trash"))? {
-            next = next.max(number(&path));
-        }
-        for path in entries(&self.root.join("layers"))? {
-            next = next.max(number(&path));
-            let id = number(&path).map(Id);
-            let is_used = |record: &&Record| record.has_layer && Some(record.id) == id;
-            match records.iter().find(is_used) {
-                Some(_) => {}
-                None => remove_all(&path)?,
+        let records = self.read_records()?;
+        let of_files = ["trash", "layers", "snapshots", "damaged"].map(|name| self.listed(name));
+        let numbers = of_files.iter().flatten().filter_map(|path| number(path));
+        let next = numbers.max().map_or(1, |last| last + 1);
+
+        let [_, layers, snapshots, damaged] = &of_files;
+        let with_layer: HashSet<Id> = records
+            .iter()
+            .filter(|record| record.has_layer)
+            .map(|record| record.id)
+            .collect();
+        // An entry whose record cannot be read may need its layer.
+        let all: HashSet<Id> = records.iter().map(|record| record.id).collect();
+        let unread = snapshots.iter().chain(damaged);
+        let unread = unread.filter_map(|path| number(path).map(Id));
+        let unread: HashSet<Id> = unread.filter(|id| !all.contains(id)).collect();
+        for path in layers {
+            let id = number(path).map(Id);
+            let is_layer = id.is_some_and(|id| self.layer(id) == *path);
+            let is_kept = id.is_some_and(|id| with_layer.contains(&id) || unread.contains(&id));
+            if is_layer && !is_kept {
+                report(remove_all(path));
             }
         }
-        for path in entries(&self.root.join("merged"))? {
+        for path in self.listed("merged") {
             let id = number(&path).map(Id);
-            if !records
-                .iter()
-                .any(|record| record.has_layer && Some(record.id) == id)
-            {
-                remove_all(&path)?;
+            if !id.is_some_and(|id| with_layer.contains(&id)) {
+                report(remove_all(&path));
             }
         }
         for record in records.iter().filter(|record| record.has_layer) {
@@ -136,12 +142,88 @@ impl Place {
                 tracing::error!("the layer {} of {:?} is lost", layer.display(), record.name);
             }
         }
-        let next = next.map_or(1, |last| last + 1);
         Ok(Found { records, next })
     }
 
+    /// The valid records. Sets aside the entries without one.
+    fn read_records(&self) -> Result<Vec<Record>, Error> {
+        let mut records = Vec::new();
+        let mut names = HashSet::new();
+        let mut paths = entries(&self.root.join("snapshots"))?;
+        // Of two records with one name, the older one counts.
+        paths.sort_by_key(|path| number(path));
+        for path in paths {
+            let record = self.read_record(&path).and_then(|record| {
+                match names.insert(record.name.clone()) {
+                    true => Ok(record),
+                    false => Err(BadRecord::Damaged(format!(
+                        "there is another snapshot with its name, {:?}",
+                        record.name
+                    ))),
+                }
+            });
+            match record {
+                Ok(record) => {
+                    report(self.tidy(&path, &record));
+                    records.push(record);
+                }
+                Err(problem) => self.set_aside(&path, &problem),
+            }
+        }
+        Ok(records)
+    }
+
+    fn read_record(&self, directory: &Path) -> Result<Record, BadRecord> {
+        let bytes = fs::read(directory.join("record.json"));
+        let bytes = bytes.map_err(|error| BadRecord::Damaged(error.to_string()))?;
+        let record = Record::decode(&bytes)?;
+        match self.directory(record.id) == directory {
+            true => Ok(record),
+            false => Err(BadRecord::Damaged(format!(
+                "the record is of snapshot {}",
+                record.id
+            ))),
+        }
+    }
+
+    /// Moves an entry of the snapshots that cannot be used to where no start looks at it. The files
+    /// may be of value. An entry of a later version stays, for this version.
+    fn set_aside(&self, path: &Path, problem: &BadRecord) {
+        let what = format!("cannot use {}: {problem}", path.display());
+        if let BadRecord::Unsupported(_) = problem {
+            tracing::error!("{what}; it is ignored");
+            return;
+        }
+        let damaged = self.root.join("damaged");
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let numbered = (2..).map(|copy| damaged.join(format!("{name}-{copy}")));
+        let mut free = std::iter::once(damaged.join(&*name)).chain(numbered);
+        let free = free.find(|path| path.symlink_metadata().is_err());
+        let moved = make_private(&damaged).and_then(|()| {
+            let to = free.unwrap_or_else(|| damaged.clone());
+            fs::rename(path, &to).at("set aside", path)?;
+            sync(&damaged).map(|()| to)
+        });
+        match moved {
+            Ok(to) => tracing::error!("{what}; it is set aside as {}", to.display()),
+            Err(error) => tracing::error!("{what}; it is ignored: {error}"),
+        }
+    }
+
+    /// The entries of a directory below ROOT. Reports a failure.
+    fn listed(&self, name: &str) -> Vec<PathBuf> {
+        match entries(&self.root.join(name)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+            Err(error) => {
+                tracing::error!("{error}");
+                Vec::new()
+            }
+            Ok(paths) => paths,
+        }
+    }
+
     /// Removes what a crash left in the directory of a snapshot.
-    fn tidy(&self, path: &Path, record: &Record) -> Result<(), Error> {
+    fn tidy(&self, path: &Path, record: &Record) -> Result<(), HostError> {
         let unpacking = self.unpacking(record);
         if record.kind == Kind::Committed {
             unpacking.end()?;
@@ -180,9 +262,9 @@ impl Place {
     /// Whether overlayfs can use directories in this one.
     pub fn has_overlayfs(&self) -> Result<bool, HostError> {
         let scratch = self.in_new("overlayfs");
-        make_directory(&scratch, 0o700)?;
-        let is_supported = unpacking::is_supported(&scratch);
-        remove_all(&scratch)?;
+        let is_supported =
+            make_directory(&scratch, 0o700).and_then(|()| unpacking::is_supported(&scratch));
+        report(remove_all(&scratch));
         is_supported
     }
 
@@ -278,9 +360,13 @@ impl Place {
             directory.join("record.json.new"),
             directory.join("record.json"),
         );
-        write_record(&new, record)?;
-        fs::rename(&new, &path).at("write", &path)?;
-        Ok(sync(&directory)?)
+        let written = write_record(&new, record)
+            .and_then(|()| fs::rename(&new, &path).at("write", &path))
+            .and_then(|()| sync(&directory));
+        if written.is_err() {
+            let _ = fs::remove_file(&new);
+        }
+        Ok(written?)
     }
 
     /// Lets `write` make the layer of a snapshot at the path that it gets, and keeps the layer.
@@ -329,16 +415,7 @@ impl Place {
     pub fn drop_files(&self, record: &Record) {
         let unpacking = self.unpacking(record);
         for (directory, name) in [(self.files(record), "files"), (unpacking.work, "work")] {
-            let trash = self
-                .root
-                .join("trash")
-                .join(format!("{}-{name}", record.id));
-            match fs::rename(&directory, trash) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    tracing::warn!("cannot remove {}: {error}", directory.display());
-                }
-                _ => {}
-            }
+            report(self.throw_away(&directory, &format!("{}-{name}", record.id)));
         }
         let _ = fs::remove_dir(unpacking.lower);
     }
@@ -347,24 +424,34 @@ impl Place {
     pub fn remove(&self, record: &Record) -> Result<(), Error> {
         self.unpacking(record).end()?;
         let id = record.id;
-        let trash = self.root.join("trash").join(id.to_string());
-        let directory = self.directory(id);
-        fs::rename(&directory, &trash).at("remove", &directory)?;
+        self.throw_away(&self.directory(id), &id.to_string())?;
         sync(&self.root.join("snapshots"))?;
         for file in [self.layer(id), self.merged(id)] {
-            match fs::remove_file(&file) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    tracing::warn!("cannot remove {}: {error}", file.display());
-                }
-                _ => {}
-            }
+            report(remove_all(&file));
         }
         Ok(())
     }
 
+    /// Moves a file or directory to the trash. Does nothing if it does not exist.
+    fn throw_away(&self, path: &Path, name: &str) -> Result<(), HostError> {
+        let trash = self.root.join("trash");
+        let moved = || fs::rename(path, trash.join(name)).at("remove", path);
+        match moved() {
+            Err(_) if path.symlink_metadata().is_err() => Ok(()),
+            // A rename can need a block of its directory. Space that is needed no more is released.
+            Err(error) => {
+                tracing::warn!("{error}; trying again after a sweep");
+                report(self.sweep());
+                report(make_private(&trash));
+                moved()
+            }
+            Ok(()) => Ok(()),
+        }
+    }
+
     /// Removes the files of removed snapshots, but for uppers that a process uses: its mount is
     /// ending, or the container still runs. Returns how many are left.
-    pub fn sweep(&self) -> Result<usize, Error> {
+    pub fn sweep(&self) -> Result<usize, HostError> {
         let _one = self.sweeping.lock();
         let mut left = 0;
         for path in entries(&self.root.join("trash"))? {
@@ -421,18 +508,18 @@ fn make_directory(path: &Path, mode: u32) -> Result<(), HostError> {
     fs::set_permissions(path, Permissions::from_mode(mode)).at("create", path)
 }
 
-fn read_record(directory: &Path) -> Result<Record, Error> {
-    let path = directory.join("record.json");
-    let unusable = |problem: String| Error::Record {
-        path: path.clone(),
-        problem,
-    };
-    let bytes = fs::read(&path).map_err(|error| unusable(error.to_string()))?;
-    let record = Record::decode(&bytes).map_err(unusable)?;
-    if number(directory) != Some(record.id.0) {
-        return Err(unusable(format!("it is of snapshot {}", record.id)));
+fn make_private(path: &Path) -> Result<(), HostError> {
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        made => made.at("create", path),
     }
-    Ok(record)
+}
+
+/// Logs a failure that does not prevent the rest.
+fn report<T>(result: Result<T, HostError>) {
+    if let Err(error) = result {
+        tracing::error!("{error}");
+    }
 }
 
 fn write_record(path: &Path, record: &Record) -> Result<(), HostError> {
@@ -556,7 +643,6 @@ mod tests {
             files: vec!["1".into(), "2".into()],
         };
         place.sweep_cache(&[]).unwrap();
-        fs::create_dir(place.cache()).unwrap();
         for name in [
             "1.bcow",
             "2.bcow",
@@ -639,19 +725,61 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_record_stops_the_start_and_is_named() {
+    fn a_start_sets_aside_what_it_cannot_use() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
         let (place, _) = Place::open(root).unwrap();
-        place.create(&record(1, None)).unwrap();
+        for id in 1..=7 {
+            place.create(&record(id, None)).unwrap();
+            fs::write(place.layer(Id(id)), "layer").unwrap();
+        }
+        let path = |id: u64| root.join(format!("snapshots/{id}/record.json"));
+        let line = |id: u64| String::from_utf8(fs::read(path(id)).unwrap()).unwrap();
+        fs::write(path(1), "{").unwrap();
+        fs::remove_file(path(2)).unwrap();
+        fs::write(path(3), line(4)).unwrap();
+        fs::write(path(5), line(5).replace("shot/1", "shot/9")).unwrap();
+        fs::write(path(6), line(6).replace("s6", "s4")).unwrap();
+        fs::write(root.join("snapshots/stray"), "").unwrap();
+        fs::create_dir(root.join("snapshots/7.copy")).unwrap();
+        fs::write(root.join("layers/stray"), "").unwrap();
+        // Two starts: what was set aside stays so.
         drop(place);
-        fs::write(root.join("snapshots/1/record.json"), "{").unwrap();
-        let error = Place::open(root).err().unwrap().to_string();
-        assert!(error.contains("snapshots/1/record.json"), "{error}");
-        fs::rename(root.join("snapshots/1"), root.join("snapshots/2")).unwrap();
-        let line = record(1, None).encode().unwrap();
-        fs::write(root.join("snapshots/2/record.json"), line).unwrap();
-        let error = Place::open(root).err().unwrap().to_string();
-        assert!(error.contains("it is of snapshot 1"), "{error}");
+        drop(Place::open(root).unwrap());
+        let (place, found) = Place::open(root).unwrap();
+
+        let kept: Vec<u64> = found.records.iter().map(|record| record.id.0).collect();
+        assert_eq!(kept, [4, 7]);
+        assert_eq!(found.next, 8);
+        assert_eq!(names(&root.join("snapshots")), ["4", "5", "7"]);
+        let set_aside = ["1", "2", "3", "6", "7.copy", "stray"];
+        assert_eq!(names(&root.join("damaged")), set_aside);
+        assert_eq!(names(&root.join("damaged/1")), ["fs", "record.json"]);
+        // 4 and 7 are not committed, and have no layer.
+        let layers = ["1.bcow", "2.bcow", "3.bcow", "5.bcow", "6.bcow", "stray"];
+        assert_eq!(names(&root.join("layers")), layers);
+
+        // Names that are taken there.
+        fs::create_dir(root.join("snapshots/1")).unwrap();
+        drop(place);
+        let (_, found) = Place::open(root).unwrap();
+        assert_eq!(found.next, 8);
+        assert!(root.join("damaged/1-2").is_dir());
+    }
+
+    #[test]
+    fn a_removal_ends_although_the_files_are_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let (place, _) = Place::open(root).unwrap();
+        for id in [1, 2] {
+            place.create(&record(id, None)).unwrap();
+        }
+        fs::remove_dir_all(root.join("snapshots/1")).unwrap();
+        fs::remove_dir(root.join("trash")).unwrap();
+        for id in [1, 2] {
+            place.remove(&record(id, None)).unwrap();
+        }
+        assert_eq!(names(&root.join("trash")), ["2"]);
     }
 }

@@ -10,10 +10,9 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use bcow_tool::{At, HostError, MountState, state_of};
+use bcow_tool::{At, HostError, MountState, state_of, unmount};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, utimensat};
-use rustix::io::Errno;
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::mount::{MountFlags, UnmountFlags, mount};
 
 use crate::error::Error;
 use crate::mount::{Mount, of_unpacking, options_of_overlay, text};
@@ -86,11 +85,7 @@ impl Unpacking {
 
     /// Ends the mount of the layers below. An overlayfs that still uses it keeps it alive.
     pub fn end(&self) -> Result<(), HostError> {
-        match unmount(&self.lower, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH) {
-            // Nothing is mounted there.
-            Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
-            Err(errno) => Err(errno).at("unmount", &self.lower),
-        }
+        unmount(&self.lower, UnmountFlags::DETACH)
     }
 }
 
@@ -113,7 +108,7 @@ pub fn is_supported(scratch: &Path) -> Result<bool, HostError> {
         options.as_c_str(),
     ) {
         Ok(()) => {
-            unmount(&target, UnmountFlags::DETACH).at("unmount", &target)?;
+            unmount(&target, UnmountFlags::DETACH)?;
             Ok(true)
         }
         Err(errno) => {
