@@ -2,6 +2,15 @@
 
 use std::path::Path;
 
+use crate::record::Labels;
+
+/// The labels of a container's snapshot with the mappings of its user namespace, and the options of
+/// a mount for these.
+const MAPPINGS: [(&str, &str); 2] = [
+    ("containerd.io/snapshot/uidmapping", "uidmap"),
+    ("containerd.io/snapshot/gidmapping", "gidmap"),
+];
+
 /// A mount, in containerd's form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
@@ -62,6 +71,29 @@ pub fn of_layers(
     })
 }
 
+/// The options of a mount that shows the owners of files to the user namespace in these labels. The
+/// error says which label is invalid.
+pub fn options_of_mapping(labels: &Labels) -> Result<Vec<String>, String> {
+    let is_number = |text: &str| text.parse::<u32>().is_ok();
+    let is_range = |range: &&str| range.split(':').count() == 3 && range.split(':').all(is_number);
+    let mut options = Vec::new();
+    for (label, option) in MAPPINGS {
+        for range in labels
+            .get(label)
+            .iter()
+            .flat_map(|ranges| ranges.split(','))
+        {
+            if !is_range(&range) {
+                return Err(format!(
+                    "label {label}: {range:?} is not CONTAINER:HOST:COUNT"
+                ));
+            }
+            options.push(format!("{option}={range}"));
+        }
+    }
+    Ok(options)
+}
+
 /// The mounts for the unpacking of a layer, one on top of the other: the layers below, and
 /// overlayfs on them. If overlayfs were alone, containerd would write to the upper itself, where a
 /// hard link to a file of the layers below fails.
@@ -117,5 +149,28 @@ mod tests {
         let view = of_layers(&layers[..1], Access::Read, merged, &[]).unwrap();
         assert_eq!(view.options.join(","), "allow_other,ro");
         assert_eq!(of_layers(&[], Access::Read, merged, &[]), None);
+    }
+    #[test]
+    fn a_user_namespace_is_an_option_for_each_range() {
+        let labels = |users: &str| {
+            let pairs = [
+                (MAPPINGS[0].0, users),
+                (MAPPINGS[1].0, "0:5:1"),
+                ("other", "x"),
+            ];
+            pairs
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .into()
+        };
+        let options = options_of_mapping(&labels("0:1000:1,1:100000:65535")).unwrap();
+        assert_eq!(
+            options.join(","),
+            "uidmap=0:1000:1,uidmap=1:100000:65535,gidmap=0:5:1"
+        );
+        assert_eq!(options_of_mapping(&Labels::new()).unwrap(), [""; 0]);
+        for bad in ["", "0:1", "0:1:2:3", "0:1:2,suid", "0:1:-2"] {
+            let error = options_of_mapping(&labels(bad)).unwrap_err();
+            assert!(error.contains("uidmapping"), "{bad}: {error}");
+        }
     }
 }

@@ -72,6 +72,10 @@ pub struct Record {
     /// committed, if it was committed without a change, or if its layer is remote.
     #[serde(default)]
     pub has_layer: bool,
+    /// Whether containerd has given the files to the IDs of a user namespace, so that the mounts for
+    /// this namespace need no mapping.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_remapped: bool,
     /// The layer of a committed snapshot, if it is in a registry instead of on the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteLayer>,
@@ -135,8 +139,17 @@ impl Record {
             updated_ns: now,
             labels,
             has_layer: false,
+            is_remapped: false,
             remote: None,
         }
+    }
+
+    /// Whether this active snapshot is the one in which containerd gives all files of an image to
+    /// the IDs of a user namespace, for a snapshotter without the capability `remap-ids`. Its name,
+    /// behind that of the namespace, is a digest and `-remap`.
+    pub fn is_for_remap(&self) -> bool {
+        let own = self.name.rsplit('/').next().unwrap_or(&self.name);
+        own.starts_with("sha256:") && own.ends_with("-remap")
     }
 
     /// Turns this new record into the record of a committed snapshot whose layer is in a registry.
@@ -154,6 +167,7 @@ impl Record {
         let parent = self.parent.clone();
         Record {
             has_layer,
+            is_remapped: self.is_for_remap(),
             ..Record::new(self.id, Kind::Committed, name, parent, labels)
         }
     }

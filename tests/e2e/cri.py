@@ -13,7 +13,11 @@ MESSAGES = {
     "RemoveImage": {"image": (1, "Spec")},
     "Name": {"name": (1, "string"), "uid": (2, "string"), "namespace": (3, "string")},
     # 2 is the namespace of the node, so that a pod needs no network of its own.
-    "Namespaces": {"network": (1, "int32"), "pid": (2, "int32"), "ipc": (3, "int32")},
+    "Namespaces": {"network": (1, "int32"), "pid": (2, "int32"), "ipc": (3, "int32"),
+                   "userns_options": (5, "UserNamespace")},
+    # 0 is a namespace of the pod.
+    "UserNamespace": {"mode": (1, "int32"), "uids": (2, "*Ids"), "gids": (3, "*Ids")},
+    "Ids": {"host_id": (1, "int64"), "container_id": (2, "int64"), "length": (3, "int64")},
     "PodSecurity": {"namespace_options": (1, "Namespaces")},
     "PodLinux": {"cgroup_parent": (1, "string"), "security_context": (2, "PodSecurity")},
     "Pod": {"metadata": (1, "Name"), "hostname": (2, "string"), "log_directory": (3, "string"),

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -52,6 +53,12 @@ address = "{place}/sock"
 platform = "linux"
 snapshotter = "bcow"
 """
+
+
+def has_containerd_2():
+    """Whether the containerd in PATH is 2.x, not 1.x."""
+    version = run("containerd", "--version").out.decode()
+    return re.search(r" v?(\d+)\.", version)[1] != "1"
 
 
 def need_snapshotter():

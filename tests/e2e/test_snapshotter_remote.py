@@ -15,9 +15,9 @@ import unittest
 
 import support
 from sequences import ocilib
-from support import bcow, need, read_bytes, read_text, run
+from support import bcow, need, read_bytes, read_text, run, write_file
 from test_remote import PASSWORD, USER, make_certificates, registry
-from test_snapshotter import WithContainerd, WithSnapshotter
+from test_snapshotter import WithContainerd, WithSnapshotter, has_containerd_2
 from web import listening
 
 # Without them, the base of the tests reports what is missing.
@@ -27,7 +27,7 @@ with contextlib.suppress(ImportError):
 
 LABEL = "containerd.io/snapshot"
 LARGE = random.Random(7).randbytes(16 << 20)
-APPLETS = ["sh", "cat", "echo", "sleep", "ls", "rm", "true"]
+APPLETS = ["sh", "cat", "echo", "sleep", "ls", "rm", "true", "tr", "cut"]
 CONFIG = """
 root = "{place}/lib"
 state = "{place}/run"
@@ -42,6 +42,7 @@ address = "{place}/t"
 [proxy_plugins.bcow]
 type = "snapshot"
 address = "{place}/sock"
+capabilities = ["remap-ids"]
 """
 # containerd 1.6 and 1.7.
 CONFIG_2 = """
@@ -327,7 +328,6 @@ class Registered(WithRegistry, WithSnapshotter):
         wrong = {**self.labels(0), f"{LABEL}.ref": other}
         self.assertEqual(one.client.Prepare(key="a", labels=wrong).mounts[0].type, "bind")
 
-    def test_the_lowest_layers_have_a_name(self):
     def test_a_registry_that_does_not_answer_is_not_one_without_a_bcow_image(self):
         good = self.auth
         one = self.start()
@@ -368,6 +368,7 @@ class Registered(WithRegistry, WithSnapshotter):
         shutil.copy(good, self.path("later"))
         self.register(one.client, count=1)
 
+    def test_the_lowest_layers_have_a_name(self):
         options = ["--auth-file", self.auth, "--cache-dir", os.path.join(self.place, "cache")]
 
         def small(name):
@@ -453,8 +454,7 @@ class Pods(WithRegistry, WithContainerd):
         self.auth = self.path("none")
         self.snapshotter = self.start("--pool", "p", "--image-service",
                                       os.path.join(self.place, "c"))
-        version = run("containerd", "--version").out.decode()
-        is_new = re.search(r" v?(\d+)\.", version)[1] != "1"
+        is_new = has_containerd_2()
         config = f"version = {3 if is_new else 2}" + CONFIG + (CONFIG_3 if is_new else CONFIG_2)
         with open(os.path.join(self.place, "config.toml"), "w") as file:
             file.write(config.format(place=self.place, pause=self.name))
@@ -505,7 +505,7 @@ class Pods(WithRegistry, WithContainerd):
         self.assertLess(self.content(), 100_000)
         self.assertEqual(self.names("layers"), [])
         # runc and cgroups know containers by name, also those of another containerd.
-        one, two = (f"{os.path.basename(self.place)}-{n}" for n in "12")
+        one, two = (f"{os.getpid()}-{n}" for n in "12")
         self.assertEqual(self.run_in(one, "cat both; echo", "--rm"), "middle\n")
         self.assertLess(self.cached(), self.bytes // 8)
         # An ordinary image over the same layers.
@@ -547,32 +547,76 @@ class Pods(WithRegistry, WithContainerd):
         self.assertEqual(self.names("auth"), [f"{self.address}+team+image.json"])
         kept = os.path.join(self.root, "auth", *self.names("auth"))
         self.assertEqual(os.stat(kept).st_mode & 0o7777, 0o600)
+        # The namespace of the node, so that the pod needs no network of its own.
         node = {"network": 2, "pid": 1, "ipc": 2}
+        script = "echo 1 >/written; cat /written both; cat top other 2>/dev/null; true"
+        with self.pod(node) as run_in:
+            for image, expected in ((images[0], b"3"), (images[1], b"4")):
+                self.assertEqual(run_in(image, script), b"1\nmiddle" + expected)
+        self.remove_images(images)
+
+    @contextlib.contextmanager
+    def pod(self, namespaces):
+        """A pod, as a function that runs a script in a container of an image."""
+        context = {"security_context": {"namespace_options": namespaces}}
         config = {"metadata": {"name": "p", "uid": "u", "namespace": "n"}, "log_directory": "",
-                  "linux": {"security_context": {"namespace_options": node}}}
+                  "linux": context}
         pod = self.repeated(lambda: self.cri.RunPodSandbox(config=config)).pod_sandbox_id
+
+        def run_in(image, script):
+            container = {"metadata": {"name": "c"}, "image": {"image": image},
+                         "command": ["/bin/sleep", "1000000"], "linux": context}
+            made = self.repeated(lambda: self.start_container(
+                pod_sandbox_id=pod, config=container, sandbox_config=config))
+            done = self.cri.ExecSync(container_id=made, cmd=["/bin/sh", "-c", script], timeout=60)
+            self.assertEqual(done.exit_code, 0, done.stderr)
+            support.until(lambda: len(self.pool_mounts()) == 2, "the pod and one container")
+            self.cri.StopContainer(container_id=made, timeout=0)
+            self.cri.RemoveContainer(container_id=made)
+            return done.stdout
         try:
-            for name, image, expected in (("a", images[0], b"3"), ("b", images[1], b"4")):
-                container = {"metadata": {"name": name}, "image": {"image": image},
-                             "command": ["/bin/sleep", "1000000"],
-                             "linux": {"security_context": {"namespace_options": node}}}
-                made = self.repeated(lambda container=container: self.start_container(
-                    pod_sandbox_id=pod, config=container, sandbox_config=config))
-                script = "echo 1 >/written; cat /written both; cat top other 2>/dev/null; true"
-                done = self.cri.ExecSync(container_id=made, cmd=["/bin/sh", "-c", script],
-                                         timeout=60)
-                self.assertEqual((done.exit_code, done.stdout), (0, b"1\nmiddle" + expected))
-                support.until(lambda: len(self.pool_mounts()) == 2, "the pod and one container")
-                self.cri.StopContainer(container_id=made, timeout=0)
-                self.cri.RemoveContainer(container_id=made)
+            yield run_in
         finally:
             self.cri.StopPodSandbox(pod_sandbox_id=pod)
             self.cri.RemovePodSandbox(pod_sandbox_id=pod)
+
+    def remove_images(self, images):
         for name in images:
             self.cri.RemoveImage(image={"image": name})
         client = self.snapshotter.client
         support.until(lambda: not client.List(), "containerd removes all snapshots")
         self.assert_nothing_is_left()
+
+    def test_a_pod_with_a_user_namespace(self):
+        """As Kubernetes asks for one with `hostUsers: false`."""
+        if not has_containerd_2() or b"idmap" not in run("runc", "features", check=False).out:
+            # CI has Debian's.
+            raise unittest.SkipTest("containerd 2.x and runc 1.2, for user namespaces of pods")
+        self.network()
+        os.chmod(self.place, 0o755)
+        ids = [{"host_id": 100000, "container_id": 0, "length": 65536}]
+        users = {"mode": 0, "uids": ids, "gids": ids}
+        self.pull(self.name)
+        script = ("cat /proc/self/uid_map; echo 1 >/written; "
+                  "ls -ln /written /bin/busybox | tr -s ' ' | cut -d ' ' -f 3,4,9")
+        with self.pod({"network": 0, "pid": 1, "ipc": 0, "userns_options": users}) as run_in:
+            lines = run_in(self.name, script).decode().split("\n")
+        self.assertEqual(lines[0].split(), ["0", "100000", "65536"])
+        self.assertEqual(sorted(lines[1:3]), ["0 0 /bin/busybox", "0 0 /written"])
+        self.assertLess(self.content(), 100_000)
+        self.remove_images([self.name])
+
+    def network(self):
+        """A network plugin that connects a pod to nothing."""
+        directory = os.path.join(self.place, "cni")
+        os.makedirs(directory, exist_ok=True)
+        answer = '{"cniVersion": "1.0.0", "ips": [{"address": "10.9.8.7/24"}]}'
+        for name in "loopback", "none":
+            path = os.path.join(directory, name)
+            write_file(path, f"#!/bin/sh\n[ $CNI_COMMAND != ADD ] || echo '{answer}'\n")
+            os.chmod(path, 0o755)
+        write_file(os.path.join(directory, "net.conflist"),
+                   '{"cniVersion": "1.0.0", "name": "n", "plugins": [{"type": "none"}]}')
 
 
 if __name__ == "__main__":

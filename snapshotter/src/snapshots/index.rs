@@ -22,6 +22,8 @@ pub struct Chain {
     pub remote: Option<RemoteLayer>,
     /// The layers on the disk, from the lowest.
     pub layers: Vec<Id>,
+    /// Whether the files belong to the IDs of a user namespace.
+    pub is_remapped: bool,
 }
 
 struct Entry {
@@ -103,6 +105,7 @@ impl Index {
             if record.has_layer {
                 chain.layers.push(record.id);
             }
+            chain.is_remapped |= record.is_remapped;
             next = record.parent.as_deref();
         }
         chain.layers.reverse();
@@ -223,8 +226,27 @@ mod tests {
         let expected = Chain {
             remote: Some(remote),
             layers: vec![high],
+            is_remapped: false,
         };
         assert_eq!(index.chain("high").unwrap(), expected);
+    }
+
+    #[test]
+    fn what_is_above_a_remapped_snapshot_is_remapped() {
+        let mut index = Index::default();
+        commit(&mut index, "image", None, true);
+        for (key, is_remapped) in [("ns/7/sha256:a-remap", true), ("ns/8/a-remap", false)] {
+            let active = begin(&mut index, key, Some("image")).unwrap();
+            index.put(
+                key,
+                active.committed("users".to_owned(), Labels::new(), true),
+            );
+            commit(&mut index, "above", Some("users"), true);
+            assert_eq!(index.chain("above").unwrap().is_remapped, is_remapped);
+            index.remove("above");
+            index.remove("users");
+        }
+        assert!(!index.chain("image").unwrap().is_remapped);
     }
 
     #[test]

@@ -344,16 +344,27 @@ impl Snapshots {
     fn describe(&self, record: &Record, chain: &Chain) -> Result<Vec<Mount>, Error> {
         let files = self.place.files(record);
         let is_writable = record.kind == Kind::Active;
+        let mapping = mount::options_of_mapping(&record.labels).map_err(Error::Invalid)?;
         if record.parent.is_none() {
+            if !mapping.is_empty() {
+                return Err(Error::Unsupported(
+                    "a user namespace for a snapshot without a parent".to_owned(),
+                ));
+            }
             return Ok(vec![mount::of_directory(&files, is_writable)]);
         }
-        let is_unpacking = is_writable && is_unpacking(&record.name);
+        // containerd gives files away name by name. It takes a file with several names for several
+        // files, as overlayfs shows them after the first change.
+        let is_unpacking = is_writable && (is_unpacking(&record.name) || record.is_for_remap());
         let by_overlayfs = is_unpacking && self.is_for_overlayfs(record)?;
         let access = match is_writable && !by_overlayfs {
             true => Access::Write(&files),
             false => Access::Read,
         };
         let mut options = self.mount_options.clone();
+        if !chain.is_remapped {
+            options.extend(mapping);
+        }
         if let Some(remote) = &chain.remote {
             options.extend(self.remote.mount_options(&remote.image));
         }
