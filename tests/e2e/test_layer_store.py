@@ -373,6 +373,35 @@ class LayerStore(support.Scratch):
             support.write_file(place, good)
         self.assertEqual(read_bytes(store.path(app, digest, "blob")), good)
 
+    def test_start_and_end_of_a_use_need_no_space(self):
+        self.assertEqual(self.store.end(), 0)
+        root = self.store.root
+        run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", root)
+        try:
+            self.store.start()
+            layer = self.store.path(self.name("app"), self.blobs["app"][1])
+            self.assertTrue(os.path.exists(os.path.join(layer, "diff")))
+            for _ in range(2):
+                with self.assertRaises(FileNotFoundError):
+                    open(os.path.join(layer, "use"), "w")
+            # Neither a damaged record nor one that cannot be removed prevents a start.
+            support.write_file(os.path.join(root, "layers", "x.json"), "{")
+            os.mkdir(os.path.join(root, "layers", "y.new"))
+            with open(os.path.join(root, "ballast"), "ab", buffering=0) as ballast:
+                with contextlib.suppress(OSError):
+                    while ballast.write(b"x" * 4096):
+                        pass
+            self.assertEqual(self.store.end(), 0)
+            self.store.start()
+            self.assertIn("the file is ignored", self.store.output())
+            for left in 3, 2:
+                with self.assertRaises(FileNotFoundError):
+                    os.rmdir(layer)
+                self.assertEqual(len(os.listdir(os.path.join(root, "layers"))), left)
+        finally:
+            self.store.remove()
+            run("umount", "-l", root)
+
     def test_second_process_and_wrong_options_are_refused(self):
         other = os.path.join(self.place, "other")
         os.mkdir(other)
