@@ -32,8 +32,8 @@ pub struct Blobs {
 }
 
 impl Blobs {
-    /// The blobs in `directory`, at most `limit_bytes`. Those of an earlier process are removed. The
-    /// directory is created by the first one.
+    /// The blobs in `directory`, at most `limit_bytes`. Those of an earlier process are removed.
+    /// The first blob creates the directory.
     pub fn open(
         directory: PathBuf,
         limit_bytes: u64,

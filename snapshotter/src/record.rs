@@ -72,8 +72,8 @@ pub struct Record {
     /// committed, if it was committed without a change, or if its layer is remote.
     #[serde(default)]
     pub has_layer: bool,
-    /// Whether containerd has given the files to the IDs of a user namespace, so that the mounts for
-    /// this namespace need no mapping.
+    /// Whether containerd has given the files to the IDs of a user namespace, so that the mounts
+    /// for this namespace need no mapping.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_remapped: bool,
     /// The layer of a committed snapshot, if it is in a registry instead of on the disk.

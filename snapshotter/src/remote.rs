@@ -128,8 +128,8 @@ impl Remote {
         kept.unwrap_or_else(|| self.options.auth_file.clone())
     }
 
-    /// The layer in a registry that has the content of the layer with these labels. `None` if there
-    /// is none: containerd fetches the layer.
+    /// The layer in a registry that has the content of the layer with these labels. `None` if the
+    /// registry has no such layer: containerd fetches the ordinary one.
     pub fn find(&self, labels: &Labels) -> Result<Option<RemoteLayer>, Error> {
         let found = [REF, IMAGE, MANIFEST].map(|label| labels.get(label));
         let ([Some(chain_id), Some(image), Some(manifest)], true) = (found, self.is_asked) else {

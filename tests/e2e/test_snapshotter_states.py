@@ -150,7 +150,8 @@ class DamagedStates(WithSnapshots):
 
         # What happens to the root, and the snapshots that are then there.
         cases = {
-            "record is cut off": (lambda: self.change_record("v", lambda it: it[:20]), without("v")),
+            "record is cut off": (lambda: self.change_record("v", lambda it: it[:20]),
+                                  without("v")),
             "record is empty": (lambda: self.change_record("v", lambda it: b""), without("v")),
             "record has a wrong byte": (
                 lambda: self.change_record("v", lambda it: it.replace(b"{", b"[", 1)),

@@ -457,6 +457,12 @@ impl Running<'_> {
     }
 }
 
+/// The mapping of owners, for the entry of the mount.
+fn owners(options: &MountOptions) -> Option<String> {
+    let owners = options.owners();
+    (!owners.are_same()).then(|| owners.to_string())
+}
+
 /// Fails if an image is mounted there. A mount whose process is dead is replaced.
 fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
     let Ok(mount) = bcow_fuse::mounted_image(directory) else {

@@ -139,7 +139,7 @@ impl Owners {
     /// The value of an extended attribute as the host sees it.
     pub(crate) fn shown_xattr(&self, name: &[u8], value: Vec<u8>) -> Vec<u8> {
         let to_host = |map: &IdMap, id| Ok(map.to_host(id));
-        // Without an error of a single ID there is none.
+        // `to_host` does not fail.
         self.mapped(name, &value, to_host)
             .ok()
             .flatten()

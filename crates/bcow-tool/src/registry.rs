@@ -134,8 +134,8 @@ pub fn auth_file_text(auth_file: &Path) -> Option<String> {
 }
 
 impl RegistryOptions {
-    /// What a failure to find the BCoW image of `image` means: `None` if there is none, as the
-    /// registry says, or if the image shall be pulled whole in any case. The log says why.
+    /// What a failure to find the BCoW image of `image` means: `None` if the registry says that the
+    /// image has no BCoW image, or if it shall be pulled whole in any case. The log says why.
     pub fn without_image<T>(&self, image: &str, error: ResolveError) -> Result<Option<T>, String> {
         let why = on_one_line(&error);
         let advice = match &error {

@@ -48,8 +48,8 @@ pub trait Storage: Send + Sync {
     fn identity(&self) -> Option<FileIdentity> {
         None
     }
-    /// Replaces the content after a read of damaged bytes, if the storage can make it again. Returns
-    /// whether another read of the same bytes may succeed.
+    /// Replaces the content after a read of damaged bytes, if the storage can make it again.
+    /// Returns whether another read of the same bytes may succeed.
     fn restore(&self) -> bool {
         false
     }

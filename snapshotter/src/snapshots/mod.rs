@@ -383,8 +383,8 @@ impl Snapshots {
         }
     }
 
-    /// Whether a layer is unpacked into this snapshot by overlayfs. What was used for it once is used
-    /// again.
+    /// Whether overlayfs unpacks a layer into this snapshot. A snapshot keeps the kind of mount
+    /// that it had first.
     fn is_for_overlayfs(&self, record: &Record) -> Result<bool, Error> {
         if self.place.unpacking(record).is_prepared() {
             return Ok(true);

@@ -12,8 +12,7 @@ use bcow_fuse::options::Access;
 use bcow_fuse::stats::document::Document;
 use bcow_fuse::{Door, MountOptions, MountedImage, WhenBusy};
 
-use super::fuse::owners;
-use super::{Args, failure};
+use super::{Args, failure, owners};
 use crate::ask::{self, Answer};
 use crate::error::CommandError;
 use crate::image::parse_name;

@@ -13,7 +13,7 @@ use bcow_fuse::{AnySession, Handover, ImageFs, MountOptions, MountStats, Session
 
 use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
-use super::{Args, failure, refuse_mounted, upper};
+use super::{Args, failure, owners, refuse_mounted, upper};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, parse_name, shown_name};
 use crate::record::Recording;
@@ -155,12 +155,6 @@ fn overlay_lower(
     let layers = layers.into_iter().map(|layer| Filesystem::open(layer));
     let layers = layers.collect::<Result<Vec<_>, _>>().context(cannot)?;
     OverlayLower::new(tree, &layers, xattrs).context(cannot)
-}
-
-/// The mapping of owners, for the entry of the mount.
-pub fn owners(options: &MountOptions) -> Option<String> {
-    let owners = options.owners();
-    (!owners.are_same()).then(|| owners.to_string())
 }
 
 impl Opened {
