@@ -488,6 +488,7 @@ mod tests {
             mode: mode.to_owned(),
             since: 7,
             device: Some(device.to_owned()),
+            owners: None,
             descriptor: None,
             pool: Some("pool".to_owned()),
         }
