@@ -255,6 +255,6 @@ mod tests {
         uses.write_rest();
         assert_eq!(read(&json).unwrap().uses, 1);
         assert!(uses.release(image, &a).unwrap());
-        assert_eq!(entries(&path), [PathBuf::new(); 0]);
+        assert!(entries(&path).is_empty());
     }
 }
