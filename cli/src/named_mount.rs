@@ -9,7 +9,7 @@ use crate::error::CommandError;
 use crate::names;
 use crate::running::{self, Service};
 
-/// The mount at `directory`. If there is none, the hint names `command` for the mount that
+/// The mount at `directory`. If no mount is there, the hint names `command` for the mount that
 /// `directory` is inside, or of which it is the image, a layer or the upper.
 pub fn mount_at(directory: &Path, command: &str) -> Result<MountedImage, CommandError> {
     bcow_fuse::mounted_image(directory).map_err(|error| {

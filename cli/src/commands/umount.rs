@@ -128,8 +128,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
 }
 
-/// Requests the statistics of a mount. Waits until the process of a new mount at the kernel door has
-/// published by which descriptor its statistics can be read.
+/// Requests the statistics of a mount. Waits until the process of a new mount at the kernel door
+/// has published by which descriptor its statistics can be read.
 fn ask_when_published(mount: &MountedImage) -> Answer {
     let start = Instant::now();
     loop {
@@ -281,7 +281,8 @@ fn require_complete(
         Some(Ended::Incomplete(reason)) => printable(&reason).into_owned(),
         Some(Ended::Removed) => {
             return Err(CommandError::new(format!(
-                "{} is unmounted, but {} was removed while it was mounted: all its changes are lost",
+                "{} is unmounted, but {} was removed while it was mounted: all its changes are \
+                 lost",
                 directory.display(),
                 store.name
             )));

@@ -277,8 +277,8 @@ impl State {
     }
 }
 
-/// Whether two errors are so near in a file that one bad place of the host can be the cause of both:
-/// readahead and its repetitions read different ranges around it.
+/// Whether two errors are so near in a file that one bad place of the host can be the cause of
+/// both: readahead and its repetitions read different ranges around it.
 fn is_near(one: Option<u64>, other: Option<u64>) -> bool {
     /// The longest read of the kernel, in bytes.
     const READ_BYTES: u64 = 1 << 20;

@@ -1,7 +1,7 @@
 //! Times that the host's file does not have, and those that it has by accident.
 //!
-//! A copy-up adds an entry to the host's directory of the parent, which the mount shows already. The
-//! modification time can be restored, the change time cannot. So the change time of a directory
+//! A copy-up adds an entry to the host's directory of the parent, which the mount shows already.
+//! The modification time can be restored, the change time cannot. So the change time of a directory
 //! that is merged with one of the image is its modification time, which is right after a copy-up
 //! and after a change of its names. After any other change of the directory, a mark records it.
 //!
