@@ -91,10 +91,10 @@ Mount options (-o, separated by commas; of two opposite options the last one app
                           what only lower layers have in their roots. overlay_lower=trusted marks
                           by trusted.overlay.opaque, overlay_lower=user by user.overlay.opaque
                           [default: user in a user namespace, else trusted]
-  uidmap=CONTAINER:HOST:COUNT, gidmap=CONTAINER:HOST:COUNT
-                          the COUNT users (groups) of the image from CONTAINER on are shown as those
-                          of the host from HOST on, and an upper stores those of the image; other
-                          IDs have no counterpart (repeatable)
+  uidmap=RANGE, gidmap=RANGE
+                          RANGE is CONTAINER:HOST:COUNT: the COUNT users (groups) of the image from
+                          CONTAINER on are shown as those of the host from HOST on, and an upper
+                          stores those of the image; other IDs have no counterpart (repeatable)
   fsname=NAME             source that /proc/mounts shows [default: the path of the image]
   subtype=bcow, defaults  accepted without effect
 
