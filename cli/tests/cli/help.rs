@@ -1,6 +1,8 @@
-//! What `--help` says is part of the interface, and is read as a whole.
+//! Claims about `--help`, and about what the documents say of commands and options.
 
 use std::path::{Path, PathBuf};
+
+use regex::Regex;
 
 use crate::support::{Sandbox, snapshot};
 
@@ -24,18 +26,99 @@ fn subcommands(help: &str) -> Vec<&str> {
         .collect()
 }
 
-#[test]
-fn help_of_the_command_and_of_every_subcommand() {
-    let sandbox = Sandbox::new();
-    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
-    snapshot!("help", top);
-    for command in commands(&top) {
-        let long = String::from_utf8(sandbox.ok(&[command, "--help"])).unwrap();
+/// Each command and each command below it, with its long help.
+fn long_helps(sandbox: &Sandbox) -> Vec<(String, String)> {
+    let help = |args: &[&str]| {
+        String::from_utf8(sandbox.ok(&[args, &["--help"]].concat())).expect("a help is UTF-8")
+    };
+    let mut helps = Vec::new();
+    for command in commands(&help(&[])) {
+        let long = help(&[command]);
         for below in subcommands(&long) {
-            let long = String::from_utf8(sandbox.ok(&[command, below, "--help"])).unwrap();
-            snapshot!(format!("help_{command}_{below}"), long);
+            helps.push((format!("{command} {below}"), help(&[command, below])));
         }
-        snapshot!(format!("help_{command}"), long);
+        helps.push((command.to_owned(), long));
+    }
+    helps
+}
+
+#[test]
+fn long_help_explains_each_argument_and_option() {
+    let sandbox = Sandbox::new();
+    let entry = Regex::new(r"^ {2,6}(-\w\b|--\w|<[A-Z])").unwrap();
+    let has_text = Regex::new(r"^ +\S.*\S {2,}\S").unwrap();
+    for (command, help) in long_helps(&sandbox) {
+        assert!(help.contains("Usage: bcow "), "{command}: {help}");
+        let mut lines = help.lines().peekable();
+        let mut entries = 0;
+        while let Some(line) = lines.next() {
+            assert!(line.chars().count() <= 100, "{command}: {line}");
+            if entry.is_match(line) {
+                entries += 1;
+                let text = lines.peek().map_or("", |next| next.trim());
+                assert!(
+                    !text.is_empty() || has_text.is_match(line),
+                    "{command}: {line} has no text"
+                );
+            }
+        }
+        assert!(entries > 0, "{command}: {help}");
+    }
+}
+
+/// The documents for users: the pages of the guide, and README.md.
+fn documents() -> Vec<PathBuf> {
+    let pages = std::fs::read_dir(guide("README").parent().unwrap()).unwrap();
+    let mut documents: Vec<_> = pages.map(|page| page.unwrap().path()).collect();
+    documents.push(guide("README").with_file_name("../../README.md"));
+    documents
+}
+
+#[test]
+fn documents_name_only_commands_and_options_that_exist() {
+    let sandbox = Sandbox::new();
+    let helps = long_helps(&sandbox);
+    // Up to the end of the command, of the inline code or of the line.
+    let call = Regex::new(r"\bbcow ([a-z]+)( [a-z]+)?([^`|;&\n]*)").unwrap();
+    let option = Regex::new(r"(?:^|\s)(--[a-z][a-z-]*)").unwrap();
+    let mut checked = 0;
+    for document in documents() {
+        let text = std::fs::read_to_string(&document).unwrap();
+        for found in call.captures_iter(&text) {
+            let below = format!(
+                "{}{}",
+                &found[1],
+                found.get(2).map_or("", |word| word.as_str())
+            );
+            let help = helps.iter().find(|(name, _)| *name == below);
+            let help = help.or_else(|| helps.iter().find(|(name, _)| *name == found[1]));
+            for option in option
+                .captures_iter(&found[0])
+                .map(|option| option.extract::<1>().1[0])
+            {
+                let (_, help) = help.unwrap_or_else(|| panic!("{document:?}: {}", &found[0]));
+                let listed = Regex::new(&format!(r"{option}\b[^-]")).unwrap();
+                assert!(
+                    listed.is_match(help),
+                    "{document:?}: {}: {option}",
+                    &found[0]
+                );
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 100, "{checked}");
+}
+
+#[test]
+fn guide_has_a_page_for_each_command() {
+    let sandbox = Sandbox::new();
+    for command in commands(&String::from_utf8(sandbox.ok(&["--help"])).unwrap()) {
+        let page = std::fs::read_to_string(guide(command)).unwrap();
+        assert!(
+            page.starts_with(&format!("# bcow {command}\n")),
+            "{command}"
+        );
     }
 }
 
@@ -80,47 +163,10 @@ fn short_help_names_every_mount_option() {
     }
 }
 
-/// Usage, arguments and options of a short help, without the options of all commands.
-fn options(short: &str) -> String {
-    let start = short.find("Usage: ").expect("a usage");
-    let end = short.find("\nGlobal options:").expect("global options");
-    let lines = short[start..end].lines();
-    let lines: Vec<&str> = lines.filter(|line| !line.contains("-h, --help ")).collect();
-    let text = lines.join("\n");
-    let text = text.trim_end();
-    text.strip_suffix("\n\nOptions:").unwrap_or(text).to_owned()
-}
-
 /// The page of a command in the guide, or `README`.
 fn guide(name: &str) -> PathBuf {
     let guide = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/guide");
     guide.join(format!("{name}.md"))
-}
-
-/// Each page ends with the list; `BCOW_GUIDE_WRITE=1` writes the lists anew.
-#[test]
-fn guide_lists_the_options_of_the_help() {
-    let sandbox = Sandbox::new();
-    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
-    for command in commands(&top) {
-        let short = String::from_utf8(sandbox.ok(&[command, "-h"])).unwrap();
-        let mut lists = vec![options(&short)];
-        for below in subcommands(&short) {
-            let short = String::from_utf8(sandbox.ok(&[command, below, "-h"])).unwrap();
-            lists.push(options(&short));
-        }
-        let list = format!("\n## Options\n\n```\n{}\n```\n", lists.join("\n\n"));
-        let page = std::fs::read_to_string(guide(command)).unwrap();
-        if std::env::var_os("BCOW_GUIDE_WRITE").is_some() {
-            let text = page.split("\n## Options\n").next().unwrap_or_default();
-            std::fs::write(guide(command), format!("{text}{list}")).unwrap();
-            continue;
-        }
-        assert!(
-            page.ends_with(&list),
-            "{command}.md does not end with{list}"
-        );
-    }
 }
 
 /// The statuses of a table in the guide, and their meanings.
