@@ -32,8 +32,8 @@ pub struct RegistryArgs {
     /// cosign signature by this key
     #[arg(long, value_name = "FILE")]
     pub verify_key: Option<PathBuf>,
-    /// If the registry of an image does not say whether a BCoW image is attached to it, because it
-    /// denies access or fails: fail the pull, or pull the image whole
+    /// If the registry of an image fails or does not answer, so that it is not known whether a BCoW
+    /// image is attached to the image: fail the pull, or pull the image whole
     #[arg(long, value_name = "WHAT", default_value = "fail")]
     pub if_unanswered: IfUnanswered,
     /// Request data whose hash is known from this server first, and then from the registry
@@ -134,30 +134,31 @@ pub fn auth_file_text(auth_file: &Path) -> Option<String> {
 }
 
 impl RegistryOptions {
-    /// What a failure to find the BCoW image of `image` means: `None` if the registry says that the
-    /// image has no BCoW image, or if it shall be pulled whole in any case. The log says why.
+    /// What a failure to find the BCoW image of `image` means: `None` if the engine pulls the image
+    /// whole. The log says why.
+    ///
+    /// That is so if the registry says that the image has no BCoW image, and if it denies access,
+    /// which is an error in the log: the engine can have other credentials than this program.
     pub fn without_image<T>(&self, image: &str, error: ResolveError) -> Result<Option<T>, String> {
         let why = on_one_line(&error);
-        let advice = match &error {
-            ResolveError::NoImage(_) => {
-                tracing::info!("{image}: pulled whole: {why}");
-                return Ok(None);
-            }
-            ResolveError::Denied(_) => format!(
-                "; credentials come from {}, which --auth-file names",
+        let unknown = "it is not known whether a BCoW image is attached";
+        match (&error, self.if_unanswered) {
+            (ResolveError::NoImage(_), _) => tracing::info!("{image}: pulled whole: {why}"),
+            (ResolveError::Denied(_), _) => tracing::error!(
+                "{image}: {unknown}: {why}; credentials come from {}, which --auth-file names; it \
+                 is pulled whole",
                 self.auth_file.display()
             ),
-            ResolveError::Unknown(_) => String::new(),
-        };
-        let why =
-            format!("{image}: it is not known whether a BCoW image is attached: {why}{advice}");
-        match self.if_unanswered {
-            IfUnanswered::Fail => Err(format!("{why}; --if-unanswered=pull pulls the image whole")),
-            IfUnanswered::Pull => {
-                tracing::error!("{why}; it is pulled whole");
-                Ok(None)
+            (ResolveError::Unknown(_), IfUnanswered::Pull) => {
+                tracing::error!("{image}: {unknown}: {why}; it is pulled whole");
+            }
+            (ResolveError::Unknown(_), IfUnanswered::Fail) => {
+                return Err(format!(
+                    "{image}: {unknown}: {why}; --if-unanswered=pull pulls the image whole"
+                ));
             }
         }
+        Ok(None)
     }
 }
 
