@@ -34,8 +34,8 @@ pub trait HostFile: Send + Sync {
     /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
     /// `None` if the file ends before one.
     fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>>;
-    /// The time of last modification.
-    fn modified(&self) -> io::Result<Timespec>;
+    /// The times of last modification and of last change.
+    fn times(&self) -> io::Result<FileTimes>;
     /// Sets the time of last modification. The time of last access does not change.
     fn set_modified(&self, at: Timespec) -> io::Result<()>;
     /// Returns when the content is durable, together with the metadata that is needed to read it
@@ -43,6 +43,38 @@ pub trait HostFile: Send + Sync {
     fn sync_data(&self) -> io::Result<()>;
     /// Returns when content and attributes are durable (fsync).
     fn sync_all(&self) -> io::Result<()>;
+}
+
+/// Times of a host's file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileTimes {
+    /// Time of last modification.
+    pub modified: Timespec,
+    /// Time of last change. The kernel sets it at each change, and a program cannot.
+    pub changed: Timespec,
+}
+
+/// A change of a host's file that is no change of the file in the mount, for example of its marks.
+/// The change time in the mount stays until the next change of the host's file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HiddenChange {
+    /// Change time of the host's file after the hidden change.
+    pub host: Timespec,
+    /// Change time in the mount.
+    pub shown: Timespec,
+}
+
+impl HiddenChange {
+    /// The change time in the mount of a file with these times on the host.
+    pub fn shown(hidden: Option<Self>, host: FileTimes) -> Timespec {
+        match hidden {
+            // If both times are equal, a program wrote in the same tick of the host's clock.
+            Some(hidden) if hidden.host == host.changed && host.modified != host.changed => {
+                hidden.shown
+            }
+            _ => host.changed,
+        }
+    }
 }
 
 impl HostFile for File {
@@ -93,11 +125,17 @@ impl HostFile for File {
             Err(errno) => Err(errno.into()),
         }
     }
-    fn modified(&self) -> io::Result<Timespec> {
+    fn times(&self) -> io::Result<FileTimes> {
         let metadata = self.metadata()?;
-        Ok(Timespec {
-            tv_sec: metadata.mtime(),
-            tv_nsec: metadata.mtime_nsec(),
+        Ok(FileTimes {
+            modified: Timespec {
+                tv_sec: metadata.mtime(),
+                tv_nsec: metadata.mtime_nsec(),
+            },
+            changed: Timespec {
+                tv_sec: metadata.ctime(),
+                tv_nsec: metadata.ctime_nsec(),
+            },
         })
     }
     fn set_modified(&self, at: Timespec) -> io::Result<()> {

@@ -742,8 +742,8 @@ mod tests {
         fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
             HostFile::allocate(&self.file, offset, length)
         }
-        fn modified(&self) -> io::Result<Timespec> {
-            HostFile::modified(&self.file)
+        fn times(&self) -> io::Result<crate::host::FileTimes> {
+            HostFile::times(&self.file)
         }
         fn set_modified(&self, time: Timespec) -> io::Result<()> {
             HostFile::set_modified(&self.file, time)

@@ -11,8 +11,10 @@ use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::nodes::{Content, Node, State, Upper};
+use super::times::file_times;
 use super::types::{Attributes, Changes, SetTime};
 use super::{UnionFs, host};
+use crate::host::HiddenChange;
 use crate::node::NodeId;
 use crate::sketch::Sketch;
 use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, XattrMode, host_mode};
@@ -48,7 +50,7 @@ impl UnionFs {
             };
             let shown = |stat: Stat| {
                 let mut attributes = attributes_above(node, &stat);
-                upper.show_times(node, &mut attributes);
+                upper.show_times(node, &stat, &mut attributes);
                 attributes
             };
             let mut attributes = match &state.content {
@@ -388,11 +390,16 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
     }
 }
 
-/// The host's stat of a sketch's file, at a moment when its times are those of the last change.
+/// The host's stat of a sketch's file, at a moment when its times are those of the last change by a
+/// program.
 fn stat_sketch(sketch: &dyn Sketch, file: &File) -> Result<Stat, Errno> {
     let mut stat = Err(Errno::STALE);
-    sketch.hold_times(&mut || {
-        stat = rustix::fs::fstat(file);
+    sketch.hold_times(&mut |hidden| {
+        stat = rustix::fs::fstat(file).map(|mut stat| {
+            let shown = HiddenChange::shown(hidden, file_times(&stat));
+            (stat.st_ctime, stat.st_ctime_nsec) = (shown.tv_sec, shown.tv_nsec as u64);
+            stat
+        });
         Ok(())
     })?;
     stat

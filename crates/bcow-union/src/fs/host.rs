@@ -140,6 +140,10 @@ pub(super) fn timestamp(seconds: i64, nanoseconds: u64) -> Timestamp {
     }
 }
 
+pub(super) fn timestamp_of(time: Timespec) -> Timestamp {
+    timestamp(time.tv_sec, time.tv_nsec as u64)
+}
+
 /// The file type in `st_mode`.
 pub(super) fn kind_of(mode: u32) -> FileType {
     match rustix::fs::FileType::from_raw_mode(mode) {

@@ -38,6 +38,7 @@ use rustix::io::Errno;
 
 use super::upper_entry::UpperObject;
 use crate::account::{Account, StoredBlocks};
+use crate::host::HiddenChange;
 use crate::ledger::{Entry, Flags, Ledger, NodeRecord};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
@@ -156,18 +157,9 @@ pub(super) struct Upper {
     /// The mark with the times that the host's file does not have, if it has this mark. Held to set
     /// the times.
     pub(super) times_mark: Mutex<Option<TimesMark>>,
-    /// The last change of the host's file that was no change of the file.
+    /// The last change of the host's file that was no change of the file. It is hidden until the
+    /// kernel forgets the node.
     pub(super) hidden_change: Mutex<Option<HiddenChange>>,
-}
-
-/// A change of a host's file, for example of its marks, that changes only the change time in the
-/// mount. It is hidden until the next change, or until the kernel forgets the node.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct HiddenChange {
-    /// Change time of the host's file after it.
-    pub(super) host_ctime: Timestamp,
-    /// Change time in the mount.
-    pub(super) ctime: Timestamp,
 }
 
 /// Location of a regular file's bytes.

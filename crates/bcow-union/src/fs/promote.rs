@@ -42,9 +42,15 @@ impl UnionFs {
         sketch.settle().map_err(failed)?;
         match sketch.kind() {
             SketchKind::Sparse => {
-                self.sketches.promote(sketch).map_err(failed)?;
-                if let Some(file) = state.upper.as_ref().and_then(|upper| upper.file.as_ref()) {
-                    self.recount_overhead(&**file);
+                let promote = || self.sketches.promote(sketch).map_err(failed);
+                let upper = state.upper.as_ref();
+                match upper.and_then(|upper| Some((upper, upper.file.as_ref()?))) {
+                    Some((upper, file)) => {
+                        upper.take_hidden_change(sketch)?;
+                        upper.hiding_change(file, promote)?;
+                        self.recount_overhead(&**file);
+                    }
+                    None => drop(promote()?),
                 }
                 Ok(Promoted::InPlace)
             }

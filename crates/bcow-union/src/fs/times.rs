@@ -13,13 +13,15 @@ use std::os::fd::AsFd;
 
 use bcow_erofs::reader::Inode;
 use bcow_erofs::tree::Timestamp;
-use rustix::fs::Stat;
+use rustix::fs::{Stat, Timespec};
 use rustix::io::Errno;
 
 use super::lookup::Access;
-use super::nodes::{Content, HiddenChange, Node, Upper};
+use super::nodes::{Content, Node, Upper};
 use super::types::{Attributes, SetTime};
 use super::{UnionFs, host};
+use crate::host::{FileTimes, HiddenChange};
+use crate::sketch::Sketch;
 use crate::upper::{Attribute, Mark, TimesMark};
 
 impl UnionFs {
@@ -33,9 +35,9 @@ impl UnionFs {
         let file = self.open_upper(node, Access::Path)?;
         let state = node.read_state();
         let upper = state.upper.as_ref().ok_or(Errno::STALE)?;
-        let mut set = || self.set_and_record(node, upper, &file, atime, mtime);
+        let set = || self.set_and_record(node, upper, &file, atime, mtime);
         match &state.content {
-            Content::Sketch(sketch) => sketch.hold_times(&mut set),
+            Content::Sketch(sketch) => sketch.hold_times(&mut |_| set()),
             _ if node.is_directory() => {
                 let _times = node.lock_times();
                 set()
@@ -168,22 +170,26 @@ impl Upper {
         change: impl FnOnce() -> Result<T, Errno>,
     ) -> Result<T, Errno> {
         let mut hidden = self.hidden_change.lock();
-        let changed_at = |stat: Stat| host::timestamp(stat.st_ctime, stat.st_ctime_nsec);
-        let before = changed_at(rustix::fs::fstat(file)?);
+        let shown = HiddenChange::shown(*hidden, file_times(&rustix::fs::fstat(file)?));
         let done = change()?;
-        let ctime = match *hidden {
-            Some(earlier) if earlier.host_ctime == before => earlier.ctime,
-            _ => before,
-        };
         *hidden = Some(HiddenChange {
-            host_ctime: changed_at(rustix::fs::fstat(file)?),
-            ctime,
+            host: file_times(&rustix::fs::fstat(file)?).changed,
+            shown,
         });
         Ok(done)
     }
 
-    /// Replaces the times of the host's file by those that programs have set.
-    pub(super) fn show_times(&self, node: &Node, attributes: &mut Attributes) {
+    /// Shows the change time that the mount has shown of a sketch, also after its promotion.
+    pub(super) fn take_hidden_change(&self, sketch: &dyn Sketch) -> Result<(), Errno> {
+        sketch.hold_times(&mut |hidden| {
+            *self.hidden_change.lock() = hidden;
+            Ok(())
+        })
+    }
+
+    /// Replaces the times of the host's file, whose stat is `stat`, by those that programs have
+    /// set.
+    pub(super) fn show_times(&self, node: &Node, stat: &Stat, attributes: &mut Attributes) {
         let mark = *self.times_mark.lock();
         let mark = mark.filter(|mark| mark.applies_to(attributes.mtime));
         if let Some(mark) = &mark {
@@ -191,11 +197,24 @@ impl Upper {
         }
         if node.is_merged() {
             attributes.ctime = mark.map_or(attributes.mtime, |mark| mark.ctime);
-        } else if let Some(hidden) = *self.hidden_change.lock()
-            && hidden.host_ctime == attributes.ctime
-        {
-            attributes.ctime = hidden.ctime;
+        } else {
+            let shown = HiddenChange::shown(*self.hidden_change.lock(), file_times(stat));
+            attributes.ctime = host::timestamp_of(shown);
         }
+    }
+}
+
+/// The times of a host's file.
+pub(super) fn file_times(stat: &Stat) -> FileTimes {
+    FileTimes {
+        modified: Timespec {
+            tv_sec: stat.st_mtime,
+            tv_nsec: stat.st_mtime_nsec as i64,
+        },
+        changed: Timespec {
+            tv_sec: stat.st_ctime,
+            tv_nsec: stat.st_ctime_nsec as i64,
+        },
     }
 }
 

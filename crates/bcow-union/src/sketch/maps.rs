@@ -10,7 +10,7 @@ use rustix::fs::Timespec;
 use super::host::MapStore;
 use crate::Seek;
 use crate::account::Account;
-use crate::host::HostFile;
+use crate::host::{FileTimes, HostFile};
 
 /// A [`MapStore`] whose maps are charged to the account.
 ///
@@ -120,8 +120,8 @@ impl HostFile for CountedMap {
     fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>> {
         self.file.seek(offset, what)
     }
-    fn modified(&self) -> io::Result<Timespec> {
-        self.file.modified()
+    fn times(&self) -> io::Result<FileTimes> {
+        self.file.times()
     }
     fn set_modified(&self, at: Timespec) -> io::Result<()> {
         self.file.set_modified(at)

@@ -27,6 +27,8 @@ use std::ops::Range;
 
 use rustix::io::Errno;
 
+use crate::host::HiddenChange;
+
 use crate::Seek;
 
 pub use crate::upper::{SketchKind, SketchMark};
@@ -77,6 +79,10 @@ pub struct SketchStatus {
     pub stored_bytes: u64,
 }
 
+/// Reads or sets the times of a host's file, which has this last change that is no change of the
+/// file in the mount.
+pub type HeldTimes<'a> = &'a mut dyn FnMut(Option<HiddenChange>) -> Result<(), Errno>;
+
 /// A partly modified file. All methods can be called from several threads at once. Calls on
 /// different blocks run in parallel.
 ///
@@ -121,8 +127,9 @@ pub trait Sketch: Send + Sync {
     fn settle(&self) -> Result<(), SketchError>;
 
     /// Calls `work`, which reads or sets the times of the host's file, while no background work is
-    /// about to restore a saved time.
-    fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
+    /// about to restore a saved time. `work` gets the last change of the host's file that is no
+    /// change of the file.
+    fn hold_times(&self, work: HeldTimes<'_>) -> Result<(), Errno>;
 
     /// Completes all blocks in transit and records them, so that the sketch can be opened again
     /// with all earlier writes.

@@ -1,10 +1,12 @@
-//! Keeps the time of last modification of a host's file while bcow writes to the file without a
-//! change of its content: when it completes blocks or appends records.
+//! Keeps the times of a host's file while bcow writes to the file without a change of its content:
+//! when it completes blocks, appends records, or changes marks.
 //!
-//! Such a writer reads the time before its work and restores it afterwards. If a program changes
-//! the file in the meantime, the change notes its own time, which the writer then restores instead.
-//! A change cannot begin while the time is restored. Other threads cannot read or set the time
-//! while it has a temporary value.
+//! Such a writer reads the times before its work and restores the time of last modification
+//! afterwards. The time of last change cannot be restored; so the writer notes which one the mount
+//! shows in its place, until the host's file changes again. If a program changes the file in the
+//! meantime, the change notes its own time, which the writer then uses instead. A change cannot
+//! begin while the time is restored. Other threads cannot read or set the times while they have
+//! temporary values.
 //!
 //! # Locks
 //!
@@ -18,12 +20,14 @@ use std::sync::TryLockError;
 use rustix::fs::Timespec;
 
 use super::locks::{lock, read, write};
-use crate::host::HostFile;
+use crate::host::{HiddenChange, HostFile};
 
 /// The times of a host's file.
 #[derive(Debug, Default)]
 pub(super) struct Times {
-    held: Mutex<()>,
+    /// The last change of the file by a writer that preserves its times. Locked while the times are
+    /// read, set or preserved.
+    held: Mutex<Option<HiddenChange>>,
     /// Taken shared during each change of the file.
     changing: RwLock<()>,
     /// The number of changes of the file.
@@ -44,7 +48,7 @@ pub(super) struct Changing<'a> {
 /// While this exists, no other thread restores the file's times.
 pub(super) struct Held<'a> {
     times: &'a Times,
-    _held: MutexGuard<'a, ()>,
+    hidden: MutexGuard<'a, Option<HiddenChange>>,
 }
 
 impl Times {
@@ -61,49 +65,59 @@ impl Times {
     pub(super) fn hold(&self) -> Held<'_> {
         Held {
             times: self,
-            _held: lock(&self.held),
+            hidden: lock(&self.held),
         }
     }
 
     /// As [`Times::hold`]; `None` if another thread holds the times.
     pub(super) fn try_hold(&self) -> Option<Held<'_>> {
-        let held = match self.held.try_lock() {
-            Ok(held) => held,
+        let hidden = match self.held.try_lock() {
+            Ok(hidden) => hidden,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
         Some(Held {
             times: self,
-            _held: held,
+            hidden,
         })
     }
 }
 
 impl Held<'_> {
+    /// The last change of the file that is no change of its content.
+    pub(super) fn hidden_change(&self) -> Option<HiddenChange> {
+        *self.hidden
+    }
+
     /// Runs `work`, which writes to the file without a change of its content, and restores the
-    /// file's time. A thread that holds [`Changing`] must not call this: it would deadlock.
-    pub(super) fn preserve_time<T>(&self, file: &dyn HostFile, work: impl FnOnce() -> T) -> T {
+    /// file's times. A thread that holds [`Changing`] must not call this: it would deadlock.
+    pub(super) fn preserve_time<T>(&mut self, file: &dyn HostFile, work: impl FnOnce() -> T) -> T {
         let times = self.times;
         // A change that ends before this store is counted in `before`, and `modified` includes it.
         // A change that ends later notes its time.
         times.is_restored.store(true, Ordering::SeqCst);
         let before = times.changes.load(Ordering::SeqCst);
-        let modified = file.modified();
+        let first = file.times();
         let done = work();
-        let is_seen = match (&modified, file.modified()) {
-            (Ok(modified), Ok(now)) => now != *modified,
-            _ => false,
-        };
         // A wrong time is not a reason to fail the work.
-        if is_seen {
+        if let (Ok(first), Ok(now)) = (first, file.times())
+            && now != first
+        {
             let _no_change = write(&times.changing);
             let is_changed = times.changes.load(Ordering::SeqCst) != before;
             let last = match is_changed {
-                true => *lock(&times.changed),
-                false => modified.ok(),
+                // A change of the content sets both times.
+                true => lock(&times.changed).map(|at| (at, at)),
+                false => Some((first.modified, HiddenChange::shown(*self.hidden, first))),
             };
-            if let Some(last) = last {
-                let _ = file.set_modified(last);
+            if let Some((modified, shown)) = last {
+                if now.modified != modified {
+                    let _ = file.set_modified(modified);
+                }
+                *self.hidden = file.times().ok().map(|times| HiddenChange {
+                    host: times.changed,
+                    shown,
+                });
             }
         }
         times.is_restored.store(false, Ordering::SeqCst);
@@ -118,7 +132,7 @@ impl Drop for Changing<'_> {
         if times.is_restored.load(Ordering::SeqCst) {
             // The lock covers the reading, so that the last one stays.
             let mut changed = lock(&times.changed);
-            *changed = self.file.modified().ok();
+            *changed = self.file.times().ok().map(|times| times.modified);
         }
     }
 }

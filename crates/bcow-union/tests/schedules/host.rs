@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use bcow::sync::atomic::{AtomicI64, Ordering};
 use bcow::sync::thread::{self, ThreadId};
 use bcow_union::Seek;
-use bcow_union::testing::host::HostFile;
+use bcow_union::testing::host::{FileTimes, HostFile};
 use bcow_union::testing::sketch::host::{MapStore, MarkedFile};
 use bcow_union::testing::sketch::{Lower, SketchMark};
 use rustix::fs::Timespec;
@@ -100,12 +100,14 @@ impl HostFile for File {
     fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>> {
         self.there().seek(offset, what)
     }
-    fn modified(&self) -> io::Result<Timespec> {
+    fn times(&self) -> io::Result<FileTimes> {
         pause(&self.point);
-        Ok(Timespec {
+        let modified = Timespec {
             tv_sec: self.times.lock().unwrap().modified,
             tv_nsec: 0,
-        })
+        };
+        let changed = modified;
+        Ok(FileTimes { modified, changed })
     }
     fn set_modified(&self, at: Timespec) -> io::Result<()> {
         pause(&self.point);

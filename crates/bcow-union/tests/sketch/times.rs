@@ -8,7 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use bcow_union::Seek;
+use bcow_union::testing::host::{HiddenChange, HostFile};
 use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchKind, SketchOptions, Sketches};
+use rustix::fs::Timespec;
 use rustix::io::Errno;
 
 use crate::support::*;
@@ -89,12 +91,23 @@ impl Timed {
     /// The modification time that a stat request returns.
     fn modified(&self) -> SystemTime {
         let mut modified = SystemTime::UNIX_EPOCH;
-        let mut look = || {
+        let mut look = |_| {
             modified = self.host.metadata().unwrap().modified().unwrap();
             Ok(())
         };
         self.sketch.hold_times(&mut look).unwrap();
         modified
+    }
+
+    /// The change time that a stat request returns.
+    fn changed(&self) -> Timespec {
+        let mut changed = None;
+        let mut look = |hidden| {
+            changed = Some(HiddenChange::shown(hidden, self.host.times().unwrap()));
+            Ok(())
+        };
+        self.sketch.hold_times(&mut look).unwrap();
+        changed.unwrap()
     }
 
     /// Writes parts of blocks. Returns the modification time after the last write.
@@ -119,18 +132,20 @@ fn in_background() -> SketchOptions {
 fn a_block_that_is_completed_in_the_background_is_no_change() {
     for kind in [SketchKind::Sparse, SketchKind::Packed] {
         let timed = Timed::new(kind, in_background(), Duration::ZERO);
-        let written = {
+        let (written, changed) = {
             let _closed = timed.lower.gate.write().unwrap();
-            let written = timed.write(3..4);
+            let times = (timed.write(3..4), timed.changed());
             tick();
-            written
+            times
         };
         let start = Instant::now();
         while timed.sketch.status().unwrap().in_transit > 0 {
             assert_eq!(timed.modified(), written, "{kind:?}");
+            assert_eq!(timed.changed(), changed, "{kind:?}");
             assert!(start.elapsed() < AT_MOST);
         }
         assert_eq!(timed.modified(), written, "{kind:?}");
+        assert_eq!(timed.changed(), changed, "{kind:?}");
         assert_eq!(timed.host.metadata().unwrap().modified().unwrap(), written);
     }
 }
@@ -171,9 +186,14 @@ fn a_block_that_somebody_needs_complete_is_no_change() {
         for (what, need) in needs {
             let timed = Timed::new(kind, quiet(), Duration::ZERO);
             let written = timed.write(3..4);
+            let changed = timed.changed();
             tick();
             need(&*timed.sketch);
             assert_eq!(timed.modified(), written, "{kind:?}: {what}");
+            assert_eq!(timed.changed(), changed, "{kind:?}: {what}");
+            tick();
+            timed.write(50..51);
+            assert_ne!(timed.changed(), changed, "{kind:?}: {what}");
         }
     }
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use bcow_testkit::Random;
 use bcow_union::Seek;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::host::HostFile;
+use bcow_union::testing::host::{FileTimes, HostFile};
 use bcow_union::testing::sketch::SketchMark;
 use bcow_union::testing::sketch::host::{MapStore, MarkedFile};
 use bcow_union::testing::upper::Metacopy;
@@ -494,10 +494,14 @@ impl HostFile for Handle {
             None => Some(size),
         })
     }
-    fn modified(&self) -> io::Result<Timespec> {
+    fn times(&self) -> io::Result<FileTimes> {
         let none = Timespec {
             tv_sec: 0,
             tv_nsec: 0,
+        };
+        let none = FileTimes {
+            modified: none,
+            changed: none,
         };
         self.world.call(Call::Read).map(|_| none)
     }

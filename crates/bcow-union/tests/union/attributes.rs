@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::time::Instant;
 
 use bcow_erofs::tree::Timestamp;
 use bcow_union::fs::{Attributes, Changes, Privileges, SetTime, XattrMode};
@@ -10,7 +11,7 @@ use rustix::io::Errno;
 
 use crate::fixture::{Union, closed, open, open_with, with_sketches};
 use crate::host::{attribute, set_attribute};
-use crate::image::{ACCESS_ACL, BIG, acl_of_user, big};
+use crate::image::{ACCESS_ACL, BIG, acl_of_user, big, noise};
 
 #[test]
 fn changing_attributes_of_a_big_file_copies_no_byte() {
@@ -262,6 +263,30 @@ fn times_that_the_host_cannot_store_stay() {
         union.close();
         union.assert_sound();
     }
+}
+
+#[test]
+fn background_work_on_a_sketch_changes_no_time() {
+    let Some(union) = open() else { return };
+    let times = || {
+        let found = union.get("big").unwrap();
+        (found.atime, found.mtime, found.ctime)
+    };
+    union.write("big", 100_000, b"hello");
+    let written = times();
+    union.sync_all();
+    assert_eq!(times(), written);
+    union.write("big", 0, &noise(9, BIG));
+    let written = times();
+    let start = Instant::now();
+    while attribute(&union.host("big"), "trusted.bcow.sketch").is_some() {
+        assert_eq!(times(), written);
+        assert!(start.elapsed().as_secs() < 60, "the sketch is not promoted");
+        std::thread::yield_now();
+    }
+    assert_eq!(times(), written);
+    union.set_permissions("big", 0o600);
+    assert!(times().2 > written.2);
 }
 
 #[test]

@@ -36,7 +36,8 @@ use super::mark::{Fence, MarkState, mark_new, restore_copy};
 use super::shared::{Fillable, Shared};
 use super::times::Times;
 use super::{
-    Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark, SketchStatus, copy,
+    Durability, HeldTimes, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
+    SketchStatus, copy,
 };
 use crate::Seek;
 use crate::blocks::BLOCK_BYTES;
@@ -108,7 +109,7 @@ impl Packed {
             lower_limit: size,
             size,
         };
-        let modified = host.content().modified();
+        let modified = host.content().times().map(|times| times.modified);
         mark_new(shared, &*host, &mark)?;
         let file = Files::new(shared, host, lower, &mark);
         match file.create_disk(shared, &mark) {
@@ -146,7 +147,7 @@ impl Packed {
             });
         }
         let file = Files::new(shared, host, lower, mark);
-        let modified = file.host.content().modified();
+        let modified = file.host.content().times().map(|times| times.modified);
         let disk = file.storage.while_opening(|| match mark.map_exists {
             true => {
                 file.storage.use_barriers(shared.options.durable);
@@ -417,7 +418,7 @@ impl Sketch for Packed {
             false => None,
         };
         match held {
-            Some(times) => times.preserve_time(self.host.content(), || self.read(offset, buf)),
+            Some(mut times) => times.preserve_time(self.host.content(), || self.read(offset, buf)),
             None => self.read(offset, buf),
         }
     }
@@ -497,9 +498,9 @@ impl Sketch for Packed {
     fn settle(&self) -> Result<(), SketchError> {
         self.preserve_time(|| Ok(self.disk.settle()?))
     }
-    fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
-        let _held = self.times.hold();
-        work()
+    fn hold_times(&self, work: HeldTimes<'_>) -> Result<(), Errno> {
+        let held = self.times.hold();
+        work(held.hidden_change())
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         self.flushes.join(|| {

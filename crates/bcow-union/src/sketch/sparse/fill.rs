@@ -62,7 +62,7 @@ impl Sparse {
     pub(super) fn complete_all(&self, frame: &Frame) -> Result<(), SketchError> {
         // The lock is taken even if no block is in transit: the thread that completed the last
         // block may be about to restore the time.
-        let times = self.times.hold();
+        let mut times = self.times.hold();
         match self.in_transit.load(Ordering::Acquire) {
             0 => Ok(()),
             _ => times.preserve_time(self.content(), || self.complete_stripes(frame)),
@@ -88,7 +88,7 @@ impl Sparse {
         // A write that leaves a block in transit after this store queues the sketch again.
         self.queued.store(false, Ordering::Release);
         let frame = read(&self.gate);
-        let times = self.times.hold();
+        let mut times = self.times.hold();
         times.preserve_time(self.content(), || self.complete_due(&frame, most))
     }
 

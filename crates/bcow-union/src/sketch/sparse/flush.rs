@@ -115,12 +115,14 @@ impl Sparse {
 
     /// Sets the flag of the mark that says that the map exists.
     fn mark_map(&self) -> Result<(), SketchError> {
-        let mut state = lock(&self.mark);
-        let mark = SketchMark {
-            map_exists: true,
-            ..state.written
-        };
-        state.change(&*self.host, mark).map(drop)
+        self.times.hold().preserve_time(self.content(), || {
+            let mut state = lock(&self.mark);
+            let mark = SketchMark {
+                map_exists: true,
+                ..state.written
+            };
+            state.change(&*self.host, mark).map(drop)
+        })
     }
 
     /// Whether no byte of the lower file is visible.

@@ -53,7 +53,8 @@ use super::shared::{Fillable, Shared};
 use super::times::Times;
 use super::transit::Stripe;
 use super::{
-    Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark, SketchStatus, copy,
+    Durability, HeldTimes, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
+    SketchStatus, copy,
 };
 use crate::Seek;
 use crate::account::StoredBlocks;
@@ -332,9 +333,9 @@ impl Sketch for Sparse {
     fn settle(&self) -> Result<(), SketchError> {
         self.complete_all(&read(&self.gate))
     }
-    fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
-        let _held = self.times.hold();
-        work()
+    fn hold_times(&self, work: HeldTimes<'_>) -> Result<(), Errno> {
+        let held = self.times.hold();
+        work(held.hidden_change())
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         match how {

@@ -60,7 +60,7 @@ impl Sparse {
         let block = at / BLOCK_BYTES;
         // The read does not wait for another thread that completes blocks, because that thread may
         // have many of them.
-        let completed = self.times.try_hold().map(|times| {
+        let completed = self.times.try_hold().map(|mut times| {
             times.preserve_time(self.content(), || {
                 self.complete(frame, block, Completer::Reader)
             })
