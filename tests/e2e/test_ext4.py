@@ -296,6 +296,26 @@ class Ext4(Scratch):
             self.assertIn(f"{view} is damaged: bcow makes this view again", compared.err.decode())
         self.assertEqual(os.listdir(views), [name])
 
+    def test_a_view_that_is_damaged_while_it_is_open_is_made_again(self):
+        views = tempfile.mkdtemp(dir=self.directory)
+        env = {**os.environ, "BCOW_VIEWS": views}
+        disk, expected = self.path("open.bcow"), self.path("open-expected.raw")
+        bcow("create", "-b", self.image, "--fs", "ext4", "-s", "1G", disk, env=env)
+        bcow("convert", disk, f"raw:{expected}", env=env)
+        [name] = os.listdir(views)
+        view = os.path.join(views, name)
+        good = read_bytes(view)
+        with served(disk, "--socket", self.path("open.sock"), env=env) as server:
+            with open(view, "r+b") as file:
+                for at in range(len(good) // 16, len(good), len(good) // 16):
+                    file.seek(at)
+                    file.write(bytes([good[at] ^ 1]))
+            copied = self.path("open-copied.raw")
+            run("nbdcopy", server.uri, copied)
+            self.assertIn(f"{view} was damaged, and was made again", server.output())
+        run("cmp", expected, copied)
+        self.assertEqual(read_bytes(view), good)
+
     def test_each_disk_has_a_uuid_of_its_own(self):
         """Which is no change of the image, and needs no view of its own."""
         uuids = set()

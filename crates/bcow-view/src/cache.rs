@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{Image, NewFile, NewFileError, OneBacking, OpenOptions};
+use bcow::{Image, NewFile, NewFileError, OneBacking, OpenOptions, RestoredFile, Storage};
 use rustix::fs::Mode;
 
 use crate::entries::{Removal, Remove, ViewEntry};
@@ -153,17 +153,11 @@ impl ViewCache {
     fn cached(&self, directory: &File, image: &dyn ViewedImage, bytes: u64) -> Option<CachedView> {
         let name = name(image, bytes);
         let path = self.directory.join(&name);
-        let file = entries::open(directory, &name).ok()?;
-        let metadata = file.metadata().ok()?;
-        if !metadata.is_file() || !is_safe(&metadata) {
-            return None;
-        }
-        entries::hold(&file);
+        let file = Arc::new(open_safe(directory, &name)?);
         bound::record_use(&file);
         if let Some(name) = image.name() {
             entries::record_image(&file, &name);
         }
-        let file = Arc::new(file);
         let remade = |problem: &dyn std::fmt::Display| {
             tracing::warn!(
                 "{} is {problem}: bcow makes this view again",
@@ -182,6 +176,7 @@ impl ViewCache {
             }
         }
         let below = OneBacking(Some(image.image().clone()));
+        let file = self.restored(file, &path, image, bytes);
         let view = Image::open_with_backings(file, &self.options, &below).ok()?;
         Some(CachedView {
             identity: file::identity_of(&view, image, bytes)?,
@@ -190,14 +185,48 @@ impl ViewCache {
         })
     }
 
-    /// Makes the view. Concurrent makers do no harm: each gives the name to a file with the same
-    /// content.
+    /// The file of a view, which is made again if it is damaged later. That is not possible for an
+    /// image of several parts, whose tree cannot be read again from here.
+    fn restored(
+        &self,
+        file: Arc<File>,
+        path: &Path,
+        image: &dyn ViewedImage,
+        bytes: u64,
+    ) -> Arc<dyn Storage> {
+        let whole = image.image().clone();
+        let (true, Ok(own)) = (whole.identity_hash() == image.identity(), file.try_clone()) else {
+            return file;
+        };
+        let cache = self.clone();
+        let make = move || {
+            let directory = cache.open_directory()?;
+            let path = cache.make_file(&directory, &whole, bytes)?;
+            let file = open_safe(&directory, &name(&whole, bytes));
+            Ok(file.ok_or(ViewError::Replaced { path })?)
+        };
+        Arc::new(RestoredFile::new(own, path.to_owned(), make))
+    }
+
     fn make(
         &self,
         directory: &File,
         image: &dyn ViewedImage,
         bytes: u64,
     ) -> Result<CachedView, ViewError> {
+        let path = self.make_file(directory, image, bytes)?;
+        self.cached(directory, image, bytes)
+            .ok_or(ViewError::Replaced { path })
+    }
+
+    /// Makes the file of the view. Concurrent makers do no harm: each gives the name to a file with
+    /// the same content.
+    fn make_file(
+        &self,
+        directory: &File,
+        image: &dyn ViewedImage,
+        bytes: u64,
+    ) -> Result<PathBuf, ViewError> {
         let name = name(image, bytes);
         let path = self.directory.join(&name);
         // Through the open directory: the path may lead to another one by now.
@@ -215,8 +244,7 @@ impl ViewCache {
         file::write(storage, image, bytes)?;
         new.complete().map_err(failed)?;
         bound::evict(directory, &name, MAX_BYTES);
-        self.cached(directory, image, bytes)
-            .ok_or(ViewError::Replaced { path })
+        Ok(path)
     }
 
     /// The view that a disk names as its backing.
@@ -247,6 +275,17 @@ impl Views for ViewCache {
             path: found.path,
         })
     }
+}
+
+/// Opens and holds a file of the cache, if only this user and root can have written it.
+fn open_safe(directory: &File, name: &str) -> Option<File> {
+    let file = entries::open(directory, name).ok()?;
+    let metadata = file.metadata().ok()?;
+    if !metadata.is_file() || !is_safe(&metadata) {
+        return None;
+    }
+    entries::hold(&file);
+    Some(file)
 }
 
 /// Whether only this user and root can have written a file or directory.

@@ -1,13 +1,12 @@
 //! The file of a joined image that stays for later joins of the same parts.
 
 use std::fs::{File, Metadata};
-use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::path::Path;
+use std::sync::Arc;
 
 use bcow::format::Use;
-use bcow::{Error, FileIdentity, Image, NewFile, OpenOptions, Storage, Version, header_of};
+use bcow::{Error, Image, NewFile, OpenOptions, RestoredFile, Storage, header_of};
 use bcow_erofs::tree::Tree;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde_json::{Map, Value, json};
@@ -29,12 +28,9 @@ pub(super) fn open(
     source: &Arc<Source>,
     open: impl Fn(Arc<dyn Storage>) -> Result<Arc<Image>, Error>,
 ) -> Option<Arc<Image>> {
-    let storage = KeptFile {
-        file: open_own(path)?,
-        again: OnceLock::new(),
-        path: path.to_owned(),
-        source: source.clone(),
-    };
+    let again = (path.to_owned(), source.clone());
+    let again = move || make_again(&again.0, &again.1);
+    let storage = RestoredFile::new(open_own(path)?, path.to_owned(), again);
     let image = open(Arc::new(storage)).ok()?;
     let metadata = image.metadata().ok()?;
     (metadata[FIELD] == described(&source.parts)).then_some(image)
@@ -48,76 +44,14 @@ fn open_own(path: &Path) -> Option<File> {
     (found.is_file() && is_own(&found)).then_some(file)
 }
 
-/// The file, of which all bytes can be made again.
-struct KeptFile {
-    file: File,
-    /// The file that was made when damage was found; `None` if that failed.
-    again: OnceLock<Option<File>>,
-    path: PathBuf,
-    source: Arc<Source>,
-}
-
-impl KeptFile {
-    fn current(&self) -> &File {
-        let again = self.again.get().and_then(Option::as_ref);
-        again.unwrap_or(&self.file)
-    }
-
-    fn make_again(&self) -> Option<File> {
-        let path = self.path.display();
-        let made = self.source.tree().and_then(|tree| {
-            let kept = make(&self.path, &self.source, &tree);
-            let kept = kept.map(|()| open_own(&self.path));
-            match kept.inspect_err(|error| tracing::warn!("{error}")) {
-                Ok(Some(file)) => Ok(file),
-                _ => self
-                    .source
-                    .write_in_memory(&tree, &self.source.kept_fields()),
-            }
-        });
-        match made {
-            // Positions of the damaged file are in use.
-            Ok(file) if header_of(&file) == header_of(&self.file) => {
-                tracing::warn!("{path} was damaged, and was made again from the layers");
-                Some(file)
-            }
-            Ok(_) => {
-                tracing::error!("{path} is damaged, and was written by another version of bcow");
-                None
-            }
-            Err(error) => {
-                tracing::error!("{path} is damaged, and cannot be made again: {error}");
-                None
-            }
-        }
-    }
-}
-
-impl Storage for KeptFile {
-    fn len(&self) -> io::Result<u64> {
-        Storage::len(self.current())
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        Storage::read_at(self.current(), offset, buf)
-    }
-    fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::ReadOnlyFilesystem.into())
-    }
-    fn set_len(&self, _: u64) -> io::Result<()> {
-        Err(io::ErrorKind::ReadOnlyFilesystem.into())
-    }
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
-    }
-    fn restore(&self) -> bool {
-        self.again.get_or_init(|| self.make_again()).is_some()
-    }
-    fn identity(&self) -> Option<FileIdentity> {
-        Storage::identity(&self.file)
-    }
-    fn version(&self) -> Option<Version> {
-        Storage::version(&self.file)
-    }
+/// Makes the file at `path` again, or its content in memory if that fails.
+fn make_again(path: &Path, source: &Source) -> Result<File, Box<dyn std::error::Error>> {
+    let tree = source.tree()?;
+    let kept = make(path, source, &tree).map(|()| open_own(path));
+    Ok(match kept.inspect_err(|error| tracing::warn!("{error}")) {
+        Ok(Some(file)) => file,
+        _ => source.write_in_memory(&tree, &source.kept_fields())?,
+    })
 }
 
 impl Source {
