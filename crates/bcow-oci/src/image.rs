@@ -6,8 +6,8 @@ use serde_json::Value;
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
-use crate::layout::null_as_absent;
 use crate::left_out::{Annotations, LeftOut};
+use crate::null::null_as_absent;
 use crate::platform::Platform;
 use crate::text::plural;
 

@@ -6,8 +6,8 @@ pub(crate) mod write;
 use std::collections::HashSet;
 use std::path::Path;
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer};
 
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
@@ -17,6 +17,7 @@ use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
 use crate::name::ImageName;
+use crate::null::null_as_absent;
 use crate::platform::Platform;
 use choose::{Chosen, Form, choose};
 
@@ -360,16 +361,6 @@ fn in_files(files: &Files, path: &str) -> String {
         Files::Directory(directory) => directory.join(path).display().to_string(),
         Files::Archive(_) | Files::Registry(_) => format!("{path} in {}", files.name()),
     }
-}
-
-/// Reads a field whose value may be `null`, which means the same as an absent field. Programs in Go
-/// write empty lists in this way, and read it so.
-pub(crate) fn null_as_absent<'de, D, T>(value: D) -> Result<T, D::Error>
-where
-    D: Deserializer<'de>,
-    T: Default + Deserialize<'de>,
-{
-    Ok(Option::deserialize(value)?.unwrap_or_default())
 }
 
 pub(crate) fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {

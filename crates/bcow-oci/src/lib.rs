@@ -60,6 +60,7 @@ mod left_out;
 mod lower;
 mod metadata;
 mod name;
+mod null;
 mod options;
 mod output;
 mod parallel;

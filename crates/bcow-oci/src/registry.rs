@@ -11,6 +11,7 @@ use crate::digest::{Digest, Hasher};
 use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH, STACK};
 use crate::left_out::{Annotations, FromIndex};
+use crate::null::null_as_absent;
 use crate::platform::Platform;
 use crate::repository::Repository;
 
@@ -87,11 +88,7 @@ impl Eq for OrdinaryImage {}
 /// A manifest or an index. All documents of registries have some of these fields.
 #[derive(Deserialize)]
 struct Document {
-    #[serde(
-        rename = "schemaVersion",
-        default,
-        deserialize_with = "layout::null_as_absent"
-    )]
+    #[serde(rename = "schemaVersion", default, deserialize_with = "null_as_absent")]
     schema_version: u64,
     #[serde(rename = "mediaType", default)]
     media_type: Option<String>,

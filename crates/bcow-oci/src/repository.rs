@@ -14,8 +14,8 @@ pub trait Repository: Send + Sync {
     /// digest, and that of the name if it has one.
     fn manifest(&self, digest: Option<&Digest>) -> io::Result<Vec<u8>>;
 
-    /// The index of all images of this artifact type that are attached to a manifest, and perhaps of
-    /// others. An error is no statement about what is attached.
+    /// The index of all images of this artifact type that are attached to a manifest, and perhaps
+    /// of others. An error is no statement about what is attached.
     fn referrers(&self, digest: &Digest, artifact_type: &str) -> io::Result<Vec<u8>>;
 
     /// The blob with a digest. The reader returns as many bytes as `length`, or fails; the bytes

@@ -24,7 +24,7 @@ use crate::retry_budget::RetryBudget;
 const TOKEN_BYTES: u64 = 1 << 20;
 /// Lifetime of a token if the server does not say (distribution specification).
 const USUAL_LIFETIME: Duration = Duration::from_secs(60);
-/// A token is renewed after this time, whatever the server says.
+/// A token is renewed after this time at the latest.
 const LONGEST_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 /// A token is renewed this long before it expires, or after half of its lifetime.
 const RENEW_BEFORE: Duration = Duration::from_secs(20);

@@ -213,10 +213,7 @@ mod tests {
         };
         for (status, expected) in [
             (3, None),
-            (
-                4,
-                Some("a; b; credentials come from /auth, which --auth-file names"),
-            ),
+            (4, None),
             (
                 1,
                 Some("h/r:1: it is not known whether a BCoW image is attached"),

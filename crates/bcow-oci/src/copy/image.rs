@@ -19,6 +19,7 @@ use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::{FromIndex, LeftOut};
 use crate::metadata::insert_some;
+use crate::null::null_as_absent;
 use crate::options::{Limits, Progress};
 use crate::platform::Platform;
 use crate::registry::BcowImage;
@@ -43,7 +44,7 @@ pub struct CopyImage {
 #[derive(Deserialize)]
 struct ManifestDocument {
     config: Descriptor,
-    #[serde(default, deserialize_with = "layout::null_as_absent")]
+    #[serde(default, deserialize_with = "null_as_absent")]
     layers: Vec<Descriptor>,
 }
 

@@ -15,6 +15,7 @@ use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor, json_b
 use crate::layout::{self, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::Annotations;
 use crate::metadata::tool;
+use crate::null::null_as_absent;
 use crate::options::ConvertOptions;
 
 /// The digest of a layer's uncompressed archive.
@@ -152,9 +153,9 @@ impl LayoutLayer {
 struct Document {
     // The type is in the manifest and not only in the index, because some tools that copy images
     // drop fields of the index.
-    #[serde(default, deserialize_with = "layout::null_as_absent")]
+    #[serde(default, deserialize_with = "null_as_absent")]
     artifact_type: String,
-    #[serde(default, deserialize_with = "layout::null_as_absent")]
+    #[serde(default, deserialize_with = "null_as_absent")]
     layers: Vec<layout::Descriptor>,
 }
 
