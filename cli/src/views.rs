@@ -71,7 +71,7 @@ pub fn cannot_view(name: &Path, error: &ViewFailure) -> CommandError {
     let cannot = cannot.caused_by(&**error);
     match error.downcast_ref() {
         Some(ViewError::TooSmall { least, .. }) => {
-            cannot.hint(format!("the least size is {}M", least >> 20))
+            cannot.hint(format!("-s {}M gives the least size", least >> 20))
         }
         Some(ViewError::Ext4(Ext4Error::NoSpace { .. })) => cannot.hint("-s gives a larger size"),
         Some(ViewError::WritableByOthers { .. } | ViewError::Directory { .. }) => {

@@ -387,7 +387,7 @@ class Ext4(Scratch):
         refused = bcow(*create, "-b", self.image, "-s", "64M", check=False)
         assert_refused(self, refused, "too small", "-s")
         refused = bcow(*create, "-b", self.image, "-s", "4096", check=False)
-        assert_refused(self, refused, "smaller than 8 MiB")
+        assert_refused(self, refused, "an ext4 of 4096 bytes is too small", "-s")
         refused = bcow(*create, "-b", self.image, "-s", "17T", check=False)
         assert_refused(self, refused, "larger than 16 TiB")
         self.assertFalse(os.path.exists(self.path("none.bcow")))

@@ -157,7 +157,7 @@ class Mounts(KernelUpper):
                 (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
                 (self.image, self.upper, ["--sync", "batch=3"], "commit=SECONDS", 2),
                 (self.image, self.upper, ["--layer", other], "a complete image, not a layer", 1),
-                (self.image, self.upper, ["-s", "4096"], "smaller than 8 MiB", 1),
+                (self.image, self.upper, ["-s", "4096"], "an ext4 of 4096 bytes is too small", 1),
                 (disk, self.upper, [], "this is a disk", 1),
                 (self.image, occupied, [], "not empty", 1)):
             with self.subTest(options=options, image=image, upper=upper):
@@ -637,7 +637,7 @@ class Failures(KernelUpper):
         [pid] = self.processes()
         os.kill(pid, signal.SIGKILL)
         until(lambda: not self.processes(), "the end of the killed process")
-        self.umount(self.where)
+        self.umount_killed(self.where)
         self.assert_ended()
         run("dd", "if=/dev/zero", f"of={small}/fill", "bs=4K", check=False, timeout=SECONDS)
         refused = self.continue_(check=False)

@@ -414,11 +414,6 @@ class LayerStore(support.Scratch):
             support.assert_refused(self, refused, expected)
         self.assertEqual(os.listdir(self.store.at), [])
 
-    def test_the_guide_has_the_options(self):
-        text = read_text(os.path.join(support.TOP, "docs", "guide", "layer-store.md"))
-        shown = run(PROGRAM, "-h", env={"COLUMNS": "100"})
-        self.assertIn(shown.out.decode(), text)
-
 
 if __name__ == "__main__":
     sys.exit(unittest.main())

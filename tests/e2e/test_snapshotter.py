@@ -539,12 +539,6 @@ class Contract(WithSnapshotter):
         support.assert_refused(self, refused, "--mount-option cache_size=1M")
         one.client.List()
 
-    def test_the_guide_has_the_options(self):
-        page = os.path.join(support.TOP, "docs", "guide", "snapshotter.md")
-        text = read_text(page)
-        shown = run(snapshots.PROGRAM, "-h", env={"COLUMNS": "100"})
-        self.assertIn(shown.out.decode(), text)
-
     def test_a_failed_commit_can_be_repeated(self):
         wrapper = self.wrapper('case "$*" in *convert*) [ -e "$0.works" ] || exit 5 ;; esac')
         client = self.start("--bcow", wrapper).client

@@ -295,10 +295,8 @@ fn the_image_of_a_disk_is_found_where_the_command_line_names_it() {
         shown.contains("an ext4 of 512 MiB is too small for the image, which needs "),
         "{shown}"
     );
-    let (_, least) = shown
-        .split_once("hint: the least size is ")
-        .expect("a hint");
-    let least = format!("-s{}", least.lines().next().unwrap());
+    let (_, least) = shown.split_once("hint: -s ").expect("a hint");
+    let least = format!("-s{}", least.split_whitespace().next().unwrap());
     sandbox.ok(&[
         "create",
         &least,

@@ -37,9 +37,7 @@ pub enum ViewError {
     #[error("the EROFS has blocks of {0} bytes; a view needs 4096")]
     BlockBytes(u32),
     /// The ext4 has no room for the image.
-    #[error(
-        "an ext4 of {} MiB is too small for the image, which needs {} MiB", bytes >> 20, least >> 20
-    )]
+    #[error("an ext4 of {} is too small for the image, which needs {}", shown(*bytes), shown(*least))]
     TooSmall {
         /// Size of the ext4 in bytes.
         bytes: u64,
@@ -112,4 +110,12 @@ pub enum ViewError {
     /// More inodes than ext4 numbers.
     #[error("the image has more inodes than ext4 can number")]
     Inodes,
+}
+
+/// A size in MiB, or in bytes if it is not a multiple of 1 MiB.
+fn shown(bytes: u64) -> String {
+    match bytes.is_multiple_of(1 << 20) {
+        true => format!("{} MiB", bytes >> 20),
+        false => format!("{bytes} bytes"),
+    }
 }
