@@ -104,7 +104,9 @@ class FreshMachine(unittest.TestCase):
         self.demonstrates(users, user=True)
         self.assertLessEqual(PARTS.keys(), tests.keys())
         for user in (False, True):
-            env = {"INSTA_WORKSPACE_ROOT": TOP, **ROUNDS}
+            # The PATH of scripts/test: Debian's has no sbin for ordinary users.
+            path = f"{fresh.RUST}/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+            env = {"INSTA_WORKSPACE_ROOT": TOP, "PATH": path, **ROUNDS}
             # With CI set, tests that need root would fail instead of being skipped.
             if not user:
                 env["CI"] = "true"

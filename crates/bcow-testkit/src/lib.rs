@@ -40,7 +40,9 @@ pub use power_cut::{Fate, PowerCut, Window};
 pub use random::{Random, noise};
 #[cfg(feature = "shuttle")]
 pub use shuttle;
-pub use tools::{has_program, lacks, lacks_mkfs, lacks_reports_of_preallocated_space, make_erofs};
+pub use tools::{
+    has_program, lacks, lacks_mkfs, lacks_reports_of_preallocated_space, make_erofs, umount,
+};
 
 /// A disk of limited size; a write beyond it fails as on a full disk.
 pub struct SmallDisk {

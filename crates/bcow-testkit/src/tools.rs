@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// Whether to skip a test because the machine lacks `what`; `there` says whether it has it. If `CI`
 /// is set, a lack is a failure.
@@ -54,6 +55,26 @@ pub fn make_erofs(tree: &Path, image: &Path, arguments: &[&str]) {
         .expect("mkfs.erofs starts");
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "mkfs.erofs: {errors}");
+}
+
+/// Unmounts what a test has mounted at `at`.
+///
+/// Between its fork and its exec, a program that another thread of the test starts has all files
+/// that are open in the mount. So the command is repeated while the mount is busy.
+pub fn umount(at: &Path) {
+    let start = Instant::now();
+    loop {
+        let ended = Command::new("umount")
+            .arg(at)
+            .output()
+            .expect("umount runs");
+        let message = String::from_utf8_lossy(&ended.stderr);
+        if ended.status.success() {
+            return;
+        }
+        let may_pass = message.contains("busy") && start.elapsed() < Duration::from_secs(60);
+        assert!(may_pass, "{}: {message}", at.display());
+    }
 }
 
 #[cfg(test)]

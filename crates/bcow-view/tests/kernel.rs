@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::{Filesystem, Walk};
 use bcow_ext4::Sink;
-use bcow_testkit::{Random, has_program, lacks};
+use bcow_testkit::{Random, has_program, lacks, umount};
 use bcow_view::{BLOCK_BYTES, Options, View, lay_out};
 use rustix::fs::{Dev, FileType, Mode, mknodat, setxattr, utimensat};
 use tempfile::TempDir;
@@ -80,7 +80,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        run(Command::new("umount").arg(self.0.path()));
+        umount(self.0.path());
     }
 }
 

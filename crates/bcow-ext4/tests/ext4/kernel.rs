@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
 
-use bcow_testkit::{has_program, lacks};
+use bcow_testkit::{has_program, lacks, umount};
 use proptest::prelude::*;
 
 use super::programs::random_tree;
@@ -38,7 +38,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        run(Command::new("umount").arg(self.path()));
+        umount(self.path());
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use bcow_oci::{ConvertOptions, Source, convert};
-use bcow_testkit::lacks;
+use bcow_testkit::{lacks, umount};
 
 use crate::support::{Layout, options};
 use crate::tarmaker::Tar;
@@ -65,7 +65,7 @@ fn a_full_disk_is_named_and_leaves_nothing() {
     };
     let result = convert(&layout.source(None), &path, &options, &());
     let left = names(dir.path());
-    assert!(mount(&["umount"]));
+    umount(dir.path());
     let error = result.unwrap_err();
     assert_eq!(error.kind(), bcow_oci::ErrorKind::Io);
     assert!(error.to_string().starts_with("cannot write"), "{error}");
