@@ -91,8 +91,8 @@ impl Answers {
         let json = match self.tool.resolve(&format!("docker://{image}"), &options) {
             Ok(json) => json,
             Err(error) => {
-                let none = self.options.without_image(image.as_str(), error);
-                return none.map_err(Error::State);
+                let whole = self.options.without_image(image.as_str(), error);
+                return whole.map(|_| None).map_err(Error::State);
             }
         };
         let resolved = match Resolved::read(&json) {

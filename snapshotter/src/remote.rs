@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow_tool::registry::{RegistryOptions, auth_file_text, with_auth_file};
+use bcow_tool::registry::{PulledWhole, RegistryOptions, auth_file_text, with_auth_file};
 use bcow_tool::resolved::Resolved;
 use bcow_tool::{RegistryArgs, Tool};
 use parking_lot::Mutex;
@@ -173,7 +173,12 @@ impl Remote {
             return Ok(known.image.clone());
         }
         // Another request asks again after an error.
-        let image = self.ask(wanted)?.map(Arc::new);
+        let image = match self.ask(wanted)? {
+            Asked::Image(found) => Some(Arc::new(found)),
+            Asked::None => None,
+            // The credentials can come at any time.
+            Asked::Denied => return Ok(None),
+        };
         *answer = Some(Answer {
             since: Instant::now(),
             image: image.clone(),
@@ -181,14 +186,17 @@ impl Remote {
         Ok(image)
     }
 
-    fn ask(&self, wanted: &Wanted) -> Result<Option<Found>, Error> {
+    fn ask(&self, wanted: &Wanted) -> Result<Asked, Error> {
         let name = format!("docker://{}", wanted.image);
         let options = with_auth_file(&self.options.of_lookups, &wanted.auth_file);
         let json = match self.tool.resolve(&name, &options) {
             Ok(json) => json,
             Err(error) => {
-                let none = self.options.without_image(&wanted.image, error);
-                return none.map_err(Error::Unanswered);
+                let whole = self.options.without_image(&wanted.image, error);
+                return Ok(match whole.map_err(Error::Unanswered)? {
+                    PulledWhole::Denied => Asked::Denied,
+                    PulledWhole::NoImage | PulledWhole::Unanswered => Asked::None,
+                });
             }
         };
         let found = match Found::read(&json, &wanted.manifest) {
@@ -196,7 +204,7 @@ impl Remote {
             Err(problem) => {
                 let image = &wanted.image;
                 tracing::warn!("{image}: pulled whole: the BCoW image of {name} {problem}");
-                return Ok(None);
+                return Ok(Asked::None);
             }
         };
         tracing::info!("{}: starts on {}", wanted.image, found.name);
@@ -206,8 +214,17 @@ impl Remote {
             // Mounts need them, also before the pull has ended.
             self.keyring.keep(&repository, &wanted.auth_file)?;
         }
-        Ok(Some(found))
+        Ok(Asked::Image(found))
     }
+}
+
+/// The answer about an image.
+enum Asked {
+    Image(Found),
+    /// The image is pulled whole.
+    None,
+    /// The same, because the registry denies access.
+    Denied,
 }
 
 impl Found {

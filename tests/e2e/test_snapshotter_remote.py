@@ -347,6 +347,10 @@ class Registered(WithRegistry, WithSnapshotter):
             self.assertEqual([mount.type for mount in mounts], ["bind"])
             self.assertIn("it is pulled whole", one.output())
             one.client.Remove(key="a")
+            self.assertEqual(one.end(), 0)
+            one.options = ("--auth-file", self.auth)
+            one.start()
+            self.refused(CODES.UNAVAILABLE, one.client.Prepare, key="a", labels=self.labels(0))
         finally:
             self.restart_registry()
         # No failure is remembered.

@@ -133,32 +133,44 @@ pub fn auth_file_text(auth_file: &Path) -> Option<String> {
     auth_file.exists().then(|| text(auth_file))
 }
 
+/// Why an engine pulls an image whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PulledWhole {
+    /// The registry says that no BCoW image is attached to the image.
+    NoImage,
+    /// The registry denies access to this program. The engine can have other credentials.
+    Denied,
+    /// The registry does not answer, and the user asks for that.
+    Unanswered,
+}
+
 impl RegistryOptions {
-    /// What a failure to find the BCoW image of `image` means: `None` if the engine pulls the image
+    /// What a failure to find the BCoW image of `image` means: whether the engine pulls the image
     /// whole. The log says why.
-    ///
-    /// That is so if the registry says that the image has no BCoW image, and if it denies access,
-    /// which is an error in the log: the engine can have other credentials than this program.
-    pub fn without_image<T>(&self, image: &str, error: ResolveError) -> Result<Option<T>, String> {
+    pub fn without_image(&self, image: &str, error: ResolveError) -> Result<PulledWhole, String> {
         let why = on_one_line(&error);
         let unknown = "it is not known whether a BCoW image is attached";
         match (&error, self.if_unanswered) {
-            (ResolveError::NoImage(_), _) => tracing::info!("{image}: pulled whole: {why}"),
-            (ResolveError::Denied(_), _) => tracing::error!(
-                "{image}: {unknown}: {why}; credentials come from {}, which --auth-file names; it \
-                 is pulled whole",
-                self.auth_file.display()
-            ),
+            (ResolveError::NoImage(_), _) => {
+                tracing::info!("{image}: pulled whole: {why}");
+                Ok(PulledWhole::NoImage)
+            }
+            (ResolveError::Denied(_), _) => {
+                tracing::error!(
+                    "{image}: {unknown}: {why}; credentials come from {}, which --auth-file \
+                     names; it is pulled whole",
+                    self.auth_file.display()
+                );
+                Ok(PulledWhole::Denied)
+            }
             (ResolveError::Unknown(_), IfUnanswered::Pull) => {
                 tracing::error!("{image}: {unknown}: {why}; it is pulled whole");
+                Ok(PulledWhole::Unanswered)
             }
-            (ResolveError::Unknown(_), IfUnanswered::Fail) => {
-                return Err(format!(
-                    "{image}: {unknown}: {why}; --if-unanswered=pull pulls the image whole"
-                ));
-            }
+            (ResolveError::Unknown(_), IfUnanswered::Fail) => Err(format!(
+                "{image}: {unknown}: {why}; --if-unanswered=pull pulls the image whole"
+            )),
         }
-        Ok(None)
     }
 }
 
@@ -211,22 +223,16 @@ mod tests {
             };
             args.options(Path::new("/c")).unwrap()
         };
-        for (status, expected) in [
-            (3, None),
-            (4, None),
-            (
-                1,
-                Some("h/r:1: it is not known whether a BCoW image is attached"),
-            ),
-        ] {
-            let strict = options(IfUnanswered::Fail).without_image::<()>("h/r:1", failed(status));
-            match expected {
-                None => assert_eq!(strict, Ok(None)),
-                Some(expected) => assert!(strict.unwrap_err().contains(expected), "{status}"),
-            }
-            let other = options(IfUnanswered::Pull).without_image::<()>("h/r:1", failed(status));
-            assert_eq!(other, Ok(None));
+        let pulled =
+            |status, if_unanswered| options(if_unanswered).without_image("h/r:1", failed(status));
+        for (status, whole) in [(3, PulledWhole::NoImage), (4, PulledWhole::Denied)] {
+            assert_eq!(pulled(status, IfUnanswered::Fail), Ok(whole));
+            assert_eq!(pulled(status, IfUnanswered::Pull), Ok(whole));
         }
+        let refused = pulled(1, IfUnanswered::Fail).unwrap_err();
+        let unknown = "h/r:1: it is not known whether a BCoW image is attached: error: a; b";
+        assert!(refused.starts_with(unknown), "{refused}");
+        assert_eq!(pulled(1, IfUnanswered::Pull), Ok(PulledWhole::Unanswered));
     }
 
     #[test]
