@@ -37,7 +37,11 @@ pub enum ViewError {
     #[error("the EROFS has blocks of {0} bytes; a view needs 4096")]
     BlockBytes(u32),
     /// The ext4 has no room for the image.
-    #[error("an ext4 of {} is too small for the image, which needs {}", shown(*bytes), shown(*least))]
+    #[error(
+        "an ext4 of {} is too small for the image, which needs {}",
+        shown(*bytes),
+        shown(*least)
+    )]
     TooSmall {
         /// Size of the ext4 in bytes.
         bytes: u64,
