@@ -129,7 +129,7 @@ impl Remote {
     }
 
     /// The layer in a registry that has the content of the layer with these labels. `None` if the
-    /// registry has no such layer: containerd fetches the ordinary one.
+    /// registry has no such layer, or denies access: containerd fetches the ordinary one.
     pub fn find(&self, labels: &Labels) -> Result<Option<RemoteLayer>, Error> {
         let found = [REF, IMAGE, MANIFEST].map(|label| labels.get(label));
         let ([Some(chain_id), Some(image), Some(manifest)], true) = (found, self.is_asked) else {

@@ -29,7 +29,7 @@ pub struct ToolError {
 /// Why a name in a registry leads to no image in BCoW form.
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
-    /// The registry says that there is no image that may be used.
+    /// The registry has no BCoW image that may be used.
     #[error(transparent)]
     NoImage(ToolError),
     /// The registry denies access. The caller says how it gets credentials.
