@@ -11,10 +11,17 @@
 use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 /// Offset of the note in the file, in bytes. The note has at most `NOTE_BYTES` bytes.
 const NOTE_AT: u64 = 1024;
 const NOTE_BYTES: usize = 256;
+
+/// How long a lock without a note is waited for. A program that starts another one has copies of
+/// all its descriptors between fork(2) and execve(2), so a lock outlives the close of its file for
+/// that long, on a busy machine for tens of milliseconds.
+const PASSING_WITHIN: Duration = Duration::from_millis(250);
+const RETRY_PAUSE: Duration = Duration::from_millis(2);
 
 /// An exclusive lock. Dropping this erases the note; the lock lasts as long as the file is open.
 #[derive(Debug)]
@@ -40,16 +47,16 @@ impl FileLock {
     /// Locks `file`, which is open for writing, for a writer. `note` names the process and its
     /// purpose.
     pub fn exclusive(file: &File, note: &str) -> Result<FileLock, LockError> {
-        match file.try_lock() {
-            Ok(()) => {}
+        when_passed(|| match file.try_lock() {
+            Ok(()) => Ok(()),
             // Only readers hold the lock, so a note in the file is that of a killed writer.
             Err(TryLockError::WouldBlock) if file.try_lock_shared().is_ok() => {
                 file.unlock().map_err(LockError::Io)?;
-                return Err(LockError::InUse);
+                Err(LockError::InUse)
             }
-            Err(TryLockError::WouldBlock) => return Err(refused(file)),
-            Err(TryLockError::Error(error)) => return Err(LockError::Io(error)),
-        }
+            Err(TryLockError::WouldBlock) => Err(refused(file)),
+            Err(TryLockError::Error(error)) => Err(LockError::Io(error)),
+        })?;
         let lock = FileLock {
             file: file.try_clone().map_err(LockError::Io)?,
         };
@@ -66,10 +73,24 @@ impl FileLock {
 
     /// Locks a file that may change for a reader. The lock lasts as long as the file is open.
     pub fn shared(file: &File) -> Result<(), LockError> {
-        match file.try_lock_shared() {
+        when_passed(|| match file.try_lock_shared() {
             Ok(()) => Ok(()),
             Err(TryLockError::WouldBlock) => Err(refused(file)),
             Err(TryLockError::Error(error)) => Err(LockError::Io(error)),
+        })
+    }
+}
+
+/// Locks with `lock`, again for `PASSING_WITHIN` while the holder has no note. A writer has one
+/// until it closes its file, so it is reported at once.
+fn when_passed(lock: impl Fn() -> Result<(), LockError>) -> Result<(), LockError> {
+    let start = Instant::now();
+    loop {
+        match lock() {
+            Err(LockError::InUse) if start.elapsed() < PASSING_WITHIN => {
+                std::thread::sleep(RETRY_PAUSE);
+            }
+            other => return other,
         }
     }
 }
@@ -132,5 +153,34 @@ mod tests {
         let mut note = [1; 256];
         three.read_exact_at(&mut note, 1024).unwrap();
         assert_eq!(note, [0; 256]);
+    }
+
+    #[test]
+    fn a_lock_that_a_program_being_started_keeps_for_a_moment_is_waited_for() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        path.as_file().set_len(4096).unwrap();
+        let open = || {
+            let mut options = File::options();
+            options.read(true).write(true).open(path.path()).unwrap()
+        };
+        // A second descriptor of the same open file, as a process has before its execve(2).
+        let closed_later = |file: File| {
+            let copy = file.try_clone().unwrap();
+            drop(file);
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(20));
+                drop(copy);
+            })
+        };
+        let reader = open();
+        FileLock::shared(&reader).unwrap();
+        let copy = closed_later(reader);
+        let writer = open();
+        let lock = FileLock::exclusive(&writer, "a test").unwrap();
+        copy.join().unwrap();
+        drop(lock);
+        let copy = closed_later(writer);
+        FileLock::shared(&open()).unwrap();
+        copy.join().unwrap();
     }
 }
