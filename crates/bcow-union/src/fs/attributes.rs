@@ -35,14 +35,6 @@ impl UnionFs {
                 drop(state);
                 return self.attributes_below(node);
             };
-            // A later completion of a block would change the times again.
-            if let Content::Sketch(sketch) = &state.content {
-                match sketch.settle() {
-                    // A stat must not fail for lack of space; writes report that.
-                    Err(error) if error.is_no_space() => {}
-                    settled => settled.map_err(|error| self.content_failed(node, error))?,
-                }
-            }
             let Some(file) = &upper.file else {
                 drop(state);
                 self.open_upper(node, Access::Path)?;

@@ -130,23 +130,54 @@ fn in_background() -> SketchOptions {
 
 #[test]
 fn a_block_that_is_completed_in_the_background_is_no_change() {
-    for kind in [SketchKind::Sparse, SketchKind::Packed] {
-        let timed = Timed::new(kind, in_background(), Duration::ZERO);
-        let (written, changed) = {
-            let _closed = timed.lower.gate.write().unwrap();
-            let times = (timed.write(3..4), timed.changed());
-            tick();
-            times
-        };
-        let start = Instant::now();
-        while timed.sketch.status().unwrap().in_transit > 0 {
-            assert_eq!(timed.modified(), written, "{kind:?}");
-            assert_eq!(timed.changed(), changed, "{kind:?}");
-            assert!(start.elapsed() < AT_MOST);
-        }
-        assert_eq!(timed.modified(), written, "{kind:?}");
-        assert_eq!(timed.changed(), changed, "{kind:?}");
-        assert_eq!(timed.host.metadata().unwrap().modified().unwrap(), written);
+    let timed = Timed::new(SketchKind::Sparse, in_background(), Duration::ZERO);
+    let (written, changed) = {
+        let _closed = timed.lower.gate.write().unwrap();
+        let times = (timed.write(3..4), timed.changed());
+        tick();
+        times
+    };
+    let start = Instant::now();
+    while timed.sketch.status().unwrap().in_transit > 0 {
+        assert_eq!(timed.modified(), written);
+        assert_eq!(timed.changed(), changed);
+        assert!(start.elapsed() < AT_MOST);
+    }
+    assert_eq!(timed.modified(), written);
+    assert_eq!(timed.changed(), changed);
+    assert_eq!(timed.host.metadata().unwrap().modified().unwrap(), written);
+}
+
+/// The lower file can be on another machine, and a program that lists a directory does not wait for
+/// it.
+#[test]
+fn times_can_be_read_while_a_thread_waits_for_the_lower_file() {
+    type Needs = (&'static str, SketchOptions, fn(&dyn Sketch));
+    let needs: [Needs; 4] = [
+        ("background", in_background(), |_| {}),
+        ("settle", quiet(), |sketch| sketch.settle().unwrap()),
+        ("flush", quiet(), |sketch| {
+            sketch.flush(Durability::Durable).unwrap();
+        }),
+        ("read", quiet(), |sketch| {
+            assert_eq!(sketch.read_at(3 * B, &mut [0; 100]).unwrap(), 100);
+        }),
+    ];
+    for (what, options, need) in needs {
+        let timed = Timed::new(SketchKind::Sparse, options, Duration::ZERO);
+        thread::scope(|scope| {
+            let closed = timed.lower.gate.write().unwrap();
+            let written = timed.write(3..4);
+            scope.spawn(|| need(&*timed.sketch));
+            let start = Instant::now();
+            while timed.lower.reads.load(Ordering::SeqCst) == 0 {
+                assert!(start.elapsed() < AT_MOST);
+                thread::yield_now();
+            }
+            // Otherwise this waits for the thread, which waits for the gate.
+            assert_eq!(timed.modified(), written, "{what}");
+            drop(closed);
+        });
     }
 }
 

@@ -66,10 +66,7 @@ impl Sparse {
         drop(ahead);
         // A read or write of the block meets the same error again. The content does not change, so
         // the file keeps its time.
-        let _ = self
-            .times
-            .hold()
-            .preserve_time(self.content(), || self.fetch(frame, new.end..end));
+        let _ = self.fetch(frame, new.end..end);
     }
 
     /// Copies unwritten blocks from the lower file and marks them as present.
@@ -81,23 +78,38 @@ impl Sparse {
             let length = (end * BLOCK_BYTES).min(self.size()).saturating_sub(start);
             let mut bytes = vec![0; length as usize];
             self.read_lower(frame, start, &mut bytes)?;
-            let stripe = self.stripe(at);
-            let mut block = at;
-            while block < end {
-                let (source, until) = self.source(frame, &stripe, block, end);
-                let run = block..until;
-                block = until;
-                if source != Source::Lower {
-                    continue;
-                }
-                let within = |block: u64| ((block - at) * BLOCK_BYTES).min(length) as usize;
-                let piece = &bytes[within(run.start)..within(run.end)];
-                write_all(self.content(), run.start * BLOCK_BYTES, piece)
-                    .map_err(SketchError::host("complete a block of a sketch"))?;
-                self.set_present(run);
-            }
-            drop(stripe);
+            let store = || self.store_lower(frame, at..end, &bytes);
+            self.times.hold().preserve_time(self.content(), store)?;
             at = end;
+        }
+        Ok(())
+    }
+
+    /// Stores the blocks of a range that no write has touched. `bytes` has the range's bytes before
+    /// the end of the file.
+    fn store_lower(
+        &self,
+        frame: &Frame,
+        blocks: Range<u64>,
+        bytes: &[u8],
+    ) -> Result<(), SketchError> {
+        let within = |block: u64| {
+            let offset = (block - blocks.start) * BLOCK_BYTES;
+            offset.min(bytes.len() as u64) as usize
+        };
+        let stripe = self.stripe(blocks.start);
+        let mut block = blocks.start;
+        while block < blocks.end {
+            let (source, until) = self.source(frame, &stripe, block, blocks.end);
+            let run = block..until;
+            block = until;
+            if source != Source::Lower {
+                continue;
+            }
+            let piece = &bytes[within(run.start)..within(run.end)];
+            write_all(self.content(), run.start * BLOCK_BYTES, piece)
+                .map_err(SketchError::host("complete a block of a sketch"))?;
+            self.set_present(run);
         }
         Ok(())
     }

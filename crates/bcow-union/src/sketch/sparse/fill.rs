@@ -10,33 +10,58 @@ use super::{Frame, Sparse};
 use crate::blocks::BLOCK_BYTES;
 use crate::host::write_all;
 
+/// The blocks that are read from the lower file before any of them is stored.
+const AT_ONCE: usize = 64;
+
+/// The bytes that a block in transit had not been given when they were read from the lower file.
+/// The bytes of its written ranges are zeros.
+pub(super) struct Rest {
+    block: u64,
+    bytes: Box<[u8; BLOCK_BYTES as usize]>,
+}
+
 impl Sparse {
-    /// Completes a block if it is in transit. The function does not hold the block's stripe while
-    /// it reads the lower file.
+    /// Completes a block if it is in transit, for a thread that changes the file.
     pub(super) fn complete(
         &self,
         frame: &Frame,
         block: u64,
         by: Completer,
     ) -> Result<(), SketchError> {
+        match self.read_rest(frame, block)? {
+            Some(rest) => self.store_rest(&rest, by),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads what a block in transit lacks; `None` if the block is not in transit. The lower file
+    /// can take long, so the caller holds neither the block's stripe nor the file's times.
+    pub(super) fn read_rest(&self, frame: &Frame, block: u64) -> Result<Option<Rest>, SketchError> {
         let start = block * BLOCK_BYTES;
         let gaps = match self.stripe(block).get(&block) {
             Some(transit) => transit.written.gaps(self.length(block)),
-            None => return Ok(()),
+            None => return Ok(None),
         };
-        let mut bytes = [0; BLOCK_BYTES as usize];
+        let mut bytes = Box::new([0; BLOCK_BYTES as usize]);
         if let (Some(first), Some(last)) = (gaps.first(), gaps.last()) {
             let piece = &mut bytes[first.start as usize..last.end as usize];
             self.read_lower(frame, start + first.start, piece)?;
         }
+        Ok(Some(Rest { block, bytes }))
+    }
+
+    /// Completes the block of `rest` if it is still in transit.
+    pub(super) fn store_rest(&self, rest: &Rest, by: Completer) -> Result<(), SketchError> {
+        let block = rest.block;
+        let start = block * BLOCK_BYTES;
         let mut stripe = self.stripe(block);
         let Some(transit) = stripe.get(&block) else {
             return Ok(());
         };
         // Since the read, a gap can only have become smaller. If the file has grown, there is also
-        // a gap behind its old end, which is zeros, as in `bytes`.
+        // a gap behind its old end, which is zeros, as in `rest`.
         for gap in transit.written.gaps(self.length(block)) {
-            let piece = &bytes[gap.start as usize..gap.end as usize];
+            let piece = &rest.bytes[gap.start as usize..gap.end as usize];
             write_all(self.content(), start + gap.start, piece)
                 .map_err(SketchError::host("complete a block of a sketch"))?;
         }
@@ -50,6 +75,33 @@ impl Sparse {
         Ok(())
     }
 
+    /// Completes blocks without a change of the file's times. Calls `failed` for each block that
+    /// cannot be completed.
+    fn complete_blocks(
+        &self,
+        frame: &Frame,
+        blocks: &[u64],
+        by: Completer,
+        mut failed: impl FnMut(u64, SketchError),
+    ) {
+        for blocks in blocks.chunks(AT_ONCE) {
+            let mut rests = Vec::new();
+            for &block in blocks {
+                match self.read_rest(frame, block) {
+                    Ok(rest) => rests.extend(rest),
+                    Err(error) => failed(block, error),
+                }
+            }
+            self.times.hold().preserve_time(self.content(), || {
+                for rest in &rests {
+                    if let Err(error) = self.store_rest(rest, by) {
+                        failed(rest.block, error);
+                    }
+                }
+            });
+        }
+    }
+
     /// The number of bytes of a block that lie before the end of the file.
     pub(super) fn length(&self, block: u64) -> u64 {
         self.size()
@@ -60,24 +112,19 @@ impl Sparse {
     /// Completes all blocks that are in transit now. After an error it continues with the other
     /// blocks and returns the first error.
     pub(super) fn complete_all(&self, frame: &Frame) -> Result<(), SketchError> {
-        // The lock is taken even if no block is in transit: the thread that completed the last
-        // block may be about to restore the time.
-        let mut times = self.times.hold();
-        match self.in_transit.load(Ordering::Acquire) {
-            0 => Ok(()),
-            _ => times.preserve_time(self.content(), || self.complete_stripes(frame)),
-        }
-    }
-
-    fn complete_stripes(&self, frame: &Frame) -> Result<(), SketchError> {
         let mut result = Ok(());
-        for stripe in &self.stripes {
-            let blocks: Vec<u64> = lock(stripe).keys().copied().collect();
-            for block in blocks {
-                let completed = self.complete(frame, block, Completer::Flush);
-                result = result.and(completed);
+        if self.in_transit.load(Ordering::Acquire) > 0 {
+            for stripe in &self.stripes {
+                let blocks: Vec<u64> = lock(stripe).keys().copied().collect();
+                self.complete_blocks(frame, &blocks, Completer::Flush, |_, error| {
+                    if result.is_ok() {
+                        result = Err(error);
+                    }
+                });
             }
         }
+        // The thread that completed the last block may be about to restore the time.
+        drop(self.times.hold());
         result
     }
 
@@ -88,11 +135,6 @@ impl Sparse {
         // A write that leaves a block in transit after this store queues the sketch again.
         self.queued.store(false, Ordering::Release);
         let frame = read(&self.gate);
-        let mut times = self.times.hold();
-        times.preserve_time(self.content(), || self.complete_due(&frame, most))
-    }
-
-    fn complete_due(&self, frame: &Frame, most: usize) -> Option<Instant> {
         let delay = self.shared.options.fill_delay;
         let mut left = most;
         let mut again: Option<Instant> = None;
@@ -112,14 +154,12 @@ impl Sparse {
                 }
             }
             left -= due.len();
-            for block in due {
-                if let Err(error) = self.complete(frame, block, Completer::Background) {
-                    self.shared.log("cannot complete a block", &error);
-                    if let Some(transit) = lock(stripe).get_mut(&block) {
-                        transit.has_failed = true;
-                    }
+            self.complete_blocks(&frame, &due, Completer::Background, |block, error| {
+                self.shared.log("cannot complete a block", &error);
+                if let Some(transit) = lock(stripe).get_mut(&block) {
+                    transit.has_failed = true;
                 }
-            }
+            });
         }
         // The caller queues the sketch again. `queued` keeps other threads from doing the same.
         if again.is_some() && self.queued.swap(true, Ordering::AcqRel) {

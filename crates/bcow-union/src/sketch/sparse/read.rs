@@ -60,18 +60,19 @@ impl Sparse {
         let block = at / BLOCK_BYTES;
         // The read does not wait for another thread that completes blocks, because that thread may
         // have many of them.
-        let completed = self.times.try_hold().map(|mut times| {
-            times.preserve_time(self.content(), || {
-                self.complete(frame, block, Completer::Reader)
-            })
-        });
-        match completed {
-            Some(Ok(())) => self.read_host(at, buf),
-            // The other cases are that another thread holds the times, that the host has no room
-            // for the block, or that the lower file is damaged in the missing part of it. The read
-            // still returns all bytes that can be read.
-            Some(Err(_)) | None => self.read_merged(frame, at, buf),
+        if self.times.try_hold().is_some()
+            && let Ok(Some(rest)) = self.read_rest(frame, block)
+            && let Some(mut times) = self.times.try_hold()
+        {
+            let store = || self.store_rest(&rest, Completer::Reader);
+            if times.preserve_time(self.content(), store).is_ok() {
+                return self.read_host(at, buf);
+            }
         }
+        // Another thread holds the times or has completed the block, the host has no room for the
+        // block, or the lower file is damaged in the missing part of it. The read still returns all
+        // bytes that can be read.
+        self.read_merged(frame, at, buf)
     }
 
     fn read_merged(&self, frame: &Frame, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
