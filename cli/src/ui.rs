@@ -167,9 +167,12 @@ impl Ui {
     }
 
     /// Prints one JSON document as a result, indented.
-    pub fn print_json(&self, value: &serde_json::Value) -> Result<(), CommandError> {
+    pub fn print_json(&self, document: &impl Serialize) -> Result<(), CommandError> {
         let mut out = self.output();
-        writeln!(out, "{value:#}")?;
+        let stream = out.stream();
+        serde_json::to_writer_pretty(stream, document)
+            .map_err(|error| CommandError::standard_output(&error.into()))?;
+        writeln!(out)?;
         out.finish()
     }
 

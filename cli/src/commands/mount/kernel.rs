@@ -29,7 +29,6 @@ use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
 use crate::image::parse_name;
 use crate::kernel_upper::{self, Asked, WritableUpper};
-use crate::names;
 use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::size::Human;
@@ -337,16 +336,12 @@ fn require_sound(args: &Args, device: &Device) -> Result<(), CommandError> {
     };
     let tree = Filesystem::open(device).context(cannot)?;
     let found = erofs_check::check(&tree, &erofs_check::CheckOptions { read_data: false });
-    let mut errors = found
-        .iter()
-        .filter(|finding| finding.severity == erofs_check::Severity::Error);
-    match errors.next() {
+    match found.iter().find(|finding| finding.is_error()) {
         None => Ok(()),
         Some(first) => Err(CommandError::new(cannot())
             .caused_by_text(format!(
                 "its file system is damaged: {}: {}",
-                names::printable(&first.place),
-                names::printable(&first.message)
+                first.place, first.message
             ))
             .hint(format!("`bcow fsck {name}` lists all damage"))),
     }
