@@ -282,6 +282,29 @@ impl Output {
         &mut self.stream
     }
 
+    /// Writes a table with aligned columns; nothing without rows.
+    pub fn table<const COLUMNS: usize>(
+        &mut self,
+        titles: [&str; COLUMNS],
+        rows: impl IntoIterator<Item = [String; COLUMNS]>,
+    ) -> Result<(), CommandError> {
+        let mut lines = vec![titles.map(str::to_owned)];
+        lines.extend(rows);
+        if lines.len() == 1 {
+            return Ok(());
+        }
+        let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max();
+        let widths: Vec<usize> = (0..COLUMNS).filter_map(width).collect();
+        for line in &lines {
+            let cells = line.iter().zip(&widths);
+            let cells: Vec<String> = cells
+                .map(|(cell, &width)| format!("{cell:<width$}"))
+                .collect();
+            writeln!(self, "{}", cells.join("  ").trim_end())?;
+        }
+        Ok(())
+    }
+
     /// Writes out what is buffered: the only place where a full disk shows for short results.
     pub fn finish(mut self) -> Result<(), CommandError> {
         self.stream
