@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::chain::ChainFile;
-use bcow::format::Use;
+use bcow::format::{Use, hex};
 use bcow::{BlockCache, BlockDevice, Image, OpenOptions, Verify};
 use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
@@ -712,9 +712,4 @@ fn identity_of(images: &[OpenImage]) -> [u8; 32] {
         [image] => image.identity(),
         images => joined_identity(&images.iter().map(OpenImage::identity).collect::<Vec<_>>()),
     }
-}
-
-/// An identity in hexadecimal, the form in which metadata records it.
-pub fn hex(identity: &[u8; 32]) -> String {
-    identity.iter().map(|byte| format!("{byte:02x}")).collect()
 }

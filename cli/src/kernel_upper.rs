@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, is_plain_name};
+use bcow::format::{BackingEntry, BackingName, hex, is_plain_name};
 use bcow::{CreateOptions, Disk, Image, OpenOptions};
 use bcow_fuse::kernel::DiskFiles;
 use bcow_mount::filesystem::{self, Kind};
@@ -12,7 +12,7 @@ use bcow_view::CachedView;
 
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::error::CommandError;
-use crate::image::{OpenImage, hex};
+use crate::image::OpenImage;
 use crate::stores::open_hint;
 use crate::ui::Ui;
 use crate::upper::{cannot_use, when_free};

@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 
+use bcow::format::hex;
 use serde_json::{Map, Value};
 
 /// A name for a terminal: unchanged if it is harmless, otherwise quoted so that a POSIX shell with
@@ -88,16 +89,6 @@ pub fn put_json(object: &mut Map<String, Value>, key: &str, name: &[u8]) {
     if std::str::from_utf8(name).is_err() {
         object.insert(format!("{key}_hex"), hex(name).into());
     }
-}
-
-/// Bytes in lower-case hexadecimal.
-pub fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 #[derive(Clone, Copy)]

@@ -1,5 +1,6 @@
 //! An inode as `ls -l` shows it, and as JSON does.
 
+use bcow::format::hex;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
 use bcow_oci::rfc3339;
 use serde_json::{Map, Value, json};
@@ -97,7 +98,7 @@ pub fn put_json(
             .map(|(name, value)| {
                 let mut object = Map::new();
                 names::put_json(&mut object, "name", name);
-                object.insert("value_hex".into(), names::hex(value).into());
+                object.insert("value_hex".into(), hex(value).into());
                 Value::Object(object)
             })
             .collect();

@@ -167,9 +167,12 @@ impl Ui {
     }
 
     /// Prints one JSON document as a result, indented.
-    pub fn print_json(&self, value: &serde_json::Value) -> Result<(), CommandError> {
+    pub fn print_json(&self, document: &impl Serialize) -> Result<(), CommandError> {
         let mut out = self.output();
-        writeln!(out, "{value:#}")?;
+        let stream = out.stream();
+        serde_json::to_writer_pretty(stream, document)
+            .map_err(|error| CommandError::standard_output(&error.into()))?;
+        writeln!(out)?;
         out.finish()
     }
 
@@ -277,6 +280,29 @@ impl Output {
     /// converts their errors.
     pub fn stream(&mut self) -> &mut dyn Write {
         &mut self.stream
+    }
+
+    /// Writes a table with aligned columns; nothing without rows.
+    pub fn table<const COLUMNS: usize>(
+        &mut self,
+        titles: [&str; COLUMNS],
+        rows: impl IntoIterator<Item = [String; COLUMNS]>,
+    ) -> Result<(), CommandError> {
+        let mut lines = vec![titles.map(str::to_owned)];
+        lines.extend(rows);
+        if lines.len() == 1 {
+            return Ok(());
+        }
+        let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max();
+        let widths: Vec<usize> = (0..COLUMNS).filter_map(width).collect();
+        for line in &lines {
+            let cells = line.iter().zip(&widths);
+            let cells: Vec<String> = cells
+                .map(|(cell, &width)| format!("{cell:<width$}"))
+                .collect();
+            writeln!(self, "{}", cells.join("  ").trim_end())?;
+        }
+        Ok(())
     }
 
     /// Writes out what is buffered: the only place where a full disk shows for short results.

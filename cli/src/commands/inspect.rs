@@ -5,18 +5,20 @@ mod resolve;
 mod stack;
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::path::PathBuf;
 
-use bcow::format::{Header, SECTOR_BYTES, State, Use};
+use bcow::format::{BackingEntry, SECTOR_BYTES, State, Use, hex};
 use bcow::{Extent, Image, Mapping};
 use bcow_erofs::reader::Superblock;
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
 
 use self::disk::DiskFacts;
 use self::stack::Stack;
 use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
-use crate::names::{self, printable};
+use crate::names::printable;
 use crate::prefetch::Shown;
 use crate::size::{Count, Human, plural};
 use crate::stat::full_time;
@@ -89,13 +91,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(error) = error {
         note("map", &error);
     }
-    let list = PrefetchFacts::of(&image, &metadata).unwrap_or_else(|error| {
+    let prefetch = PrefetchFacts::of(&image, &metadata).unwrap_or_else(|error| {
         note("list of what a start reads", &error);
         None
     });
     let disk = DiskFacts::of(&image);
-    let filesystem = match bcow_erofs::reader::Filesystem::open(image.image().clone()) {
-        Ok(filesystem) => Some(filesystem.superblock().clone()),
+    let erofs = match bcow_erofs::reader::Filesystem::open(image.image().clone()) {
+        Ok(filesystem) => Some(Erofs::of(filesystem.superblock())),
         // A disk has any content.
         Err(_) if disk.is_some() => None,
         Err(error) => {
@@ -103,25 +105,22 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             None
         }
     };
-    let (stack, stack_failure) = match image.opened().is_stack() {
-        true => {
-            let (stack, failure) = Stack::examine(image.opened(), &metadata);
-            (Some(stack), failure)
-        }
-        false => (None, None),
+    let (stack, stack_failure) = if image.opened().is_stack() {
+        let (stack, failure) = Stack::examine(image.opened(), &metadata);
+        (Some(stack), failure)
+    } else {
+        (None, None)
     };
     let facts = Facts {
-        image: &image,
         disk,
         stack,
-        header: image.image().header(),
+        erofs,
+        prefetch,
         metadata,
-        prefetch: list,
-        storage,
-        filesystem,
+        ..Facts::of(&image, storage)
     };
     if args.json {
-        ui.print_json(&facts.as_json())?;
+        ui.print_json(&facts)?;
     } else {
         let mut out = ui.output();
         facts.print(&mut out)?;
@@ -133,26 +132,123 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
 }
 
+/// The result of the command.
+#[derive(Serialize)]
+struct Facts {
+    #[serde(skip)]
+    name: String,
+    schema: &'static str,
+    format: Format,
+    geometry: Geometry,
+    storage: Storage,
+    merkle: Option<Merkle>,
+    backings: Vec<Backing>,
+    disk: Option<DiskFacts>,
+    stack: Option<Stack>,
+    erofs: Option<Erofs>,
+    prefetch: Option<PrefetchFacts>,
+    metadata: Value,
+}
+
+#[derive(Serialize)]
+struct Format {
+    version: u32,
+    #[serde(rename = "use")]
+    purpose: &'static str,
+    sealed: bool,
+    generation: u64,
+    features: Vec<String>,
+    feature_masks: FeatureMasks,
+}
+
+#[derive(Serialize)]
+struct FeatureMasks {
+    incompatible: u64,
+    read_only_compatible: u64,
+    compatible: u64,
+}
+
+#[derive(Serialize)]
+struct Geometry {
+    size: u64,
+    file_bytes: u64,
+    region_bytes: u64,
+    regions: u64,
+}
+
 /// How the parts of the address space are stored.
-#[derive(Default)]
+#[derive(Default, Serialize)]
 struct Storage {
     /// Content of files; the largest part of most images.
     content: Class,
     /// Inodes, directories, names and small files.
     metadata: Class,
+    root_table_bytes: u32,
+    json_bytes: u32,
+    backing_table_bytes: u32,
+    merkle_tree_bytes: u64,
 }
 
-#[derive(Default)]
+#[derive(Default, Serialize)]
 struct Class {
     bytes: u64,
-    stored_bytes: u64,
-    raw_blocks: u64,
-    zstd_blocks: u64,
     zero_bytes: u64,
     /// Bytes in other files, in addition to `bytes`.
     backing_bytes: u64,
-    /// Blocks by their size, and the bytes they take.
-    sizes: BTreeMap<u64, (u64, u64)>,
+    stored_bytes: u64,
+    raw_blocks: u64,
+    zstd_blocks: u64,
+    /// By the size of the blocks.
+    #[serde(serialize_with = "values")]
+    block_sizes: BTreeMap<u64, BlockSize>,
+}
+
+#[derive(Default, Serialize)]
+struct BlockSize {
+    block_bytes: u64,
+    blocks: u64,
+    stored_bytes: u64,
+}
+
+fn values<S: Serializer>(map: &BTreeMap<u64, BlockSize>, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_seq(map.values())
+}
+
+#[derive(Serialize)]
+struct Merkle {
+    root: String,
+    chunk_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Backing {
+    name: String,
+    size: u64,
+}
+
+#[derive(Serialize)]
+struct Erofs {
+    block_bytes: u32,
+    blocks: u64,
+    inodes: u64,
+    features: Vec<String>,
+    uuid: String,
+    volume_name: String,
+    build_time: String,
+}
+
+impl Erofs {
+    fn of(superblock: &Superblock) -> Self {
+        Erofs {
+            block_bytes: superblock.block_bytes,
+            blocks: superblock.blocks,
+            inodes: superblock.inodes,
+            features: superblock.features(),
+            uuid: uuid(&superblock.uuid),
+            volume_name: String::from_utf8_lossy(&superblock.volume_name).into_owned(),
+            build_time: full_time(superblock.build_time),
+        }
+    }
 }
 
 impl Class {
@@ -178,12 +274,11 @@ impl Class {
         };
         self.stored_bytes += u64::from(stored.bytes);
         // The last block of a region may be shorter; it counts as a whole one.
-        let (blocks, bytes) = self
-            .sizes
-            .entry(extent.length.next_power_of_two())
-            .or_default();
-        *blocks += 1;
-        *bytes += u64::from(stored.bytes);
+        let block_bytes = extent.length.next_power_of_two();
+        let size = self.block_sizes.entry(block_bytes).or_default();
+        size.block_bytes = block_bytes;
+        size.blocks += 1;
+        size.stored_bytes += u64::from(stored.bytes);
     }
 
     /// Bytes that are stored, before compression.
@@ -193,25 +288,6 @@ impl Class {
 
     fn ratio(&self) -> Option<f64> {
         (self.stored_bytes > 0).then(|| self.kept_bytes() as f64 / self.stored_bytes as f64)
-    }
-
-    fn as_json(&self) -> Value {
-        let sizes: Vec<Value> = self
-            .sizes
-            .iter()
-            .map(|(size, (blocks, bytes))| {
-                json!({ "block_bytes": size, "blocks": blocks, "stored_bytes": bytes })
-            })
-            .collect();
-        json!({
-            "bytes": self.bytes,
-            "zero_bytes": self.zero_bytes,
-            "backing_bytes": self.backing_bytes,
-            "stored_bytes": self.stored_bytes,
-            "raw_blocks": self.raw_blocks,
-            "zstd_blocks": self.zstd_blocks,
-            "block_sizes": sizes,
-        })
     }
 }
 
@@ -223,7 +299,17 @@ impl Storage {
             SECTOR_BYTES => 0,
             start => start,
         });
-        let mut storage = Storage::default();
+        let header = image.header();
+        let mut storage = Storage {
+            root_table_bytes: header.root.bytes,
+            json_bytes: header.metadata.bytes,
+            backing_table_bytes: header.backings.bytes,
+            merkle_tree_bytes: header
+                .merkle
+                .as_ref()
+                .map_or(0, |tree| header.file_bytes.saturating_sub(tree.offset)),
+            ..Storage::default()
+        };
         for extent in image.extents() {
             match extent {
                 Ok(extent) if metadata_start.is_some_and(|start| extent.offset >= start) => {
@@ -237,18 +323,8 @@ impl Storage {
     }
 }
 
-struct Facts<'a> {
-    image: &'a OpenImage,
-    disk: Option<DiskFacts>,
-    stack: Option<Stack>,
-    header: &'a Header,
-    metadata: Value,
-    prefetch: Option<PrefetchFacts>,
-    storage: Storage,
-    filesystem: Option<Superblock>,
-}
-
 /// The list of what a start reads.
+#[derive(Serialize)]
 struct PrefetchFacts {
     ranges: usize,
     /// In the address space.
@@ -272,126 +348,77 @@ impl PrefetchFacts {
     }
 }
 
-impl Facts<'_> {
-    fn merkle_root(&self) -> Option<String> {
-        self.header
-            .merkle
-            .as_ref()
-            .map(|tree| format!("sha256:{}", names::hex(&tree.root)))
-    }
-
-    fn merkle_bytes(&self) -> u64 {
-        self.header
-            .merkle
-            .as_ref()
-            .map_or(0, |tree| self.header.file_bytes.saturating_sub(tree.offset))
-    }
-
-    fn as_json(&self) -> Value {
-        let header = self.header;
-        let backings: Vec<Value> = self
-            .image
-            .image()
-            .backings()
-            .map(|backing| json!({ "name": backing.name.to_string(), "size": backing.size }))
-            .collect();
-        json!({
-            "schema": "bcow.inspect/1",
-            "format": {
-                "version": 1,
-                "use": use_name(header.purpose),
-                "sealed": header.state == State::Sealed,
-                "generation": header.generation,
-                "features": header.features.names(),
-                "feature_masks": {
-                    "incompatible": header.features.incompatible,
-                    "read_only_compatible": header.features.read_only_compatible,
-                    "compatible": header.features.compatible,
+impl Facts {
+    /// What the header says, and how the file is stored.
+    fn of(image: &OpenImage, storage: Storage) -> Self {
+        let header = image.image().header();
+        let features = &header.features;
+        let backing = |entry: &BackingEntry| Backing {
+            name: entry.name.to_string(),
+            size: entry.size,
+        };
+        Facts {
+            name: image.path().display().to_string(),
+            schema: "bcow.inspect/1",
+            format: Format {
+                version: 1,
+                purpose: match header.purpose {
+                    Use::Image => "image",
+                    Use::Disk => "disk",
+                    Use::Sketch => "sketch",
+                },
+                sealed: header.state == State::Sealed,
+                generation: header.generation,
+                features: features.names(),
+                feature_masks: FeatureMasks {
+                    incompatible: features.incompatible,
+                    read_only_compatible: features.read_only_compatible,
+                    compatible: features.compatible,
                 },
             },
-            "geometry": {
-                "size": header.size,
-                "file_bytes": header.file_bytes,
-                "region_bytes": 1u64 << header.region_shift,
-                "regions": header.size.div_ceil(1 << header.region_shift),
+            geometry: Geometry {
+                size: header.size,
+                file_bytes: header.file_bytes,
+                region_bytes: 1 << header.region_shift,
+                regions: header.size.div_ceil(1 << header.region_shift),
             },
-            "storage": {
-                "content": self.storage.content.as_json(),
-                "metadata": self.storage.metadata.as_json(),
-                "root_table_bytes": header.root.bytes,
-                "json_bytes": header.metadata.bytes,
-                "backing_table_bytes": header.backings.bytes,
-                "merkle_tree_bytes": self.merkle_bytes(),
-            },
-            "merkle": header.merkle.as_ref().map(|tree| json!({
-                "root": self.merkle_root(),
-                "chunk_bytes": 1u64 << tree.chunk_shift,
-            })),
-            "backings": backings,
-            "disk": self.disk.as_ref().map(DiskFacts::as_json),
-            "stack": self.stack.as_ref().map(Stack::as_json),
-            "erofs": self.filesystem.as_ref().map(|fs| json!({
-                "block_bytes": fs.block_bytes,
-                "blocks": fs.blocks,
-                "inodes": fs.inodes,
-                "features": fs.features(),
-                "uuid": uuid(&fs.uuid),
-                "volume_name": String::from_utf8_lossy(&fs.volume_name),
-                "build_time": full_time(fs.build_time),
-            })),
-            "prefetch": self.prefetch.as_ref().map(|list| json!({
-                "ranges": list.ranges,
-                "bytes": list.bytes,
-                "stored_bytes": list.stored_bytes,
-            })),
-            "metadata": self.metadata,
-        })
+            storage,
+            merkle: header.merkle.as_ref().map(|tree| Merkle {
+                root: format!("sha256:{}", hex(&tree.root)),
+                chunk_bytes: 1 << tree.chunk_shift,
+            }),
+            backings: image.image().backings().map(backing).collect(),
+            disk: None,
+            stack: None,
+            erofs: None,
+            prefetch: None,
+            metadata: Value::Null,
+        }
     }
 
     fn print(&self, out: &mut Output) -> Result<(), CommandError> {
-        let header = self.header;
-        writeln!(
-            out,
-            "{}: {} BCoW {}, version 1",
-            self.image.path().display(),
-            match header.state {
-                State::Sealed => "sealed",
-                State::Writable => "writable",
-            },
-            use_name(header.purpose),
-        )?;
-        line(out, "features", &list(&header.features.names()))?;
-        line(out, "file", &exact(header.file_bytes))?;
-        line(out, "address space", &exact(header.size))?;
-        line(
-            out,
-            "regions",
-            &format!(
-                "{} of {}",
-                Count(header.size.div_ceil(1 << header.region_shift)),
-                Human(1 << header.region_shift)
-            ),
-        )?;
+        let (format, geometry) = (&self.format, &self.geometry);
+        let sealed = if format.sealed { "sealed" } else { "writable" };
+        let (name, purpose) = (&self.name, format.purpose);
+        writeln!(out, "{name}: {sealed} BCoW {purpose}, version 1")?;
+        line(out, "features", list(&format.features))?;
+        line(out, "file", exact(geometry.file_bytes))?;
+        line(out, "address space", exact(geometry.size))?;
+        let (regions, bytes) = (Count(geometry.regions), Human(geometry.region_bytes));
+        line(out, "regions", format_args!("{regions} of {bytes}"))?;
         if let Some(list) = &self.prefetch {
-            let ranges = plural(list.ranges as u64, "range");
-            line(
-                out,
-                "start reads",
-                &format!("{} in {ranges}", exact(list.bytes)),
-            )?;
+            let (bytes, ranges) = (exact(list.bytes), plural(list.ranges as u64, "range"));
+            line(out, "start reads", format_args!("{bytes} in {ranges}"))?;
         }
-        if let Some(root) = self.merkle_root() {
-            line(out, "merkle root", &root)?;
+        if let Some(tree) = &self.merkle {
+            line(out, "merkle root", &tree.root)?;
         }
-        for (index, backing) in self.image.image().backings().enumerate() {
+        for (index, backing) in self.backings.iter().enumerate() {
+            let (name, size) = (printable(&backing.name), Human(backing.size));
             line(
                 out,
                 &format!("backing {index}"),
-                &format!(
-                    "{} ({})",
-                    printable(&backing.name.to_string()),
-                    Human(backing.size)
-                ),
+                format_args!("{name} ({size})"),
             )?;
         }
         if let Some(disk) = &self.disk {
@@ -419,7 +446,7 @@ impl Facts<'_> {
             ("platform", &platform),
         ] {
             if let Some(text) = text(value) {
-                line(out, name, &text)?;
+                line(out, name, text)?;
             }
         }
         let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
@@ -466,37 +493,31 @@ impl Facts<'_> {
             writeln!(
                 out,
                 "  {name:<16} {:>12} {:>12} {:>12} {:>7} {:>10} {:>10}",
-                Human(class.bytes).to_string(),
-                Human(class.zero_bytes).to_string(),
-                Human(class.stored_bytes).to_string(),
+                Human(class.bytes),
+                Human(class.zero_bytes),
+                Human(class.stored_bytes),
                 class
                     .ratio()
                     .map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.2}")),
-                Count(class.zstd_blocks).to_string(),
-                Count(class.raw_blocks).to_string(),
+                Count(class.zstd_blocks),
+                Count(class.raw_blocks),
             )?;
         }
         let window_bytes = self.storage.content.backing_bytes + self.storage.metadata.backing_bytes;
         if window_bytes > 0 {
-            let bytes = Human(window_bytes).to_string();
-            let name = match self.disk {
-                Some(_) => "backing",
-                None => "windows",
+            let name = if self.disk.is_some() {
+                "backing"
+            } else {
+                "windows"
             };
-            writeln!(out, "  {name:<16} {bytes:>12}")?;
+            writeln!(out, "  {name:<16} {:>12}", Human(window_bytes))?;
         }
         for (name, bytes) in [
-            ("Merkle tree", self.merkle_bytes()),
-            ("metadata", self.header.metadata.bytes.into()),
+            ("Merkle tree", self.storage.merkle_tree_bytes),
+            ("metadata", self.storage.json_bytes.into()),
         ] {
             if bytes > 0 {
-                writeln!(
-                    out,
-                    "  {name:<16} {:>12} {:>12} {:>12}",
-                    "",
-                    "",
-                    Human(bytes).to_string()
-                )?;
+                writeln!(out, "  {name:<16} {:>38}", Human(bytes))?;
             }
         }
         writeln!(
@@ -505,13 +526,13 @@ impl Facts<'_> {
             "Block sizes", "blocks", "stored"
         )?;
         for (name, class) in self.classes() {
-            for (size, (blocks, bytes)) in &class.sizes {
+            for size in class.block_sizes.values() {
                 writeln!(
                     out,
                     "  {:<16} {:>12} {:>12}  {name}",
-                    Human(*size).to_string(),
-                    Count(*blocks).to_string(),
-                    Human(*bytes).to_string()
+                    Human(size.block_bytes),
+                    Count(size.blocks),
+                    Human(size.stored_bytes)
                 )?;
             }
         }
@@ -519,30 +540,27 @@ impl Facts<'_> {
     }
 
     fn print_filesystem(&self, out: &mut Output) -> Result<(), CommandError> {
-        let Some(fs) = &self.filesystem else {
+        let Some(erofs) = &self.erofs else {
             return Ok(());
         };
         writeln!(out, "\nEROFS")?;
-        line(out, "inodes", &Count(fs.inodes).to_string())?;
-        line(
-            out,
-            "blocks",
-            &format!("{} of {}", Count(fs.blocks), Human(fs.block_bytes.into())),
-        )?;
-        line(out, "features", &list(&fs.features()))?;
-        line(out, "uuid", &uuid(&fs.uuid))?;
+        line(out, "inodes", Count(erofs.inodes))?;
+        let (blocks, bytes) = (Count(erofs.blocks), Human(erofs.block_bytes.into()));
+        line(out, "blocks", format_args!("{blocks} of {bytes}"))?;
+        line(out, "features", list(&erofs.features))?;
+        line(out, "uuid", &erofs.uuid)?;
         let content = &self.metadata["content"];
         if let Some(bytes) = content["file_bytes"].as_u64() {
-            line(out, "file content", &exact(bytes))?;
+            line(out, "file content", exact(bytes))?;
         }
         if let Some(bytes) = content["deduplicated_bytes"].as_u64() {
-            line(out, "deduplicated", &format!("{} of it", exact(bytes)))?;
+            line(out, "deduplicated", format_args!("{} of it", exact(bytes)))?;
         }
         Ok(())
     }
 }
 
-fn line(out: &mut Output, name: &str, value: &str) -> Result<(), CommandError> {
+fn line(out: &mut Output, name: &str, value: impl Display) -> Result<(), CommandError> {
     writeln!(out, "  {name:<16} {value}")
 }
 
@@ -582,22 +600,7 @@ fn exact(bytes: u64) -> String {
     }
 }
 
-fn use_name(purpose: Use) -> &'static str {
-    match purpose {
-        Use::Image => "image",
-        Use::Disk => "disk",
-        Use::Sketch => "sketch",
-    }
-}
-
 fn uuid(bytes: &[u8; 16]) -> String {
-    let hex = names::hex(bytes);
-    format!(
-        "{}-{}-{}-{}-{}",
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..]
-    )
+    let groups = [0..4, 4..6, 6..8, 8..10, 10..16];
+    groups.map(|group| hex(&bytes[group])).join("-")
 }

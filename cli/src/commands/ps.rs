@@ -5,7 +5,7 @@ use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use bcow_fuse::{Door, MountedImage};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::ask::{self, Answer};
 use crate::error::{CommandError, Context};
@@ -33,30 +33,49 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Mounts that are asked at the same time.
 const ASKED_AT_ONCE: usize = 64;
 
+#[derive(Serialize)]
+struct List {
+    schema: &'static str,
+    services: Vec<Row>,
+}
+
 /// One line of the list: a mount or a served disk, and its process.
+#[derive(Default, Serialize)]
 struct Row {
-    /// `None` if the service has no process, or if its process is dead or cannot be examined.
-    server: Option<Server>,
+    /// As `other_mount_namespace`: `None` if the service has no process, or if its process is dead
+    /// or cannot be examined.
+    pid: Option<u32>,
+    /// As `user`: `None` if the user of the process is not known.
+    uid: Option<u32>,
+    user: Option<String>,
     /// `None` if the state is not known.
     state: Option<&'static str>,
-    /// The user of the process; `None` if the user is not known.
-    uid: Option<u32>,
-    service: Service,
+    other_mount_namespace: Option<bool>,
+    kind: String,
+    image: String,
+    layers: Vec<String>,
+    export: Option<String>,
+    upper: Option<String>,
+    at: Vec<String>,
+    mode: String,
+    pool: Option<String>,
+    /// As `since_unix_seconds`: `None` if the start time is not known.
+    since: Option<String>,
+    since_unix_seconds: Option<u64>,
 }
 
 /// Prints all services as a table or as JSON.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let rows = rows()?;
+    let services = rows()?;
     if args.json {
-        let services: Vec<Value> = rows.iter().map(document).collect();
-        return ui.print_json(&json!({ "schema": "bcow.ps/1", "services": services }));
+        return ui.print_json(&List {
+            schema: "bcow.ps/1",
+            services,
+        });
     }
-    let mut out = ui.output();
-    if rows.is_empty() {
+    if services.is_empty() {
         ui.status("nothing is mounted or served");
-        return out.finish();
     }
-    let lines: Vec<[String; 7]> = rows.iter().map(columns).collect();
     let titles = [
         "PID",
         "USER",
@@ -66,21 +85,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         "SINCE",
         "IMAGE AND PLACE",
     ];
-    let widths: Vec<usize> = (0..titles.len())
-        .map(|column| {
-            let cells = lines.iter().map(|line| line[column].chars().count());
-            cells.max().unwrap_or(0).max(titles[column].len())
-        })
-        .collect();
-    let lines = std::iter::once(titles.map(str::to_owned)).chain(lines);
-    for line in lines {
-        let cells: Vec<String> = line
-            .iter()
-            .zip(&widths)
-            .map(|(cell, &width)| format!("{cell:<width$}"))
-            .collect();
-        writeln!(out, "{}", cells.join("  ").trim_end())?;
-    }
+    let mut out = ui.output();
+    out.table(titles, services.iter().map(Row::columns))?;
     out.finish()
 }
 
@@ -95,12 +101,8 @@ fn rows() -> Result<Vec<Row>, CommandError> {
             .any(|server| server.has_mount(&mount.device, &mount.path))
     });
     for server in servers {
-        rows.extend(server.services.iter().map(|service| Row {
-            state: Some(server.state.name()),
-            uid: Some(server.uid),
-            service: service.clone(),
-            server: Some(server.clone()),
-        }));
+        let services = server.services.iter();
+        rows.extend(services.map(|service| Row::of(&server, service.clone())));
     }
     // A process that hangs delays its answer, so the processes are asked at the same time.
     for some in mounts.chunks(ASKED_AT_ONCE) {
@@ -118,114 +120,81 @@ fn rows() -> Result<Vec<Row>, CommandError> {
 
 /// The row of a mount whose process cannot be examined, from the data of the kernel.
 fn without_process(mount: &MountedImage) -> Row {
-    let mode = if mount.is_writable { "rw" } else { "ro" };
+    let uid = match mount.door {
+        Door::Fuse => mount.owner.map(|(uid, _)| uid),
+        Door::Kernel(_) | Door::Direct(_) => Some(0),
+    };
     Row {
-        server: None,
         state: match ask::ask(mount, ANSWER_TIMEOUT) {
             Answer::NotServed => Some("dead"),
             Answer::NoProcess => Some("kernel"),
             _ => None,
         },
-        uid: match mount.door {
-            Door::Fuse => mount.owner.map(|(uid, _)| uid),
-            Door::Kernel(_) | Door::Direct(_) => Some(0),
-        },
-        service: Service {
-            kind: "mount".to_owned(),
-            image: match &mount.door {
-                Door::Fuse => mount.source.to_string_lossy().into_owned(),
-                Door::Kernel(name) => name.disk.clone(),
-                Door::Direct(file) => file.to_string_lossy().into_owned(),
-            },
-            layers: Vec::new(),
-            export: None,
-            upper: None,
-            at: vec![mount.path.to_string_lossy().into_owned()],
-            mode: mode.to_owned(),
-            since: 0,
-            device: Some(mount.device.clone()),
-            owners: None,
-            descriptor: None,
-            pool: None,
-        },
-    }
-}
-
-/// The cells of a row, in the order of the titles.
-fn columns(row: &Row) -> [String; 7] {
-    let Row {
-        server,
-        state,
         uid,
-        service,
-    } = row;
-    let unknown = || "-".to_owned();
-    let mut place = printable(&service.image).into_owned();
-    if !service.layers.is_empty() {
-        place += &format!(", layer {}", printable(&service.layers.join(", ")));
+        user: uid.map(running::user_name),
+        kind: "mount".to_owned(),
+        image: match &mount.door {
+            Door::Fuse => mount.source.to_string_lossy().into_owned(),
+            Door::Kernel(name) => name.disk.clone(),
+            Door::Direct(file) => file.to_string_lossy().into_owned(),
+        },
+        at: vec![mount.path.to_string_lossy().into_owned()],
+        mode: if mount.is_writable { "rw" } else { "ro" }.to_owned(),
+        ..Row::default()
     }
-    place += &format!(" at {}", printable(&service.at.join(", ")));
-    if let Some(upper) = &service.upper {
-        place += &format!(", upper {}", printable(upper));
-    }
-    if let Some(export) = &service.export {
-        place += &format!(", export {}", printable(export));
-    }
-    if let Some(pool) = &service.pool {
-        place += &format!(", pool {}", printable(pool));
-    }
-    if server
-        .as_ref()
-        .is_some_and(|server| server.is_in_other_namespace)
-    {
-        place += " (in another mount namespace)";
-    }
-    [
-        server
-            .as_ref()
-            .map_or_else(unknown, |server| server.pid.to_string()),
-        uid.map_or_else(unknown, |uid| {
-            printable(&running::user_name(uid)).into_owned()
-        }),
-        printable(&service.kind).into_owned(),
-        printable(&service.mode).into_owned(),
-        state.map_or_else(unknown, str::to_owned),
-        start_time(service).unwrap_or_else(unknown),
-        place,
-    ]
 }
 
-/// The start time of a service in the form of RFC 3339; `None` if it is not known.
-fn start_time(service: &Service) -> Option<String> {
-    let since = i64::try_from(service.since)
-        .ok()
-        .filter(|&since| since > 0)?;
-    bcow::rfc3339(since)
-}
+impl Row {
+    fn of(server: &Server, service: Service) -> Self {
+        let since = Some(service.since).filter(|&since| since > 0);
+        Row {
+            pid: Some(server.pid),
+            uid: Some(server.uid),
+            user: Some(running::user_name(server.uid)),
+            state: Some(server.state.name()),
+            other_mount_namespace: Some(server.is_in_other_namespace),
+            kind: service.kind,
+            image: service.image,
+            layers: service.layers,
+            export: service.export,
+            upper: service.upper,
+            at: service.at,
+            mode: service.mode,
+            pool: service.pool,
+            since: since.and_then(|since| bcow::rfc3339(since.try_into().ok()?)),
+            since_unix_seconds: since,
+        }
+    }
 
-/// A row as JSON.
-fn document(row: &Row) -> Value {
-    let Row {
-        server,
-        state,
-        uid,
-        service,
-    } = row;
-    json!({
-        "pid": server.as_ref().map(|server| server.pid),
-        "uid": uid,
-        "user": uid.map(running::user_name),
-        "state": state,
-        "other_mount_namespace": server.as_ref().map(|server| server.is_in_other_namespace),
-        "kind": service.kind,
-        "image": service.image,
-        "layers": service.layers,
-        "export": service.export,
-        "upper": service.upper,
-        "at": service.at,
-        "mode": service.mode,
-        "pool": service.pool,
-        "since": start_time(service),
-        "since_unix_seconds": (service.since > 0).then_some(service.since),
-    })
+    /// The cells, in the order of the titles.
+    fn columns(&self) -> [String; 7] {
+        let shown = |text: &str| printable(text).into_owned();
+        let known = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        let mut place = shown(&self.image);
+        if !self.layers.is_empty() {
+            place += &format!(", layer {}", printable(&self.layers.join(", ")));
+        }
+        place += &format!(" at {}", printable(&self.at.join(", ")));
+        for (name, value) in [
+            ("upper", &self.upper),
+            ("export", &self.export),
+            ("pool", &self.pool),
+        ] {
+            if let Some(value) = value {
+                place += &format!(", {name} {}", printable(value));
+            }
+        }
+        if self.other_mount_namespace == Some(true) {
+            place += " (in another mount namespace)";
+        }
+        [
+            known(self.pid.map(|pid| pid.to_string())),
+            known(self.user.as_deref().map(shown)),
+            shown(&self.kind),
+            shown(&self.mode),
+            known(self.state.map(str::to_owned)),
+            known(self.since.clone()),
+            place,
+        ]
+    }
 }

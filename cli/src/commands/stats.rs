@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bcow_fuse::stats::document::{
-    DiskFigures, Document, Errors, OperationFigures, Remote, SCHEMA, Upper,
+    Cache, DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
 };
 use bcow_fuse::{Door, MountedImage};
 use serde_json::json;
@@ -113,40 +113,24 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         operations,
         ..
     } = document;
-    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
-    line("image", &printable(&image.name))?;
-    line("identity", &image.identity)?;
-    line(
-        "served by",
-        &format!(
-            "process {}, for {}",
-            process.pid,
-            Lasting(process.uptime_seconds)
-        ),
-    )?;
+    writeln!(out, "image:       {}", printable(&image.name))?;
+    writeln!(out, "identity:    {}", image.identity)?;
+    let (pid, uptime) = (process.pid, Lasting(process.uptime_seconds));
+    writeln!(out, "served by:   process {pid}, for {uptime}")?;
     if let Some(door) = door {
-        let text = format!("{}: {}", printable(&door.name), printable(&door.reason));
-        line("door", &text)?;
+        let (name, reason) = (printable(&door.name), printable(&door.reason));
+        writeln!(out, "door:        {name}: {reason}")?;
     }
     if let Some(pool) = pool {
-        let text = format!("{}, whose mounts share the cache", printable(pool));
-        line("pool", &text)?;
+        let pool = printable(pool);
+        writeln!(out, "pool:        {pool}, whose mounts share the cache")?;
     }
     if let Some(trace) = trace {
-        line("trace", &printable(trace))?;
+        writeln!(out, "trace:       {}", printable(trace))?;
     }
-    line(
-        "cache",
-        &format!(
-            "{} of {}; {} hits, {} misses{}",
-            Human(cache.held_bytes),
-            Human(cache.limit_bytes),
-            Count(cache.hits),
-            Count(cache.misses),
-            share(cache.hits, cache.hits + cache.misses)
-                .map_or_else(String::new, |share| format!(" ({share} hit)")),
-        ),
-    )?;
+    let hit = share(cache.hits, cache.hits + cache.misses);
+    let hit = hit.map_or_else(String::new, |share| format!(" ({share} hit)"));
+    writeln!(out, "{}{hit}", cache_line(cache))?;
     if let Some(remote) = remote {
         print_remote(remote, out)?;
     }
@@ -160,76 +144,66 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     print_operations(operations, out)
 }
 
+/// The use of a cache of decoded blocks.
+pub fn cache_line(cache: &Cache) -> String {
+    format!(
+        "cache:       {} of {}; {} hits, {} misses",
+        Human(cache.held_bytes),
+        Human(cache.limit_bytes),
+        Count(cache.hits),
+        Count(cache.misses)
+    )
+}
+
 fn print_remote(remote: &Remote, out: &mut Output) -> Result<(), CommandError> {
-    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
-    line(
-        "here",
-        &format!(
-            "{} of {}{}, in {}",
-            Human(remote.held_bytes),
-            Human(remote.file_bytes),
-            share(remote.held_bytes, remote.file_bytes)
-                .map_or_else(String::new, |share| format!(" ({share})")),
-            plural(remote.files, "file"),
-        ),
+    writeln!(
+        out,
+        "here:        {} of {}{}, in {}",
+        Human(remote.held_bytes),
+        Human(remote.file_bytes),
+        share(remote.held_bytes, remote.file_bytes)
+            .map_or_else(String::new, |share| format!(" ({share})")),
+        plural(remote.files, "file"),
     )?;
-    line(
-        "fetched",
-        &format!(
-            "{}; {} read from the cache; {} per second lately",
-            Human(remote.fetched_bytes),
-            Human(remote.cached_bytes),
-            Human(remote.bytes_per_second),
-        ),
+    writeln!(
+        out,
+        "fetched:     {}; {} read from the cache; {} per second lately",
+        Human(remote.fetched_bytes),
+        Human(remote.cached_bytes),
+        Human(remote.bytes_per_second),
     )?;
     for server in &remote.servers {
-        line(
-            "server",
-            &format!(
-                "{}: {} in {}",
-                printable(&server.server),
-                Human(server.received_bytes),
-                plural(server.requests, "request"),
-            ),
+        writeln!(
+            out,
+            "server:      {}: {} in {}",
+            printable(&server.server),
+            Human(server.received_bytes),
+            plural(server.requests, "request"),
         )?;
     }
     let longest = match remote.waiting_reads {
         0 => String::new(),
         _ => format!(", the longest for {}", Lasting(remote.longest_wait_seconds)),
     };
-    line(
-        "waiting",
-        &format!(
-            "{}{longest}; {} under way",
-            plural(remote.waiting_reads, "read"),
-            plural(remote.running_requests, "request"),
-        ),
+    writeln!(
+        out,
+        "waiting:     {}{longest}; {} under way",
+        plural(remote.waiting_reads, "read"),
+        plural(remote.running_requests, "request"),
     )?;
-    let mut failed: Vec<String> = remote
-        .errors
-        .iter()
-        .filter(|kind| kind.count > 0)
-        .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
-        .collect();
-    if failed.is_empty() {
-        failed.push("none".to_owned());
-    }
-    line(
-        "failed",
-        &format!(
-            "{}; {} repeated, {} issued",
-            failed.join(", "),
-            plural(remote.retries, "attempt"),
-            plural(remote.tokens, "token"),
-        ),
+    writeln!(
+        out,
+        "failed:      {}; {} repeated, {} issued",
+        counted(&remote.errors),
+        plural(remote.retries, "attempt"),
+        plural(remote.tokens, "token"),
     )
 }
 
 fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     let sketches = &upper.sketches;
-    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
-    line("upper", &printable(&upper.path))?;
-    line("sync", &printable(&upper.sync))?;
+    writeln!(out, "upper:       {}", printable(&upper.path))?;
+    writeln!(out, "sync:        {}", printable(&upper.sync))?;
     let mut stored = match (upper.stored_bytes, upper.limit_bytes) {
         (Some(stored), Some(limit)) => format!("{} of {}", Human(stored), Human(limit)),
         _ => "bytes not counted without --size-limit".to_owned(),
@@ -237,102 +211,76 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     if let (Some(inodes), Some(limit)) = (upper.stored_inodes, upper.limit_inodes) {
         stored += &format!(", in {} of {} inodes", Count(inodes), Count(limit));
     }
-    line("stored", &stored)?;
-    line(
-        "copied up",
-        &format!(
-            "{} whole, {} by metadata only",
-            plural(upper.copied_whole, "file"),
-            Count(upper.copied_metadata)
-        ),
+    writeln!(out, "stored:      {stored}")?;
+    writeln!(
+        out,
+        "copied up:   {} whole, {} by metadata only",
+        plural(upper.copied_whole, "file"),
+        Count(upper.copied_metadata)
     )?;
-    line(
-        "sketches",
-        &format!(
-            "{} in use, {} of {} blocks present; {} promoted",
-            Count(sketches.open),
-            Count(sketches.present_blocks),
-            Count(sketches.blocks),
-            Count(sketches.promoted),
-        ),
+    writeln!(
+        out,
+        "sketches:    {} in use, {} of {} blocks present; {} promoted",
+        Count(sketches.open),
+        Count(sketches.present_blocks),
+        Count(sketches.blocks),
+        Count(sketches.promoted),
     )?;
-    line(
-        "saved",
-        &format!(
-            "{} stored for them, {} not copied",
-            Human(sketches.stored_bytes),
-            Human(sketches.saved_bytes)
-        ),
+    writeln!(
+        out,
+        "saved:       {} stored for them, {} not copied",
+        Human(sketches.stored_bytes),
+        Human(sketches.saved_bytes)
     )?;
     let fills = &sketches.fills;
-    line(
-        "in transit",
-        &format!(
-            "{}; {} completed: {} in the background, {} for reads, {} for flushes, {} for room",
-            plural(sketches.in_transit_blocks, "block"),
-            Count(fills.total()),
-            Count(fills.background),
-            Count(fills.readers),
-            Count(fills.flushes),
-            Count(fills.writers),
-        ),
+    writeln!(
+        out,
+        "in transit:  {}; {} completed: {} in the background, {} for reads, {} for flushes, {} for \
+         room",
+        plural(sketches.in_transit_blocks, "block"),
+        Count(fills.total()),
+        Count(fills.background),
+        Count(fills.readers),
+        Count(fills.flushes),
+        Count(fills.writers),
     )?;
-    line(
-        "inodes",
-        &format!("{} known to the kernel", Count(upper.nodes)),
-    )
+    let nodes = Count(upper.nodes);
+    writeln!(out, "inodes:      {nodes} known to the kernel")
 }
 
 fn print_disk(disk: &DiskFigures, out: &mut Output) -> Result<(), CommandError> {
-    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
     if let Some(upper) = &disk.upper {
-        line("upper", &printable(upper))?;
+        writeln!(out, "upper:       {}", printable(upper))?;
     }
-    line("disk", &printable(&disk.path))?;
-    line(
-        "holds",
-        &format!(
-            "{} of {}, on {}",
-            printable(&disk.filesystem),
-            Human(disk.size_bytes),
-            printable(&disk.loop_device)
-        ),
+    writeln!(out, "disk:        {}", printable(&disk.path))?;
+    writeln!(
+        out,
+        "holds:       {} of {}, on {}",
+        printable(&disk.filesystem),
+        Human(disk.size_bytes),
+        printable(&disk.loop_device)
     )?;
     if !disk.is_writable {
         return Ok(());
     }
-    line("sync", &printable(&disk.sync))?;
-    line(
-        "flushes",
-        &format!(
-            "{}, and {}; {} not flushed",
-            Count(disk.flushes),
-            plural(disk.checkpoints, "checkpoint"),
-            plural(disk.unflushed_blocks, "block"),
-        ),
+    writeln!(out, "sync:        {}", printable(&disk.sync))?;
+    writeln!(
+        out,
+        "flushes:     {}, and {}; {} not flushed",
+        Count(disk.flushes),
+        plural(disk.checkpoints, "checkpoint"),
+        plural(disk.unflushed_blocks, "block"),
     )?;
-    line(
-        "background",
-        &format!(
-            "{} waiting; {} completed from the backing",
-            plural(disk.waiting_blocks, "job"),
-            plural(disk.filled_blocks, "block"),
-        ),
+    writeln!(
+        out,
+        "background:  {} waiting; {} completed from the backing",
+        plural(disk.waiting_blocks, "job"),
+        plural(disk.filled_blocks, "block"),
     )
 }
 
 fn print_errors(errors: &Errors, out: &mut Output) -> Result<(), CommandError> {
-    let kinds: Vec<String> = errors
-        .kinds
-        .iter()
-        .filter(|kind| kind.count > 0)
-        .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
-        .collect();
-    let counted = match kinds.is_empty() {
-        true => "none".to_owned(),
-        false => kinds.join(", "),
-    };
-    writeln!(out, "{:<12} {counted}", "errors:")?;
+    writeln!(out, "errors:      {}", counted(&errors.kinds))?;
     for (index, error) in errors.recent.iter().enumerate() {
         let name = match index {
             0 => "last error:",
@@ -350,6 +298,19 @@ fn print_errors(errors: &Errors, out: &mut Output) -> Result<(), CommandError> {
         )?;
     }
     Ok(())
+}
+
+/// The kinds that occurred, with their numbers.
+fn counted(kinds: &[KindCount]) -> String {
+    let kinds: Vec<String> = kinds
+        .iter()
+        .filter(|kind| kind.count > 0)
+        .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
+        .collect();
+    match kinds.is_empty() {
+        true => "none".to_owned(),
+        false => kinds.join(", "),
+    }
 }
 
 fn print_operations(operations: &[OperationFigures], out: &mut Output) -> Result<(), CommandError> {

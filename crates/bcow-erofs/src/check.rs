@@ -463,19 +463,12 @@ impl Checker<'_> {
         if self.full() {
             return;
         }
-        self.findings.push(Finding {
-            code,
-            severity,
-            place,
-            message,
-        });
+        self.findings
+            .push(Finding::new(severity, code, place, message));
         if self.findings.len() == MAX_FINDINGS {
-            self.findings.push(Finding {
-                code: LIMIT,
-                severity: Severity::Error,
-                place: "superblock".into(),
-                message: format!("more than {MAX_FINDINGS} findings, the rest was not looked at"),
-            });
+            let message = format!("more than {MAX_FINDINGS} findings, the rest was not looked at");
+            self.findings
+                .push(Finding::error(LIMIT, "superblock", message));
         }
     }
 

@@ -3,6 +3,7 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::checksum::hex;
 use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_URL_BYTES};
 use crate::{
     FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches, incompatible,
@@ -66,10 +67,7 @@ pub enum BackingName {
 impl std::fmt::Display for BackingName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            BackingName::Digest(digest) => {
-                f.write_str("sha256:")?;
-                digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-            }
+            BackingName::Digest(digest) => write!(f, "sha256:{}", hex(digest)),
             BackingName::FileName { name, .. } => f.write_str(name),
             BackingName::Url { url, .. } => f.write_str(url),
             BackingName::View { image, .. } => write!(f, "the ext4 view of {}", image.name),

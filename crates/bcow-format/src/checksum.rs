@@ -1,10 +1,15 @@
-//! CRC32C (spec, preamble).
+//! CRC32C (spec, preamble), and hashes as text.
 
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 
 /// CRC32C of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// Bytes in hexadecimal, in lower case.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// CRC32C of bytes that are passed in several parts.

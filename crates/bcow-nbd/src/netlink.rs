@@ -298,11 +298,9 @@ fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
 #[cfg(test)]
 #[cfg(target_endian = "little")]
 mod tests {
-    use super::*;
+    use bcow::format::hex;
 
-    fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-    }
+    use super::*;
 
     #[test]
     fn a_device_is_described_as_the_kernel_reads_it() {

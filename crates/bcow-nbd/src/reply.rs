@@ -261,12 +261,10 @@ pub(crate) fn truncated(text: &str, bytes: usize) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use bcow::format::hex;
+
     use super::*;
     use crate::proto::Errno;
-
-    fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-    }
 
     #[test]
     fn replies_look_as_the_protocol_says() {

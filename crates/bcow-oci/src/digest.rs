@@ -5,6 +5,7 @@ use std::io;
 use std::str::FromStr;
 
 use bcow::Storage;
+pub(crate) use bcow::format::hex;
 use data_encoding::HEXLOWER;
 use sha2::{Digest as _, Sha256, Sha512};
 
@@ -166,11 +167,6 @@ impl serde::Serialize for DiffId {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.0.serialize(serializer)
     }
-}
-
-/// Bytes in hexadecimal, in lower case.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    HEXLOWER.encode(bytes)
 }
 
 /// A digest that is being computed.

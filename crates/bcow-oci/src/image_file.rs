@@ -10,7 +10,7 @@ use bcow::format::{BackingEntry, BackingName};
 use bcow::{
     BackingResolver, BlockDevice, Error, Image, ImageWriter, OpenOptions, WriterOptions, Written,
 };
-use bcow_erofs::check::{CheckOptions, Severity, check};
+use bcow_erofs::check::{CheckOptions, Finding, check};
 use bcow_erofs::merge::MergeError;
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::TailSource;
@@ -169,21 +169,8 @@ pub(crate) fn read_back(
     let fs = Filesystem::open(image).map_err(|error| ConvertError::Verify(Box::new(error)))?;
     // The data was compared block by block.
     let findings = check(&fs, &CheckOptions { read_data: false });
-    match findings.into_iter().find(|f| f.severity == Severity::Error) {
+    match findings.into_iter().find(Finding::is_error) {
         None => Ok(()),
-        Some(finding) => Err(ConvertError::Verify(Box::new(CheckFinding {
-            code: finding.code,
-            place: finding.place,
-            message: finding.message,
-        }))),
+        Some(finding) => Err(ConvertError::Verify(Box::new(finding))),
     }
-}
-
-/// A finding of the check.
-#[derive(Debug, thiserror::Error)]
-#[error("{place}: {message} ({code})")]
-struct CheckFinding {
-    code: &'static str,
-    place: String,
-    message: String,
 }

@@ -213,6 +213,7 @@ fn part_tree(part: &JoinPart, place: BlockRange, index: usize) -> Result<LayerTr
 
 #[cfg(test)]
 mod tests {
+    use bcow::format::hex;
     use bcow::{Composer, Composition, MemoryStorage};
 
     use super::*;
@@ -254,8 +255,7 @@ mod tests {
         let joined = join(&parts, Map::new(), &OpenOptions::default(), None).unwrap();
         let mut metadata = vec![0; joined.starts[0] as usize];
         joined.image.read_at(0, &mut metadata).unwrap();
-        let hash: [u8; 32] = Sha256::digest(&metadata).into();
-        let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash = hex(&Sha256::digest(&metadata));
         let expected = "6f075304b9c5c2687efbf30f57036928f9416435df214bc6b40256899500a912";
         assert_eq!(joined.starts, [4 << 20, 8 << 20]);
         assert_eq!(hash, expected);

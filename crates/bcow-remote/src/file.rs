@@ -10,7 +10,6 @@ mod warm;
 mod whole;
 
 use std::io;
-use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -58,7 +57,7 @@ enum Purpose {
 /// A file on a server, open for reading.
 pub struct RemoteFile {
     shared: Arc<Shared>,
-    sources: Sources,
+    sources: Arc<Sources>,
     /// Distinguishes the file in the shared memory.
     number: u64,
     file_bytes: u64,
@@ -100,23 +99,19 @@ struct Stream {
     bytes: u64,
 }
 
-/// What a file is made of, before it is open.
-type Parts = Box<(Sources, Arc<Shared>)>;
-
 impl RemoteFile {
     pub(crate) fn open(
-        shared: Arc<Shared>,
-        sources: Sources,
+        shared: &Arc<Shared>,
+        sources: &Arc<Sources>,
         expected: Option<Expected>,
     ) -> Result<Self, RemoteError> {
         let Some(expected) = expected else {
             return RemoteFile::open_from_server(shared, sources, None);
         };
         let root = expected.root.0;
-        let (sources, shared) = match RemoteFile::open_cached(shared, sources, &root) {
-            ControlFlow::Break(file) => return Ok(*file),
-            ControlFlow::Continue(parts) => *parts,
-        };
+        if let Some(file) = RemoteFile::open_cached(shared, sources, &root) {
+            return Ok(file);
+        }
         // Another process may fetch the beginning now; then the cache has it after the wait.
         let cache = shared.options.cache.as_ref();
         let beginning = cache.and_then(|cache| cache.file(&root));
@@ -124,19 +119,16 @@ impl RemoteFile {
         let held = beginning
             .as_ref()
             .and_then(|file| file.claim_beginning(longest));
-        let parts = match held {
-            Some(_) => RemoteFile::open_cached(shared, sources, &root),
-            None => ControlFlow::Continue(Box::new((sources, shared))),
-        };
-        let (sources, shared) = match parts {
-            ControlFlow::Break(file) => return Ok(*file),
-            ControlFlow::Continue(parts) => *parts,
-        };
+        if held.is_some()
+            && let Some(file) = RemoteFile::open_cached(shared, sources, &root)
+        {
+            return Ok(file);
+        }
         let (from_mirror, fetched) = std::thread::scope(|scope| {
-            let early = scope.spawn(|| opening::fetch_early(&shared, &sources, &expected));
-            let of_mirror = head::of_mirrors(&shared, &sources, root);
+            let early = scope.spawn(|| opening::fetch_early(shared, sources, &expected));
+            let of_mirror = head::of_mirrors(shared, sources, root);
             let from_mirror = of_mirror.is_some();
-            let head = of_mirror.map_or_else(|| head::of_server(&shared, &sources, Some(root)), Ok);
+            let head = of_mirror.map_or_else(|| head::of_server(shared, sources, Some(root)), Ok);
             (
                 from_mirror,
                 head.map(|head| (head, early.join().unwrap_or_default())),
@@ -144,90 +136,72 @@ impl RemoteFile {
         });
         let (head, early) = fetched?;
         match RemoteFile::with_head(shared, sources, head, Some(early)) {
-            Ok(file) => Ok(file),
-            Err((error, parts)) if from_mirror => {
+            Err(error) if from_mirror => {
                 tracing::warn!("what a mirror sent as the header is wrong: {error}");
-                let (sources, shared) = *parts;
                 RemoteFile::open_from_server(shared, sources, Some(root))
             }
-            Err((error, _)) => Err(error),
+            opened => opened,
         }
     }
 
-    /// Opens a file by the beginning of its cache file. Gives the parts back if that is missing or
-    /// damaged.
+    /// Opens a file by the beginning of its cache file. `None` if that is missing or damaged.
     pub(crate) fn open_cached(
-        shared: Arc<Shared>,
-        sources: Sources,
+        shared: &Arc<Shared>,
+        sources: &Arc<Sources>,
         root: &Hash,
-    ) -> ControlFlow<Box<Self>, Parts> {
-        let cache = shared.options.cache.as_ref();
-        let Some(cached) = cache.and_then(|cache| cache.file(root)) else {
-            return ControlFlow::Continue(Box::new((sources, shared)));
-        };
+    ) -> Option<Self> {
+        let cached = shared.options.cache.as_ref()?.file(root)?;
         let mut slots = [0; HEADER_AREA_BYTES];
-        let header = match cached.read(0, &mut slots) {
-            true => choose_header(&slots).ok(),
-            false => None,
-        };
-        let Some(header) = header.filter(|header| {
-            let found = header.merkle.as_ref().map(|tree| &tree.root);
-            found == Some(root)
-        }) else {
-            return ControlFlow::Continue(Box::new((sources, shared)));
-        };
-        match RemoteFile::with_header(shared, sources, &header, slots, Some(cached)) {
-            Ok(file) => match file.check_first_chunk() {
-                Ok(()) => ControlFlow::Break(Box::new(file)),
-                Err(error) => {
-                    tracing::debug!("the cache does not have the header: {error}");
-                    ControlFlow::Continue(Box::new((file.sources, file.shared)))
-                }
-            },
-            Err((_, parts)) => ControlFlow::Continue(parts),
+        if !cached.read(0, &mut slots) {
+            return None;
+        }
+        let header = choose_header(&slots).ok()?;
+        header.merkle.as_ref().filter(|tree| tree.root == *root)?;
+        let file = RemoteFile::with_header(shared, sources, &header, slots, Some(cached)).ok()?;
+        match file.check_first_chunk() {
+            Ok(()) => Some(file),
+            Err(error) => {
+                tracing::debug!("the cache does not have the header: {error}");
+                None
+            }
         }
     }
 
     fn open_from_server(
-        shared: Arc<Shared>,
-        sources: Sources,
+        shared: &Arc<Shared>,
+        sources: &Arc<Sources>,
         pin: Option<Hash>,
     ) -> Result<Self, RemoteError> {
-        let head = head::of_server(&shared, &sources, pin)?;
+        let head = head::of_server(shared, sources, pin)?;
         let early = pin.map(|_| Vec::new());
-        RemoteFile::with_head(shared, sources, head, early).map_err(|(error, _)| error)
+        RemoteFile::with_head(shared, sources, head, early)
     }
 
     /// Opens a file by its beginning, which may be wrong. With `early`, the root was known before,
     /// and no other process with this cache fetches the parts that opening an image reads; those in
     /// `early` have arrived.
     fn with_head(
-        shared: Arc<Shared>,
-        sources: Sources,
+        shared: &Arc<Shared>,
+        sources: &Arc<Sources>,
         head: Head,
         early: Option<Vec<Early>>,
-    ) -> Result<Self, (RemoteError, Parts)> {
+    ) -> Result<Self, RemoteError> {
         let Head {
             bytes,
             header,
             slots,
             cached,
         } = head;
-        let place = sources.address().to_string();
         let root = header.merkle.as_ref().map(|tree| tree.root);
         let is_whole = cached.is_some();
         let cached = cached.or_else(|| shared.options.cache.as_ref()?.file(&root?));
         let file = RemoteFile::with_header(shared, sources, &header, slots, cached)
-            .map_err(|(problem, parts)| (problem.at(place), parts))?;
+            .map_err(|problem| problem.at(sources.address().to_string()))?;
         if let Some(early) = early.filter(|_| !is_whole) {
             file.fetch_opening(early);
         }
-        let checked = file
-            .keep_head(&bytes)
-            .and_then(|()| file.check_first_chunk());
-        if let Err(error) = checked {
-            return Err((error, Box::new((file.sources, file.shared))));
-        }
+        file.keep_head(&bytes)?;
+        file.check_first_chunk()?;
         if let Some(cached) = &file.cached {
             cached.record_origin(&file.name());
             cached.enforce_limit();
@@ -236,15 +210,13 @@ impl RemoteFile {
     }
 
     fn with_header(
-        shared: Arc<Shared>,
-        sources: Sources,
+        shared: &Arc<Shared>,
+        sources: &Arc<Sources>,
         header: &Header,
         slots: [u8; HEADER_AREA_BYTES],
         cached: Option<CacheFile>,
-    ) -> Result<Self, (Problem, Parts)> {
-        let Some(tree) = &header.merkle else {
-            return Err((Problem::NoTree, Box::new((sources, shared))));
-        };
+    ) -> Result<Self, Problem> {
+        let tree = header.merkle.as_ref().ok_or(Problem::NoTree)?;
         Ok(RemoteFile {
             number: shared.file_number(),
             file_bytes: header.file_bytes,
@@ -257,8 +229,8 @@ impl RemoteFile {
             streams: Mutex::default(),
             failures: Failures::default(),
             whole: Mutex::default(),
-            sources,
-            shared,
+            sources: Arc::clone(sources),
+            shared: Arc::clone(shared),
         })
     }
 

@@ -425,8 +425,7 @@ impl Registry {
             Some(_) => self.sources(&path)?,
             None => Sources::new(self.source(&path)?),
         };
-        let shared = Arc::clone(&self.shared);
-        let file = RemoteFile::open(shared, sources, expected)?;
+        let file = RemoteFile::open(&self.shared, &Arc::new(sources), expected)?;
         if expected.is_none() {
             check_whole(&file, digest)?;
         }

@@ -1,6 +1,5 @@
 //! Opens remote files.
 
-use std::ops::ControlFlow;
 use std::sync::{Arc, Weak};
 
 use crate::address::Address;
@@ -85,7 +84,7 @@ impl Remote {
             }
             Ok(sources)
         };
-        let opened = RemoteFile::open(Arc::clone(shared), sources()?, expected);
+        let opened = RemoteFile::open(shared, &Arc::new(sources()?), expected);
         let cache = shared.options.cache.as_ref().filter(|_| expected.is_none());
         let (Some(cache), name) = (cache, address.with_secrets()) else {
             return opened;
@@ -111,8 +110,8 @@ impl Remote {
         let Some((Root(root), age)) = recorded else {
             return Err(missing("the cache has no record of this URL"));
         };
-        match RemoteFile::open_cached(Arc::clone(shared), sources()?, &root) {
-            ControlFlow::Break(file) => {
+        match RemoteFile::open_cached(shared, &Arc::new(sources()?), &root) {
+            Some(file) => {
                 let here = file.presence();
                 tracing::warn!(
                     "{address}: {}; using the file to which the URL resolved {age} ago; the cache \
@@ -121,9 +120,9 @@ impl Remote {
                     here.held_bytes >> 10,
                     here.file_bytes.div_ceil(1024)
                 );
-                Ok(*file)
+                Ok(file)
             }
-            ControlFlow::Continue(_) => Err(missing("the header of the file is not in the cache")),
+            None => Err(missing("the header of the file is not in the cache")),
         }
     }
 

@@ -12,12 +12,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
-use bcow::format::{BackingEntry, BackingName};
+use bcow::format::{BackingEntry, BackingName, hex};
 use bcow::{Image, NewFile, NewFileError, OneBacking, OpenOptions, RestoredFile, Storage};
 use rustix::fs::Mode;
 
 use crate::entries::{Removal, Remove, ViewEntry};
-use crate::file::{self, LAYOUT, hex};
+use crate::file::{self, LAYOUT};
 use crate::{ViewError, ViewedImage};
 use crate::{bound, entries};
 

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, Use, compatible};
+use bcow::format::{BackingEntry, BackingName, Use, compatible, hex};
 use bcow::{BlockDevice, Composer, Composition, Compression, Image, Storage};
 use bcow_erofs::reader::Filesystem;
 use bcow_ext4::Sink;
@@ -130,10 +130,6 @@ impl Sink for ComposerSink<'_> {
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.0.write_at(offset, bytes).map_err(io::Error::other)
     }
-}
-
-pub(crate) fn hex(bytes: &[u8; 32]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn from_hex(text: &str) -> Option<[u8; 32]> {

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use bcow_format::{BackingEntry, FreeRange, Header, State, decode_backings, decode_free};
+use serde::Serialize;
 
 use crate::cache::FileId;
 use crate::checked::{CheckedFile, read_header, read_metadata, read_table};
@@ -16,16 +17,15 @@ use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::{BlockCache, Error};
 
+mod finding;
 mod regions;
 mod repair;
 mod restore;
 mod space;
 
+pub use finding::{Finding, Findings, Place, Severity};
 pub use repair::{Repair, repair};
 pub use restore::{RestoreError, Restored, restore};
-
-/// Most findings that a report keeps; a file of random bytes would have millions.
-const MAX_FINDINGS: usize = 1000;
 
 /// Options of a check.
 #[derive(Debug, Clone)]
@@ -44,35 +44,11 @@ impl CheckOptions {
     };
 }
 
-/// Severity of a finding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Severity {
-    /// Content is lost or cannot be trusted.
-    Error,
-    /// No content is lost, but a writer should not leave the file in this state.
-    Warning,
-}
-
-/// A problem of the file, and its place.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
-    /// Stable code (spec section 12).
-    pub code: &'static str,
-    /// Severity.
-    pub severity: Severity,
-    /// Place: "header", "root table", "region 17", "byte 4096 of the address space".
-    pub place: String,
-    /// Description.
-    pub message: String,
-}
-
 /// The result of a check.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Findings in the order of the structure of the file.
-    pub findings: Vec<Finding>,
-    /// Number of findings that were dropped.
-    pub omitted: u64,
+    pub findings: Findings,
     /// Number of sub-block tables checked.
     pub tables: u64,
     /// Number of stored blocks seen.
@@ -84,7 +60,7 @@ pub struct Report {
 }
 
 /// Results that only a writable file has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Writable {
     /// Number of valid records in the log.
     pub records: u64,
@@ -100,31 +76,17 @@ pub struct Writable {
 }
 
 impl Report {
-    /// Whether there is no finding of severity [`Severity::Error`].
+    /// Whether no finding is an error.
     pub fn is_sound(&self) -> bool {
-        self.findings
-            .iter()
-            .all(|finding| finding.severity != Severity::Error)
-    }
-
-    fn add(&mut self, finding: Finding) {
-        if self.findings.len() < MAX_FINDINGS {
-            self.findings.push(finding);
-        } else {
-            self.omitted += 1;
-        }
+        self.findings.is_sound()
     }
 
     /// Adds a finding for an error of the file; returns an error of the host.
-    fn note(&mut self, place: impl Into<String>, error: Error) -> Result<(), Error> {
+    fn note(&mut self, place: impl Into<Place>, error: Error) -> Result<(), Error> {
         match error.code() {
             Some(code) => {
-                self.add(Finding {
-                    code,
-                    severity: Severity::Error,
-                    place: place.into(),
-                    message: error.to_string(),
-                });
+                self.findings
+                    .add(Finding::error(code, place, error.to_string()));
                 Ok(())
             }
             None => Err(error),
@@ -193,12 +155,11 @@ fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> R
     for (name, slot) in ["A", "B"].iter().zip(area.chunks(bcow_format::SLOT_BYTES)) {
         let good = bcow_format::choose_header(slot).is_ok();
         if !good && header.state == State::Sealed {
-            report.add(Finding {
-                code: "header-slot",
-                severity: Severity::Warning,
-                place: format!("header slot {name}"),
-                message: "is damaged or empty; the other slot serves".into(),
-            });
+            let message = "is damaged or empty; the other slot serves";
+            let finding = Finding::warning("header-slot", format!("header slot {name}"), message);
+            report
+                .findings
+                .add(finding.repaired_by("writes the slot again"));
         }
     }
     Ok(())
@@ -224,10 +185,11 @@ fn check_free_list(
     report: &mut Report,
 ) -> Result<Vec<FreeRange>, Error> {
     let bytes = file.read_section(&header.free)?;
-    decode_free(&bytes, header).or_else(|error| {
-        report.note("free list", error.into())?;
-        Ok(Vec::new())
-    })
+    Ok(decode_free(&bytes, header).unwrap_or_else(|error| {
+        let finding = Finding::error(error.code(), "free list", error.to_string());
+        report.findings.add(finding.repaired_by("makes a new list"));
+        Vec::new()
+    }))
 }
 
 /// The record log.

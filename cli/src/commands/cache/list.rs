@@ -1,15 +1,16 @@
 //! `bcow cache list`
 
+use bcow::format::hex;
 use bcow_remote::{CacheEntry, EntryKind};
 use bcow_view::ViewEntry;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::{DirectoryArgs, cannot_read, image_label};
 use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
-use crate::names::{hex, printable};
+use crate::names::printable;
 use crate::size::{Human, plural};
-use crate::ui::{Output, Ui};
+use crate::ui::Ui;
 
 /// List the files of the cache, and the views, the most recently used first
 ///
@@ -30,6 +31,132 @@ pub struct Args {
     directory: DirectoryArgs,
 }
 
+/// The result of the command.
+#[derive(Serialize)]
+struct List {
+    schema: &'static str,
+    directory: String,
+    held_bytes: u64,
+    files: Vec<Entry>,
+    manifests: Vec<Entry>,
+    names: Vec<Entry>,
+    unknown: Vec<Entry>,
+    /// `None` if neither an option nor the environment names a directory for views.
+    views_directory: Option<String>,
+    views_bytes: u64,
+    views: Vec<View>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    name: String,
+    #[serde(flatten)]
+    file: Option<CachedFile>,
+    /// Of a manifest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    digest: Option<String>,
+    held_bytes: u64,
+    last_use: Option<String>,
+    last_use_unix_seconds: i64,
+}
+
+#[derive(Serialize)]
+struct CachedFile {
+    root: String,
+    origin: Option<String>,
+    file_bytes: Option<u64>,
+    /// Blocks of the host are larger than the last bytes of a file.
+    present_bytes: u64,
+    in_use: bool,
+}
+
+#[derive(Serialize)]
+struct View {
+    name: String,
+    image_identity: String,
+    image: Option<String>,
+    bytes: u64,
+    layout: u32,
+    held_bytes: u64,
+    in_use: bool,
+    last_use: Option<String>,
+    last_use_unix_seconds: i64,
+    #[serde(skip)]
+    label: String,
+}
+
+impl Entry {
+    fn of(entry: CacheEntry) -> Self {
+        let (file, digest) = match entry.kind {
+            EntryKind::File(root) => {
+                let file_bytes = entry.file_bytes.unwrap_or(u64::MAX);
+                let file = CachedFile {
+                    root: root.to_string(),
+                    origin: entry.origin,
+                    file_bytes: entry.file_bytes,
+                    present_bytes: entry.held_bytes.min(file_bytes),
+                    in_use: entry.is_in_use,
+                };
+                (Some(file), None)
+            }
+            EntryKind::Manifest(digest) => (None, Some(format!("sha256:{}", hex(&digest)))),
+            EntryKind::Name(_) | EntryKind::Unknown => (None, None),
+        };
+        Entry {
+            name: entry.name,
+            file,
+            digest,
+            held_bytes: entry.held_bytes,
+            last_use: bcow::rfc3339(entry.last_use),
+            last_use_unix_seconds: entry.last_use,
+        }
+    }
+
+    /// The row of a file.
+    fn row(&self) -> Option<[String; 6]> {
+        let file = self.file.as_ref()?;
+        Some([
+            known(file.file_bytes.map(|bytes| Human(bytes).to_string())),
+            Human(file.present_bytes).to_string(),
+            known(self.last_use.clone()),
+            yes_or_no(file.in_use),
+            file.root.chars().take(12).collect(),
+            known(
+                file.origin
+                    .as_deref()
+                    .map(|origin| printable(origin).into()),
+            ),
+        ])
+    }
+}
+
+impl View {
+    fn of(view: ViewEntry) -> Self {
+        View {
+            label: image_label(&view),
+            name: view.name,
+            image_identity: view.image,
+            image: view.image_name,
+            bytes: view.bytes,
+            layout: view.layout,
+            held_bytes: view.held_bytes,
+            in_use: view.is_in_use,
+            last_use: bcow::rfc3339(view.last_use),
+            last_use_unix_seconds: view.last_use,
+        }
+    }
+
+    fn row(&self) -> [String; 5] {
+        [
+            Human(self.bytes).to_string(),
+            Human(self.held_bytes).to_string(),
+            known(self.last_use.clone()),
+            yes_or_no(self.in_use),
+            self.label.clone(),
+        ]
+    }
+}
+
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (path, entries) = match args.directory.find()? {
         FoundCache::Present(cache) => {
@@ -39,145 +166,52 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         FoundCache::Missing(path) => (path, Vec::new()),
     };
     let views = args.directory.views()?;
-    let views_directory = views.cache.as_ref();
-    let views_directory = views_directory.map(|cache| cache.directory().to_string_lossy());
-    let shown = path.display();
-    let held: u64 = entries.iter().map(|entry| entry.held_bytes).sum();
-    if args.json {
-        let of = |kind: fn(&EntryKind) -> bool| -> Vec<Value> {
-            let entries = entries.iter().filter(|entry| kind(&entry.kind));
-            entries.map(document).collect()
+    let directory_of_views = views.cache.as_ref().map(|cache| cache.directory());
+    let mut list = List {
+        schema: "bcow.cache-list/1",
+        directory: path.to_string_lossy().into_owned(),
+        held_bytes: entries.iter().map(|entry| entry.held_bytes).sum(),
+        files: Vec::new(),
+        manifests: Vec::new(),
+        names: Vec::new(),
+        unknown: Vec::new(),
+        views_directory: directory_of_views.map(|path| path.to_string_lossy().into_owned()),
+        views_bytes: views.held_bytes(),
+        views: views.entries.into_iter().map(View::of).collect(),
+    };
+    for entry in entries {
+        let of_kind = match entry.kind {
+            EntryKind::File(_) => &mut list.files,
+            EntryKind::Manifest(_) => &mut list.manifests,
+            EntryKind::Name(_) => &mut list.names,
+            EntryKind::Unknown => &mut list.unknown,
         };
-        return ui.print_json(&json!({
-            "schema": "bcow.cache-list/1",
-            "directory": path.to_string_lossy(),
-            "held_bytes": held,
-            "files": of(|kind| matches!(kind, EntryKind::File(_))),
-            "manifests": of(|kind| matches!(kind, EntryKind::Manifest(_))),
-            "names": of(|kind| matches!(kind, EntryKind::Name(_))),
-            "unknown": of(|kind| *kind == EntryKind::Unknown),
-            "views_directory": views_directory,
-            "views_bytes": views.held_bytes(),
-            "views": views.entries.iter().map(view_document).collect::<Vec<_>>(),
-        }));
+        of_kind.push(Entry::of(entry));
+    }
+    if args.json {
+        return ui.print_json(&list);
     }
     let mut out = ui.output();
-    let mut rows = Vec::new();
-    for entry in &entries {
-        if let EntryKind::File(root) = entry.kind {
-            rows.push([
-                entry
-                    .file_bytes
-                    .map_or_else(|| "-".to_owned(), |bytes| Human(bytes).to_string()),
-                Human(present(entry)).to_string(),
-                bcow::rfc3339(entry.last_use).unwrap_or_else(|| "-".to_owned()),
-                yes_or_no(entry.is_in_use),
-                root.to_string().chars().take(12).collect(),
-                entry
-                    .origin
-                    .as_deref()
-                    .map_or_else(|| "-".to_owned(), |origin| printable(origin).into_owned()),
-            ]);
-        }
-    }
-    let files = rows.len() as u64;
     let titles = ["SIZE", "PRESENT", "LAST USE", "IN USE", "ROOT", "FROM"];
-    print(titles, rows, &mut out)?;
-    let rows = views.entries.iter().map(|view| {
-        [
-            Human(view.bytes).to_string(),
-            Human(view.held_bytes).to_string(),
-            bcow::rfc3339(view.last_use).unwrap_or_else(|| "-".to_owned()),
-            yes_or_no(view.is_in_use),
-            image_label(view),
-        ]
-    });
+    out.table(titles, list.files.iter().filter_map(Entry::row))?;
     let titles = ["VIEW", "SIZE", "LAST USE", "IN USE", "IMAGE"];
-    print(titles, rows.collect(), &mut out)?;
+    out.table(titles, list.views.iter().map(View::row))?;
     out.finish()?;
-    ui.status(format_args!(
-        "{} with {} in {shown}",
-        plural(files, "file"),
-        Human(held)
-    ));
-    if let Some(cache) = &views.cache
-        && !views.entries.is_empty()
-    {
-        ui.status(format_args!(
-            "{} with {} in {}",
-            plural(views.entries.len() as u64, "view"),
-            Human(views.held_bytes()),
-            cache.directory().display()
-        ));
+    let (files, held) = (list.files.len() as u64, Human(list.held_bytes));
+    let (files, directory) = (plural(files, "file"), &list.directory);
+    ui.status(format_args!("{files} with {held} in {directory}"));
+    if let Some(directory) = list.views_directory.filter(|_| !list.views.is_empty()) {
+        let views = plural(list.views.len() as u64, "view");
+        let held = Human(list.views_bytes);
+        ui.status(format_args!("{views} with {held} in {directory}"));
     }
     Ok(())
+}
+
+fn known(text: Option<String>) -> String {
+    text.unwrap_or_else(|| "-".to_owned())
 }
 
 fn yes_or_no(is_so: bool) -> String {
     if is_so { "yes" } else { "no" }.to_owned()
-}
-
-/// Prints a table; nothing without rows.
-fn print<const COLUMNS: usize>(
-    titles: [&str; COLUMNS],
-    mut rows: Vec<[String; COLUMNS]>,
-    out: &mut Output,
-) -> Result<(), CommandError> {
-    if rows.is_empty() {
-        return Ok(());
-    }
-    rows.insert(0, titles.map(str::to_owned));
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: Vec<usize> = (0..COLUMNS)
-        .map(|column| width(column).unwrap_or(0))
-        .collect();
-    for row in &rows {
-        let cells: Vec<String> = row
-            .iter()
-            .zip(&widths)
-            .map(|(cell, &width)| format!("{cell:<width$}"))
-            .collect();
-        writeln!(out, "{}", cells.join("  ").trim_end())?;
-    }
-    Ok(())
-}
-
-fn view_document(view: &ViewEntry) -> Value {
-    json!({
-        "name": view.name,
-        "image_identity": view.image,
-        "image": view.image_name,
-        "bytes": view.bytes,
-        "layout": view.layout,
-        "held_bytes": view.held_bytes,
-        "in_use": view.is_in_use,
-        "last_use": bcow::rfc3339(view.last_use),
-        "last_use_unix_seconds": view.last_use,
-    })
-}
-
-/// Blocks of the host are larger than the last bytes of a file.
-fn present(entry: &CacheEntry) -> u64 {
-    entry.held_bytes.min(entry.file_bytes.unwrap_or(u64::MAX))
-}
-
-fn document(entry: &CacheEntry) -> Value {
-    let mut document = json!({ "name": entry.name });
-    match entry.kind {
-        EntryKind::File(root) => {
-            document["root"] = root.to_string().into();
-            document["origin"] = entry.origin.clone().into();
-            document["file_bytes"] = entry.file_bytes.into();
-            document["present_bytes"] = present(entry).into();
-            document["in_use"] = entry.is_in_use.into();
-        }
-        EntryKind::Manifest(digest) => {
-            document["digest"] = format!("sha256:{}", hex(&digest)).into();
-        }
-        EntryKind::Name(_) | EntryKind::Unknown => {}
-    }
-    document["held_bytes"] = entry.held_bytes.into();
-    document["last_use"] = bcow::rfc3339(entry.last_use).into();
-    document["last_use_unix_seconds"] = entry.last_use.into();
-    document
 }

@@ -1,8 +1,8 @@
 //! `bcow cache verify`
 
-use bcow_remote::{CacheEntry, EntryKind};
+use bcow_remote::{Cache, CacheEntry, EntryKind, Root, Verified};
 use bcow_view::{Remove, ViewEntry};
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
 
 use super::{DirectoryArgs, cannot_read, image_label};
 use crate::cache::FoundCache;
@@ -27,153 +27,168 @@ pub struct Args {
     directory: DirectoryArgs,
 }
 
-pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let interrupt = Interrupt::catch();
-    let mut files = Vec::new();
-    let mut unknown = Vec::new();
-    let mut directory = None;
-    let (mut right, mut damaged, mut manifests, mut wrong_manifests) = (0, 0, 0, 0);
-    match args.directory.find()? {
-        FoundCache::Missing(path) => directory = Some(path),
-        FoundCache::Present(cache) => {
-            directory.replace(cache.path().to_owned());
-            let entries = cache.entries().context(|| cannot_read(cache.path()))?;
-            let progress = ui.progress();
-            progress.phase("verifying");
-            let is_file = |entry: &&CacheEntry| matches!(entry.kind, EntryKind::File(_));
-            let held = entries.iter().filter(is_file);
-            progress.total(Some(held.map(|entry| entry.held_bytes).sum()));
-            for entry in entries {
-                let cannot =
-                    || format!("cannot verify {}", cache.path().join(&entry.name).display());
-                let root = match entry.kind {
-                    EntryKind::File(root) => root,
-                    EntryKind::Manifest(digest) => {
-                        manifests += 1;
-                        if !cache.verify_manifest(&digest).context(cannot)? {
-                            wrong_manifests += 1;
-                        }
-                        continue;
-                    }
-                    EntryKind::Name(_) => continue,
-                    EntryKind::Unknown => {
-                        unknown.push(entry.name);
-                        continue;
-                    }
-                };
-                let mut advance = |bytes| {
-                    progress.advance(bytes);
-                    interrupt.check().is_ok()
-                };
-                let found = cache.verify(root, &mut advance).context(cannot)?;
-                interrupt.check()?;
-                // Removed meanwhile.
-                let Some(found) = found else { continue };
-                right += found.right_bytes;
-                damaged += found.damaged_bytes;
-                files.push((root, entry.origin, found));
-            }
-        }
-    }
-    let (views, damaged_views) = verify_views(&args.directory, &interrupt)?;
-    let directory = directory.unwrap_or_default();
-    if args.json {
-        let list: Vec<Value> = files
-            .iter()
-            .map(|(root, origin, found)| {
-                json!({
-                    "root": root.to_string(),
-                    "origin": origin,
-                    "file_bytes": (found.file_bytes > 0).then_some(found.file_bytes),
-                    "right_bytes": found.right_bytes,
-                    "damaged_bytes": found.damaged_bytes,
-                    "unknown_bytes": found.unknown_bytes,
-                    "complete": found.is_complete(),
-                })
-            })
-            .collect();
-        return ui.print_json(&json!({
-            "schema": "bcow.cache-verify/1",
-            "directory": directory.to_string_lossy(),
-            "right_bytes": right,
-            "damaged_bytes": damaged,
-            "manifests": manifests,
-            "damaged_manifests": wrong_manifests,
-            "files": list,
-            "unknown": unknown,
-            "views": views,
-            "damaged_views": damaged_views.iter().map(|view| &view.name).collect::<Vec<_>>(),
-        }));
-    }
-    let mut out = ui.output();
-    for (root, origin, found) in &files {
-        if found.damaged_bytes > 0 {
-            writeln!(
-                out,
-                "{root}: removed {} that did not match the Merkle tree{}",
-                plural(found.damaged_bytes, "byte"),
-                origin
-                    .as_deref()
-                    .map_or_else(String::new, |from| format!(" ({})", printable(from))),
-            )?;
-        }
-    }
-    if wrong_manifests > 0 {
-        writeln!(
-            out,
-            "{} removed",
-            plural(wrong_manifests, "damaged manifest")
-        )?;
-    }
-    for view in &damaged_views {
-        writeln!(
-            out,
-            "{}: removed the damaged view of {}",
-            view.name,
-            image_label(view)
-        )?;
-    }
-    for name in &unknown {
-        writeln!(out, "{}: not a file of the cache", quoted(name.as_bytes()))?;
-    }
-    out.finish()?;
-    ui.status(format_args!(
-        "{} in {} {} verified, {} removed",
-        Human(right),
-        plural(files.len() as u64, "file"),
-        if files.len() == 1 { "is" } else { "are" },
-        Human(damaged),
-    ));
-    Ok(())
+/// The result of the command.
+#[derive(Default, Serialize)]
+struct Verification {
+    schema: &'static str,
+    directory: String,
+    right_bytes: u64,
+    damaged_bytes: u64,
+    manifests: u64,
+    damaged_manifests: u64,
+    files: Vec<VerifiedFile>,
+    /// Names of files that do not belong to the cache.
+    unknown: Vec<String>,
+    views: u64,
+    #[serde(serialize_with = "names")]
+    damaged_views: Vec<ViewEntry>,
 }
 
-/// Checks the views, and removes those that are damaged. Returns how many were checked, and the
-/// damaged ones.
-fn verify_views(
-    directory: &DirectoryArgs,
-    interrupt: &Interrupt,
-) -> Result<(u64, Vec<ViewEntry>), CommandError> {
-    let (mut checked, mut damaged) = (0, Vec::new());
-    let views = directory.views()?;
-    let Some(cache) = views.cache else {
-        return Ok((checked, damaged));
+#[derive(Serialize)]
+struct VerifiedFile {
+    root: String,
+    origin: Option<String>,
+    /// `None` if the cache does not have the header of the file.
+    file_bytes: Option<u64>,
+    right_bytes: u64,
+    damaged_bytes: u64,
+    unknown_bytes: u64,
+    complete: bool,
+}
+
+fn names<S: Serializer>(views: &[ViewEntry], to: S) -> Result<S::Ok, S::Error> {
+    to.collect_seq(views.iter().map(|view| &view.name))
+}
+
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let interrupt = Interrupt::catch();
+    let mut verified = Verification {
+        schema: "bcow.cache-verify/1",
+        ..Verification::default()
     };
-    for view in views.entries {
-        interrupt.check()?;
-        let cannot = || {
-            format!(
-                "cannot verify {}",
-                cache.directory().join(&view.name).display()
-            )
-        };
-        let Some(is_sound) = cache.verify(&view.name).context(cannot)? else {
-            continue;
-        };
-        checked += 1;
-        if !is_sound {
-            cache.remove(&view.name, Remove::Any).context(cannot)?;
-            damaged.push(view);
-        }
+    match args.directory.find()? {
+        FoundCache::Missing(path) => verified.directory = path.to_string_lossy().into_owned(),
+        FoundCache::Present(cache) => verified.entries(&cache, &interrupt, ui)?,
     }
-    Ok((checked, damaged))
+    verified.views(&args.directory, &interrupt)?;
+    if args.json {
+        return ui.print_json(&verified);
+    }
+    verified.print(ui)
+}
+
+impl Verification {
+    fn entries(
+        &mut self,
+        cache: &Cache,
+        interrupt: &Interrupt,
+        ui: &Ui,
+    ) -> Result<(), CommandError> {
+        self.directory = cache.path().to_string_lossy().into_owned();
+        let entries = cache.entries().context(|| cannot_read(cache.path()))?;
+        let progress = ui.progress();
+        progress.phase("verifying");
+        let is_file = |entry: &&CacheEntry| matches!(entry.kind, EntryKind::File(_));
+        let held = entries.iter().filter(is_file);
+        progress.total(Some(held.map(|entry| entry.held_bytes).sum()));
+        for entry in entries {
+            let cannot = || format!("cannot verify {}", cache.path().join(&entry.name).display());
+            match entry.kind {
+                EntryKind::File(root) => {
+                    let mut advance = |bytes| {
+                        progress.advance(bytes);
+                        interrupt.check().is_ok()
+                    };
+                    let found = cache.verify(root, &mut advance).context(cannot)?;
+                    interrupt.check()?;
+                    // `None` if it was removed meanwhile.
+                    if let Some(found) = found {
+                        self.file(root, entry.origin, &found);
+                    }
+                }
+                EntryKind::Manifest(digest) => {
+                    self.manifests += 1;
+                    let is_right = cache.verify_manifest(&digest).context(cannot)?;
+                    self.damaged_manifests += u64::from(!is_right);
+                }
+                EntryKind::Name(_) => {}
+                EntryKind::Unknown => self.unknown.push(entry.name),
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&mut self, root: Root, origin: Option<String>, found: &Verified) {
+        self.right_bytes += found.right_bytes;
+        self.damaged_bytes += found.damaged_bytes;
+        self.files.push(VerifiedFile {
+            root: root.to_string(),
+            origin,
+            file_bytes: (found.file_bytes > 0).then_some(found.file_bytes),
+            right_bytes: found.right_bytes,
+            damaged_bytes: found.damaged_bytes,
+            unknown_bytes: found.unknown_bytes,
+            complete: found.is_complete(),
+        });
+    }
+
+    /// Checks the views, and removes those that are damaged.
+    fn views(
+        &mut self,
+        directory: &DirectoryArgs,
+        interrupt: &Interrupt,
+    ) -> Result<(), CommandError> {
+        let views = directory.views()?;
+        let Some(cache) = views.cache else {
+            return Ok(());
+        };
+        for view in views.entries {
+            interrupt.check()?;
+            let path = cache.directory().join(&view.name);
+            let cannot = || format!("cannot verify {}", path.display());
+            let Some(is_sound) = cache.verify(&view.name).context(cannot)? else {
+                continue;
+            };
+            self.views += 1;
+            if !is_sound {
+                cache.remove(&view.name, Remove::Any).context(cannot)?;
+                self.damaged_views.push(view);
+            }
+        }
+        Ok(())
+    }
+
+    fn print(&self, ui: &Ui) -> Result<(), CommandError> {
+        let mut out = ui.output();
+        for file in self.files.iter().filter(|file| file.damaged_bytes > 0) {
+            let damaged = plural(file.damaged_bytes, "byte");
+            let from = file.origin.as_deref().map(printable);
+            let from = from.map_or_else(String::new, |from| format!(" ({from})"));
+            let root = &file.root;
+            writeln!(
+                out,
+                "{root}: removed {damaged} that did not match the Merkle tree{from}"
+            )?;
+        }
+        if self.damaged_manifests > 0 {
+            let damaged = plural(self.damaged_manifests, "damaged manifest");
+            writeln!(out, "{damaged} removed")?;
+        }
+        for view in &self.damaged_views {
+            let (name, label) = (&view.name, image_label(view));
+            writeln!(out, "{name}: removed the damaged view of {label}")?;
+        }
+        for name in &self.unknown {
+            writeln!(out, "{}: not a file of the cache", quoted(name.as_bytes()))?;
+        }
+        out.finish()?;
+        ui.status(format_args!(
+            "{} in {} {} verified, {} removed",
+            Human(self.right_bytes),
+            plural(self.files.len() as u64, "file"),
+            if self.files.len() == 1 { "is" } else { "are" },
+            Human(self.damaged_bytes),
+        ));
+        Ok(())
+    }
 }

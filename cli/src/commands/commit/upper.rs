@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use bcow::chain::directory_of;
-use bcow::format::{Use, is_plain_name};
+use bcow::format::{Use, hex, is_plain_name};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::Tree as ErofsTree;
@@ -22,7 +22,7 @@ use super::{Args, NewContent};
 use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
 use crate::conversion::{failure as convert_failure, source_date_epoch};
 use crate::error::CommandError;
-use crate::image::{OpenImage, hex, parse_name};
+use crate::image::{OpenImage, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
 use crate::push;

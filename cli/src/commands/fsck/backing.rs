@@ -3,13 +3,17 @@
 use std::path::Path;
 
 use bcow::chain::{ChainProblem, NoViews, Opener, Policy};
+use bcow::check::{Finding, Severity};
 use bcow::format::Use;
 use bcow::{Image, OpenOptions};
 
-use super::{BACKING_TABLE, Finding};
 use crate::disks::Below;
 use crate::error::CommandError;
 use crate::image::StoreArgs;
+
+/// The place of findings about files below that are missing or wrong: the table of the file above
+/// names these files.
+pub const BACKING_TABLE: &str = "backing table";
 
 /// Opens the files below the disk at `path`, and returns the problems. Their content is not
 /// checked. A file that is not a disk over a backing has no problems.
@@ -33,15 +37,14 @@ pub fn check(disk: &Image, path: &Path, stores: &StoreArgs) -> Result<Vec<Findin
     Ok(problems
         .iter()
         .filter(|problem| !matches!(***problem, ChainProblem::View { .. }))
-        .map(|problem| Finding {
+        .map(|problem| {
             // A file with another user, or on another machine, may be there the next time.
-            error: !matches!(
-                **problem,
-                ChainProblem::InUse { .. } | ChainProblem::Url { .. }
-            ),
-            code: problem.code(),
-            place: BACKING_TABLE.into(),
-            message: below.first_problem(problem).text,
+            let severity = match **problem {
+                ChainProblem::InUse { .. } | ChainProblem::Url { .. } => Severity::Warning,
+                _ => Severity::Error,
+            };
+            let message = below.first_problem(problem).text;
+            Finding::new(severity, problem.code(), BACKING_TABLE, message)
         })
         .collect())
 }

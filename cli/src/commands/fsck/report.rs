@@ -1,129 +1,400 @@
-//! The result of the check as text, as JSON, and the hints that follow it.
+//! The result of a check, of an image or of an upper: as text, as JSON, and as an exit status.
 
-use std::path::Path;
+use std::borrow::Cow;
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use bcow::format::Use;
-use bcow::{Image, OpenOptions, header_of};
-use bcow_oci::ImageName;
-use serde_json::{Value, json};
+use bcow::Storage;
+use bcow::check::{Finding, Findings, Place, Repair, Severity, Writable};
+use bcow_oci::Digest;
+use serde::Serialize;
 
-use super::{Args, BACKING_TABLE, Checked, Finding};
-use crate::error::CommandError;
-use crate::image::shown_name;
-use crate::names::printable;
+use super::Args;
+use crate::error::{CommandError, exit};
+use crate::names::{printable, quoted};
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
 /// Most lines about what follows from the damage of one place.
 const MAX_EFFECTS: usize = 3;
-/// Codes of the findings that `--repair` repairs.
-const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
-/// The result as JSON (schema `bcow.fsck/1`).
-pub(super) fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
-    let sum = |of: fn(&Checked) -> u64| files.iter().map(of).sum::<u64>();
-    let findings: Vec<_> = files
-        .iter()
-        .flat_map(|file| file.findings.iter().map(move |finding| (file, finding)))
-        .map(|(file, finding)| {
-            json!({
-                "code": finding.code,
-                "severity": if finding.error { "error" } else { "warning" },
-                "file": file.target.name,
-                "place": finding.place,
-                "message": finding.message,
-            })
-        })
-        .collect();
-    let each: Vec<_> = files
-        .iter()
-        .map(|file| {
-            json!({
-                "name": file.target.name,
-                "path": file.target.path.to_string_lossy(),
-                "digest": file.target.digest,
-                "verdict": verdict(file.errors()),
-                "errors": file.errors(),
-                "warnings": file.warnings(),
-                "tables": file.tables,
-                "blocks": file.blocks,
-                "bytes_read": file.bytes_read,
-                "inodes": file.inodes,
-                "writable": file.writable.map(|writable| json!({
-                    "records": writable.records,
-                    "dropped_record": writable.dropped_record,
-                    "open_blocks": writable.open_blocks,
-                    "free_bytes": writable.free_bytes,
-                    "leaked_bytes": writable.leaked_bytes,
-                })),
-            })
-        })
-        .collect();
-    json!({
-        "schema": "bcow.fsck/1",
-        "verdict": verdict(sum(Checked::errors)),
-        "errors": sum(Checked::errors),
-        "warnings": sum(Checked::warnings),
-        "findings": findings,
-        "findings_omitted": sum(|file| file.omitted),
-        "repaired": repaired,
-        "data": args.data(),
-        "checked": scope(args),
-        "tables": sum(|file| file.tables),
-        "blocks": sum(|file| file.blocks),
-        "bytes_read": sum(|file| file.bytes_read),
-        "inodes": files.first().and_then(|file| file.inodes),
-        "files": each,
-    })
+/// The result of the command.
+pub struct Outcome {
+    /// The name of the image or upper in the line about several files.
+    pub shown: PathBuf,
+    /// The image and the files below it, or one upper.
+    pub checked: Vec<Checked>,
+    pub repairs: Repairs,
+    /// Whether the content of blocks was read.
+    pub data: bool,
+    /// Commands that the user can run next.
+    pub hints: Vec<String>,
 }
 
-/// Prints the repairs, the findings, and a line with the verdict on each file.
-pub(super) fn print_report(
-    args: &Args,
-    ui: &Ui,
-    files: &[Checked],
-    repaired: &[String],
-) -> Result<(), CommandError> {
-    let mut out = ui.output();
-    for line in repaired {
-        writeln!(out, "repaired: {line}")?;
+/// What the command has changed, before the check.
+#[derive(Default)]
+pub struct Repairs {
+    /// A description of each change.
+    pub lines: Vec<String>,
+    /// Whether a change repaired damage. A log that was applied is not damage.
+    pub of_damage: bool,
+}
+
+impl Repairs {
+    /// Adds changes of a BCoW file.
+    pub fn add(&mut self, done: &[Repair]) {
+        self.of_damage |= done.iter().any(Repair::is_of_damage);
+        self.lines.extend(done.iter().map(Repair::to_string));
     }
-    for (index, file) in files.iter().enumerate() {
-        let label = (index > 0).then(|| printable(&file.target.label));
-        print_findings(&file.findings, label.as_deref(), &mut out)?;
-        if file.omitted > 0 {
-            writeln!(out, "... and {} more", Count(file.omitted))?;
-        }
-        if file.errors() + file.warnings() > 0 || !ui.quiet() {
-            print_file(args, file, &mut out)?;
+}
+
+/// The result for one file or one upper.
+pub struct Checked {
+    /// The name in JSON, and in the line with the verdict.
+    pub name: String,
+    /// The short name in lines with findings. `None` for the file that the user named.
+    pub label: Option<String>,
+    pub findings: Findings,
+    /// `None` for an upper of the FUSE door.
+    pub counts: Option<Counts>,
+    pub details: Details,
+}
+
+/// What was read of BCoW files.
+#[derive(Clone, Copy, Default, Serialize)]
+pub struct Counts {
+    pub tables: u64,
+    pub blocks: u64,
+    pub bytes_read: u64,
+}
+
+/// Properties that depend on what was checked.
+pub enum Details {
+    File(File),
+    Upper(Upper),
+}
+
+pub struct File {
+    pub path: PathBuf,
+    pub storage: Arc<dyn Storage>,
+    pub digest: Option<Digest>,
+    /// The number of inodes in the superblock. `None` if the file has no file system, or if the
+    /// image or the superblock is damaged.
+    pub inodes: Option<u64>,
+    pub writable: Option<Writable>,
+}
+
+/// An upper, by its door. `image` is the image against which it was checked, if there was one.
+#[derive(Serialize)]
+#[serde(tag = "door", rename_all = "lowercase")]
+pub enum Upper {
+    Fuse {
+        image: Option<String>,
+        directories: u64,
+        files: u64,
+        whiteouts: u64,
+        metadata_copies: u64,
+        sketches: u64,
+        dropped_records: u64,
+    },
+    Kernel {
+        image: Option<String>,
+        /// `None` if the upper is not complete.
+        fs: Option<&'static str>,
+        /// Size of the file system in bytes, as `fs`.
+        size: Option<u64>,
+    },
+}
+
+/// The result as JSON (schema `bcow.fsck/1`).
+#[derive(Serialize)]
+pub struct Document<'o> {
+    schema: &'static str,
+    #[serde(flatten)]
+    verdict: Verdict,
+    findings: Vec<ListedFinding<'o>>,
+    findings_omitted: u64,
+    repaired: &'o [String],
+    data: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    checked: Option<&'static str>,
+    #[serde(flatten)]
+    counts: Option<Counts>,
+    #[serde(flatten)]
+    files: Option<Files<'o>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    upper: Option<&'o Upper>,
+}
+
+#[derive(Serialize)]
+struct Verdict {
+    verdict: &'static str,
+    errors: u64,
+    warnings: u64,
+}
+
+#[derive(Serialize)]
+struct ListedFinding<'o> {
+    code: &'static str,
+    severity: Severity,
+    file: &'o str,
+    place: String,
+    message: &'o str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    repair: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Files<'o> {
+    /// Of the first file.
+    inodes: Option<u64>,
+    files: Vec<ListedFile<'o>>,
+}
+
+#[derive(Serialize)]
+struct ListedFile<'o> {
+    name: &'o str,
+    path: Cow<'o, str>,
+    digest: Option<&'o Digest>,
+    #[serde(flatten)]
+    verdict: Verdict,
+    #[serde(flatten)]
+    counts: Option<Counts>,
+    inodes: Option<u64>,
+    writable: Option<Writable>,
+}
+
+impl Verdict {
+    fn of(checked: &[Checked]) -> Self {
+        let sum = |of: fn(&Findings) -> u64| checked.iter().map(|one| of(&one.findings)).sum();
+        let errors = sum(Findings::errors);
+        Verdict {
+            verdict: if errors == 0 { "clean" } else { "errors" },
+            errors,
+            warnings: sum(Findings::warnings),
         }
     }
-    let errors: u64 = files.iter().map(Checked::errors).sum();
-    let shown = shown_name(&args.image);
-    if files.len() > 1 && (errors > 0 || !ui.quiet()) {
-        let bad = files.iter().filter(|file| file.errors() > 0).count() as u64;
-        let count = plural(files.len() as u64, "file");
-        match bad {
-            0 => writeln!(out, "{}: {count}, {}", shown.display(), clean(args))?,
-            bad => writeln!(
-                out,
-                "{}: {count}, {} of them damaged",
-                shown.display(),
-                Count(bad)
-            )?,
+}
+
+impl Outcome {
+    pub fn of_upper(args: &Args, checked: Checked, repairs: Repairs) -> Self {
+        Outcome {
+            shown: args.image.clone(),
+            checked: vec![checked],
+            repairs,
+            data: args.data,
+            hints: Vec::new(),
         }
     }
-    out.finish()
+
+    pub fn exit(&self) -> u8 {
+        match Verdict::of(&self.checked).errors {
+            0 if self.repairs.of_damage => exit::FSCK_REPAIRED,
+            0 => exit::DONE,
+            _ => exit::FSCK_ERRORS_LEFT,
+        }
+    }
+
+    pub fn document(&self) -> Document<'_> {
+        let files: Vec<_> = self.checked.iter().filter_map(Checked::listed).collect();
+        let is_of_files = !files.is_empty();
+        let upper = self.checked.iter().find_map(|one| match &one.details {
+            Details::Upper(upper) => Some(upper),
+            Details::File(_) => None,
+        });
+        Document {
+            schema: "bcow.fsck/1",
+            verdict: Verdict::of(&self.checked),
+            findings: self
+                .checked
+                .iter()
+                .flat_map(Checked::listed_findings)
+                .collect(),
+            findings_omitted: self.checked.iter().map(|one| one.findings.omitted()).sum(),
+            repaired: &self.repairs.lines,
+            data: self.data,
+            checked: is_of_files.then_some(if self.data { "all" } else { "structure" }),
+            counts: self
+                .checked
+                .iter()
+                .filter_map(|one| one.counts)
+                .reduce(Counts::plus),
+            files: is_of_files.then(|| Files {
+                inodes: files[0].inodes,
+                files,
+            }),
+            upper,
+        }
+    }
+
+    /// Prints the repairs, the findings, and a line with the verdict on each file; and then the
+    /// hints.
+    pub fn print(&self, ui: &Ui) -> Result<(), CommandError> {
+        let mut out = ui.output();
+        for line in &self.repairs.lines {
+            writeln!(out, "repaired: {}", printable(line))?;
+        }
+        for one in &self.checked {
+            print_findings(&one.findings, one.label.as_deref(), &mut out)?;
+            if !one.findings.is_empty() || !ui.quiet() {
+                one.print_verdict(self.data, &mut out)?;
+            }
+        }
+        let bad = self.checked.iter().filter(|one| !one.findings.is_sound());
+        let bad = bad.count() as u64;
+        if self.checked.len() > 1 && (bad > 0 || !ui.quiet()) {
+            let shown = self.shown.display();
+            let count = plural(self.checked.len() as u64, "file");
+            match bad {
+                0 => writeln!(
+                    out,
+                    "{shown}: {count}, {}",
+                    self.checked[0].clean(self.data)
+                )?,
+                bad => writeln!(out, "{shown}: {count}, {} of them damaged", Count(bad))?,
+            }
+        }
+        out.finish()?;
+        for hint in &self.hints {
+            ui.hint(hint);
+        }
+        Ok(())
+    }
+}
+
+impl Counts {
+    fn plus(self, other: Counts) -> Counts {
+        Counts {
+            tables: self.tables + other.tables,
+            blocks: self.blocks + other.blocks,
+            bytes_read: self.bytes_read + other.bytes_read,
+        }
+    }
+}
+
+impl Checked {
+    fn listed_findings(&self) -> impl Iterator<Item = ListedFinding<'_>> {
+        self.findings.iter().map(|finding| ListedFinding {
+            code: finding.code,
+            severity: finding.severity,
+            file: &self.name,
+            place: finding.place.to_string(),
+            message: &finding.message,
+            repair: finding.repair,
+        })
+    }
+
+    /// The file in JSON; `None` for an upper.
+    fn listed(&self) -> Option<ListedFile<'_>> {
+        let Details::File(file) = &self.details else {
+            return None;
+        };
+        Some(ListedFile {
+            name: &self.name,
+            path: file.path.to_string_lossy(),
+            digest: file.digest.as_ref(),
+            verdict: Verdict::of(std::slice::from_ref(self)),
+            counts: self.counts,
+            inodes: file.inodes,
+            writable: file.writable,
+        })
+    }
+
+    /// The verdict if there are no errors.
+    fn clean(&self, data: bool) -> &'static str {
+        match self.details {
+            Details::File(_) if !data => "structure clean",
+            _ => "clean",
+        }
+    }
+
+    fn print_verdict(&self, data: bool, out: &mut Output) -> Result<(), CommandError> {
+        let (errors, warnings) = (self.findings.errors(), self.findings.warnings());
+        let clean = self.clean(data);
+        let verdict = match (errors, warnings) {
+            (0, 0) => clean.to_owned(),
+            (0, n) => format!("{clean}, {}", plural(n, "warning")),
+            (n, 0) => format!("damaged: {} found", plural(n, "error")),
+            (n, m) => format!(
+                "damaged: {} and {} found",
+                plural(n, "error"),
+                plural(m, "warning")
+            ),
+        };
+        let parts = self.parts(data).join(", ");
+        writeln!(out, "{}: {verdict} ({parts})", printable(&self.name))
+    }
+
+    /// The counts in the line with the verdict.
+    fn parts(&self, data: bool) -> Vec<String> {
+        let mut parts = Vec::new();
+        if let Details::Upper(Upper::Kernel { size, .. }) = self.details {
+            parts.push(match size {
+                Some(size) => format!("kernel door, disk of {}", Human(size)),
+                None => "kernel door".to_owned(),
+            });
+        }
+        if let Some(counts) = self.counts {
+            parts.push(plural(counts.tables, "table"));
+            parts.push(plural(counts.blocks, "block"));
+        }
+        let mut open_blocks = 0;
+        match &self.details {
+            Details::File(file) => {
+                parts.extend(file.inodes.map(|inodes| plural(inodes, "inode")));
+                if let Some(writable) = file.writable {
+                    open_blocks = writable.open_blocks;
+                    let lost = match writable.dropped_record {
+                        true => " and one that a crash cut short",
+                        false => "",
+                    };
+                    parts.push(plural(writable.records, "record") + lost);
+                    parts.push(format!("{} free", Human(writable.free_bytes)));
+                }
+            }
+            Details::Upper(Upper::Fuse {
+                directories,
+                files,
+                whiteouts,
+                sketches,
+                dropped_records,
+                ..
+            }) => {
+                parts.push(plural(*directories, "directory"));
+                parts.push(plural(*files, "file"));
+                parts.push(plural(*whiteouts, "whiteout"));
+                parts.push(plural(*sketches, "sketch"));
+                if *dropped_records > 0 {
+                    let cut = plural(*dropped_records, "record");
+                    parts.push(format!("{cut} that a crash cut short"));
+                }
+            }
+            Details::Upper(Upper::Kernel { .. }) => {}
+        }
+        if let Some(counts) = self.counts {
+            parts.push(match data {
+                true => format!("{} read", Human(counts.bytes_read)),
+                false => "data not checked".to_owned(),
+            });
+            // Open blocks have no checksums until the disk is sealed.
+            if data && open_blocks > 0 {
+                parts.push(format!("{} without checksum", plural(open_blocks, "block")));
+            }
+        }
+        parts
+    }
 }
 
 /// Prints the findings, one line each. Of the findings that follow from the damage of one place, as
 /// each file in a damaged block does, only the first ones have a line.
 fn print_findings(
-    findings: &[Finding],
+    findings: &Findings,
     label: Option<&str>,
     out: &mut Output,
 ) -> Result<(), CommandError> {
     let mut effects = vec![0; findings.len()];
+    let label = label.map_or_else(String::new, |label| format!("{}: ", printable(label)));
     for (index, finding) in findings.iter().enumerate() {
         if let Some(cause) = cause_of(finding, &findings[..index]) {
             effects[cause] += 1;
@@ -131,19 +402,12 @@ fn print_findings(
                 continue;
             }
         }
-        write!(
-            out,
-            "{} {}: ",
-            if finding.error { "error" } else { "warning" },
-            finding.code,
-        )?;
-        if let Some(label) = label {
-            write!(out, "{label}: ")?;
-        }
         writeln!(
             out,
-            "{}: {}",
-            printable(&finding.place),
+            "{} {}: {label}{}: {}",
+            finding.severity,
+            finding.code,
+            shown(&finding.place),
             printable(&finding.message)
         )?;
     }
@@ -153,11 +417,21 @@ fn print_findings(
                 out,
                 "... and {} more findings because of {}, which --json lists",
                 Count((effects - MAX_EFFECTS) as u64),
-                printable(&finding.place)
+                shown(&finding.place)
             )?;
         }
     }
+    if findings.omitted() > 0 {
+        writeln!(out, "... and {} more", Count(findings.omitted()))?;
+    }
     Ok(())
+}
+
+fn shown(place: &Place) -> Cow<'_, str> {
+    match place {
+        Place::Text(text) => printable(text),
+        Place::Path(path) => quoted(path).into(),
+    }
 }
 
 /// The earlier finding with the damage that `finding` names as its cause.
@@ -168,172 +442,7 @@ fn cause_of(finding: &Finding, earlier: &[Finding]) -> Option<usize> {
     })
 }
 
-fn print_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
-    let (errors, warnings) = (file.errors(), file.warnings());
-    let counts = match (errors, warnings) {
-        (0, 0) => String::new(),
-        (0, n) => format!(", {}", plural(n, "warning")),
-        (n, 0) => format!(" {} found", plural(n, "error")),
-        (n, m) => format!(" {} and {} found", plural(n, "error"), plural(m, "warning")),
-    };
-    let read = match args.data() {
-        true => match file.writable.map_or(0, |writable| writable.open_blocks) {
-            0 => format!(", {} read", Human(file.bytes_read)),
-            // Open blocks have no checksums until the disk is sealed.
-            open => format!(
-                ", {} read, {} without checksum",
-                Human(file.bytes_read),
-                plural(open, "block")
-            ),
-        },
-        false => ", data not checked".to_owned(),
-    };
-    let writable = file.writable.map_or(String::new(), |writable| {
-        let lost = match writable.dropped_record {
-            true => " and one that a crash cut short",
-            false => "",
-        };
-        format!(
-            ", {}{lost}, {} free",
-            plural(writable.records, "record"),
-            Human(writable.free_bytes)
-        )
-    });
-    writeln!(
-        out,
-        "{}: {}{counts} ({}, {}{}{writable}{read})",
-        printable(&file.target.name),
-        if errors > 0 { "damaged:" } else { clean(args) },
-        plural(file.tables, "table"),
-        plural(file.blocks, "block"),
-        file.inodes
-            .map_or(String::new(), |n| format!(", {}", plural(n, "inode"))),
-    )
-}
-
-/// Prints recovery commands as hints on standard error. A test runs each of these commands.
-pub(super) fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
-    let image = name.absolute();
-    let image = match name {
-        ImageName::Remote(_) => Path::new(&image).display(),
-        _ => args.image.display(),
-    };
-    let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
-    if damaged.is_empty() {
-        // A repair often follows an accident, which may have damaged data too.
-        if args.repair && !args.data() {
-            ui.hint(format_args!(
-                "the content of blocks was not checked: `bcow fsck --data {image}` reads it too"
-            ));
-        }
-        return;
-    }
-    let mut findings = damaged.iter().flat_map(|file| &file.findings);
-    if !args.repair && findings.all(|finding| REPAIRABLE.contains(&finding.code)) {
-        ui.hint(format_args!("`bcow fsck --repair {image}` repairs this"));
-        return;
-    }
-    let top = &files[0];
-    let header = header_of(&*top.target.file);
-    if header.is_some_and(|header| header.purpose != Use::Image) {
-        let mut errors = top.findings.iter().filter(|finding| finding.error);
-        if errors.all(|finding| finding.place == BACKING_TABLE) {
-            ui.hint(
-                "name the directory of the backing with --backing-dir, or accept another file as \
-                 the backing with `bcow rebase --unsafe`",
-            );
-            return;
-        }
-        // If the disk does not open, none of its data can be read.
-        if Image::open_storage(top.target.file.clone(), &OpenOptions::default()).is_ok() {
-            ui.hint(format_args!(
-                "these commands save the readable data of the disk: \
-                 `bcow serve --read-only {image} --socket SOCKET` and \
-                 `qemu-img convert --salvage -O raw 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
-            ));
-        }
-        return;
-    }
-    match name {
-        ImageName::Remote(_) => ui.hint(
-            "replace the damaged file on the server: `bcow fsck --repair --from COPY FILE` \
-             restores a copy on this machine, and `bcow convert` creates the image again from its \
-             source",
-        ),
-        ImageName::File(_) => {
-            ui.hint("`bcow convert` creates the image again from its source");
-            if args.from.is_none() && header_of(&*top.target.file).is_some() {
-                ui.hint(format_args!(
-                    "`bcow fsck --repair --from COPY {image}` restores it from another copy"
-                ));
-            }
-        }
-        _ => {
-            // A stack is not damaged itself if its layers are missing or do not match.
-            let bad = damaged.iter().filter(|file| {
-                let mut findings = file.findings.iter();
-                findings.any(|finding| finding.error && finding.place != BACKING_TABLE)
-            });
-            let bad: Vec<_> = bad.collect();
-            for file in &bad {
-                ui.hint(format_args!(
-                    "the damaged file is {}: remove it before you copy the image here again with \
-                     skopeo or a similar tool, which keeps existing files",
-                    printable(&file.target.path.to_string_lossy())
-                ));
-            }
-            ui.hint(format_args!(
-                "`bcow convert SOURCE {image}` replaces damaged and missing files"
-            ));
-            // A repair does not restore a missing file.
-            if args.from.is_none() && !bad.is_empty() {
-                ui.hint(format_args!(
-                    "`bcow fsck --repair --from COPY {image}` restores damaged files from another \
-                     copy of the image"
-                ));
-            }
-        }
-    }
-    if top.inodes.is_some() {
-        ui.hint(format_args!(
-            "`bcow extract --keep-going {image} DIR` extracts the readable files"
-        ));
-    }
-}
-
-pub(super) fn verdict(errors: u64) -> &'static str {
-    match errors {
-        0 => "clean",
-        _ => "errors",
-    }
-}
-
-/// The verdict on an upper, with the number of findings.
-pub(super) fn outcome(errors: u64, warnings: u64) -> String {
-    match (errors, warnings) {
-        (0, 0) => "clean".to_owned(),
-        (0, n) => format!("clean, {}", plural(n, "warning")),
-        (n, 0) => format!("damaged: {} found", plural(n, "error")),
-        (n, m) => format!(
-            "damaged: {} and {} found",
-            plural(n, "error"),
-            plural(m, "warning")
-        ),
-    }
-}
-
-/// The scope of the check: all bytes, or all except the content of blocks.
-fn scope(args: &Args) -> &'static str {
-    match args.data() {
-        true => "all",
-        false => "structure",
-    }
-}
-
-/// The verdict on files without errors.
-fn clean(args: &Args) -> &'static str {
-    match args.data() {
-        true => "clean",
-        false => "structure clean",
-    }
+/// The hint after a repair that was not followed by a check of the content.
+pub fn unread_content(name: &impl Display) -> String {
+    format!("the content of blocks was not checked: `bcow fsck --data {name}` reads it too")
 }

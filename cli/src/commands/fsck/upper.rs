@@ -1,18 +1,15 @@
 //! `bcow fsck` of the upper of a mount at the FUSE door.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use bcow_union::offline::check::{self, CheckedImage, Finding, Report, Severity};
+use bcow_union::offline::check::{self, CheckedImage, Finding, Place, Report};
 use bcow_union::{Instance, META, UpperError, UpperReader};
-use serde_json::json;
 
-use super::report::{outcome, verdict};
+use super::report::{Checked, Details, Outcome, Repairs, Upper};
 use super::{Args, upper_image};
-use crate::error::{CommandError, exit};
+use crate::error::CommandError;
 use crate::image::OpenImage;
-use crate::names::{self, printable};
-use crate::size::{Count, plural};
 use crate::ui::Ui;
 use crate::upper::{cannot_use, require_same_image, when_free};
 
@@ -21,8 +18,8 @@ pub fn is_upper(path: &Path) -> bool {
     path.join(META).is_dir()
 }
 
-/// Checks an upper, and repairs it with --repair. Returns the exit status.
-pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
+/// Checks an upper, and repairs it with --repair.
+pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     if args.jobs.is_some() {
         return Err(
             CommandError::usage("-j does not apply to an upper of the FUSE door")
@@ -54,23 +51,34 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         progress.phase("checking");
         found = examine(args, ui, &mut image)?;
     }
-    drop(progress);
-    match args.json {
-        true => ui.print_json(&as_json(args, &found, &repaired))?,
-        false => print_report(args, ui, &found, &repaired)?,
-    }
-    Ok(match (found.report.is_sound(), repaired.is_empty()) {
-        (false, _) => exit::FSCK_ERRORS_LEFT,
-        (true, false) => exit::FSCK_REPAIRED,
-        (true, true) => exit::DONE,
-    })
+    let report = found.report;
+    let checked = Checked {
+        name: args.image.to_string_lossy().into_owned(),
+        label: None,
+        findings: report.findings,
+        counts: None,
+        details: Details::Upper(Upper::Fuse {
+            image: found.image,
+            directories: report.directories,
+            files: report.files,
+            whiteouts: report.whiteouts,
+            metadata_copies: report.metadata_copies,
+            sketches: report.sketches,
+            dropped_records: report.cut_records,
+        }),
+    };
+    let repairs = Repairs {
+        of_damage: !repaired.is_empty(),
+        lines: repaired,
+    };
+    Ok(Outcome::of_upper(args, checked, repairs))
 }
 
 /// The result of a check.
 struct Found {
     report: Report,
-    /// The path of the image against which the upper was checked. `None` without an image.
-    image: Option<PathBuf>,
+    /// The image against which the upper was checked. `None` without an image.
+    image: Option<String>,
 }
 
 /// The image of the upper, after the first check has opened it or has found it not usable.
@@ -82,8 +90,13 @@ fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<Found, Command
         Ok(upper) => upper,
         // Without the record, the marks cannot be interpreted, so nothing else is checked.
         Err(error @ UpperError::Record { .. }) => {
+            let place = Place::Path(format!("{META}/instance.json").into_bytes());
+            let mut report = Report::default();
+            report
+                .findings
+                .add(Finding::error("upper-record", place, error.to_string()));
             return Ok(Found {
-                report: unreadable(&error),
+                report,
                 image: None,
             });
         }
@@ -115,24 +128,15 @@ fn examine_open(
         }),
         None => None,
     };
-    let check = match args.data {
-        true => check::check_data,
-        false => check::check,
+    let check = if args.data {
+        check::check_data
+    } else {
+        check::check
     };
     let report = check(upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
     Ok(Found {
         report,
-        image: image.map(|image| image.path().to_owned()),
-    })
-}
-
-/// The report for an upper whose record cannot be read.
-fn unreadable(error: &UpperError) -> Report {
-    Report::of(Finding {
-        code: "upper-record",
-        severity: Severity::Error,
-        path: format!("{META}/instance.json").into_bytes(),
-        message: error.to_string(),
+        image: image.map(|image| image.path().to_string_lossy().into_owned()),
     })
 }
 
@@ -154,93 +158,4 @@ fn open_image(
     };
     let require_same = |image: &OpenImage| require_same_image(upper, image);
     upper_image::open(args, name, require_same, "references to it are", ui)
-}
-
-fn severity_name(severity: Severity) -> &'static str {
-    match severity {
-        Severity::Error => "error",
-        Severity::Warning => "warning",
-    }
-}
-
-fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value {
-    let report = &found.report;
-    let name = args.image.to_string_lossy();
-    let findings: Vec<_> = report
-        .findings
-        .iter()
-        .map(|finding| {
-            json!({
-                "code": finding.code,
-                "severity": severity_name(finding.severity),
-                "file": name,
-                "place": String::from_utf8_lossy(&finding.path),
-                "message": finding.message,
-            })
-        })
-        .collect();
-    json!({
-        "schema": "bcow.fsck/1",
-        "verdict": verdict(report.errors),
-        "errors": report.errors,
-        "warnings": report.warnings,
-        "findings": findings,
-        "findings_omitted": report.omitted(),
-        "repaired": repaired,
-        "data": args.data,
-        "upper": {
-            "door": "fuse",
-            "image": found.image.as_ref().map(|image| image.to_string_lossy()),
-            "directories": report.directories,
-            "files": report.files,
-            "whiteouts": report.whiteouts,
-            "metadata_copies": report.metadata_copies,
-            "sketches": report.sketches,
-            "dropped_records": report.cut_records,
-        },
-    })
-}
-
-fn print_report(
-    args: &Args,
-    ui: &Ui,
-    found: &Found,
-    repaired: &[String],
-) -> Result<(), CommandError> {
-    let report = &found.report;
-    let mut out = ui.output();
-    for line in repaired {
-        writeln!(out, "repaired: {}", printable(line))?;
-    }
-    for finding in &report.findings {
-        writeln!(
-            out,
-            "{} {}: {}: {}",
-            severity_name(finding.severity),
-            finding.code,
-            names::quoted(&finding.path),
-            printable(&finding.message)
-        )?;
-    }
-    if report.omitted() > 0 {
-        writeln!(out, "... and {} more", Count(report.omitted()))?;
-    }
-    let (errors, warnings) = (report.errors, report.warnings);
-    if errors + warnings > 0 || !ui.quiet() {
-        let cut = match report.cut_records {
-            0 => String::new(),
-            n => format!(", {} that a crash cut short", plural(n, "record")),
-        };
-        writeln!(
-            out,
-            "{}: {} ({}, {}, {}, {}{cut})",
-            args.image.display(),
-            outcome(errors, warnings),
-            plural(report.directories, "directory"),
-            plural(report.files, "file"),
-            plural(report.whiteouts, "whiteout"),
-            plural(report.sketches, "sketch"),
-        )?;
-    }
-    out.finish()
 }

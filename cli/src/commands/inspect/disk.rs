@@ -3,19 +3,21 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use bcow::format::{Header, State, Use, decode_free};
+use bcow::format::{Header, State, Use, decode_free, hex};
 use bcow::lock::FileLock;
 use bcow::{BlockDevice, Image};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use super::line;
 use crate::error::CommandError;
 use crate::image::OpenImage;
-use crate::names::{self, printable};
+use crate::names::printable;
 use crate::size::{Count, Human};
 use crate::ui::Output;
 
 /// The properties of a disk and of the files of its chain.
+#[derive(Serialize)]
 pub struct DiskFacts {
     layout: Option<String>,
     /// The space of the record log; 0 for a sealed disk.
@@ -24,12 +26,13 @@ pub struct DiskFacts {
     free_bytes: Option<u64>,
     /// The reason why a shared lock on a writable disk is refused: usually the note of its writer.
     in_use: Option<String>,
-    identity: [u8; 32],
+    identity: String,
     /// The disk, its backing, the backing of that one, and so on.
     chain: Vec<ChainFile>,
 }
 
 /// A file of the chain.
+#[derive(Serialize)]
 struct ChainFile {
     name: String,
     path: Option<String>,
@@ -75,51 +78,27 @@ impl DiskFacts {
                 .filter(|_| header.state == State::Writable)
                 .and_then(|file| FileLock::shared(&file).err())
                 .map(|error| error.to_string()),
-            identity: image.identity_hash(),
+            identity: hex(&image.identity_hash()),
             chain: std::iter::once(top).chain(below).collect(),
-        })
-    }
-
-    pub fn as_json(&self) -> Value {
-        let chain: Vec<Value> = self
-            .chain
-            .iter()
-            .map(|link| {
-                json!({
-                    "name": link.name,
-                    "path": link.path,
-                    "sealed": link.sealed,
-                    "size": link.size,
-                    "file_bytes": link.file_bytes,
-                })
-            })
-            .collect();
-        json!({
-            "layout": self.layout,
-            "log_bytes": self.log_bytes,
-            "free_bytes": self.free_bytes,
-            "in_use": self.in_use,
-            "identity": names::hex(&self.identity),
-            "chain": chain,
         })
     }
 
     pub fn print(&self, out: &mut Output) -> Result<(), CommandError> {
         if let Some(layout) = &self.layout {
-            line(out, "layout", &printable(layout))?;
+            line(out, "layout", printable(layout))?;
         }
         if self.log_bytes > 0 {
             line(
                 out,
                 "record log",
-                &format!("room for {}", Human(self.log_bytes)),
+                format_args!("room for {}", Human(self.log_bytes)),
             )?;
         }
         if let Some(bytes) = self.free_bytes.filter(|_| self.log_bytes > 0) {
-            line(out, "free in the file", &Human(bytes).to_string())?;
+            line(out, "free in the file", Human(bytes))?;
         }
         if let Some(text) = &self.in_use {
-            line(out, "in use", &printable(text))?;
+            line(out, "in use", printable(text))?;
         }
         if self.chain.len() < 2 {
             return Ok(());

@@ -1,5 +1,6 @@
 //! `bcow inspect --resolve`: the image to which a name in a registry leads.
 
+use bcow::format::hex;
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
@@ -65,7 +66,7 @@ fn resolve(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         "schema": "bcow.resolve/1",
         "name": name,
         "attached_to": manifest["subject"]["digest"],
-        "merkle_root": root.map(|tree| format!("sha256:{}", crate::names::hex(&tree.root))),
+        "merkle_root": root.map(|tree| format!("sha256:{}", hex(&tree.root))),
         "layers": layers,
     }))
 }

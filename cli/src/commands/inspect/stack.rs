@@ -1,14 +1,16 @@
 //! The layers of a stack, what each adds and hides, and the command with which the kernel alone
 //! mounts them.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
+use std::iter::Sum;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bcow_erofs::account::{LayerAccount, account};
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::store::Opened;
-use serde_json::{Value, json};
+use bcow_oci::store::{Opened, StackLayer};
+use serde::Serialize;
+use serde_json::Value;
 
 use super::Storage;
 use crate::error::{CommandError, Context};
@@ -18,28 +20,62 @@ use crate::plain;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
-/// A stack's layers, lowest first.
+/// A stack.
+#[derive(Serialize)]
 pub struct Stack {
+    /// The lowest first.
     layers: Vec<Layer>,
+    /// The number of different files.
+    files: u64,
+    /// Bytes of the layers' files, each file once.
+    layers_bytes: u64,
     stack_bytes: u64,
+    source_bytes: u64,
+    shared_bytes: u64,
+    saved_bytes_estimate: u64,
 }
 
+#[derive(Serialize)]
 struct Layer {
     digest: String,
+    #[serde(skip)]
     short: String,
+    diff_id: Value,
+    /// `None` if the layer is missing.
+    path: Option<String>,
     file_bytes: u64,
-    /// Whether a lower layer is the same file.
-    is_again: bool,
-    path: Option<PathBuf>,
-    /// Known if no layer is missing.
-    account: Option<LayerAccount>,
+    /// As the next ones: known if no layer is missing.
+    adds: Option<Amount>,
+    hides: Option<Amount>,
+    hidden: Option<Amount>,
+    whiteouts: Option<u64>,
     /// Bytes of file content that the layer shares with lower layers instead of storing them.
     shared_bytes: u64,
     /// The estimated size of that content in the file, by the compression of the layers.
-    saved_bytes: u64,
+    saved_bytes_estimate: u64,
     /// The source of the layer, in the metadata of the stack.
     source: Value,
-    diff_id: Value,
+}
+
+/// Names in a tree, and the bytes of their files.
+#[derive(Clone, Copy, Serialize)]
+struct Amount {
+    entries: u64,
+    bytes: u64,
+}
+
+impl Sum for Amount {
+    fn sum<I: Iterator<Item = Amount>>(amounts: I) -> Amount {
+        let (entries, bytes) = (0, 0);
+        amounts.fold(Amount { entries, bytes }, |sum, one| Amount {
+            entries: sum.entries.saturating_add(one.entries),
+            bytes: sum.bytes.saturating_add(one.bytes),
+        })
+    }
+}
+
+fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
+    numbers.fold(0, u64::saturating_add)
 }
 
 impl Stack {
@@ -57,87 +93,53 @@ impl Stack {
             .flatten()
             .filter_map(|layer| Some((layer["digest"].as_str()?, layer)))
             .collect();
-        let mut seen = HashSet::new();
-        let layers = opened
-            .layers
+        let layer = |index: usize, layer: &StackLayer| {
+            let digest = layer.recorded.digest.to_string();
+            let said = described.get(&*digest).copied().unwrap_or(&Value::Null);
+            let shared_bytes = layer.file.as_ref().map_or(0, |file| {
+                let metadata = file.image.metadata().unwrap_or_default();
+                metadata["content"]["lower_bytes"].as_u64().unwrap_or(0)
+            });
+            let account = accounts.as_ref().map(|all| all[index]);
+            let amount = |of: fn(&LayerAccount) -> (u64, u64)| {
+                let (entries, bytes) = of(account.as_ref()?);
+                Some(Amount { entries, bytes })
+            };
+            Layer {
+                digest,
+                short: layer.recorded.digest.short(),
+                diff_id: said["diff_id"].clone(),
+                path: layer
+                    .file
+                    .as_ref()
+                    .map(|file| file.path.to_string_lossy().into_owned()),
+                file_bytes: layer.recorded.file_bytes,
+                adds: amount(|a| (a.added_entries, a.added_bytes)),
+                hides: amount(|a| (a.hides_entries, a.hides_bytes)),
+                hidden: amount(|a| (a.hidden_entries, a.hidden_bytes)),
+                whiteouts: account.map(|account| account.whiteouts),
+                shared_bytes,
+                saved_bytes_estimate: (shared_bytes as f64 * ratio) as u64,
+                source: said["source"].clone(),
+            }
+        };
+        let layers = opened.layers.iter().enumerate();
+        let layers: Vec<Layer> = layers.map(|(index, one)| layer(index, one)).collect();
+        let files: HashMap<&str, u64> = layers
             .iter()
-            .enumerate()
-            .map(|(index, layer)| {
-                let digest = layer.recorded.digest.to_string();
-                let said = described.get(&*digest).copied().unwrap_or(&Value::Null);
-                let shared_bytes = layer.file.as_ref().map_or(0, |file| {
-                    let metadata = file.image.metadata().unwrap_or_default();
-                    metadata["content"]["lower_bytes"].as_u64().unwrap_or(0)
-                });
-                Layer {
-                    digest,
-                    short: layer.recorded.digest.short(),
-                    file_bytes: layer.recorded.file_bytes,
-                    is_again: !seen.insert(&layer.recorded.digest),
-                    path: layer.file.as_ref().map(|file| file.path.clone()),
-                    account: accounts.as_ref().map(|all| all[index]),
-                    shared_bytes,
-                    saved_bytes: (shared_bytes as f64 * ratio) as u64,
-                    source: said["source"].clone(),
-                    diff_id: said["diff_id"].clone(),
-                }
-            })
+            .map(|layer| (&*layer.digest, layer.file_bytes))
             .collect();
+        let source_bytes = |layer: &Layer| layer.source["stored_bytes"].as_u64().unwrap_or(0);
         let stack = Stack {
-            layers,
+            files: files.len() as u64,
+            layers_bytes: sum(files.into_values()),
             stack_bytes: opened.image.header().file_bytes,
+            source_bytes: sum(layers.iter().map(source_bytes)),
+            shared_bytes: sum(layers.iter().map(|layer| layer.shared_bytes)),
+            saved_bytes_estimate: sum(layers.iter().map(|layer| layer.saved_bytes_estimate)),
+            layers,
         };
         (stack, failure)
-    }
-
-    fn sum(&self, of: impl Fn(&Layer) -> u64) -> u64 {
-        self.layers
-            .iter()
-            .fold(0, |sum, layer| sum.saturating_add(of(layer)))
-    }
-
-    /// Bytes of the layers' files, each file once.
-    fn files_bytes(&self) -> u64 {
-        self.sum(|layer| if layer.is_again { 0 } else { layer.file_bytes })
-    }
-
-    fn files(&self) -> u64 {
-        self.sum(|layer| u64::from(!layer.is_again))
-    }
-
-    fn source_bytes(&self) -> u64 {
-        self.sum(|layer| layer.source["stored_bytes"].as_u64().unwrap_or(0))
-    }
-
-    pub fn as_json(&self) -> Value {
-        let layers: Vec<Value> = self
-            .layers
-            .iter()
-            .map(|layer| {
-                json!({
-                    "digest": layer.digest,
-                    "diff_id": layer.diff_id,
-                    "path": layer.path.as_ref().map(|path| path.to_string_lossy()),
-                    "file_bytes": layer.file_bytes,
-                    "adds": layer.account.map(|a| amount(a.added_entries, a.added_bytes)),
-                    "hides": layer.account.map(|a| amount(a.hides_entries, a.hides_bytes)),
-                    "hidden": layer.account.map(|a| amount(a.hidden_entries, a.hidden_bytes)),
-                    "whiteouts": layer.account.map(|a| a.whiteouts),
-                    "shared_bytes": layer.shared_bytes,
-                    "saved_bytes_estimate": layer.saved_bytes,
-                    "source": layer.source,
-                })
-            })
-            .collect();
-        json!({
-            "layers": layers,
-            "files": self.files(),
-            "layers_bytes": self.files_bytes(),
-            "stack_bytes": self.stack_bytes,
-            "source_bytes": self.source_bytes(),
-            "shared_bytes": self.sum(|layer| layer.shared_bytes),
-            "saved_bytes_estimate": self.sum(|layer| layer.saved_bytes),
-        })
     }
 
     pub fn print(&self, out: &mut Output) -> Result<(), CommandError> {
@@ -146,64 +148,29 @@ impl Stack {
             "\n{:<24} {:>10} {:>19} {:>19} {:>19} {:>10}",
             "Stack, top layer first", "file", "adds", "hides", "hidden", "shares"
         )?;
-        let row = |out: &mut Output,
-                   name: &str,
-                   file: u64,
-                   account: Option<&LayerAccount>,
-                   shared: u64| {
-            write!(out, "  {name:<22} {:>10}", Human(file).to_string())?;
-            match account {
-                Some(account) => {
-                    for (entries, bytes) in [
-                        (account.added_entries, account.added_bytes),
-                        (account.hides_entries, account.hides_bytes),
-                        (account.hidden_entries, account.hidden_bytes),
-                    ] {
-                        let (entries, bytes) = (Count(entries).to_string(), Human(bytes));
-                        write!(out, " {entries:>8} {:>10}", bytes.to_string())?;
-                    }
-                }
-                None => write!(out, " {:>19} {:>19} {:>19}", "?", "?", "?")?,
-            }
-            writeln!(out, " {:>10}", Human(shared).to_string())
-        };
         let digits = self.layers.len().to_string().len();
         for (index, layer) in self.layers.iter().enumerate().rev() {
             let name = format!("{:>digits$} {}", index + 1, layer.short);
-            if layer.path.is_none() {
-                writeln!(
-                    out,
-                    "  {name:<22} {:>10}  missing",
-                    Human(layer.file_bytes).to_string()
-                )?;
-                continue;
-            }
-            row(
-                out,
-                &name,
-                layer.file_bytes,
-                layer.account.as_ref(),
-                layer.shared_bytes,
-            )?;
+            let amounts = layer
+                .path
+                .as_ref()
+                .map(|_| [layer.adds, layer.hides, layer.hidden]);
+            row(out, &name, layer.file_bytes, amounts, layer.shared_bytes)?;
         }
-        let total = self.layers.iter().try_fold(
-            LayerAccount::default(),
-            |sum, layer| -> Option<LayerAccount> {
-                let one = layer.account?;
-                Some(LayerAccount {
-                    added_entries: sum.added_entries.saturating_add(one.added_entries),
-                    added_bytes: sum.added_bytes.saturating_add(one.added_bytes),
-                    hidden_entries: sum.hidden_entries.saturating_add(one.hidden_entries),
-                    hidden_bytes: sum.hidden_bytes.saturating_add(one.hidden_bytes),
-                    hides_entries: sum.hides_entries.saturating_add(one.hides_entries),
-                    hides_bytes: sum.hides_bytes.saturating_add(one.hides_bytes),
-                    whiteouts: sum.whiteouts.saturating_add(one.whiteouts),
-                })
-            },
-        );
-        let shared = self.sum(|layer| layer.shared_bytes);
-        row(out, "all", self.files_bytes(), total.as_ref(), shared)?;
-        let source = match self.source_bytes() {
+        let total = |of: fn(&Layer) -> Option<Amount>| self.layers.iter().map(of).sum();
+        let totals = [
+            total(|layer| layer.adds),
+            total(|layer| layer.hides),
+            total(|layer| layer.hidden),
+        ];
+        row(
+            out,
+            "all",
+            self.layers_bytes,
+            Some(totals),
+            self.shared_bytes,
+        )?;
+        let source = match self.source_bytes {
             0 => String::new(),
             bytes => format!("; {} at the source", Human(bytes)),
         };
@@ -211,24 +178,43 @@ impl Stack {
             out,
             "  {} in {}, {}; with the stack {}{source}",
             plural(self.layers.len() as u64, "layer"),
-            plural(self.files(), "file"),
-            Human(self.files_bytes()),
-            Human(self.files_bytes().saturating_add(self.stack_bytes)),
+            plural(self.files, "file"),
+            Human(self.layers_bytes),
+            Human(self.layers_bytes.saturating_add(self.stack_bytes)),
         )?;
-        match (shared, self.sum(|layer| layer.saved_bytes)) {
-            (0, _) => Ok(()),
-            (shared, saved) => writeln!(
+        if self.shared_bytes > 0 {
+            writeln!(
                 out,
                 "  {} of content are shared with lower layers, which saves about {}",
-                Human(shared),
-                Human(saved)
-            ),
+                Human(self.shared_bytes),
+                Human(self.saved_bytes_estimate)
+            )?;
         }
+        Ok(())
     }
 }
 
-fn amount(entries: u64, bytes: u64) -> Value {
-    json!({ "entries": entries, "bytes": bytes })
+/// Prints a layer, without `amounts` a missing one.
+fn row(
+    out: &mut Output,
+    name: &str,
+    file_bytes: u64,
+    amounts: Option<[Option<Amount>; 3]>,
+    shared_bytes: u64,
+) -> Result<(), CommandError> {
+    write!(out, "  {name:<22} {:>10}", Human(file_bytes))?;
+    let Some(amounts) = amounts else {
+        return writeln!(out, "  missing");
+    };
+    for amount in amounts {
+        match amount {
+            Some(Amount { entries, bytes }) => {
+                write!(out, " {:>8} {:>10}", Count(entries), Human(bytes))?;
+            }
+            None => write!(out, " {:>19}", "?")?,
+        }
+    }
+    writeln!(out, " {:>10}", Human(shared_bytes))
 }
 
 /// What each layer adds and hides; `None` if a layer is missing.

@@ -1,6 +1,6 @@
 //! A mount at the FUSE door, in a process of its own or in the process of a pool.
 
-use std::ffi::OsString;
+use std::path::Path;
 use std::sync::Arc;
 
 use bcow::OpenOptions;
@@ -35,6 +35,33 @@ pub struct Mounted {
     pub recording: Option<Recording>,
 }
 
+/// The entry of a new mount for `bcow ps`.
+pub fn service(
+    args: &Args,
+    host: &Host<'_>,
+    mountpoint: &Path,
+    device: Option<String>,
+    is_writable: bool,
+) -> Result<Service, CommandError> {
+    Ok(Service {
+        kind: "mount".to_owned(),
+        image: parse_name(&args.image)?
+            .absolute()
+            .to_string_lossy()
+            .into_owned(),
+        layers: args.layer_names()?,
+        export: None,
+        upper: args.upper.path().map(running::absolute),
+        at: vec![mountpoint.to_string_lossy().into_owned()],
+        mode: if is_writable { "rw" } else { "ro" }.to_owned(),
+        since: running::now(),
+        device,
+        owners: None,
+        descriptor: None,
+        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+    })
+}
+
 /// Opens the image and the upper, and mounts.
 pub fn mount(
     args: &Args,
@@ -51,8 +78,6 @@ pub struct Opened {
     content: Content,
     options: MountOptions,
     stats: Arc<MountStats>,
-    /// The image, by a name that means the same to other processes.
-    file: OsString,
     /// The identity of the image.
     pub identity: [u8; 32],
     /// Threads that answer requests.
@@ -94,7 +119,7 @@ pub fn open(
     let identity = image.identity();
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
-        file: file.clone().into(),
+        file: file.into(),
         identity,
         cache: host.cache.clone(),
         door: Some(ServedBy {
@@ -130,7 +155,6 @@ pub fn open(
         content,
         options,
         stats,
-        file,
         identity,
         threads,
         owner_is_needed,
@@ -190,22 +214,8 @@ impl Opened {
             device.as_deref().unwrap_or("unknown")
         );
         let service = Service {
-            kind: "mount".to_owned(),
-            image: self.file.to_string_lossy().into_owned(),
-            layers: args.layer_names()?,
-            export: None,
-            upper: args.upper.path().map(running::absolute),
-            at: vec![mountpoint.to_string_lossy().into_owned()],
-            mode: match is_writable {
-                true => "rw",
-                false => "ro",
-            }
-            .to_owned(),
-            since: running::now(),
-            device,
             owners: owners(&self.options),
-            descriptor: None,
-            pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+            ..service(args, host, &mountpoint, device, is_writable)?
         };
         Ok(Mounted {
             session: AnySession::Fuse(session),

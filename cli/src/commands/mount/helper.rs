@@ -9,6 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
 use bcow_fuse::MountOptions;
+use clap::Args as _;
 
 use crate::error::{CommandError, exit};
 
@@ -45,51 +46,10 @@ pub const USAGE: &str = "\
 Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 
 Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. OPTIONS are those of `bcow mount -o`,
-those of fstab(5), and these, each for an option of `bcow mount`:
-  upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
-  verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
-  door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
-  server_timeout=SECONDS, insecure, root_hash=HEX, verify_key=FILE, backing_dir=DIR,
-  backing_url=PREFIX, pool=NAME, record=TRACE, if_mounted=WHAT, merged=FILE
+those of fstab(5), and the long options of `bcow mount` with `_` for `-`, as in
+`upper=DIR,size_limit=SIZE,insecure`; `bcow help mount` lists them.
 In a value, write a comma as \\, or write the value in double quotes.
 ";
-
-/// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 30] = [
-    (b"upper", "--upper"),
-    (b"sketch", "--sketch"),
-    (b"sync", "--sync"),
-    (b"size_limit", "--size-limit"),
-    (b"inode_limit", "--inode-limit"),
-    (b"fillers", "--fillers"),
-    (b"cache_size", "--cache-size"),
-    (b"verify", "--verify"),
-    (b"threads", "--threads"),
-    (b"cpus", "--cpus"),
-    (b"metrics", "--metrics"),
-    (b"store", "--store"),
-    (b"layer", "--layer"),
-    (b"log_file", "--log-file"),
-    (b"door", "--door"),
-    (b"size", "--size"),
-    (b"complete", "--complete"),
-    (b"cache_dir", "--cache-dir"),
-    (b"cache_limit", "--cache-limit"),
-    (b"auth_file", "--auth-file"),
-    (b"root_hash", "--root-hash"),
-    (b"verify_key", "--verify-key"),
-    (b"backing_dir", "--backing-dir"),
-    (b"backing_url", "--backing-url"),
-    (b"mirror", "--mirror"),
-    (b"server_timeout", "--server-timeout"),
-    (b"pool", "--pool"),
-    (b"record", "--record"),
-    (b"if_mounted", "--if-mounted"),
-    (b"merged", "--merged"),
-];
-
-/// Options without a value that are options of `bcow mount` on their own.
-const WITHOUT_VALUE: [(&[u8], &str); 1] = [(b"insecure", "--insecure")];
 
 /// Options that the helper drops: those for mount(8), systemd and similar programs, and those that
 /// change nothing in a bcow mount.
@@ -238,45 +198,31 @@ impl Arguments {
             Caller::Root => b"suid,dev,".to_vec(),
             Caller::Other => Vec::new(),
         };
+        let options = long_options();
         let mut has_upper = false;
         let lists: Result<Vec<_>, _> = self.lists.iter().map(|l| split(l.as_bytes())).collect();
         for option in lists?.into_iter().flatten() {
-            let (name, value) = match option.iter().position(|&byte| byte == b'=') {
-                Some(at) => (&option[..at], Some(&option[at + 1..])),
-                None => (&option[..], None),
-            };
-            let long = WITH_VALUE
-                .iter()
-                .find(|(known, _)| *known == name)
-                .map(|(_, long)| *long);
-            if let Some((_, long)) = WITHOUT_VALUE.iter().find(|(known, _)| *known == option) {
-                command.push(long.into());
-                continue;
-            }
-            match (long, value) {
-                (Some(long), Some(value)) => {
-                    has_upper |= long == "--upper";
-                    let mut argument = OsString::from(long);
-                    argument.push("=");
-                    argument.push(OsStr::from_bytes(value));
+            match long(&options, &option) {
+                Some(argument) => {
+                    has_upper |= argument.as_bytes().starts_with(b"--upper=");
                     command.push(argument);
                 }
-                _ if name == b"remount" => {
+                None if option.split(|&byte| byte == b'=').next() == Some(b"remount") => {
                     return Err(usage("a bcow mount cannot be remounted").hint(
                         "unmount the image and mount it again; `mount -i -o remount,ro DIR` \
                          makes the mount read-only",
                     ));
                 }
-                _ if is_for_others(&option) => {}
-                _ if self.sloppy && !is_known(&option) => {}
+                None if is_for_others(&option) => {}
+                None if self.sloppy && !is_known(&options, &option) => {}
                 // `bcow mount -o` would split it at the comma.
-                _ if option.contains(&b',') => {
+                None if option.contains(&b',') => {
                     return Err(usage(format!(
                         "option {} must not contain a comma",
                         String::from_utf8_lossy(&option)
                     )));
                 }
-                _ => {
+                None => {
                     kept.extend_from_slice(&option);
                     kept.push(b',');
                 }
@@ -304,10 +250,45 @@ fn is_for_others(option: &[u8]) -> bool {
             .any(|prefix| option.starts_with(prefix))
 }
 
+/// The long options of `bcow mount`, and whether each has a value.
+fn long_options() -> Vec<(String, bool)> {
+    let command = super::Args::augment_args(clap::Command::new("mount"));
+    let arguments = command.get_arguments().filter(|one| !one.is_hide_set());
+    // The list of -o has no lists in it.
+    arguments
+        .filter_map(|one| Some((one.get_long()?.to_owned(), one.get_action().takes_values())))
+        .filter(|(long, _)| long != "options")
+        .collect()
+}
+
+/// The name of an option of a list as `bcow mount` has it, and the value with its `=`.
+fn long_name(option: &[u8]) -> (Vec<u8>, &[u8]) {
+    let end = option.iter().position(|&byte| byte == b'=');
+    let (name, value) = option.split_at(end.unwrap_or(option.len()));
+    (
+        name.iter()
+            .map(|&byte| if byte == b'_' { b'-' } else { byte })
+            .collect(),
+        value,
+    )
+}
+
+/// An option of a list as a long option of `bcow mount`, if it is one.
+fn long(options: &[(String, bool)], option: &[u8]) -> Option<OsString> {
+    let (name, value) = long_name(option);
+    let is_it = |(long, has_value): &&(String, bool)| {
+        long.as_bytes() == name && *has_value != value.is_empty()
+    };
+    let (long, _) = options.iter().find(is_it)?;
+    let mut argument = OsString::from(format!("--{long}"));
+    argument.push(OsStr::from_bytes(value));
+    Some(argument)
+}
+
 /// Whether `bcow mount` knows the option. With `-s`, the helper drops all others.
-fn is_known(option: &[u8]) -> bool {
-    let own = WITH_VALUE.iter().chain(&WITHOUT_VALUE);
-    own.map(|(known, _)| known).any(|known| *known == option)
+fn is_known(options: &[(String, bool)], option: &[u8]) -> bool {
+    let (name, _) = long_name(option);
+    options.iter().any(|(long, _)| long.as_bytes() == name)
         || MountOptions::is_known(OsStr::from_bytes(option))
 }
 

@@ -20,7 +20,7 @@ use bcow_oci::ImageName;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
-use super::fuse::Mounted;
+use super::fuse::{Mounted, service};
 use super::host::Host;
 use super::{Args, DoorChoice, direct, failure, refuse_mounted};
 use crate::commands::create::disk_size;
@@ -29,9 +29,8 @@ use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
 use crate::image::parse_name;
 use crate::kernel_upper::{self, Asked, WritableUpper};
-use crate::names;
 use crate::record::Recording;
-use crate::running::{self, Service};
+use crate::running::Service;
 use crate::size::Human;
 use crate::ui::Ui;
 use crate::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note, when_free};
@@ -46,6 +45,8 @@ pub struct Opened {
     path: PathBuf,
     /// The files of an image that the kernel reads by itself.
     files: Option<Vec<PathBuf>>,
+    /// Why the kernel cannot read an image by itself.
+    why_served: Option<String>,
     /// The size in bytes to which the file system is to grow.
     grows_to: Option<u64>,
     /// What the next process of a pool needs to continue with the disk.
@@ -113,9 +114,10 @@ fn open_unchecked(
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     let options = open_options(args, &host.cache);
-    let opened = match args.layers().is_empty() && is_writable_disk(&args.image) {
-        true => open_writable(args, host, &options, ledger_use)?,
-        false => open_sealed(args, &options)?,
+    let mut opened = if args.layers().is_empty() && is_writable_disk(&args.image) {
+        open_writable(args, host, &options, ledger_use)?
+    } else {
+        open_sealed(args, &options)?
     };
     let found = kernel::detect(opened.device.block_device());
     let kind = match (found, args.door) {
@@ -128,42 +130,16 @@ fn open_unchecked(
         (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
     };
     require_privilege(&args.image, kind)?;
-    let OpenDevice {
-        device,
-        identity,
-        lock,
-        disk_files,
-        fetching,
-        direct,
-    } = opened;
-    let (files, why_not) = match (kind, direct) {
-        (Kind::Erofs, Some(Ok(files))) => (Some(files), None),
-        (Kind::Erofs, Some(Err(reason))) => (None, Some(reason)),
-        _ => (None, None),
-    };
-    if files.is_none() {
+    if kind != Kind::Erofs {
+        (opened.files, opened.why_served) = (None, None);
+    }
+    if opened.files.is_none() {
         require_no_deadlock(&args.image, &writeback)?;
     }
-    let opened = Opened {
-        device,
-        identity,
-        reason: match args.door {
-            DoorChoice::Kernel => match why_not {
-                None => "as --door says".to_owned(),
-                Some(why_not) => format!("as --door says; {why_not}"),
-            },
-            _ => format!("the disk holds {}", kind.name()),
-        },
-        path: parse_name(&args.image)?.absolute().into(),
-        files,
-        grows_to: None,
-        disk_files,
-        keeper: match lock {
-            Some(file) => Keeper::Disk { file },
-            None => Keeper::None,
-        },
-        fetching,
-        recording: None,
+    opened.reason = match (args.door, &opened.why_served) {
+        (DoorChoice::Kernel, None) => "as --door says".to_owned(),
+        (DoorChoice::Kernel, Some(why)) => format!("as --door says; {why}"),
+        _ => format!("the disk holds {}", kind.name()),
     };
     Ok(Some((opened, kind)))
 }
@@ -243,17 +219,18 @@ fn open_asked(
         ))
         .hint("another program has changed it: name a new upper"));
     }
+    let device = Device::Writable(Arc::new(disk));
     Ok(Opened {
-        device: Device::Writable(Arc::new(disk)),
-        identity: image.identity(),
         reason,
-        path: instance.disk_path(),
-        files: None,
         grows_to,
         disk_files,
-        keeper: Keeper::Upper(instance),
         fetching: ahead::start(args, &image),
-        recording: None,
+        ..Opened::new(
+            device,
+            image.identity(),
+            instance.disk_path(),
+            Keeper::Upper(instance),
+        )
     })
 }
 
@@ -337,30 +314,15 @@ fn require_sound(args: &Args, device: &Device) -> Result<(), CommandError> {
     };
     let tree = Filesystem::open(device).context(cannot)?;
     let found = erofs_check::check(&tree, &erofs_check::CheckOptions { read_data: false });
-    let mut errors = found
-        .iter()
-        .filter(|finding| finding.severity == erofs_check::Severity::Error);
-    match errors.next() {
+    match found.iter().find(|finding| finding.is_error()) {
         None => Ok(()),
         Some(first) => Err(CommandError::new(cannot())
             .caused_by_text(format!(
                 "its file system is damaged: {}: {}",
-                names::printable(&first.place),
-                names::printable(&first.message)
+                first.place, first.message
             ))
             .hint(format!("`bcow fsck {name}` lists all damage"))),
     }
-}
-
-struct OpenDevice {
-    device: Device,
-    identity: [u8; 32],
-    lock: Option<LockedFile>,
-    /// As [`Opened::disk_files`].
-    disk_files: Option<DiskFiles>,
-    fetching: Option<Fetching>,
-    /// The files that the kernel can read by itself, or why it cannot.
-    direct: Option<Result<Vec<PathBuf>, String>>,
 }
 
 fn open_writable(
@@ -368,7 +330,7 @@ fn open_writable(
     host: &Host<'_>,
     options: &OpenOptions,
     ledger_use: LedgerUse<'_>,
-) -> Result<OpenDevice, CommandError> {
+) -> Result<Opened, CommandError> {
     let below = Below::new(&args.stores, options)?;
     let file = match ledger_use.kept_file()? {
         Some(file) => {
@@ -382,25 +344,27 @@ fn open_writable(
     let disk: Disk = below.open_disk(&args.image, &file, noted)?;
     let disk_files = ledger.map(|ledger| ledger.files(file.file())).transpose()?;
     let identity = disk.identity_hash();
-    Ok(OpenDevice {
-        device: Device::Writable(Arc::new(disk)),
-        identity,
-        lock: Some(file),
+    let path = parse_name(&args.image)?.absolute().into();
+    let device = Device::Writable(Arc::new(disk));
+    Ok(Opened {
         disk_files,
-        fetching: None,
-        direct: None,
+        ..Opened::new(device, identity, path, Keeper::Disk { file })
     })
 }
 
-fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
+fn open_sealed(args: &Args, options: &OpenOptions) -> Result<Opened, CommandError> {
     let image = args.open_image(options)?;
-    Ok(OpenDevice {
-        device: Device::ReadOnly(image.image().clone()),
-        identity: image.identity(),
-        lock: None,
-        disk_files: None,
+    let (files, why_served) = match direct::files(args, &image) {
+        Ok(files) => (Some(files), None),
+        Err(reason) => (None, Some(reason)),
+    };
+    let path = parse_name(&args.image)?.absolute().into();
+    let device = Device::ReadOnly(image.image().clone());
+    Ok(Opened {
+        files,
+        why_served,
         fetching: ahead::start(args, &image),
-        direct: Some(direct::files(args, &image)),
+        ..Opened::new(device, image.identity(), path, Keeper::None)
     })
 }
 
@@ -427,13 +391,6 @@ fn lock_when_free(args: &Args, host: &Host<'_>) -> Result<LockedFile, CommandErr
     }
 }
 
-impl Opened {
-    /// The files of an image that the kernel reads by itself: no process has to serve such a mount.
-    pub fn files(&self) -> Option<&[PathBuf]> {
-        self.files.as_deref()
-    }
-}
-
 /// Mounts.
 pub fn mount(
     opened: Opened,
@@ -443,61 +400,62 @@ pub fn mount(
 ) -> Result<Mounted, CommandError> {
     refuse_mounted(args.directory())?;
     let grows_to = opened.grows_to;
-    let ready = opened.prepare(args, host)?;
-    let session = KernelSession::mount(
-        ready.disk,
-        Arc::clone(&ready.stats),
-        args.directory(),
-        options,
-        ready.threads,
-    )
-    .map_err(|error| cannot_mount(args.image.as_path(), &error))?;
-    if let Some(bytes) = grows_to {
-        let grown = session.grow_file_system(bytes);
-        grown.map_err(|error| cannot_mount(args.image.as_path(), &error))?;
-    }
-    let (mountpoint, device) = session.place();
-    let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
-    let service = Service {
-        kind: "mount".to_owned(),
-        image: ready.file.to_string_lossy().into_owned(),
-        layers: args.layer_names()?,
-        export: None,
-        upper: ready.upper.as_deref().map(running::absolute),
-        at: vec![mountpoint.to_string_lossy().into_owned()],
-        mode: if is_writable { "rw" } else { "ro" }.to_owned(),
-        since: running::now(),
-        device,
-        owners: None,
-        descriptor: session.descriptor(),
-        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+    let cannot = |error: MountError| cannot_mount(&args.image, &error);
+    let start = |disk, stats, threads| {
+        let session = KernelSession::mount(disk, stats, args.directory(), options, threads);
+        let session = session.map_err(cannot)?;
+        if let Some(bytes) = grows_to {
+            session.grow_file_system(bytes).map_err(cannot)?;
+        }
+        Ok(session)
     };
-    Ok(Mounted {
-        session: AnySession::Kernel(session),
-        stats: ready.stats,
-        service,
-        identity: ready.identity,
-        access: Access::Owner,
-        fetching: ready.fetching,
-        recording: ready.recording,
-    })
-}
-
-/// A disk that a session can serve.
-struct Ready {
-    disk: DiskMount,
-    stats: Arc<MountStats>,
-    /// The image, by a name that means the same to other processes.
-    file: PathBuf,
-    upper: Option<PathBuf>,
-    identity: [u8; 32],
-    threads: usize,
-    fetching: Option<Fetching>,
-    recording: Option<Recording>,
+    let describe = |session: &KernelSession| {
+        let (mountpoint, device) = session.place();
+        let is_writable = bcow_fuse::mounted_image(&mountpoint);
+        let is_writable = is_writable.is_ok_and(|mount| mount.is_writable);
+        Ok(Service {
+            descriptor: session.descriptor(),
+            ..service(args, host, &mountpoint, device, is_writable)?
+        })
+    };
+    opened.serve(args, host, start, describe)
 }
 
 impl Opened {
-    fn prepare(self, args: &Args, host: &Host<'_>) -> Result<Ready, CommandError> {
+    /// A disk that is to be mounted as it is.
+    fn new(device: Device, identity: [u8; 32], path: PathBuf, keeper: Keeper) -> Self {
+        Opened {
+            device,
+            identity,
+            reason: String::new(),
+            path,
+            files: None,
+            why_served: None,
+            grows_to: None,
+            disk_files: None,
+            keeper,
+            fetching: None,
+            recording: None,
+        }
+    }
+
+    /// The files of an image that the kernel reads by itself: no process has to serve such a mount.
+    pub fn files(&self) -> Option<&[PathBuf]> {
+        self.files.as_deref()
+    }
+
+    /// Serves the disk by the session that `start` begins with a number of threads, and that
+    /// `describe` describes.
+    fn serve<S>(
+        self,
+        args: &Args,
+        host: &Host<'_>,
+        start: S,
+        describe: impl FnOnce(&KernelSession) -> Result<Service, CommandError>,
+    ) -> Result<Mounted, CommandError>
+    where
+        S: FnOnce(DiskMount, Arc<MountStats>, usize) -> Result<KernelSession, CommandError>,
+    {
         let file = PathBuf::from(parse_name(&args.image)?.absolute());
         let upper = match &self.keeper {
             Keeper::Upper(instance) => Some(instance.path().to_owned()),
@@ -534,7 +492,7 @@ impl Opened {
         let disk = DiskMount {
             device: self.device,
             path: self.path,
-            upper: upper.clone(),
+            upper,
             file: open_file,
             barriers: match args.upper.sync() {
                 SyncPolicy::Volatile => Barriers::Off,
@@ -543,13 +501,13 @@ impl Opened {
             files: self.disk_files,
             on_closed: Some(Box::new(release)),
         };
-        Ok(Ready {
-            disk,
+        let session = start(disk, Arc::clone(&stats), host.threads(args, !is_sealed))?;
+        Ok(Mounted {
+            service: describe(&session)?,
+            session: AnySession::Kernel(session),
             stats,
-            file,
-            upper,
             identity: self.identity,
-            threads: host.threads(args, !is_sealed),
+            access: Access::Owner,
             fetching: self.fetching,
             recording: self.recording,
         })

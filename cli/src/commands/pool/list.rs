@@ -1,6 +1,6 @@
 //! `bcow pool list`
 
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::error::{CommandError, Context};
 use crate::names::printable;
@@ -20,40 +20,84 @@ pub struct Args {
     json: bool,
 }
 
+#[derive(Serialize)]
+struct List {
+    schema: &'static str,
+    pools: Vec<Pool>,
+}
+
+/// A pool. Only a running one tells more than its state.
+#[derive(Serialize)]
+struct Pool {
+    name: String,
+    state: &'static str,
+    pid: Option<u32>,
+    mounts: Option<usize>,
+    version: Option<String>,
+    protocol: Option<u64>,
+    since: Option<String>,
+    since_unix_seconds: Option<u64>,
+    keeper: Option<u32>,
+    restarts: Option<u64>,
+}
+
+impl Pool {
+    fn of(name: &PoolName, found: Found) -> Self {
+        let (state, hello) = match found {
+            Found::Running(connection) => ("running", Some(connection.hello)),
+            Found::Silent => ("silent", None),
+            Found::Dead | Found::Missing => ("dead", None),
+        };
+        let hello = hello.as_ref();
+        Pool {
+            name: name.to_string(),
+            state,
+            pid: hello.map(|hello| hello.pid),
+            mounts: hello.map(|hello| hello.mounts),
+            version: hello.map(|hello| hello.program.clone()),
+            protocol: hello.map(|hello| hello.version),
+            since: hello.and_then(|hello| bcow::rfc3339(hello.since.try_into().ok()?)),
+            since_unix_seconds: hello.map(|hello| hello.since),
+            keeper: hello.and_then(|hello| hello.keeper),
+            restarts: hello.map(|hello| hello.restarts),
+        }
+    }
+}
+
 /// Prints the pools.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let pools = find()?;
     if args.json {
-        let pools: Vec<Value> = pools.iter().map(document).collect();
-        return ui.print_json(&json!({ "schema": "bcow.pools/1", "pools": pools }));
+        return ui.print_json(&List {
+            schema: "bcow.pools/1",
+            pools,
+        });
     }
     let mut out = ui.output();
     if pools.is_empty() {
         ui.status("no pool runs");
         return out.finish();
     }
-    let name_width = pools.iter().map(|(name, _)| name.to_string().len()).max();
-    let width = name_width.unwrap_or(0).max(4);
+    let width = pools.iter().map(|pool| pool.name.len()).max();
+    let width = width.unwrap_or(0).max(4);
     writeln!(out, "{:<width$}  PID      MOUNTS  STATE    SINCE", "NAME")?;
-    for (name, found) in &pools {
+    for pool in &pools {
         let unknown = || "-".to_owned();
-        let (mut pid, mut mounts, mut since) = (unknown(), unknown(), unknown());
-        if let Found::Running(connection) = found {
-            let hello = &connection.hello;
-            (pid, mounts) = (hello.pid.to_string(), hello.mounts.to_string());
-            since = time(hello.since).unwrap_or(since);
-        }
-        let state = state(found);
         writeln!(
             out,
-            "{:<width$}  {pid:<7}  {mounts:<6}  {state:<7}  {since}",
-            printable(&name.to_string())
+            "{:<width$}  {:<7}  {:<6}  {:<7}  {}",
+            printable(&pool.name),
+            pool.pid.map_or_else(unknown, |pid| pid.to_string()),
+            pool.mounts
+                .map_or_else(unknown, |mounts| mounts.to_string()),
+            pool.state,
+            pool.since.as_deref().unwrap_or("-"),
         )?;
     }
     out.finish()
 }
 
-fn find() -> Result<Vec<(PoolName, Found)>, CommandError> {
+fn find() -> Result<Vec<Pool>, CommandError> {
     let Some(directory) = Directory::find()? else {
         return Ok(Vec::new());
     };
@@ -63,39 +107,8 @@ fn find() -> Result<Vec<(PoolName, Found)>, CommandError> {
         match client::find(&directory.socket(&name))? {
             // It has ended meanwhile.
             Found::Missing => {}
-            found => pools.push((name, found)),
+            found => pools.push(Pool::of(&name, found)),
         }
     }
     Ok(pools)
-}
-
-fn state(found: &Found) -> &'static str {
-    match found {
-        Found::Running(_) => "running",
-        Found::Silent => "silent",
-        Found::Dead | Found::Missing => "dead",
-    }
-}
-
-fn time(since: u64) -> Option<String> {
-    bcow::rfc3339(i64::try_from(since).ok()?)
-}
-
-fn document((name, found): &(PoolName, Found)) -> Value {
-    let hello = match found {
-        Found::Running(connection) => Some(&connection.hello),
-        _ => None,
-    };
-    json!({
-        "name": name.to_string(),
-        "state": state(found),
-        "pid": hello.map(|hello| hello.pid),
-        "mounts": hello.map(|hello| hello.mounts),
-        "version": hello.map(|hello| &hello.program),
-        "protocol": hello.map(|hello| hello.version),
-        "since": hello.and_then(|hello| time(hello.since)),
-        "since_unix_seconds": hello.map(|hello| hello.since),
-        "keeper": hello.and_then(|hello| hello.keeper),
-        "restarts": hello.map(|hello| hello.restarts),
-    })
 }

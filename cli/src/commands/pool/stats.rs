@@ -3,6 +3,7 @@
 use bcow_fuse::stats::document::Cache;
 use serde::{Deserialize, Serialize};
 
+use crate::commands::stats::cache_line;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
 use crate::pool::protocol::Request;
@@ -91,40 +92,18 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let document: Document = serde_json::from_value(answer)
         .context(|| format!("the statistics of the pool {} are invalid", args.name))?;
     let mut out = ui.output();
-    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
-    line(
-        "pool",
-        &format!(
-            "{}, process {}{}",
-            printable(&document.pool),
-            document.pid,
-            match document.restarts {
-                0 => String::new(),
-                restarts => format!(", {}", plural(restarts, "restart")),
-            }
-        ),
-    )?;
-    line(
-        "memory",
-        &format!(
-            "{}; {}",
-            Human(document.memory.resident_bytes),
-            plural(document.threads, "thread")
-        ),
-    )?;
-    let cache = &document.cache;
-    line(
-        "cache",
-        &format!(
-            "{} of {}; {} hits, {} misses",
-            Human(cache.held_bytes),
-            Human(cache.limit_bytes),
-            Count(cache.hits),
-            Count(cache.misses)
-        ),
-    )?;
-    line("requests", &Count(document.requests).to_string())?;
-    line("mounts", &Count(document.mounts.len() as u64).to_string())?;
+    let restarts = match document.restarts {
+        0 => String::new(),
+        restarts => format!(", {}", plural(restarts, "restart")),
+    };
+    let (pool, pid) = (printable(&document.pool), document.pid);
+    writeln!(out, "pool:        {pool}, process {pid}{restarts}")?;
+    let resident = Human(document.memory.resident_bytes);
+    let threads = plural(document.threads, "thread");
+    writeln!(out, "memory:      {resident}; {threads}")?;
+    writeln!(out, "{}", cache_line(&document.cache))?;
+    writeln!(out, "requests:    {}", Count(document.requests))?;
+    writeln!(out, "mounts:      {}", Count(document.mounts.len() as u64))?;
     if !document.mounts.is_empty() {
         writeln!(
             out,

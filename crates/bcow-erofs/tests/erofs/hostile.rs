@@ -90,7 +90,7 @@ fn findings(image: &[u8]) -> Vec<(&'static str, String)> {
     fuzz_read(image);
     findings
         .into_iter()
-        .map(|finding| (finding.code, finding.place))
+        .map(|finding| (finding.code, finding.place.to_string()))
         .collect()
 }
 

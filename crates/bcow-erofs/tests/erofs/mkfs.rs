@@ -157,7 +157,7 @@ fn a_compressed_file_is_listed_and_refused_by_name() {
     );
     let codes: Vec<_> = check(&fs, &CheckOptions::default())
         .iter()
-        .map(|finding| (finding.code, finding.place.clone()))
+        .map(|finding| (finding.code, finding.place.to_string()))
         .collect();
     assert_eq!(codes, [("erofs-unsupported", "/zeros".to_owned())]);
 }

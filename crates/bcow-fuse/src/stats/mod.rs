@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
+use bcow::format::hex;
 use bcow::{BlockCache, Disk};
 use bcow_union::NodeId;
 use bcow_union::errors::{ErrorLog, Subject};
@@ -294,8 +295,4 @@ impl MountStats {
             union.request_failed(node, operation.action(), errno);
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::format::Use;
+use bcow::format::{Use, hex};
 use bcow::{Error, Image, NewFile, OpenOptions, RestoredFile, Storage, header_of};
 use bcow_erofs::tree::Tree;
 use rustix::fs::{CWD, Mode, OFlags};
@@ -100,10 +100,7 @@ fn may_replace(path: &Path) -> bool {
 
 /// What the file is made of.
 fn described(parts: &[JoinPart]) -> Value {
-    let identities = parts.iter().map(|part| {
-        let identity = part.image.identity_hash();
-        identity.iter().map(|byte| format!("{byte:02x}")).collect()
-    });
+    let identities = parts.iter().map(|part| hex(&part.image.identity_hash()));
     let identities: Vec<String> = identities.collect();
     json!({ "version": VERSION, "parts": identities })
 }

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use bcow::check::{CheckOptions, Finding, Severity};
+use bcow::check::CheckOptions;
 use bcow::{BlockDevice, Image, Mapping, NoBackings, OpenOptions};
 use bcow_erofs::reader::Inode;
 use rustix::fs::{OFlags, SeekFrom};
@@ -185,12 +185,8 @@ fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<
     let options = CheckOptions { data, threads: 1 };
     let report = bcow::check::check(Arc::new(File::from(file)), &options)
         .map_err(|error| error.to_string())?;
-    let is_error = |finding: &&Finding| finding.severity == Severity::Error;
-    match report.findings.iter().find(is_error) {
-        Some(finding) => Err(format!(
-            "{}: {}: {}",
-            finding.code, finding.place, finding.message
-        )),
+    match report.findings.iter().find(|finding| finding.is_error()) {
+        Some(finding) => Err(finding.to_string()),
         None => Ok(report
             .writable
             .is_some_and(|writable| writable.dropped_record)),

@@ -13,6 +13,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bcow::format::hex;
 use bcow::lock::FileLock;
 use bcow::{NewFile, Storage};
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -24,7 +25,7 @@ use super::directory::{
 };
 use super::lock::lock_shared;
 use super::overlap::refuse_overlap;
-use super::record::{DISK, DISK_SCHEMA, DiskRecord, Recorded, hex};
+use super::record::{DISK, DISK_SCHEMA, DiskRecord, Recorded};
 use super::{Door, FileSystem, ImageName, META, UpperError, volatile, work};
 use crate::options::SyncPolicy;
 

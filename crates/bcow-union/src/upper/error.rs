@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use bcow::NewFileError;
+use bcow::format::hex;
 use bcow::lock::LockError;
 use rustix::io::Errno;
 
@@ -260,9 +261,8 @@ impl UpperError {
 /// The first 12 hexadecimal digits of an identity, or as many as distinguish it from `other`.
 fn hex_start(identity: &[u8; 32], other: &[u8; 32]) -> String {
     let same = identity.iter().zip(other).take_while(|(a, b)| a == b);
-    let shown = (same.count() + 1).max(6);
-    let shown = identity.iter().take(shown);
-    shown.map(|byte| format!("{byte:02x}")).collect()
+    let shown = (same.count() + 1).clamp(6, identity.len());
+    hex(&identity[..shown])
 }
 
 fn door_name(door: Door) -> &'static str {

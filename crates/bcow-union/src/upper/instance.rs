@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use bcow::format::hex;
 use bcow::lock::FileLock;
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
@@ -18,8 +19,7 @@ use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
-    Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA, UpperError, record,
-    volatile,
+    Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA, UpperError, volatile,
 };
 use crate::options::SyncPolicy;
 
@@ -137,7 +137,7 @@ impl Instance {
                 };
                 let record = Record {
                     schema: SCHEMA.into(),
-                    image: record::hex(&image.identity),
+                    image: hex(&image.identity),
                     image_name: image.name.into(),
                     namespace,
                     ownership: found.ownership,

@@ -216,10 +216,6 @@ fn write(record: &impl Serialize, meta: BorrowedFd<'_>, path: &Path) -> Result<(
     moved.map_err(io)
 }
 
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 fn parse_identity(text: &str) -> Option<[u8; 32]> {
     let digits = text.as_bytes();
     if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {

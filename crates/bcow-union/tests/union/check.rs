@@ -4,7 +4,7 @@ use std::fs;
 use std::os::fd::AsFd;
 
 use bcow_union::offline::Scope;
-use bcow_union::offline::check::Severity;
+use bcow_union::offline::check::{Place, Severity};
 use bcow_union::testing::upper::{
     Attribute, Mark, Marks, Namespace, OVERRIDE, SketchKind, SketchMark, XattrMode,
 };
@@ -84,7 +84,7 @@ fn internal_directory_of_another_type_is_reported() {
         fs::write(union.host(name), "x").unwrap();
         let report = union.checked();
         assert_eq!(union.found(), ["upper-host"], "{name}");
-        assert_eq!(report.findings[0].path, name.as_bytes());
+        assert_eq!(report.findings[0].place, Place::Path(name.into()));
         if name == ".bcow/index" {
             let error = union.try_changes(Scope::Layer).err().unwrap();
             assert_eq!(error.to_string(), "cannot read \".bcow/index\"");

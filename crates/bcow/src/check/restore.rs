@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use bcow_format::{HEADER_AREA_BYTES, Header, MerkleShape, choose_header};
+use bcow_format::{HEADER_AREA_BYTES, Header, MerkleShape, choose_header, hex};
 
 use crate::cache::FileId;
 use crate::checked::read_header;
@@ -61,10 +61,6 @@ pub enum RestoreError {
     /// The file cannot be read or written.
     #[error(transparent)]
     File(#[from] Error),
-}
-
-fn hex(root: &[u8; 32]) -> String {
-    root.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A file with the wanted Merkle tree: a copy, or the file itself.

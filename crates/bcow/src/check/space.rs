@@ -3,7 +3,7 @@
 use bcow_format::{FreeRange, Header, SECTOR_BYTES, Section, State, Stored, incompatible};
 
 use super::regions::Used;
-use super::{Finding, Report, Severity};
+use super::{Finding, Report};
 use crate::log::Replayed;
 
 type Range = (u64, u64);
@@ -49,12 +49,11 @@ pub(super) fn check(
         writable.free_bytes = unnamed_bytes(in_use, replayed.file_bytes) - leaked;
     }
     if leaked > 0 {
-        report.add(Finding {
-            code: "leak",
-            severity: Severity::Warning,
-            place: "free list".into(),
-            message: format!("{leaked} bytes of the file are neither in use nor in the list"),
-        });
+        let message = format!("{leaked} bytes of the file are neither in use nor in the list");
+        let finding = Finding::warning("leak", "free list", message);
+        report
+            .findings
+            .add(finding.repaired_by("adds the space to the list"));
     }
 }
 
@@ -100,12 +99,11 @@ fn check_overlaps(mut ranges: Vec<Range>, may_share: bool, report: &mut Report) 
     for pair in ranges.windows(2) {
         let ((start, end), (next, next_end)) = (pair[0], pair[1]);
         if next < end {
-            report.add(Finding {
-                code: "overlap",
-                severity: Severity::Error,
-                place: format!("bytes {next}..{} of the file", end.min(next_end)),
-                message: format!("stored ranges {start}..{end} and {next}..{next_end} overlap"),
-            });
+            let place = format!("bytes {next}..{} of the file", end.min(next_end));
+            let message = format!("stored ranges {start}..{end} and {next}..{next_end} overlap");
+            report
+                .findings
+                .add(Finding::error("overlap", place, message));
         }
     }
 }
@@ -120,12 +118,11 @@ fn check_free(in_tables: &mut [Range], free: &[Range], report: &mut Report) {
         if let Some(&&(first, last)) = free.peek()
             && first < end
         {
-            report.add(Finding {
-                code: "overlap",
-                severity: Severity::Error,
-                place: format!("bytes {}..{} of the file", first.max(start), last.min(end)),
-                message: format!("in use as part of {start}..{end}, and in the free list"),
-            });
+            let place = format!("bytes {}..{} of the file", first.max(start), last.min(end));
+            let message = format!("in use as part of {start}..{end}, and in the free list");
+            report
+                .findings
+                .add(Finding::error("overlap", place, message));
         }
     }
 }

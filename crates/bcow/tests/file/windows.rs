@@ -117,7 +117,7 @@ fn findings(storage: Arc<MemoryStorage>) -> Vec<bcow::check::Finding> {
         data: true,
         threads: 2,
     };
-    check(storage, &options).unwrap().findings
+    check(storage, &options).unwrap().findings.to_vec()
 }
 
 #[test]

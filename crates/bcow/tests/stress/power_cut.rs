@@ -400,10 +400,7 @@ fn look(plan: &Plan, history: &History, moment: usize, image: Vec<u8>) -> Result
         match found
             .find(|finding| finding.severity == Severity::Error || severity == Severity::Warning)
         {
-            Some(finding) => Err(format!(
-                "{}: {}: {}",
-                finding.code, finding.place, finding.message
-            )),
+            Some(finding) => Err(finding.to_string()),
             None => Ok(()),
         }
     };

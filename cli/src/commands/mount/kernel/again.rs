@@ -6,8 +6,7 @@ use std::sync::Arc;
 use bcow::lock::LockError;
 use bcow::{Disk, LockFileError, LockedFile};
 use bcow_fuse::kernel::{Device, DiskFiles, DiskHandover};
-use bcow_fuse::options::Access;
-use bcow_fuse::{AnySession, KernelSession, MountOptions};
+use bcow_fuse::{KernelSession, MountOptions};
 
 use super::super::door::Way;
 use super::super::fuse::Mounted;
@@ -116,22 +115,17 @@ impl Opened {
         handover: DiskHandover,
         service: Service,
     ) -> Result<Mounted, CommandError> {
-        let ready = self.prepare(args, host)?;
-        let stats = ready.stats.clone();
-        let session = KernelSession::take_over(ready.disk, stats, handover, ready.threads);
-        let session = session.map_err(|error| failure(&error))?;
-        Ok(Mounted {
-            service: Service {
+        let start = |disk, stats, threads| {
+            KernelSession::take_over(disk, stats, handover, threads)
+                .map_err(|error| failure(&error))
+        };
+        let describe = |session: &KernelSession| {
+            Ok(Service {
                 owners: None,
                 descriptor: session.descriptor(),
                 ..service
-            },
-            session: AnySession::Kernel(session),
-            stats: ready.stats,
-            identity: ready.identity,
-            access: Access::Owner,
-            fetching: ready.fetching,
-            recording: None,
-        })
+            })
+        };
+        self.serve(args, host, start, describe)
     }
 }

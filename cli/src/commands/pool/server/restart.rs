@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bcow::format::hex;
 use bcow_fuse::{MountError, Unmounted, Unmounter};
 use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
@@ -15,7 +16,6 @@ use crate::commands::mount::failure;
 use crate::commands::mount::host::UpperUse;
 use crate::commands::mount::pooled::{self, Attempts};
 use crate::error::CommandError;
-use crate::image::hex;
 use crate::pool::record::Record;
 use crate::running::Service;
 

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
+use bcow::format::hex;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::{AnySession, Handover, KernelSession, Session};
 
@@ -17,7 +18,6 @@ use crate::commands::mount::host::UpperUse;
 use crate::commands::mount::pooled::{self, Attempts};
 use crate::commands::mount::{self, failure, kernel};
 use crate::error::{CommandError, Context};
-use crate::image::hex;
 use crate::pool::link::Packet;
 use crate::pool::record::{Asked, DiskRecord, Record};
 use crate::ui::Ui;

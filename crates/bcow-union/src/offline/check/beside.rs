@@ -103,9 +103,10 @@ impl Checker<'_> {
                     self.report.warning("upper-map-leak", &path, message);
                 }
                 Some(_) => {
+                    let message = "no sketch uses this map";
+                    let repair = Repair::Map(name);
                     self.report
-                        .warning("upper-map-leak", &path, "no sketch uses this map");
-                    self.report.repairs.push(Repair::Map(name));
+                        .repairable("upper-map-leak", &path, message, repair);
                 }
             }
         }
@@ -126,8 +127,8 @@ impl Checker<'_> {
         if count > 0 {
             let path = format!("{META}/work").into_bytes();
             let message = format!("unused temporary files: {count}");
-            self.report.warning("upper-work-leak", &path, message);
-            self.report.repairs.push(Repair::Work);
+            self.report
+                .repairable("upper-work-leak", &path, &message, Repair::Work);
         }
         Ok(())
     }
@@ -193,9 +194,13 @@ impl Checker<'_> {
             }
             let path = [META.as_bytes(), b"/index/", &name].concat();
             let message = format!("its mark records {says} names, but it has {names}");
-            self.report.warning("upper-nlink", &path, message);
-            if let Ok(delta) = i32::try_from(names - (links - held)) {
-                self.report.repairs.push(Repair::Nlink(name, delta));
+            match i32::try_from(names - (links - held)) {
+                Ok(delta) => {
+                    let repair = Repair::Nlink(name, delta);
+                    self.report
+                        .repairable("upper-nlink", &path, &message, repair);
+                }
+                Err(_) => self.report.warning("upper-nlink", &path, message),
             }
         }
     }
@@ -206,8 +211,9 @@ impl Checker<'_> {
     fn report_unreferenced(&mut self, name: Vec<u8>, host_inode: Option<u64>) {
         let path = [META.as_bytes(), b"/index/", &name].concat();
         let message = "it is unreachable: no name refers to it";
-        self.report.warning("upper-index-leak", &path, message);
-        self.report.repairs.push(Repair::Index(name));
+        let repair = Repair::Index(name);
+        self.report
+            .repairable("upper-index-leak", &path, message, repair);
         let mut sketches = self.sketches.iter();
         if let Some(host_inode) = host_inode
             && let Some((id, _)) = sketches.find(|(_, (inode, _))| *inode == host_inode)

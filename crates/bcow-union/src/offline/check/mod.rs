@@ -15,7 +15,7 @@ use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
 use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
-pub use bcow::check::Severity;
+pub use bcow::check::{Finding, Findings, Place, Severity};
 
 use super::sketched::{self, HostFile};
 use crate::upper::beneath::open_directory_beneath;
@@ -25,35 +25,16 @@ use crate::upper::{
     Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, work,
 };
 
-/// The largest number of errors that are kept, and the largest number of warnings.
-const MAX_FINDINGS: u64 = 1000;
-
 /// The largest number of nodes for which link counts are verified: the same limit as for a
 /// comparison or a commit. A few marks can make an upper refer to any number of files of an image.
 const MAX_FILES: u64 = 4_000_000;
 
-/// A problem and its place.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
-    /// The stable code.
-    pub code: &'static str,
-    /// The severity.
-    pub severity: Severity,
-    /// The path below the upper; `.` for the root.
-    pub path: Vec<u8>,
-    /// The description.
-    pub message: String,
-}
-
 /// The result of a check.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// The findings: directory by directory, then those beside the tree.
-    pub findings: Vec<Finding>,
-    /// The number of errors, including those not kept.
-    pub errors: u64,
-    /// The number of warnings, including those not kept.
-    pub warnings: u64,
+    /// The findings: directory by directory, then those beside the tree. Each place is a path below
+    /// the upper; `.` for the root.
+    pub findings: Findings,
     /// The number of directories in the tree.
     pub directories: u64,
     /// The number of names of other objects in the tree.
@@ -84,21 +65,9 @@ enum Repair {
 }
 
 impl Report {
-    /// A report with this finding only.
-    pub fn of(finding: Finding) -> Report {
-        let mut report = Report::default();
-        report.take(finding);
-        report
-    }
-
     /// Whether no finding has the severity [`Severity::Error`].
     pub fn is_sound(&self) -> bool {
-        self.errors == 0
-    }
-
-    /// The number of findings that were not kept.
-    pub fn omitted(&self) -> u64 {
-        self.errors + self.warnings - self.findings.len() as u64
+        self.findings.is_sound()
     }
 
     /// Whether [`repair`] would change anything.
@@ -114,37 +83,31 @@ impl Report {
             .any(|repair| matches!(repair, Repair::Work))
     }
 
-    fn add(&mut self, severity: Severity, code: &'static str, path: &[u8], message: String) {
-        self.take(Finding {
-            code,
-            severity,
-            path: if path.is_empty() {
-                b".".to_vec()
-            } else {
-                path.to_vec()
-            },
-            message,
-        });
-    }
-
-    fn take(&mut self, finding: Finding) {
-        let count = match finding.severity {
-            Severity::Error => &mut self.errors,
-            Severity::Warning => &mut self.warnings,
-        };
-        *count += 1;
-        if *count <= MAX_FINDINGS {
-            self.findings.push(finding);
-        }
-    }
-
     fn error(&mut self, code: &'static str, path: &[u8], message: impl Into<String>) {
-        self.add(Severity::Error, code, path, message.into());
+        self.findings
+            .add(Finding::error(code, place(path), message));
     }
 
     fn warning(&mut self, code: &'static str, path: &[u8], message: impl Into<String>) {
-        self.add(Severity::Warning, code, path, message.into());
+        self.findings
+            .add(Finding::warning(code, place(path), message));
     }
+
+    /// Adds a warning, and its repair.
+    fn repairable(&mut self, code: &'static str, path: &[u8], message: &str, repair: Repair) {
+        let finding = Finding::warning(code, place(path), message);
+        self.findings.add(finding.repaired_by(match repair {
+            Repair::Map(_) => "removes the map",
+            Repair::Index(_) => "removes the entry",
+            Repair::Work => "empties the directory",
+            Repair::Nlink(..) => "records the right number",
+        }));
+        self.repairs.push(repair);
+    }
+}
+
+fn place(path: &[u8]) -> Place {
+    Place::Path(if path.is_empty() { b"." } else { path }.to_vec())
 }
 
 /// The image of an upper.

@@ -1,0 +1,546 @@
+//! `bcow fsck` of an image or a disk: its file, the file system in it, and the files below it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::check::{self, CheckOptions, Finding, Findings, Place, Repair};
+use bcow::format::{Use, compatible};
+use bcow::{Image, OpenOptions, Storage, header_of};
+use bcow_erofs::check as erofs_check;
+use bcow_erofs::damage::{UnreadableRange, damaged_files, unreadable_ranges};
+use bcow_erofs::reader::Filesystem;
+use bcow_oci::store::{self, Opened, Places, StoreError};
+use bcow_oci::{Digest, ImageName};
+
+use super::backing::BACKING_TABLE;
+use super::report::{Checked, Counts, Details, File, Outcome, Repairs, unread_content};
+use super::tolerant::tolerant;
+use super::{Args, backing, restore};
+use crate::disks::{lock_for_reading, open_for_repair};
+use crate::error::{CommandError, Context};
+use crate::image::{cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file, shown_name};
+use crate::names::{printable, quoted};
+use crate::remote::{self, Pinned, RemoteImage};
+use crate::ui::{Progress, Ui};
+
+/// A file to check: the image, or a layer below it.
+struct Target {
+    /// The name of the file in JSON, in the log, and in the line with its verdict.
+    name: String,
+    /// As [`Checked::label`].
+    label: Option<String>,
+    path: PathBuf,
+    storage: Arc<dyn Storage>,
+    /// The expected digest.
+    digest: Option<Digest>,
+    /// The code of a finding if the digest does not match.
+    digest_code: &'static str,
+}
+
+/// Repairs the image if asked, and checks it and the files below it.
+pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
+    refuse_options_of_uppers(args)?;
+    let stores = args.stores.directories()?;
+    let name = parse_name(&args.image)?;
+    refuse_what_is_no_file(&name)?;
+    let remote = open_remote(args, &name)?;
+    let places = Places {
+        stores: &stores,
+        named: args.stores.backing_dirs()?,
+        remote: remote.as_ref().and_then(|remote| remote.files.as_ref()),
+        ..Places::default()
+    };
+    let (target, file) = locate(args, &name, remote.as_ref())?;
+    let progress = ui.progress();
+    // Another image must not be changed. A file without a readable header has no root yet.
+    if let Some(file) = file.as_ref().filter(|file| header_of(&***file).is_some()) {
+        require_root(args, file)?;
+    }
+    let (repairs, new_identity) = repair(args, &name, &target.path, places, &progress)?;
+    progress.phase("checking");
+    if let Some(file) = &file {
+        require_root(args, file)?;
+        lock_for_reading(&args.image, file, args.stores.share())?;
+    }
+    let checked = check_all(args, &name, target, remote.as_ref(), places, &progress)?;
+    let mut hints = hints(args, &name, &checked);
+    if new_identity {
+        hints.push(format!(
+            "disks over this file do not open any more; its content has not changed, so \
+             `bcow rebase --unsafe DISK -b {}` repairs each of them",
+            args.image.display()
+        ));
+    }
+    Ok(Outcome {
+        shown: shown_name(&args.image),
+        checked,
+        repairs,
+        data: args.data(),
+        hints,
+    })
+}
+
+/// Refuses the options that name the image of an upper.
+fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
+    if args.lower.is_none() && args.layers.layers.is_empty() {
+        return Ok(());
+    }
+    let usage = format!(
+        "{} is not the upper of a writable mount",
+        args.image.display()
+    );
+    Err(CommandError::usage(usage).hint("LOWER and --layer name the image of an upper"))
+}
+
+/// Opens an image on another machine, which can be checked but not repaired. `None` for an image on
+/// this machine.
+fn open_remote(args: &Args, name: &ImageName) -> Result<Option<RemoteImage>, CommandError> {
+    match name {
+        ImageName::Remote(_) if args.repair => Err(CommandError::usage(format!(
+            "cannot repair {}: images on other machines are read-only",
+            printable(&name.absolute().to_string_lossy())
+        ))
+        .hint("repair the file where it is, or a copy")),
+        ImageName::Remote(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// The file that IMG names, before its header is checked; and the open file, if it is on this
+/// machine.
+fn locate(
+    args: &Args,
+    name: &ImageName,
+    remote: Option<&RemoteImage>,
+) -> Result<(Target, Option<Arc<std::fs::File>>), CommandError> {
+    let target = |shown: &Path, path, storage, digest| Target {
+        name: shown.display().to_string(),
+        label: None,
+        path,
+        storage,
+        digest,
+        digest_code: "blob-digest",
+    };
+    if let Some(remote) = remote {
+        let storage = tolerant(Arc::clone(&remote.storage));
+        let target = target(&remote.name, remote.name.clone(), storage, None);
+        return Ok((target, None));
+    }
+    let located = store::locate(name).map_err(|error| cannot_open(&args.image, &error))?;
+    let storage = located.file.clone();
+    let target = target(&args.image, located.path, storage, located.digest);
+    Ok((target, Some(located.file)))
+}
+
+/// Restores and repairs the file, as far as the options ask for this. Also returns whether the file
+/// has another identity now.
+fn repair(
+    args: &Args,
+    name: &ImageName,
+    path: &Path,
+    places: Places<'_>,
+    progress: &Progress,
+) -> Result<(Repairs, bool), CommandError> {
+    let mut repairs = Repairs::default();
+    if let Some(from) = &args.from {
+        progress.phase("restoring");
+        repairs.lines = restore::run(args, name, path, from, places)?;
+        repairs.of_damage = !repairs.lines.is_empty();
+    }
+    if !args.repair {
+        return Ok((repairs, false));
+    }
+    progress.phase("repairing");
+    let (file, _lock) = open_for_repair(&args.image, path)?;
+    let done = check::repair(file);
+    let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
+    repairs.add(&done);
+    Ok((repairs, done.iter().any(Repair::changes_identity)))
+}
+
+/// Checks the file, and then the files below it, in this order.
+fn check_all(
+    args: &Args,
+    name: &ImageName,
+    target: Target,
+    remote: Option<&RemoteImage>,
+    places: Places<'_>,
+    progress: &Progress,
+) -> Result<Vec<Checked>, CommandError> {
+    let shown = remote.map_or(&args.image, |remote| &remote.name);
+    let options = &args.check_options();
+    let (path, storage) = (target.path.clone(), Arc::clone(&target.storage));
+    let mut files = vec![check_file(shown, target, options)?];
+    let opening = OpenOptions::default();
+    let opened = match remote {
+        Some(image) => store::open_remote(image.name.clone(), storage, places, &opening),
+        None => store::open(name, places, &opening),
+    };
+    let Some(opened) = with_layers(shown, opened, &files[0].findings)? else {
+        return Ok(files);
+    };
+    let mut problems: Vec<Finding> = opened
+        .problems
+        .iter()
+        .map(|problem| Finding::error(problem.code(), BACKING_TABLE, problem.to_string()))
+        .collect();
+    if remote.is_none() {
+        for found in backing::check(&opened.image, &path, &args.stores)? {
+            // Both lookups report a file by digest.
+            if !problems.iter().any(|known| known.message == found.message) {
+                problems.push(found);
+            }
+        }
+    }
+    files[0].findings.extend(problems);
+    let count = opened.below.len();
+    for (index, layer) in opened.below.into_iter().enumerate() {
+        progress.phase(&format!("checking file {} of {count} below", index + 1));
+        let target = Target {
+            name: layer.name,
+            label: Some(layer.label),
+            path: layer.path,
+            storage: match remote {
+                Some(_) => tolerant(layer.storage),
+                None => layer.storage,
+            },
+            digest: Some(layer.digest),
+            digest_code: "backing-entry",
+        };
+        files.push(check_file(shown, target, options)?);
+    }
+    Ok(files)
+}
+
+/// The image with the files below it. `None` if damage that the check of its file has reported
+/// hides which files these are; a damaged image may still name them. Any other failure is an error:
+/// files below would go unchecked.
+fn with_layers(
+    image: &Path,
+    opened: Result<Opened, StoreError>,
+    top: &Findings,
+) -> Result<Option<Opened>, CommandError> {
+    match opened {
+        Ok(opened) => Ok(Some(opened)),
+        Err(StoreError::Open { source, .. }) if source.code().is_some() && !top.is_sound() => {
+            Ok(None)
+        }
+        Err(error) => Err(cannot_open(image, &error)),
+    }
+}
+
+/// Refuses a file whose header has another root hash than --root-hash.
+fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
+    let Some(root) = args.stores.remote.root_hash else {
+        return Ok(());
+    };
+    let tree = header_of(file).and_then(|header| header.merkle);
+    match tree.is_some_and(|tree| tree.root == root.0) {
+        true => Ok(()),
+        false => Err(
+            CommandError::new(format!("cannot check {}", args.image.display()))
+                .caused_by_text(format!("its root hash is not {root}")),
+        ),
+    }
+}
+
+/// Limit on findings about files with damaged content in one file. The others are counted.
+const MAX_FILES: usize = 1000;
+
+/// Checks one file, and the file system in it.
+fn check_file(
+    image: &Path,
+    target: Target,
+    options: &CheckOptions,
+) -> Result<Checked, CommandError> {
+    let path = &target.path;
+    let cannot = || format!("cannot check {}", path.display());
+    let begun = std::time::Instant::now();
+    tracing::info!(
+        "{}: checking {}, {}, with {} threads",
+        target.name,
+        path.display(),
+        match options.data {
+            true => "every byte",
+            false => "header and tables",
+        },
+        options.threads
+    );
+    let report = check::check(target.storage.clone(), options).context(cannot)?;
+    tracing::info!(
+        "{}: {} tables and {} blocks, {} bytes of blocks read, {} findings, in {} ms",
+        target.name,
+        report.tables,
+        report.blocks,
+        report.bytes_read,
+        report.findings.len(),
+        begun.elapsed().as_millis()
+    );
+    if let Some(writable) = &report.writable {
+        tracing::debug!("{}: {writable:?}", target.name);
+    }
+    // The check cannot judge a file that is not a BCoW file, or one of a newer version.
+    if report
+        .findings
+        .iter()
+        .any(|f| matches!(f.code, "not-bcow" | "version" | "unknown-feature"))
+    {
+        let opened = Image::open_storage(target.storage.clone(), &OpenOptions::default());
+        return Err(match opened {
+            Err(error) => cannot_open_file(image, path, &error),
+            Ok(_) => CommandError::new(format!("{} changed during the check", path.display())),
+        });
+    }
+    let mut findings = Findings::default();
+    if let (Some(expected), true) = (&target.digest, options.data) {
+        let found = Digest::of_storage(&*target.storage, expected.algorithm()).context(cannot)?;
+        if found != *expected {
+            let message = format!("its digest is {found}, not {expected}");
+            findings.add(Finding::error(target.digest_code, "file", message));
+        }
+    }
+    let counts = Counts {
+        tables: report.tables,
+        blocks: report.blocks,
+        bytes_read: report.bytes_read,
+    };
+    // With --data, all blocks were read. If there was no error, no file is damaged. Otherwise a
+    // second read finds out which files are damaged.
+    let read_files = options.data && !report.is_sound();
+    findings.append(report.findings);
+    let inodes = check_tree(path, target.storage.clone(), read_files, &mut findings)?;
+    Ok(Checked {
+        name: target.name,
+        label: target.label,
+        findings,
+        counts: Some(counts),
+        details: Details::File(File {
+            path: target.path,
+            storage: target.storage,
+            digest: target.digest,
+            inodes,
+            writable: report.writable,
+        }),
+    })
+}
+
+/// Checks the file system in the file. Returns [`File::inodes`].
+fn check_tree(
+    path: &Path,
+    storage: Arc<dyn Storage>,
+    read_files: bool,
+    findings: &mut Findings,
+) -> Result<Option<u64>, CommandError> {
+    let image = match Image::open_storage(storage, &OpenOptions::default()) {
+        Ok(image) => image,
+        // The check of the structure has already reported this damage.
+        Err(error) if error.code().is_some() && !findings.is_empty() => return Ok(None),
+        Err(error) => return Err(cannot_open_file(path, path, &error)),
+    };
+    if !image.header().features.has_compatible(compatible::EROFS) {
+        return Ok(None);
+    }
+    let filesystem = match Filesystem::open(image.clone()) {
+        Ok(filesystem) => filesystem,
+        Err(error) => {
+            let message = error.to_string();
+            findings.add(Finding::error("erofs-superblock", "superblock", message));
+            return Ok(None);
+        }
+    };
+    // The check of the blocks covers the content of files. `damaged_files` names the damaged ones.
+    let options = erofs_check::CheckOptions { read_data: false };
+    let begun = std::time::Instant::now();
+    let superblock = filesystem.superblock();
+    tracing::debug!(
+        "{}: file system of {} blocks of {} bytes, metadata from byte {}, {} further devices",
+        path.display(),
+        superblock.blocks,
+        superblock.block_bytes,
+        superblock.metadata_offset,
+        superblock.devices.len()
+    );
+    let found = erofs_check::check(&filesystem, &options);
+    tracing::info!(
+        "{}: file system of {} inodes checked in {} ms, {} findings",
+        path.display(),
+        filesystem.superblock().inodes,
+        begun.elapsed().as_millis(),
+        found.len()
+    );
+    findings.extend(found);
+    if read_files {
+        let unreadable = unreadable_ranges(&image);
+        for UnreadableRange { bytes, error } in &unreadable {
+            tracing::debug!(
+                "{}: bytes {}..{} of the address space cannot be read: {error}",
+                path.display(),
+                bytes.start,
+                bytes.end
+            );
+        }
+        let damaged = damaged_files(&filesystem, &unreadable, MAX_FILES);
+        findings.extend(damaged.files.iter().map(|file| {
+            let message = format!(
+                "cannot be read from byte {} on: {}",
+                file.offset, file.range.error
+            );
+            Finding::error("file-data", quoted(&file.path), message)
+        }));
+        findings.omit_errors(damaged.omitted);
+    }
+    Ok(Some(filesystem.superblock().inodes))
+}
+
+/// Recovery commands. A test runs each of these commands.
+fn hints(args: &Args, name: &ImageName, files: &[Checked]) -> Vec<String> {
+    let image = name.absolute();
+    let image = match name {
+        ImageName::Remote(_) => Path::new(&image).display(),
+        _ => args.image.display(),
+    };
+    let is_damaged = |file: &&Checked| !file.findings.is_sound();
+    let mut damaged = files.iter().filter(is_damaged).peekable();
+    if damaged.peek().is_none() {
+        // A repair often follows an accident, which may have damaged data too.
+        return match args.repair && !args.data() {
+            true => vec![unread_content(&image)],
+            false => Vec::new(),
+        };
+    }
+    let mut findings = damaged.flat_map(|file| &*file.findings);
+    if !args.repair && findings.all(|finding| finding.repair.is_some()) {
+        return vec![format!("`bcow fsck --repair {image}` repairs this")];
+    }
+    let Some(Checked {
+        details: Details::File(top),
+        findings,
+        ..
+    }) = files.first()
+    else {
+        return Vec::new();
+    };
+    let header = header_of(&*top.storage);
+    let has_header = header.is_some();
+    if header.is_some_and(|header| header.purpose != Use::Image) {
+        let mut errors = findings.iter().filter(|finding| finding.is_error());
+        if errors.all(is_of_backing) {
+            return vec![
+                "name the directory of the backing with --backing-dir, or accept another file as \
+                 the backing with `bcow rebase --unsafe`"
+                    .to_owned(),
+            ];
+        }
+        // If the disk does not open, none of its data can be read.
+        return match Image::open_storage(top.storage.clone(), &OpenOptions::default()) {
+            Ok(_) => vec![format!(
+                "these commands save the readable data of the disk: \
+                 `bcow serve --read-only {image} --socket SOCKET` and \
+                 `qemu-img convert --salvage -O raw 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
+            )],
+            Err(_) => Vec::new(),
+        };
+    }
+    let mut hints = Vec::new();
+    match name {
+        ImageName::Remote(_) => hints.push(
+            "replace the damaged file on the server: `bcow fsck --repair --from COPY FILE` \
+             restores a copy on this machine, and `bcow convert` creates the image again from its \
+             source"
+                .to_owned(),
+        ),
+        ImageName::File(_) => {
+            hints.push("`bcow convert` creates the image again from its source".to_owned());
+            if args.from.is_none() && has_header {
+                hints.push(format!(
+                    "`bcow fsck --repair --from COPY {image}` restores it from another copy"
+                ));
+            }
+        }
+        _ => {
+            // A stack is not damaged itself if its layers are missing or do not match.
+            let is_bad = |finding: &Finding| finding.is_error() && !is_of_backing(finding);
+            for file in files {
+                if let Details::File(bad) = &file.details
+                    && file.findings.iter().any(is_bad)
+                {
+                    hints.push(format!(
+                        "the damaged file is {}: remove it before you copy the image here again \
+                         with skopeo or a similar tool, which keeps existing files",
+                        bad.path.display()
+                    ));
+                }
+            }
+            // A repair does not restore a missing file.
+            let can_restore = args.from.is_none() && !hints.is_empty();
+            hints.push(format!(
+                "`bcow convert SOURCE {image}` replaces damaged and missing files"
+            ));
+            if can_restore {
+                hints.push(format!(
+                    "`bcow fsck --repair --from COPY {image}` restores damaged files from another \
+                     copy of the image"
+                ));
+            }
+        }
+    }
+    if top.inodes.is_some() {
+        hints.push(format!(
+            "`bcow extract --keep-going {image} DIR` extracts the readable files"
+        ));
+    }
+    hints
+}
+
+fn is_of_backing(finding: &Finding) -> bool {
+    matches!(&finding.place, Place::Text(place) if place == BACKING_TABLE)
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::Error;
+    use bcow::check::Severity;
+
+    use super::*;
+
+    #[test]
+    fn image_that_does_not_open_after_its_check_is_an_error() {
+        let unreadable = || {
+            Err(StoreError::Open {
+                path: "a".into(),
+                source: Error::Io {
+                    action: "read",
+                    offset: 0,
+                    source: std::io::ErrorKind::TimedOut.into(),
+                },
+            })
+        };
+        let damaged = || {
+            Err(StoreError::Open {
+                path: "a".into(),
+                source: Error::Merkle { start: 0, end: 1 },
+            })
+        };
+        let found = |severity| {
+            let mut findings = Findings::default();
+            findings.add(Finding::new(severity, "merkle", "byte 0", "differs"));
+            findings
+        };
+        let clean = Findings::default;
+        let image = Path::new("a");
+        let text = |opened, top: &Findings| match with_layers(image, opened, top) {
+            Ok(opened) => panic!("no error, {}", opened.is_some()),
+            Err(error) => error.causes().join(": "),
+        };
+        // The layers would be unchecked, and the image called clean.
+        assert!(text(unreadable(), &clean()).contains("timed out"));
+        assert!(text(unreadable(), &found(Severity::Error)).contains("timed out"));
+        assert!(text(damaged(), &clean()).contains("Merkle"));
+        assert!(text(damaged(), &found(Severity::Warning)).contains("Merkle"));
+        // Reported damage is no reason to stop.
+        assert!(matches!(
+            with_layers(image, damaged(), &found(Severity::Error)),
+            Ok(None)
+        ));
+    }
+}
