@@ -17,16 +17,16 @@ use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
+use bcow_images::{Name, NameParts};
 use bcow_oci::store::{self, Opened, Places, StoreError};
-use bcow_oci::{Digest, ImageName};
+use bcow_oci::{Digest, LocalImage};
 
 use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
-use crate::image::{
-    LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
-};
+use crate::image::{LayerArgs, StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 use crate::kernel_upper::is_kernel_upper;
-use crate::names::{self, printable};
+use crate::name_args::{IMAGE, NameParser, WHOLE_IMAGE};
+use crate::names;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::ui::{Progress, Ui};
 use report::{as_json, print_hints, print_report};
@@ -67,10 +67,12 @@ pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...; or the directory of an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(WHOLE_IMAGE))]
+    image: Name,
     /// The image of an upper [default: the path recorded in the upper]
     #[arg(value_name = "LOWER", value_hint = clap::ValueHint::FilePath)]
-    lower: Option<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    lower: Option<Name>,
     /// Read and verify every byte. For a file on this machine, --root-hash implies --data
     #[arg(long)]
     data: bool,
@@ -83,7 +85,8 @@ pub struct Args {
     /// confirms them. COPY is a file, oci:DIR[:REF], https://..., s3://... or docker://... (implies
     /// --data)
     #[arg(long, value_name = "COPY", requires = "repair", value_hint = clap::ValueHint::FilePath)]
-    from: Option<PathBuf>,
+    #[arg(value_parser = NameParser(WHOLE_IMAGE))]
+    from: Option<Name>,
     /// Threads that read and verify [default: one for each CPU]
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
@@ -121,8 +124,7 @@ impl Args {
     /// nothing about the content until all of it is hashed. Each read of an image on another
     /// machine is verified.
     fn is_pinned_file(&self) -> bool {
-        self.stores.remote.root_hash.is_some()
-            && !matches!(parse_name(&self.image), Ok(ImageName::Remote(_)))
+        self.stores.remote.root_hash.is_some() && !self.image.is_remote()
     }
 }
 
@@ -196,21 +198,23 @@ struct Found {
 impl Found {
     fn locate(
         args: &Args,
-        name: &ImageName,
+        name: &LocalImage,
         remote: Option<&RemoteImage>,
     ) -> Result<Self, CommandError> {
         if let Some(remote) = remote {
+            let name = remote.name.shown();
             return Ok(Found {
-                shown: remote.name.clone(),
-                path: remote.name.clone(),
+                shown: name.to_owned(),
+                path: name.to_owned(),
                 storage: tolerant(Arc::clone(&remote.storage)),
                 file: None,
                 digest: None,
             });
         }
-        let located = store::locate(name).map_err(|error| cannot_open(&args.image, &error))?;
+        let shown = args.image.shown();
+        let located = store::locate(name).map_err(|error| cannot_open(shown, &error))?;
         Ok(Found {
-            shown: args.image.clone(),
+            shown: shown.to_owned(),
             path: located.path,
             storage: located.file.clone(),
             file: Some(located.file),
@@ -243,14 +247,16 @@ impl Checked {
 }
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
-    if upper::is_upper(&args.image) {
+    if upper::is_upper(args.image.shown()) {
         return check_upper(args, ui);
     }
     refuse_options_of_uppers(args)?;
     let stores = args.stores.directories()?;
-    let name = parse_name(&args.image)?;
-    refuse_what_is_no_file(&name)?;
-    let remote = open_remote(args, &name)?;
+    refuse_what_is_no_file(&args.image)?;
+    let remote = open_remote(args)?;
+    // The files of an image on another machine are not looked up by this name.
+    let name = args.image.local();
+    let name = name.unwrap_or_else(|| LocalImage::File(args.image.shown().to_owned()));
     let places = Places {
         stores: &stores,
         named: args.stores.backing_dirs()?,
@@ -271,7 +277,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     progress.phase("checking");
     if let Some(file) = &found.file {
         require_root(args, file)?;
-        lock_for_reading(&args.image, file, args.stores.share())?;
+        lock_for_reading(args.image.shown(), file, args.stores.share())?;
     }
     let files = check_all(args, &name, found, remote.as_ref(), places, &progress)?;
     drop(progress);
@@ -281,7 +287,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         true => ui.print_json(&as_json(args, &files, &repairs.lines))?,
         false => {
             print_report(args, ui, &files, &repairs.lines)?;
-            print_hints(args, &name, &files, ui);
+            print_hints(args, &files, ui);
             if repairs.new_identity {
                 ui.hint(format_args!(
                     "disks over this file do not open any more; its content has not changed, so \
@@ -304,7 +310,7 @@ fn check_upper(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         let usage = format!("{} is the upper of a writable mount", args.image.display());
         return Err(CommandError::usage(usage).hint("--from restores images"));
     }
-    match is_kernel_upper(&args.image) {
+    match is_kernel_upper(args.image.shown()) {
         true => kernel_upper::run(args, ui),
         false => upper::run(args, ui),
     }
@@ -324,14 +330,14 @@ fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
 
 /// Opens an image on another machine, which can be checked but not repaired. `None` for an image on
 /// this machine.
-fn open_remote(args: &Args, name: &ImageName) -> Result<Option<RemoteImage>, CommandError> {
-    match name {
-        ImageName::Remote(_) if args.repair => Err(CommandError::usage(format!(
+fn open_remote(args: &Args) -> Result<Option<RemoteImage>, CommandError> {
+    match args.image.parts() {
+        NameParts::Url(_) if args.repair => Err(CommandError::usage(format!(
             "cannot repair {}: images on other machines are read-only",
-            printable(&name.absolute().to_string_lossy())
+            args.image
         ))
         .hint("repair the file where it is, or a copy")),
-        ImageName::Remote(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
+        NameParts::Url(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
         _ => Ok(None),
     }
 }
@@ -349,7 +355,7 @@ struct Repairs {
 /// Restores and repairs the file, as far as the options ask for this.
 fn repair(
     args: &Args,
-    name: &ImageName,
+    name: &LocalImage,
     found: &Found,
     places: Places<'_>,
     progress: &Progress,
@@ -363,7 +369,7 @@ fn repair(
     let mut new_identity = false;
     if args.repair {
         progress.phase("repairing");
-        let (file, _lock) = open_for_repair(&args.image, &found.path)?;
+        let (file, _lock) = open_for_repair(args.image.shown(), &found.path)?;
         let done = check::repair(file);
         let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
         of_damage |= done.iter().any(Repair::is_of_damage);
@@ -380,7 +386,7 @@ fn repair(
 /// Checks the file, and then the files below it, in this order.
 fn check_all(
     args: &Args,
-    name: &ImageName,
+    name: &LocalImage,
     found: Found,
     remote: Option<&RemoteImage>,
     places: Places<'_>,
@@ -402,7 +408,7 @@ fn check_all(
     let opened = match remote {
         Some(image) => {
             let storage = Arc::clone(&files[0].target.file);
-            store::open_remote(image.name.clone(), storage, places, &opening)
+            store::open_remote(image.name.shown().to_owned(), storage, places, &opening)
         }
         None => store::open(name, places, &opening),
     };

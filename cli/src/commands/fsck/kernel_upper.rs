@@ -65,7 +65,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let mut repaired = Vec::new();
     if args.repair {
         progress.phase("repairing");
-        repaired = repair(&args.image, ui)?;
+        repaired = repair(args.image.shown(), ui)?;
     }
     progress.phase("checking");
     let found = examine(args, ui)?;
@@ -106,7 +106,7 @@ fn repair(upper: &Path, ui: &Ui) -> Result<Vec<Repair>, CommandError> {
 
 fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     let mut found = Found::default();
-    let upper = &args.image;
+    let upper = args.image.shown();
     let reader = match when_free(ui, || DiskReader::open(upper)) {
         Ok(reader) => reader,
         Err(error @ UpperError::Incomplete { .. }) => {
@@ -194,7 +194,7 @@ fn severity(finding: &Finding) -> &'static str {
 }
 
 fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value {
-    let name = args.image.to_string_lossy();
+    let name = args.image.to_string();
     let findings: Vec<_> = found
         .findings
         .iter()

@@ -1,15 +1,12 @@
 //! The result of the check as text, as JSON, and the hints that follow it.
 
-use std::path::Path;
-
 use bcow::format::Use;
 use bcow::{Image, OpenOptions, header_of};
-use bcow_oci::ImageName;
+use bcow_images::NameParts;
 use serde_json::{Value, json};
 
 use super::{Args, BACKING_TABLE, Checked, Finding};
 use crate::error::CommandError;
-use crate::image::shown_name;
 use crate::names::printable;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
@@ -99,7 +96,7 @@ pub(super) fn print_report(
         }
     }
     let errors: u64 = files.iter().map(Checked::errors).sum();
-    let shown = shown_name(&args.image);
+    let shown = args.image.shown();
     if files.len() > 1 && (errors > 0 || !ui.quiet()) {
         let bad = files.iter().filter(|file| file.errors() > 0).count() as u64;
         let count = plural(files.len() as u64, "file");
@@ -212,12 +209,8 @@ fn print_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comma
 }
 
 /// Prints recovery commands as hints on standard error. A test runs each of these commands.
-pub(super) fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
-    let image = name.absolute();
-    let image = match name {
-        ImageName::Remote(_) => Path::new(&image).display(),
-        _ => args.image.display(),
-    };
+pub(super) fn print_hints(args: &Args, files: &[Checked], ui: &Ui) {
+    let image = &args.image;
     let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
     if damaged.is_empty() {
         // A repair often follows an accident, which may have damaged data too.
@@ -254,13 +247,13 @@ pub(super) fn print_hints(args: &Args, name: &ImageName, files: &[Checked], ui: 
         }
         return;
     }
-    match name {
-        ImageName::Remote(_) => ui.hint(
+    match args.image.parts() {
+        NameParts::Url(_) => ui.hint(
             "replace the damaged file on the server: `bcow fsck --repair --from COPY FILE` \
              restores a copy on this machine, and `bcow convert` creates the image again from its \
              source",
         ),
-        ImageName::File(_) => {
+        NameParts::File(_) | NameParts::Bcow(_) => {
             ui.hint("`bcow convert` creates the image again from its source");
             if args.from.is_none() && header_of(&*top.target.file).is_some() {
                 ui.hint(format_args!(
