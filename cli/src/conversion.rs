@@ -107,9 +107,7 @@ pub fn failure(error: &ConvertError) -> CommandError {
         failure = failure.hint(hint);
     }
     match error {
-        ConvertError::SourceSyntax { .. }
-        | ConvertError::MissingTransport { .. }
-        | ConvertError::HoldsImage { .. }
+        ConvertError::HoldsImage { .. }
         | ConvertError::PlatformSyntax(_)
         | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
         _ => failure,

@@ -11,7 +11,7 @@ use bcow::chain::{
 use bcow::format::{BackingName, FormatError, Header, State, Use};
 use bcow::lock::FileLock;
 use bcow::{Disk, Error, Image, Ledger, LockFileError, LockedFile, OpenOptions, header_of};
-use bcow_oci::ImageName;
+use bcow_images::{Name, Url};
 use bcow_oci::store::{Opened, Places, Stores};
 use bcow_remote::Root;
 
@@ -19,7 +19,7 @@ use crate::error::{CommandError, Context};
 use crate::given::Given;
 use crate::remote::{self, Pinned};
 use crate::running;
-use crate::stores::{StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file};
+use crate::stores::{StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 use crate::views::UserViews;
 
 /// A disk, open for reading, with the files below it.
@@ -63,10 +63,10 @@ fn header_at(path: &Path) -> Option<Header> {
     header_of(&File::open(path).ok()?)
 }
 
-/// Whether the file at `path` is a disk that is not sealed, according to its header.
-pub fn is_writable_disk(path: &Path) -> bool {
-    header_at(path)
-        .is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
+/// Whether `name` leads to a disk that is not sealed, according to its header.
+pub fn is_writable_disk(name: &Name) -> bool {
+    let header = name.path().and_then(header_at);
+    header.is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
 }
 
 /// The note that this process leaves in a file that it locks: its command and its number.
@@ -151,12 +151,15 @@ impl<'a> Below<'a> {
     }
 
     fn open_url(&self, url: &str, root: Root) -> Result<Opened, CommandError> {
-        let remote = remote::open(url, &self.args.remote, Pinned::To(root))?;
+        let url = Url::parse(url).map_err(|syntax| {
+            CommandError::new(format!("invalid URL: {}", syntax.problem)).hint(syntax.hint)
+        })?;
+        let remote = remote::open(&url, &self.args.remote, Pinned::To(root))?;
         let opened = self
             .args
             .open_remote(&remote, &Given::default(), &self.options)?;
         let all = opened.require_all();
-        all.map_err(|error| cannot_open(&remote.name, &error))?;
+        all.map_err(|error| cannot_open(remote.name.shown(), &error))?;
         Ok(opened)
     }
 
@@ -407,14 +410,14 @@ fn in_use(
 /// Opens the disk that the user calls `name` for writing. `command` names this process to a second
 /// writer.
 pub fn open_writable(
-    name: &Path,
+    name: &Name,
     stores: &StoreArgs,
     options: &OpenOptions,
     command: &str,
 ) -> Result<WritableDisk, CommandError> {
     let below = Below::new(stores, options)?;
     let file = lock_disk(name, command)?;
-    let disk = below.open_disk(name, &file, None)?;
+    let disk = below.open_disk(name.shown(), &file, None)?;
     Ok(WritableDisk { disk, file })
 }
 
@@ -427,7 +430,7 @@ pub struct LockedImage {
 /// Opens the writable disk that the user calls `name`, to replace its file. `command` names this
 /// process to a second writer.
 pub fn open_to_replace(
-    name: &Path,
+    name: &Name,
     stores: &StoreArgs,
     command: &str,
 ) -> Result<LockedImage, CommandError> {
@@ -436,25 +439,23 @@ pub fn open_to_replace(
     let below = Below::new(stores, &options)?;
     let opener = below.opener(file.path());
     let image = Image::open_with_backings(file.storage(), &options, &opener)
-        .map_err(|error| cannot_open_file(name, name, &error))?;
+        .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
     match opener.problems().first() {
-        Some(problem) => Err(below.first_problem(problem).failure(name)),
+        Some(problem) => Err(below.first_problem(problem).failure(name.shown())),
         None => Ok(LockedImage { image, file }),
     }
 }
 
 /// Opens and locks the file of the writable disk that the user calls `name`, without its backings.
-pub fn lock_disk(name: &Path, command: &str) -> Result<LockedFile, CommandError> {
-    let parsed = parse_name(name)?;
-    refuse_what_is_no_file(&parsed)?;
-    let ImageName::File(path) = parsed else {
-        return Err(
-            CommandError::new(format!("cannot write to {}", name.display()))
-                .caused_by_text("images in an OCI layout are sealed")
-                .hint("`bcow create -b` makes a disk on top of it"),
-        );
+pub fn lock_disk(name: &Name, command: &str) -> Result<LockedFile, CommandError> {
+    refuse_what_is_no_file(name)?;
+    let Some(path) = name.path() else {
+        return Err(CommandError::new(format!("cannot write to {name}"))
+            .caused_by_text("images in an OCI layout and on other machines are sealed")
+            .hint("`bcow create -b` makes a disk on top of it"));
     };
-    LockedFile::open(&path, &lock_note(command)).map_err(|error| cannot_lock(name, &path, &error))
+    let locked = LockedFile::open(path, &lock_note(command));
+    locked.map_err(|error| cannot_lock(name.shown(), path, &error))
 }
 
 /// The error of a disk that cannot be locked for writing.

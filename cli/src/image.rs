@@ -8,9 +8,10 @@ use bcow::format::{Use, hex};
 use bcow::{BlockCache, BlockDevice, Image, OpenOptions, Verify};
 use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
+use bcow_images::{Name, NameParts, Url};
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
-use bcow_oci::{Annotations, ImageName, LayoutForm, LeftOut};
+use bcow_oci::{Annotations, LayoutForm, LeftOut};
 use bcow_remote::Root;
 use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
@@ -19,14 +20,13 @@ use crate::conversion::failure;
 use crate::disks::{self, Below, Problem};
 use crate::error::{CommandError, Context};
 use crate::given::{Given, OpenFiles};
-use crate::place::Layout;
+use crate::name_args::{IMAGE, NameParser};
+use crate::push::Layout;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::size::{Count, plural};
 use crate::ui::Ui;
 
-pub use crate::stores::{
-    StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file, shown_name,
-};
+pub use crate::stores::{StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 pub use crate::tree::{LastLink, Tree};
 
 /// Layers on top of an image.
@@ -35,12 +35,13 @@ pub struct LayerArgs {
     /// Stack this layer, which `bcow commit --upper` wrote, on top of the image (repeatable, the
     /// lowest first)
     #[arg(long = "layer", value_name = "LAYER", value_hint = clap::ValueHint::FilePath)]
-    pub layers: Vec<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    pub layers: Vec<Name>,
 }
 
 /// An open image, and its name in messages.
 pub struct OpenImage {
-    name: PathBuf,
+    name: Name,
     opened: Opened,
     /// The files below a disk, the nearest first.
     chain: Vec<ChainFile>,
@@ -65,13 +66,13 @@ pub struct ImagePart {
 
 impl OpenImage {
     /// Opens the image that the user calls `name`, with all its layers and backings.
-    pub fn open(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
+    pub fn open(name: &Name, stores: &StoreArgs) -> Result<Self, CommandError> {
         OpenImage::open_with(name, stores, &OpenOptions::default())
     }
 
     /// As [`OpenImage::open`], with a cache and checks of the caller's choice.
     pub fn open_with(
-        name: &Path,
+        name: &Name,
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
@@ -80,7 +81,7 @@ impl OpenImage {
     }
 
     /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
-    pub fn open_second(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
+    pub fn open_second(name: &Name, stores: &StoreArgs) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
         OpenImage::open_pinned(name, &Given::default(), stores, Pinned::Never, &options)?
             .require_complete()
@@ -89,7 +90,7 @@ impl OpenImage {
     /// Returns the image, or an error if a file below it is missing or wrong.
     fn require_complete(self) -> Result<Self, CommandError> {
         let image = self;
-        let name = &image.name;
+        let name = image.path();
         if let Some(problem) = image.problems.first() {
             return Err(problem.failure(name));
         }
@@ -101,7 +102,7 @@ impl OpenImage {
 
     /// Opens the image that the user calls `name`, with `layers` on top of it.
     pub fn open_with_layers(
-        name: &Path,
+        name: &Name,
         layers: &LayerArgs,
         stores: &StoreArgs,
     ) -> Result<Self, CommandError> {
@@ -112,7 +113,7 @@ impl OpenImage {
     /// file below the image or below a layer that is missing or wrong causes a warning, not an
     /// error.
     pub fn open_without_content(
-        name: &Path,
+        name: &Name,
         layers: &LayerArgs,
         stores: &StoreArgs,
         ui: &Ui,
@@ -148,8 +149,8 @@ impl OpenImage {
     /// Opens the image that the user calls `name` with `layers` on top, the lowest first, as one
     /// image.
     pub fn open_layered(
-        name: &Path,
-        layers: &[PathBuf],
+        name: &Name,
+        layers: &[Name],
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
@@ -159,8 +160,8 @@ impl OpenImage {
     /// Same as [`OpenImage::open_layered`]. The merged metadata of the layers stays in the file
     /// `merged`, for the next call.
     pub fn open_merged(
-        name: &Path,
-        layers: &[PathBuf],
+        name: &Name,
+        layers: &[Name],
         stores: &StoreArgs,
         options: &OpenOptions,
         merged: Option<&Path>,
@@ -172,8 +173,8 @@ impl OpenImage {
     /// Opens an image with `layers` on top. `check` gets each image as it is opened, and decides
     /// whether the problems with files below it are an error.
     fn open_parts(
-        name: &Path,
-        layers: &[PathBuf],
+        name: &Name,
+        layers: &[Name],
         stores: &StoreArgs,
         options: &OpenOptions,
         merged: Option<&Path>,
@@ -189,17 +190,12 @@ impl OpenImage {
         if layers.is_empty() {
             return Ok(base);
         }
-        let shown = shown_name(name);
-        let cannot = |layer: &Path| {
-            CommandError::new(format!(
-                "cannot put {} on top of {}",
-                shown_name(layer).display(),
-                shown.display()
-            ))
-        };
+        let cannot =
+            |layer: &Name| CommandError::new(format!("cannot put {layer} on top of {name}"));
         if base.image().header().purpose != Use::Image {
-            return Err(cannot(&layers[0])
-                .caused_by_text(format!("{} is a disk, and has no layers", shown.display())));
+            return Err(
+                cannot(&layers[0]).caused_by_text(format!("{name} is a disk, and has no layers"))
+            );
         }
         let base_name = base.name.clone();
         let mut parts = match base.parts.is_empty() {
@@ -243,11 +239,15 @@ impl OpenImage {
         OpenImage::joined(&base_name, parts, options, merged, &|| cannot(top))
     }
 
-    /// The `count` lowest layers of this stack as an image.
-    fn lowest(self, count: usize, options: &OpenOptions) -> Result<Self, CommandError> {
+    /// The `count` lowest layers of this stack as an image with this name.
+    fn lowest(
+        self,
+        name: &Name,
+        count: usize,
+        options: &OpenOptions,
+    ) -> Result<Self, CommandError> {
         let layers = &self.opened.layers;
-        let shown = self.name.display();
-        let cannot = || CommandError::new(format!("cannot open {shown}#layers={count}"));
+        let cannot = || CommandError::new(format!("cannot open {name}"));
         if count > layers.len() {
             let has = plural(layers.len() as u64, "layer");
             return Err(cannot().caused_by_text(format!("the image has {has}")));
@@ -262,17 +262,16 @@ impl OpenImage {
                 Ok(()) => cannot().caused_by_text("a layer is missing"),
             })?;
             let opened = opened_alone(file.image.clone(), file.path.clone());
-            Ok(OpenImage::of(&file.path, opened))
+            Ok(OpenImage::of(&Name::file(&file.path), opened))
         });
         let files = files.collect::<Result<Vec<_>, CommandError>>()?;
-        let name = PathBuf::from(format!("{shown}#layers={count}"));
-        OpenImage::joined(&name, files, options, None, &cannot)
+        OpenImage::joined(name, files, options, None, &cannot)
     }
 
     /// Shows `images`, the lowest first, as one image with this name. `cannot` is the error of a
     /// merge that fails. `merged` is as in [`OpenImage::open_merged`].
     fn joined(
-        name: &Path,
+        name: &Name,
         images: Vec<OpenImage>,
         options: &OpenOptions,
         merged: Option<&Path>,
@@ -306,7 +305,7 @@ impl OpenImage {
         Ok(joined)
     }
 
-    fn of(name: &Path, opened: Opened) -> Self {
+    fn of(name: &Name, opened: Opened) -> Self {
         OpenImage {
             name: name.to_owned(),
             opened,
@@ -379,7 +378,10 @@ impl OpenImage {
             return Ok(Default::default());
         }
         let found = match &self.remote {
-            None => bcow_oci::annotations_of(&parse_name(&self.name)?),
+            None => match self.name.local() {
+                Some(image) => bcow_oci::annotations_of(&image),
+                None => Ok(Default::default()),
+            },
             Some(remote) => match &remote.manifest {
                 None => Ok(Default::default()),
                 Some(manifest) => {
@@ -405,7 +407,7 @@ impl OpenImage {
     /// The result lists the files below the image that are missing or wrong; only for `#layers=N`
     /// they are an error.
     fn open_pinned(
-        name: &Path,
+        name: &Name,
         given: &Given,
         stores: &StoreArgs,
         pinned: Pinned,
@@ -415,7 +417,7 @@ impl OpenImage {
         let image = match stores.remote.root_of(pinned) {
             None => OpenImage::open_any(name, given, stores, pinned, options)?,
             // An image on another machine opens only with this root, and each read is verified.
-            Some(_) if matches!(parse_name(name)?, ImageName::Remote(_)) => {
+            Some(_) if name.is_remote() => {
                 OpenImage::open_any(name, given, stores, pinned, options)?
             }
             Some(root) => {
@@ -484,44 +486,53 @@ impl OpenImage {
     /// Opens an image or a disk, by any form of name. Checks a root hash only for an image on
     /// another machine.
     fn open_any(
-        name: &Path,
+        name: &Name,
         given: &Given,
         stores: &StoreArgs,
         pinned: Pinned,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let directories = stores.directories()?;
-        let parsed = parse_name(name)?;
-        refuse_what_is_no_file(&parsed)?;
-        if let ImageName::Remote(url) = &parsed {
-            let (url, lowest) = remote::split_lowest(url)?;
-            let remote = remote::open(url, &stores.remote, pinned)?;
+        refuse_what_is_no_file(name)?;
+        let remote = match name.parts() {
+            NameParts::Url(url) => Some((url.clone(), None)),
+            NameParts::Lowest { image, count } => {
+                Some((Url::Registry(image.clone()), Some(*count)))
+            }
+            _ => None,
+        };
+        if let Some((url, lowest)) = remote {
+            let remote = remote::open(&url, &stores.remote, pinned)?;
             let image = OpenImage::open_remote(remote, given, stores, options)?;
             return match lowest {
                 None => Ok(image),
-                Some(count) => image.lowest(count, options),
+                Some(count) => image.lowest(name, count, options),
             };
         }
         if pinned == Pinned::AsAsked {
-            stores.remote.refuse_unsigned(&name.display().to_string())?;
+            stores.remote.refuse_unsigned(&name.to_string())?;
         }
-        if let ImageName::File(path) = &parsed
+        if let Some(path) = name.path()
             && disks::is_disk(path)
         {
-            let disk = Below::new(stores, options)?.open_chain(name, path)?;
-            let mut opened = OpenImage::of(name, opened_alone(disk.image, path.clone()));
+            let disk = Below::new(stores, options)?.open_chain(name.shown(), path)?;
+            let mut opened = OpenImage::of(name, opened_alone(disk.image, path.to_owned()));
             opened.chain = disk.files;
             opened.problems = disk.problems;
             return Ok(opened);
         }
+        // Any other name is refused where it is parsed.
+        let Some(local) = name.local() else {
+            return Err(IMAGE.refuse(name).into());
+        };
         let places = Places {
             stores: &directories,
             named: stores.backing_dirs()?,
             files: &given.files,
             remote: given.remote.as_ref(),
         };
-        let opened =
-            store::open(&parsed, places, options).map_err(|error| cannot_open(name, &error))?;
+        let opened = store::open(&local, places, options)
+            .map_err(|error| cannot_open(name.shown(), &error))?;
         Ok(OpenImage::of(name, opened))
     }
 
@@ -551,9 +562,14 @@ impl OpenImage {
         &self.chain
     }
 
-    /// The name that the user gave, without the query of a URL.
-    pub fn path(&self) -> &Path {
+    /// The name that the user gave.
+    pub fn name(&self) -> &Name {
         &self.name
+    }
+
+    /// The name for messages: without the query of a URL.
+    pub fn path(&self) -> &Path {
+        self.name.shown()
     }
 
     /// The block device with the address space of the image.
@@ -585,10 +601,10 @@ impl OpenImage {
 
     /// Refuses to give another image the name that this one has in its layout.
     fn refuse_own_reference(&self, layout: &Layout) -> Result<(), CommandError> {
-        let ImageName::Layout {
+        let NameParts::Layout {
             directory,
             reference,
-        } = parse_name(&self.name)?
+        } = self.name.parts()
         else {
             return Ok(());
         };
@@ -596,7 +612,7 @@ impl OpenImage {
             (Ok(own), Ok(other)) => own == other,
             _ => false,
         };
-        match is_same && reference == layout.reference && reference.is_some() {
+        match is_same && *reference == layout.reference && reference.is_some() {
             true => Err(CommandError::new(format!(
                 "cannot write {}: the new image would take the name of the one that it is made of",
                 layout.shown()
@@ -635,7 +651,7 @@ impl OpenImage {
     pub fn tree_on(&self, device: Arc<dyn BlockDevice>) -> Result<Tree, CommandError> {
         let filesystem = Filesystem::open(device)
             .context(|| format!("cannot read the file system in {}", self.name.display()))?;
-        Ok(Tree::new(&self.name, filesystem))
+        Ok(Tree::new(self.path(), filesystem))
     }
 }
 
@@ -649,8 +665,7 @@ impl ViewedImage for OpenImage {
     }
 
     fn name(&self) -> Option<String> {
-        let name = parse_name(&self.name).ok()?.absolute();
-        Some(name.to_string_lossy().into_owned())
+        Some(self.name.absolute().to_string_lossy().into_owned())
     }
 
     fn verified(&self) -> Result<Arc<dyn BlockDevice>, ViewError> {

@@ -1,62 +1,123 @@
 //! Destinations in registries and in S3.
 
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow::{Storage, header_of};
+use bcow_images::{Name, NameParts, Takes, Url};
 use bcow_oci::copy::CopyFile;
 use bcow_oci::{ConvertError, Digest, LayoutForm, OpenContent};
 use bcow_remote::{
-    Problem, Remote, RemoteError, Replace, Root, S3, S3Content, S3Name, S3Upload, Upload,
+    Problem, Reference, Remote, RemoteError, Replace, Root, S3, S3Content, S3Name, S3Upload, Upload,
 };
 use serde_json::Value;
 
 use crate::conversion::failure;
 use crate::error::CommandError;
-use crate::place::{Destination, Layout};
 use crate::remote::{self, RemoteArgs};
 use crate::s3;
 use crate::ui::Progress;
 
-/// Makes a destination in a registry one that images are written to; any other stays. `from` is the
-/// name of the image that is read, whose blobs may be in the same registry.
-pub fn resolve(
-    destination: Destination,
-    args: &RemoteArgs,
-    from: &str,
-) -> Result<Destination, CommandError> {
-    let Destination::Registry(url) = destination else {
-        return Ok(destination);
-    };
-    let upload = upload(&url, args, from)?;
-    Ok(Destination::Layout(Layout {
-        form: LayoutForm::Registry(upload),
-        path: remote::scratch(),
-        reference: None,
-    }))
+/// A place that a command writes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// A BCoW file.
+    File(PathBuf),
+    /// An image in an OCI layout or in a registry.
+    Layout(Layout),
+    /// An archive of a tree or a layer; `None` is standard output.
+    Tar(Option<PathBuf>),
+    /// The bytes of a disk.
+    Raw(PathBuf),
+    /// A qcow2 image.
+    Qcow2(PathBuf),
+    /// A BCoW file in S3.
+    S3(S3Name),
+    /// A directory with layers of images for containerd's erofs snapshotter.
+    ContainerdCache(PathBuf),
 }
 
-/// The place that `docker://...` names, for writing. Fails if the registry takes no upload from
-/// this user.
-pub fn upload(
-    url: &str,
-    args: &RemoteArgs,
-    from: &str,
-) -> Result<Arc<dyn bcow_oci::Upload>, CommandError> {
-    let reference = remote::reference(url)?;
-    if reference.digest().is_some() {
-        return Err(CommandError::usage(format!(
-            "invalid destination {url:?}: the digest of an image follows from its content"
-        ))
-        .hint("write docker://SERVER/REPOSITORY[:TAG]"));
+/// An image in an OCI layout or in a registry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    pub form: LayoutForm,
+    /// The directory, or the archive's file.
+    pub path: PathBuf,
+    pub reference: Option<String>,
+}
+
+impl Layout {
+    /// The spelling.
+    pub fn shown(&self) -> String {
+        match &self.reference {
+            Some(reference) => format!("{}:{reference}", self.without_reference()),
+            None => self.without_reference(),
+        }
     }
+
+    /// The layout alone.
+    pub fn without_reference(&self) -> String {
+        let transport = match &self.form {
+            LayoutForm::Directory => "oci",
+            LayoutForm::Archive => "oci-archive",
+            LayoutForm::Registry(upload) => return upload.name(),
+        };
+        format!("{transport}:{}", self.path.display())
+    }
+}
+
+impl Destination {
+    /// The place that `name` means; `takes` are the forms that the command writes. `from` is the
+    /// image that is read, whose blobs may be in the same registry.
+    pub fn of(
+        name: &Name,
+        takes: &Takes,
+        args: &RemoteArgs,
+        from: &Name,
+    ) -> Result<Self, CommandError> {
+        let layout = |form, path: &Path, reference: &Option<String>| {
+            Destination::Layout(Layout {
+                form,
+                path: path.to_owned(),
+                reference: reference.clone(),
+            })
+        };
+        Ok(match name.parts() {
+            NameParts::File(path) | NameParts::Bcow(path) => Destination::File(path.clone()),
+            NameParts::Layout {
+                directory,
+                reference,
+            } => layout(LayoutForm::Directory, directory, reference),
+            NameParts::OciArchive { file, reference } => {
+                layout(LayoutForm::Archive, file, reference)
+            }
+            NameParts::Tar(file) => Destination::Tar(file.clone()),
+            NameParts::Raw(path) => Destination::Raw(path.clone()),
+            NameParts::Qcow2(path) => Destination::Qcow2(path.clone()),
+            NameParts::ContainerdCache(path) => Destination::ContainerdCache(path.clone()),
+            NameParts::Url(Url::S3(name)) => Destination::S3(name.clone()),
+            NameParts::Url(Url::Registry(reference)) => {
+                let form = LayoutForm::Registry(upload(reference, args, from.registry())?);
+                layout(form, &remote::scratch(), &None)
+            }
+            _ => return Err(takes.refuse(name).into()),
+        })
+    }
+}
+
+/// A place in a registry, for writing. Fails if the registry takes no upload from this user.
+fn upload(
+    reference: &Reference,
+    args: &RemoteArgs,
+    from: Option<&Reference>,
+) -> Result<Arc<dyn bcow_oci::Upload>, CommandError> {
     let name = reference.to_string();
     let client = remote::client(args, &name)?;
-    let from = from.parse().ok();
     let failed = |error: RemoteError| cannot_write(&name, &error);
     let keys = Arc::new(args.keys()?);
-    let upload = Upload::new(&client, reference, keys, from.as_ref()).map_err(failed)?;
+    let upload = Upload::new(&client, reference.clone(), keys, from).map_err(failed)?;
     // A conversion can take long: a missing right to write is reported before it.
     upload.require_access().map_err(failed)?;
     Ok(Arc::new(ToRepository(upload)))
@@ -72,12 +133,8 @@ pub struct ToS3 {
 }
 
 impl ToS3 {
-    /// The place that `s3://...` names. Fails if there is a file that is not to be replaced.
-    pub fn new(url: &str, args: &RemoteArgs, replace: Replace) -> Result<Self, CommandError> {
-        let name: S3Name = url.parse().map_err(|problem| {
-            CommandError::usage(format!("invalid destination {url:?}: {problem}"))
-                .hint("write s3://BUCKET/KEY")
-        })?;
+    /// The place with this name. Fails if there is a file that is not to be replaced.
+    pub fn new(name: S3Name, args: &RemoteArgs, replace: Replace) -> Result<Self, CommandError> {
         let client = remote::client(args, &name.to_string())?;
         let place = ToS3::at(name, s3::server()?, client, replace)?;
         if replace == Replace::Refused {

@@ -10,13 +10,14 @@ use bcow::Storage;
 use bcow::format::is_plain_url;
 use bcow_fuse::stats::RemoteReport;
 use bcow_fuse::stats::document::{self, KindCount};
+use bcow_images::{Name, Url};
 use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 use bcow_oci::{
     BcowImage, ConvertError, Digest, FromIndex, OrdinaryImage, Platform, RegistryImage, Repository,
 };
 use bcow_remote::{
     Address, Cache, Credentials, Expected, Keychain, Options, Problem, PublicKey, Reference,
-    Registry, Remote, RemoteError, RemoteFile, Root, S3Name, WeakRemote,
+    Registry, Remote, RemoteError, RemoteFile, Root, WeakRemote,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
@@ -180,8 +181,7 @@ pub enum Pinned {
 
 /// An image on another machine.
 pub struct RemoteImage {
-    /// The name for messages: without the query of a URL.
-    pub name: PathBuf,
+    pub name: Name,
     /// The bytes, each checked against the Merkle tree.
     pub storage: Arc<dyn Storage>,
     /// The files below the image, if it comes from a place with several.
@@ -381,72 +381,33 @@ impl RemoteArgs {
 }
 
 /// Opens the image that a URL names.
-pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
-    if url.starts_with("docker://") {
-        return open_in_registry(url, args, pinned);
-    }
-    if url.starts_with("s3://") {
-        return open_in_s3(url, args, pinned);
-    }
-    let address = Address::parse(url).map_err(|problem| {
-        CommandError::usage(format!("invalid URL: {problem}"))
-            .hint("write https://HOST/PATH; a query may follow")
-    })?;
-    let name = address.to_string();
-    let lasting = Some(name.clone()).filter(|name| is_plain_url(name));
-    let place = beside::Place::Web(address);
-    open_file(name, lasting, args, pinned, place)
-}
-
-/// Splits `#layers=N` from the name of an image in a registry: the N lowest layers are meant.
-pub fn split_lowest(url: &str) -> Result<(&str, Option<usize>), CommandError> {
-    let Some((name, part)) = url.rsplit_once('#') else {
-        return Ok((url, None));
+pub fn open(url: &Url, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
+    let place = match url {
+        Url::Registry(reference) => return open_in_registry(reference, args, pinned),
+        Url::S3(name) => beside::Place::S3(s3::server()?, name.clone()),
+        Url::Web(address) => beside::Place::Web(address.clone()),
     };
-    // Elsewhere, a number sign is an ordinary character.
-    if !name.starts_with("docker://") {
-        return Ok((url, None));
-    }
-    let count = part.strip_prefix("layers=").and_then(|n| n.parse().ok());
-    match count.filter(|&count| count > 0) {
-        Some(count) => Ok((name, Some(count))),
-        None => Err(
-            CommandError::usage(format!("invalid image name {url:?}: #{part}"))
-                .hint("#layers=N behind the name means the N lowest layers, 1 or more"),
-        ),
-    }
-}
-
-fn open_in_s3(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
-    let name: S3Name = url.parse().map_err(|problem| {
-        CommandError::usage(format!("invalid image name {url:?}: {problem}"))
-            .hint("write s3://BUCKET/KEY")
-    })?;
-    let server = s3::server()?;
-    let lasting = Some(name.to_string()).filter(|name| is_plain_url(name));
-    let shown = name.to_string();
-    let place = beside::Place::S3(server, name);
-    open_file(shown, lasting, args, pinned, place)
+    open_file(url, args, pinned, place)
 }
 
 /// Opens an image on a web server or in S3.
 fn open_file(
-    name: String,
-    lasting_url: Option<String>,
+    url: &Url,
     args: &RemoteArgs,
     pinned: Pinned,
     place: beside::Place,
 ) -> Result<RemoteImage, CommandError> {
+    let name = url.to_string();
     args.refuse_unsigned(&name)?;
     let client = args.client(&name)?;
     let expected = args.root_of(pinned).map(Expected::from);
     let file = place.open(&client.remote, expected);
     let file = file.map_err(|error| cannot_open(&name, &error))?;
     Ok(RemoteImage {
-        name: name.into(),
+        name: Name::url(url.clone()),
         storage: client.add(file) as Arc<dyn Storage>,
         files: Some(Arc::new(Beside { place, client })),
-        lasting_url,
+        lasting_url: Some(name).filter(|name| is_plain_url(name)),
         digest: None,
         manifest: None,
         from_index: FromIndex::default(),
@@ -463,11 +424,11 @@ pub enum InRegistry {
 }
 
 fn open_in_registry(
-    url: &str,
+    reference: &Reference,
     args: &RemoteArgs,
     pinned: Pinned,
 ) -> Result<RemoteImage, CommandError> {
-    let place = Place::new(url, args)?;
+    let place = Place::new(reference, args)?;
     let found = place.find(None)?;
     let image = match found {
         RegistryImage::Bcow(image) => return place.open(&image, args, pinned),
@@ -509,12 +470,12 @@ fn open_in_registry(
 /// Finds the image that `docker://...` names, for `platform` or for that of this machine. Nothing
 /// that is attached to an ordinary image counts.
 pub fn find_in_registry(
-    url: &str,
+    reference: &Reference,
     args: &RemoteArgs,
     pinned: Pinned,
     platform: Option<&Platform>,
 ) -> Result<InRegistry, CommandError> {
-    let place = Place::new(url, args)?;
+    let place = Place::new(reference, args)?;
     match place.find(platform)? {
         RegistryImage::Bcow(image) => place.open(&image, args, pinned).map(InRegistry::Bcow),
         RegistryImage::Ordinary(image) => Ok(InRegistry::Ordinary(image)),
@@ -530,12 +491,11 @@ struct Place {
 }
 
 impl Place {
-    fn new(url: &str, args: &RemoteArgs) -> Result<Self, CommandError> {
-        let reference = reference(url)?;
+    fn new(reference: &Reference, args: &RemoteArgs) -> Result<Self, CommandError> {
         let name = reference.to_string();
         let client = args.client(&name)?;
         let keys = Arc::new(args.keys()?);
-        let registry = Arc::new(Registry::new(&client.remote, reference, keys));
+        let registry = Arc::new(Registry::new(&client.remote, reference.clone(), keys));
         Ok(Place {
             name,
             registry,
@@ -599,7 +559,7 @@ impl Place {
         Ok(RemoteImage {
             storage: self.client.add(file) as Arc<dyn Storage>,
             files: Some(self.repository() as Arc<dyn RemoteFiles>),
-            name: self.name.clone().into(),
+            name: Name::url(Url::Registry(self.registry.reference().clone())),
             lasting_url: Some(format!(
                 "docker://{}/{}@{}",
                 self.registry.reference().server(),
@@ -617,10 +577,10 @@ impl Place {
 
 /// Finds the image in BCoW form that `docker://...` names, to copy it: nothing of it is cached.
 pub fn bcow_in_registry(
-    url: &str,
+    reference: &Reference,
     args: &RemoteArgs,
 ) -> Result<(BcowImage, Arc<InRepository>), CommandError> {
-    let place = Place::new(url, &args.uncached())?;
+    let place = Place::new(reference, &args.uncached())?;
     let found = place.find(None)?;
     match found {
         RegistryImage::Bcow(image) => Ok((image, place.repository())),
@@ -632,24 +592,16 @@ pub fn bcow_in_registry(
 
 /// A blob of the repository that `docker://...` names: its bytes as the registry sends them.
 pub fn blob_in_registry(
-    url: &str,
+    reference: &Reference,
     digest: &Digest,
     bytes: u64,
     args: &RemoteArgs,
 ) -> Result<Box<dyn io::Read + Send>, CommandError> {
-    let place = Place::new(url, &args.uncached())?;
+    let place = Place::new(reference, &args.uncached())?;
     let sent = place.registry.download(&digest.to_string(), bytes);
     Ok(Box::new(
         sent.map_err(|error| cannot_open(&place.name, &error))?,
     ))
-}
-
-/// Parses the name of an image in a registry.
-pub fn reference(url: &str) -> Result<Reference, CommandError> {
-    url.parse().map_err(|problem| {
-        CommandError::usage(format!("invalid image name {url:?}: {problem}"))
-            .hint("write docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
-    })
 }
 
 /// The error of a library that reads from servers through this program: `failed`, then the server's

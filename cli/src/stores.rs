@@ -9,13 +9,12 @@ use std::sync::Arc;
 use bcow::chain::Share;
 use bcow::format::FormatError;
 use bcow::{Error, OpenOptions};
-use bcow_oci::ImageName;
+use bcow_images::Name;
 use bcow_oci::store::{self, Opened, Places, RemoteFiles, StoreError};
 
 use crate::error::{CommandError, Context};
 use crate::foreign_format::format_hint;
 use crate::given::{Given, OpenFiles};
-use crate::place;
 use crate::remote::{HEADING, RemoteArgs, RemoteImage};
 
 /// Directories in which the layers of an image are looked up, in addition to the layout of the
@@ -90,8 +89,9 @@ impl StoreArgs {
             files: &given.files,
             remote: Some(&remote),
         };
-        store::open_remote(image.name.clone(), image.storage.clone(), places, options)
-            .map_err(|error| cannot_open(&image.name, &error))
+        let name = image.name.shown();
+        store::open_remote(name.to_owned(), image.storage.clone(), places, options)
+            .map_err(|error| cannot_open(name, &error))
     }
 
     /// Whether the user allows a file to name a backing by this URL.
@@ -128,37 +128,15 @@ fn require_directories(directories: &[PathBuf], what: &str) -> Result<(), Comman
     Ok(())
 }
 
-/// The name of an image as the user wrote it.
-pub fn parse_name(name: &Path) -> Result<ImageName, CommandError> {
-    ImageName::parse(name.as_os_str())
-        .map_err(|error| CommandError::usage(error.to_string()).hint(error.hint()))
-}
-
-/// The name of an image for messages: as the user wrote it, without the query of a URL, which can
-/// have a signature that gives access.
-pub fn shown_name(name: &Path) -> PathBuf {
-    match ImageName::parse(name.as_os_str()) {
-        Ok(remote @ ImageName::Remote(_)) => remote.absolute().into(),
-        _ => name.to_owned(),
-    }
-}
-
 /// Fails with a clear message if there is nothing that could be an image.
-pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
-    let ImageName::File(path) = name else {
+pub fn refuse_what_is_no_file(name: &Name) -> Result<(), CommandError> {
+    let Some(path) = name.path() else {
         return Ok(());
     };
-    let metadata = match std::fs::metadata(path) {
-        Ok(metadata) => metadata,
-        Err(error) => {
-            let missing = CommandError::new(format!("cannot open {}", path.display()));
-            let other_form = place::not_bcow(path.as_os_str());
-            return Err(other_form.unwrap_or_else(|| missing.caused_by(&error)));
-        }
-    };
+    let cannot_open = || format!("cannot open {name}");
+    let metadata = std::fs::metadata(path).context(cannot_open)?;
     if metadata.is_dir() {
-        let failure =
-            CommandError::new(format!("cannot open {}: it is a directory", path.display()));
+        let failure = CommandError::new(format!("{}: it is a directory", cannot_open()));
         let shown = path.display();
         return Err(failure.hint(match () {
             () if path.join("oci-layout").exists() => {
@@ -176,8 +154,8 @@ pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
     let kind = metadata.file_type();
     if kind.is_fifo() || kind.is_socket() || kind.is_char_device() {
         return Err(CommandError::new(format!(
-            "cannot open {}: it is a pipe, a socket or a character device",
-            path.display()
+            "{}: it is a pipe, a socket or a character device",
+            cannot_open()
         )));
     }
     Ok(())

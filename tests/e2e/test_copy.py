@@ -241,7 +241,7 @@ class Copies(test_registries.WithRegistry):
                 (sealed, f"oci:{self.at('x')}", "is a disk"),
                 (layer, f"oci:{self.at('x')}", "is a single layer"),
                 (raw, self.at("x.bcow"), "not a BCoW file"),
-                (self.file, f"raw:{self.at('x')}", "cannot write raw:"),
+                (self.file, f"raw:{self.at('x')}", "cannot write to raw:"),
                 (self.file, "https://localhost/x", "cannot write to https"),
                 (self.at("missing"), self.at("x.bcow"), "No such file"),
                 (self.file, self.name("x") + "@sha256:" + "0" * 64, "follows from its content")):

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_fuse::daemon::{self, Launch, Readiness};
+use bcow_images::Name;
 use bcow_nbd::netlink::{Connect, Driver};
 use bcow_nbd::proto::Framing;
 use bcow_nbd::{Exports, Server, ServerOptions};
@@ -19,8 +20,9 @@ use super::serve::open::{Access, DeviceOptions, Served};
 use super::serve::ready::Signals;
 use crate::error::{CommandError, Context};
 use crate::heap;
-use crate::image::{StoreArgs, shown_name};
+use crate::image::StoreArgs;
 use crate::limits;
+use crate::name_args::{IMAGE, NameParser};
 use crate::running;
 use crate::ui::Ui;
 pub use device::{NbdDevice, driver_failure};
@@ -38,7 +40,8 @@ pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// The device: /dev/nbdN
     #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
     device: PathBuf,
@@ -132,7 +135,7 @@ fn attach(
     if !size.is_multiple_of(args.block_size) {
         return Err(CommandError::new(format!(
             "cannot attach {}: its size ({size} bytes) is no multiple of the block size",
-            shown_name(&args.image).display()
+            args.image
         )));
     }
     // The kernel may pause in the middle of a request when memory is short, and is not hostile.
@@ -209,7 +212,7 @@ fn attached(
         None => {
             ui.status(format_args!(
                 "{} is attached to {}",
-                shown_name(&args.image).display(),
+                args.image,
                 args.device.display()
             ));
             Ok(())

@@ -2,14 +2,15 @@
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 
 use bcow_erofs::reader::FileType;
 
 use crate::error::{CommandError, Context};
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs};
+use crate::name_args::{IMAGE, NameParser};
 use crate::ui::Ui;
 use crate::{names, stat};
+use bcow_images::Name;
 
 /// Write files of an image to standard output
 ///
@@ -21,7 +22,8 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// Paths of regular files in the image
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<OsString>,

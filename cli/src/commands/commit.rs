@@ -12,10 +12,11 @@ use super::seal::{SealArgs, seal_into};
 use crate::disks::{Below, cannot_lock, lock_disk, lock_note};
 use crate::error::CommandError;
 use crate::image::{LayerArgs, StoreArgs, cannot_open_file};
-use crate::place::{self, Destination};
+use crate::name_args::{COMMIT_DISK_TO, COMMIT_TO, IMAGE, NameParser};
 use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
 use crate::ui::Ui;
+use bcow_images::Name;
 
 /// Commit changes of a disk or a writable mount to a new layer or the backing
 ///
@@ -53,11 +54,13 @@ use crate::ui::Ui;
 pub struct Args {
     /// The disk; with --upper, the image
     #[arg(value_name = "DISK|IMG", value_hint = clap::ValueHint::FilePath)]
-    disk: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    disk: Name,
     /// The layer, image or sealed disk to write; FILE.bcow, or with --upper also tar:FILE,
     /// oci:DIR[:REF], oci-archive:FILE[:REF] or docker://HOST/REPO[:TAG]
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
-    new: Option<PathBuf>,
+    #[arg(value_parser = NameParser(COMMIT_TO))]
+    new: Option<Name>,
     /// Commit the changes in this upper of a writable mount of IMG, or in this disk of `bcow create
     /// --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
@@ -112,12 +115,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .hint("--layer is for an image, with --upper"));
     }
     match &args.new {
-        Some(new) => match Destination::parse(new.as_os_str())? {
-            Destination::File(new) => {
-                seal_into(&args.disk, &new, Keep::Own, &args.seal, &args.stores, ui)
-            }
-            _ => Err(place::refuse(&new.to_string_lossy(), "commit")
-                .hint("the layer of a disk is a BCoW file")),
+        Some(new) => match new.path() {
+            Some(path) => seal_into(&args.disk, path, Keep::Own, &args.seal, &args.stores, ui),
+            None => Err(COMMIT_DISK_TO.refuse(new).into()),
         },
         None => {
             let jobs = args.seal.jobs().map(|_| "--jobs");
@@ -151,7 +151,7 @@ fn failure(args: &Args, below: &Below, error: CommitError) -> CommandError {
     let name = &args.disk;
     let cannot = || format!("cannot commit {}", name.display());
     match error {
-        CommitError::Disk(error) => cannot_open_file(name, name, &error),
+        CommitError::Disk(error) => cannot_open_file(name.shown(), name.shown(), &error),
         CommitError::BackingByDigest => CommandError::new(cannot())
             .caused_by(&error)
             .hint("`bcow commit DISK NEW` makes a layer on top of the backing"),

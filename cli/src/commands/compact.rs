@@ -1,18 +1,20 @@
 //! `bcow compact`
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bcow::format::{State, Use};
 use bcow::operation::RewriteOptions;
 use bcow::{Compression, Image};
+use bcow_images::Name;
 
+use super::create::new_path;
 use crate::conversion::{Compress, parse_compression};
 use crate::disks::{open_to_replace, require_backing_beside};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
+use crate::name_args::{IMAGE, NameParser, new_file};
 use crate::new_file::NewFile;
-use crate::place::Destination;
 use crate::rewrite::{TerminalMonitor, threads, write_new};
 use crate::size::Human;
 use crate::ui::Ui;
@@ -28,11 +30,13 @@ use crate::ui::Ui;
 pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
-    disk: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    disk: Name,
     /// Write the disk to this new file and leave FILE unchanged. If the backing is in the
     /// directory of FILE, NEW must be in that directory too
     #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
-    output: Option<PathBuf>,
+    #[arg(value_parser = NameParser(new_file("compact")))]
+    output: Option<Name>,
     /// Compress the stored blocks: zstd[:LEVEL]; later writes are not compressed [default: no
     /// compression]
     #[arg(long, value_name = "HOW", value_parser = parse_compression)]
@@ -58,7 +62,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         let new = NewFile::replace(path)?;
         return write(args, &old.image, old.file.file(), new, path, ui);
     };
-    let output = &Destination::bcow_file(output, "compact")?;
+    let output = new_path(output)?;
     let opened = OpenImage::open(&args.disk, &args.stores)?;
     let header = opened.image().header();
     if (header.purpose, header.state) != (Use::Disk, State::Writable) {
@@ -96,7 +100,7 @@ fn write(
         .context(|| format!("cannot write {}", output.display()))?;
     let before = file.metadata().context(cannot_read)?;
     let monitor = TerminalMonitor::new(ui);
-    let written = write_new(image, &args.disk, &new, output, options, &monitor)?;
+    let written = write_new(image, args.disk.shown(), &new, output, options, &monitor)?;
     drop(monitor);
     new.complete()?;
     ui.status(format_args!(

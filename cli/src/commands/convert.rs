@@ -4,18 +4,21 @@ mod containerd_cache;
 mod disk;
 mod recode;
 
-use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use bcow::format::Use;
+use bcow_images::{
+    Apparent, Content, Name, NameForm, NameParts, Target, Way, apparent, no_way, spellings, way,
+};
 use bcow_oci::copy::CopyImage;
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
-    ConvertError, ConvertOptions, ImageName, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport,
-    LeftOut, Limits, OrdinaryImage, Platform, Prefetch, Report, Source,
+    ConvertOptions, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport, LeftOut, Limits,
+    Platform, Prefetch, Report, Source,
 };
-use bcow_remote::Replace;
+use bcow_remote::{Replace, S3Name};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -25,10 +28,10 @@ use crate::conversion::{
 };
 use crate::error::{CommandError, Context};
 use crate::foreign_format::{self, ForeignFormat};
-use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::Interrupt;
-use crate::place::{self, Destination, Layout};
-use crate::push::{self, ToS3};
+use crate::name_args::{CONVERT_FROM, CONVERT_TO, NameParser};
+use crate::push::{Destination, Layout, ToS3};
 use crate::remote::{self, InRegistry, Pinned};
 use crate::replace::{self, Replacement};
 use crate::size::{self, Human, plural};
@@ -88,14 +91,15 @@ const MAX_ENTRIES: u64 = 1 << 31;
 /// command fails, no partial output remains.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
+#[command(after_long_help = format!("What converts to what:\n{}", bcow_images::table()))]
 pub struct Args {
     /// What to convert: an image (oci:, oci-archive:, docker-archive:, docker://...), tar:FILE,
     /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
-    #[arg(value_name = "SRC")]
-    source: OsString,
+    #[arg(value_name = "SRC", value_parser = NameParser(CONVERT_FROM))]
+    source: Name,
     /// What to write: FILE, oci:, oci-archive:, docker:, s3:, raw:, qcow2: or containerd-cache:
-    #[arg(value_name = "DST")]
-    destination: PathBuf,
+    #[arg(value_name = "DST", value_parser = NameParser(CONVERT_TO))]
+    destination: Name,
     /// Platform to select from a multi-platform source [default: this machine's]
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
@@ -188,91 +192,40 @@ pub struct Args {
 
 /// Converts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let from = place::Source::parse(&args.source);
-    let destination = Destination::parse(args.destination.as_os_str())?;
-    let from_name = args.source.to_string_lossy();
-    let destination = push::resolve(destination, &args.stores.remote, &from_name)?;
+    let remote = &args.stores.remote;
+    refuse_destination_options(args)?;
+    let destination = Destination::of(&args.destination, &CONVERT_TO, remote, &args.source)?;
     let (destination, sending) = match destination {
-        Destination::S3(url) => {
-            let sending = Sending::new(&url, args)?;
+        Destination::S3(name) => {
+            let sending = Sending::new(name, args)?;
             (sending.destination(args.layers), Some(sending))
-        }
-        _ if args.layers => {
-            return Err(CommandError::usage("--layers is only for s3://BUCKET/KEY")
-                .hint("oci:, oci-archive: and docker: always have one file per layer"));
         }
         destination => (destination, None),
     };
-    if let Destination::Tar(_) = destination {
-        return Err(place::refuse(
-            &args.destination.to_string_lossy(),
-            "convert",
-        ));
-    }
-    let is_registry = matches!(
-        &destination,
-        Destination::Layout(to) if matches!(to.form, LayoutForm::Registry(_))
-    );
-    if args.referrer && !is_registry {
-        return Err(
-            CommandError::usage("--referrer is only for an image in a registry")
-                .hint("write to docker://HOST/REPO, the repository of the ordinary image"),
-        );
-    }
     let platform = platform(args)?;
-    let (image, ordinary) = match &from {
-        place::Source::Bcow(name) => open(args, name, platform.as_ref())?,
-        _ => (None, None),
-    };
-    if let (Some(ordinary), Destination::Raw(_) | Destination::Qcow2(_)) = (&ordinary, &destination)
-    {
-        return Err(disk::no_disk(
-            &ordinary.name(),
-            "a container image",
-            &args.destination,
-        ));
-    }
-    if disk::is_disk_conversion(&from, &destination, image.as_ref()) {
-        if sending.is_some() && args.writable {
-            return Err(
-                CommandError::usage("a disk in S3 is sealed, and not writable")
-                    .hint("make a disk over it: `bcow create -b s3://BUCKET/KEY NEW.bcow`"),
-            );
-        }
-        if args.prefetch.is_some() {
-            return Err(CommandError::usage(
-                "--prefetch is only for images, not for disks",
-            ));
-        }
-        return disk::run(args, &from, &destination, image, sending.as_ref(), ui);
-    }
     // The source is opened before the destination is examined, so an error of the source comes
     // first.
-    let source = match (&image, ordinary) {
-        (Some(_), _) => None,
-        (None, Some(ordinary)) => Some(Source::Registry(ordinary)),
-        (None, None) => Some(source(&args.source)?),
-    };
-    if args.platform.is_some() && image.is_some() && !is_in_registry(&args.source) {
-        return Err(CommandError::usage(
-            "--platform cannot be used with a BCoW image, which has only one platform",
-        ));
+    let source = open(args, platform.as_ref())?;
+    let (content, target) = (source.content(), target(args));
+    let way = way(content, target);
+    if way != Way::None || args.source.form() == NameForm::Layout {
+        require_there(&args.source)?;
     }
-    if args.writable {
-        return Err(CommandError::usage("--writable is only for disks")
-            .hint("a disk is made from raw:FILE or qcow2:FILE, or by `bcow create`"));
+    if way == Way::None {
+        return Err(no_way(content, target, &args.source, &args.destination).into());
     }
-    if matches!(destination, Destination::File(_)) && (args.cache.is_some() || args.dedup_lower) {
-        return Err(
-            CommandError::usage("--cache and --dedup-lower are only for an OCI layout")
-                .hint("leave out --cache and --dedup-lower, or write to oci:DIR[:REF]"),
-        );
-    }
-    let is_for_containerd = matches!(destination, Destination::ContainerdCache(_));
-    let is_plain = args.plain || is_for_containerd;
+    refuse_options(args, way)?;
+    let is_plain = args.plain || way == Way::SplitForContainerd;
     if is_plain && matches!(args.compress, Some(Compress::Zstd { .. })) {
         return Err(CommandError::usage("a plain image is not compressed")
             .hint("leave out --plain or --compress"));
+    }
+    if way == Way::Disk {
+        let image = match source {
+            Opened::Image(image) => Some(*image),
+            _ => None,
+        };
+        return disk::run(args, &destination, image, sending.as_ref(), ui);
     }
     let _replaced = match &destination {
         Destination::File(path) => replace::check(path, Replacement::Image, args.force)?,
@@ -307,74 +260,295 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         scratch: remote::scratch(),
         cancel: Some(interrupt.flag()),
     };
-    match (&destination, source) {
-        (Destination::File(path), Some(source)) => {
-            let progress = ui.progress();
-            let report = bcow_oci::convert(&source, path, &options, &progress)
-                .map_err(|error| failure(&error))?;
-            if let Some(sending) = &sending {
-                sending.send_file(path, &progress, &interrupt)?;
-            }
-            drop(progress);
-            note_left_out(&from_name, &report.left_out, ui);
-            report_image(args, &report, path, &sending, ui)
+    let conversion = Conversion {
+        args,
+        options,
+        sending,
+        interrupt,
+        ui,
+    };
+    match (destination, source) {
+        (Destination::File(path), source) => conversion.to_file(&source, &path),
+        (Destination::Layout(to), source) => conversion.to_layout(&source, &to),
+        (Destination::ContainerdCache(directory), Opened::Files(source)) => {
+            containerd_cache::run(args, &source, &directory, &conversion.options, ui)
         }
-        (Destination::Layout(to), source) => {
-            let layout = LayoutOptions {
-                directory: to.path.clone(),
-                form: to.form.clone(),
-                reference: to.reference.clone(),
-                is_referrer: args.referrer,
-                cache: args.cache.clone(),
-                dedup_lower: args.dedup_lower,
-            };
-            let mut report = match (source, &image) {
-                (Some(source), _) => {
-                    let progress = ui.progress();
-                    bcow_oci::convert_to_layout(&source, &layout, &options, &progress)
-                        .map_err(|error| failure(&error))?
-                }
-                (None, Some(image)) => recode::to_layout(image, to, &layout, &options, ui)?,
-                (None, None) => return Ok(()),
-            };
-            let shown = match &sending {
-                Some(sending) => {
-                    let left_out = sending.send_layout(to, &interrupt, ui)?;
-                    report.left_out.annotations = left_out.annotations;
-                    sending.place.name()
-                }
-                None => to.shown(),
-            };
-            note_left_out(&from_name, &report.left_out, ui);
-            match args.json {
-                true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
-                false => report_layout(&report, &shown, ui),
+        // There is no way between the others.
+        _ => Err(no_way(content, target, &args.source, &args.destination).into()),
+    }
+}
+
+/// An open source.
+enum Opened {
+    /// An image or a disk in BCoW form.
+    Image(Box<OpenImage>),
+    /// An ordinary image, an archive or a directory, not opened yet.
+    Files(Box<Source>),
+    /// A disk in another form, not opened yet.
+    ForeignDisk,
+}
+
+impl Opened {
+    fn content(&self) -> Content {
+        match self {
+            Opened::Image(image) if image.image().header().purpose == Use::Image => Content::Image,
+            Opened::Image(_) | Opened::ForeignDisk => Content::Disk,
+            Opened::Files(source) => match **source {
+                Source::Tar(_) => Content::Archive,
+                Source::Directory(_) => Content::Directory,
+                _ => Content::Ordinary,
+            },
+        }
+    }
+}
+
+/// Opens the source. An image in a registry may be an ordinary one.
+fn open(args: &Args, platform: Option<&Platform>) -> Result<Opened, CommandError> {
+    let name = &args.source;
+    match (apparent(name), name.registry()) {
+        (Apparent::Bcow, None) => {
+            require_there(name)?;
+            Ok(Opened::Image(OpenImage::open(name, &args.stores)?.into()))
+        }
+        (Apparent::Bcow, Some(reference)) => {
+            let remote = &args.stores.remote;
+            match remote::find_in_registry(reference, remote, Pinned::AsAsked, platform)? {
+                InRegistry::Bcow(image) => Ok(Opened::Image(
+                    OpenImage::of_remote(image, &args.stores)?.into(),
+                )),
+                InRegistry::Ordinary(_) if remote.root_hash.is_some() => Err(CommandError::usage(
+                    format!("--root-hash is for BCoW images, and {name} is an ordinary image"),
+                )
+                .hint("docker://...@sha256:DIGEST names an ordinary image by its content")),
+                InRegistry::Ordinary(image) => Ok(Opened::Files(Source::Registry(image).into())),
             }
         }
-        (Destination::ContainerdCache(directory), Some(source)) => {
-            containerd_cache::run(args, &source, directory, &options, ui)
+        (Apparent::Files(source), _) => Ok(Opened::Files(source)),
+        (Apparent::ForeignDisk, _) => Ok(Opened::ForeignDisk),
+        (Apparent::NoForm, _) => Err(missing_transport(name)),
+    }
+}
+
+fn target(args: &Args) -> Target {
+    match args.destination.form() {
+        NameForm::Layout | NameForm::OciArchive | NameForm::Registry => Target::Layers,
+        NameForm::S3 if args.layers => Target::Layers,
+        NameForm::ContainerdCache => Target::ContainerdCache,
+        NameForm::Raw | NameForm::Qcow2 => Target::Foreign,
+        _ => Target::File,
+    }
+}
+
+/// Refuses options that the form of the destination excludes.
+fn refuse_destination_options(args: &Args) -> Result<(), CommandError> {
+    let (form, destination) = (args.destination.form(), &args.destination);
+    let refused = |what: &str| CommandError::usage(format!("{what}, and not for {destination}"));
+    if args.layers && form != NameForm::S3 {
+        return Err(refused("--layers is only for s3://BUCKET/KEY")
+            .hint("oci:, oci-archive: and docker: always have one file per layer"));
+    }
+    if args.referrer && form != NameForm::Registry {
+        return Err(refused("--referrer is only for an image in a registry")
+            .hint("write to docker://HOST/REPO, the repository of the ordinary image"));
+    }
+    if args.writable && form == NameForm::S3 {
+        return Err(refused("--writable is only for a file")
+            .hint("make a disk over a sealed one: `bcow create -b s3://BUCKET/KEY NEW.bcow`"));
+    }
+    Ok(())
+}
+
+/// An option, and the ways that it applies to.
+struct OptionRule {
+    option: &'static str,
+    is_given: fn(&Args) -> bool,
+    ways: &'static [Way],
+    /// A noun phrase for these ways.
+    only: &'static str,
+    hint: &'static str,
+}
+
+const OF_IMAGES: &[Way] = &[
+    Way::Flatten,
+    Way::Split,
+    Way::SplitForContainerd,
+    Way::Recode,
+    Way::RecodeLayers,
+];
+
+const OPTION_RULES: [OptionRule; 8] = [
+    OptionRule {
+        option: "--platform",
+        is_given: |args| args.platform.is_some(),
+        ways: &[Way::Flatten, Way::Split, Way::SplitForContainerd],
+        only: "ordinary images",
+        hint: "leave it out: a BCoW image has only one platform, and a disk has none",
+    },
+    OptionRule {
+        option: "--writable",
+        is_given: |args| args.writable,
+        ways: &[Way::Disk],
+        only: "disks",
+        hint: "a disk is made from raw:FILE or qcow2:FILE, or by `bcow create`",
+    },
+    OptionRule {
+        option: "--cache",
+        is_given: |args| args.cache.is_some(),
+        ways: &[Way::Split, Way::SplitForContainerd, Way::RecodeLayers],
+        only: "layers",
+        hint: "leave it out, or write to oci:DIR[:REF]",
+    },
+    OptionRule {
+        option: "--dedup-lower",
+        is_given: |args| args.dedup_lower,
+        ways: &[Way::Split, Way::RecodeLayers],
+        only: "layers in an OCI layout",
+        hint: "leave it out, or write to oci:DIR[:REF]; containerd uses the file of a layer over \
+               any other layers",
+    },
+    OptionRule {
+        option: "--prefetch",
+        is_given: |args| args.prefetch.is_some(),
+        ways: &[Way::Flatten, Way::Split, Way::Recode, Way::RecodeLayers],
+        only: "images",
+        hint: "leave it out: neither a disk nor a layer for containerd has a prefetch list",
+    },
+    OptionRule {
+        option: "--plain",
+        is_given: |args| args.plain,
+        ways: OF_IMAGES,
+        only: "images",
+        hint: "leave it out: --compress none stores the blocks of a disk uncompressed",
+    },
+    OptionRule {
+        option: "--allow-truncated",
+        is_given: |args| args.allow_truncated,
+        ways: OF_IMAGES,
+        only: "images",
+        hint: "leave it out: a disk is not read from an archive",
+    },
+    OptionRule {
+        option: "--as-files",
+        is_given: |args| args.as_files,
+        ways: OF_IMAGES,
+        only: "images",
+        hint: "leave it out: a disk is not made of files",
+    },
+];
+
+/// Refuses options that do not apply to a way.
+fn refuse_options(args: &Args, way: Way) -> Result<(), CommandError> {
+    let (source, destination) = (&args.source, &args.destination);
+    // In a registry, --platform has selected one of several images.
+    let is_selected =
+        source.form() == NameForm::Registry && matches!(way, Way::Recode | Way::RecodeLayers);
+    let refused = OPTION_RULES.iter().find(|rule| {
+        let applies = rule.ways.contains(&way) || (is_selected && rule.option == "--platform");
+        (rule.is_given)(args) && !applies
+    });
+    match refused {
+        None => Ok(()),
+        Some(OptionRule {
+            option, only, hint, ..
+        }) => Err(CommandError::usage(format!(
+            "{option} is only for {only}, and not for {source} to {destination}"
+        ))
+        .hint(*hint)),
+    }
+}
+
+/// Fails if the file or directory of a source is missing.
+fn require_there(source: &Name) -> Result<(), CommandError> {
+    let path = match source.parts() {
+        NameParts::Layout {
+            directory: path, ..
         }
-        (Destination::ContainerdCache(_), None) => Err(containerd_cache::not_ordinary(&from_name)),
-        (Destination::File(path), None) => match &image {
-            Some(image) => {
-                let report = recode::to_file(image, path, &options, ui)?;
-                if let Some(sending) = &sending {
-                    sending.send_file(path, &ui.progress(), &interrupt)?;
-                }
-                note_left_out(&from_name, &report.left_out, ui);
-                report_image(args, &report, path, &sending, ui)
+        | NameParts::OciArchive { file: path, .. }
+        | NameParts::DockerArchive { file: path, .. }
+        | NameParts::Tar(Some(path))
+        | NameParts::Directory(path)
+        | NameParts::Raw(path)
+        | NameParts::Qcow2(path)
+        | NameParts::File(path)
+        | NameParts::Bcow(path) => path,
+        _ => return Ok(()),
+    };
+    match std::fs::metadata(path) {
+        Err(error) => Err(missing(source, &error)),
+        Ok(_) => Ok(()),
+    }
+}
+
+fn missing(source: &Name, error: &std::io::Error) -> CommandError {
+    let failure = CommandError::new(format!("cannot open {source}")).caused_by(error);
+    failure.hint(match source.form() {
+        NameForm::File => format!("sources are {}", spellings(CONVERT_FROM.forms)),
+        _ => "`bcow help convert` lists the forms of sources".to_owned(),
+    })
+}
+
+/// A conversion of an image.
+struct Conversion<'a> {
+    args: &'a Args,
+    options: ConvertOptions,
+    sending: Option<Sending>,
+    interrupt: Interrupt,
+    ui: &'a Ui,
+}
+
+impl Conversion<'_> {
+    fn to_file(&self, source: &Opened, path: &Path) -> Result<(), CommandError> {
+        let report = match source {
+            Opened::Image(image) => recode::to_file(image, path, &self.options, self.ui)?,
+            Opened::Files(source) => {
+                bcow_oci::convert(source, path, &self.options, &self.ui.progress())
+                    .map_err(|error| failure(&error))?
             }
-            None => Ok(()),
-        },
-        // These destinations are for disks, or were refused or resolved.
-        (
-            Destination::Raw(_)
-            | Destination::Qcow2(_)
-            | Destination::Tar(_)
-            | Destination::Registry(_)
-            | Destination::S3(_),
-            _,
-        ) => Ok(()),
+            Opened::ForeignDisk => return Err(self.no_way(source)),
+        };
+        if let Some(sending) = &self.sending {
+            sending.send_file(path, &self.ui.progress(), &self.interrupt)?;
+        }
+        note_left_out(&self.args.source, &report.left_out, self.ui);
+        report_image(self.args, &report, path, &self.sending, self.ui)
+    }
+
+    fn to_layout(&self, source: &Opened, to: &Layout) -> Result<(), CommandError> {
+        let (args, options, ui) = (self.args, &self.options, self.ui);
+        let layout = LayoutOptions {
+            directory: to.path.clone(),
+            form: to.form.clone(),
+            reference: to.reference.clone(),
+            is_referrer: args.referrer,
+            cache: args.cache.clone(),
+            dedup_lower: args.dedup_lower,
+        };
+        let mut report = match source {
+            Opened::Image(image) => recode::to_layout(image, to, &layout, options, ui)?,
+            Opened::Files(source) => {
+                bcow_oci::convert_to_layout(source, &layout, options, &ui.progress())
+                    .map_err(|error| failure(&error))?
+            }
+            Opened::ForeignDisk => return Err(self.no_way(source)),
+        };
+        let shown = match &self.sending {
+            Some(sending) => {
+                let left_out = sending.send_layout(to, &self.interrupt, ui)?;
+                report.left_out.annotations = left_out.annotations;
+                sending.place.name()
+            }
+            None => to.shown(),
+        };
+        note_left_out(&args.source, &report.left_out, ui);
+        if args.json {
+            return ui.print_json(&as_json("bcow.convert-layout/1", &report)?);
+        }
+        report_layout(&report, &shown, ui)
+    }
+
+    fn no_way(&self, source: &Opened) -> CommandError {
+        let (from, to) = (&self.args.source, &self.args.destination);
+        no_way(source.content(), target(self.args), from, to).into()
     }
 }
 
@@ -385,12 +559,12 @@ struct Sending {
 }
 
 impl Sending {
-    fn new(url: &str, args: &Args) -> Result<Self, CommandError> {
+    fn new(name: S3Name, args: &Args) -> Result<Self, CommandError> {
         let replace = match args.force {
             true => Replace::Allowed,
             false => Replace::Refused,
         };
-        let place = ToS3::new(url, &args.stores.remote, replace)?;
+        let place = ToS3::new(name, &args.stores.remote, replace)?;
         let scratch = remote::scratch();
         let cannot = || format!("cannot make a directory in {}", scratch.display());
         let directory = tempfile::Builder::new()
@@ -465,49 +639,10 @@ fn platform(args: &Args) -> Result<Option<Platform>, CommandError> {
     given.transpose().map_err(|error| failure(&error.into()))
 }
 
-fn is_in_registry(source: &OsStr) -> bool {
-    source.as_encoded_bytes().starts_with(b"docker://")
-}
-
-/// Opens a source in BCoW form. In a registry, it may be an ordinary image.
-fn open(
-    args: &Args,
-    name: &Path,
-    platform: Option<&Platform>,
-) -> Result<(Option<OpenImage>, Option<OrdinaryImage>), CommandError> {
-    let ImageName::Remote(url) = parse_name(name)? else {
-        return Ok((Some(OpenImage::open(name, &args.stores)?), None));
-    };
-    if !is_in_registry(name.as_os_str()) {
-        return Ok((Some(OpenImage::open(name, &args.stores)?), None));
-    }
-    let remote = &args.stores.remote;
-    match remote::find_in_registry(&url, remote, Pinned::AsAsked, platform)? {
-        InRegistry::Bcow(image) => Ok((Some(OpenImage::of_remote(image, &args.stores)?), None)),
-        InRegistry::Ordinary(_) if remote.root_hash.is_some() => Err(CommandError::usage(
-            "--root-hash is for BCoW images, and the source is an ordinary image",
-        )
-        .hint("docker://...@sha256:DIGEST names an ordinary image by its content")),
-        InRegistry::Ordinary(image) => Ok((None, Some(image))),
-    }
-}
-
-fn source(text: &OsStr) -> Result<Source, CommandError> {
-    let text = text.to_str().ok_or_else(|| {
-        CommandError::usage(format!("invalid source {text:?}: it is not UTF-8"))
-            .hint("use tar:- and redirect standard input, or give the file another name")
-    })?;
-    match text.parse::<Source>() {
-        Err(ConvertError::MissingTransport { .. }) => Err(missing_transport(text)),
-        result => {
-            result.map_err(|error| place::not_a_source(text).unwrap_or_else(|| failure(&error)))
-        }
-    }
-}
-
 /// The error for a source without a transport. The guess of the form is only for the hint.
-fn missing_transport(text: &str) -> CommandError {
-    let path = Path::new(text);
+fn missing_transport(source: &Name) -> CommandError {
+    let path = source.shown();
+    let text = path.display();
     let meant = match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => match path.join("oci-layout").is_file() {
             true => format!("oci:{text}"),
@@ -520,23 +655,14 @@ fn missing_transport(text: &str) -> CommandError {
             ),
             Some(ForeignFormat::Qcow2) => format!("qcow2:{text}"),
             Some(ForeignFormat::OtherDisk(format)) => {
-                return CommandError::usage(format!("invalid source {text:?}: a {format} disk"))
+                return CommandError::usage(format!("invalid source \"{text}\": a {format} disk"))
                     .hint(foreign_format::other_disk_hint(format, path));
             }
             _ => format!("raw:{text}"),
         },
-        Err(error) => {
-            let missing = CommandError::new(format!("cannot open {text}")).caused_by(&error);
-            let other = ConvertError::MissingTransport {
-                text: text.to_owned(),
-            };
-            return match other.hint() {
-                Some(hint) if !text.ends_with(".bcow") => missing.hint(hint),
-                _ => missing,
-            };
-        }
+        Err(error) => return missing(source, &error),
     };
-    CommandError::usage(format!("invalid source {text:?}: missing transport"))
+    CommandError::usage(format!("invalid source \"{text}\": missing transport"))
         .hint(format!("did you mean {meant}?"))
 }
 

@@ -1,29 +1,29 @@
 //! `bcow copy`
 
-use std::ffi::OsString;
 use std::fmt::Display;
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingName, Use};
 use bcow::{Image, OpenOptions, Storage};
+use bcow_images::{Name, NameParts, Url};
 use bcow_oci::copy::{
     CopyDestination, CopyFile, CopyImage, CopyOptions, FileReport, ImageReport, copy_file,
     copy_image,
 };
-use bcow_oci::{ConvertError, ImageName, LayoutForm, LeftOut, Source, store};
-use bcow_remote::{Replace, Root};
+use bcow_oci::{ConvertError, LayoutForm, LeftOut, Source, store};
+use bcow_remote::{Replace, Root, S3Name};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::conversion::{failure, note_left_out};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name, refuse_what_is_no_file};
+use crate::image::{OpenImage, StoreArgs, cannot_open, refuse_what_is_no_file};
 use crate::interrupt::Interrupt;
-use crate::place::{self, Destination, Layout};
-use crate::push::{self, ToS3};
+use crate::name_args::{COPY_FROM, COPY_TO, NameParser};
+use crate::push::{Destination, Layout, ToS3};
 use crate::remote::{self, Pinned};
 use crate::replace::{self, Replacement};
 use crate::size::{Human, plural};
@@ -60,11 +60,13 @@ pub struct Args {
     /// What to copy: a file, oci:DIR[:REF], oci-archive:FILE[:REF], docker://..., s3://... or
     /// https://...
     #[arg(value_name = "SRC", value_hint = clap::ValueHint::FilePath)]
-    source: PathBuf,
+    #[arg(value_parser = NameParser(COPY_FROM))]
+    source: Name,
     /// Where to: a file, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG] or
     /// s3://BUCKET/KEY
     #[arg(value_name = "DST", value_hint = clap::ValueHint::FilePath)]
-    destination: OsString,
+    #[arg(value_parser = NameParser(COPY_TO))]
+    destination: Name,
     /// Replace DST even if it is a disk, the backing of a file, not a BCoW file, or in S3
     #[arg(short, long)]
     force: bool,
@@ -95,16 +97,8 @@ impl From {
 
 /// Copies.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let parsed = Destination::parse(&args.destination)?;
-    if let Destination::Raw(_)
-    | Destination::Qcow2(_)
-    | Destination::Tar(_)
-    | Destination::ContainerdCache(_) = parsed
-    {
-        return Err(args.cannot_write());
-    }
     let remote = &args.stores.remote;
-    let destination = push::resolve(parsed, remote, &args.source.to_string_lossy())?;
+    let destination = Destination::of(&args.destination, &COPY_TO, remote, &args.source)?;
     let interrupt = Interrupt::catch();
     let from = open(args, &destination, &interrupt, ui)?;
     if let Some(root) = remote.root_hash {
@@ -114,10 +108,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         threads: args.jobs.unwrap_or(THREADS).into(),
         cancel: Some(interrupt.flag()),
     };
-    if let Destination::S3(url) = &destination {
-        return to_s3(args, &from, url, &interrupt, ui);
-    }
     match (&destination, from) {
+        (Destination::S3(name), from) => to_s3(args, &from, name, &interrupt, ui),
         (Destination::File(path), From::File(file)) => {
             to_file(args, &file, path, &LeftOut::default(), &options, ui)
         }
@@ -134,17 +126,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             )),
         },
         (Destination::Layout(to), From::Image(image)) => to_layout(args, &image, to, &options, ui),
-        _ => Err(args.cannot_write()),
-    }
-}
-
-impl Args {
-    /// The error for a destination in a form that this command does not write.
-    fn cannot_write(&self) -> CommandError {
-        place::refuse(&self.destination.to_string_lossy(), "copy").hint(
-            "`bcow convert` and `bcow export` write other forms; bcow:NAME is a BCoW file of any \
-             name",
-        )
+        _ => Err(COPY_TO.refuse(&args.destination).into()),
     }
 }
 
@@ -172,32 +154,21 @@ fn open(
         let image = CopyImage::of_layout(source, &scratch, &progress, Some(&cancel));
         image.map(From::image).map_err(|error| failure(&error))
     };
-    let text = args.source.as_os_str().as_encoded_bytes();
-    if text.starts_with(b"oci-archive:") {
-        let shown = args.source.to_string_lossy();
-        let source: Source = shown.parse().map_err(|error| failure(&error))?;
+    refuse_what_is_no_file(&args.source)?;
+    if let NameParts::Layout { .. } | NameParts::OciArchive { .. } = args.source.parts()
+        && let Some(source) = args.source.source()
+    {
         return image_of_layout(&source);
     }
-    let name = parse_name(&args.source)?;
-    refuse_what_is_no_file(&name)?;
-    let file = match &name {
-        ImageName::Layout {
-            directory,
-            reference,
-        } => {
-            return image_of_layout(&Source::Oci {
-                directory: directory.clone(),
-                reference: reference.clone(),
-            });
-        }
-        ImageName::Remote(url) if url.starts_with("docker://") => {
-            let (image, place) = remote::bcow_in_registry(url, &args.stores.remote)?;
+    let file = match (args.source.parts(), args.source.local()) {
+        (NameParts::Url(Url::Registry(image)), _) => {
+            let (image, place) = remote::bcow_in_registry(image, &args.stores.remote)?;
             let image = CopyImage::of_registry(image, &*place, &*place);
             return image.map(From::image).map_err(|error| failure(&error));
         }
-        ImageName::Remote(url) => {
+        (NameParts::Url(url), _) => {
             let found = remote::open(url, &args.stores.remote.uncached(), Pinned::AsAsked)?;
-            let shown = found.name.display().to_string();
+            let shown = found.name.to_string();
             let file = CopyFile::new(shown, Arc::clone(&found.storage), true);
             let file = file.map_err(|error| failure(&error))?;
             return match is_copied_alone(&file, destination)? {
@@ -205,10 +176,11 @@ fn open(
                 false => with_files_below(file, &OpenImage::of_remote(found, &args.stores)?),
             };
         }
-        _ => {
-            let located =
-                store::locate(&name).map_err(|error| cannot_open(&args.source, &error))?;
-            let shown = args.source.display().to_string();
+        (_, None) => return Err(COPY_FROM.refuse(&args.source).into()),
+        (_, Some(local)) => {
+            let located = store::locate(&local);
+            let located = located.map_err(|error| cannot_open(args.source.shown(), &error))?;
+            let shown = args.source.to_string();
             CopyFile::new(shown, located.file as Arc<dyn Storage>, false)
         }
     };
@@ -326,7 +298,7 @@ fn report_file(
 fn to_s3(
     args: &Args,
     from: &From,
-    url: &str,
+    name: &S3Name,
     interrupt: &Interrupt,
     ui: &Ui,
 ) -> Result<(), CommandError> {
@@ -334,7 +306,7 @@ fn to_s3(
         true => Replace::Allowed,
         false => Replace::Refused,
     };
-    let place = ToS3::new(url, &args.stores.remote, replace)?;
+    let place = ToS3::new(name.clone(), &args.stores.remote, replace)?;
     let left_out = match from {
         From::File(_) => LeftOut::default(),
         From::Image(image) => left_out_of_files(image)?,
@@ -435,10 +407,9 @@ fn to_layout(
     if to.form == LayoutForm::Archive {
         _replaced = replace::check(&to.path, Replacement::Archive, args.force)?;
         let same = |path: &Path| path.canonicalize().ok();
-        let source = args.source.to_string_lossy();
-        if let Ok(Source::OciArchive { file, .. }) = source.parse::<Source>()
-            && same(&file).is_some()
-            && same(&file) == same(&to.path)
+        if let NameParts::OciArchive { file, .. } = args.source.parts()
+            && same(file).is_some()
+            && same(file) == same(&to.path)
         {
             return Err(CommandError::new(format!(
                 "cannot write {}: it is the source",

@@ -1,20 +1,21 @@
 //! `bcow create`
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, BlockShift, MAX_ADDRESS, SECTOR_BYTES, State};
 use bcow::operation::{NameError, name_backing};
 use bcow::{BlockDevice, CreateOptions, Disk, Image, Layout, OpenOptions};
+use bcow_images::{Name, NameParts};
+use bcow_oci::Digest;
 use bcow_oci::digest::Algorithm;
 use bcow_oci::store;
-use bcow_oci::{Digest, ImageName};
 
 use crate::disks::{Below, lost_backing};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name};
+use crate::image::{OpenImage, StoreArgs, cannot_open};
+use crate::name_args::{IMAGE, NameParser, new_file};
 use crate::new_file::NewFile;
-use crate::place::Destination;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
@@ -51,11 +52,13 @@ use crate::views::{UserViews, cannot_view};
 pub struct Args {
     /// The disk to create
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
-    new: PathBuf,
+    #[arg(value_parser = NameParser(new_file("create")))]
+    new: Name,
     /// Backing image for unwritten blocks: a BCoW file, oci:DIR[:REF], or an image on another
     /// machine, such as docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
-    backing: Option<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    backing: Option<Name>,
     /// Record the backing by the digest of its file instead of its name. The backing must be sealed
     /// and on this machine; commands then look for it in the directories of --store
     #[arg(long, requires = "backing")]
@@ -104,24 +107,18 @@ fn block_size(text: &str) -> Result<u32, String> {
 
 /// Creates the disk.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let path = Destination::bcow_file(&args.new, "create")?;
-    let new = NewFile::create_new(&path)?;
+    let path = new_path(&args.new)?;
+    let new = NewFile::create_new(path)?;
     let options = OpenOptions::default();
     let backing = match &args.backing {
-        Some(name) => Some(backing(
-            name,
-            args.by_digest,
-            &path,
-            &args.stores,
-            &options,
-        )?),
+        Some(name) => Some(backing(name, args.by_digest, path, &args.stores, &options)?),
         None => None,
     };
     let view = match (&args.backing, &backing, args.fs) {
         (Some(name), Some((_, image)), Some(FileSystem::Ext4)) => {
             let bytes = disk_size(args.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;
             let view = UserViews::new(&options).view(image, bytes);
-            Some(view.map_err(|error| cannot_view(name, &error))?)
+            Some(view.map_err(|error| cannot_view(name.shown(), &error))?)
         }
         _ => None,
     };
@@ -163,6 +160,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     Ok(())
 }
 
+/// The path of a new BCoW file.
+pub fn new_path(name: &Name) -> Result<&Path, CommandError> {
+    name.path()
+        .ok_or_else(|| new_file("create").refuse(name).into())
+}
+
 /// Returns `size`, if a disk can have this size.
 pub fn disk_size(size: u64) -> Result<u64, CommandError> {
     if size.is_multiple_of(SECTOR_BYTES) {
@@ -181,28 +184,16 @@ pub fn disk_size(size: u64) -> Result<u64, CommandError> {
 
 /// The entry of the backing `name` for the disk at `disk`, and the content of the backing.
 pub fn backing(
-    name: &Path,
+    name: &Name,
     by_digest: bool,
     disk: &Path,
     stores: &StoreArgs,
     options: &OpenOptions,
 ) -> Result<(BackingEntry, Arc<Image>), CommandError> {
-    let text = name.as_os_str().as_encoded_bytes();
-    if text.starts_with(b"raw:") || text.starts_with(b"qcow2:") {
-        return Err(CommandError::usage(format!(
-            "{} cannot be a backing: only BCoW files can",
-            name.display()
-        ))
-        .hint(format!(
-            "`bcow convert {} BASE.bcow` makes a BCoW file of it",
-            name.display()
-        )));
-    }
     let image = OpenImage::open_with(name, stores, options)?;
     let device = image.image().clone();
     let size = device.size();
-    let parsed = parse_name(name)?;
-    let is_by_name = matches!(parsed, ImageName::File(_)) && !by_digest;
+    let is_by_name = name.path().is_some() && !by_digest;
     if !is_by_name && let Some(problem) = lost_backing(&device) {
         let cannot = format!("cannot make {} a backing", name.display());
         let error = CommandError::new(cannot).caused_by_text(problem);
@@ -215,9 +206,9 @@ pub fn backing(
             "{first}store all its content in one file with `bcow seal --flatten`"
         )));
     }
-    match &parsed {
-        ImageName::Remote(_) => Ok((by_url(&image, by_digest)?, device)),
-        ImageName::File(path) if !by_digest => {
+    match name.parts() {
+        _ if name.is_remote() => Ok((by_url(&image, by_digest)?, device)),
+        NameParts::File(path) | NameParts::Bcow(path) if !by_digest => {
             let entry = by_name(path, disk, stores, options, &image)?;
             Ok((entry, device))
         }
@@ -228,7 +219,11 @@ pub fn backing(
                     .caused_by_text("it is writable, so its digest changes")
                     .hint("leave out --by-digest, or make it immutable with `bcow seal`"));
             }
-            let located = store::locate(&parsed).map_err(|error| cannot_open(name, &error))?;
+            let Some(local) = name.local() else {
+                return Err(IMAGE.refuse(name).into());
+            };
+            let located =
+                store::locate(&local).map_err(|error| cannot_open(name.shown(), &error))?;
             let digest = match located.digest {
                 Some(digest) => digest,
                 None => Digest::of_storage(&*located.file, Algorithm::Sha256).context(cannot)?,

@@ -17,10 +17,12 @@ use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
+use crate::name_args::{IMAGE, NameParser};
 use crate::size::plural;
 use crate::ui::{Output, Ui};
 use crate::upper::Joined;
 use crate::{names, stat};
+use bcow_images::Name;
 
 /// Show the differences between two images
 ///
@@ -56,11 +58,13 @@ pub struct Args {
     /// The first image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://...
     /// or docker://...
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
-    a: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    a: Name,
     /// The second image or disk; not with --upper
     #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
     #[arg(required_unless_present = "upper", conflicts_with = "upper")]
-    b: Option<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    b: Option<Name>,
     /// Compare A with A plus the changes in this upper of a writable mount of A, or in this disk of
     /// `bcow create --fs ext4`
     #[arg(long, value_name = "UPPER|DISK", value_hint = clap::ValueHint::AnyPath)]
@@ -129,7 +133,7 @@ fn compare_upper(
     let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
     let trees = [(image.path(), before), (upper, after)].map(|(name, tree)| {
         let spliced = changes.store.filesystem(&tree).joined(upper)?;
-        Ok(Tree::new(name, spliced.filesystem))
+        Ok::<_, CommandError>(Tree::new(name, spliced.filesystem))
     });
     let [a, b] = trees;
     let known_same = |here, there, length| match lower_offset(here) {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
+use bcow_images::{Name, spellings};
 use bcow_oci::export::{
     ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, TarForm, TarReport,
     export_layout, export_tar,
@@ -17,10 +18,10 @@ use crate::copy_out::CopyOut;
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
+use crate::name_args::{EXPORT_TO, IMAGE, NameParser};
 use crate::names;
 use crate::new_file::NewFile;
-use crate::place::{Destination, Layout};
-use crate::push;
+use crate::push::{Destination, Layout};
 use crate::size::{Human, plural};
 use crate::ui::{Progress, Ui};
 
@@ -51,7 +52,8 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// Form of the output: tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://HOST/REPO[:TAG],
     /// erofs or raw
     #[arg(long, value_name = "FORM")]
@@ -90,24 +92,18 @@ fn form(args: &Args) -> Result<Form, CommandError> {
         "tar" => return Ok(Form::Tar),
         _ => {}
     }
-    let unknown =
-        |hint: String| Err(CommandError::usage(format!("unknown form {shown:?}")).hint(hint));
-    let forms = "use tar, oci:DIR[:REF], oci-archive:FILE[:REF], docker://..., erofs or raw";
     if !shown.contains(':') {
-        return unknown(forms.to_owned());
+        return Err(
+            CommandError::usage(format!("unknown form {shown:?}")).hint(format!(
+                "use tar, erofs, raw, {}",
+                spellings(EXPORT_TO.forms)
+            )),
+        );
     }
-    let from = args.image.to_string_lossy();
-    match push::resolve(Destination::parse(text)?, &args.stores.remote, &from)? {
+    let to = EXPORT_TO.parse(text)?;
+    match Destination::of(&to, &EXPORT_TO, &args.stores.remote, &args.image)? {
         Destination::Layout(layout) => Ok(Form::Oci(layout)),
-        Destination::Tar(_) => unknown(format!("use --to tar -o {}", &shown["tar:".len()..])),
-        Destination::Raw(_) | Destination::Qcow2(_) => {
-            unknown(format!("`bcow convert IMG {shown}` writes a disk"))
-        }
-        Destination::S3(url) => unknown(format!("`bcow convert IMG {url}` writes an image there")),
-        Destination::ContainerdCache(_) => unknown(format!(
-            "`bcow convert SRC {shown}` writes the layers of an image"
-        )),
-        Destination::File(_) | Destination::Registry(_) => unknown(forms.to_owned()),
+        _ => Err(EXPORT_TO.refuse(&to).into()),
     }
 }
 

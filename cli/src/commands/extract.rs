@@ -11,11 +11,13 @@ use bcow_erofs::reader::Inode;
 use rustix::fs::Mode;
 
 use crate::error::CommandError;
-use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree, shown_name};
+use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::interrupt::{Interrupt, interrupted};
+use crate::name_args::{IMAGE, NameParser};
 use crate::names;
 use crate::size::{Human, plural};
 use crate::ui::{Progress, Ui};
+use bcow_images::Name;
 
 /// Extract an image, or a part of it, into a directory
 ///
@@ -40,7 +42,8 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// A path in the image [default: its root], and the directory to extract into
     #[arg(value_name = "[PATH] DIR", value_hint = clap::ValueHint::AnyPath)]
     path_or_directory: OsString,
@@ -101,7 +104,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ))
         .hint(format!(
             "`bcow fsck --data {}` lists the damage",
-            shown_name(&args.image).display()
+            args.image
         ))),
     }
 }

@@ -2,9 +2,11 @@
 
 use std::io::Read;
 
+use bcow_images::Name;
 use bcow_oci::Digest;
 
 use crate::error::{CommandError, Context};
+use crate::name_args::{NameParser, REPOSITORY};
 use crate::remote::{self, RemoteArgs};
 use crate::ui::Ui;
 
@@ -15,8 +17,8 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The repository: docker://SERVER/REPOSITORY, also with a tag or a digest
-    #[arg(value_name = "NAME")]
-    name: String,
+    #[arg(value_name = "NAME", value_parser = NameParser(REPOSITORY))]
+    name: Name,
     /// The digest of the blob
     digest: Digest,
     /// The size of the blob in bytes
@@ -31,7 +33,10 @@ const PIECE: usize = 256 << 10;
 /// Writes the blob.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let cannot = || format!("cannot read the blob {} of {}", args.digest, args.name);
-    let mut blob = remote::blob_in_registry(&args.name, &args.digest, args.bytes, &args.remote)?;
+    let Some(repository) = args.name.registry() else {
+        return Err(REPOSITORY.refuse(&args.name).into());
+    };
+    let mut blob = remote::blob_in_registry(repository, &args.digest, args.bytes, &args.remote)?;
     let mut out = ui.output();
     let mut piece = vec![0; PIECE];
     loop {

@@ -54,10 +54,12 @@ pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...; or the directory of an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(WHOLE_IMAGE))]
+    image: Name,
     /// The image of an upper [default: the path recorded in the upper]
     #[arg(value_name = "LOWER", value_hint = clap::ValueHint::FilePath)]
-    lower: Option<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    lower: Option<Name>,
     /// Read and verify every byte. For a file on this machine, --root-hash implies --data
     #[arg(long)]
     data: bool,
@@ -70,7 +72,8 @@ pub struct Args {
     /// confirms them. COPY is a file, oci:DIR[:REF], https://..., s3://... or docker://... (implies
     /// --data)
     #[arg(long, value_name = "COPY", requires = "repair", value_hint = clap::ValueHint::FilePath)]
-    from: Option<PathBuf>,
+    #[arg(value_parser = NameParser(WHOLE_IMAGE))]
+    from: Option<Name>,
     /// Threads that read and verify [default: one for each CPU]
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
@@ -108,8 +111,7 @@ impl Args {
     /// nothing about the content until all of it is hashed. Each read of an image on another
     /// machine is verified.
     fn is_pinned_file(&self) -> bool {
-        self.stores.remote.root_hash.is_some()
-            && !matches!(parse_name(&self.image), Ok(ImageName::Remote(_)))
+        self.stores.remote.root_hash.is_some() && !self.image.is_remote()
     }
 }
 

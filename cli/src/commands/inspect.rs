@@ -23,6 +23,7 @@ use crate::prefetch::Shown;
 use crate::size::{Count, Human, plural};
 use crate::stat::full_time;
 use crate::ui::{Output, Ui};
+use bcow_images::Name;
 
 /// Show the properties of an image or a disk, and how it is stored
 ///
@@ -45,7 +46,8 @@ pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// Print JSON (schema bcow.inspect/1)
     #[arg(long)]
     json: bool,

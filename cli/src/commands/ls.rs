@@ -3,15 +3,16 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 
 use bcow_erofs::reader::{Children, ErofsError, FileType, Inode};
 use serde_json::{Map, Value};
 
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
+use crate::name_args::{IMAGE, NameParser};
 use crate::ui::{Output, Ui};
 use crate::{names, stat};
+use bcow_images::Name;
 
 /// List files in an image
 ///
@@ -28,7 +29,8 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// A path in the image [default: the root]
     #[arg(default_value = "/", hide_default_value = true)]
     path: OsString,

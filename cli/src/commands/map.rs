@@ -1,7 +1,6 @@
 //! `bcow map`
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use bcow::{BlockDevice, Extent, FileIdentity, Image, Mapping, ShownBy};
@@ -9,9 +8,11 @@ use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
+use crate::name_args::{IMAGE, NameParser};
 use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
+use bcow_images::Name;
 
 /// Show where the address space of an image is stored
 ///
@@ -33,7 +34,8 @@ pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// First byte of the address space to show [default: 0]
     #[arg(
         long,

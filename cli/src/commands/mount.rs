@@ -21,16 +21,17 @@ use bcow_fuse::options::{Access, Writing};
 use bcow_fuse::session::show_closing;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::{MountError, MountOptions, MountStats};
+use bcow_images::Name;
 use bcow_nbd::Place;
-use bcow_oci::ImageName;
 use bcow_union::log::{self, Severity};
 
 use crate::ask::{self, Answer};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
-use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
+use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::limits;
 use crate::metrics::Metrics;
+use crate::name_args::{IMAGE, NameParser};
 use crate::pool::{self, PoolName};
 use crate::record::Recording;
 use crate::running::{self, Service};
@@ -113,7 +114,8 @@ pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://..., s3://... or
     /// docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
-    image: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    image: Name,
     /// The directory to mount on; after the layers, if there are any
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::AnyPath)]
     directory: PathBuf,
@@ -211,17 +213,22 @@ impl Args {
     /// Opens the image with its layers.
     fn open_image(&self, options: &OpenOptions) -> Result<OpenImage, CommandError> {
         let merged = self.merged.as_deref();
-        OpenImage::open_merged(&self.image, &self.layers(), &self.stores, options, merged)
+        OpenImage::open_merged(&self.image, &self.layers()?, &self.stores, options, merged)
     }
 
     /// The layers on top of the image, the lowest first.
-    fn layers(&self) -> Vec<PathBuf> {
+    fn layers(&self) -> Result<Vec<Name>, CommandError> {
         let mut layers = self.layers.layers.clone();
         if let Some((_, between)) = self.more.split_last() {
-            layers.push(self.directory.clone());
-            layers.extend_from_slice(between);
+            for layer in std::iter::once(&self.directory).chain(between) {
+                layers.push(IMAGE.parse(layer.as_os_str())?);
+            }
         }
-        layers
+        Ok(layers)
+    }
+
+    fn has_layers(&self) -> bool {
+        !self.layers.layers.is_empty() || !self.more.is_empty()
     }
 
     /// What each read of bcow verifies.
@@ -234,12 +241,11 @@ impl Args {
 
     /// The layers by names that mean the same to other processes.
     fn layer_names(&self) -> Result<Vec<String>, CommandError> {
-        let layers = self.layers();
-        let names = layers.iter().map(|layer| {
-            let name = parse_name(layer)?.absolute();
-            Ok(name.to_string_lossy().into_owned())
+        let names = self.layers()?.into_iter().map(|layer| {
+            let name = layer.absolute();
+            name.to_string_lossy().into_owned()
         });
-        names.collect()
+        Ok(names.collect())
     }
 }
 
@@ -299,7 +305,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Made::Served(mounted) => mounted,
         Made::Direct(files) => {
             let mounted = direct::run(&files, running, &options);
-            return mounted.map_err(|error| kernel::cannot_mount(&args.image, &error));
+            return mounted.map_err(|error| kernel::cannot_mount(args.image.shown(), &error));
         }
     };
     running.answer_metrics(mounted.stats)?;
@@ -481,7 +487,7 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
 fn announce(args: &Args, access: Access, ui: &Ui) {
     ui.status(format_args!(
         "{} is mounted at {}{}",
-        shown_name(&args.image).display(),
+        args.image,
         args.directory().display(),
         match access {
             Access::Owner => "",
@@ -503,10 +509,10 @@ const REMOTE_THREADS: usize = 16;
 
 /// The number of threads that answer requests.
 fn threads(args: &Args, is_writable: bool) -> usize {
-    match (args.threads, parse_name(&args.image)) {
-        (Some(threads), _) => threads.into(),
-        (None, Ok(ImageName::Remote(_))) => REMOTE_THREADS,
-        (None, _) => default_threads(is_writable),
+    match args.threads {
+        Some(threads) => threads.into(),
+        None if args.image.is_remote() => REMOTE_THREADS,
+        None => default_threads(is_writable),
     }
 }
 

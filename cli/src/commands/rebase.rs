@@ -1,16 +1,18 @@
 //! `bcow rebase`
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{rebase, rebase_reference};
 use bcow::{BlockDevice, Image, OpenOptions};
+use bcow_images::Name;
 
 use super::create::backing;
 use crate::disks::{Below, lock_disk};
 use crate::error::CommandError;
 use crate::image::{StoreArgs, cannot_open_file};
+use crate::name_args::{IMAGE, NameParser};
 use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
 use crate::ui::Ui;
@@ -26,7 +28,8 @@ use crate::views::{UserViews, cannot_view};
 pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
-    disk: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    disk: Name,
     /// The new backing: a BCoW file, oci:DIR[:REF], or an image on another machine, such as
     /// docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(
@@ -36,7 +39,8 @@ pub struct Args {
         required_unless_present = "no_backing",
         value_hint = clap::ValueHint::FilePath
     )]
-    backing: Option<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    backing: Option<Name>,
     /// Remove the backing, after copying its visible data into the disk
     #[arg(long, conflicts_with = "backing")]
     no_backing: bool,
@@ -69,7 +73,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => None,
     };
     let recorded = Image::open_storage(file.storage(), &options)
-        .map_err(|error| cannot_open_file(name, name, &error))?;
+        .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
     let (new, is_same_view) = match (recorded.disk_backing(), new) {
         (Some(old), Some((entry, image))) => match over_view(old, &entry, &image, &options)? {
             Some(view) => (Some(view), true),
@@ -85,11 +89,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let written = match args.reference_only || is_same_view {
         true => {
             rebase_reference(file.storage(), new, &options)
-                .map_err(|error| cannot_open_file(name, name, &error))?;
+                .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
             0
         }
         false => {
-            let disk = Below::new(&args.stores, &options)?.open_disk(name, &file, None)?;
+            let disk = Below::new(&args.stores, &options)?.open_disk(name.shown(), &file, None)?;
             let cannot = || format!("cannot rebase {}", name.display());
             rebase(disk, new, &TerminalMonitor::new(ui))
                 .map_err(|error| operation_failure(&error, cannot, cannot))?

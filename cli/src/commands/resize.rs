@@ -2,14 +2,14 @@
 
 mod mounted;
 
-use std::path::PathBuf;
-
 use bcow::{BlockDevice, OpenOptions};
+use bcow_images::Name;
 
 use super::create::disk_size;
 use crate::disks::open_writable;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
+use crate::name_args::{IMAGE, NameParser};
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
@@ -24,7 +24,8 @@ use crate::ui::Ui;
 pub struct Args {
     /// The disk; or its mount at the kernel door, or the upper of such a mount
     #[arg(value_name = "DISK", value_hint = clap::ValueHint::AnyPath)]
-    disk: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    disk: Name,
     /// The new size; with + or - before it, the change of the size
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = parse_change)]
     size: Change,
@@ -71,7 +72,7 @@ impl Args {
 
 /// Resizes.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    if let Some(mount) = mounted::find(&args.disk)? {
+    if let Some(mount) = mounted::find(args.disk.shown())? {
         return mounted::grow(args, &mount, ui);
     }
     let shown = args.disk.display();

@@ -1,17 +1,19 @@
 //! `bcow seal`, and `bcow commit` into a new layer.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bcow::format::Use;
 use bcow::operation::RewriteOptions;
 use bcow::{BlockDevice, Compression, Image, Keep};
+use bcow_images::Name;
 
+use super::create::new_path;
 use crate::conversion::{BlockSize, Compress, parse_block_size, parse_compression};
 use crate::disks::{open_to_replace, require_backing_beside};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
+use crate::name_args::{IMAGE, NameParser, new_file};
 use crate::new_file::NewFile;
-use crate::place::Destination;
 use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
@@ -27,10 +29,12 @@ use crate::ui::Ui;
 pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
-    disk: PathBuf,
+    #[arg(value_parser = NameParser(IMAGE))]
+    disk: Name,
     /// Write the sealed disk to this new file and leave FILE unchanged
     #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
-    output: Option<PathBuf>,
+    #[arg(value_parser = NameParser(new_file("seal")))]
+    output: Option<Name>,
     /// Also store the data of the backings; the sealed disk then needs no other file
     #[arg(long)]
     flatten: bool,
@@ -99,8 +103,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         false => Keep::Own,
     };
     if let Some(output) = &args.output {
-        let output = Destination::bcow_file(output, "seal")?;
-        return seal_into(&args.disk, &output, keep, &args.seal, &args.stores, ui);
+        return seal_into(
+            &args.disk,
+            new_path(output)?,
+            keep,
+            &args.seal,
+            &args.stores,
+            ui,
+        );
     }
     // The file does not change, but the lock keeps writers away until the new file has replaced it.
     let old = open_to_replace(&args.disk, &args.stores, "seal")?;
@@ -108,13 +118,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     new.inner()
         .take_attributes(old.file.file())
         .context(|| format!("cannot write {}", args.disk.display()))?;
-    let (name, image) = (&args.disk, &old.image);
+    let (name, image) = (args.disk.shown(), &old.image);
     seal(image, name, new, name, keep, &args.seal, ui)
 }
 
 /// Writes the own or the visible content of the disk `name` into a new sealed file.
 pub fn seal_into(
-    name: &Path,
+    name: &Name,
     output: &Path,
     keep: Keep,
     args: &SealArgs,
@@ -134,7 +144,7 @@ pub fn seal_into(
     if keep == Keep::Own {
         require_backing_beside(image, output, stores)?;
     }
-    seal(image, name, new, output, keep, args, ui)
+    seal(image, name.shown(), new, output, keep, args, ui)
 }
 
 fn seal(

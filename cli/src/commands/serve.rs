@@ -6,18 +6,19 @@ pub mod ready;
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bcow::BlockCache;
+use bcow_images::{Name, NameParts};
 use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen, activation};
-use bcow_oci::ImageName;
 
 use crate::disks::is_writable_disk;
 use crate::error::CommandError;
 use crate::heap;
-use crate::image::{StoreArgs, parse_name};
+use crate::image::StoreArgs;
 use crate::limits;
+use crate::name_args::{IMAGE, NameParser};
 use crate::names;
 use crate::running;
 use crate::ui::Ui;
@@ -52,7 +53,8 @@ pub struct Args {
         value_hint = clap::ValueHint::FilePath,
         required_unless_present = "exports"
     )]
-    images: Vec<PathBuf>,
+    #[arg(value_parser = NameParser(IMAGE))]
+    images: Vec<Name>,
     /// Serve an image under NAME instead of its file name (repeatable)
     #[arg(long = "export", value_name = "NAME=IMG")]
     exports: Vec<String>,
@@ -262,15 +264,15 @@ fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, tls: TlsChoic
 
 /// The exports as (name, image): first each IMG, then each --export. Descriptions are matched in
 /// this order.
-fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
+fn named_images(args: &Args) -> Result<Vec<(String, Name)>, CommandError> {
     let mut named = Vec::new();
     for image in &args.images {
-        named.push((default_name(image)?, image.clone()));
+        named.push((default_name(image), image.clone()));
     }
     for export in &args.exports {
         match export.split_once('=') {
             Some((name, image)) if !image.is_empty() => {
-                named.push((name.to_owned(), PathBuf::from(image)));
+                named.push((name.to_owned(), IMAGE.parse(image.as_ref())?));
             }
             _ => {
                 let message = format!("--export {export:?} is not of the form NAME=IMG");
@@ -288,21 +290,19 @@ fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
 
 /// Refuses a writable disk that is named twice: the second opening would be refused because of the
 /// first.
-fn refuse_second_writer(named: &[(String, PathBuf)]) -> Result<(), CommandError> {
+fn refuse_second_writer(named: &[(String, Name)]) -> Result<(), CommandError> {
     let mut seen = HashMap::new();
     for (_, image) in named {
-        let ImageName::File(path) = parse_name(image)? else {
+        let Some(path) = image.path().filter(|_| is_writable_disk(image)) else {
             continue;
         };
         // A file that cannot be examined fails when it is opened.
-        let (true, Ok(file)) = (is_writable_disk(&path), path.metadata()) else {
+        let Ok(file) = path.metadata() else {
             continue;
         };
         if let Some(first) = seen.insert((file.dev(), file.ino()), image) {
             return Err(CommandError::usage(format!(
-                "{} and {} are one disk, which only one export can change",
-                first.display(),
-                image.display()
+                "{first} and {image} are one disk, which only one export can change"
             ))
             .hint("name the disk once, or serve it with --read-only"));
         }
@@ -313,16 +313,18 @@ fn refuse_second_writer(named: &[(String, PathBuf)]) -> Result<(), CommandError>
 /// The export name of an image: the last component of a path or URL; for other images, the whole
 /// name. The query of a URL is omitted, because it can contain a signature that gives access, and
 /// every client can list the names.
-fn default_name(image: &Path) -> Result<String, CommandError> {
-    let path = match parse_name(image)? {
-        ImageName::File(path) => path,
-        ImageName::Remote(url) => url.split('?').next().unwrap_or_default().into(),
-        ImageName::Layout { .. } | ImageName::Blob { .. } => {
-            return Ok(image.to_string_lossy().into_owned());
+fn default_name(image: &Name) -> String {
+    let path = match image.parts() {
+        NameParts::File(path) | NameParts::Bcow(path) => path,
+        _ if image.is_remote() => {
+            let url = image.text().to_string_lossy();
+            let address = url.split('?').next().unwrap_or_default();
+            return address.rsplit('/').next().unwrap_or_default().to_owned();
         }
+        _ => return image.to_string(),
     };
     let name = path.file_name().unwrap_or(path.as_os_str());
-    Ok(name.to_string_lossy().into_owned())
+    name.to_string_lossy().into_owned()
 }
 
 fn server_options(args: &Args) -> Result<ServerOptions, CommandError> {
@@ -377,7 +379,7 @@ mod tests {
             ("oci:store:small", "oci:store:small"),
             ("docker://host/team/debian:12", "debian:12"),
         ] {
-            assert_eq!(default_name(Path::new(image)).unwrap(), name);
+            assert_eq!(default_name(&IMAGE.parse(image.as_ref()).unwrap()), name);
         }
     }
 
@@ -389,7 +391,11 @@ mod tests {
             "https://host/a.bcow?path=/b&signature=sec/ret",
             "http://host/a.bcow?",
         ] {
-            assert_eq!(default_name(Path::new(url)).unwrap(), "a.bcow", "{url}");
+            assert_eq!(
+                default_name(&IMAGE.parse(url.as_ref()).unwrap()),
+                "a.bcow",
+                "{url}"
+            );
         }
     }
 }

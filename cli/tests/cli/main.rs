@@ -19,4 +19,5 @@ mod outputs;
 mod over;
 mod stacks;
 mod support;
+mod ways;
 mod writable;

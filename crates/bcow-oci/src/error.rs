@@ -196,20 +196,6 @@ impl ImageForm {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    /// The source has a wrong syntax.
-    #[error("invalid source {text:?}: {problem}")]
-    SourceSyntax {
-        /// The source that was given.
-        text: String,
-        /// What is wrong with the source.
-        problem: &'static str,
-    },
-    /// The source is a path without a transport, so its form is ambiguous.
-    #[error("invalid source {text:?}: missing transport")]
-    MissingTransport {
-        /// The source that was given.
-        text: String,
-    },
     /// The platform does not have the form OS/ARCH[/VARIANT].
     #[error(transparent)]
     PlatformSyntax(#[from] PlatformSyntax),
@@ -571,9 +557,7 @@ impl ConvertError {
     pub fn kind(&self) -> ErrorKind {
         use ConvertError as E;
         match self {
-            E::SourceSyntax { .. }
-            | E::MissingTransport { .. }
-            | E::PlatformSyntax(_)
+            E::PlatformSyntax(_)
             | E::Destination { .. }
             | E::Options(_)
             | E::NoSuchReference { .. }
@@ -609,11 +593,6 @@ impl ConvertError {
     pub fn hint(&self) -> Option<String> {
         use ConvertError as E;
         let hint = match self {
-            E::SourceSyntax { .. } | E::MissingTransport { .. } => {
-                "sources are FILE.bcow, oci:DIR[:REF], oci-archive:FILE[:REF], \
-                 docker-archive:FILE[:REF], docker://HOST/REPO[:TAG], tar:FILE, tar:-, dir:PATH, \
-                 raw:FILE and qcow2:FILE"
-            }
             E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64",
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
                 let names = (!available.is_empty()).then(|| listed(available))?;

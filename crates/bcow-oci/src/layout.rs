@@ -16,7 +16,7 @@ use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
-use crate::name::ImageName;
+use crate::name::LocalImage;
 use crate::null::null_as_absent;
 use crate::platform::Platform;
 use choose::{Chosen, Form, choose};
@@ -199,8 +199,8 @@ pub(crate) fn bcow_manifest(
 
 /// The annotations of the image in BCoW form that `name` means, and the other parts of its indexes.
 /// A file has none.
-pub fn annotations_of(name: &ImageName) -> Result<(Annotations, LeftOut), ConvertError> {
-    let ImageName::Layout {
+pub fn annotations_of(name: &LocalImage) -> Result<(Annotations, LeftOut), ConvertError> {
+    let LocalImage::Layout {
         directory,
         reference,
     } = name

@@ -24,7 +24,10 @@
 //! ```no_run
 //! use bcow_oci::{ConvertOptions, Source, convert};
 //!
-//! let source: Source = "oci:layout:latest".parse()?;
+//! let source = Source::Oci {
+//!     directory: "layout".into(),
+//!     reference: Some("latest".to_owned()),
+//! };
 //! let report = convert(&source, "image.bcow".as_ref(), &ConvertOptions::default(), &())?;
 //! println!("{} inodes in {} bytes", report.entries, report.file_bytes);
 //! # Ok::<(), bcow_oci::ConvertError>(())
@@ -96,7 +99,7 @@ pub use layered::{
 pub use layout::write::LayoutForm;
 pub use layout::{annotations, annotations_of};
 pub use left_out::{Annotations, FromIndex, LeftOut};
-pub use name::{ImageName, NameSyntax};
+pub use name::LocalImage;
 pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};
 pub use platform::{Platform, PlatformSyntax};
 pub use prefetch::Prefetch;

@@ -250,7 +250,7 @@ mod tests {
         std::fs::create_dir_all(tree.join("d/sub")).unwrap();
         std::fs::write(tree.join("d/file"), [b'a'; 5000]).unwrap();
         std::fs::hard_link(tree.join("d/file"), tree.join("link")).unwrap();
-        let source = format!("dir:{}", tree.display()).parse().unwrap();
+        let source = crate::Source::Directory(tree.clone());
         let path = directory.path().join("image.bcow");
         convert(&source, &path, &ConvertOptions::default(), &()).unwrap();
         let image = Image::open(&path, &OpenOptions::default()).unwrap();

@@ -26,7 +26,7 @@ use bcow::format::{BackingEntry, BackingName};
 use bcow::{Image, OpenOptions, Storage, Verify};
 
 use crate::digest::Digest;
-use crate::name::ImageName;
+use crate::name::LocalImage;
 use finder::{Finder, FinderResolver, Lookup};
 use locate::check_digest;
 use recorded::recorded_layers;
@@ -89,7 +89,7 @@ impl Opened {
 /// it. If `name` is an image or a blob of a layout, [`Verify::Merkle`] also checks the digest of
 /// its file.
 pub fn open(
-    name: &ImageName,
+    name: &LocalImage,
     places: Places<'_>,
     options: &OpenOptions,
 ) -> Result<Opened, StoreError> {

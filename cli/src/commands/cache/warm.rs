@@ -1,14 +1,13 @@
 //! `bcow cache warm`
 
-use std::path::PathBuf;
-
 use bcow::Storage;
-use bcow_oci::ImageName;
+use bcow_images::Name;
 use bcow_remote::Warm;
 
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::Interrupt;
+use crate::name_args::{NameParser, REMOTE_IMAGE};
 use crate::remote;
 use crate::size::{Human, plural};
 use crate::ui::Ui;
@@ -22,8 +21,8 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: https://..., s3://... or docker://...
-    #[arg(value_name = "IMG")]
-    image: PathBuf,
+    #[arg(value_name = "IMG", value_parser = NameParser(REMOTE_IMAGE))]
+    image: Name,
     /// Number of requests at a time, at most 16
     #[arg(long, value_name = "N", default_value_t = 4)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=16))]
@@ -33,12 +32,6 @@ pub struct Args {
 }
 
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let ImageName::Remote(_) = parse_name(&args.image)? else {
-        return Err(CommandError::usage(format!(
-            "{} is on this machine, and needs no cache",
-            args.image.display()
-        )));
-    };
     let interrupt = Interrupt::catch();
     let image = OpenImage::open(&args.image, &args.stores)?;
     let name = image.path().display().to_string();

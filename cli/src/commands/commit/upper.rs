@@ -14,7 +14,7 @@ use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
     ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, export_layout, export_tar,
 };
-use bcow_oci::{Annotations, ConvertOptions, Digest, ImageName, Limits, store};
+use bcow_oci::{Annotations, ConvertOptions, Digest, Limits, store};
 use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
@@ -24,8 +24,8 @@ use crate::conversion::{failure as convert_failure, source_date_epoch};
 use crate::error::CommandError;
 use crate::image::{OpenImage, parse_name};
 use crate::interrupt::Interrupt;
-use crate::place::{self, Destination, Layout};
-use crate::push;
+use crate::name_args::COMMIT_TO;
+use crate::push::{Destination, Layout};
 use crate::replace::{self, Force, Replacement};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
@@ -40,23 +40,7 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
             ),
         );
     };
-    let destination = Destination::parse(new.as_os_str())?;
-    let from = args.disk.to_string_lossy();
-    let destination = push::resolve(destination, &args.stores.remote, &from)?;
-    if let Destination::S3(url) = &destination {
-        return Err(place::refuse(url, "commit --upper")
-            .hint("write FILE.bcow, and copy it there: `bcow copy FILE.bcow s3://BUCKET/KEY`"));
-    }
-    if matches!(
-        destination,
-        Destination::Raw(_) | Destination::Qcow2(_) | Destination::ContainerdCache(_)
-    ) {
-        return Err(
-            place::refuse(&new.to_string_lossy(), "commit --upper").hint(
-                "name FILE.bcow, tar:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://...",
-            ),
-        );
-    }
+    let destination = Destination::of(new, &COMMIT_TO, &args.stores.remote, &args.disk)?;
     refuse_inside(upper, &destination)?;
     if !matches!(destination, Destination::File(_)) && args.new_content() != NewContent::Layer {
         return Err(
@@ -97,13 +81,7 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
         Destination::Tar(output) => commit.archive(changes, output.as_deref()),
         Destination::Layout(layout) => commit.layout(changes, &layout),
         Destination::File(path) => commit.file(changes, &path),
-        Destination::Raw(_)
-        | Destination::Qcow2(_)
-        | Destination::Registry(_)
-        | Destination::S3(_)
-        | Destination::ContainerdCache(_) => Err(CommandError::usage(
-            "the changes of an upper cannot be written to this destination",
-        )),
+        _ => Err(COMMIT_TO.refuse(new).into()),
     }
 }
 
@@ -374,7 +352,7 @@ impl UpperCommit<'_> {
 /// Whether a file can refer to the image on its own. It cannot refer to a single layer of an image
 /// on another machine.
 fn is_referable(image: &OpenImage) -> bool {
-    image.remote().is_some() || !matches!(parse_name(image.path()), Ok(ImageName::Remote(_)))
+    image.remote().is_some() || !image.name().is_remote()
 }
 
 /// An image that begins at byte `start` of the address space below the changes.
@@ -390,10 +368,7 @@ fn base(start: u64, image: &OpenImage) -> Base<'_> {
 /// The file name by which other files name the image; `None` in a layout, where the digest names
 /// it.
 fn file_name(image: &OpenImage) -> Option<String> {
-    let ImageName::File(path) = parse_name(image.path()).ok()? else {
-        return None;
-    };
-    let path = path.canonicalize().ok()?;
+    let path = image.name().path()?.canonicalize().ok()?;
     let name = path.file_name()?.to_str()?;
     is_plain_name(name).then(|| name.to_owned())
 }
@@ -407,8 +382,8 @@ fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
         }
         return sha256(&Digest::of_storage(&*remote.storage, Algorithm::Sha256)?);
     }
-    let name = parse_name(image.path()).ok();
-    let located = name.and_then(|name| store::locate(&name).ok());
+    let local = image.name().local();
+    let located = local.and_then(|image| store::locate(&image).ok());
     let known = located.and_then(|located| located.digest?.sha256());
     match known {
         Some(digest) => Ok(digest),

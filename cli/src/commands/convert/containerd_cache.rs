@@ -34,7 +34,6 @@ pub fn run(
     options: &ConvertOptions,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    check(args, source)?;
     let cache = Cache { directory };
     let layers = match cache.kept(source, options)? {
         Some(layers) => layers,
@@ -244,41 +243,6 @@ impl Drop for NewDirectories {
 
 fn sync(directory: &Path) -> io::Result<()> {
     File::open(directory)?.sync_all()
-}
-
-/// Refuses options and sources that cannot be used for containerd-cache:.
-fn check(args: &Args, source: &Source) -> Result<(), CommandError> {
-    let option = match args {
-        Args {
-            dedup_lower: true, ..
-        } => Some("--dedup-lower"),
-        Args {
-            prefetch: Some(_), ..
-        } => Some("--prefetch"),
-        _ => None,
-    };
-    if let Some(option) = option {
-        return Err(
-            CommandError::usage(format!("{option} cannot be used with containerd-cache:"))
-                .hint("containerd uses the file of a layer over any other layers"),
-        );
-    }
-    match source {
-        Source::Directory(path) => Err(CommandError::usage(format!(
-            "{} is no image whose layers containerd could ask for",
-            path.display()
-        ))
-        .hint("name an image in layers: oci:DIR[:REF], docker://HOST/REPO[:TAG]")),
-        _ => Ok(()),
-    }
-}
-
-/// The error for a source in BCoW form, which this command does not convert yet.
-pub fn not_ordinary(source: &str) -> CommandError {
-    CommandError::usage(format!(
-        "{source} is in BCoW form: its layers for containerd-cache: are not supported yet"
-    ))
-    .hint("name the ordinary image, whose diffIDs containerd asks for")
 }
 
 /// Fails if overlayfs shows an inode of the layer in another way than a program that unpacks the

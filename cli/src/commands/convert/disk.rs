@@ -1,6 +1,5 @@
 //! Disks in other forms: raw and qcow2, into BCoW and out of it.
 
-use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -8,6 +7,7 @@ use bcow::BlockDevice;
 use bcow::format::{SECTOR_BYTES, State, Use};
 use bcow::operation::{RewriteOptions, WRITABLE_LOG_BYTES};
 use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
+use bcow_images::NameParts;
 use bcow_oci::ConvertOptions;
 use serde_json::json;
 
@@ -18,14 +18,15 @@ use crate::error::CommandError;
 use crate::foreign_format::format_hint;
 use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
+use crate::name_args::{CONVERT_FROM, CONVERT_TO};
 use crate::new_file::NewFile;
-use crate::place::{self, Destination};
+use crate::push::Destination;
 use crate::replace::{self, Replacement};
 use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
-/// A file in another form than BCoW, as the user names it.
+/// A file in another form than BCoW.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Foreign<'a> {
     Raw(&'a Path),
@@ -33,22 +34,6 @@ enum Foreign<'a> {
 }
 
 impl<'a> Foreign<'a> {
-    fn of_source(source: &'a place::Source) -> Option<Self> {
-        match source {
-            place::Source::Raw(path) => Some(Foreign::Raw(path)),
-            place::Source::Qcow2(path) => Some(Foreign::Qcow2(path)),
-            _ => None,
-        }
-    }
-
-    fn of_destination(destination: &'a Destination) -> Option<Self> {
-        match destination {
-            Destination::Raw(path) => Some(Foreign::Raw(path)),
-            Destination::Qcow2(path) => Some(Foreign::Qcow2(path)),
-            _ => None,
-        }
-    }
-
     fn path(&self) -> &'a Path {
         match self {
             Foreign::Raw(path) | Foreign::Qcow2(path) => path,
@@ -61,101 +46,30 @@ impl<'a> Foreign<'a> {
             Foreign::Qcow2(_) => "qcow2",
         }
     }
-
-    /// Refuses names that no file can have.
-    fn check(&self, side: Side) -> Result<(), CommandError> {
-        let path = self.path().as_os_str();
-        if path.is_empty() {
-            return Err(CommandError::usage(format!(
-                "missing file name after {}:",
-                self.transport()
-            )));
-        }
-        if path == "-" {
-            let error = CommandError::usage(format!("{}:- is not a file", self.transport()));
-            return Err(error.hint(match side {
-                Side::Source => "a disk is read at any offset: store it in a file first",
-                Side::Destination => {
-                    "a disk is written at any offset; `bcow export --to raw -o -` writes to \
-                     standard output"
-                }
-            }));
-        }
-        Ok(())
-    }
 }
 
-/// The side of a conversion that a name is for.
-#[derive(Clone, Copy)]
-enum Side {
-    Source,
-    Destination,
-}
-
-/// Whether the command line converts a disk, not a container image. `image` is the source, if it is
-/// a BCoW file.
-pub fn is_disk_conversion(
-    source: &place::Source,
-    destination: &Destination,
-    image: Option<&OpenImage>,
-) -> bool {
-    Foreign::of_source(source).is_some()
-        || Foreign::of_destination(destination).is_some()
-        || image.is_some_and(|image| image.image().header().purpose != Use::Image)
-}
-
-/// Converts a disk.
+/// Converts a disk, or an image to a disk. `image` is the source, if it is in BCoW form.
 pub fn run(
     args: &Args,
-    from: &place::Source,
     destination: &Destination,
     image: Option<OpenImage>,
     sending: Option<&Sending>,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    refuse_options_of_images(args)?;
-    let source = open_source(args, from, image)?;
-    match Foreign::of_destination(destination) {
-        Some(foreign) => {
-            foreign.check(Side::Destination)?;
-            source.refuse_as_destination(foreign.path())?;
-            let _replaced = replace::check(foreign.path(), Replacement::Disk, args.force)?;
-            write_foreign(args, &source, foreign, ui)
+    let source = open_source(args, image)?;
+    let foreign = match destination {
+        Destination::Raw(path) => Foreign::Raw(path),
+        Destination::Qcow2(path) => Foreign::Qcow2(path),
+        Destination::File(path) => {
+            source.refuse_as_destination(path)?;
+            let _replaced = replace::check(path, Replacement::Disk, args.force)?;
+            return write_disk(args, &source, path, sending, ui);
         }
-        None => {
-            let destination = match destination {
-                Destination::File(path) => path,
-                _ => {
-                    let shown = args.destination.display();
-                    return Err(
-                        CommandError::usage(format!("{shown} takes images, not disks"))
-                            .hint("write to a file"),
-                    );
-                }
-            };
-            source.refuse_as_destination(destination)?;
-            let _replaced = replace::check(destination, Replacement::Disk, args.force)?;
-            write_disk(args, &source, destination, sending, ui)
-        }
-    }
-}
-
-fn refuse_options_of_images(args: &Args) -> Result<(), CommandError> {
-    let given = [
-        (args.platform.is_some(), "--platform"),
-        (args.plain, "--plain"),
-        (args.cache.is_some(), "--cache"),
-        (args.dedup_lower, "--dedup-lower"),
-        (args.layers, "--layers"),
-        (args.allow_truncated, "--allow-truncated"),
-        (args.as_files, "--as-files"),
-    ];
-    match given.iter().find(|(is_given, _)| *is_given) {
-        Some((_, option)) => Err(CommandError::usage(format!(
-            "{option} is for container images, not for disks"
-        ))),
-        None => Ok(()),
-    }
+        _ => return Err(CONVERT_TO.refuse(&args.destination).into()),
+    };
+    source.refuse_as_destination(foreign.path())?;
+    let _replaced = replace::check(foreign.path(), Replacement::Disk, args.force)?;
+    write_foreign(args, &source, foreign, ui)
 }
 
 /// The disk to convert.
@@ -168,18 +82,10 @@ struct Source {
     files: Vec<PathBuf>,
 }
 
-fn open_source(
-    args: &Args,
-    from: &place::Source,
-    image: Option<OpenImage>,
-) -> Result<Source, CommandError> {
-    let name = PathBuf::from(&args.source);
-    let foreign = Foreign::of_source(from);
-    if let Some(foreign) = &foreign {
-        foreign.check(Side::Source)?;
-    }
-    match foreign {
-        Some(Foreign::Raw(path)) => {
+fn open_source(args: &Args, image: Option<OpenImage>) -> Result<Source, CommandError> {
+    let name = args.source.shown().to_owned();
+    match (args.source.parts(), image) {
+        (NameParts::Raw(path), _) => {
             let disk = RawDisk::open(path).map_err(|error| foreign_failure(&error))?;
             Ok(Source {
                 name,
@@ -188,7 +94,7 @@ fn open_source(
                 device: Box::new(disk),
             })
         }
-        Some(Foreign::Qcow2(path)) => {
+        (NameParts::Qcow2(path), _) => {
             let disk = Qcow2Disk::open(path, args.stores.backing_dirs()?)
                 .map_err(|error| foreign_failure(&error))?;
             Ok(Source {
@@ -198,51 +104,14 @@ fn open_source(
                 device: Box::new(disk),
             })
         }
-        None => {
-            let image = match image {
-                Some(image) => image,
-                None => {
-                    refuse_files(&args.source, &args.destination)?;
-                    OpenImage::open(&name, &args.stores)?
-                }
-            };
-            Ok(Source {
-                bytes: true_size(&image)?,
-                files: image.files(),
-                device: Box::new(image.image().clone()),
-                name,
-            })
-        }
+        (_, Some(image)) => Ok(Source {
+            bytes: true_size(&image)?,
+            files: image.files(),
+            device: Box::new(image.image().clone()),
+            name,
+        }),
+        (_, None) => Err(CONVERT_FROM.refuse(&args.source).into()),
     }
-}
-
-/// Refuses a source of files, of which no disk can be made. `oci:DIR` may have a BCoW image, and a
-/// file of any name may be one.
-fn refuse_files(source: &OsStr, destination: &Path) -> Result<(), CommandError> {
-    use bcow_oci::Source;
-    let Some(Ok(files)) = source.to_str().map(str::parse::<Source>) else {
-        return Ok(());
-    };
-    if matches!(files, Source::Oci { .. }) || Path::new(source).exists() {
-        return Ok(());
-    }
-    let kind = match files {
-        Source::Directory(_) => "a directory",
-        Source::Tar(_) => "a tar archive",
-        _ => "a container image",
-    };
-    Err(no_disk(&source.to_string_lossy(), kind, destination))
-}
-
-/// The error for a source of which no disk can be made.
-pub fn no_disk(shown: &str, kind: &str, destination: &Path) -> CommandError {
-    CommandError::usage(format!(
-        "{} can be made only from a disk, and {shown} is {kind}",
-        destination.display()
-    ))
-    .hint(format!(
-        "`bcow convert {shown} IMAGE.bcow` makes an image of it first"
-    ))
 }
 
 /// The exact size of a disk made from a file whose length was not a multiple of a sector, if the
@@ -305,10 +174,11 @@ fn write_foreign(
     ui: &Ui,
 ) -> Result<(), CommandError> {
     let usage = |what: &str| {
-        Err(CommandError::usage(format!(
+        let text = format!(
             "{what} is for disks in BCoW form, not for {}",
             destination.transport()
-        )))
+        );
+        Err(CommandError::usage(text).hint(format!("leave out {what}")))
     };
     if args.writable {
         return usage("--writable");
@@ -347,7 +217,7 @@ fn write_foreign(
         Foreign::Qcow2(_) => source.bytes.next_multiple_of(512),
         Foreign::Raw(_) => source.bytes,
     };
-    report(args, ui, &args.destination, size, file_bytes, None)
+    report(args, ui, size, file_bytes, None)
 }
 
 /// Makes a BCoW disk.
@@ -399,7 +269,6 @@ fn write_disk(
     report(
         args,
         ui,
-        &args.destination,
         size,
         written.file_bytes(),
         Some((verified, args.writable)),
@@ -410,7 +279,6 @@ fn write_disk(
 fn report(
     args: &Args,
     ui: &Ui,
-    destination: &Path,
     size: u64,
     file_bytes: u64,
     disk: Option<(bool, bool)>,
@@ -437,7 +305,7 @@ fn report(
     writeln!(
         out,
         "{}: {kind}disk of {} ({}), file of {}{}",
-        destination.display(),
+        args.destination,
         Human(size),
         plural(size, "byte"),
         Human(file_bytes),

@@ -11,7 +11,7 @@ use crate::commands::export::{ImageLayers, export_failure};
 use crate::conversion::failure;
 use crate::error::CommandError;
 use crate::image::OpenImage;
-use crate::place::Layout;
+use crate::push::Layout;
 use crate::ui::Ui;
 
 /// Re-encodes `image` into the file `destination`.

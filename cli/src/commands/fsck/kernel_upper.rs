@@ -85,7 +85,7 @@ fn repair(upper: &Path, ui: &Ui) -> Result<Vec<Repair>, CommandError> {
 
 fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     let mut found = Found::default();
-    let upper = &args.image;
+    let upper = args.image.shown();
     let reader = match when_free(ui, || DiskReader::open(upper)) {
         Ok(reader) => reader,
         Err(error @ UpperError::Incomplete { .. }) => {

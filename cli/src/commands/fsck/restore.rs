@@ -5,13 +5,15 @@ use std::sync::Arc;
 
 use bcow::check::{RestoreError, restore};
 use bcow::{OpenOptions, Storage};
-use bcow_oci::ImageName;
+use bcow_images::{Name, NameParts};
+use bcow_oci::LocalImage;
 use bcow_oci::store::{self, LayerProblem, Opened, Places};
 
 use super::Args;
 use crate::disks::open_for_repair;
 use crate::error::{CommandError, Context};
-use crate::image::{cannot_open, parse_name, refuse_what_is_no_file, shown_name};
+use crate::image::{cannot_open, refuse_what_is_no_file};
+use crate::name_args::WHOLE_IMAGE;
 use crate::names::printable;
 use crate::remote::{self, Pinned};
 use crate::size::{Human, plural};
@@ -20,9 +22,9 @@ use crate::size::{Human, plural};
 /// file that changed.
 pub fn run(
     args: &Args,
-    name: &ImageName,
+    name: &LocalImage,
     path: &Path,
-    from: &Path,
+    from: &Name,
     places: Places<'_>,
 ) -> Result<Vec<String>, CommandError> {
     let image = &args.image;
@@ -52,9 +54,7 @@ pub fn run(
     match restoring.found {
         true => Ok(restoring.lines),
         false => Err(CommandError::new(format!(
-            "cannot restore {}: {} has no copy of it",
-            image.display(),
-            shown_name(from).display()
+            "cannot restore {image}: {from} has no copy of it"
         ))
         .hint("`bcow inspect` shows the Merkle root of each; copies of an image have the same")),
     }
@@ -62,28 +62,34 @@ pub fn run(
 
 /// The files of the image that has the copies.
 fn copies(
-    from: &Path,
+    from: &Name,
     args: &Args,
     places: Places<'_>,
 ) -> Result<Vec<Arc<dyn Storage>>, CommandError> {
-    let name = parse_name(from)?;
-    refuse_what_is_no_file(&name)?;
+    refuse_what_is_no_file(from)?;
     let options = OpenOptions::default();
-    let (top, opened) = match &name {
-        ImageName::Remote(url) => {
+    let (top, opened) = match (from.parts(), from.local()) {
+        (NameParts::Url(url), _) => {
             let remote = remote::open(url, &args.stores.remote, Pinned::Never)?;
             let places = Places {
                 remote: remote.files.as_ref(),
                 ..places
             };
             let top = Arc::clone(&remote.storage);
-            let opened = store::open_remote(remote.name, Arc::clone(&top), places, &options);
+            let opened = store::open_remote(
+                remote.name.shown().to_owned(),
+                Arc::clone(&top),
+                places,
+                &options,
+            );
             (top, opened)
         }
-        _ => {
-            let located = store::locate(&name).map_err(|error| cannot_open(from, &error))?;
+        (_, None) => return Err(WHOLE_IMAGE.refuse(from).into()),
+        (_, Some(local)) => {
+            let located = store::locate(&local);
+            let located = located.map_err(|error| cannot_open(from.shown(), &error))?;
             let top: Arc<dyn Storage> = located.file;
-            (top, store::open(&name, places, &options))
+            (top, store::open(&local, places, &options))
         }
     };
     let mut files = vec![top];
@@ -103,7 +109,7 @@ fn root_of(opened: &Opened, path: &Path) -> Option<[u8; 32]> {
 }
 
 struct Restoring<'r> {
-    from: &'r Path,
+    from: &'r Name,
     copies: Vec<Arc<dyn Storage>>,
     threads: usize,
     lines: Vec<String>,
@@ -146,7 +152,7 @@ impl Restoring<'_> {
                     "{} in {} restored from {}",
                     Human(restored.written_bytes()),
                     plural(restored.written.len() as u64, "range"),
-                    printable(&shown_name(self.from).to_string_lossy())
+                    printable(&self.from.to_string())
                 ));
             }
             if restored.cut_off > 0 {

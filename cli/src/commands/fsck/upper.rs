@@ -12,6 +12,7 @@ use crate::error::CommandError;
 use crate::image::OpenImage;
 use crate::ui::Ui;
 use crate::upper::{cannot_use, require_same_image, when_free};
+use bcow_images::Name;
 
 /// Whether `path` is the upper of a writable mount, at either door.
 pub fn is_upper(path: &Path) -> bool {
@@ -34,7 +35,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     if args.repair && found.report.is_repairable() {
         progress.phase("repairing");
         let note = format!("bcow fsck --repair, process {}", std::process::id());
-        let instance = when_free(ui, || Instance::open_existing(&args.image, &note))
+        let instance = when_free(ui, || Instance::open_existing(args.image.shown(), &note))
             .map_err(|error| cannot_use(&error))?;
         let upper = UpperReader::of(&instance).map_err(|error| cannot_use(&error))?;
         // The open has emptied the directory of temporary files. Removing links there changes link
@@ -86,7 +87,7 @@ type UsedImage = Option<Option<OpenImage>>;
 
 /// Opens the upper for reading and checks it.
 fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<Found, CommandError> {
-    let upper = match when_free(ui, || UpperReader::open(&args.image)) {
+    let upper = match when_free(ui, || UpperReader::open(args.image.shown())) {
         Ok(upper) => upper,
         // Without the record, the marks cannot be interpreted, so nothing else is checked.
         Err(error @ UpperError::Record { .. }) => {
@@ -148,7 +149,12 @@ fn open_image(
     ui: &Ui,
 ) -> Result<Option<OpenImage>, CommandError> {
     let recorded = upper.record().map(|record| record.image_name.as_str());
-    let Some(name) = args.lower.as_deref().or(recorded.map(Path::new)) else {
+    let Some(name) = args
+        .lower
+        .as_ref()
+        .map(Name::shown)
+        .or(recorded.map(Path::new))
+    else {
         return match args.layers.layers.is_empty() {
             true => Ok(None),
             false => Err(CommandError::usage(

@@ -6,6 +6,7 @@ use std::path::Path;
 use super::Args;
 use crate::error::CommandError;
 use crate::image::OpenImage;
+use crate::name_args::IMAGE;
 use crate::names;
 use crate::ui::Ui;
 
@@ -20,14 +21,20 @@ pub(super) fn open(
     unchecked: &str,
     ui: &Ui,
 ) -> Result<Option<OpenImage>, CommandError> {
-    let name = args.lower.as_deref().unwrap_or(recorded);
-    let opened = OpenImage::open_with_layers(name, &args.layers, &args.stores)
+    let name = match &args.lower {
+        Some(name) => Ok(name.clone()),
+        None => IMAGE
+            .parse(recorded.as_os_str())
+            .map_err(CommandError::from),
+    };
+    let opened = name
+        .and_then(|name| OpenImage::open_with_layers(&name, &args.layers, &args.stores))
         .and_then(|image| require_same(&image).map(|()| image));
     match opened {
         Ok(image) => Ok(Some(image)),
         Err(error) if args.lower.is_some() || !args.layers.layers.is_empty() => Err(error),
         Err(error) => {
-            let name = names::quoted(name.as_os_str().as_bytes());
+            let name = names::quoted(recorded.as_os_str().as_bytes());
             let message = error.to_string();
             let cause = error.causes().last().unwrap_or(&message);
             ui.warning(format_args!(

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::Args;
 use crate::error::{Answer, CommandError, exit};
-use crate::image::{OpenImage, parse_name};
+use crate::image::OpenImage;
 use crate::remote::{self, Pinned};
 use crate::ui::Ui;
 
@@ -28,10 +28,14 @@ fn resolve(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         CommandError::usage(format!("{} is not in a registry", args.image.display()))
             .hint("--resolve is for docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
     };
-    let ImageName::Remote(url) = parse_name(&args.image)? else {
+    let Some(image) = args.image.registry() else {
         return Err(no_registry());
     };
-    let found = remote::open(&url, &args.stores.remote, Pinned::AsAsked)?;
+    let found = remote::open(
+        &Url::Registry(image.clone()),
+        &args.stores.remote,
+        Pinned::AsAsked,
+    )?;
     let (Some(manifest), Some(name)) = (found.manifest.clone(), found.lasting_url.clone()) else {
         return Err(no_registry());
     };

@@ -15,7 +15,6 @@ use bcow_fuse::{Door, MountOptions, MountedImage, WhenBusy};
 use super::{Args, failure, owners};
 use crate::ask::{self, Answer};
 use crate::error::CommandError;
-use crate::image::parse_name;
 use crate::running::{self, LOCK_IN_UPPER, Server, Service, State};
 use crate::ui::Ui;
 use crate::upper::RETRY_PAUSE;
@@ -142,7 +141,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 
 /// Whether the command line names the image and the layers of the mount.
 fn has_same_content(args: &Args, service: &Service) -> Result<bool, CommandError> {
-    let image = parse_name(&args.image)?.absolute();
+    let image = args.image.absolute();
     Ok(image.to_string_lossy() == service.image && args.layer_names()? == service.layers)
 }
 

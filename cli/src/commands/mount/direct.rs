@@ -5,10 +5,9 @@ use std::path::{Path, PathBuf};
 
 use bcow_fuse::options::Access;
 use bcow_fuse::{MountError, MountOptions};
-use bcow_oci::ImageName;
 
 use super::{Args, Running, announce};
-use crate::image::{OpenImage, parse_name};
+use crate::image::OpenImage;
 use crate::plain;
 
 /// Permission bits with which other users can write, and the one that keeps them from replacing
@@ -23,7 +22,7 @@ pub fn files(args: &Args, image: &OpenImage) -> Result<Vec<PathBuf>, String> {
     if !image.parts().is_empty() {
         return needs("a layer on the command line");
     }
-    if matches!(parse_name(&args.image), Ok(ImageName::Remote(_))) {
+    if args.image.is_remote() {
         return needs("an image on another machine");
     }
     let Ok(Some(files)) = plain::files(image) else {

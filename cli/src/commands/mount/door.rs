@@ -2,13 +2,11 @@
 
 use std::path::Path;
 
-use bcow_oci::ImageName;
 use bcow_union::{Door, SyncPolicy};
 
 use super::{Args, DoorChoice};
 use crate::disks::is_disk;
 use crate::error::CommandError;
-use crate::image::parse_name;
 use crate::upper::cannot_use;
 
 /// The way of a mount.
@@ -67,12 +65,12 @@ pub fn select(args: &Args) -> Result<Way, CommandError> {
 }
 
 fn select_without_upper(args: &Args) -> Result<Way, CommandError> {
-    let is_disk = matches!(parse_name(&args.image), Ok(ImageName::File(path)) if is_disk(&path));
+    let is_disk = args.image.path().is_some_and(is_disk);
     // The kernel mounts an image only if the user asks for it, because its driver then parses what
     // the image holds.
     let way = match args.door {
         DoorChoice::Kernel => Way::Content,
-        DoorChoice::Auto if is_disk && args.layers().is_empty() => Way::Content,
+        DoorChoice::Auto if is_disk && !args.has_layers() => Way::Content,
         DoorChoice::Auto => Way::Fuse {
             reason: super::DOOR_OF_IMAGES.to_owned(),
         },

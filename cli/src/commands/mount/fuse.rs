@@ -15,7 +15,7 @@ use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
 use super::{Args, failure, owners, refuse_mounted, upper};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, parse_name, shown_name};
+use crate::image::OpenImage;
 use crate::record::Recording;
 use crate::running::{self, Service};
 use crate::ui::Ui;
@@ -114,7 +114,7 @@ pub fn open(
         None => image.tree()?.into_filesystem(),
         Some(recording) => image.tree_on(recording.device())?.into_filesystem(),
     };
-    let file = parse_name(&args.image)?.absolute();
+    let file = args.image.absolute();
     options.set_default_source(file.clone());
     let identity = image.identity();
     let stats = Arc::new(MountStats::new(About {
@@ -196,10 +196,9 @@ impl Opened {
         let is_writable =
             bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
         if is_writable && let Some(owner) = self.owner_is_needed {
-            let shown = shown_name(&args.image);
             // Only a process of its own has the command line of the mount, for a hint.
             let has_hint = !args.foreground && host.pool.is_none();
-            upper::warn_of_owner(owner, &shown, args.directory(), has_hint, ui);
+            upper::warn_of_owner(owner, args.image.shown(), args.directory(), has_hint, ui);
         }
         tracing::info!(
             "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",

@@ -16,7 +16,6 @@ use bcow_fuse::options::Access;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{AnySession, KernelSession, MountError, MountOptions, MountStats};
 use bcow_mount::{Writeback, filesystem};
-use bcow_oci::ImageName;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
@@ -27,7 +26,6 @@ use crate::commands::create::disk_size;
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
-use crate::image::parse_name;
 use crate::kernel_upper::{self, Asked, WritableUpper};
 use crate::record::Recording;
 use crate::running::Service;
@@ -127,7 +125,7 @@ fn open_unchecked(
         (Ok(_) | Err(MountError::Kernel(_)), DoorChoice::Auto | DoorChoice::Fuse) => {
             return Ok(None);
         }
-        (Err(error), _) => return Err(cannot(&args.image).caused_by(&error)),
+        (Err(error), _) => return Err(cannot(args.image.shown()).caused_by(&error)),
     };
     require_privilege(&args.image, kind)?;
     if kind != Kind::Erofs {
@@ -183,9 +181,9 @@ fn open_asked(
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     // A new upper belongs to this door, so a machine that lacks the door gets none.
-    require_privilege(&args.image, Kind::Ext4)?;
-    require_no_deadlock(&args.image, &writeback)?;
-    require_devices(&args.image)?;
+    require_privilege(args.image.shown(), Kind::Ext4)?;
+    require_no_deadlock(args.image.shown(), &writeback)?;
+    require_devices(args.image.shown())?;
     let options = open_options(args, &host.cache);
     // The process changes its directory later, and publishes the path of the upper.
     let path =
@@ -334,14 +332,15 @@ fn open_writable(
     let below = Below::new(&args.stores, options)?;
     let file = match ledger_use.kept_file()? {
         Some(file) => {
-            let continued = LockedFile::continue_with(file, &args.image, &lock_note("mount"));
-            continued.map_err(|error| cannot_lock(&args.image, &args.image, &error))?
+            let path = disk_path(args);
+            let continued = LockedFile::continue_with(file, path, &lock_note("mount"));
+            continued.map_err(|error| cannot_lock(args.image.shown(), path, &error))?
         }
         None => lock_when_free(args, host)?,
     };
     let ledger = ledger_use.open()?;
     let noted = ledger.as_ref().map(OpenLedger::ledger);
-    let disk: Disk = below.open_disk(&args.image, &file, noted)?;
+    let disk: Disk = below.open_disk(args.image.shown(), &file, noted)?;
     let disk_files = ledger.map(|ledger| ledger.files(file.file())).transpose()?;
     let identity = disk.identity_hash();
     let path = parse_name(&args.image)?.absolute().into();
@@ -368,21 +367,21 @@ fn open_sealed(args: &Args, options: &OpenOptions) -> Result<Opened, CommandErro
     })
 }
 
+/// The path of the disk. `is_writable_disk` has selected the name of a file.
+fn disk_path(args: &Args) -> &Path {
+    args.image.path().unwrap_or(args.image.shown())
+}
+
 /// Locks the disk. Waits for a process that is ending an earlier mount of it.
 fn lock_when_free(args: &Args, host: &Host<'_>) -> Result<LockedFile, CommandError> {
     let start = Instant::now();
-    let name = &args.image;
-    let path = match parse_name(name)? {
-        ImageName::File(path) => path,
-        // `is_writable_disk` has selected a file.
-        _ => name.clone(),
-    };
+    let path = disk_path(args);
     loop {
-        let error = match LockedFile::open(&path, &lock_note("mount")) {
+        let error = match LockedFile::open(path, &lock_note("mount")) {
             Err(LockFileError::Lock(holder)) if may_release_soon(&holder, start.elapsed()) => {
                 holder
             }
-            other => return other.map_err(|error| cannot_lock(name, &path, &error)),
+            other => return other.map_err(|error| cannot_lock(args.image.shown(), path, &error)),
         };
         tracing::debug!("waiting for the end of another mount: {error}");
         // Only the call that blocked the signals can fail.

@@ -12,14 +12,13 @@ use std::time::Duration;
 use bcow::BlockCache;
 use bcow_fuse::MountOptions;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
-use bcow_oci::ImageName;
+use bcow_images::NameParts;
 
 use super::door::Way;
 use super::fuse::{self, Mounted, Opened};
 use super::host::{Host, InPool, UpperUse};
 use super::{Args, DOOR_OF_IMAGES, Made, check, helper, kernel, make, settle};
 use crate::error::{CommandError, Context};
-use crate::image::parse_name;
 use crate::pool::protocol::{Request, View};
 use crate::pool::{PoolName, client};
 use crate::running::Service;
@@ -190,13 +189,12 @@ fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError
     // A local file can have a backing on another machine, or a view.
     paths.extend(stores.remote.cache_directory());
     paths.extend(views::directory(None));
-    for name in std::iter::once(&args.image).chain(&args.layers()) {
-        paths.extend(match parse_name(name)? {
-            ImageName::File(path) => Some(path),
-            ImageName::Layout { directory, .. } | ImageName::Blob { directory, .. } => {
-                Some(directory)
+    for name in std::iter::once(&args.image).chain(&args.layers()?) {
+        paths.extend(match name.parts() {
+            NameParts::Layout { directory, .. } | NameParts::Blob { directory, .. } => {
+                Some(directory.clone())
             }
-            ImageName::Remote(_) => None,
+            _ => name.path().map(Path::to_owned),
         });
     }
     for path in paths {

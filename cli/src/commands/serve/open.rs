@@ -1,6 +1,7 @@
 //! The served devices: images for reading, disks for writing, or either under an overlay for the
 //! length of a session.
 
+use bcow_images::Name;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use bcow_union::log::{self, Severity};
 
 use crate::disks::{is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, parse_name, shown_name};
+use crate::image::{OpenImage, StoreArgs};
 use crate::running::{self, Service};
 
 /// Access of clients.
@@ -110,7 +111,7 @@ impl Served {
     /// Opens a device and adds an export of it.
     pub fn add(
         &mut self,
-        path: &Path,
+        image_name: &Name,
         name: String,
         description: String,
         opening: &DeviceOptions<'_>,
@@ -120,27 +121,27 @@ impl Served {
             ..OpenOptions::default()
         };
         let mut image = || -> Result<_, CommandError> {
-            let opened = OpenImage::open_with(path, opening.stores, &options)?;
+            let opened = OpenImage::open_with(image_name, opening.stores, &options)?;
             let image = opened.image().clone();
             self.images.push(opened);
             Ok(image)
         };
         let device = match opening.access {
-            Access::AsFile if is_writable_disk(path) => {
-                let opened = open_writable(path, opening.stores, &options, opening.command)?;
+            Access::AsFile if is_writable_disk(image_name) => {
+                let opened = open_writable(image_name, opening.stores, &options, opening.command)?;
                 let disk = Arc::new(opened.disk);
                 self.disks
-                    .push((path.to_owned(), disk.clone(), opened.file));
+                    .push((image_name.shown().to_owned(), disk.clone(), opened.file));
                 Device::Writable(disk)
             }
             Access::AsFile | Access::ReadOnly => Device::ReadOnly(image()?),
             Access::Snapshot => Device::Writable(Arc::new(
                 snapshot(image()?, &options)
-                    .map_err(|error| error.context_of(&shown_name(path)))?,
+                    .map_err(|error| error.context_of(image_name.shown()))?,
             )),
         };
         self.described.push(Described {
-            image: parse_name(path)?.absolute().to_string_lossy().into_owned(),
+            image: image_name.absolute().to_string_lossy().into_owned(),
             export: name.clone(),
             mode: match (&device, opening.access) {
                 (Device::ReadOnly(_), _) => "ro",

@@ -23,9 +23,6 @@ pub enum StoreError {
         /// The manifest.
         place: String,
     },
-    /// The image is on another machine, and the command reads local files only.
-    #[error("this command does not read images from other machines")]
-    NotLocal,
     /// The layout does not have this blob.
     #[error("{} has no blob {digest}", directory.display())]
     NoSuchBlob {
@@ -180,9 +177,6 @@ impl StoreError {
             StoreError::OrdinaryImage { .. } => Some(
                 "`bcow convert` makes a BCoW image of it, in one file or layer by layer".into(),
             ),
-            StoreError::NotLocal => {
-                Some("`bcow convert URL FILE.bcow` copies it to this machine".into())
-            }
             StoreError::NoSuchBlob { .. } | StoreError::Open { .. } => None,
             StoreError::Layers { first, .. } => Some(first.hint().into()),
         }

@@ -1,4 +1,4 @@
-//! The file of an image name.
+//! The file of an image.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -10,9 +10,9 @@ use crate::blob::open_regular;
 use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::layout;
-use crate::name::ImageName;
+use crate::name::LocalImage;
 
-/// The file of an image name.
+/// The file of an image.
 #[derive(Debug)]
 pub struct Located {
     /// The path of the file.
@@ -26,9 +26,9 @@ pub struct Located {
 }
 
 /// Finds the file of `name`. The file is opened, but not checked to be an image.
-pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
+pub fn locate(name: &LocalImage) -> Result<Located, StoreError> {
     let (directory, digest, size) = match name {
-        ImageName::File(path) => {
+        LocalImage::File(path) => {
             let file = File::open(path).map_err(|source| StoreError::Open {
                 path: path.clone(),
                 source: bcow::Error::Io {
@@ -44,7 +44,7 @@ pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
                 digest: None,
             });
         }
-        ImageName::Layout {
+        LocalImage::Layout {
             directory,
             reference,
         } => {
@@ -59,8 +59,7 @@ pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
                 }
             }
         }
-        ImageName::Remote(_) => return Err(StoreError::NotLocal),
-        ImageName::Blob { directory, digest } => {
+        LocalImage::Blob { directory, digest } => {
             let files = Files::directory(directory)?;
             layout::check_version(&files)?;
             (directory, digest.clone(), None)
@@ -69,7 +68,7 @@ pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
     let path = directory.join(layout::blob_path(&digest));
     let Some(blob) = open_regular(&path)? else {
         return Err(match name {
-            ImageName::Blob { .. } => StoreError::NoSuchBlob {
+            LocalImage::Blob { .. } => StoreError::NoSuchBlob {
                 directory: directory.clone(),
                 digest,
             },

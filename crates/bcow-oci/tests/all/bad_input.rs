@@ -1,11 +1,13 @@
 //! The converter refuses invalid layouts and streams.
 
-use bcow_oci::{ConvertError, ErrorKind, LayoutOptions, Source, convert_to_layout};
+use std::path::Path;
+
+use bcow_oci::{ConvertError, ErrorKind, LayoutOptions, Source, TarInput, convert_to_layout};
 use serde_json::json;
 
 use crate::support::{
     CONFIG, Converted, INDEX, LAYER, Layout, convert_layers, convert_tar, convert_tar_with,
-    convert_with, gzip, message, options,
+    convert_with, docker_source, gzip, message, oci_archive, options,
 };
 use crate::tarmaker::Tar;
 
@@ -230,14 +232,19 @@ fn invalid_documents_are_refused() {
 #[test]
 fn errors_of_unreadable_sources_name_them() {
     let mut messages = Vec::new();
-    let text = |source: &str| message(convert_with(&source.parse::<Source>().unwrap(), &options()));
-    messages.push(text("oci:/no/such/layout"));
-    messages.push(text("oci-archive:/no/such.tar"));
-    messages.push(text("tar:/no/such.tar"));
-    messages.push(text("tar:/"));
-    messages.push(text("dir:/no/such/directory"));
-    messages.push(text("oci:/etc/passwd"));
-    messages.push(text("docker-archive:/dev/null"));
+    let text = |source: Source| message(convert_with(&source, &options()));
+    let layout = |directory: &str| Source::Oci {
+        directory: directory.into(),
+        reference: None,
+    };
+    let tar = |file: &str| Source::Tar(TarInput::File(file.into()));
+    messages.push(text(layout("/no/such/layout")));
+    messages.push(text(oci_archive(Path::new("/no/such.tar"), None)));
+    messages.push(text(tar("/no/such.tar")));
+    messages.push(text(tar("/")));
+    messages.push(text(Source::Directory("/no/such/directory".into())));
+    messages.push(text(layout("/etc/passwd")));
+    messages.push(text(docker_source(Path::new("/dev/null"), None)));
     insta::assert_snapshot!(messages.join("\n"));
 }
 

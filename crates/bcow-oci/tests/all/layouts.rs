@@ -1,10 +1,11 @@
 //! The selection of an image in a layout or archive.
 
-use bcow_oci::{ConvertOptions, Digest, Limits, Platform, Source};
+use bcow_oci::{ConvertOptions, Digest, Limits, Platform};
 use serde_json::{Value, json};
 
 use crate::support::{
-    CONFIG, INDEX, LAYER, Layout, MANIFEST, convert_with, gzip, layered_with, message, options,
+    CONFIG, INDEX, LAYER, Layout, MANIFEST, convert_with, docker_source, gzip, layered_with,
+    message, oci_archive, options,
 };
 use crate::tarmaker::Tar;
 
@@ -204,8 +205,8 @@ fn a_layout_in_an_archive_gives_the_same_tree() {
     let file = dir.path().join("a.tar");
     for prefix in ["", "./"] {
         std::fs::write(&file, archive(&layout, prefix)).unwrap();
-        for source in ["oci-archive", "docker-archive"] {
-            let source: Source = format!("{source}:{}:test", file.display()).parse().unwrap();
+        for source in [oci_archive, docker_source] {
+            let source = source(&file, Some("test"));
             assert_eq!(convert_with(&source, &options()).unwrap().dump(), expected);
         }
     }
@@ -222,7 +223,7 @@ fn compressed_archives_of_images_are_decompressed() {
     let file = dir.path().join("a.tar");
     let convert = |bytes: &[u8], options: &ConvertOptions| {
         std::fs::write(&file, bytes).unwrap();
-        let source: Source = format!("oci-archive:{}", file.display()).parse().unwrap();
+        let source = oci_archive(&file, None);
         convert_with(&source, options)
     };
     let zstd = zstd::bulk::compress(&oci, 3).unwrap();
@@ -231,9 +232,7 @@ fn compressed_archives_of_images_are_decompressed() {
     }
     let docker = docker_archive().done();
     std::fs::write(&file, gzip(&docker)).unwrap();
-    let source: Source = format!("docker-archive:{}", file.display())
-        .parse()
-        .unwrap();
+    let source = docker_source(&file, None);
     assert_eq!(convert_with(&source, &options()).unwrap().report.entries, 3);
     let mut messages = Vec::new();
     messages.push(message(convert(&gzip(&oci)[..500], &options())));
@@ -313,12 +312,8 @@ fn equal_images_give_equal_files() {
     let expected = convert_with(&layout.source(None), &options()).unwrap();
     for source in [
         other.source(None),
-        format!("oci-archive:{}:test", oci.display())
-            .parse()
-            .unwrap(),
-        format!("docker-archive:{}", docker.display())
-            .parse()
-            .unwrap(),
+        oci_archive(&oci, Some("test")),
+        docker_source(&docker, None),
     ] {
         let converted = convert_with(&source, &options()).unwrap();
         assert!(converted.bytes() == expected.bytes(), "{source}");
@@ -326,9 +321,7 @@ fn equal_images_give_equal_files() {
     }
     // A stack also records the compressed layers, for an export.
     let expected = layered_with(&layout.source(None), &options(), |_| {}).unwrap();
-    let source: Source = format!("oci-archive:{}:test", oci.display())
-        .parse()
-        .unwrap();
+    let source = oci_archive(&oci, Some("test"));
     let converted = layered_with(&source, &options(), |_| {}).unwrap();
     assert_eq!(converted.report.manifest, expected.report.manifest);
 }
@@ -423,25 +416,21 @@ fn docker_archives_are_understood() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("saved.tar");
     std::fs::write(&file, docker_archive().done()).unwrap();
-    let convert = |reference: &str| {
-        let source: Source = format!("docker-archive:{}{reference}", file.display())
-            .parse()
-            .unwrap();
-        convert_with(&source, &options())
-    };
+    let convert =
+        |reference: Option<&str>| convert_with(&docker_source(&file, reference), &options());
     for reference in [
-        "",
-        ":box:1",
-        ":tools/box",
-        ":example.test/tools/box:latest",
-        ":@0",
+        None,
+        Some("box:1"),
+        Some("tools/box"),
+        Some("example.test/tools/box:latest"),
+        Some("@0"),
     ] {
         let converted = convert(reference).unwrap();
-        assert_eq!(converted.report.entries, 3, "{reference}");
+        assert_eq!(converted.report.entries, 3, "{reference:?}");
         assert_eq!(converted.report.layers.len(), 3);
     }
-    messages.push(message(convert(":nobox")));
-    messages.push(message(convert(":@1")));
+    messages.push(message(convert(Some("nobox"))));
+    messages.push(message(convert(Some("@1"))));
     insta::assert_snapshot!(messages.join("\n"));
 }
 
@@ -452,9 +441,7 @@ fn a_docker_archive_that_contradicts_itself_is_refused() {
     let file = dir.path().join("saved.tar");
     let convert = |tar: Tar| {
         std::fs::write(&file, tar.done()).unwrap();
-        let source: Source = format!("docker-archive:{}", file.display())
-            .parse()
-            .unwrap();
+        let source = docker_source(&file, None);
         convert_with(&source, &options())
     };
     let other_layer = docker_archive().file("1/layer.tar", layer("evil"));

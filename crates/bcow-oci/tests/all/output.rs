@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use bcow_oci::{ConvertOptions, Source, convert};
+use bcow_oci::{ConvertOptions, Source, TarInput, convert};
 use bcow_testkit::{lacks, umount};
 
 use crate::support::{Layout, options};
@@ -26,7 +26,7 @@ fn an_existing_image_is_replaced_only_by_a_complete_one() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, "old").unwrap();
-    let missing: Source = "tar:/no/such.tar".parse().unwrap();
+    let missing = Source::Tar(TarInput::File("/no/such.tar".into()));
     assert!(convert(&missing, &path, &options(), &()).is_err());
     let broken = Layout::of(&[b"x".repeat(512)]);
     assert!(convert(&broken.source(None), &path, &options(), &()).is_err());

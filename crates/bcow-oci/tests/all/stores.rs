@@ -10,7 +10,7 @@ use bcow_oci::store::{
     LayerProblem, Opened, Places, RecordedFile, RemoteFailure, RemoteFiles, StoreError, open,
     open_remote, recorded_backings,
 };
-use bcow_oci::{Digest, ImageName};
+use bcow_oci::{Digest, LocalImage};
 use serde_json::{Value, json};
 
 use crate::support::{CONFIG, LAYER, Layout};
@@ -90,12 +90,22 @@ fn blob_path(layout: &Layout, digest: &Digest) -> PathBuf {
     layout.path().join("blobs/sha256").join(digest.hex())
 }
 
-fn name(layout: &Layout, end: &str) -> ImageName {
-    let text = format!("oci:{}{end}", layout.path().display());
-    ImageName::parse(text.as_ref()).unwrap()
+/// The image with this reference, behind a colon, or the blob with this digest, behind an at sign.
+fn name(layout: &Layout, end: &str) -> LocalImage {
+    let directory = layout.path().to_owned();
+    match end.strip_prefix('@') {
+        Some(digest) => LocalImage::Blob {
+            directory,
+            digest: digest.parse().unwrap(),
+        },
+        None => LocalImage::Layout {
+            directory,
+            reference: end.strip_prefix(':').map(str::to_owned),
+        },
+    }
 }
 
-fn opened(name: &ImageName, stores: &[&Path]) -> Result<Opened, StoreError> {
+fn opened(name: &LocalImage, stores: &[&Path]) -> Result<Opened, StoreError> {
     let stores: Vec<PathBuf> = stores.iter().map(|path| path.to_path_buf()).collect();
     let places = Places {
         stores: &stores,
@@ -129,7 +139,7 @@ fn problems(opened: &Opened, layout: &Layout) -> Vec<String> {
 fn a_stack_opens_by_each_of_its_names() {
     let (one, two) = (layer(b"first"), layer(b"second"));
     let (layout, stack) = layout(&[&one, &two]);
-    let bare = ImageName::File(blob_path(&layout, &stack.digest));
+    let bare = LocalImage::File(blob_path(&layout, &stack.digest));
     for name in [
         name(&layout, ""),
         name(&layout, ":x"),
@@ -341,7 +351,7 @@ fn a_layout_without_the_requested_image_is_refused() {
     let mut ordinary = Layout::new();
     let image = ordinary.image("linux/amd64", &[(LAYER, b"tar".to_vec(), b"tar".to_vec())]);
     ordinary.list(image, Some("x"));
-    let message = |name: &ImageName| {
+    let message = |name: &LocalImage| {
         let error = opened(name, &[]).err().unwrap();
         let hint = error.hint().unwrap_or_default();
         format!("{error} / {hint}").replace(&ordinary.path().display().to_string(), "LAYOUT")
@@ -355,7 +365,10 @@ fn a_layout_without_the_requested_image_is_refused() {
     assert!(text.contains("has no image \"y\" / available: x"), "{text}");
     let text = message(&name(&ordinary, &format!("@{}", Digest::of(b"nothing"))));
     assert!(text.contains("LAYOUT has no blob sha256:"), "{text}");
-    let nowhere = ImageName::parse("oci:nowhere".as_ref()).unwrap();
+    let nowhere = LocalImage::Layout {
+        directory: "nowhere".into(),
+        reference: None,
+    };
     assert!(message(&nowhere).contains("cannot open nowhere"));
 }
 

@@ -20,6 +20,22 @@ pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 pub const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 
+/// The image in an OCI layout in an archive.
+pub fn oci_archive(file: &Path, reference: Option<&str>) -> Source {
+    Source::OciArchive {
+        file: file.to_owned(),
+        reference: reference.map(str::to_owned),
+    }
+}
+
+/// The image in an archive of `docker save`.
+pub fn docker_source(file: &Path, reference: Option<&str>) -> Source {
+    Source::DockerArchive {
+        file: file.to_owned(),
+        reference: reference.map(str::to_owned),
+    }
+}
+
 /// An OCI layout in a temporary directory.
 pub struct Layout {
     pub dir: TempDir,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 17] = [
+const MAY_USE: [(&str, &[&str]); 18] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -38,6 +38,7 @@ const MAY_USE: [(&str, &[&str]); 17] = [
     ("bcow-nbd", &["bcow"]),
     ("bcow-foreign", &["bcow"]),
     ("bcow-remote", &["bcow"]),
+    ("bcow-images", &["bcow-oci", "bcow-remote", "bcow"]),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
     // They run the program `bcow`.
@@ -46,6 +47,7 @@ const MAY_USE: [(&str, &[&str]); 17] = [
     (
         "bcow-cli",
         &[
+            "bcow-images",
             "bcow-oci",
             "bcow-fuse",
             "bcow-mount",

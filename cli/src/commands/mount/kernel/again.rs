@@ -12,7 +12,7 @@ use super::super::door::Way;
 use super::super::fuse::Mounted;
 use super::super::host::Host;
 use super::super::{Args, failure};
-use super::{Asked, Opened, open_asked, open_options, open_unchecked};
+use super::{Asked, Opened, disk_path, open_asked, open_options, open_unchecked};
 use crate::disk_ledger::LedgerUse;
 use crate::disks::{cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context};
@@ -57,8 +57,8 @@ pub fn open(
 pub fn check(args: &Args, host: &Host<'_>) -> Result<Option<[u8; 32]>, CommandError> {
     if let Some(upper) = args.upper.path() {
         require_upper(upper)?;
-    } else if args.layers().is_empty() && is_writable_disk(&args.image) {
-        return require_own_lock(&args.image).map(|()| None);
+    } else if !args.has_layers() && is_writable_disk(&args.image) {
+        return require_own_lock(disk_path(args)).map(|()| None);
     }
     let options = open_options(args, &host.cache);
     let image = args.open_image(&options)?;
