@@ -9,14 +9,13 @@ mod tolerant;
 mod upper;
 mod upper_image;
 
-use std::path::PathBuf;
-
 use bcow::check::CheckOptions;
-use bcow_oci::ImageName;
+use bcow_images::Name;
 
 use crate::error::{CommandError, exit};
-use crate::image::{LayerArgs, StoreArgs, parse_name};
+use crate::image::{LayerArgs, StoreArgs};
 use crate::kernel_upper::is_kernel_upper;
+use crate::name_args::{IMAGE, NameParser, WHOLE_IMAGE};
 use crate::ui::Ui;
 
 /// Check an image, a disk or an upper, and repair it
@@ -125,12 +124,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 }
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
-    let outcome = if !upper::is_upper(&args.image) {
+    let outcome = if !upper::is_upper(args.image.shown()) {
         image::check(args, ui)?
     } else if args.from.is_some() {
         let usage = format!("{} is the upper of a writable mount", args.image.display());
         return Err(CommandError::usage(usage).hint("--from restores images"));
-    } else if is_kernel_upper(&args.image) {
+    } else if is_kernel_upper(args.image.shown()) {
         kernel_upper::check(args, ui)?
     } else {
         upper::check(args, ui)?

@@ -18,6 +18,7 @@ use self::disk::DiskFacts;
 use self::stack::Stack;
 use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
+use crate::name_args::{IMAGE, NameParser};
 use crate::names::printable;
 use crate::prefetch::Shown;
 use crate::size::{Count, Human, plural};

@@ -22,7 +22,7 @@ use super::{Args, NewContent};
 use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
 use crate::conversion::{failure as convert_failure, source_date_epoch};
 use crate::error::CommandError;
-use crate::image::{OpenImage, parse_name};
+use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
 use crate::name_args::COMMIT_TO;
 use crate::push::{Destination, Layout};

@@ -9,8 +9,9 @@ use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
+use bcow_images::NameParts;
 use bcow_oci::store::{self, Opened, Places, StoreError};
-use bcow_oci::{Digest, ImageName};
+use bcow_oci::{Digest, LocalImage};
 
 use super::backing::BACKING_TABLE;
 use super::report::{Checked, Counts, Details, File, Outcome, Repairs, unread_content};
@@ -18,8 +19,8 @@ use super::tolerant::tolerant;
 use super::{Args, backing, restore};
 use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context};
-use crate::image::{cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file, shown_name};
-use crate::names::{printable, quoted};
+use crate::image::{cannot_open, cannot_open_file, refuse_what_is_no_file};
+use crate::names::quoted;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::ui::{Progress, Ui};
 
@@ -41,9 +42,11 @@ struct Target {
 pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     refuse_options_of_uppers(args)?;
     let stores = args.stores.directories()?;
-    let name = parse_name(&args.image)?;
-    refuse_what_is_no_file(&name)?;
-    let remote = open_remote(args, &name)?;
+    refuse_what_is_no_file(&args.image)?;
+    let remote = open_remote(args)?;
+    // The files of an image on another machine are not looked up by this name.
+    let name = args.image.local();
+    let name = name.unwrap_or_else(|| LocalImage::File(args.image.shown().to_owned()));
     let places = Places {
         stores: &stores,
         named: args.stores.backing_dirs()?,
@@ -60,10 +63,10 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     progress.phase("checking");
     if let Some(file) = &file {
         require_root(args, file)?;
-        lock_for_reading(&args.image, file, args.stores.share())?;
+        lock_for_reading(args.image.shown(), file, args.stores.share())?;
     }
     let checked = check_all(args, &name, target, remote.as_ref(), places, &progress)?;
-    let mut hints = hints(args, &name, &checked);
+    let mut hints = hints(args, &checked);
     if new_identity {
         hints.push(format!(
             "disks over this file do not open any more; its content has not changed, so \
@@ -72,7 +75,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
         ));
     }
     Ok(Outcome {
-        shown: shown_name(&args.image),
+        shown: args.image.shown().to_owned(),
         checked,
         repairs,
         data: args.data(),
@@ -94,14 +97,14 @@ fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
 
 /// Opens an image on another machine, which can be checked but not repaired. `None` for an image on
 /// this machine.
-fn open_remote(args: &Args, name: &ImageName) -> Result<Option<RemoteImage>, CommandError> {
-    match name {
-        ImageName::Remote(_) if args.repair => Err(CommandError::usage(format!(
+fn open_remote(args: &Args) -> Result<Option<RemoteImage>, CommandError> {
+    match args.image.parts() {
+        NameParts::Url(_) if args.repair => Err(CommandError::usage(format!(
             "cannot repair {}: images on other machines are read-only",
-            printable(&name.absolute().to_string_lossy())
+            args.image
         ))
         .hint("repair the file where it is, or a copy")),
-        ImageName::Remote(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
+        NameParts::Url(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
         _ => Ok(None),
     }
 }
@@ -110,7 +113,7 @@ fn open_remote(args: &Args, name: &ImageName) -> Result<Option<RemoteImage>, Com
 /// machine.
 fn locate(
     args: &Args,
-    name: &ImageName,
+    name: &LocalImage,
     remote: Option<&RemoteImage>,
 ) -> Result<(Target, Option<Arc<std::fs::File>>), CommandError> {
     let target = |shown: &Path, path, storage, digest| Target {
@@ -123,12 +126,17 @@ fn locate(
     };
     if let Some(remote) = remote {
         let storage = tolerant(Arc::clone(&remote.storage));
-        let target = target(&remote.name, remote.name.clone(), storage, None);
+        let target = target(
+            remote.name.shown(),
+            remote.name.shown().to_owned(),
+            storage,
+            None,
+        );
         return Ok((target, None));
     }
-    let located = store::locate(name).map_err(|error| cannot_open(&args.image, &error))?;
+    let located = store::locate(name).map_err(|error| cannot_open(args.image.shown(), &error))?;
     let storage = located.file.clone();
-    let target = target(&args.image, located.path, storage, located.digest);
+    let target = target(args.image.shown(), located.path, storage, located.digest);
     Ok((target, Some(located.file)))
 }
 
@@ -136,7 +144,7 @@ fn locate(
 /// has another identity now.
 fn repair(
     args: &Args,
-    name: &ImageName,
+    name: &LocalImage,
     path: &Path,
     places: Places<'_>,
     progress: &Progress,
@@ -151,7 +159,7 @@ fn repair(
         return Ok((repairs, false));
     }
     progress.phase("repairing");
-    let (file, _lock) = open_for_repair(&args.image, path)?;
+    let (file, _lock) = open_for_repair(args.image.shown(), path)?;
     let done = check::repair(file);
     let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
     repairs.add(&done);
@@ -161,19 +169,19 @@ fn repair(
 /// Checks the file, and then the files below it, in this order.
 fn check_all(
     args: &Args,
-    name: &ImageName,
+    name: &LocalImage,
     target: Target,
     remote: Option<&RemoteImage>,
     places: Places<'_>,
     progress: &Progress,
 ) -> Result<Vec<Checked>, CommandError> {
-    let shown = remote.map_or(&args.image, |remote| &remote.name);
+    let shown = remote.map_or(args.image.shown(), |remote| remote.name.shown());
     let options = &args.check_options();
     let (path, storage) = (target.path.clone(), Arc::clone(&target.storage));
     let mut files = vec![check_file(shown, target, options)?];
     let opening = OpenOptions::default();
     let opened = match remote {
-        Some(image) => store::open_remote(image.name.clone(), storage, places, &opening),
+        Some(image) => store::open_remote(image.name.shown().to_owned(), storage, places, &opening),
         None => store::open(name, places, &opening),
     };
     let Some(opened) = with_layers(shown, opened, &files[0].findings)? else {
@@ -393,18 +401,14 @@ fn check_tree(
 }
 
 /// Recovery commands. A test runs each of these commands.
-fn hints(args: &Args, name: &ImageName, files: &[Checked]) -> Vec<String> {
-    let image = name.absolute();
-    let image = match name {
-        ImageName::Remote(_) => Path::new(&image).display(),
-        _ => args.image.display(),
-    };
+fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
+    let image = &args.image;
     let is_damaged = |file: &&Checked| !file.findings.is_sound();
     let mut damaged = files.iter().filter(is_damaged).peekable();
     if damaged.peek().is_none() {
         // A repair often follows an accident, which may have damaged data too.
         return match args.repair && !args.data() {
-            true => vec![unread_content(&image)],
+            true => vec![unread_content(image)],
             false => Vec::new(),
         };
     }
@@ -442,14 +446,14 @@ fn hints(args: &Args, name: &ImageName, files: &[Checked]) -> Vec<String> {
         };
     }
     let mut hints = Vec::new();
-    match name {
-        ImageName::Remote(_) => hints.push(
+    match image.parts() {
+        NameParts::Url(_) => hints.push(
             "replace the damaged file on the server: `bcow fsck --repair --from COPY FILE` \
              restores a copy on this machine, and `bcow convert` creates the image again from its \
              source"
                 .to_owned(),
         ),
-        ImageName::File(_) => {
+        NameParts::File(_) | NameParts::Bcow(_) => {
             hints.push("`bcow convert` creates the image again from its source".to_owned());
             if args.from.is_none() && has_header {
                 hints.push(format!(

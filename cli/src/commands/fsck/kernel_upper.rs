@@ -44,14 +44,14 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     let mut repairs = Repairs::default();
     if args.repair {
         progress.phase("repairing");
-        repairs.add(&repair(&args.image, ui)?);
+        repairs.add(&repair(args.image.shown(), ui)?);
     }
     progress.phase("checking");
     let found = examine(args, ui)?;
     // A repair often follows an accident, which may have damaged data too.
     let is_unread = args.repair && !args.data && found.size.is_some() && found.findings.is_sound();
     let checked = Checked {
-        name: args.image.to_string_lossy().into_owned(),
+        name: args.image.to_string(),
         label: None,
         findings: found.findings,
         counts: Some(found.counts),

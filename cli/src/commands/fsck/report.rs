@@ -180,7 +180,7 @@ impl Verdict {
 impl Outcome {
     pub fn of_upper(args: &Args, checked: Checked, repairs: Repairs) -> Self {
         Outcome {
-            shown: args.image.clone(),
+            shown: args.image.shown().to_owned(),
             checked: vec![checked],
             repairs,
             data: args.data,

@@ -54,7 +54,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     }
     let report = found.report;
     let checked = Checked {
-        name: args.image.to_string_lossy().into_owned(),
+        name: args.image.to_string(),
         label: None,
         findings: report.findings,
         counts: None,

@@ -1,7 +1,8 @@
 //! `bcow inspect --resolve`: the image to which a name in a registry leads.
 
 use bcow::format::hex;
-use bcow_oci::{Digest, ImageName};
+use bcow_images::Url;
+use bcow_oci::Digest;
 use serde_json::{Value, json};
 
 use super::Args;

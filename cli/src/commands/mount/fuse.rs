@@ -45,10 +45,7 @@ pub fn service(
 ) -> Result<Service, CommandError> {
     Ok(Service {
         kind: "mount".to_owned(),
-        image: parse_name(&args.image)?
-            .absolute()
-            .to_string_lossy()
-            .into_owned(),
+        image: args.image.absolute().to_string_lossy().into_owned(),
         layers: args.layer_names()?,
         export: None,
         upper: args.upper.path().map(running::absolute),

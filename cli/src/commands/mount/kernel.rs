@@ -112,7 +112,7 @@ fn open_unchecked(
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
     let options = open_options(args, &host.cache);
-    let mut opened = if args.layers().is_empty() && is_writable_disk(&args.image) {
+    let mut opened = if !args.has_layers() && is_writable_disk(&args.image) {
         open_writable(args, host, &options, ledger_use)?
     } else {
         open_sealed(args, &options)?
@@ -127,12 +127,12 @@ fn open_unchecked(
         }
         (Err(error), _) => return Err(cannot(args.image.shown()).caused_by(&error)),
     };
-    require_privilege(&args.image, kind)?;
+    require_privilege(args.image.shown(), kind)?;
     if kind != Kind::Erofs {
         (opened.files, opened.why_served) = (None, None);
     }
     if opened.files.is_none() {
-        require_no_deadlock(&args.image, &writeback)?;
+        require_no_deadlock(args.image.shown(), &writeback)?;
     }
     opened.reason = match (args.door, &opened.why_served) {
         (DoorChoice::Kernel, None) => "as --door says".to_owned(),
@@ -343,7 +343,7 @@ fn open_writable(
     let disk: Disk = below.open_disk(args.image.shown(), &file, noted)?;
     let disk_files = ledger.map(|ledger| ledger.files(file.file())).transpose()?;
     let identity = disk.identity_hash();
-    let path = parse_name(&args.image)?.absolute().into();
+    let path = args.image.absolute().into();
     let device = Device::Writable(Arc::new(disk));
     Ok(Opened {
         disk_files,
@@ -357,7 +357,7 @@ fn open_sealed(args: &Args, options: &OpenOptions) -> Result<Opened, CommandErro
         Ok(files) => (Some(files), None),
         Err(reason) => (None, Some(reason)),
     };
-    let path = parse_name(&args.image)?.absolute().into();
+    let path = args.image.absolute().into();
     let device = Device::ReadOnly(image.image().clone());
     Ok(Opened {
         files,
@@ -399,7 +399,7 @@ pub fn mount(
 ) -> Result<Mounted, CommandError> {
     refuse_mounted(args.directory())?;
     let grows_to = opened.grows_to;
-    let cannot = |error: MountError| cannot_mount(&args.image, &error);
+    let cannot = |error: MountError| cannot_mount(args.image.shown(), &error);
     let start = |disk, stats, threads| {
         let session = KernelSession::mount(disk, stats, args.directory(), options, threads);
         let session = session.map_err(cannot)?;
@@ -455,7 +455,7 @@ impl Opened {
     where
         S: FnOnce(DiskMount, Arc<MountStats>, usize) -> Result<KernelSession, CommandError>,
     {
-        let file = PathBuf::from(parse_name(&args.image)?.absolute());
+        let file = PathBuf::from(args.image.absolute());
         let upper = match &self.keeper {
             Keeper::Upper(instance) => Some(instance.path().to_owned()),
             _ => None,
