@@ -46,9 +46,9 @@ Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 
 Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. OPTIONS are those of `bcow mount -o`,
 those of fstab(5), and these, each for an option of `bcow mount`:
-  upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
-  verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE,
-  door=DOOR, size=SIZE, complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
+  upper=DIR, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE, verify=WHAT,
+  threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE, door=DOOR, size=SIZE,
+  complete=WHEN, cache_dir=DIR, cache_limit=SIZE, auth_file=FILE, mirror=URL,
   server_timeout=SECONDS, insecure, root_hash=HEX, verify_key=FILE, backing_dir=DIR,
   backing_url=PREFIX, pool=NAME, record=TRACE, if_mounted=WHAT, merged=FILE
 In a value, write a comma as \\, or write the value in double quotes.

@@ -1,4 +1,4 @@
-//! The map of a sparse sketch: the on-disk set of its present blocks.
+//! The map of a sketch: the on-disk set of its present blocks.
 
 use std::io::ErrorKind;
 use std::sync::Arc;

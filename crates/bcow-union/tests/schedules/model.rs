@@ -9,9 +9,7 @@ use bcow_testkit::shuttle::rand::{Rng, thread_rng};
 use bcow_union::Seek;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{
-    Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
-};
+use bcow_union::testing::sketch::{Durability, KeepSize, Lower, Sketch, SketchOptions, Sketches};
 use bcow_union::testing::upper::{Metacopy, Namespace};
 
 use crate::host::{Below, Host, Maps};
@@ -99,7 +97,7 @@ impl Run {
             model.options.clone(),
         );
         let below = Below::new(Arc::clone(&lower));
-        let sketch = sketches.create_on(SketchKind::Sparse, host.clone(), below);
+        let sketch = sketches.create_on(host.clone(), below);
         Run {
             model: model.clone(),
             orders: Arc::clone(orders),

@@ -9,9 +9,8 @@
 
 use std::ops::Range;
 
-use super::super::locks::{lock, read};
-use super::super::{Sketch, SketchError};
-use super::{Frame, Source, Sparse, UNIT_BLOCKS};
+use super::locks::{lock, read};
+use super::{Frame, Sketch, SketchError, Source, UNIT_BLOCKS};
 use crate::blocks::BLOCK_BYTES;
 use crate::host::write_all;
 
@@ -30,7 +29,7 @@ pub(super) struct Ahead {
     in_order: u32,
 }
 
-impl Sparse {
+impl Sketch {
     /// Completes blocks ahead if flushes are sequential. A flush calls this before it takes the
     /// unrecorded blocks.
     ///

@@ -1,18 +1,19 @@
-//! Operations on a range of a sparse sketch: size, holes, space.
+//! Operations on a range of a sketch: size, holes, space.
 
 use bcow::sync::atomic::Ordering;
 use std::ops::Range;
 
-use super::super::locks::{lock, read, write};
-use super::super::{KeepSize, Sketch, SketchError};
-use super::{Frame, Sparse, end_of};
+use super::locks::{lock, read, write};
+use super::{Frame, KeepSize, Sketch, SketchError, end_of};
 use crate::blocks::BLOCK_BYTES;
 
 /// Zeros are written in pieces of this size.
 const ZEROS: &[u8] = &[0; 64 << 10];
 
-impl Sparse {
-    pub(super) fn resize(&self, size: u64) -> Result<(), SketchError> {
+impl Sketch {
+    /// Truncates or extends the file to `size` bytes. Truncated content never becomes visible
+    /// again. An extension reads as zeros.
+    pub fn set_size(&self, size: u64) -> Result<(), SketchError> {
         end_of(0, size)?;
         let mut frame = write(&self.gate);
         self.fence.check()?;
@@ -90,12 +91,8 @@ impl Sparse {
         }
     }
 
-    pub(super) fn make_zero(
-        &self,
-        offset: u64,
-        length: u64,
-        size: KeepSize,
-    ) -> Result<(), SketchError> {
+    /// Makes a range read as zeros, and frees its space where possible.
+    pub fn zero(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
         let end = end_of(offset, length)?;
         let frame = write(&self.gate);
         self.fence.check()?;
@@ -176,12 +173,9 @@ impl Sparse {
         Ok(())
     }
 
-    pub(super) fn take_space(
-        &self,
-        offset: u64,
-        length: u64,
-        size: KeepSize,
-    ) -> Result<(), SketchError> {
+    /// Allocates space for a range, so that later writes to the range do not fail for lack of
+    /// space. The content does not change.
+    pub fn allocate(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
         let end = end_of(offset, length)?;
         if length == 0 {
             return Ok(());

@@ -1,25 +1,27 @@
-//! Writes into a sparse sketch.
+//! Writes into a sketch.
 //!
 //! A write goes to its place in the host's file first, so that the host reports a lack of space to
 //! the writer. Then a block is present if it was written completely, and in transit otherwise.
 
 use bcow::sync::atomic::Ordering;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::Weak;
 use std::time::Instant;
 
-use super::super::locks::{lock, read};
-use super::super::shared::{Completer, Fillable};
-use super::super::transit::{Stripe, Transit, Written};
-use super::super::{Sketch, SketchError, SketchMark};
-use super::{Frame, Sparse, UNIT_BLOCKS, end_of};
+use super::locks::{lock, read};
+use super::shared::Completer;
+use super::transit::{Stripe, Transit, Written};
+use super::{Frame, Sketch, SketchError, SketchMark, UNIT_BLOCKS, end_of};
 use crate::blocks::BLOCK_BYTES;
 
 /// Bytes of the adjacent blocks that share a stripe's lock.
 const UNIT_BYTES: u64 = UNIT_BLOCKS * BLOCK_BYTES;
 
-impl Sparse {
-    pub(super) fn write(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+impl Sketch {
+    /// Writes at `offset` and returns the number of bytes written. The file grows if needed. The
+    /// number is less than the length of `data`, but at least one, if the host or the size limit
+    /// has no room for the rest, or if the host failed after the first byte.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
         if data.is_empty() {
             return Ok(0);
         }
@@ -175,7 +177,7 @@ impl Sparse {
     }
 
     /// Takes over bytes that another process has written into the host's file and not recorded.
-    pub(super) fn take_written(&self, written: &[Range<u64>]) -> Result<(), SketchError> {
+    pub fn restore(&self, written: &[Range<u64>]) -> Result<(), SketchError> {
         let frame = read(&self.gate);
         self.fence.check()?;
         let end = self.size().min(frame.covered() * BLOCK_BYTES);
@@ -211,11 +213,8 @@ impl Sparse {
             let _ = self.complete(frame, block, Completer::Writer);
             return;
         }
-        if !self.queued.swap(true, Ordering::AcqRel)
-            && let Some(me) = self.me.upgrade()
-        {
-            let me: Arc<dyn Fillable> = me;
-            self.shared.fill_later(Arc::downgrade(&me));
+        if !self.queued.swap(true, Ordering::AcqRel) {
+            self.shared.fill_later(Weak::clone(&self.me));
         }
     }
 

@@ -3,14 +3,13 @@
 use bcow::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::super::locks::{lock, read};
-use super::super::shared::Completer;
-use super::super::{Sketch, SketchError};
-use super::{Frame, Sparse};
+use super::locks::{lock, read};
+use super::shared::Completer;
+use super::{Frame, Sketch, SketchError};
 use crate::blocks::BLOCK_BYTES;
 use crate::host::write_all;
 
-impl Sparse {
+impl Sketch {
     /// Completes a block if it is in transit. The function does not hold the block's stripe while
     /// it reads the lower file.
     pub(super) fn complete(
