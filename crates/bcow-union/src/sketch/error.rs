@@ -42,12 +42,12 @@ pub enum SketchError {
         damage: Damage,
     },
     /// The mark on the host's file has a value that this version does not support.
-    #[error("the mark of the sketch has an unsupported {field} {value}")]
+    #[error(
+        "the mark of the sketch has an unsupported block size of 2 to the power of {block_shift}"
+    )]
     Unsupported {
-        /// The field of the mark.
-        field: &'static str,
-        /// The field's value.
-        value: u64,
+        /// log2 of the block size in bytes.
+        block_shift: u8,
     },
     /// The mark's limit is larger than the lower file: the mark belongs to a sketch of another
     /// file.

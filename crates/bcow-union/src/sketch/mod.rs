@@ -42,7 +42,6 @@ pub mod host;
 pub mod journal;
 mod locks;
 mod map;
-mod maps;
 mod mark;
 mod options;
 mod range;
@@ -224,8 +223,7 @@ impl Sketch {
     ) -> Result<Arc<Self>, SketchError> {
         if !mark.has_supported_blocks() {
             return Err(SketchError::Unsupported {
-                field: "block size of 2 to the power of",
-                value: mark.block_shift.into(),
+                block_shift: mark.block_shift,
             });
         }
         if mark.lower_limit > lower.size() {

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::host::{MapDirectory, MapStore, MarkedFile, UpperFile};
-use super::maps::CountedMaps;
 use super::shared::{Completer, Shared};
 use super::{Lower, Sketch, SketchError, SketchMark, SketchOptions};
 use crate::account::Account;
@@ -76,17 +75,9 @@ impl Sketches {
     ) -> Result<Sketches, Errno> {
         let own = |fd: BorrowedFd<'_>| rustix::io::fcntl_dupfd_cloexec(fd, 3);
         let path = instance.path().join(META).join("maps");
-        let store = MapDirectory::new(own(instance.maps())?, own(instance.work())?, &path);
-        let store: Arc<dyn MapStore> = match account.is_limited() {
-            true => Arc::new(CountedMaps::new(
-                store,
-                own(instance.maps())?,
-                Arc::clone(&account),
-            )),
-            false => Arc::new(store),
-        };
-        let namespace = instance.namespace();
-        Ok(Self::on(store, namespace, account, options))
+        let (maps, work) = (own(instance.maps())?, own(instance.work())?);
+        let store = Arc::new(MapDirectory::new(maps, work, path, Arc::clone(&account)));
+        Ok(Self::on(store, instance.namespace(), account, options))
     }
 
     /// Whether the host stores holes in files and reports them. Sketches need this.
