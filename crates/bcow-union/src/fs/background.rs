@@ -48,9 +48,10 @@ impl Background {
             return;
         }
         let mut requests = self.requests.lock();
-        match requests.to_promote.len() < MAX_QUEUED {
-            true => requests.to_promote.push(Arc::clone(node)),
-            false => node.is_queued.store(false, Ordering::Release),
+        if requests.to_promote.len() < MAX_QUEUED {
+            requests.to_promote.push(Arc::clone(node))
+        } else {
+            node.is_queued.store(false, Ordering::Release)
         }
         drop(requests);
         self.changed.notify_one();
@@ -144,12 +145,11 @@ impl UnionFs {
             Content::Sketch(sketch) => sketch.is_recorded(),
             _ => true,
         };
-        match is_recorded {
-            true => Some(node),
-            false => {
-                self.unrecorded.lock().push(node);
-                None
-            }
+        if is_recorded {
+            Some(node)
+        } else {
+            self.unrecorded.lock().push(node);
+            None
         }
     }
 

@@ -84,12 +84,13 @@ fn check_mark(mark: &SketchMark, lower: &Inode) -> Result<(), String> {
             mark.block_shift
         ));
     }
-    match mark.lower_limit > lower.size {
-        true => Err(format!(
+    if mark.lower_limit > lower.size {
+        Err(format!(
             "its mark covers {} bytes of a file of the image that has {}",
             mark.lower_limit, lower.size
-        )),
-        false => Ok(()),
+        ))
+    } else {
+        Ok(())
     }
 }
 
@@ -102,9 +103,10 @@ fn pieces(
 ) -> Result<Vec<Piece>, Problem> {
     let limit = mark.lower_limit.min(size);
     let covered = limit.div_ceil(BLOCK_BYTES);
-    let present = match mark.map_exists {
-        true => read_map(upper, mark, Some(lower.size.div_ceil(BLOCK_BYTES)))?,
-        false => BlockSet::default(),
+    let present = if mark.map_exists {
+        read_map(upper, mark, Some(lower.size.div_ceil(BLOCK_BYTES)))?
+    } else {
+        BlockSet::default()
     };
     let stored = data_runs(file, size)?;
     let mut pieces = Pieces {

@@ -52,9 +52,10 @@ impl Sketch {
         let is_near = new.start <= ahead.next.saturating_add(NEAR_BLOCKS)
             && ahead.next <= new.start.saturating_add(NEAR_BLOCKS)
             && new.end > ahead.next;
-        ahead.in_order = match is_near {
-            true => ahead.in_order.saturating_add(1),
-            false => 0,
+        ahead.in_order = if is_near {
+            ahead.in_order.saturating_add(1)
+        } else {
+            0
         };
         ahead.next = new.end;
         if ahead.in_order < IN_ORDER {

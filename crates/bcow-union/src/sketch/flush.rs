@@ -24,9 +24,10 @@ impl Sketch {
     /// for a crash. A user calls this before it closes the sketch. Does nothing if the record is up
     /// to date, or if some changes are not recorded.
     pub fn confirm(&self) -> Result<(), SketchError> {
-        match self.discarded.load(Ordering::Acquire) {
-            true => Ok(()),
-            false => lock(&self.map).confirm(),
+        if self.discarded.load(Ordering::Acquire) {
+            Ok(())
+        } else {
+            lock(&self.map).confirm()
         }
     }
 

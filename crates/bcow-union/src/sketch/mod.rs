@@ -235,9 +235,10 @@ impl Sketch {
         let size = size_of(&*host)?;
         let blocks = lower.size().div_ceil(BLOCK_BYTES);
         let store = Arc::clone(&shared.store);
-        let (map, mut present) = match mark.map_exists {
-            true => Map::load(mark.id, blocks, store)?,
-            false => (Map::new(mark.id, blocks, store), BlockSet::default()),
+        let (map, mut present) = if mark.map_exists {
+            Map::load(mark.id, blocks, store)?
+        } else {
+            (Map::new(mark.id, blocks, store), BlockSet::default())
         };
         let covered = mark.lower_limit.min(size).div_ceil(BLOCK_BYTES);
         present.remove(covered..u64::MAX);
@@ -354,9 +355,10 @@ impl Sketch {
 /// The end of a range, if a file can have this size.
 fn end_of(offset: u64, length: u64) -> Result<u64, SketchError> {
     let end = offset.saturating_add(length);
-    match end <= MAX_BYTES {
-        true => Ok(end),
-        false => Err(SketchError::TooLarge { end }),
+    if end <= MAX_BYTES {
+        Ok(end)
+    } else {
+        Err(SketchError::TooLarge { end })
     }
 }
 
@@ -427,15 +429,13 @@ impl Drop for Sketch {
         counters.present.fetch_sub(present, Ordering::Relaxed);
         let left: usize = self.stripes.iter().map(|stripe| lock(stripe).len()).sum();
         self.shared.transit_ended(left as u64);
-        let left = match self.discarded.load(Ordering::Acquire) {
-            true => self
-                .stored
+        let left = if self.discarded.load(Ordering::Acquire) {
+            self.stored
                 .release_all(self.content())
-                .map_err(SketchError::from),
-            false => {
-                let released = self.stored.stop_tracking(self.content());
-                self.confirm().and(released.map_err(SketchError::from))
-            }
+                .map_err(SketchError::from)
+        } else {
+            let released = self.stored.stop_tracking(self.content());
+            self.confirm().and(released.map_err(SketchError::from))
         };
         if let Err(error) = left {
             self.shared.log("cannot close a sketch", &error);

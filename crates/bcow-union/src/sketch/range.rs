@@ -17,9 +17,10 @@ impl Sketch {
         end_of(0, size)?;
         let mut frame = write(&self.gate);
         self.fence.check()?;
-        match size < self.size() {
-            true => self.cut(&mut frame, size),
-            false => self.grow(&frame, size),
+        if size < self.size() {
+            self.cut(&mut frame, size)
+        } else {
+            self.grow(&frame, size)
         }
     }
 
@@ -105,9 +106,10 @@ impl Sketch {
             return Ok(());
         }
         // A range that reaches the end of the file includes the rest of the last block.
-        let hole_end = match end == size {
-            true => end.next_multiple_of(BLOCK_BYTES),
-            false => end,
+        let hole_end = if end == size {
+            end.next_multiple_of(BLOCK_BYTES)
+        } else {
+            end
         };
         let mut hole = offset..hole_end;
         for edge in [offset, hole_end] {
@@ -123,9 +125,10 @@ impl Sketch {
                 continue;
             }
             self.write_zeros(&frame, part.start..part.end.min(size))?;
-            match edge == offset {
-                true => hole.start = part.end,
-                false => hole.end = part.start,
+            if edge == offset {
+                hole.start = part.end
+            } else {
+                hole.end = part.start
             }
         }
         if hole.start >= hole.end {

@@ -61,14 +61,16 @@ impl Sketch {
         let mut done = 0;
         while done < data.len() {
             let at = offset + done as u64;
-            let piece_end = match at / BLOCK_BYTES < covered {
-                true => ((at / UNIT_BYTES + 1) * UNIT_BYTES).min(covered * BLOCK_BYTES),
-                false => end,
+            let piece_end = if at / BLOCK_BYTES < covered {
+                ((at / UNIT_BYTES + 1) * UNIT_BYTES).min(covered * BLOCK_BYTES)
+            } else {
+                end
             };
             let piece = &data[done..(piece_end.min(end) - offset) as usize];
-            let result = match at / BLOCK_BYTES < covered {
-                true => self.write_unit(frame, at, piece),
-                false => self.write_host(at, piece),
+            let result = if at / BLOCK_BYTES < covered {
+                self.write_unit(frame, at, piece)
+            } else {
+                self.write_host(at, piece)
             };
             match result {
                 Ok(written) => {
@@ -117,11 +119,11 @@ impl Sketch {
     /// Notes that bytes were written in blocks of one stripe. Returns the blocks that are newly
     /// in transit: at most the first and the last.
     fn note(&self, stripe: &mut Stripe, bytes: Range<u64>) -> [Option<u64>; 2] {
-        match bytes.is_empty() {
-            true => [None; 2],
-            false => self
-                .shared
-                .written(self.id, bytes.clone(), || self.note_blocks(stripe, bytes)),
+        if bytes.is_empty() {
+            [None; 2]
+        } else {
+            self.shared
+                .written(self.id, bytes.clone(), || self.note_blocks(stripe, bytes))
         }
     }
 

@@ -309,9 +309,12 @@ impl NlinkDelta {
     pub fn decode(value: &[u8]) -> Result<NlinkDelta, MarkError> {
         let bad = || MarkError::new("overlay.nlink", value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
-        let signed = |text: &str| match text.starts_with(['+', '-']) {
-            true => text.parse().map_err(|_| bad()),
-            false => Err(bad()),
+        let signed = |text: &str| {
+            if text.starts_with(['+', '-']) {
+                text.parse().map_err(|_| bad())
+            } else {
+                Err(bad())
+            }
         };
         match text.split_at_checked(1) {
             Some(("U", delta)) => Ok(NlinkDelta::Upper(signed(delta)?)),
@@ -394,9 +397,10 @@ impl SketchMark {
             && reserved.all(|at| bytes[at] == 0)
             && (9..=30).contains(&mark.block_shift)
             && i64::try_from(mark.lower_limit).is_ok();
-        match intact && within_limits {
-            true => Ok(mark),
-            false => Err(bad()),
+        if intact && within_limits {
+            Ok(mark)
+        } else {
+            Err(bad())
         }
     }
 

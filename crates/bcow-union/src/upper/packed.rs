@@ -40,9 +40,10 @@ fn find(root: BorrowedFd<'_>, mark: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
             if directory.is_empty() && name == META.as_bytes() {
                 continue;
             }
-            let path = match directory.is_empty() {
-                true => name.clone(),
-                false => [&directory, &b"/"[..], &name].concat(),
+            let path = if directory.is_empty() {
+                name.clone()
+            } else {
+                [&directory, &b"/"[..], &name].concat()
             };
             let stat = rustix::fs::statat(&opened, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
             match FileType::from_raw_mode(stat.st_mode) {
