@@ -327,11 +327,6 @@ class Bcow(Subject):
         run([self.bench.bcow, "umount", instance.path])
 
 
-class BcowPacked(Bcow):
-    name, title = "bcow-packed", "**bcow**, packed"
-    mount_options = ["--sketch", "packed"]
-
-
 class BcowKernel(Bcow):
     """The kernel's ext4, on a disk that shows the image."""
 
@@ -361,4 +356,4 @@ class BcowPlain(Bcow):
 
 
 ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowKernel,
-       BcowPacked, BcowWriteback, BcowPlain]
+       BcowWriteback, BcowPlain]

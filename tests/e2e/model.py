@@ -375,8 +375,6 @@ class Generator:
         keep, punch, zero = syscalls.KEEP_SIZE, syscalls.PUNCH_HOLE, syscalls.ZERO_RANGE
         mode = self.random.choice([0, keep, punch | keep, punch | keep, punch | keep, zero,
                                    zero | keep, punch])
-        if mode in (0, keep) and not self.pair.subject.reserves:
-            mode = zero | mode
         return "fallocate", {"slot": slot, "mode": mode, "offset": offset, "length": length}
 
     def copy_range(self):

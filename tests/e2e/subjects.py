@@ -9,7 +9,7 @@ spaces:
     overlayfs         the kernel's, with redirected directories, metadata copies and the index
     fuse-overlayfs
     bcow[+OPTION...]  options of `bcow mount` without the dashes, or of its -o:
-                      bcow+sketch=packed+sync=volatile+writeback
+                      bcow+sync=volatile+writeback
     bcow+door=kernel  an upper of the kernel door, likewise with options
     bcow+pool         a pool of its own, likewise with options
 """
@@ -28,9 +28,8 @@ import support
 import syscalls
 from support import BCOW, bcow, is_mounted, need, run, write_file
 
-KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed")
+KINDS = ("bcow",)
 KERNEL = "bcow+door=kernel"
-SPARSE = ("bcow+sketch=sparse",)
 # The first write to a file larger than this makes a sketch.
 LARGE = 64 << 10
 # 2001, and a part of a second, so that a copy that loses nanoseconds is seen.
@@ -61,8 +60,6 @@ class Subject:
 
     # Whether a process serves the mount, which can be killed.
     daemon = False
-    # Whether fallocate can reserve space in every file.
-    reserves = True
 
     def __init__(self, name, lower, directory):
         self.name, self.lower, self.directory = name, lower, directory
@@ -208,7 +205,6 @@ class Bcow(Foreground):
         given = self.name.split("+")[1:]
         self.options = [f"--{option}" for option in given if "=" in option]
         self.access = ",".join([self.access, *(option for option in given if "=" not in option)])
-        self.reserves = "--sketch=packed" not in self.options
 
     def command(self):
         program, image = BCOW, self.lower.make_image()
@@ -236,7 +232,6 @@ class Kernel(Bcow):
 
     def prepare(self):
         super().prepare()
-        self.reserves = True
         # e2fsck reads a small file system in a short time.
         self.options.append("--size=2G")
         os.environ.setdefault("BCOW_VIEWS", os.path.join(support.WORK, "views"))

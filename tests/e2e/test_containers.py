@@ -57,7 +57,7 @@ MARIADB = """
 
 # Options of `bcow mount`, by the name of the kind of upper.
 KERNEL = ("--door", "kernel")
-KINDS = {"sparse": ("--sketch", "sparse"), "packed": ("--sketch", "packed"), "kernel": KERNEL}
+KINDS = {"fuse": (), "kernel": KERNEL}
 if os.environ.get("BCOW_CONTAINERS_DOOR") == "kernel":
     KINDS = dict.fromkeys(KINDS, KERNEL)
 SETS = {"nginx": ["nginx"], "mariadb": ["mariadb-server-core", "mariadb-client-core"],
@@ -213,7 +213,7 @@ class Containers(support.Scratch):
         self.assertFalse(os.path.exists(os.path.join(one.where, "etc/nginx")))
 
     def test_podman_installs_mariadb_which_keeps_its_data(self):
-        with self.writable(kind="packed") as one:
+        with self.writable() as one:
             out = self.podman(one.where, INSTALL.format("", "/mnt/mariadb/*.deb")
                               + "mariadb-install-db --no-defaults --user=games "
                                 "--datadir=/srv/mariadb --skip-test-db >/dev/null\n" + MARIADB

@@ -404,8 +404,8 @@ class Mounts(KernelDoor):
     def test_what_the_door_does_not_have_is_refused(self):
         disk, where = self.make_disk(), self.point()
         for options, reason in (
-                (("--door", "kernel", "--sketch", "packed", "--upper", self.path("upper")),
-                 "--sketch is not supported"),
+                (("--door", "kernel", "--fillers", "2", "--upper", self.path("upper")),
+                 "--fillers is not supported"),
                 (("-o", "fsname=x"), "fsname.* not supported at the kernel door"),
                 (("-o", "commit=0"), "1 to 300"),
                 (("--door", "fuse", "-o", "commit=9"), "commit.* not supported at the FUSE door"),

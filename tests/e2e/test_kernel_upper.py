@@ -153,7 +153,8 @@ class Mounts(KernelUpper):
         for image, upper, options, reason, code in (
                 (self.image, self.upper, ["--size-limit", "1G"], "--size-limit is not", 2),
                 (self.image, self.upper, ["--inode-limit", "9"], "--inode-limit is not", 2),
-                (self.image, self.upper, ["--sketch", "packed"], "--sketch is not", 2),
+                (self.image, self.upper, ["--sketch", "packed"], "only one form is left: sparse",
+                 2),
                 (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
                 (self.image, self.upper, ["--sync", "batch=3"], "commit=SECONDS", 2),
                 (self.image, self.upper, ["--layer", other], "a complete image, not a layer", 1),

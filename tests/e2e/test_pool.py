@@ -714,30 +714,6 @@ class Uppers(PoolCase):
         self.assert_sound(where)
         self.bcow("pool", "stop", "pool")
 
-    @promise("A packed sketch loses changes that no program synchronized when the process of its "
-             "pool is killed, and the next fsync says so")
-    def test_packed_sketches_report_a_loss(self):
-        where = self.change("--sketch", "packed")
-        file = os.open(os.path.join(where, "0/large"), os.O_RDWR)
-        self.addCleanup(os.close, file)
-        os.pwrite(file, b"kept", 0)
-        os.fsync(file)
-        self.kill()
-        os.pwrite(file, b"also", 8192)
-        # An orderly end loses nothing.
-        self.bcow("pool", "restart", "pool")
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.assertEqual((os.pread(file, 4, 0), os.pread(file, 4, 8192)), (b"kept", b"also"))
-        os.fsync(file)
-        os.pwrite(file, b"lost", 0)
-        self.kill()
-        with self.assertRaises(OSError) as raised:
-            os.fsync(file)
-        self.assertEqual(raised.exception.errno, errno.EIO)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.assertEqual(os.pread(file, 4, 0), b"kept")
-        self.bcow("pool", "stop", "--force", "pool", check=False)
-
     def test_keeper_and_process_killed_keep_what_was_synchronized(self):
         where = self.change()
         with open(os.path.join(where, "new"), "wb") as file:

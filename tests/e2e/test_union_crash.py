@@ -29,8 +29,7 @@ from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_CRASHES") or 10)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
-KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed", "bcow+sketch=auto+sync=batch=8",
-         "bcow+sketch=sparse+sync=volatile")
+KINDS = ("bcow", "bcow+sync=batch=8", "bcow+sync=volatile")
 DURABLE = tuple(kind for kind in KINDS if "volatile" not in kind)
 # Rounds of one upper.
 LIFE = 5

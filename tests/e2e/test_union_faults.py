@@ -296,12 +296,10 @@ class Space(UnionCase):
         self.assertGreater(written + taken, limit - (256 << 10))
         self.assert_error("ENOSPC", os.pwrite, fd, b"yyy", PAGE + 50)
         self.assertEqual(self.read(BIG), want)
-        if "sparse" in self.kind:
-            # A stored block is overwritten in place. A packed sketch may need a block to change its
-            # tables.
-            os.pwrite(fd, b"zzz", 0)
-            want[:3] = b"zzz"
-            self.assertEqual(self.read(BIG), want)
+        # A stored block is overwritten in place.
+        os.pwrite(fd, b"zzz", 0)
+        want[:3] = b"zzz"
+        self.assertEqual(self.read(BIG), want)
         self.remount()
         fd = self.opened(BIG)
         self.assertEqual(self.read(BIG), want)
@@ -461,7 +459,7 @@ class Space(UnionCase):
         self.changed_on_a_full_disk(16, fill)
 
     @promise("Writing to many large files costs a few blocks for each file (data, attributes and "
-             "map; tables of packed sketches, in all up to 14), not the size of the files.")
+             "map), not the size of the files.")
     def test_many_large_files(self):
         tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(
             self.mount.directory, "many.bcow")
@@ -471,8 +469,7 @@ class Space(UnionCase):
             write_file(os.path.join(tree, str(number)), bytes([number + 1]) * size)
         bcow("convert", f"dir:{tree}", image)
         self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
-        # Packed sketches reserve the tables of their next flush (docs/shortcomings.md).
-        self.mount.options.append(f"--size-limit={'2M' if 'sparse' in self.kind else '6M'}")
+        self.mount.options.append("--size-limit=2M")
         self.mount.mount()
         for number in range(count):
             with open(self.at(str(number)), "r+b", buffering=0) as file:
@@ -480,16 +477,12 @@ class Space(UnionCase):
                 file.write(b"!")
         self.mount.unmount()
         stored = self.stored()
-        self.assertLess(stored, count * (5 if "sparse" in self.kind else 14) * PAGE)
+        self.assertLess(stored, count * 5 * PAGE)
         self.mount.mount()
         for number in (0, count - 1):
             want = bytearray(bytes([number + 1]) * size)
             want[size // 2 + 100] = ord("!")
             self.assertEqual(self.read(str(number)), want)
-
-
-class PackedSpace(Space):
-    kind = "bcow+sketch=packed"
 
 
 class LastFlush(UnionCase):
@@ -648,10 +641,6 @@ class LastFlush(UnionCase):
         return read_text(f"/proc/{process.pid}/comm").strip()
 
 
-class PackedLastFlush(LastFlush):
-    kind = "bcow+sketch=packed"
-
-
 class LastFlushOfAUser(LastFlush):
     """The same with a mount of an ordinary user, which no other user can access."""
 
@@ -727,7 +716,6 @@ class Damage(UnionCase):
             self.mount.unmount()
 
     def test_a_damaged_map(self):
-        kind = self.mount.options[0]
         self.mount.mount()
         for name in (BIG, "d1/odd"):
             with open(self.at(name), "r+b", buffering=0) as file:
@@ -737,7 +725,7 @@ class Damage(UnionCase):
                     os.fsync(file.fileno())
         inode = os.stat(self.at(BIG)).st_ino
         self.mount.unmount()
-        damaged = self.damage_map(kind)
+        damaged = self.damage_map()
         self.assertNotEqual(bcow("fsck", self.upper, check=False).code, 0)
         self.mount.mount()
         self.assertEqual(syscalls.code_of(self.read, BIG), "EIO", damaged)
@@ -757,14 +745,8 @@ class Damage(UnionCase):
         finally:
             os.close(fd)
 
-    def damage_map(self, kind):
+    def damage_map(self):
         """Damages the map of BIG's stored blocks; returns the map's path."""
-        if "packed" in kind:
-            path = os.path.join(self.upper, BIG)
-            with open(path, "r+b") as file:
-                file.seek(0)
-                file.write(b"\xa5" * 1024)
-            return path
         # BIG's mark names its map.
         mark = os.getxattr(os.path.join(self.upper, BIG), "trusted.bcow.sketch")
         path = os.path.join(self.upper, ".bcow", "maps",
@@ -797,7 +779,3 @@ class Damage(UnionCase):
         if have[200_000:200_007] == b"perhaps":
             want[200_000:200_007] = b"perhaps"
         self.assertEqual(have, want)
-
-
-class PackedDamage(Damage):
-    kind = "bcow+sketch=packed"

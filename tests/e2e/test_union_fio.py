@@ -19,8 +19,7 @@ from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_FIO_ROUNDS") or 1)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
-SUBJECTS = (*subjects.KINDS, "bcow+sketch=sparse+writeback", "bcow+sketch=packed+sync=volatile",
-            subjects.KERNEL)
+SUBJECTS = (*subjects.KINDS, "bcow+writeback", "bcow+sync=volatile", subjects.KERNEL)
 SIZE = 4 << 20
 LOWER, NEW = ("file-0", "file-1", "file-2", "holes"), ("new-0", "new-1")
 READER = """

@@ -1,5 +1,5 @@
-"""Both kinds of sketches: large files of the lower tree under every kind of write, with each byte
-compared with a copy in memory.
+"""Sketches: large files of the lower tree under every kind of write, with each byte compared with a
+copy in memory.
 
 The fsx of crates.io begins with an empty file; a test runs it too. The operations here begin with a
 lower file's content. BCOW_SKETCH_OPERATIONS=2000000 sets the number for each kind, BCOW_SEED=N the
@@ -247,7 +247,7 @@ class Exerciser:
     def allocate(self):
         offset, length = self.place()
         keep = self.dice.random() < 0.5
-        if offset + length > MOST_BYTES or not self.subject.reserves:
+        if offset + length > MOST_BYTES:
             return
         self.note(offset, length, keep)
         syscalls.fallocate(self.fd, syscalls.KEEP_SIZE if keep else 0, offset, length)

@@ -123,7 +123,6 @@ class Alone(operations.Side):
     def __init__(self, root):
         super().__init__(root)
         self.model = self.subject = self
-        self.reserves = False
 
     def entries(self):
         """A path that existed a moment ago."""
@@ -148,7 +147,7 @@ def crowd(where, seed, steps):
 
 
 class Model(LowerCase):
-    kinds = (*subjects.KINDS, "bcow+sketch=sparse+writeback", subjects.KERNEL)
+    kinds = (*subjects.KINDS, "bcow+writeback", subjects.KERNEL)
 
     @promise("A writable mount answers each system call like an ordinary directory on ext4: with "
              "the same result or the same error.")

@@ -32,7 +32,7 @@ def plant(top):
 
 
 class Pjdfstest(LowerCase):
-    kinds = (*subjects.SPARSE, subjects.KERNEL)
+    kinds = (*subjects.KINDS, subjects.KERNEL)
     plant = staticmethod(plant)
     tools = ("pjdfstest", "gcc")
 

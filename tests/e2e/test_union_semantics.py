@@ -129,22 +129,15 @@ class Bytes(UnionCase):
                 self.assertEqual(self.read(BIG), want)
 
     @promise("`fallocate` reserves space (with or without a new file size), punches holes and "
-             "zeroes ranges. Collapsing and inserting ranges fail with EOPNOTSUPP. Reserving space "
-             "in a packed sketch fails with EOPNOTSUPP too.")
+             "zeroes ranges. Collapsing and inserting ranges fail with EOPNOTSUPP.")
     def test_fallocate(self):
         fd = self.opened(BIG)
         want = self.original(BIG)
         size = len(want)
-        if self.mount.reserves:
-            syscalls.fallocate(fd, syscalls.KEEP_SIZE, size, 100_000)
-            self.assertEqual(os.fstat(fd).st_size, size)
-            syscalls.fallocate(fd, 0, size - 10, 50_000)
-            want.extend(bytes(49_990))
-        else:
-            self.assert_error("EOPNOTSUPP", syscalls.fallocate, fd, 0, size - 10, 50_000)
-            self.assert_error("EOPNOTSUPP", syscalls.fallocate, fd, syscalls.KEEP_SIZE, size - 10,
-                              50_000)
-            self.assertEqual(os.fstat(fd).st_size, size)
+        syscalls.fallocate(fd, syscalls.KEEP_SIZE, size, 100_000)
+        self.assertEqual(os.fstat(fd).st_size, size)
+        syscalls.fallocate(fd, 0, size - 10, 50_000)
+        want.extend(bytes(49_990))
         syscalls.fallocate(fd, syscalls.ZERO_RANGE, 5000, 5000)
         want[5000:10_000] = bytes(5000)
         syscalls.fallocate(fd, syscalls.ZERO_RANGE | syscalls.KEEP_SIZE, len(want) - 5, 5000)
@@ -312,10 +305,6 @@ class Bytes(UnionCase):
         self.assertNotIn("x", os.listdir(self.where))
 
 
-class PackedBytes(Bytes):
-    kind = "bcow+sketch=packed"
-
-
 class Remounts(UnionCase):
     """What a program sees right before and after mounts."""
 
@@ -361,8 +350,8 @@ class Remounts(UnionCase):
             self.mount.mount()
 
 
-class PackedRemounts(Remounts):
-    kind = "bcow+sketch=packed+sync=volatile"
+class VolatileRemounts(Remounts):
+    kind = "bcow+sync=volatile"
 
 
 class AsynchronousWriting(UnionCase):
@@ -423,12 +412,8 @@ class AsynchronousWriting(UnionCase):
                     reader.communicate()
 
 
-class PackedAsynchronousWriting(AsynchronousWriting):
-    kind = "bcow+sketch=packed"
-
-
 class CollectedAsynchronousWriting(AsynchronousWriting):
-    kind = "bcow+sketch=sparse+writeback"
+    kind = "bcow+writeback"
 
 
 class Names(UnionCase):
@@ -1143,7 +1128,7 @@ class NewFiles(UnionCase):
 
 
 class CollectedNewFiles(NewFiles):
-    kind = "bcow+sketch=sparse+writeback"
+    kind = "bcow+writeback"
 
 
 class InOtherHands(UnionCase):

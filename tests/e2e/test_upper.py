@@ -371,13 +371,11 @@ class OfOverlayfs(Uppers, unittest.TestCase):
 
 class OfBcow(Uppers, unittest.TestCase):
     NAME = "upper-bcow"
-    SKETCH = "sparse"
 
     @classmethod
     @contextlib.contextmanager
     def union(cls):
-        bcow("mount", cls.base, cls.merged, "--upper", cls.upper, "--sketch", cls.SKETCH,
-             timeout=60)
+        bcow("mount", cls.base, cls.merged, "--upper", cls.upper, timeout=60)
         try:
             yield
         finally:
@@ -465,7 +463,7 @@ class OfBcow(Uppers, unittest.TestCase):
             for foreground in (True, False):
                 with self.subTest(end=end, foreground=foreground):
                     upper = self.path(f"ended-{end}-{foreground}")
-                    options = ("--upper", upper, "--sketch", self.SKETCH)
+                    options = ("--upper", upper)
                     if foreground:
                         program = subprocess.Popen([support.BCOW, "mount", "-f", self.base,
                                                     self.merged, *options])
@@ -658,22 +656,6 @@ class OfBcow(Uppers, unittest.TestCase):
         upper = self.copy("white")
         os.mknod(f"{upper}/etc/nothing", stat.S_IFCHR, os.makedev(0, 0))
         self.assertIn("warning upper-whiteout: etc/nothing", self.fsck(upper))
-
-
-class OfBcowPacked(Uppers, unittest.TestCase):
-    NAME = "upper-packed"
-    SKETCH = "packed"
-    union = classmethod(OfBcow.union.__func__)
-
-    def test_fsck_looks_into_packed_sketches(self):
-        self.assertRegex(bcow("fsck", self.upper, self.base).out.decode(), "clean .* 2 sketches")
-        upper = self.path("damaged-packed")
-        run("cp", "-a", self.upper, upper)
-        with open(f"{upper}/var/lib/data/table", "r+b") as file:
-            file.write(bytes(2048))
-        result = bcow("fsck", upper, self.base, check=False)
-        self.assertEqual(result.code, 4)
-        self.assertIn(b"error upper-sketch-file: var/lib/data/table: ", result.out)
 
 
 class Rootless(unittest.TestCase):

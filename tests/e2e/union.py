@@ -39,7 +39,7 @@ class LowerCase(support.Scratch):
 class UnionCase(LowerCase):
     """Each test has its own mount of the class's tree, at `self.where`."""
 
-    kind = "bcow+sketch=sparse"
+    kind = "bcow"
     # Whether setUp mounts. A test with its own options mounts by itself.
     mounts = True
 

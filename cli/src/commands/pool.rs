@@ -21,8 +21,7 @@ use crate::ui::Ui;
 /// belongs to the user who starts it. Pools share no memory and no connections with each other.
 ///
 /// If the process of a pool crashes, or `bcow pool restart` replaces it, programs that use its
-/// mounts wait until the next process serves them. This needs Linux 6.9 or later. A crash loses the
-/// changes of packed sketches that no program synchronized.
+/// mounts wait until the next process serves them. This needs Linux 6.9 or later.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]

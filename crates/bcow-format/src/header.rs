@@ -70,7 +70,7 @@ pub enum Use {
     Image,
     /// A block device.
     Disk,
-    /// A file of an image that was modified in part.
+    /// A file of an image that was modified in part. Only earlier versions wrote it.
     Sketch,
 }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow_union::testing::account::Account;
-use bcow_union::testing::sketch::{Durability, Lower, SketchKind, Sketches};
+use bcow_union::testing::sketch::{Durability, Lower, Sketches};
 use bcow_union::testing::upper::ImageName;
 use bcow_union::{Instance, Seek, UnionOptions};
 use rustix::io::Errno;
@@ -69,11 +69,11 @@ impl Bench {
         Ok(file)
     }
 
-    fn sketch(&self, kind: SketchKind, lower: &Arc<HostLower>, times: &mut Times) -> Outcome<()> {
+    fn sketch(&self, lower: &Arc<HostLower>, times: &mut Times) -> Outcome<()> {
         let file = self.file("sketch", lower.size)?;
         let start = Instant::now();
         let lower_file: Arc<dyn Lower> = lower.clone();
-        let sketch = self.sketches.create(kind, file, lower_file)?;
+        let sketch = self.sketches.create(file, lower_file)?;
         sketch.write_at(lower.size / 2, &[1])?;
         times.write.push(start.elapsed());
         let start = Instant::now();
@@ -146,16 +146,13 @@ fn main() -> Outcome<()> {
         let file = bench.file("lower", size)?;
         file.write_all_at(&vec![7; size as usize], 0)?;
         let lower = Arc::new(HostLower { file, size });
-        let (mut sparse, mut packed, mut copy) =
-            (Times::default(), Times::default(), Times::default());
+        let (mut sketch, mut copy) = (Times::default(), Times::default());
         for _ in 0..ROUNDS {
             bench.copy(&lower, &mut copy)?;
-            bench.sketch(SketchKind::Sparse, &lower, &mut sparse)?;
-            bench.sketch(SketchKind::Packed, &lower, &mut packed)?;
+            bench.sketch(&lower, &mut sketch)?;
         }
         line("copy", size, &mut copy);
-        line("sparse", size, &mut sparse);
-        line("packed", size, &mut packed);
+        line("sketch", size, &mut sketch);
     }
     drop(bench);
     drop(instance);

@@ -64,7 +64,7 @@ mod upper;
 pub use image::{COUNTED_EXTENTS, Image};
 pub use mountinfo::unescape;
 pub use node::NodeId;
-pub use options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
+pub use options::{SMALL_BYTES, SyncPolicy, UnionOptions};
 pub use upper::{
     DiskInstance, DiskReader, DiskRecord, Door, FileSystem, ImageName, Instance, META, UpperError,
     UpperReader, door_of,

@@ -17,18 +17,6 @@ pub enum SyncPolicy {
     Volatile,
 }
 
-/// The storage of sketches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SketchChoice {
-    /// Sparse if the host's file system has holes; packed otherwise.
-    #[default]
-    Auto,
-    /// Each block at its own offset in a host file with holes.
-    Sparse,
-    /// Blocks in the order of their first write, in a BCoW file.
-    Packed,
-}
-
 /// Bytes of a size limit per inode, for an upper without an inode limit: the default ratio of
 /// mke2fs.
 pub const BYTES_PER_INODE: u64 = 16 << 10;
@@ -43,8 +31,6 @@ pub const SMALL_BYTES: u64 = 64 << 10;
 /// The options of a union.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnionOptions {
-    /// The storage of sketches.
-    pub sketch: SketchChoice,
     /// When whole copies become durable.
     pub sync: SyncPolicy,
     /// Upper bound of the bytes that the upper may store; `None` is no limit.
@@ -64,7 +50,6 @@ pub struct UnionOptions {
 impl Default for UnionOptions {
     fn default() -> Self {
         UnionOptions {
-            sketch: SketchChoice::default(),
             sync: SyncPolicy::default(),
             size_limit: None,
             inode_limit: None,

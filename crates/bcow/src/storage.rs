@@ -37,12 +37,6 @@ pub trait Storage: Send + Sync {
     fn prefers_written_space(&self) -> bool {
         false
     }
-    /// Calls `work`, which writes in the background and does not change the visible content: for
-    /// example, it completes blocks. A storage with a modification time may restore it afterwards.
-    /// The caller holds no lock.
-    fn unasked(&self, work: &mut dyn FnMut()) {
-        work();
-    }
     /// The host file behind the storage, if there is one. Storages with the same identity have the
     /// same bytes.
     fn identity(&self) -> Option<FileIdentity> {

@@ -8,7 +8,6 @@ use std::io;
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
 use bcow::sync::atomic::{AtomicUsize, Ordering};
 use bcow::sync::thread;
 use bcow::{
@@ -301,9 +300,9 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
         let disk = disk.clone();
         thread::spawn(move || {
             match thread_rng().gen_range(0..4) {
+                0 => disk.checkpoint().unwrap(),
                 // A change of the whole file waits for all operations in flight, and blocks new
                 // ones.
-                0 => disk.checkpoint_and_truncate().unwrap(),
                 1 => disk.resize(SIZE + BLOCK).unwrap(),
                 _ => look(&disk, part as usize),
             }
@@ -339,7 +338,7 @@ fn options(layout: Layout, block_bytes: Option<u64>) -> CreateOptions {
     CreateOptions {
         layout,
         block_bytes: block_bytes.map(|bytes| bytes as u32),
-        purpose: Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(SIZE)
     }
 }

@@ -358,17 +358,12 @@ impl Checked {
                 files,
                 whiteouts,
                 sketches,
-                dropped_records,
                 ..
             }) => {
                 parts.push(plural(*directories, "directory"));
                 parts.push(plural(*files, "file"));
                 parts.push(plural(*whiteouts, "whiteout"));
                 parts.push(plural(*sketches, "sketch"));
-                if *dropped_records > 0 {
-                    let cut = plural(*dropped_records, "record");
-                    parts.push(format!("{cut} that a crash cut short"));
-                }
             }
             Details::Upper(Upper::Kernel { .. }) => {}
         }

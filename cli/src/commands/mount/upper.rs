@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
 use bcow_union::fs::{LowerImage, UnionFs};
-use bcow_union::{NodeId, SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions, UpperError};
+use bcow_union::{NodeId, SMALL_BYTES, SyncPolicy, UnionOptions, UpperError};
 
 use super::bind::IfMounted;
 use super::host::{Host, UpperUse};
@@ -29,11 +29,9 @@ pub struct UpperArgs {
     /// a larger size grows an existing upper [default: 64G for a new one]
     #[arg(short, long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size: Option<u64>,
-    /// How to store changed blocks of a file of the image: at their own offset in a sparse file
-    /// (sparse), in write order in a BCoW file (packed), or in the form that suits the host's file
-    /// system (auto); FUSE door only
-    #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
-    sketch: SketchWhat,
+    /// Without effect. Earlier versions had other forms
+    #[arg(long = "sketch", value_name = "HOW", value_parser = parse_sketch, hide = true)]
+    _sketch: Option<()>,
     /// When a file that is copied up as a whole becomes durable: each file separately and as soon
     /// as possible (strict), or in groups of N (batch=N; FUSE door only). With volatile, fsync has
     /// no effect, and a crash of the machine loses the upper
@@ -59,11 +57,12 @@ pub struct UpperArgs {
     if_mounted: IfMounted,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum SketchWhat {
-    Auto,
-    Sparse,
-    Packed,
+/// Parses the only form of sketches.
+fn parse_sketch(text: &str) -> Result<(), String> {
+    if text != "sparse" {
+        return Err("only one form is left: sparse".to_owned());
+    }
+    Ok(())
 }
 
 /// Parses a number of things, with the units that a size may have.
@@ -112,7 +111,6 @@ impl UpperArgs {
         match self {
             _ if self.size_limit.is_some() => Some("--size-limit"),
             _ if self.inode_limit.is_some() => Some("--inode-limit"),
-            _ if self.sketch != SketchWhat::Auto => Some("--sketch"),
             _ if self.fillers != 1 => Some("--fillers"),
             _ => None,
         }
@@ -125,11 +123,6 @@ impl UpperArgs {
 
     fn options(&self, can_be_taken_over: bool) -> UnionOptions {
         UnionOptions {
-            sketch: match self.sketch {
-                SketchWhat::Auto => SketchChoice::Auto,
-                SketchWhat::Sparse => SketchChoice::Sparse,
-                SketchWhat::Packed => SketchChoice::Packed,
-            },
             sync: self.sync,
             size_limit: self.size_limit,
             inode_limit: self.inode_limit,

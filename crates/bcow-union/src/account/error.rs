@@ -47,22 +47,6 @@ pub struct NoSpace {
     pub limit: u64,
 }
 
-/// A limit leaves no room for a reservation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum ReserveError {
-    /// The limit of bytes.
-    #[error(transparent)]
-    Bytes(NoSpace),
-    /// The limit of inodes.
-    #[error("no inode left: {used} of {limit} are used")]
-    Inodes {
-        /// Inodes in use.
-        used: u64,
-        /// The largest allowed number of inodes.
-        limit: u64,
-    },
-}
-
 /// The blocks of a file cannot be charged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChargeError {

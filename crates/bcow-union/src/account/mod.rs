@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-pub use error::{ChargeError, LimitReached, NoSpace, ReserveError};
+pub use error::{ChargeError, LimitReached, NoSpace};
 pub use limits::Limits;
 pub use overhead::{
     HostInodes, Overhead, attribute_bytes, attributes_take, stored_attributes, target_takes,

@@ -1,6 +1,6 @@
 //! Reservations for new files.
 
-use super::{Account, LimitReached, ReserveError, add, take_up_to};
+use super::{Account, LimitReached, add, take_up_to};
 
 /// Bytes and inodes that are reserved for a new file. The drop releases the unused part.
 #[derive(Debug)]
@@ -12,17 +12,15 @@ pub struct Reservation<'a> {
 
 impl Account {
     /// Reserves bytes and inodes. Fails and reserves nothing if a limit leaves no room.
-    pub fn reserve(&self, bytes: u64, inodes: u64) -> Result<Reservation<'_>, ReserveError> {
+    pub fn reserve(&self, bytes: u64, inodes: u64) -> Result<Reservation<'_>, LimitReached> {
         let mut room = self.unreserved();
-        self.charge(bytes).map_err(ReserveError::Bytes)?;
+        self.charge(bytes)
+            .map_err(|error| LimitReached::Bytes(error.limit))?;
         room.bytes = bytes;
         if take_up_to(&self.inodes, self.inode_limit, inodes, inodes) < inodes {
-            let limit = self.inode_limit.unwrap_or(u64::MAX);
-            LimitReached::Inodes(limit).note();
-            return Err(ReserveError::Inodes {
-                used: self.inodes(),
-                limit,
-            });
+            let reached = LimitReached::Inodes(self.inode_limit.unwrap_or(u64::MAX));
+            reached.note();
+            return Err(reached);
         }
         room.inodes = inodes;
         Ok(room)
@@ -94,7 +92,7 @@ mod tests {
     fn reservation_without_free_inodes_takes_no_bytes() {
         let account = account();
         let error = account.reserve(4096, 3).unwrap_err();
-        assert_eq!(error, ReserveError::Inodes { used: 0, limit: 2 });
+        assert_eq!(error, LimitReached::Inodes(2));
         assert_eq!((account.used(), account.inodes()), (0, 0));
         assert!(account.reserve(11 * 4096, 1).is_err());
         assert_eq!((account.used(), account.inodes()), (0, 0));

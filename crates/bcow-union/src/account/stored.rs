@@ -343,29 +343,6 @@ impl StoredBlocks {
         self.set.lock().as_ref().map(TrackedBlocks::bytes)
     }
 
-    /// Whether a block that contains one of these bytes is charged.
-    pub fn has_charged_block(&self, range: Range<u64>) -> bool {
-        let known = self.set.lock();
-        known
-            .as_ref()
-            .is_some_and(|known| known.set.count(touched(&range)) > 0)
-    }
-
-    /// Charges the blocks of a write even above the limit. It is for writes that repair existing
-    /// content, which must stay readable.
-    pub fn add(&self, file: &dyn HostFile, range: Range<u64>) -> Result<(), ChargeError> {
-        if self.account.limit().is_none() || range.is_empty() {
-            return Ok(());
-        }
-        let mut guard = self.known(file)?;
-        if let Some(known) = guard.as_mut() {
-            let before = known.bytes();
-            known.insert(touched(&range));
-            self.settle_bytes(before, known.bytes());
-        }
-        Ok(())
-    }
-
     /// Changes the charge of the file from `before` to `now` bytes.
     fn settle_bytes(&self, before: u64, now: u64) {
         self.account.add(now.saturating_sub(before));

@@ -46,7 +46,7 @@ impl UnionFs {
                 attributes
             };
             let mut attributes = match &state.content {
-                Content::Sketch(sketch) => shown(stat_sketch(&**sketch, file)?),
+                Content::Sketch(sketch) => shown(stat_sketch(sketch, file)?),
                 _ if node.is_directory() => {
                     let _times = node.lock_times();
                     shown(rustix::fs::fstat(&**file)?)
@@ -123,39 +123,19 @@ impl UnionFs {
             return Ok(());
         };
         let inode = self.image.inode(nid)?;
-        match (&state.content, upper.packed_size) {
-            (Content::Plain, _) => return Ok(()),
-            (Content::Sketch(sketch), _) => attributes.size = sketch.size(),
-            (Content::Unknown, Some(size)) => {
-                attributes.size = self.size_of_packed(upper)?.unwrap_or(size);
-            }
-            // The host's file of a sparse sketch has the right size.
-            (Content::Unknown, None) if upper.is_sketch => {}
+        match &state.content {
+            Content::Plain => return Ok(()),
+            Content::Sketch(sketch) => attributes.size = sketch.size(),
+            // The host's file of a sketch has the right size.
+            Content::Unknown if upper.is_sketch => {}
             // A copy of metadata has the image's size. The host's file can have another size after
             // a crash undid a copy.
-            (Content::Unknown | Content::Lower, _) => attributes.size = inode.size,
+            Content::Unknown | Content::Lower => attributes.size = inode.size,
         }
         let whole = attributes.size.div_ceil(4096).saturating_mul(8);
         let below = self.image.sectors(&inode)?;
         attributes.sectors = attributes.sectors.saturating_add(below).min(whole);
         Ok(())
-    }
-
-    /// Size of a packed sketch whose content the node has not examined. The sketch may still be
-    /// open from before the kernel forgot the node; then its mark has the size of the last flush
-    /// only.
-    fn size_of_packed(&self, upper: &Upper) -> Result<Option<u64>, Errno> {
-        let Some(file) = &upper.file else {
-            return Ok(None);
-        };
-        let Some(mark) = self.read_marks(file)?.sketch else {
-            return Ok(None);
-        };
-        match self.open_sketches.get(mark.id) {
-            Some(sketch) => Ok(Some(sketch.size())),
-            // The sketch may have been closed since, with a last change of its mark.
-            None => Ok(self.read_marks(file)?.sketch.map(|mark| mark.size)),
-        }
     }
 
     fn attributes_below(&self, node: &Node) -> Result<Attributes, Errno> {
@@ -384,17 +364,13 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
 
 /// The host's stat of a sketch's file, at a moment when its times are those of the last change by a
 /// program.
-fn stat_sketch(sketch: &dyn Sketch, file: &File) -> Result<Stat, Errno> {
-    let mut stat = Err(Errno::STALE);
-    sketch.hold_times(&mut |hidden| {
-        stat = rustix::fs::fstat(file).map(|mut stat| {
-            let shown = HiddenChange::shown(hidden, file_times(&stat));
-            (stat.st_ctime, stat.st_ctime_nsec) = (shown.tv_sec, shown.tv_nsec as u64);
-            stat
-        });
-        Ok(())
-    })?;
-    stat
+fn stat_sketch(sketch: &Sketch, file: &File) -> Result<Stat, Errno> {
+    sketch.hold_times(|hidden| {
+        let mut stat = rustix::fs::fstat(file)?;
+        let shown = HiddenChange::shown(hidden, file_times(&stat));
+        (stat.st_ctime, stat.st_ctime_nsec) = (shown.tv_sec, shown.tv_nsec as u64);
+        Ok(stat)
+    })
 }
 
 /// The attributes of a node as the host has them.

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
-use super::nodes::{Content, Node};
+use super::UnionFs;
+use super::nodes::{Content, Node, State};
 use super::plain::set_plain;
-use super::{UnionFs, promote};
-use crate::sketch::Durability;
+use crate::sketch::{Durability, Sketch};
 
 /// Time between two periodic runs: written data of a sketch waits about this long for a flush. The
 /// value is the default commit interval of ext4.
@@ -48,9 +48,10 @@ impl Background {
             return;
         }
         let mut requests = self.requests.lock();
-        match requests.to_promote.len() < MAX_QUEUED {
-            true => requests.to_promote.push(Arc::clone(node)),
-            false => node.is_queued.store(false, Ordering::Release),
+        if requests.to_promote.len() < MAX_QUEUED {
+            requests.to_promote.push(Arc::clone(node))
+        } else {
+            node.is_queued.store(false, Ordering::Release)
         }
         drop(requests);
         self.changed.notify_one();
@@ -124,7 +125,7 @@ impl UnionFs {
         }
         for (sketch, node) in self.open_sketches.all() {
             match (sketch.is_complete(), node.upgrade()) {
-                (Ok(true), Some(node)) => self.promote_if_complete(&node),
+                (true, Some(node)) => self.promote_if_complete(&node),
                 _ => self.open_sketches.drop_unused(sketch),
             }
         }
@@ -144,12 +145,11 @@ impl UnionFs {
             Content::Sketch(sketch) => sketch.is_recorded(),
             _ => true,
         };
-        match is_recorded {
-            true => Some(node),
-            false => {
-                self.unrecorded.lock().push(node);
-                None
-            }
+        if is_recorded {
+            Some(node)
+        } else {
+            self.unrecorded.lock().push(node);
+            None
         }
     }
 
@@ -185,16 +185,9 @@ impl UnionFs {
             return;
         }
         let sketch = Arc::clone(sketch);
-        match self.promote(node, &state, &*sketch) {
-            Ok(promote::Promoted::No) => return,
-            Ok(promote::Promoted::InPlace) => {}
-            Ok(promote::Promoted::Replaced(file, host_inode)) => {
-                if let Some(upper) = &mut state.upper {
-                    upper.file = Some(Arc::new(file));
-                    upper.is_fully_open = true;
-                    upper.host_inode = host_inode;
-                }
-            }
+        match self.promote(node, &state, &sketch) {
+            Ok(true) => {}
+            Ok(false) => return,
             // The file stays a sketch, with the same content.
             Err(errno) => {
                 self.request_failed(node.id, "be made a plain file of the upper", errno);
@@ -204,6 +197,26 @@ impl UnionFs {
         set_plain(&mut state);
         drop(state);
         self.open_sketches.remove(sketch.id());
+    }
+
+    /// Makes a plain file of a sketch, if it is complete. Returns whether it is plain now. The
+    /// caller holds the lock of the node's state.
+    fn promote(&self, node: &Node, state: &State, sketch: &Sketch) -> Result<bool, Errno> {
+        if !sketch.is_complete() {
+            return Ok(false);
+        }
+        let failed = |error| self.content_failed(node, error);
+        sketch.settle().map_err(failed)?;
+        let promote = || sketch.promote().map_err(failed);
+        let upper = state.upper.as_ref();
+        let Some((upper, file)) = upper.and_then(|upper| Some((upper, upper.file.as_ref()?)))
+        else {
+            return promote();
+        };
+        upper.take_hidden_change(sketch);
+        let is_plain = upper.hiding_change(file, promote)?;
+        self.recount_overhead(&**file);
+        Ok(is_plain)
     }
 
     /// Flushes all open sketches, also after an error. Returns the first error.

@@ -22,7 +22,7 @@ use super::types::{Allocate, Attributes, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
 use crate::node::NodeId;
-use crate::sketch::{KeepSize, SketchKind};
+use crate::sketch::KeepSize;
 use crate::upper::{Attribute, Mark, Metacopy};
 
 /// Largest file size in Linux's interfaces, in bytes.
@@ -97,11 +97,7 @@ impl UnionFs {
                     let written = sketch
                         .write_at(offset, data)
                         .map_err(|error| self.content_failed(&node, error))?;
-                    // Only for sparse sketches. For a packed one this check reads all its tables;
-                    // the background thread does that every few seconds.
-                    if sketch.kind() == SketchKind::Sparse
-                        && matches!(sketch.is_complete(), Ok(true))
-                    {
+                    if sketch.is_complete() {
                         self.background.request_promotion(&node);
                     }
                     break written;
@@ -166,13 +162,12 @@ impl UnionFs {
                         return resized;
                     }
                 }
-                // A packed sketch becomes a plain file only in the background.
-                Content::Sketch(sketch) if size > 0 || sketch.kind() == SketchKind::Packed => {
+                Content::Sketch(sketch) if size > 0 => {
                     let before = sketch.size();
                     sketch
                         .set_size(size)
                         .map_err(|error| self.content_failed(node, error))?;
-                    if size == before || sketch.kind() == SketchKind::Packed {
+                    if size == before {
                         // POSIX counts this as a change, so the times change even if the host's
                         // file did not.
                         drop(state);

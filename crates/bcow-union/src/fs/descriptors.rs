@@ -7,7 +7,6 @@ use rustix::process::{Resource, Rlimit};
 
 use super::UnionFs;
 use super::nodes::{Content, Place, State, Upper};
-use crate::sketch::SketchKind;
 
 /// Descriptors of an open sketch: its host file and its map.
 const DESCRIPTORS_OF_SKETCH: usize = 2;
@@ -102,13 +101,11 @@ impl UnionFs {
             // After an error the sketch stays open, and a later fsync returns the error.
             let _ = sketch.flush(self.durability());
         }
-        let (kind, size) = (sketch.kind(), sketch.size());
         if self.open_sketches.close(&mut state.content)
             && let Some(upper) = &mut state.upper
         {
             upper.is_partial = true;
             upper.is_sketch = true;
-            upper.packed_size = (kind == SketchKind::Packed).then_some(size);
         }
     }
 }

@@ -16,7 +16,6 @@ use crate::blocks::BLOCK_BYTES;
 use crate::host::errno_of;
 use crate::ledger::Flags;
 use crate::options::SyncPolicy;
-use crate::sketch::SketchKind;
 use crate::upper::Metacopy;
 
 /// Upper bound of the bytes that the marks of a sketch add to a file's attributes.
@@ -44,21 +43,15 @@ impl UnionFs {
             self.set_origin(&file, inode.nid)?;
             upper.has_origin = true;
         }
-        // The first flush of a sparse sketch creates its map, and must not fail for lack of space.
-        let (map_bytes, maps) = match self.sketch_kind {
-            SketchKind::Sparse => (BLOCK_BYTES, 1),
-            SketchKind::Packed => (0, 0),
-        };
-        let mut room = self.room(MARKS_ROOM + map_bytes, maps)?;
-        let made = self.sketches.create(
-            self.sketch_kind,
-            self.own_descriptor(&file)?,
-            self.below(node)?,
-        );
+        // The first flush creates the map of the sketch, and must not fail for lack of space.
+        let mut room = self.room(MARKS_ROOM + BLOCK_BYTES, 1)?;
+        let made = self
+            .sketches
+            .create(self.own_descriptor(&file)?, self.below(node)?);
         self.recount_overhead_in(&*file, &mut room);
         let sketch = made.map_err(|error| self.content_failed(node, error))?;
-        if maps > 0 && self.account.is_limited() {
-            self.account.add_map(sketch.id(), map_bytes, &mut room);
+        if self.account.is_limited() {
+            self.account.add_map(sketch.id(), BLOCK_BYTES, &mut room);
         }
         // A file that was copied up after it lost its name will not be looked up again, so its
         // sketch is not kept.

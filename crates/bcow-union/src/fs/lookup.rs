@@ -158,11 +158,6 @@ impl UnionFs {
                         return Err(Errno::STALE);
                     }
                     drop(state);
-                    // Since the lookup, another thread may have replaced a packed sketch by a plain
-                    // file, which has another inode number.
-                    if let Some(now) = self.lookup_if_replaced(parent, name, host_inode)? {
-                        return self.node_of_upper(parent, name, now);
-                    }
                     // A tool that copied the upper can have duplicated the origin mark. The second
                     // object is another file.
                     id = upper_only;
@@ -188,22 +183,6 @@ impl UnionFs {
             }
             return Ok(node);
         }
-    }
-
-    /// Looks up `name` in the upper again; gives the object if its inode number is not `inode`.
-    fn lookup_if_replaced(
-        &self,
-        parent: &Node,
-        name: &[u8],
-        inode: u64,
-    ) -> Result<Option<UpperObject>, Errno> {
-        let Some(directory) = self.upper_directory(parent)? else {
-            return Ok(None);
-        };
-        Ok(match self.lookup_upper(&directory, name)? {
-            UpperEntry::Object(found) if found.stat.st_ino != inode => Some(*found),
-            _ => None,
-        })
     }
 
     /// The node of an inode of the image. If the index has an entry for the inode, the node uses

@@ -25,7 +25,6 @@ mod nodes;
 mod open_sketches;
 mod orphans;
 mod plain;
-mod promote;
 mod recount;
 mod remove;
 mod rename;
@@ -66,9 +65,10 @@ use crate::account::{Account, LimitReached};
 use crate::errors::{ErrorKind, ErrorLog, Failure, escaped};
 use crate::image::Image;
 use crate::ledger::{Inherited, Ledger};
+use crate::log::{self, Severity};
 use crate::node::NodeId;
-use crate::options::{SketchChoice, UnionOptions};
-use crate::sketch::{SketchError, SketchKind, Sketches};
+use crate::options::UnionOptions;
+use crate::sketch::{SketchError, Sketches};
 use crate::upper::{ImageName, Instance, Marks, UpperError};
 use directory::Listings;
 use nodes::{Node, NodeTable, Place, State, Upper};
@@ -90,8 +90,6 @@ pub struct UnionFs {
     table: NodeTable,
     root: Arc<Node>,
     sketches: Sketches,
-    /// The kind of new sketches.
-    sketch_kind: SketchKind,
     open_sketches: open_sketches::OpenSketches,
     account: Arc<Account>,
     options: UnionOptions,
@@ -191,6 +189,7 @@ impl UnionFs {
         instance.prepare_whiteouts();
         let sketches = Sketches::new(&instance, Arc::clone(&account), options)
             .map_err(failed("prepare it for sketches"))?;
+        let options = on_host(options.clone(), sketches.host_has_holes(), upper);
         let image = Arc::new(Image::new(lower.fs));
         let directory = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
         let root = root_node(&image, directory).map_err(failed("examine it"))?;
@@ -206,16 +205,10 @@ impl UnionFs {
             upper: instance,
             table,
             root,
-            sketch_kind: match options.sketch {
-                SketchChoice::Sparse => SketchKind::Sparse,
-                SketchChoice::Packed => SketchKind::Packed,
-                SketchChoice::Auto if sketches.host_has_holes() => SketchKind::Sparse,
-                SketchChoice::Auto => SketchKind::Packed,
-            },
             sketches,
             open_sketches: open_sketches::OpenSketches::default(),
             account,
-            options: options.clone(),
+            options,
             listings: Listings::new(ledger.as_ref().map(|ledger| ledger.generation())),
             pending_frees: room::PendingFrees::default(),
             batch: Mutex::default(),
@@ -425,6 +418,25 @@ impl UnionFs {
             self.errors().report(&failure, || self.shown_paths(node));
         }
         error.errno()
+    }
+}
+
+/// The options on the file system of the upper. A sketch needs holes.
+fn on_host(options: UnionOptions, has_holes: bool, upper: &Path) -> UnionOptions {
+    if has_holes {
+        return options;
+    }
+    log::log(
+        Severity::Warning,
+        &format!(
+            "{}: its file system has no holes in files, so the first write to a file of the image \
+             copies the whole file",
+            upper.display()
+        ),
+    );
+    UnionOptions {
+        small_bytes: u64::MAX,
+        ..options
     }
 }
 

@@ -42,7 +42,7 @@ use crate::host::HiddenChange;
 use crate::ledger::{Entry, Flags, Ledger, NodeRecord};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
-use crate::upper::{Metacopy, Redirect, SketchKind, TimesMark};
+use crate::upper::{Metacopy, Redirect, TimesMark};
 
 /// Location of a node on the host.
 #[derive(Debug, Clone)]
@@ -149,8 +149,6 @@ pub(super) struct Upper {
     pub(super) is_partial: bool,
     /// Whether its marks, when last read, said that it is a sketch.
     pub(super) is_sketch: bool,
-    /// Size in the mark of a packed sketch, when the mark was last read.
-    pub(super) packed_size: Option<u64>,
     /// Whether its content waits in the batch of files that become durable together. Until then it
     /// is marked as a copy of metadata.
     pub(super) in_batch: bool,
@@ -173,7 +171,7 @@ pub(super) enum Content {
     /// In the upper's file.
     Plain,
     /// In both: a sketch.
-    Sketch(Arc<dyn Sketch>),
+    Sketch(Arc<Sketch>),
 }
 
 impl Upper {
@@ -188,7 +186,6 @@ impl Upper {
             indexed: false,
             is_partial: false,
             is_sketch: false,
-            packed_size: None,
             in_batch: false,
             times_mark: Mutex::default(),
             hidden_change: Mutex::default(),
@@ -209,11 +206,6 @@ impl Upper {
             // count.
             indexed: found.marks.nlink.is_some(),
             is_partial: found.marks.metacopy != Metacopy::None || found.marks.sketch.is_some(),
-            packed_size: found
-                .marks
-                .sketch
-                .filter(|mark| mark.kind == SketchKind::Packed)
-                .map(|mark| mark.size),
             is_sketch: found.marks.sketch.is_some(),
             in_batch: false,
             times_mark: Mutex::new(found.marks.times),

@@ -19,17 +19,17 @@ pub(super) struct OpenSketches {
 
 /// A sketch, and the node whose content it is. The reference to the node is dead if the kernel
 /// forgot the node.
-pub(super) type OpenSketch = (Arc<dyn Sketch>, Weak<Node>);
+pub(super) type OpenSketch = (Arc<Sketch>, Weak<Node>);
 
 impl OpenSketches {
-    pub(super) fn get(&self, id: u64) -> Option<Arc<dyn Sketch>> {
+    pub(super) fn get(&self, id: u64) -> Option<Arc<Sketch>> {
         self.open
             .lock()
             .get(&id)
             .map(|(sketch, _)| Arc::clone(sketch))
     }
 
-    pub(super) fn add(&self, id: u64, sketch: &Arc<dyn Sketch>, node: Weak<Node>) {
+    pub(super) fn add(&self, id: u64, sketch: &Arc<Sketch>, node: Weak<Node>) {
         self.open.lock().insert(id, (Arc::clone(sketch), node));
     }
 
@@ -47,11 +47,11 @@ impl OpenSketches {
     }
 
     /// Closes a sketch if only the table and the caller reference it, and all its data is recorded.
-    pub(super) fn drop_unused(&self, sketch: Arc<dyn Sketch>) {
+    pub(super) fn drop_unused(&self, sketch: Arc<Sketch>) {
         if !is_idle(&sketch) {
             return;
         }
-        confirm(&*sketch);
+        confirm(&sketch);
         let mut open = self.open.lock();
         // While this thread holds the lock, no other thread can get the sketch from the table.
         // Without the lock, another thread could write to the sketch now, or find no entry in the
@@ -72,7 +72,7 @@ impl OpenSketches {
         if !is_idle(sketch) {
             return false;
         }
-        confirm(&**sketch);
+        confirm(sketch);
         let mut open = self.open.lock();
         let is_idle = is_idle(sketch) && open.contains_key(&sketch.id());
         if is_idle {
@@ -84,13 +84,13 @@ impl OpenSketches {
 }
 
 /// Whether only the table and one user reference a sketch, and all its data is recorded.
-fn is_idle(sketch: &Arc<dyn Sketch>) -> bool {
+fn is_idle(sketch: &Arc<Sketch>) -> bool {
     Arc::strong_count(sketch) == 2 && sketch.is_recorded()
 }
 
 /// Confirms a sketch that is about to be closed. The caller does not hold the lock of the table,
 /// because this can wait for the host's disk.
-fn confirm(sketch: &dyn Sketch) {
+fn confirm(sketch: &Sketch) {
     // A failure loses no data, but a later open may not detect a loss.
     if let Err(error) = sketch.confirm() {
         tracing::warn!("cannot confirm the content of a sketch: {error}");

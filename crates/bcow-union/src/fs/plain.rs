@@ -127,7 +127,6 @@ pub(super) fn set_plain(state: &mut State) {
     if let Some(upper) = &mut state.upper {
         upper.is_partial = false;
         upper.is_sketch = false;
-        upper.packed_size = None;
     }
 }
 

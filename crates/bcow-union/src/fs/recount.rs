@@ -13,9 +13,7 @@ use super::orphans::PREFIX;
 use crate::account::{Account, ChargeError, DataBlocks, HostInodes};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::beneath::open_directory_beneath;
-use crate::upper::{
-    Attribute, Instance, META, Mark, SketchKind, SketchMark, XattrMode, is_whiteout, list,
-};
+use crate::upper::{Attribute, Instance, META, Mark, SketchMark, XattrMode, is_whiteout, list};
 
 /// Counts the bytes and inodes that an upper stores. Each inode counts once. Whiteouts are links to
 /// shared inodes and count only as names. The parts of an empty upper do not count.
@@ -162,13 +160,11 @@ impl Count<'_> {
         found.count(file, self.account)
     }
 
-    /// Counts the map of a sparse sketch, also if the first flush has not created it yet.
+    /// Counts the map of a sketch, also if the first flush has not created it yet.
     fn unwritten_map(&self, file: &File) -> Result<(), Errno> {
         let value = Attribute::Open(file.as_fd()).get(self.sketch_mark)?;
         // A sketch with an invalid mark has no map.
-        if let Some(Ok(mark)) = value.map(|value| SketchMark::decode(&value))
-            && mark.kind == SketchKind::Sparse
-        {
+        if let Some(Ok(mark)) = value.map(|value| SketchMark::decode(&value)) {
             let mut room = self.account.unreserved();
             self.account.add_map(mark.id, BLOCK_BYTES, &mut room);
         }

@@ -23,7 +23,7 @@ use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
 use crate::ledger::Placing;
 use crate::node::NodeId;
-use crate::upper::{Mark, Temporary};
+use crate::upper::{Attribute, Mark, Temporary, XattrMode};
 
 /// One end of a rename: a name and its directory. The directory is in the upper and the lock of its
 /// names is held.
@@ -287,6 +287,21 @@ impl UnionFs {
         self.copy_stored_attributes(&found.file, file)?;
         let (atime, mtime) = host::times(stat);
         host::set_times(file, Some(SetTime::At(atime)), Some(SetTime::At(mtime)))
+    }
+
+    /// Copies all attributes in their stored form, except a redirect.
+    fn copy_stored_attributes(&self, from: &File, to: &File) -> Result<(), Errno> {
+        let (from, to) = (Attribute::Path(from.as_fd()), Attribute::Path(to.as_fd()));
+        let redirect = Mark::Redirect.name(self.upper.namespace());
+        for name in from.list()?.split(|&byte| byte == 0) {
+            if name.is_empty() || name == redirect {
+                continue;
+            }
+            if let Some(value) = from.get(name)? {
+                to.set(name, &value, XattrMode::Any)?;
+            }
+        }
+        Ok(())
     }
 
     fn rename_leaving_whiteout(&self, from: &End<'_>, to: &End<'_>) -> Result<(), Errno> {

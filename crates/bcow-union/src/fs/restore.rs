@@ -84,9 +84,6 @@ impl UnionFs {
         for (sketch, written) in &inherited.written {
             restoring.restore_sketch(*sketch, written);
         }
-        for sketch in &inherited.incomplete {
-            restoring.fail_sketch(*sketch);
-        }
         let Restoring {
             nodes,
             orphans,
@@ -372,7 +369,7 @@ impl Restoring<'_> {
         }
     }
 
-    /// Restores the written bytes of a sparse sketch that no flush has recorded.
+    /// Restores the written bytes of a sketch that no flush has recorded.
     fn restore_sketch(&self, sketch: u64, written: &[Range<u64>]) {
         // Otherwise a flush has recorded them before the kernel forgot the node, or the file is
         // plain or removed now.

@@ -20,6 +20,14 @@ use crate::sketch::Durability;
 use crate::upper::Metacopy;
 
 impl UnionFs {
+    /// Durability of flushes that no program requested.
+    pub(super) fn durability(&self) -> Durability {
+        match self.options.sync {
+            SyncPolicy::Volatile => Durability::Volatile,
+            SyncPolicy::Strict | SyncPolicy::Batch(_) => Durability::Durable,
+        }
+    }
+
     /// Makes a file or directory durable, as fsync or fdatasync: all completed writes are on the
     /// disk when this returns. Does nothing for [`SyncPolicy::Volatile`].
     pub fn sync(&self, id: NodeId, what: SyncScope) -> Result<(), Errno> {

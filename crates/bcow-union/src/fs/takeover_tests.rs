@@ -11,7 +11,7 @@ use super::resent::{New, RequestId};
 use super::tests::{BIG, BLOCK, Fixture, ROOT};
 use super::{Attributes, RenameMode, SyncScope, XattrMode};
 use crate::node::NodeId;
-use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
+use crate::options::{SyncPolicy, UnionOptions};
 
 const RESENT: RequestId = RequestId {
     number: 77,
@@ -33,10 +33,9 @@ fn open() -> Option<Fixture> {
     Fixture::new(options())
 }
 
-/// With sketches of this kind, also for small files.
-fn open_with(sketch: SketchChoice) -> Option<Fixture> {
+/// With sketches of small files too.
+fn open_with_sketches() -> Option<Fixture> {
     Fixture::new(UnionOptions {
-        sketch,
         small_bytes: 0,
         ..options()
     })
@@ -204,8 +203,8 @@ fn files_with_several_names_in_the_image_are_found_by_the_index() {
 }
 
 #[test]
-fn written_bytes_of_sparse_sketches_stay() {
-    let Some(mut fixture) = open_with(SketchChoice::Sparse) else {
+fn written_bytes_of_sketches_stay() {
+    let Some(mut fixture) = open_with_sketches() else {
         return;
     };
     let id = fixture.get("big").node;
@@ -244,29 +243,8 @@ fn written_bytes_of_sparse_sketches_stay() {
 }
 
 #[test]
-fn lost_changes_of_packed_sketches_are_reported() {
-    let Some(mut fixture) = open_with(SketchChoice::Packed) else {
-        return;
-    };
-    let id = fixture.get("big").node;
-    fixture.write(id, 0, b"kept");
-    fixture.fs().sync(id, SyncScope::Data).unwrap();
-    fixture.take_over();
-    assert_eq!(&fixture.read(id)[..4], b"kept");
-    fixture.fs().sync(id, SyncScope::Data).unwrap();
-    fixture.write(id, 0, b"lost");
-    for _ in 0..2 {
-        fixture.take_over();
-        assert_eq!(&fixture.read(id)[..4], b"kept");
-        assert_eq!(fixture.fs().sync(id, SyncScope::Data), Err(Errno::IO));
-    }
-    fixture.fs().run_periodic();
-    assert!(fixture.fs().prepare_takeover().is_err());
-}
-
-#[test]
-fn an_orderly_end_loses_no_change_of_packed_sketches() {
-    let Some(mut fixture) = open_with(SketchChoice::Packed) else {
+fn an_orderly_end_makes_the_changes_of_sketches_durable() {
+    let Some(mut fixture) = open_with_sketches() else {
         return;
     };
     let id = fixture.get("big").node;
@@ -517,7 +495,6 @@ fn limits_count_removed_files_in_use() {
 #[test]
 fn a_file_that_is_found_again_before_its_sketch_is_recorded_is_not_released() {
     let options = UnionOptions {
-        sketch: SketchChoice::Sparse,
         small_bytes: 0,
         size_limit: Some(1000 * BLOCK),
         ..options()

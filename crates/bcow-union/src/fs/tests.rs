@@ -21,13 +21,13 @@ use rustix::io::Errno;
 use tempfile::TempDir;
 
 use super::lookup::Access;
-use super::nodes::Node;
-use super::upper_entry::UpperEntry;
+use super::nodes::{Content, Node};
 use super::{
     Allocate, Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncScope, UnionFs,
+    on_host,
 };
 use crate::node::NodeId;
-use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
+use crate::options::{SyncPolicy, UnionOptions};
 
 pub(super) const BLOCK: u64 = 4096;
 pub(super) const BIG: usize = 300_000;
@@ -217,25 +217,14 @@ impl Fixture {
         self.fs().set_attributes(id, &changes).unwrap()
     }
 
-    /// The number of records in the log of a packed sketch.
-    fn records(&self, path: &str) -> u64 {
-        let file = fs::File::open(self.upper().join(path)).unwrap();
-        let options = bcow::check::CheckOptions {
-            data: false,
-            threads: 1,
-        };
-        let report = bcow::check::check(Arc::new(file), &options).unwrap();
-        report.writable.unwrap().records
-    }
-
     pub(super) fn counted(&self) -> u64 {
         self.fs().report().counted_bytes
     }
 }
 
-fn with(sketch: SketchChoice) -> UnionOptions {
+/// With sketches of small files too.
+fn with_sketches() -> UnionOptions {
     UnionOptions {
-        sketch,
         small_bytes: 0,
         ..UnionOptions::default()
     }
@@ -250,54 +239,47 @@ fn at(seconds: i64) -> Option<SetTime> {
 
 #[test]
 fn sketch_that_could_not_be_flushed_outlives_its_node() {
-    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
-        let Some(mut fixture) = Fixture::new(with(kind)) else {
-            return;
-        };
-        let big = fixture.get("big").node;
-        fixture.lower.broken.store(true, Ordering::Release);
-        fixture.write(big, 100_000, b"hello");
-        fixture.fs().forget(big, 1);
-        fixture.fs().run_periodic();
-        assert_eq!(fixture.fs().open_sketches.all().count(), 1, "{kind:?}");
-        fixture.lower.broken.store(false, Ordering::Release);
-        let mut expected = noise(1, BIG);
-        expected[100_000..100_005].copy_from_slice(b"hello");
-        assert!(fixture.content("big") == expected, "{kind:?}");
-        // The kernel forgets the node: the sketch is not used any more.
-        fixture.fs().forget(big, 1);
-        fixture.fs().run_periodic();
-        assert_eq!(fixture.fs().open_sketches.all().count(), 0, "{kind:?}");
-        if kind == SketchChoice::Packed {
-            assert_eq!(fixture.records("big"), 0);
-        }
-        assert!(fixture.content("big") == expected, "{kind:?}");
-        fixture.reopen();
-        assert!(fixture.content("big") == expected, "{kind:?}");
-    }
+    let Some(mut fixture) = Fixture::new(with_sketches()) else {
+        return;
+    };
+    let big = fixture.get("big").node;
+    fixture.lower.broken.store(true, Ordering::Release);
+    fixture.write(big, 100_000, b"hello");
+    fixture.fs().forget(big, 1);
+    fixture.fs().run_periodic();
+    assert_eq!(fixture.fs().open_sketches.all().count(), 1);
+    fixture.lower.broken.store(false, Ordering::Release);
+    let mut expected = noise(1, BIG);
+    expected[100_000..100_005].copy_from_slice(b"hello");
+    assert!(fixture.content("big") == expected);
+    // The kernel forgets the node: the sketch is not used any more.
+    fixture.fs().forget(big, 1);
+    fixture.fs().run_periodic();
+    assert_eq!(fixture.fs().open_sketches.all().count(), 0);
+    assert!(fixture.content("big") == expected);
+    fixture.reopen();
+    assert!(fixture.content("big") == expected);
 }
 
 #[test]
 fn sketch_that_grew_has_its_size_also_when_its_node_was_forgotten() {
-    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
-        let Some(fixture) = Fixture::new(with(kind)) else {
-            return;
-        };
-        let big = fixture.get("big").node;
-        fixture.write(big, 0, b"hello");
+    let Some(fixture) = Fixture::new(with_sketches()) else {
+        return;
+    };
+    let big = fixture.get("big").node;
+    fixture.write(big, 0, b"hello");
+    fixture.fs().run_periodic();
+    fixture.write(big, BIG as u64, b"more");
+    fixture.fs().forget(big, 1);
+    for _ in 0..2 {
+        assert_eq!(fixture.get("big").size, BIG as u64 + 4);
         fixture.fs().run_periodic();
-        fixture.write(big, BIG as u64, b"more");
-        fixture.fs().forget(big, 1);
-        for _ in 0..2 {
-            assert_eq!(fixture.get("big").size, BIG as u64 + 4, "{kind:?}");
-            fixture.fs().run_periodic();
-        }
     }
 }
 
 #[test]
 fn sketch_that_was_emptied_is_closed() {
-    let Some(fixture) = Fixture::new(with(SketchChoice::Sparse)) else {
+    let Some(fixture) = Fixture::new(with_sketches()) else {
         return;
     };
     let big = fixture.get("big").node;
@@ -427,7 +409,7 @@ fn removed_file_does_not_wait_for_its_batch_to_be_let_go() {
 fn space_of_a_removed_sketch_is_given_back_once() {
     let options = UnionOptions {
         size_limit: Some(200 * BLOCK),
-        ..with(SketchChoice::Sparse)
+        ..with_sketches()
     };
     let Some(fixture) = Fixture::new(options) else {
         return;
@@ -449,47 +431,29 @@ fn space_of_a_removed_sketch_is_given_back_once() {
 }
 
 #[test]
-fn file_that_was_promoted_while_it_was_looked_up_is_found() {
-    let Some(fixture) = Fixture::new(with(SketchChoice::Packed)) else {
+fn a_host_without_holes_stores_whole_files() {
+    let path = std::path::Path::new("upper");
+    assert_eq!(on_host(with_sketches(), true, path), with_sketches());
+    let options = on_host(UnionOptions::default(), false, path);
+    let Some(mut fixture) = Fixture::new(options) else {
         return;
     };
-    let union = fixture.fs();
     let big = fixture.node("big");
-    fixture.write(big.id, 0, &vec![3; BIG]);
-    let directory = union.upper_directory(&union.root).unwrap().unwrap();
-    let UpperEntry::Object(before) = union.lookup_upper(&directory, b"big").unwrap() else {
-        panic!("it is in the upper");
-    };
-    let old = before.stat.st_ino;
-    union.run_periodic();
-    assert_ne!(big.read_state().upper.as_ref().unwrap().host_inode, old);
-    let found = union.node_of_upper(&union.root, b"big", *before).unwrap();
-    assert_eq!(found.id, big.id);
+    fixture.write(big.id, 100_000, b"hello");
+    let is_plain = || matches!(big.read_state().content, Content::Plain);
+    assert!(is_plain());
+    assert_eq!(fixture.fs().report().copied_whole, 1);
+    let mut expected = noise(1, BIG);
+    expected[100_000..100_005].copy_from_slice(b"hello");
+    assert!(fixture.content("big") == expected);
+    fixture.reopen();
+    assert!(fixture.content("big") == expected);
+    assert!(fs::read(fixture.upper().join("big")).unwrap() == expected);
 }
 
 #[test]
-fn packed_sketch_that_is_about_to_be_changed_is_not_replaced() {
-    let Some(fixture) = Fixture::new(with(SketchChoice::Packed)) else {
-        return;
-    };
-    let union = fixture.fs();
-    let node = fixture.node("big");
-    fixture.write(node.id, 0, &vec![3; BIG]);
-    let is_sketch = || node.read_state().upper.as_ref().unwrap().is_sketch;
-    // A chmod holds the file like this, without a lock.
-    let file = union.open_upper(&node, Access::Path).unwrap();
-    union.promote_if_complete(&node);
-    super::host::set_mode(&file, 0o604).unwrap();
-    drop(file);
-    assert!(is_sketch());
-    union.promote_if_complete(&node);
-    assert!(!is_sketch());
-    assert_eq!(fixture.get("big").permissions, 0o604);
-}
-
-#[test]
-fn packed_sketch_with_an_index_entry_is_not_replaced() {
-    let Some(mut fixture) = Fixture::new(with(SketchChoice::Packed)) else {
+fn sketch_with_an_index_entry_is_removed_with_its_last_name() {
+    let Some(mut fixture) = Fixture::new(with_sketches()) else {
         return;
     };
     let bytes = vec![4; 2 * BLOCK as usize];
@@ -508,29 +472,27 @@ fn packed_sketch_with_an_index_entry_is_not_replaced() {
 
 #[test]
 fn time_that_is_set_during_a_flush_stays() {
-    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
-        let Some(fixture) = Fixture::new(with(kind)) else {
-            return;
-        };
-        let big = fixture.get("big").node;
-        for turn in 0..60 {
-            fixture.write(big, 5 + turn * BLOCK, b"x");
-            let union = fixture.fs();
-            thread::scope(|scope| {
-                let flush = scope.spawn(|| union.sync(big, SyncScope::All));
-                let mtime = at(1_000_000 + turn as i64);
-                fixture.set(
-                    big,
-                    Changes {
-                        mtime,
-                        ..Changes::default()
-                    },
-                );
-                flush.join().unwrap().unwrap();
-            });
-            let found = fixture.get("big").mtime.seconds;
-            assert_eq!(found, 1_000_000 + turn as i64, "{kind:?}, turn {turn}");
-        }
+    let Some(fixture) = Fixture::new(with_sketches()) else {
+        return;
+    };
+    let big = fixture.get("big").node;
+    for turn in 0..60 {
+        fixture.write(big, 5 + turn * BLOCK, b"x");
+        let union = fixture.fs();
+        thread::scope(|scope| {
+            let flush = scope.spawn(|| union.sync(big, SyncScope::All));
+            let mtime = at(1_000_000 + turn as i64);
+            fixture.set(
+                big,
+                Changes {
+                    mtime,
+                    ..Changes::default()
+                },
+            );
+            flush.join().unwrap().unwrap();
+        });
+        let found = fixture.get("big").mtime.seconds;
+        assert_eq!(found, 1_000_000 + turn as i64, "turn {turn}");
     }
 }
 
@@ -601,46 +563,44 @@ fn first_write_keeps_the_time_of_access() {
 
 #[test]
 fn sketches_give_their_descriptors_back() {
-    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
-        let Some(mut fixture) = Fixture::new(with(kind)) else {
-            return;
-        };
-        let union = fixture.fs();
-        let mut nodes = Vec::new();
-        for number in 0..MANY {
-            let id = fixture.get(&format!("many/{number}")).node;
-            fixture.write(id, 5000, b"hello");
-            nodes.push(id);
-        }
-        assert_eq!(union.sketches.statistics().open, MANY as u64);
-        union.descriptors_limit.store(10, Ordering::Relaxed);
-        union.limit_descriptors();
-        assert_eq!(union.sketches.statistics().open, 0, "{kind:?}");
-        let check = |fixture: &Fixture, number: usize| {
-            let found = fixture.get(&format!("many/{number}"));
-            assert_eq!(found.size, 2 * BLOCK);
-            let content = fixture.read(found.node);
-            assert_eq!(&content[5000..5005], b"hello");
-            assert_eq!((content[4999], content.len()), (number as u8, 8192));
-        };
-        for (number, id) in nodes.iter().enumerate() {
-            fixture.write(*id, 3 * BLOCK, b"longer");
-            union.descriptors_limit.store(0, Ordering::Relaxed);
-            union.limit_descriptors();
-            assert_eq!(fixture.get(&format!("many/{number}")).size, 3 * BLOCK + 6);
-            let size = Some(2 * BLOCK);
-            fixture.set(
-                *id,
-                Changes {
-                    size,
-                    ..Changes::default()
-                },
-            );
-            check(&fixture, number);
-        }
-        fixture.reopen();
-        (0..MANY).for_each(|number| check(&fixture, number));
+    let Some(mut fixture) = Fixture::new(with_sketches()) else {
+        return;
+    };
+    let union = fixture.fs();
+    let mut nodes = Vec::new();
+    for number in 0..MANY {
+        let id = fixture.get(&format!("many/{number}")).node;
+        fixture.write(id, 5000, b"hello");
+        nodes.push(id);
     }
+    assert_eq!(union.sketches.statistics().open, MANY as u64);
+    union.descriptors_limit.store(10, Ordering::Relaxed);
+    union.limit_descriptors();
+    assert_eq!(union.sketches.statistics().open, 0);
+    let check = |fixture: &Fixture, number: usize| {
+        let found = fixture.get(&format!("many/{number}"));
+        assert_eq!(found.size, 2 * BLOCK);
+        let content = fixture.read(found.node);
+        assert_eq!(&content[5000..5005], b"hello");
+        assert_eq!((content[4999], content.len()), (number as u8, 8192));
+    };
+    for (number, id) in nodes.iter().enumerate() {
+        fixture.write(*id, 3 * BLOCK, b"longer");
+        union.descriptors_limit.store(0, Ordering::Relaxed);
+        union.limit_descriptors();
+        assert_eq!(fixture.get(&format!("many/{number}")).size, 3 * BLOCK + 6);
+        let size = Some(2 * BLOCK);
+        fixture.set(
+            *id,
+            Changes {
+                size,
+                ..Changes::default()
+            },
+        );
+        check(&fixture, number);
+    }
+    fixture.reopen();
+    (0..MANY).for_each(|number| check(&fixture, number));
 }
 
 #[test]

@@ -37,7 +37,7 @@ impl UnionFs {
         let upper = state.upper.as_ref().ok_or(Errno::STALE)?;
         let set = || self.set_and_record(node, upper, &file, atime, mtime);
         match &state.content {
-            Content::Sketch(sketch) => sketch.hold_times(&mut |_| set()),
+            Content::Sketch(sketch) => sketch.hold_times(|_| set()),
             _ if node.is_directory() => {
                 let _times = node.lock_times();
                 set()
@@ -180,11 +180,8 @@ impl Upper {
     }
 
     /// Shows the change time that the mount has shown of a sketch, also after its promotion.
-    pub(super) fn take_hidden_change(&self, sketch: &dyn Sketch) -> Result<(), Errno> {
-        sketch.hold_times(&mut |hidden| {
-            *self.hidden_change.lock() = hidden;
-            Ok(())
-        })
+    pub(super) fn take_hidden_change(&self, sketch: &Sketch) {
+        sketch.hold_times(|hidden| *self.hidden_change.lock() = hidden);
     }
 
     /// Replaces the times of the host's file, whose stat is `stat`, by those that programs have

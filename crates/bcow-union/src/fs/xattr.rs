@@ -149,12 +149,12 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         if node.kind == FileType::Regular {
-            // The host removes the capabilities at each write to the host file. So the sketch must
-            // have no pending writes, neither now nor when it is opened again.
+            // The host removes the capabilities at each write to the host file, so the sketch must
+            // have no pending writes.
             let state = self.known_content(node)?;
             if let Content::Sketch(sketch) = &state.content {
                 sketch
-                    .quiesce(self.durability())
+                    .flush(self.durability())
                     .map_err(|error| self.content_failed(node, error))?;
             }
         }

@@ -1,5 +1,4 @@
-//! Changes of sketches that no flush has recorded yet: of sparse sketches the written bytes, of
-//! packed ones only the fact.
+//! The written bytes of sketches that no flush has recorded yet.
 //!
 //! The records are in two areas. A thread appends to the current one. A pass makes the other area
 //! current, flushes all sketches, and then empties the area that was current before. An append that
@@ -22,8 +21,6 @@ use super::{HEADER_BYTES, Ledger, word};
 const AREA_BYTES: u64 = 64 << 20;
 const RECORD_BYTES: u64 = 32;
 const WRITTEN: u64 = 1;
-const CHANGED: u64 = 2;
-const RECORDED: u64 = 3;
 /// The end of both areas.
 pub(super) const END: u64 = HEADER_BYTES + 2 * AREA_BYTES;
 
@@ -83,24 +80,9 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// A record of a sketch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Record {
-    /// These bytes of a sparse sketch were written.
-    Written(Range<u64>),
-    /// A packed sketch has changed; the number of the change.
-    Changed(u64),
-    /// All changes of a packed sketch before this number are recorded.
-    Recorded(u64),
-}
-
-pub(super) fn encode(sketch: u64, record: &Record) -> [u8; RECORD_BYTES as usize] {
-    let (kind, first, second) = match record {
-        Record::Written(bytes) => (WRITTEN, bytes.start, bytes.end),
-        Record::Changed(number) => (CHANGED, *number, 0),
-        Record::Recorded(number) => (RECORDED, *number, 0),
-    };
-    let fields = [kind, sketch, first, second];
+/// The record of bytes that were written in a sketch.
+pub(super) fn encode(sketch: u64, bytes: &Range<u64>) -> [u8; RECORD_BYTES as usize] {
+    let fields = [WRITTEN, sketch, bytes.start, bytes.end];
     let mut record = [0; RECORD_BYTES as usize];
     for (place, field) in record.chunks_exact_mut(8).zip(fields) {
         place.copy_from_slice(&field.to_le_bytes());
@@ -108,19 +90,13 @@ pub(super) fn encode(sketch: u64, record: &Record) -> [u8; RECORD_BYTES as usize
     record
 }
 
-fn decode(bytes: &[u8]) -> Option<(u64, Record)> {
-    let (first, second) = (word(bytes, 16), word(bytes, 24));
-    let record = match word(bytes, 0) {
-        WRITTEN => Record::Written(first..second),
-        CHANGED => Record::Changed(first),
-        RECORDED => Record::Recorded(first),
-        _ => return None,
-    };
-    Some((word(bytes, 8), record))
+fn decode(bytes: &[u8]) -> Option<(u64, Range<u64>)> {
+    let written = word(bytes, 16)..word(bytes, 24);
+    (word(bytes, 0) == WRITTEN).then_some((word(bytes, 8), written))
 }
 
-/// The records of both areas.
-pub(super) fn read_all(file: &File) -> io::Result<Vec<(u64, Record)>> {
+/// The records of both areas: numbers of sketches, and written bytes.
+pub(super) fn read_all(file: &File) -> io::Result<Vec<(u64, Range<u64>)>> {
     let mut records = Vec::new();
     let mut piece = vec![0; 64 << 10];
     let mut at = HEADER_BYTES;

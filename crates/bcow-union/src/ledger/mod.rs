@@ -34,7 +34,7 @@ use parking_lot::Mutex;
 use rustix::fs::MemfdFlags;
 
 use crate::log::{self, Severity};
-use changes::{Changes, Record};
+use changes::Changes;
 use node::Cells;
 
 pub use changes::Pass;
@@ -62,8 +62,6 @@ pub struct Ledger {
     cells: Mutex<Cells>,
     changes: Changes,
     next_exchange: AtomicU64,
-    /// Begins at 1, so that a sketch without a change has lost none.
-    next_change: AtomicU64,
     is_broken: AtomicBool,
 }
 
@@ -74,10 +72,8 @@ pub struct Inherited {
     pub generation: u64,
     /// The nodes. A node can have several records, with different places.
     pub nodes: Vec<NodeRecord>,
-    /// The written bytes of sparse sketches, by the number of the sketch.
+    /// The written bytes of sketches, by the number of the sketch.
     pub written: HashMap<u64, Vec<Range<u64>>>,
-    /// The packed sketches that have lost changes.
-    pub incomplete: HashSet<u64>,
     /// Numbers of the requests whose exchange of two names was executed.
     pub exchanges: HashSet<u64>,
 }
@@ -101,7 +97,6 @@ impl Ledger {
             cells: Mutex::new(Cells::new(changes::END)),
             changes: Changes::default(),
             next_exchange: AtomicU64::new(0),
-            next_change: AtomicU64::new(1),
             is_broken: AtomicBool::new(false),
         }))
     }
@@ -130,27 +125,9 @@ impl Ledger {
             exchanges: exchanges.filter(|&number| number != 0).collect(),
             ..Inherited::default()
         };
-        // The last change of each packed sketch, and the first number that was not recorded.
-        let mut counts: HashMap<u64, (u64, u64)> = HashMap::new();
-        for (sketch, record) in changes::read_all(&file)? {
-            match record {
-                Record::Written(bytes) => {
-                    inherited.written.entry(sketch).or_default().push(bytes);
-                }
-                Record::Changed(number) => {
-                    let last = &mut counts.entry(sketch).or_default().0;
-                    *last = number.max(*last);
-                }
-                Record::Recorded(number) => {
-                    let first = &mut counts.entry(sketch).or_default().1;
-                    *first = number.max(*first);
-                }
-            }
+        for (sketch, bytes) in changes::read_all(&file)? {
+            inherited.written.entry(sketch).or_default().push(bytes);
         }
-        let lost = counts
-            .into_iter()
-            .filter(|(_, (last, first))| last > &0 && last >= first);
-        inherited.incomplete = lost.map(|(sketch, _)| sketch).collect();
         Ok(inherited)
     }
 
@@ -170,40 +147,19 @@ impl Ledger {
         self.write(&number.to_le_bytes(), EXCHANGES_AT + slot * 8);
     }
 
-    /// Records that bytes of a sparse sketch are at their place in the host's file, and that no
+    /// Records that bytes of a sketch are at their place in the host's file, and that no
     /// flush has recorded them.
     pub fn written(&self, sketch: u64, bytes: Range<u64>) {
-        self.append(sketch, &Record::Written(bytes));
+        match self.changes.place() {
+            Some(at) => self.write(&changes::encode(sketch, &bytes), at),
+            None => self.broken("too many written blocks wait for a flush"),
+        }
     }
 
     /// The number of the area that [`Ledger::written`] uses now. A later [`Ledger::begin_pass`]
     /// changes it.
     pub fn area(&self) -> u64 {
         self.changes.area()
-    }
-
-    /// Records that a packed sketch has changed.
-    pub fn changed(&self, sketch: u64) {
-        let number = self.next_change.fetch_add(1, Ordering::SeqCst);
-        self.append(sketch, &Record::Changed(number));
-    }
-
-    /// The number of the next change. All changes before it were made before this call.
-    pub fn next_change(&self) -> u64 {
-        self.next_change.load(Ordering::SeqCst)
-    }
-
-    /// Records that a flush has recorded all changes of a packed sketch before the number
-    /// `next_change`.
-    pub fn recorded(&self, sketch: u64, next_change: u64) {
-        self.append(sketch, &Record::Recorded(next_change));
-    }
-
-    fn append(&self, sketch: u64, record: &Record) {
-        match self.changes.place() {
-            Some(at) => self.write(&changes::encode(sketch, record), at),
-            None => self.broken("too many written blocks wait for a flush"),
-        }
     }
 
     /// Begins to flush all sketches. When all flushes have succeeded, [`Pass::succeeded`] removes

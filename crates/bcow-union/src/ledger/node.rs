@@ -160,9 +160,10 @@ impl Entry {
     pub fn set_flags(&self, flags: Flags, are_set: bool) {
         let mut state = self.state.lock();
         let before = state.record.flags.0;
-        let after = match are_set {
-            true => before | flags.0,
-            false => before & !flags.0,
+        let after = if are_set {
+            before | flags.0
+        } else {
+            before & !flags.0
         };
         if after != before {
             state.record.flags = Flags(after);
@@ -255,10 +256,7 @@ impl Ledger {
     /// Writes all of a record but the part of its name beyond the first cell.
     fn rewrite(&self, record: &NodeRecord, spot: Spot) {
         let mut cell = [0; CELL_BYTES as usize];
-        cell[0] = match record.is_place {
-            true => TAG_PLACE,
-            false => TAG_NODE,
-        };
+        cell[0] = if record.is_place { TAG_PLACE } else { TAG_NODE };
         cell[1] = spot.size as u8;
         cell[2] = record.kind;
         cell[3] = record.flags.0;

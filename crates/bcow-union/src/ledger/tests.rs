@@ -137,23 +137,6 @@ fn ranges_stay_until_all_sketches_are_flushed() {
 }
 
 #[test]
-fn changes_before_a_flush_are_not_lost() {
-    let ledger = Ledger::new(0).unwrap();
-    let flush = |sketch| ledger.recorded(sketch, ledger.next_change());
-    ledger.changed(1);
-    flush(1);
-    ledger.changed(2);
-    let next = ledger.next_change();
-    ledger.changed(2);
-    ledger.recorded(2, next);
-    ledger.changed(3);
-    flush(4);
-    assert_eq!(read(&ledger).incomplete, HashSet::from([2, 3]));
-    flush(2);
-    assert_eq!(read(&ledger).incomplete, HashSet::from([3]));
-}
-
-#[test]
 fn the_last_exchanges_are_remembered() {
     let ledger = Ledger::new(0).unwrap();
     for number in 1..=EXCHANGES + 2 {

@@ -35,15 +35,6 @@ pub(super) struct Piece {
     pub(super) source: Source,
 }
 
-/// How the host's file stores the bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Holder {
-    /// At their own offsets.
-    Plain,
-    /// In a BCoW file.
-    Packed,
-}
-
 /// The file above the image.
 #[derive(Debug, Clone)]
 pub(super) enum Own {
@@ -53,8 +44,6 @@ pub(super) enum Own {
         path: Vec<u8>,
         /// Inode number.
         inode: u64,
-        /// How the file stores the bytes.
-        holder: Holder,
     },
     /// These blocks of the disk.
     Disk(Arc<Extents>),

@@ -3,21 +3,18 @@
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 
-use bcow::check::CheckOptions;
-use bcow::{BlockDevice, Image, Mapping, NoBackings, OpenOptions};
 use bcow_erofs::reader::Inode;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::body::{Body, Holder, Own, Piece, Source};
+use super::body::{Body, Own, Piece, Source};
 use super::error::Problem;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::sketch::Damage;
 use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
 use crate::upper::beneath::{is_not_regular_error, open_regular, open_regular_beneath};
-use crate::upper::{META, SketchKind, SketchMark, UpperReader, entry_name};
+use crate::upper::{META, SketchMark, UpperReader, entry_name};
 
 /// Bytes of one read.
 const READ_BYTES: usize = 256 << 10;
@@ -41,48 +38,30 @@ pub(super) fn body(
 ) -> Result<Body, Problem> {
     check_mark(mark, &lower).map_err(Problem::Sketch)?;
     let file = open_regular_beneath(upper.root(), host.path)?;
-    let (size, holder, pieces) = match mark.kind {
-        SketchKind::Sparse => (
-            host.size,
-            Holder::Plain,
-            sparse(upper, mark, &file, host.size, &lower)?,
-        ),
-        SketchKind::Packed => (mark.size, Holder::Packed, packed(mark, file)?),
-    };
     Ok(Body {
-        size,
+        size: host.size,
         own: Some(Own::Host {
             path: host.path.to_vec(),
             inode: host.inode,
-            holder,
         }),
         lower: Some(lower),
-        pieces,
+        pieces: pieces(upper, mark, &file, host.size, &lower)?,
     })
 }
 
-/// Checks the stored data of a sketch. With `data`, also verifies the checksums of its content.
-/// Returns whether a crash cut the newest record of a packed sketch short. The error describes the
-/// damage.
+/// Checks the stored data of a sketch. The error describes the damage.
 pub(super) fn check(
     upper: &UpperReader,
     mark: &SketchMark,
     host: &HostFile<'_>,
     lower: Option<&Inode>,
-    data: bool,
-) -> Result<bool, String> {
-    let has_cut_record =
-        mark.kind == SketchKind::Packed && mark.map_exists && check_packed(upper, host, data)?;
-    if let Some(lower) = lower {
-        return body(upper, mark, host, *lower)
-            .map(|_| has_cut_record)
-            .map_err(|problem| problem.to_string());
+) -> Result<(), Problem> {
+    match lower {
+        Some(lower) => body(upper, mark, host, *lower).map(drop),
+        // The lower file is not known, so its number of blocks comes from the map.
+        None if mark.map_exists => read_map(upper, mark, None).map(drop),
+        None => Ok(()),
     }
-    // The lower file is not known, so its number of blocks comes from the map.
-    if mark.kind == SketchKind::Sparse && mark.map_exists {
-        read_map(upper, mark, None).map_err(|problem| problem.to_string())?;
-    }
-    Ok(has_cut_record)
 }
 
 /// Whether the host's file of `size` bytes holds all content of the sketch at its own offsets.
@@ -91,9 +70,6 @@ pub(super) fn is_complete(
     mark: &SketchMark,
     size: u64,
 ) -> Result<bool, Problem> {
-    if mark.kind != SketchKind::Sparse {
-        return Ok(false);
-    }
     let covered = mark.lower_limit.min(size).div_ceil(BLOCK_BYTES);
     if covered == 0 || !mark.map_exists {
         return Ok(covered == 0);
@@ -108,16 +84,17 @@ fn check_mark(mark: &SketchMark, lower: &Inode) -> Result<(), String> {
             mark.block_shift
         ));
     }
-    match mark.lower_limit > lower.size {
-        true => Err(format!(
+    if mark.lower_limit > lower.size {
+        Err(format!(
             "its mark covers {} bytes of a file of the image that has {}",
             mark.lower_limit, lower.size
-        )),
-        false => Ok(()),
+        ))
+    } else {
+        Ok(())
     }
 }
 
-fn sparse(
+fn pieces(
     upper: &UpperReader,
     mark: &SketchMark,
     file: &OwnedFd,
@@ -126,9 +103,10 @@ fn sparse(
 ) -> Result<Vec<Piece>, Problem> {
     let limit = mark.lower_limit.min(size);
     let covered = limit.div_ceil(BLOCK_BYTES);
-    let present = match mark.map_exists {
-        true => read_map(upper, mark, Some(lower.size.div_ceil(BLOCK_BYTES)))?,
-        false => BlockSet::default(),
+    let present = if mark.map_exists {
+        read_map(upper, mark, Some(lower.size.div_ceil(BLOCK_BYTES)))?
+    } else {
+        BlockSet::default()
     };
     let stored = data_runs(file, size)?;
     let mut pieces = Pieces {
@@ -145,52 +123,6 @@ fn sparse(
     pieces.not_stored(at, end);
     pieces.stored(end, size, &stored);
     Ok(pieces.all)
-}
-
-fn packed(mark: &SketchMark, file: OwnedFd) -> Result<Vec<Piece>, Problem> {
-    let failed = |error: bcow::Error| Problem::Sketch(error.to_string());
-    let size = mark.size;
-    let mut pieces = Pieces {
-        all: Vec::new(),
-        limit: mark.lower_limit.min(size),
-    };
-    if !mark.map_exists {
-        pieces.not_stored(0, size);
-        return Ok(pieces.all);
-    }
-    let image = open_packed(File::from(file)).map_err(failed)?;
-    for extent in image.extents() {
-        let extent = extent.map_err(failed)?;
-        let end = (extent.offset + extent.length).min(size);
-        match extent.mapping {
-            _ if extent.offset >= end => break,
-            Mapping::Hole | Mapping::Backing { .. } => pieces.not_stored(extent.offset, end),
-            Mapping::Zero => pieces.push(end, Source::Hole),
-            _ => pieces.push(end, Source::Own),
-        }
-    }
-    pieces.not_stored(image.size().min(size), size);
-    Ok(pieces.all)
-}
-
-/// Opens the BCoW file of a packed sketch without its backing, to read the blocks that it stores.
-pub(super) fn open_packed(file: File) -> Result<Arc<Image>, bcow::Error> {
-    Image::open_with_backings(Arc::new(file), &OpenOptions::default(), &NoBackings)
-}
-
-/// Checks the BCoW file of a packed sketch without its backing. Returns whether a crash cut its
-/// newest record short.
-fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<bool, String> {
-    let file = open_regular_beneath(upper.root(), host.path).map_err(|errno| errno.to_string())?;
-    let options = CheckOptions { data, threads: 1 };
-    let report = bcow::check::check(Arc::new(File::from(file)), &options)
-        .map_err(|error| error.to_string())?;
-    match report.findings.iter().find(|finding| finding.is_error()) {
-        Some(finding) => Err(finding.to_string()),
-        None => Ok(report
-            .writable
-            .is_some_and(|writable| writable.dropped_record)),
-    }
 }
 
 /// Collects pieces, in order.

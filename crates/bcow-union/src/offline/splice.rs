@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use bcow::{BlockDevice, Error, Image};
+use bcow::{BlockDevice, Error};
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::{TailSource, Tree};
 use bcow_erofs::writer::{EmitError, MAX_INLINE, Plan, WriteError, WriteOptions};
@@ -18,8 +18,7 @@ use bcow_view::Compared;
 use parking_lot::Mutex;
 
 use super::addresses::{LOWER_START, Segments, UPPER_START};
-use super::body::{Body, Holder, Own, Source};
-use super::sketched::open_packed;
+use super::body::{Body, Own, Source};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::DiskReader;
 use crate::upper::beneath::open_regular_beneath;
@@ -64,22 +63,14 @@ pub(super) trait BytesAt: Send + Sync {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error>;
 }
 
-struct PlainFile(File);
+struct HostFile(File);
 
-impl BytesAt for PlainFile {
+impl BytesAt for HostFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         match self.0.read_exact_at(buf, offset) {
             Ok(()) => Ok(()),
             Err(error) => Err(io_error(offset, error)),
         }
-    }
-}
-
-struct PackedFile(Arc<Image>);
-
-impl BytesAt for PackedFile {
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        self.0.read_at(offset, buf)
     }
 }
 
@@ -192,14 +183,9 @@ impl Store {
         }
         let own = &self.bodies[index as usize].own;
         let file: Arc<dyn BytesAt> = match (own, &self.place) {
-            (
-                Some(Own::Host {
-                    path,
-                    inode,
-                    holder,
-                }),
-                Place::Upper { root, .. },
-            ) => open_host(root.as_fd(), path, *inode, *holder)?,
+            (Some(Own::Host { path, inode }), Place::Upper { root, .. }) => {
+                open_host(root.as_fd(), path, *inode)?
+            }
             (Some(Own::Disk(extents)), Place::Disk { compared, .. }) => Arc::new(DiskFile {
                 disk: compared.clone(),
                 extents: extents.clone(),
@@ -214,23 +200,14 @@ impl Store {
     }
 }
 
-fn open_host(
-    root: BorrowedFd<'_>,
-    path: &[u8],
-    inode: u64,
-    holder: Holder,
-) -> Result<Arc<dyn BytesAt>, Error> {
+fn open_host(root: BorrowedFd<'_>, path: &[u8], inode: u64) -> Result<Arc<dyn BytesAt>, Error> {
     let file = open_regular_beneath(root, path).map_err(|errno| io_error(0, errno.into()))?;
     let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
     if stat.st_ino != inode {
         let changed = io::Error::other("the file was replaced");
         return Err(io_error(0, changed));
     }
-    let file = File::from(file);
-    Ok(match holder {
-        Holder::Plain => Arc::new(PlainFile(file)),
-        Holder::Packed => Arc::new(PackedFile(open_packed(file)?)),
-    })
+    Ok(Arc::new(HostFile(File::from(file))))
 }
 
 fn lower_error(error: ErofsError) -> Error {

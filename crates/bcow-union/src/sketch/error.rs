@@ -1,7 +1,6 @@
 //! Errors of a sketch, and the errno that a program gets for each.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use rustix::io::Errno;
 
@@ -43,12 +42,12 @@ pub enum SketchError {
         damage: Damage,
     },
     /// The mark on the host's file has a value that this version does not support.
-    #[error("the mark of the sketch has an unsupported {field} {value}")]
+    #[error(
+        "the mark of the sketch has an unsupported block size of 2 to the power of {block_shift}"
+    )]
     Unsupported {
-        /// The field of the mark.
-        field: &'static str,
-        /// The field's value.
-        value: u64,
+        /// log2 of the block size in bytes.
+        block_shift: u8,
     },
     /// The mark's limit is larger than the lower file: the mark belongs to a sketch of another
     /// file.
@@ -66,9 +65,6 @@ pub enum SketchError {
         /// The errno of the failed barrier.
         errno: Errno,
     },
-    /// An error of the BCoW file of a packed sketch.
-    #[error(transparent)]
-    Packed(Arc<bcow::Error>),
     /// The file would be larger than the host or the format supports.
     #[error("byte {end} is beyond the maximum file size")]
     TooLarge {
@@ -147,10 +143,6 @@ impl SketchError {
             | SketchError::Unsupported { .. }
             | SketchError::OtherLower { .. }
             | SketchError::Refused { .. } => Errno::IO,
-            SketchError::Packed(error) => match &**error {
-                bcow::Error::Io { source, .. } => errno_of(source),
-                _ => Errno::IO,
-            },
         }
     }
 
@@ -166,18 +158,7 @@ impl SketchError {
             SketchError::Damaged { .. }
             | SketchError::Unsupported { .. }
             | SketchError::OtherLower { .. } => Some(ErrorKind::UpperDamage),
-            SketchError::Packed(error)
-                if !matches!(
-                    **error,
-                    bcow::Error::Io { .. } | bcow::Error::WriteRefused { .. }
-                ) =>
-            {
-                Some(ErrorKind::UpperDamage)
-            }
-            SketchError::Host { .. }
-            | SketchError::NoSpace(_)
-            | SketchError::Refused { .. }
-            | SketchError::Packed(_) => {
+            SketchError::Host { .. } | SketchError::NoSpace(_) | SketchError::Refused { .. } => {
                 Some(ErrorKind::of_errno(self.errno()).unwrap_or(ErrorKind::UpperIo))
             }
         }
@@ -198,12 +179,6 @@ impl From<ChargeError> for SketchError {
     }
 }
 
-impl From<bcow::Error> for SketchError {
-    fn from(error: bcow::Error) -> Self {
-        SketchError::Packed(Arc::new(error))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -212,12 +187,6 @@ mod tests {
     fn a_full_host_stays_a_full_host_and_a_bad_lower_is_an_input_output_error() {
         let full = std::io::Error::from_raw_os_error(Errno::NOSPC.raw_os_error());
         assert_eq!(SketchError::host("write")(full).errno(), Errno::NOSPC);
-        let packed = bcow::Error::Io {
-            action: "write",
-            offset: 0,
-            source: std::io::ErrorKind::StorageFull.into(),
-        };
-        assert!(SketchError::from(packed).is_no_space());
         let lower = SketchError::Lower {
             offset: 4096,
             errno: Errno::NODEV,

@@ -4,13 +4,14 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::Seek;
+use crate::account::Account;
 use crate::host::HostFile;
 use crate::upper::beneath::{is_not_regular_error, open_regular};
 use crate::upper::{
@@ -51,6 +52,10 @@ pub trait MapStore: Send + Sync {
     fn remove(&self, id: u64) -> io::Result<()>;
     /// The path of the map, for messages.
     fn path(&self, id: u64) -> PathBuf;
+    /// Counts that the map, or the file that will become it, has at least `bytes` bytes.
+    fn count(&self, id: u64, bytes: u64) {
+        let _ = (id, bytes);
+    }
 }
 
 /// A file of an upper on the host's file system.
@@ -128,20 +133,31 @@ impl MarkedFile for UpperFile {
 }
 
 /// The directories of an upper that hold the maps and temporary files.
+///
+/// One inode and one block are charged for each map when its sketch is created. The growth of a map
+/// is added even above the limit: the blocks that the new records list are already written, and
+/// take at least sixteen times as much space.
 pub(super) struct MapDirectory {
     maps: OwnedFd,
     work: OwnedFd,
     path: PathBuf,
+    account: Arc<Account>,
 }
 
 impl MapDirectory {
     /// `path` is the path of the directory `maps`, for messages.
-    pub(super) fn new(maps: OwnedFd, work: OwnedFd, path: &Path) -> Self {
+    pub(super) fn new(maps: OwnedFd, work: OwnedFd, path: PathBuf, account: Arc<Account>) -> Self {
         MapDirectory {
             maps,
             work,
-            path: path.to_owned(),
+            path,
+            account,
         }
+    }
+
+    fn recount_directory(&self) -> io::Result<()> {
+        let mut room = self.account.unreserved();
+        Ok(self.account.overhead.recount(&self.maps, &mut room)?)
     }
 }
 
@@ -163,15 +179,21 @@ impl MapStore for MapDirectory {
             OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(0o600);
         let file = rustix::fs::openat(&self.work, temporary_name(id), flags, mode)?;
+        if self.account.is_limited() {
+            self.account.add_map(id, 0, &mut self.account.unreserved());
+        }
         Ok(Arc::new(File::from(file)))
     }
     fn publish(&self, id: u64) -> io::Result<()> {
-        Ok(rustix::fs::renameat(
-            &self.work,
-            temporary_name(id),
-            &self.maps,
-            entry_name(id),
-        )?)
+        rustix::fs::renameat(&self.work, temporary_name(id), &self.maps, entry_name(id))?;
+        if self.account.is_limited() {
+            // The new map may be smaller than the one that it replaced.
+            if let Some(map) = self.open(id)? {
+                self.account.set_map(id, map.size()?);
+            }
+            self.recount_directory()?;
+        }
+        Ok(())
     }
     fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(&self.maps)?)
@@ -206,9 +228,18 @@ impl MapStore for MapDirectory {
                 Err(errno) => return Err(errno.into()),
             }
         }
+        if self.account.is_limited() {
+            self.account.release_map(id);
+            self.recount_directory()?;
+        }
         Ok(())
     }
     fn path(&self, id: u64) -> PathBuf {
         self.path.join(entry_name(id))
+    }
+    fn count(&self, id: u64, bytes: u64) {
+        if self.account.is_limited() {
+            self.account.grow_map(id, bytes);
+        }
     }
 }

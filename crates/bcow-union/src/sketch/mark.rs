@@ -91,7 +91,7 @@ pub(super) fn mark_new(
 }
 
 /// Restores the metadata copy after a sketch could not be created.
-pub(super) fn restore_copy(shared: &Shared, host: &dyn MarkedFile) {
+fn restore_copy(shared: &Shared, host: &dyn MarkedFile) {
     if let Err(error) = host.restore_marks() {
         // The file stays a sketch without stored blocks. It reads the same as the metadata copy.
         let error = SketchError::host("remove the marks of a sketch")(error);

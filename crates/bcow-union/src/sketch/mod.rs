@@ -3,38 +3,84 @@
 //! A sketch shows the content of a [`Lower`] file, overlaid by the blocks that were written. It
 //! stores only blocks of 4 KiB that were written, at least in part. A write to a part of a block
 //! stores these bytes and returns. The rest of the block is copied from the lower file later
-//! (*copy-after-write*): by a background thread, or by the read or flush that needs it. Until then
-//! the block is *in transit*. The ranges that were written in it are known in memory only.
+//! (*copy-after-write*): by a background thread, or by the read or flush that needs it.
+//!
+//! The host's file has the full size of the file, with holes, and each block at its own offset. A
+//! map beside it lists the blocks that it has. A block has one of these states:
+//! - *lower*: the block shows the lower file up to `limit`, and zeros behind it. The content of the
+//!   host's file at this place is ignored (a crash may have left data there);
+//! - *in transit*: some bytes of the block are at their place in the host's file; the other bytes
+//!   are the lower file's. The written ranges are known in memory only;
+//! - *present*: the host's file has the block. A block stays present until it is truncated. Blocks
+//!   that begin at or behind `limit` are always present.
+//!
+//! `limit` is the number of bytes of the lower file, from its start, that are visible. It begins as
+//! the lower file's size. A truncation reduces it to the new size, so that truncated content never
+//! becomes visible again. On the disk, the size of the host file limits it too. The order is:
+//! truncate the host file, write the mark, and only then let the file grow. After a crash at any
+//! point, the file is as it was before or after the truncation.
+//!
+//! # Locks
+//!
+//! A thread takes the locks in this order:
+//!
+//! 1. `map`: taken by flushes;
+//! 2. `gate`: shared for reads and writes, exclusive to truncate, to punch holes, and to promote;
+//! 3. a stripe: the blocks in transit of a part of the file. Held while a block that is not present
+//!    changes;
+//! 4. `presence` and `mark`. These are leaves.
+//!
+//! The locks for the times of the host's file come between `gate` and the stripes.
+//!
+//! Reads and writes of present blocks need `gate` only.
 
-mod copy;
+mod ahead;
 mod error;
+mod fill;
+mod flush;
 pub mod host;
 pub mod journal;
 mod locks;
 mod map;
-mod maps;
 mod mark;
 mod options;
-mod packed;
+mod range;
+mod read;
 mod shared;
 mod sketches;
-mod sparse;
 mod times;
 mod transit;
+mod write;
 
-use std::fs::File;
+use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use bcow::sync::{Mutex, MutexGuard, RwLock};
 use std::ops::Range;
+use std::sync::{Arc, Weak};
 
 use rustix::io::Errno;
 
-use crate::host::HiddenChange;
-
 use crate::Seek;
+use crate::account::StoredBlocks;
+use crate::blocks::{BLOCK_BYTES, BlockSet};
+use crate::host::{HiddenChange, HostFile};
+use host::MarkedFile;
+use locks::{GroupFlush, lock, read, write};
+use map::Map;
+use mark::{Fence, MarkState, fit_size, mark_new, size_of};
+use shared::Shared;
+use times::Times;
+use transit::Stripe;
 
-pub use crate::upper::{SketchKind, SketchMark};
+pub use crate::upper::SketchMark;
 pub use error::{Damage, SketchError};
 pub use options::SketchOptions;
 pub use sketches::{Sketches, Statistics};
+
+const STRIPES: usize = 16;
+/// The number of adjacent blocks in a stripe.
+const UNIT_BLOCKS: u64 = 64;
+/// The largest file size on Linux, in bytes.
+const MAX_BYTES: u64 = i64::MAX as u64;
 
 /// A file of the image. Its content never changes.
 pub trait Lower: Send + Sync {
@@ -79,109 +125,321 @@ pub struct SketchStatus {
     pub stored_bytes: u64,
 }
 
-/// Reads or sets the times of a host's file, which has this last change that is no change of the
-/// file in the mount.
-pub type HeldTimes<'a> = &'a mut dyn FnMut(Option<HiddenChange>) -> Result<(), Errno>;
-
 /// A partly modified file. All methods can be called from several threads at once. Calls on
 /// different blocks run in parallel.
 ///
 /// After a failed operation, each byte of its range has either the old or the new value.
-pub trait Sketch: Send + Sync {
-    /// The sketch's number in this upper.
-    fn id(&self) -> u64;
+pub struct Sketch {
+    me: Weak<Sketch>,
+    id: u64,
+    shared: Arc<Shared>,
+    host: Arc<dyn MarkedFile>,
+    lower: Arc<dyn Lower>,
+    gate: RwLock<Frame>,
+    /// The size of the host's file. It shrinks only while `gate` is held exclusively.
+    size: AtomicU64,
+    presence: RwLock<Presence>,
+    stripes: [Mutex<Stripe>; STRIPES],
+    in_transit: AtomicU64,
+    stored: StoredBlocks,
+    mark: Mutex<MarkState>,
+    /// Whether the mark's limit is larger than `limit`. The mark must be written before the file
+    /// may grow.
+    mark_is_stale: AtomicBool,
+    map: Mutex<Map>,
+    flushes: GroupFlush,
+    fence: Fence,
+    /// The positions of recent flushes. A leaf.
+    ahead: Mutex<ahead::Ahead>,
+    times: Times,
+    /// Whether the sketch is in the fillers' queue.
+    queued: AtomicBool,
+    /// Whether the drop releases the sketch's space.
+    discarded: AtomicBool,
+}
 
-    /// How the sketch is stored.
-    fn kind(&self) -> SketchKind;
+/// The state that all operations depend on.
+struct Frame {
+    /// The number of bytes of the lower file that are visible where no block is present.
+    limit: u64,
+    /// Whether the file is a sketch: neither promoted nor removed.
+    marked: bool,
+}
+
+#[derive(Default)]
+struct Presence {
+    present: BlockSet,
+    /// Present blocks that the map does not list.
+    unrecorded: BlockSet,
+}
+
+/// The place of a run of blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Lower,
+    Transit,
+    Host,
+}
+
+impl Frame {
+    /// The number of blocks whose presence the map records. All blocks behind them are present.
+    fn covered(&self) -> u64 {
+        self.limit.div_ceil(BLOCK_BYTES)
+    }
+}
+
+impl Sketch {
+    /// Makes a sketch of a metadata copy.
+    fn create(
+        shared: &Arc<Shared>,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+    ) -> Result<Arc<Self>, SketchError> {
+        let size = lower.size();
+        fit_size(
+            &*host,
+            &StoredBlocks::new(Arc::clone(&shared.account)),
+            size,
+        )?;
+        let mark = SketchMark {
+            id: shared.new_id(),
+            block_shift: BLOCK_BYTES.trailing_zeros() as u8,
+            map_exists: false,
+            lower_limit: size,
+        };
+        mark_new(shared, &*host, &mark)?;
+        let blocks = lower.size().div_ceil(BLOCK_BYTES);
+        let map = Map::new(mark.id, blocks, Arc::clone(&shared.store));
+        let present = BlockSet::default();
+        Ok(Self::new(shared, host, lower, mark, size, map, present))
+    }
+
+    /// Opens the sketch with this mark.
+    fn open(
+        shared: &Arc<Shared>,
+        mark: &SketchMark,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+    ) -> Result<Arc<Self>, SketchError> {
+        if !mark.has_supported_blocks() {
+            return Err(SketchError::Unsupported {
+                block_shift: mark.block_shift,
+            });
+        }
+        if mark.lower_limit > lower.size() {
+            return Err(SketchError::OtherLower {
+                limit: mark.lower_limit,
+                size: lower.size(),
+            });
+        }
+        let size = size_of(&*host)?;
+        let blocks = lower.size().div_ceil(BLOCK_BYTES);
+        let store = Arc::clone(&shared.store);
+        let (map, mut present) = if mark.map_exists {
+            Map::load(mark.id, blocks, store)?
+        } else {
+            (Map::new(mark.id, blocks, store), BlockSet::default())
+        };
+        let covered = mark.lower_limit.min(size).div_ceil(BLOCK_BYTES);
+        present.remove(covered..u64::MAX);
+        Ok(Self::new(shared, host, lower, *mark, size, map, present))
+    }
+
+    fn new(
+        shared: &Arc<Shared>,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+        mark: SketchMark,
+        size: u64,
+        map: Map,
+        present: BlockSet,
+    ) -> Arc<Self> {
+        // A crash may have come after the truncation of the file and before the write of the mark.
+        let limit = mark.lower_limit.min(size);
+        let counters = &shared.counters;
+        counters.open.fetch_add(1, Ordering::Relaxed);
+        counters.lower_bytes.fetch_add(limit, Ordering::Relaxed);
+        counters.present.fetch_add(present.len(), Ordering::Relaxed);
+        Arc::new_cyclic(|me| Sketch {
+            me: Weak::clone(me),
+            id: mark.id,
+            shared: Arc::clone(shared),
+            host,
+            lower,
+            gate: RwLock::new(Frame {
+                limit,
+                marked: true,
+            }),
+            size: AtomicU64::new(size),
+            presence: RwLock::new(Presence {
+                present,
+                unrecorded: BlockSet::default(),
+            }),
+            stripes: Default::default(),
+            in_transit: AtomicU64::new(0),
+            stored: StoredBlocks::new(Arc::clone(&shared.account)),
+            mark: Mutex::new(MarkState::new(mark)),
+            mark_is_stale: AtomicBool::new(limit < mark.lower_limit),
+            map: Mutex::new(map),
+            flushes: GroupFlush::default(),
+            fence: Fence::default(),
+            ahead: Mutex::default(),
+            times: Times::default(),
+            queued: AtomicBool::new(false),
+            discarded: AtomicBool::new(false),
+        })
+    }
+
+    fn content(&self) -> &dyn HostFile {
+        self.host.content()
+    }
+
+    fn stripe(&self, block: u64) -> MutexGuard<'_, Stripe> {
+        lock(&self.stripes[(block / UNIT_BLOCKS) as usize % STRIPES])
+    }
+
+    /// The place of `block`, and the end of a run for which the answer is the same, up to `end`.
+    /// The caller holds the stripe of `block`. A block that is not present does not become present
+    /// while its stripe is held.
+    fn source(&self, frame: &Frame, stripe: &Stripe, block: u64, end: u64) -> (Source, u64) {
+        let covered = frame.covered();
+        if block >= covered {
+            return (Source::Host, end);
+        }
+        let unit_end = (block / UNIT_BLOCKS + 1) * UNIT_BLOCKS;
+        let end = end.min(covered);
+        let (present, until) = read(&self.presence).present.run(block, end);
+        if present {
+            return (Source::Host, until);
+        }
+        let until = until.min(unit_end);
+        match stripe.range(block..until).next() {
+            Some((&first, _)) if first == block => (Source::Transit, block + 1),
+            Some((&first, _)) => (Source::Lower, first),
+            None => (Source::Lower, until),
+        }
+    }
+
+    /// The current place of `block`.
+    fn find(&self, frame: &Frame, block: u64, end: u64) -> (Source, u64) {
+        let covered = frame.covered();
+        if block < covered {
+            let (present, until) = read(&self.presence).present.run(block, end.min(covered));
+            if present {
+                return (Source::Host, until);
+            }
+        }
+        self.source(frame, &self.stripe(block), block, end)
+    }
+
+    /// Marks blocks as present. What is behind the end of the file counts as zeros.
+    fn set_present(&self, blocks: Range<u64>) {
+        let bytes = blocks.start * BLOCK_BYTES..blocks.end.saturating_mul(BLOCK_BYTES);
+        self.shared
+            .written(self.id, bytes, || self.set_recorded_present(blocks));
+    }
+
+    /// As [`Sketch::set_present`], for blocks whose bytes are in the ledger already.
+    fn set_recorded_present(&self, blocks: Range<u64>) {
+        let mut presence = write(&self.presence);
+        let newly = presence.present.insert(blocks.clone());
+        presence.unrecorded.insert(blocks);
+        drop(presence);
+        self.shared
+            .counters
+            .present
+            .fetch_add(newly, Ordering::Relaxed);
+    }
+}
+
+/// The end of a range, if a file can have this size.
+fn end_of(offset: u64, length: u64) -> Result<u64, SketchError> {
+    let end = offset.saturating_add(length);
+    if end <= MAX_BYTES {
+        Ok(end)
+    } else {
+        Err(SketchError::TooLarge { end })
+    }
+}
+
+impl Sketch {
+    /// The sketch's number in this upper.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
 
     /// Size of the file in bytes.
-    fn size(&self) -> u64;
-
-    /// Reads from `offset` and returns the number of bytes read. It is less than the buffer's
-    /// length only at the end of the file.
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError>;
-
-    /// Writes at `offset` and returns the number of bytes written. The file grows if needed. The
-    /// number is less than the length of `data`, but at least one, if the host or the size limit
-    /// has no room for the rest, or if the host failed after the first byte.
-    fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError>;
-
-    /// Truncates or extends the file to `size` bytes. Truncated content never becomes visible
-    /// again. An extension reads as zeros.
-    fn set_size(&self, size: u64) -> Result<(), SketchError>;
-
-    /// Makes a range read as zeros, and frees its space where possible.
-    fn zero(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError>;
-
-    /// Allocates space for a range, so that later writes to the range do not fail for lack of
-    /// space. The content does not change. A packed sketch answers EOPNOTSUPP.
-    fn allocate(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError>;
-
-    /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
-    /// `None` if the file ends before one.
-    fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError>;
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
 
     /// Completes all blocks in transit. After that, only the caller's own calls change the host's
     /// file. A caller does this before it reads or sets the file's times, because the completion of
     /// a block changes the time of last modification.
-    fn settle(&self) -> Result<(), SketchError>;
+    pub fn settle(&self) -> Result<(), SketchError> {
+        self.complete_all(&read(&self.gate))
+    }
 
     /// Calls `work`, which reads or sets the times of the host's file, while no background work is
     /// about to restore a saved time. `work` gets the last change of the host's file that is no
     /// change of the file.
-    fn hold_times(&self, work: HeldTimes<'_>) -> Result<(), Errno>;
-
-    /// Completes all blocks in transit and records them, so that the sketch can be opened again
-    /// with all earlier writes.
-    fn flush(&self, how: Durability) -> Result<(), SketchError>;
-
-    /// Flushes, and leaves the host's file in a state in which bcow does not write to it until the
-    /// content changes again. Neither the background threads nor the next open write to it. The
-    /// reason is that the host's kernel removes a file's capabilities (the xattr
-    /// `security.capability`) at each write.
-    fn quiesce(&self, how: Durability) -> Result<(), SketchError>;
-
-    /// Records durably how much of the sketch is durable, so that a later open does not take damage
-    /// for a crash. A user calls this before it closes the sketch. Does nothing if the record is up
-    /// to date, or if some changes are not recorded.
-    fn confirm(&self) -> Result<(), SketchError>;
-
-    /// Whether the sketch can be closed and opened again without the loss of a write: a flush has
-    /// recorded all writes, and no barrier has failed.
-    fn is_recorded(&self) -> bool;
+    pub fn hold_times<T>(&self, work: impl FnOnce(Option<HiddenChange>) -> T) -> T {
+        let held = self.times.hold();
+        work(held.hidden_change())
+    }
 
     /// Figures of the sketch.
-    fn status(&self) -> Result<SketchStatus, SketchError>;
-
-    /// Whether the sketch does not need the lower file any more.
-    fn is_complete(&self) -> Result<bool, SketchError>;
-
-    /// Takes over these bytes, which another process has written into the host's file of a sparse
-    /// sketch and not recorded. For a packed sketch nothing is known of such bytes.
-    fn restore(&self, written: &[Range<u64>]) -> Result<(), SketchError>;
+    pub fn status(&self) -> Result<SketchStatus, SketchError> {
+        let frame = read(&self.gate);
+        let blocks = self.size().div_ceil(BLOCK_BYTES);
+        let present = read(&self.presence).present.len();
+        Ok(SketchStatus {
+            blocks,
+            present: present + blocks.saturating_sub(frame.covered()),
+            in_transit: self.in_transit.load(Ordering::Relaxed),
+            stored_bytes: self
+                .content()
+                .stored_bytes()
+                .map_err(SketchError::host("read the allocated size of a sketch"))?,
+        })
+    }
 
     /// Refuses all further changes and flushes with `errno`: changes were lost.
-    fn fail(&self, errno: Errno);
-
-    /// Makes a plain file of a sparse sketch that is complete. Returns whether the host's file is a
-    /// plain file now. Open users of the sketch continue to work.
-    fn promote(&self) -> Result<bool, SketchError>;
-
-    /// Removes the data beside the host's file, because the file has lost its last name. Open users
-    /// of the sketch continue to work.
-    fn discard(&self) -> Result<(), SketchError>;
-
-    /// Writes the content into an empty file of the host and returns the number of bytes written.
-    /// Holes of the sketch become holes of the file. The file is not synced.
-    fn copy_out(&self, to: &File) -> Result<u64, SketchError>;
+    pub fn fail(&self, errno: Errno) {
+        self.fence.close(errno);
+    }
 }
 
-impl std::fmt::Debug for dyn Sketch {
+impl std::fmt::Debug for Sketch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Sketch")
-            .field("id", &format_args!("{:016x}", self.id()))
-            .field("kind", &self.kind())
+            .field("id", &format_args!("{:016x}", self.id))
             .field("size", &self.size())
             .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Sketch {
+    fn drop(&mut self) {
+        let counters = &self.shared.counters;
+        counters.open.fetch_sub(1, Ordering::Relaxed);
+        let limit = read(&self.gate).limit;
+        counters.lower_bytes.fetch_sub(limit, Ordering::Relaxed);
+        let present = read(&self.presence).present.len();
+        counters.present.fetch_sub(present, Ordering::Relaxed);
+        let left: usize = self.stripes.iter().map(|stripe| lock(stripe).len()).sum();
+        self.shared.transit_ended(left as u64);
+        let left = if self.discarded.load(Ordering::Acquire) {
+            self.stored
+                .release_all(self.content())
+                .map_err(SketchError::from)
+        } else {
+            let released = self.stored.stop_tracking(self.content());
+            self.confirm().and(released.map_err(SketchError::from))
+        };
+        if let Err(error) = left {
+            self.shared.log("cannot close a sketch", &error);
+        }
+        self.shared.unregister(self.id);
     }
 }

@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use bcow::Layout;
-
 /// Options of the sketches of an instance.
 #[derive(Debug, Clone)]
 pub struct SketchOptions {
@@ -20,10 +18,6 @@ pub struct SketchOptions {
     pub ahead_blocks: u64,
     /// Whether flushes use barriers.
     pub durable: bool,
-    /// The layout of packed sketches.
-    pub layout: Layout,
-    /// The size in bytes of the cache of decoded blocks of packed sketches.
-    pub cache_bytes: u64,
 }
 
 impl Default for SketchOptions {
@@ -34,10 +28,6 @@ impl Default for SketchOptions {
             fill_delay: Duration::from_millis(10),
             ahead_blocks: 256,
             durable: true,
-            // With this layout a partial write to a block allocates the whole block. So the
-            // completion of the block never fails for lack of space.
-            layout: Layout::Space,
-            cache_bytes: 8 << 20,
         }
     }
 }

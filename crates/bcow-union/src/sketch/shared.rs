@@ -10,8 +10,6 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
-use bcow::BlockCache;
-
 use super::host::MapStore;
 use super::locks::lock;
 use super::{Sketch, SketchError, SketchOptions};
@@ -20,13 +18,6 @@ use crate::ledger::Ledger;
 
 /// The number of blocks that a filler completes in one sketch before it goes on to the next sketch.
 const BLOCKS_PER_TURN: usize = 256;
-
-/// The operations on a sketch that are internal to the instance.
-pub(super) trait Fillable: Sketch {
-    /// Completes up to `most` blocks in transit that are due. Returns the time of the next call, if
-    /// another call is needed.
-    fn fill_some(&self, most: usize) -> Option<Instant>;
-}
 
 /// Counters for the statistics.
 #[derive(Debug, Default)]
@@ -57,15 +48,13 @@ pub(super) struct Shared {
     pub(super) account: Arc<Account>,
     pub(super) store: Arc<dyn MapStore>,
     pub(super) options: SketchOptions,
-    /// Decoded blocks of packed sketches.
-    pub(super) cache: BlockCache,
     pub(super) counters: Counters,
     /// The number of blocks in transit, of all sketches.
     in_transit: AtomicU64,
     queue: Mutex<Queue>,
     queued: Condvar,
     /// Open sketches by number. Reads and writes do not take this lock.
-    open: Mutex<HashMap<u64, Weak<dyn Fillable>>>,
+    open: Mutex<HashMap<u64, Weak<Sketch>>>,
     numbers: RandomState,
     next_number: AtomicU64,
     /// Records changes for a process that takes over the mount.
@@ -75,7 +64,7 @@ pub(super) struct Shared {
 #[derive(Default)]
 struct Queue {
     /// Sketches with blocks in transit, and the time at which their first block is due.
-    sketches: VecDeque<(Weak<dyn Fillable>, Instant)>,
+    sketches: VecDeque<(Weak<Sketch>, Instant)>,
     ended: bool,
 }
 
@@ -91,7 +80,6 @@ impl Shared {
             started: AtomicBool::new(false),
             account,
             store,
-            cache: BlockCache::new(options.cache_bytes),
             options,
             counters: Counters::default(),
             in_transit: AtomicU64::new(0),
@@ -104,7 +92,7 @@ impl Shared {
         })
     }
 
-    /// Calls `note`, which notes written bytes of a sparse sketch where the next flush finds them.
+    /// Calls `note`, which notes written bytes of a sketch where the next flush finds them.
     /// Records the bytes in the ledger before that, because from then on other writes to the same
     /// blocks need no record; and once more if a flush of all sketches has begun since, because
     /// that flush may have missed the bytes.
@@ -167,7 +155,7 @@ impl Shared {
     }
 
     /// Queues a sketch with blocks in transit for the fillers.
-    pub(super) fn fill_later(&self, sketch: Weak<dyn Fillable>) {
+    pub(super) fn fill_later(&self, sketch: Weak<Sketch>) {
         if self.options.fillers == 0 {
             return;
         }
@@ -201,7 +189,7 @@ impl Shared {
             drop(queue);
             let again = sketch
                 .upgrade()
-                .and_then(|sketch| sketch.fill_some(BLOCKS_PER_TURN));
+                .and_then(|sketch| sketch.fill_due(BLOCKS_PER_TURN));
             queue = lock(&self.queue);
             if let Some(due) = again {
                 queue.sketches.push_back((sketch, due));
@@ -224,12 +212,12 @@ impl Shared {
     }
 
     /// The open sketch with this number.
-    pub(super) fn find(&self, id: u64) -> Option<Arc<dyn Fillable>> {
+    pub(super) fn find(&self, id: u64) -> Option<Arc<Sketch>> {
         lock(&self.open).get(&id)?.upgrade()
     }
 
     /// Registers a sketch, and returns it. If a sketch with this number is open, returns that one.
-    pub(super) fn register(&self, sketch: Arc<dyn Fillable>) -> Arc<dyn Fillable> {
+    pub(super) fn register(&self, sketch: Arc<Sketch>) -> Arc<Sketch> {
         let mut open = lock(&self.open);
         if let Some(there) = open.get(&sketch.id()).and_then(Weak::upgrade) {
             return there;

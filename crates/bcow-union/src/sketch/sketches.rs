@@ -8,11 +8,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::host::{MapDirectory, MapStore, MarkedFile, UpperFile};
-use super::maps::CountedMaps;
-use super::packed::Packed;
-use super::shared::{Completer, Fillable, Shared};
-use super::sparse::Sparse;
-use super::{Lower, Sketch, SketchError, SketchKind, SketchMark, SketchOptions};
+use super::shared::{Completer, Shared};
+use super::{Lower, Sketch, SketchError, SketchMark, SketchOptions};
 use crate::account::Account;
 use crate::blocks::BLOCK_BYTES;
 use crate::ledger::Ledger;
@@ -78,20 +75,12 @@ impl Sketches {
     ) -> Result<Sketches, Errno> {
         let own = |fd: BorrowedFd<'_>| rustix::io::fcntl_dupfd_cloexec(fd, 3);
         let path = instance.path().join(META).join("maps");
-        let store = MapDirectory::new(own(instance.maps())?, own(instance.work())?, &path);
-        let store: Arc<dyn MapStore> = match account.is_limited() {
-            true => Arc::new(CountedMaps::new(
-                store,
-                own(instance.maps())?,
-                Arc::clone(&account),
-            )),
-            false => Arc::new(store),
-        };
-        let namespace = instance.namespace();
-        Ok(Self::on(store, namespace, account, options))
+        let (maps, work) = (own(instance.maps())?, own(instance.work())?);
+        let store = Arc::new(MapDirectory::new(maps, work, path, Arc::clone(&account)));
+        Ok(Self::on(store, instance.namespace(), account, options))
     }
 
-    /// Whether the host stores holes in files and reports them. Sparse sketches need this.
+    /// Whether the host stores holes in files and reports them. Sketches need this.
     pub fn host_has_holes(&self) -> bool {
         self.shared.store.has_holes().unwrap_or(false)
     }
@@ -116,13 +105,8 @@ impl Sketches {
 
     /// Makes a sketch of `host`, a file that is marked as a metadata copy of `lower`. The size and
     /// the content of `host` do not matter. If this fails, `host` is still a metadata copy.
-    pub fn create(
-        &self,
-        kind: SketchKind,
-        host: File,
-        lower: Arc<dyn Lower>,
-    ) -> Result<Arc<dyn Sketch>, SketchError> {
-        self.create_on(kind, Arc::new(UpperFile::new(host, self.namespace)), lower)
+    pub fn create(&self, host: File, lower: Arc<dyn Lower>) -> Result<Arc<Sketch>, SketchError> {
+        self.create_on(Arc::new(UpperFile::new(host, self.namespace)), lower)
     }
 
     /// Opens the sketch in `host` with this mark, or returns the open sketch with the mark's
@@ -132,21 +116,17 @@ impl Sketches {
         mark: SketchMark,
         host: File,
         lower: Arc<dyn Lower>,
-    ) -> Result<Arc<dyn Sketch>, SketchError> {
+    ) -> Result<Arc<Sketch>, SketchError> {
         self.open_on(&mark, Arc::new(UpperFile::new(host, self.namespace)), lower)
     }
 
     /// As [`Sketches::create`], on any [`MarkedFile`].
     pub fn create_on(
         &self,
-        kind: SketchKind,
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
-    ) -> Result<Arc<dyn Sketch>, SketchError> {
-        let sketch: Arc<dyn Fillable> = match kind {
-            SketchKind::Sparse => Sparse::create(&self.shared, host, lower)?,
-            SketchKind::Packed => Packed::create(&self.shared, host, lower)?,
-        };
+    ) -> Result<Arc<Sketch>, SketchError> {
+        let sketch = Sketch::create(&self.shared, host, lower)?;
         Ok(self.shared.register(sketch))
     }
 
@@ -156,14 +136,11 @@ impl Sketches {
         mark: &SketchMark,
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
-    ) -> Result<Arc<dyn Sketch>, SketchError> {
+    ) -> Result<Arc<Sketch>, SketchError> {
         if let Some(sketch) = self.shared.find(mark.id) {
             return Ok(sketch);
         }
-        let sketch: Arc<dyn Fillable> = match mark.kind {
-            SketchKind::Sparse => Sparse::open(&self.shared, mark, host, lower)?,
-            SketchKind::Packed => Packed::open(&self.shared, mark, host, lower)?,
-        };
+        let sketch = Sketch::open(&self.shared, mark, host, lower)?;
         Ok(self.shared.register(sketch))
     }
 
@@ -176,20 +153,6 @@ impl Sketches {
         }
         let removed = self.shared.store.remove(mark.id);
         removed.map_err(SketchError::host("remove the map of a sketch"))
-    }
-
-    /// Records that a plain file of `stored` bytes replaced the host's file of a sketch: adds its
-    /// space to the account and removes the sketch's map.
-    pub fn replaced(&self, mark: &SketchMark, stored: u64) -> Result<(), SketchError> {
-        if self.account().limit().is_some() {
-            self.account().add(stored.next_multiple_of(BLOCK_BYTES));
-        }
-        self.remove(mark)
-    }
-
-    /// Makes a plain file of a sparse sketch that is complete; see [`Sketch::promote`].
-    pub fn promote(&self, sketch: &dyn Sketch) -> Result<(), SketchError> {
-        sketch.promote().map(drop)
     }
 
     /// The number of open sketches.

@@ -111,6 +111,12 @@ pub enum UpperError {
         #[source]
         source: NewFileError,
     },
+    /// The upper has a packed sketch of a development version.
+    #[error("{}: {}", path.display(), MarkError::PackedSketch)]
+    PackedSketch {
+        /// The file.
+        path: PathBuf,
+    },
     /// The upper has a schema that this version does not know.
     #[error("{}: unknown schema {schema:?}", path.display())]
     UnknownSchema {
@@ -279,14 +285,23 @@ fn namespace_name(namespace: Namespace) -> &'static str {
     }
 }
 
-/// A mark with an invalid value.
+/// A mark that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("its attribute {name} is damaged: {value}")]
-pub struct MarkError {
-    /// The attribute's name, without its namespace if it can be in either.
-    pub name: &'static str,
-    /// The value, escaped and truncated to 64 bytes.
-    pub value: String,
+pub enum MarkError {
+    /// Its value is invalid.
+    #[error("its attribute {name} is damaged: {value}")]
+    Damaged {
+        /// The attribute's name, without its namespace if it can be in either.
+        name: &'static str,
+        /// The value, escaped and truncated to 64 bytes.
+        value: String,
+    },
+    /// The file is a packed sketch of a development version.
+    #[error(
+        "it is a packed sketch, a form that this version does not read; \
+         commit the upper with the version of bcow that wrote it"
+    )]
+    PackedSketch,
 }
 
 impl MarkError {
@@ -299,7 +314,7 @@ impl MarkError {
         if shown.len() < value.len() {
             text.push_str("...");
         }
-        MarkError { name, value: text }
+        MarkError::Damaged { name, value: text }
     }
 }
 

@@ -15,7 +15,9 @@ use super::directory::{
     same_device,
 };
 use super::overlap::refuse_overlap;
+use super::packed::refuse_packed;
 use super::probe::{Refused, permits, probe};
+use super::record::SketchForm;
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
@@ -129,7 +131,14 @@ impl Instance {
             other => other?,
         };
         let (record, begun) = match record {
-            Some(record) => (record, Provenance::Existing),
+            Some(mut record) => {
+                if record.sketches.is_none() {
+                    refuse_packed(path, opening.root.as_fd(), record.namespace)?;
+                    record.sketches = Some(SketchForm::Sparse);
+                    record.write(opening.meta.as_fd(), path)?;
+                }
+                (record, Provenance::Existing)
+            }
             None => {
                 let namespace = match marked_by_user(opening.root.as_fd()) {
                     true => Namespace::User,
@@ -141,6 +150,7 @@ impl Instance {
                     image_name: image.name.into(),
                     namespace,
                     ownership: found.ownership,
+                    sketches: Some(SketchForm::Sparse),
                     created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
                 };
                 if is_empty {

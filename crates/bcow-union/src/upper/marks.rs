@@ -309,9 +309,12 @@ impl NlinkDelta {
     pub fn decode(value: &[u8]) -> Result<NlinkDelta, MarkError> {
         let bad = || MarkError::new("overlay.nlink", value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
-        let signed = |text: &str| match text.starts_with(['+', '-']) {
-            true => text.parse().map_err(|_| bad()),
-            false => Err(bad()),
+        let signed = |text: &str| {
+            if text.starts_with(['+', '-']) {
+                text.parse().map_err(|_| bad())
+            } else {
+                Err(bad())
+            }
         };
         match text.split_at_checked(1) {
             Some(("U", delta)) => Ok(NlinkDelta::Upper(signed(delta)?)),
@@ -321,41 +324,31 @@ impl NlinkDelta {
     }
 }
 
-/// How a sketch stores its blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum SketchKind {
-    /// At their own offsets in the host file, which has holes elsewhere.
-    Sparse,
-    /// In the order of the writes: the host file is a BCoW file.
-    Packed,
-}
-
 /// The value of [`Mark::Sketch`], an attribute of the sketch's host file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SketchMark {
     /// The sketch's number in this upper. It is also the name of its map.
     pub id: u64,
-    /// How its blocks are stored.
-    pub kind: SketchKind,
     /// log2 of the block size in bytes, 9..=30.
     pub block_shift: u8,
     /// Whether the map exists. If not, the sketch stores no block.
     pub map_exists: bool,
     /// The bytes of the lower file, from its start, that are visible where no block is stored.
     pub lower_limit: u64,
-    /// The size of the file in bytes if it is packed. 0 if it is sparse: the host file's size is
-    /// used.
-    pub size: u64,
 }
 
 /// The length of an encoded [`SketchMark`], in bytes.
 pub const SKETCH_MARK_BYTES: usize = 40;
 const SKETCH_VERSION: u8 = 1;
+/// The kind: each block at its own offset in the host file.
+const SPARSE: u8 = 1;
+/// The kind of development versions that stored the blocks in a BCoW file.
+const PACKED: u8 = 2;
 const MAP_EXISTS: u8 = 1;
-/// log2 of the block size of a sparse sketch in bytes.
-const SPARSE_BLOCK_SHIFT: u8 = 12;
+/// log2 of the block size in bytes.
+const SUPPORTED_BLOCK_SHIFT: u8 = 12;
 /// The reserved bytes, which are 0.
-const SKETCH_RESERVED: [Range<usize>; 2] = [4..8, 32..36];
+const SKETCH_RESERVED: [Range<usize>; 2] = [4..8, 24..36];
 /// The offset of the checksum.
 const SKETCH_CRC: usize = SKETCH_MARK_BYTES - 4;
 
@@ -364,15 +357,11 @@ impl SketchMark {
     pub fn encode(&self) -> [u8; SKETCH_MARK_BYTES] {
         let mut bytes = [0; SKETCH_MARK_BYTES];
         bytes[0] = SKETCH_VERSION;
-        bytes[1] = match self.kind {
-            SketchKind::Sparse => 1,
-            SketchKind::Packed => 2,
-        };
+        bytes[1] = SPARSE;
         bytes[2] = self.block_shift;
         bytes[3] = if self.map_exists { MAP_EXISTS } else { 0 };
         bytes[8..16].copy_from_slice(&self.id.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.lower_limit.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.size.to_le_bytes());
         let crc = crc32c(&bytes[..SKETCH_CRC]);
         bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
         bytes
@@ -392,38 +381,32 @@ impl SketchMark {
         let mut crc = [0; 4];
         crc.copy_from_slice(&bytes[SKETCH_CRC..]);
         let intact = crc32c_matches(u32::from_le_bytes(crc), crc32c(&bytes[..SKETCH_CRC]));
-        let kind = match bytes[1] {
-            1 => SketchKind::Sparse,
-            2 => SketchKind::Packed,
-            _ => return Err(bad()),
-        };
+        if intact && bytes[0] == SKETCH_VERSION && bytes[1] == PACKED {
+            return Err(MarkError::PackedSketch);
+        }
         let mark = SketchMark {
             id: u64_at(8),
-            kind,
             block_shift: bytes[2],
             map_exists: bytes[3] & MAP_EXISTS != 0,
             lower_limit: u64_at(16),
-            size: u64_at(24),
         };
         let mut reserved = SKETCH_RESERVED.into_iter().flatten();
-        let max_size = i64::MAX as u64;
         let within_limits = bytes[0] == SKETCH_VERSION
+            && bytes[1] == SPARSE
             && bytes[3] & !MAP_EXISTS == 0
             && reserved.all(|at| bytes[at] == 0)
             && (9..=30).contains(&mark.block_shift)
-            && mark.lower_limit <= max_size
-            && mark.size <= max_size
-            && (kind == SketchKind::Packed || mark.size == 0);
-        match intact && within_limits {
-            true => Ok(mark),
-            false => Err(bad()),
+            && i64::try_from(mark.lower_limit).is_ok();
+        if intact && within_limits {
+            Ok(mark)
+        } else {
+            Err(bad())
         }
     }
 
-    /// Whether this version of bcow reads blocks of this size. The BCoW file of a packed sketch has
-    /// its own block size, so every value is supported there.
+    /// Whether this version of bcow reads blocks of this size.
     pub fn has_supported_blocks(&self) -> bool {
-        self.kind == SketchKind::Packed || self.block_shift == SPARSE_BLOCK_SHIFT
+        self.block_shift == SUPPORTED_BLOCK_SHIFT
     }
 }
 
@@ -508,18 +491,16 @@ mod tests {
     fn sketch() -> SketchMark {
         SketchMark {
             id: 0x1122_3344_5566_7788,
-            kind: SketchKind::Packed,
             block_shift: 12,
             map_exists: true,
             lower_limit: 1 << 40,
-            size: 77,
         }
     }
 
     #[test]
     fn sketch_mark_round_trips_and_each_flipped_bit_is_refused() {
         let bytes = sketch().encode();
-        assert_eq!(bytes[..4], [1, 2, 12, 1]);
+        assert_eq!(bytes[..4], [1, 1, 12, 1]);
         assert_eq!(SketchMark::decode(&bytes), Ok(sketch()));
         for bit in 0..SKETCH_MARK_BYTES * 8 {
             let mut bytes = bytes;
@@ -531,23 +512,37 @@ mod tests {
 
     #[test]
     fn reserved_bytes_of_a_sketch_must_be_zero() {
-        for at in [4, 7, 32, 35] {
-            let mut bytes = sketch().encode();
-            bytes[at] = 1;
-            let crc = crc32c(&bytes[..SKETCH_CRC]);
-            bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
+        for at in [4, 7, 24, 32, 35] {
+            let bytes = with_byte(at, 1);
             assert!(SketchMark::decode(&bytes).is_err(), "byte {at}");
+        }
+    }
+
+    /// A mark with another byte, and a checksum that matches.
+    fn with_byte(at: usize, value: u8) -> [u8; SKETCH_MARK_BYTES] {
+        let mut bytes = sketch().encode();
+        bytes[at] = value;
+        let crc = crc32c(&bytes[..SKETCH_CRC]);
+        bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn packed_sketch_of_an_earlier_version_is_refused_by_its_name() {
+        let decoded = SketchMark::decode(&with_byte(1, 2));
+        assert_eq!(decoded, Err(MarkError::PackedSketch));
+        for kind in [0, 3] {
+            let error = SketchMark::decode(&with_byte(1, kind)).unwrap_err();
+            assert!(matches!(error, MarkError::Damaged { .. }), "kind {kind}");
         }
     }
 
     #[test]
     fn fields_out_of_their_limits_are_refused() {
-        let changes: [fn(&mut SketchMark); 5] = [
+        let changes: [fn(&mut SketchMark); 3] = [
             |mark| mark.block_shift = 8,
             |mark| mark.block_shift = 31,
             |mark| mark.lower_limit = 1 << 63,
-            |mark| mark.size = 1 << 63,
-            |mark| mark.kind = SketchKind::Sparse,
         ];
         for (index, change) in changes.into_iter().enumerate() {
             let mut mark = sketch();

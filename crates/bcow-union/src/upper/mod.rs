@@ -24,6 +24,7 @@ pub mod marks;
 mod names;
 mod overlap;
 mod owner;
+mod packed;
 mod probe;
 mod reader;
 mod record;
@@ -37,7 +38,7 @@ pub use door::Door;
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{ImageName, Instance, Provenance};
 pub use marks::{
-    Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SketchKind, SketchMark,
+    Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SketchMark,
 };
 pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};

@@ -37,8 +37,20 @@ pub struct Record {
     pub namespace: Namespace,
     /// The place of owners.
     pub ownership: Ownership,
+    /// The form of the sketches; `None` in an upper of a development version that also made packed
+    /// ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sketches: Option<SketchForm>,
     /// The program that created the upper.
     pub created_by: String,
+}
+
+/// The form of the sketches of an upper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SketchForm {
+    /// Each block at its own offset.
+    Sparse,
 }
 
 /// The content of `instance.json` of an upper of the kernel door.

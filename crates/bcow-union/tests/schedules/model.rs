@@ -9,9 +9,7 @@ use bcow_testkit::shuttle::rand::{Rng, thread_rng};
 use bcow_union::Seek;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{
-    Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
-};
+use bcow_union::testing::sketch::{Durability, KeepSize, Lower, Sketch, SketchOptions, Sketches};
 use bcow_union::testing::upper::{Metacopy, Namespace};
 
 use crate::host::{Below, Host, Maps};
@@ -80,7 +78,7 @@ struct Run {
     world: World,
     host: Arc<Host>,
     lower: Arc<TestLower>,
-    sketch: Arc<dyn Sketch>,
+    sketch: Arc<Sketch>,
     sketches: Sketches,
     /// Number and end of each completed flush.
     flushed: Mutex<Vec<(usize, usize)>>,
@@ -99,7 +97,7 @@ impl Run {
             model.options.clone(),
         );
         let below = Below::new(Arc::clone(&lower));
-        let sketch = sketches.create_on(SketchKind::Sparse, host.clone(), below);
+        let sketch = sketches.create_on(host.clone(), below);
         Run {
             model: model.clone(),
             orders: Arc::clone(orders),
@@ -248,11 +246,11 @@ impl Run {
         let sketches = Sketches::on(store, Namespace::Trusted, account, quiet());
         let lower: Arc<dyn Lower> = self.lower.clone();
         let sketch = sketches.open_on(&mark, world.host(), lower).unwrap();
-        read_all(&*sketch)
+        read_all(&sketch)
     }
 
     fn shown(&self) -> Vec<u8> {
-        read_all(&*self.sketch)
+        read_all(&self.sketch)
     }
 
     fn holes_are_zeros(&self, bytes: &[u8]) {
@@ -310,7 +308,7 @@ impl Run {
     }
 }
 
-fn read_all(sketch: &dyn Sketch) -> Vec<u8> {
+fn read_all(sketch: &Sketch) -> Vec<u8> {
     let mut bytes = vec![0xEE; sketch.size() as usize];
     let read = sketch.read_at(0, &mut bytes).unwrap();
     assert_eq!(read, bytes.len());

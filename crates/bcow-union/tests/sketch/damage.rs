@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use bcow_testkit::lacks;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{
-    Damage, Durability, Lower, SketchError, SketchKind, SketchMark, Sketches,
-};
+use bcow_union::testing::sketch::{Damage, Durability, Lower, SketchError, SketchMark, Sketches};
 
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use rustix::io::Errno;
@@ -25,12 +23,10 @@ fn flushed(killed: bool) -> (World, Arc<TestLower>) {
     let lower = Arc::new(TestLower::new(5, 1000 * B));
     let world = World::new(lower.size());
     let sketches = sketches(&world, quiet());
-    let sketch = sketches
-        .create_on(SketchKind::Sparse, world.host(), lower.clone())
-        .unwrap();
+    let sketch = sketches.create_on(world.host(), lower.clone()).unwrap();
     for flush in 0..2 {
         for block in (flush..900).step_by(3) {
-            write_all(&*sketch, block * B, &[1; B as usize]).unwrap();
+            write_all(&sketch, block * B, &[1; B as usize]).unwrap();
         }
         sketch.flush(Durability::Durable).unwrap();
     }
@@ -118,48 +114,6 @@ fn marks_that_make_no_sense_are_refused() {
         error.contains("file of 1000 blocks, not of 1001"),
         "{error}"
     );
-    let packed = SketchMark {
-        kind: SketchKind::Packed,
-        size: 1000 * B,
-        ..mark
-    };
-    let error = open(&sketches, &world, packed, 1000 * B).to_string();
-    assert!(error.contains("not a BCoW file"), "{error}");
-}
-
-#[test]
-fn a_mark_may_say_more_bytes_than_a_packed_sketch_has() {
-    let lower = Arc::new(TestLower::full(10 * B + 5));
-    let world = World::new(lower.size());
-    let sketch = sketches(&world, quiet())
-        .create_on(SketchKind::Packed, world.host(), lower.clone())
-        .unwrap();
-    write_all(&*sketch, B, b"written").unwrap();
-    sketch.flush(Durability::Durable).unwrap();
-    let mut expected = crate::script::shown(&*sketch).unwrap();
-    drop(sketch);
-    let longer = |size| SketchMark {
-        size,
-        ..world.mark().unwrap()
-    };
-    let sketches = sketches(&world, quiet());
-    for size in [u64::MAX, 1 << 50] {
-        let error = open(&sketches, &world, longer(size), lower.size());
-        assert_eq!(error.errno(), rustix::io::Errno::IO);
-        assert!(error.to_string().contains("size in bytes of"), "{error}");
-    }
-    let size = 65 << 20;
-    let sketch = sketches
-        .open_on(&longer(size + 1), world.host(), lower.clone())
-        .unwrap();
-    expected.resize(size as usize + 1, 0);
-    assert!(crate::script::shown(&*sketch).unwrap() == expected);
-    write_all(&*sketch, size - 2, b"at the end").unwrap();
-    expected.truncate(size as usize - 2);
-    expected.extend(b"at the end");
-    sketch.flush(Durability::Durable).unwrap();
-    let (_, bytes) = reopened(&world.killed(), &lower).unwrap();
-    assert!(bytes == expected);
 }
 
 #[test]
@@ -169,9 +123,9 @@ fn a_torn_append_is_dropped_and_written_over() {
     world.cut_map(length - 100);
     let (sketch, _) = reopened(&world, &lower).unwrap();
     let sketch = sketch.unwrap();
-    write_all(&*sketch, 999 * B, &[9; B as usize]).unwrap();
+    write_all(&sketch, 999 * B, &[9; B as usize]).unwrap();
     sketch.flush(Durability::Durable).unwrap();
-    let expected = crate::script::shown(&*sketch).unwrap();
+    let expected = crate::script::shown(&sketch).unwrap();
     assert!(reopened(&world.killed(), &lower).unwrap().1 == expected);
     assert_eq!(world.map_bytes().unwrap() % 512, 0);
 }
@@ -209,9 +163,9 @@ fn object_with_a_maps_name_that_is_not_a_file_is_damage_and_does_not_block() {
         let lower = Arc::new(TestLower::full(20 * B));
         let sketches = on_host(&place, quiet());
         let sketch = sketches
-            .create(SketchKind::Sparse, place.file(lower.size()), lower.clone())
+            .create(place.file(lower.size()), lower.clone())
             .unwrap();
-        write_all(&*sketch, 0, &[1; B as usize]).unwrap();
+        write_all(&sketch, 0, &[1; B as usize]).unwrap();
         sketch.flush(Durability::Durable).unwrap();
         let map = place.map(sketch.id());
         drop((sketch, sketches));

@@ -2,7 +2,7 @@
 //! when the host does.
 
 use bcow_testkit::Random;
-use bcow_union::testing::sketch::{Durability, SketchKind};
+use bcow_union::testing::sketch::Durability;
 use rustix::io::Errno;
 
 use crate::script::{Script, reopened, shown, write_all};
@@ -11,9 +11,9 @@ use crate::world::Fault;
 
 const STEPS: usize = 20;
 
-fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
-    let context = format!("{kind:?}, seed {seed}, {fault:?}");
-    let mut script = Script::new(kind, seed);
+fn run(seed: u64, fault: Option<Fault>) -> (u64, u64) {
+    let context = format!("seed {seed}, {fault:?}");
+    let mut script = Script::new(seed);
     script.world.plan(fault);
     for step in 0..STEPS {
         let before = script.history.now().to_vec();
@@ -27,10 +27,7 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
             reported == fault.errno || reported == Errno::IO.raw_os_error(),
             "{context}"
         );
-        // A packed sketch must complete a block in transit to read it; this must not fail.
-        script.world.pause(kind == SketchKind::Packed);
         script.accept(&before, &context);
-        script.world.pause(false);
         if script.world.calls().2 {
             break;
         }
@@ -38,7 +35,7 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
     let (calls, hits, failed_sync) = script.world.calls();
     script.world.plan(None);
     let expected = script.history.now().to_vec();
-    let found = shown(&*script.sketch).unwrap();
+    let found = shown(&script.sketch).unwrap();
     let differs = found
         .iter()
         .zip(&expected)
@@ -52,12 +49,10 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
         }
         // The state on the host is unknown. From now on, the sketch reports errors.
         Err(error) => {
-            // A record that could be neither written nor undone makes a packed sketch unusable.
-            let torn = kind == SketchKind::Packed && hits > 1;
-            assert!(failed_sync || torn, "{error}: {context}");
+            assert!(failed_sync, "{error}: {context}");
             assert_eq!(error.errno(), Errno::IO, "{context}");
             assert!(script.sketch.flush(Durability::Durable).is_err());
-            assert!(write_all(&*script.sketch, 0, b"x").is_err(), "{context}");
+            assert!(write_all(&script.sketch, 0, b"x").is_err(), "{context}");
             let world = script.world.killed();
             let (_, bytes) = reopened(&world, &script.lower).unwrap();
             let allowed = script.history.allows(script.world.now(), &bytes);
@@ -67,10 +62,12 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
     (calls, hits)
 }
 
-fn runs(kind: SketchKind, seeds: u64) {
+#[test]
+fn a_host_that_fails_spoils_no_sketch() {
+    let seeds = cases(60);
     let mut hit = 0;
     for seed in 0..seeds {
-        let (calls, _) = run(kind, seed, None);
+        let (calls, _) = run(seed, None);
         let mut random = Random::new(seed);
         for _ in 0..30 {
             let fault = Fault {
@@ -78,18 +75,8 @@ fn runs(kind: SketchKind, seeds: u64) {
                 stays: random.one_in(2),
                 errno: random.pick(&[Errno::NOSPC, Errno::IO]).raw_os_error(),
             };
-            hit += run(kind, seed, Some(fault)).1;
+            hit += run(seed, Some(fault)).1;
         }
     }
     assert!(hit > seeds * 20, "{hit} faults");
-}
-
-#[test]
-fn a_host_that_fails_spoils_no_sparse_sketch() {
-    runs(SketchKind::Sparse, cases(60));
-}
-
-#[test]
-fn a_host_that_fails_spoils_no_packed_sketch() {
-    runs(SketchKind::Packed, cases(12));
 }

@@ -1,13 +1,16 @@
 //! A first write that fails, for lack of space or because the host fails: the file still has the
 //! image's content, also after a retry.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bcow_testkit::Random;
 use bcow_union::testing::account::{Account, DataBlocks};
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchError, SketchKind, Sketches};
+use bcow_union::testing::host::HostFile;
+use bcow_union::testing::sketch::host::MarkedFile;
+use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchError, SketchMark, Sketches};
 use bcow_union::testing::upper::{Metacopy, Namespace};
 use rustix::io::Errno;
 
@@ -16,23 +19,13 @@ use crate::support::{Place, TestLower, on_host, quiet};
 use crate::world::{Fault, World};
 
 const B: u64 = BLOCK_BYTES;
-const KINDS: [SketchKind; 2] = [SketchKind::Sparse, SketchKind::Packed];
 
 fn create(
     sketches: &Sketches,
-    kind: SketchKind,
     world: &World,
     lower: &Arc<TestLower>,
-) -> Result<Arc<dyn Sketch>, SketchError> {
-    sketches.create_on(kind, world.host(), lower.clone())
-}
-
-/// The sketches of a world with room for `blocks` blocks.
-fn limited(world: &World, blocks: u64) -> (Sketches, Arc<Account>) {
-    let account = Arc::new(Account::new(Some(blocks * B)));
-    let store = Arc::new(world.clone());
-    let sketches = Sketches::on(store, Namespace::Trusted, Arc::clone(&account), quiet());
-    (sketches, account)
+) -> Result<Arc<Sketch>, SketchError> {
+    sketches.create_on(world.host(), lower.clone())
 }
 
 /// A kill now, and a power cut at any moment, leave the content of the lower file.
@@ -55,142 +48,121 @@ fn assert_copy(world: &World, context: &str) {
 }
 
 /// The file can be written, and its other bytes are those of the lower file.
-fn assert_writable(sketches: &Sketches, kind: SketchKind, world: &World, lower: &Arc<TestLower>) {
-    let sketch = create(sketches, kind, world, lower).unwrap();
-    write_all(&*sketch, B + 7, b"written").unwrap();
+fn assert_writable(sketches: &Sketches, world: &World, lower: &Arc<TestLower>) {
+    let sketch = create(sketches, world, lower).unwrap();
+    write_all(&sketch, B + 7, b"written").unwrap();
     sketch.flush(Durability::Durable).unwrap();
     let mut expected = lower.bytes.clone();
     expected[B as usize + 7..][..7].copy_from_slice(b"written");
-    assert!(shown(&*sketch).unwrap() == expected);
+    assert!(shown(&sketch).unwrap() == expected);
     assert!(reopened(&world.killed(), lower).unwrap().1 == expected);
 }
 
 #[test]
 fn a_host_that_fails_leaves_a_metadata_copy() {
     let lower = Arc::new(TestLower::full(30 * B + 5));
-    for kind in KINDS {
-        let mut failed = 0;
-        for (errno, stays) in [(Errno::NOSPC, true), (Errno::IO, false)] {
-            for after in 0.. {
-                let world = World::new(lower.size());
-                let sketches = sketches(&world, quiet());
-                world.plan(Some(Fault {
-                    after,
-                    stays,
-                    errno: errno.raw_os_error(),
-                }));
-                let created = create(&sketches, kind, &world, &lower);
-                let hits = world.calls().1;
-                world.plan(None);
-                let context = format!("{kind:?} {errno} after {after}");
-                match created {
-                    Err(error) => assert_eq!(error.errno(), errno, "{context}"),
-                    Ok(_) if hits == 0 => break,
-                    // A failure to set the modification time is not reported.
-                    Ok(_) => continue,
-                }
-                failed += 1;
-                assert_copy(&world, &context);
-                assert_eq!(world.content(), vec![0; lower.bytes.len()], "{context}");
-                assert_lower(&world, &lower, &context);
-                assert_writable(&sketches, kind, &world, &lower);
-            }
-        }
-        assert!(failed > 3, "{kind:?}: {failed}");
-    }
-}
-
-#[test]
-fn a_sketch_whose_first_flush_failed_anywhere_is_not_taken_for_recorded() {
-    let lower = Arc::new(TestLower::full(30 * B + 5));
-    for kind in KINDS {
-        let mut failed = 0;
+    let mut failed = 0;
+    for (errno, stays) in [(Errno::NOSPC, true), (Errno::IO, false)] {
         for after in 0.. {
             let world = World::new(lower.size());
             let sketches = sketches(&world, quiet());
-            let sketch = create(&sketches, kind, &world, &lower).unwrap();
-            write_all(&*sketch, B, &[7; B as usize]).unwrap();
             world.plan(Some(Fault {
                 after,
-                stays: true,
-                errno: Errno::NOSPC.raw_os_error(),
+                stays,
+                errno: errno.raw_os_error(),
             }));
-            let flushed = sketch.flush(Durability::Durable);
+            let created = create(&sketches, &world, &lower);
+            let hits = world.calls().1;
             world.plan(None);
-            if flushed.is_ok() {
-                assert!(sketch.is_recorded(), "{kind:?} after {after}");
-                break;
+            let context = format!("{errno} after {after}");
+            match created {
+                Err(error) => assert_eq!(error.errno(), errno, "{context}"),
+                Ok(_) if hits == 0 => break,
+                // A failure to set the modification time is not reported.
+                Ok(_) => continue,
             }
             failed += 1;
-            assert!(!sketch.is_recorded(), "{kind:?} after {after}");
+            assert_copy(&world, &context);
+            assert_eq!(world.content(), vec![0; lower.bytes.len()], "{context}");
+            assert_lower(&world, &lower, &context);
+            assert_writable(&sketches, &world, &lower);
         }
-        assert!(failed > 3, "{kind:?}: {failed}");
     }
+    assert!(failed > 3, "{failed}");
 }
 
-#[test]
-fn without_room_for_a_packed_sketch_nothing_is_stored_however_often_it_is_tried() {
-    let kind = SketchKind::Packed;
-    let lower = Arc::new(TestLower::full(30 * B + 5));
-    let mut blocks = 0;
-    loop {
-        let world = World::new(lower.size());
-        let (sketches, account) = limited(&world, blocks);
-        for time in 0..3 {
-            let context = format!("{blocks} blocks, time {time}");
-            let Err(error) = create(&sketches, kind, &world, &lower) else {
-                assert!(blocks > 0, "{context}");
-                return;
-            };
-            assert_eq!(error.errno(), Errno::NOSPC, "{context}");
-            assert_eq!(account.used(), 0, "{context}");
-            assert_copy(&world, &context);
-            assert_lower(&world, &lower, &context);
-        }
-        assert_writable(&limited(&world, 1000).0, kind, &world, &lower);
-        blocks += 1;
+/// A file of which some marks can be neither set nor taken back.
+struct Unmarkable(Arc<dyn MarkedFile>);
+
+impl MarkedFile for Unmarkable {
+    fn content(&self) -> &dyn HostFile {
+        self.0.content()
+    }
+    fn set_mark(&self, mark: &SketchMark) -> io::Result<()> {
+        self.0.set_mark(mark)
+    }
+    fn set_reject_marks(&self) -> io::Result<()> {
+        Err(Errno::IO.into())
+    }
+    fn restore_marks(&self) -> io::Result<()> {
+        Err(Errno::IO.into())
+    }
+    fn remove_marks(&self) -> io::Result<()> {
+        self.0.remove_marks()
     }
 }
 
 /// The marks stay in this case, and say that no block is stored.
 #[test]
 fn a_host_that_also_fails_when_marks_are_taken_back_does_no_harm() {
-    let kind = SketchKind::Packed;
-    let lower = Arc::new(TestLower::full(30 * B + 5));
-    for after in 0.. {
-        let world = World::new(lower.size());
-        let (sketches, _) = limited(&world, 0);
-        world.plan(Some(Fault {
-            after,
-            stays: false,
-            errno: Errno::IO.raw_os_error(),
-        }));
-        let context = format!("after {after}");
-        create(&sketches, kind, &world, &lower).unwrap_err();
-        let hits = world.calls().1;
-        world.plan(None);
-        assert_lower(&world, &lower, &context);
-        create(&sketches, kind, &world, &lower).unwrap_err();
-        assert_copy(&world, &context);
-        assert_lower(&world, &lower, &context);
-        assert_writable(&limited(&world, 1000).0, kind, &world, &lower);
-        if hits == 0 {
-            return;
-        }
-    }
-}
-
-/// Its BCoW file is created again, which takes space. A program that only reads must not get
-/// ENOSPC.
-#[test]
-fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
-    let kind = SketchKind::Packed;
     let lower = Arc::new(TestLower::full(30 * B + 5));
     let world = World::new(lower.size());
-    let sketch = create(&sketches(&world, quiet()), kind, &world, &lower).unwrap();
-    write_all(&*sketch, 5, b"lost").unwrap();
+    let sketches = sketches(&world, quiet());
+    let host = Arc::new(Unmarkable(world.host()));
+    let error = sketches.create_on(host, lower.clone()).unwrap_err();
+    assert_eq!(error.errno(), Errno::IO);
+    assert!(!world.mark().unwrap().map_exists);
+    assert_lower(&world, &lower, "with a mark");
+    assert_writable(&sketches, &world, &lower);
+}
+
+#[test]
+fn a_sketch_whose_first_flush_failed_anywhere_is_not_taken_for_recorded() {
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    let mut failed = 0;
+    for after in 0.. {
+        let world = World::new(lower.size());
+        let sketches = sketches(&world, quiet());
+        let sketch = create(&sketches, &world, &lower).unwrap();
+        write_all(&sketch, B, &[7; B as usize]).unwrap();
+        world.plan(Some(Fault {
+            after,
+            stays: true,
+            errno: Errno::NOSPC.raw_os_error(),
+        }));
+        let flushed = sketch.flush(Durability::Durable);
+        world.plan(None);
+        if flushed.is_ok() {
+            assert!(sketch.is_recorded(), "after {after}");
+            break;
+        }
+        failed += 1;
+        assert!(!sketch.is_recorded(), "after {after}");
+    }
+    assert!(failed > 3, "{failed}");
+}
+
+/// A program that only reads must not get ENOSPC.
+#[test]
+fn a_sketch_that_was_never_flushed_is_read_without_room() {
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    let world = World::new(lower.size());
+    let sketch = create(&sketches(&world, quiet()), &world, &lower).unwrap();
+    write_all(&sketch, 5, b"lost").unwrap();
     let world = world.killed();
-    let (sketches, account) = limited(&world, 1);
+    let account = Arc::new(Account::new(Some(B)));
+    let store = Arc::new(world.clone());
+    let sketches = Sketches::on(store, Namespace::Trusted, Arc::clone(&account), quiet());
     let found_in = DataBlocks::scan(world.host().content()).unwrap();
     found_in.count(world.host().content(), &account).unwrap();
     let mark = world.mark().unwrap();
@@ -198,48 +170,38 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
     let sketch = sketches
         .open_on(&mark, world.host(), lower.clone())
         .unwrap();
-    assert!(shown(&*sketch).unwrap() == lower.bytes);
-    let found = Account::new(None);
-    let found_in = DataBlocks::scan(world.host().content()).unwrap();
-    found_in.count(world.host().content(), &found).unwrap();
-    let stored = found.used();
-    assert_eq!(account.used(), stored);
-    let error = sketch.write_at(5, b"x").unwrap_err();
+    assert!(shown(&sketch).unwrap() == lower.bytes);
+    assert_eq!(account.used(), B);
+    let error = sketch.write_at(5 * B, b"x").unwrap_err();
     assert_eq!(error.errno(), Errno::NOSPC);
 }
 
 #[test]
-fn open_of_an_unflushed_packed_sketch_keeps_its_time() {
+fn open_of_an_unflushed_sketch_keeps_its_time() {
     let place = Place::new();
     let lower = Arc::new(TestLower::full(30 * B + 5));
     let sketches = on_host(&place, quiet());
     let file = place.file(lower.size());
-    drop(
-        sketches
-            .create(SketchKind::Packed, file, lower.clone())
-            .unwrap(),
-    );
+    drop(sketches.create(file, lower.clone()).unwrap());
     let host = place.host();
     let then = std::time::UNIX_EPOCH + Duration::from_secs(1_000_000);
     host.set_modified(then).unwrap();
     let mark = place.mark().unwrap();
     let sketch = sketches.open(mark, place.host(), lower.clone()).unwrap();
-    assert!(shown(&*sketch).unwrap() == lower.bytes);
+    assert!(shown(&sketch).unwrap() == lower.bytes);
     assert_eq!(host.metadata().unwrap().modified().unwrap(), then);
 }
 
 #[test]
 fn a_metadata_copy_may_have_any_size_on_the_host() {
     let lower = Arc::new(TestLower::full(30 * B + 5));
-    for kind in KINDS {
-        for size in [0, B, 100 * B] {
-            let world = World::new(size);
-            let sketches = sketches(&world, quiet());
-            let sketch = create(&sketches, kind, &world, &lower).unwrap();
-            assert!(shown(&*sketch).unwrap() == lower.bytes, "{kind:?} {size}");
-            drop(sketch);
-            assert_lower(&world, &lower, &format!("{kind:?} {size}"));
-            assert_writable(&sketches, kind, &world, &lower);
-        }
+    for size in [0, B, 100 * B] {
+        let world = World::new(size);
+        let sketches = sketches(&world, quiet());
+        let sketch = create(&sketches, &world, &lower).unwrap();
+        assert!(shown(&sketch).unwrap() == lower.bytes, "{size}");
+        drop(sketch);
+        assert_lower(&world, &lower, &format!("{size}"));
+        assert_writable(&sketches, &world, &lower);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bcow_testkit::Random;
 use bcow_union::Seek;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{Durability, KeepSize, Sketch, SketchKind, SketchOptions};
+use bcow_union::testing::sketch::{Durability, KeepSize, Sketch, SketchOptions};
 
 use crate::support::{Place, TestLower, on_host, quiet};
 
@@ -37,7 +37,7 @@ impl Model {
     }
 }
 
-fn check(sketch: &dyn Sketch, model: &Model, context: &str) {
+fn check(sketch: &Sketch, model: &Model, context: &str) {
     assert_eq!(sketch.size(), model.bytes.len() as u64, "{context}");
     let mut read = vec![0xEE; model.bytes.len() + 10];
     let count = sketch.read_at(0, &mut read).unwrap();
@@ -48,7 +48,7 @@ fn check(sketch: &dyn Sketch, model: &Model, context: &str) {
 }
 
 /// All bytes other than zeros are in data; holes contain only zeros.
-fn check_seek(sketch: &dyn Sketch, model: &Model, at: u64, context: &str) {
+fn check_seek(sketch: &Sketch, model: &Model, at: u64, context: &str) {
     let size = model.bytes.len() as u64;
     let data = sketch.seek(at, Seek::Data).unwrap();
     let hole = sketch.seek(at, Seek::Hole).unwrap();
@@ -85,7 +85,7 @@ fn length(random: &mut Random) -> u64 {
     }
 }
 
-fn run(kind: SketchKind, seed: u64, steps: usize, options: SketchOptions) {
+fn run(seed: u64, steps: usize, options: SketchOptions) {
     let mut random = Random::new(seed);
     let most = *random.pick(&[1, B, 10 * B, 300 * B]);
     let lower_size = random.below(most + 1) + random.below(2);
@@ -97,7 +97,7 @@ fn run(kind: SketchKind, seed: u64, steps: usize, options: SketchOptions) {
     let mut sketches = on_host(&dir, options.clone());
     let host = dir.file(lower_size);
     let mut sketch = sketches
-        .create(kind, host.try_clone().unwrap(), lower.clone())
+        .create(host.try_clone().unwrap(), lower.clone())
         .unwrap();
     let mut tag = 0u8;
     for step in 0..steps {
@@ -141,26 +141,20 @@ fn run(kind: SketchKind, seed: u64, steps: usize, options: SketchOptions) {
             }
             13 if len > 0 => {
                 let keep = *random.pick(&[KeepSize::Keep, KeepSize::Grow]);
-                if let Err(error) = sketch.allocate(at, len, keep) {
-                    assert_eq!(kind, SketchKind::Packed, "{error}");
-                    assert_eq!(error.errno(), rustix::io::Errno::OPNOTSUPP);
-                    continue;
-                }
+                sketch.allocate(at, len, keep).unwrap();
                 if keep == KeepSize::Grow && size < at + len {
                     model.bytes.resize((at + len) as usize, 0);
                 }
             }
-            14 => check_seek(&*sketch, &model, at, &context),
+            14 => check_seek(&sketch, &model, at, &context),
             15 => sketch
                 .flush(*random.pick(&[Durability::Durable, Durability::Volatile]))
                 .unwrap(),
             16 => {
                 sketch.settle().unwrap();
-                if kind == SketchKind::Sparse {
-                    assert_eq!(sketch.status().unwrap().in_transit, 0, "{context}");
-                }
+                assert_eq!(sketch.status().unwrap().in_transit, 0, "{context}");
             }
-            17 => check(&*sketch, &model, &context),
+            17 => check(&sketch, &model, &context),
             18 => {
                 // Open it again, in the same mount or in a new one.
                 if random.one_in(2) {
@@ -176,18 +170,15 @@ fn run(kind: SketchKind, seed: u64, steps: usize, options: SketchOptions) {
                 sketch = sketches.open(mark, host, lower.clone()).unwrap();
             }
             _ => {
-                let complete = sketch.is_complete().unwrap();
-                if kind == SketchKind::Sparse && random.one_in(4) {
+                let complete = sketch.is_complete();
+                if random.one_in(4) {
                     assert_eq!(sketch.promote().unwrap(), complete, "{context}");
                     assert_eq!(dir.mark().is_none(), complete, "{context}");
                 }
             }
         }
     }
-    check(&*sketch, &model, &format!("seed {seed} at the end"));
-    let copy = tempfile::tempfile().unwrap();
-    sketch.copy_out(&copy).unwrap();
-    assert_eq!(crate::support::content(&copy), model.bytes, "seed {seed}");
+    check(&sketch, &model, &format!("seed {seed} at the end"));
     let status = sketch.status().unwrap();
     assert_eq!(status.blocks, (model.bytes.len() as u64).div_ceil(B));
     assert!(status.present <= status.blocks, "{status:?}");
@@ -202,26 +193,9 @@ fn check_plain(dir: &Place, model: &Model, context: &str) {
 }
 
 #[test]
-fn sparse_sketch_agrees_with_bytes_in_memory() {
+fn sketch_agrees_with_bytes_in_memory() {
     for seed in 0..crate::support::cases(60) {
-        run(SketchKind::Sparse, seed, 150, quiet());
-    }
-}
-
-#[test]
-fn packed_sketch_agrees_with_bytes_in_memory() {
-    for seed in 0..crate::support::cases(30) {
-        run(SketchKind::Packed, seed, 100, quiet());
-    }
-}
-
-#[test]
-fn it_does_so_in_the_other_layouts() {
-    for layout in [bcow::Layout::Performance, bcow::Layout::Auto] {
-        let options = SketchOptions { layout, ..quiet() };
-        for seed in 2000..2000 + crate::support::cases(15) {
-            run(SketchKind::Packed, seed, 100, options.clone());
-        }
+        run(seed, 150, quiet());
     }
 }
 
@@ -235,6 +209,6 @@ fn it_does_so_with_a_busy_background() {
         ..quiet()
     };
     for seed in 1000..1000 + crate::support::cases(20) {
-        run(SketchKind::Sparse, seed, 300, busy.clone());
+        run(seed, 300, busy.clone());
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use bcow_testkit::Random;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{Durability, Lower, SketchKind, SketchOptions};
+use bcow_union::testing::sketch::{Durability, Lower, SketchOptions};
 use rustix::io::Errno;
 
 use crate::script::{Script, reopened, shown, sketches, write_all};
@@ -19,8 +19,8 @@ fn rounds() -> u64 {
     rounds.map_or(1, |rounds| rounds.parse().expect("a number"))
 }
 
-fn run(kind: SketchKind, seed: u64, steps: usize) {
-    let mut script = Script::new(kind, seed);
+fn run(seed: u64, steps: usize) {
+    let mut script = Script::new(seed);
     for _ in 0..steps {
         script.step().unwrap();
     }
@@ -34,7 +34,7 @@ fn run(kind: SketchKind, seed: u64, steps: usize) {
         let world = script.world.cut(moment, &mut random);
         let context = || {
             format!(
-                "{kind:?}, seed {seed}, cut {cut} at {moment}\n{}",
+                "seed {seed}, cut {cut} at {moment}\n{}",
                 script.world.describe(moment)
             )
         };
@@ -53,7 +53,7 @@ fn run(kind: SketchKind, seed: u64, steps: usize) {
         sketch.set_size(longer).unwrap();
         sketch.flush(Durability::Durable).unwrap();
         let grown = [&bytes[..], &[0; 10_000]].concat();
-        assert!(shown(&*sketch).unwrap() == grown, "grown: {}", context());
+        assert!(shown(&sketch).unwrap() == grown, "grown: {}", context());
         let again = world.cut(world.now(), &mut random);
         let (_, bytes) = reopened(&again, &script.lower).unwrap();
         assert!(bytes == grown, "opened again: {}", context());
@@ -61,9 +61,9 @@ fn run(kind: SketchKind, seed: u64, steps: usize) {
 }
 
 #[test]
-fn a_power_cut_loses_nothing_of_a_sparse_sketch_that_was_synced() {
+fn a_power_cut_loses_nothing_of_a_sketch_that_was_synced() {
     for seed in 0..rounds() * 120 {
-        run(SketchKind::Sparse, seed, 25);
+        run(seed, 25);
     }
 }
 
@@ -88,12 +88,10 @@ fn a_power_cut_after_a_kill_loses_nothing_that_was_synced() {
         let lower = Arc::new(TestLower::full(100 * BLOCK_BYTES));
         let world = World::new(lower.size());
         let before = sketches(&world, quiet());
-        let sketch = before
-            .create_on(SketchKind::Sparse, world.host(), lower.clone())
-            .unwrap();
-        write_all(&*sketch, 0, &[1; BLOCK_BYTES as usize]).unwrap();
+        let sketch = before.create_on(world.host(), lower.clone()).unwrap();
+        write_all(&sketch, 0, &[1; BLOCK_BYTES as usize]).unwrap();
         sketch.flush(Durability::Durable).unwrap();
-        write_all(&*sketch, 5 * BLOCK_BYTES, &[1; BLOCK_BYTES as usize]).unwrap();
+        write_all(&sketch, 5 * BLOCK_BYTES, &[1; BLOCK_BYTES as usize]).unwrap();
         // Simulate a kill: this call fails, and the sketch makes no further calls.
         world.plan(Some(Fault {
             after,
@@ -113,19 +111,19 @@ fn a_power_cut_after_a_kill_loses_nothing_that_was_synced() {
         let sketch = sketches
             .open_on(&world.mark().unwrap(), world.host(), lower.clone())
             .unwrap();
-        let mut expected = shown(&*sketch).unwrap();
+        let mut expected = shown(&sketch).unwrap();
         let at = 5 * BLOCK_BYTES + 100;
-        write_all(&*sketch, at, &[2; 50]).unwrap();
+        write_all(&sketch, at, &[2; 50]).unwrap();
         expected[at as usize..][..50].fill(2);
         if adds_blocks {
             let at = 9 * BLOCK_BYTES;
-            write_all(&*sketch, at, &[3; 700]).unwrap();
+            write_all(&sketch, at, &[3; 700]).unwrap();
             expected[at as usize..][..700].fill(3);
         }
         sketch.flush(Durability::Durable).unwrap();
         let synced = world.now();
         if adds_blocks {
-            write_all(&*sketch, 20 * BLOCK_BYTES, &[4; BLOCK_BYTES as usize]).unwrap();
+            write_all(&sketch, 20 * BLOCK_BYTES, &[4; BLOCK_BYTES as usize]).unwrap();
             sketch.flush(Durability::Volatile).unwrap();
         }
         drop((sketch, sketches));
@@ -170,13 +168,11 @@ fn flush_each(blocks: u64, order: impl Iterator<Item = u64>, options: SketchOpti
     let lower = Arc::new(TestLower::full(blocks * BLOCK_BYTES));
     let world = World::new(lower.size());
     let sketches = sketches(&world, options);
-    let sketch = sketches
-        .create_on(SketchKind::Sparse, world.host(), lower.clone())
-        .unwrap();
+    let sketch = sketches.create_on(world.host(), lower.clone()).unwrap();
     let mut ended = Vec::new();
     let mut moments = Vec::new();
     for at in order {
-        write_all(&*sketch, at * BLOCK_BYTES, &[1; 512]).unwrap();
+        write_all(&sketch, at * BLOCK_BYTES, &[1; 512]).unwrap();
         let written = sketches.statistics().maps_written;
         sketch.flush(Durability::Durable).unwrap();
         ended.push((world.now(), at));
@@ -205,11 +201,4 @@ fn flush_each(blocks: u64, order: impl Iterator<Item = u64>, options: SketchOpti
         }
     }
     sketches.statistics().maps_written
-}
-
-#[test]
-fn a_power_cut_loses_nothing_of_a_packed_sketch_that_was_synced() {
-    for seed in 0..rounds() * 25 {
-        run(SketchKind::Packed, seed, 20);
-    }
 }

@@ -6,7 +6,7 @@ use bcow_testkit::Random;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
 use bcow_union::testing::sketch::{
-    Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchOptions, Sketches,
+    Durability, KeepSize, Lower, Sketch, SketchError, SketchOptions, Sketches,
 };
 use bcow_union::testing::upper::{Metacopy, Namespace};
 
@@ -20,7 +20,7 @@ const B: u64 = BLOCK_BYTES;
 pub struct Script {
     pub world: World,
     pub lower: Arc<TestLower>,
-    pub sketch: Arc<dyn Sketch>,
+    pub sketch: Arc<Sketch>,
     pub history: History,
     random: Random,
     tag: u8,
@@ -38,7 +38,7 @@ pub fn sketches(world: &World, options: SketchOptions) -> Sketches {
 }
 
 /// The whole content of a sketch.
-pub fn shown(sketch: &dyn Sketch) -> Result<Vec<u8>, SketchError> {
+pub fn shown(sketch: &Sketch) -> Result<Vec<u8>, SketchError> {
     let mut bytes = vec![0xEE; sketch.size() as usize];
     let read = sketch.read_at(0, &mut bytes)?;
     assert_eq!(read, bytes.len());
@@ -46,7 +46,7 @@ pub fn shown(sketch: &dyn Sketch) -> Result<Vec<u8>, SketchError> {
 }
 
 /// The opened sketch, if the file is one, and the content of the file.
-pub type Reopened = (Option<Arc<dyn Sketch>>, Vec<u8>);
+pub type Reopened = (Option<Arc<Sketch>>, Vec<u8>);
 
 /// Opens the file in a world as the union does.
 pub fn reopened(world: &World, lower: &Arc<TestLower>) -> Result<Reopened, SketchError> {
@@ -59,12 +59,12 @@ pub fn reopened(world: &World, lower: &Arc<TestLower>) -> Result<Reopened, Sketc
     };
     let sketches = sketches(world, quiet());
     let sketch = sketches.open_on(&mark, world.host(), lower.clone())?;
-    let bytes = shown(&*sketch)?;
+    let bytes = shown(&sketch)?;
     Ok((Some(sketch), bytes))
 }
 
 impl Script {
-    pub fn new(kind: SketchKind, seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
         let most = *random.pick(&[B, 6 * B, 20 * B]);
         let size = 1 + random.below(most);
@@ -72,7 +72,7 @@ impl Script {
         let world = World::new(size);
         let sketches = sketches(&world, quiet());
         let lower_file: Arc<dyn Lower> = lower.clone();
-        let sketch = sketches.create_on(kind, world.host(), lower_file).unwrap();
+        let sketch = sketches.create_on(world.host(), lower_file).unwrap();
         Script {
             history: History::new(lower.bytes.clone()),
             world,
@@ -112,7 +112,7 @@ impl Script {
                     bytes.resize(end, 0);
                 }
                 bytes[at as usize..end].fill(self.tag);
-                write_all(&*sketch, at, &data)
+                write_all(&sketch, at, &data)
             }
             7 => {
                 let keep = *random.pick(&[KeepSize::Keep, KeepSize::Grow]);
@@ -131,8 +131,8 @@ impl Script {
                 sketch.set_size(at)
             }
             10 => sketch.settle(),
-            11 => shown(&*sketch).map(|shown| assert!(shown == bytes, "it shows something else")),
-            12 if sketch.is_complete().unwrap_or(false) => {
+            11 => shown(&sketch).map(|shown| assert!(shown == bytes, "it shows something else")),
+            12 if sketch.is_complete() => {
                 let was_marked = self.world.mark().is_some();
                 let promoted = sketch.promote();
                 durable = was_marked && matches!(promoted, Ok(true));
@@ -153,7 +153,7 @@ impl Script {
     /// content from now on.
     pub fn accept(&mut self, before: &[u8], context: &str) {
         let after = self.history.now().to_vec();
-        let shown = shown(&*self.sketch).unwrap();
+        let shown = shown(&self.sketch).unwrap();
         let longest = before.len().max(after.len());
         assert!(shown.len() <= longest, "{context}");
         for (at, byte) in shown.iter().enumerate() {
@@ -170,7 +170,7 @@ impl Script {
 }
 
 /// Writes all bytes and retries short writes, as programs do.
-pub fn write_all(sketch: &dyn Sketch, at: u64, data: &[u8]) -> Result<(), SketchError> {
+pub fn write_all(sketch: &Sketch, at: u64, data: &[u8]) -> Result<(), SketchError> {
     let mut done = 0;
     while done < data.len() {
         done += sketch.write_at(at + done as u64, &data[done..])?;

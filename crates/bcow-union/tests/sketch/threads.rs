@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bcow_testkit::Random;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{Durability, KeepSize, Lower, SketchKind, SketchOptions};
+use bcow_union::testing::sketch::{Durability, KeepSize, Lower, SketchOptions};
 
 use crate::script::{reopened, shown, sketches, write_all};
 use crate::support::{TestLower, cases, quiet};
@@ -20,7 +20,7 @@ const LANE: u64 = 64;
 
 /// Each thread writes and reads back its own lanes of all blocks, while other threads read, flush
 /// and complete blocks.
-fn run(kind: SketchKind, seed: u64) {
+fn run(seed: u64) {
     let lower = Arc::new(TestLower::full(BLOCKS * B));
     let world = World::new(lower.size());
     let options = SketchOptions {
@@ -30,9 +30,7 @@ fn run(kind: SketchKind, seed: u64) {
         ..quiet()
     };
     let sketches = sketches(&world, options);
-    let sketch = sketches
-        .create_on(kind, world.host(), lower.clone())
-        .unwrap();
+    let sketch = sketches.create_on(world.host(), lower.clone()).unwrap();
     let ended = AtomicBool::new(false);
     let disturb = || {
         let mut random = Random::new(seed);
@@ -68,7 +66,7 @@ fn run(kind: SketchKind, seed: u64) {
                 }
             } else {
                 own[lane as usize] = 1 + (round % 100) as u8;
-                write_all(&*sketch, at, &[own[lane as usize]; LANE as usize]).unwrap();
+                write_all(&sketch, at, &[own[lane as usize]; LANE as usize]).unwrap();
             }
         }
         own
@@ -93,7 +91,7 @@ fn run(kind: SketchKind, seed: u64) {
             expected[at..at + LANE as usize].fill(*tag);
         }
     }
-    assert!(shown(&*sketch).unwrap() == expected, "seed {seed}");
+    assert!(shown(&sketch).unwrap() == expected, "seed {seed}");
     sketch.flush(Durability::Durable).unwrap();
     let (_, bytes) = reopened(&world.killed(), &lower).unwrap();
     assert!(bytes == expected, "seed {seed}, opened again");
@@ -102,13 +100,6 @@ fn run(kind: SketchKind, seed: u64) {
 #[test]
 fn threads_on_the_same_blocks_lose_nothing() {
     for seed in 0..cases(20) {
-        run(SketchKind::Sparse, seed);
-    }
-}
-
-#[test]
-fn nor_do_they_in_a_packed_sketch() {
-    for seed in 0..cases(5) {
-        run(SketchKind::Packed, seed);
+        run(seed);
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use bcow_union::Seek;
 use bcow_union::testing::host::{HiddenChange, HostFile};
-use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchKind, SketchOptions, Sketches};
+use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchOptions, Sketches};
 use rustix::fs::Timespec;
 use rustix::io::Errno;
 
@@ -59,7 +59,7 @@ fn tick() {
 
 /// A sketch on the host and the file that stores it.
 struct Timed {
-    sketch: Arc<dyn Sketch>,
+    sketch: Arc<Sketch>,
     host: File,
     lower: Arc<Gated>,
     _sketches: Sketches,
@@ -67,7 +67,7 @@ struct Timed {
 }
 
 impl Timed {
-    fn new(kind: SketchKind, options: SketchOptions, read_takes: Duration) -> Self {
+    fn new(options: SketchOptions, read_takes: Duration) -> Self {
         let place = Place::new();
         let lower = Arc::new(Gated {
             file: TestLower::full(100 * B),
@@ -78,7 +78,7 @@ impl Timed {
         let sketches = on_host(&place, options);
         let file = place.file(lower.size());
         let host = place.host();
-        let sketch = sketches.create(kind, file, lower.clone()).unwrap();
+        let sketch = sketches.create(file, lower.clone()).unwrap();
         Timed {
             sketch,
             host,
@@ -90,24 +90,14 @@ impl Timed {
 
     /// The modification time that a stat request returns.
     fn modified(&self) -> SystemTime {
-        let mut modified = SystemTime::UNIX_EPOCH;
-        let mut look = |_| {
-            modified = self.host.metadata().unwrap().modified().unwrap();
-            Ok(())
-        };
-        self.sketch.hold_times(&mut look).unwrap();
-        modified
+        let look = |_| self.host.metadata().unwrap().modified().unwrap();
+        self.sketch.hold_times(look)
     }
 
     /// The change time that a stat request returns.
     fn changed(&self) -> Timespec {
-        let mut changed = None;
-        let mut look = |hidden| {
-            changed = Some(HiddenChange::shown(hidden, self.host.times().unwrap()));
-            Ok(())
-        };
-        self.sketch.hold_times(&mut look).unwrap();
-        changed.unwrap()
+        let look = |hidden| HiddenChange::shown(hidden, self.host.times().unwrap());
+        self.sketch.hold_times(look)
     }
 
     /// Writes parts of blocks. Returns the modification time after the last write.
@@ -130,7 +120,7 @@ fn in_background() -> SketchOptions {
 
 #[test]
 fn a_block_that_is_completed_in_the_background_is_no_change() {
-    let timed = Timed::new(SketchKind::Sparse, in_background(), Duration::ZERO);
+    let timed = Timed::new(in_background(), Duration::ZERO);
     let (written, changed) = {
         let _closed = timed.lower.gate.write().unwrap();
         let times = (timed.write(3..4), timed.changed());
@@ -152,7 +142,7 @@ fn a_block_that_is_completed_in_the_background_is_no_change() {
 /// it.
 #[test]
 fn times_can_be_read_while_a_thread_waits_for_the_lower_file() {
-    type Needs = (&'static str, SketchOptions, fn(&dyn Sketch));
+    type Needs = (&'static str, SketchOptions, fn(&Sketch));
     let needs: [Needs; 4] = [
         ("background", in_background(), |_| {}),
         ("settle", quiet(), |sketch| sketch.settle().unwrap()),
@@ -164,11 +154,11 @@ fn times_can_be_read_while_a_thread_waits_for_the_lower_file() {
         }),
     ];
     for (what, options, need) in needs {
-        let timed = Timed::new(SketchKind::Sparse, options, Duration::ZERO);
+        let timed = Timed::new(options, Duration::ZERO);
         thread::scope(|scope| {
             let closed = timed.lower.gate.write().unwrap();
             let written = timed.write(3..4);
-            scope.spawn(|| need(&*timed.sketch));
+            scope.spawn(|| need(&timed.sketch));
             let start = Instant::now();
             while timed.lower.reads.load(Ordering::SeqCst) == 0 {
                 assert!(start.elapsed() < AT_MOST);
@@ -183,29 +173,27 @@ fn times_can_be_read_while_a_thread_waits_for_the_lower_file() {
 
 #[test]
 fn a_write_while_a_block_is_completed_has_its_own_time() {
-    for kind in [SketchKind::Sparse, SketchKind::Packed] {
-        let timed = Timed::new(kind, in_background(), Duration::ZERO);
-        let written = {
-            let _closed = timed.lower.gate.write().unwrap();
-            timed.write(3..4);
-            let start = Instant::now();
-            while timed.lower.reads.load(Ordering::SeqCst) == 0 {
-                assert!(start.elapsed() < AT_MOST);
-                thread::yield_now();
-            }
-            tick();
-            let written = timed.write(40..41);
-            tick();
-            written
-        };
-        timed.sketch.settle().unwrap();
-        assert_eq!(timed.modified(), written, "{kind:?}");
-    }
+    let timed = Timed::new(in_background(), Duration::ZERO);
+    let written = {
+        let _closed = timed.lower.gate.write().unwrap();
+        timed.write(3..4);
+        let start = Instant::now();
+        while timed.lower.reads.load(Ordering::SeqCst) == 0 {
+            assert!(start.elapsed() < AT_MOST);
+            thread::yield_now();
+        }
+        tick();
+        let written = timed.write(40..41);
+        tick();
+        written
+    };
+    timed.sketch.settle().unwrap();
+    assert_eq!(timed.modified(), written);
 }
 
 #[test]
 fn a_block_that_somebody_needs_complete_is_no_change() {
-    type Needs = (&'static str, fn(&dyn Sketch));
+    type Needs = (&'static str, fn(&Sketch));
     let needs: [Needs; 3] = [
         ("settle", |sketch| sketch.settle().unwrap()),
         ("flush", |sketch| sketch.flush(Durability::Durable).unwrap()),
@@ -213,38 +201,34 @@ fn a_block_that_somebody_needs_complete_is_no_change() {
             assert_eq!(sketch.read_at(3 * B, &mut [0; 100]).unwrap(), 100);
         }),
     ];
-    for kind in [SketchKind::Sparse, SketchKind::Packed] {
-        for (what, need) in needs {
-            let timed = Timed::new(kind, quiet(), Duration::ZERO);
-            let written = timed.write(3..4);
-            let changed = timed.changed();
-            tick();
-            need(&*timed.sketch);
-            assert_eq!(timed.modified(), written, "{kind:?}: {what}");
-            assert_eq!(timed.changed(), changed, "{kind:?}: {what}");
-            tick();
-            timed.write(50..51);
-            assert_ne!(timed.changed(), changed, "{kind:?}: {what}");
-        }
+    for (what, need) in needs {
+        let timed = Timed::new(quiet(), Duration::ZERO);
+        let written = timed.write(3..4);
+        let changed = timed.changed();
+        tick();
+        need(&timed.sketch);
+        assert_eq!(timed.modified(), written, "{what}");
+        assert_eq!(timed.changed(), changed, "{what}");
+        tick();
+        timed.write(50..51);
+        assert_ne!(timed.changed(), changed, "{what}");
     }
 }
 
 #[test]
 fn reading_times_does_not_write_to_a_complete_sketch() {
-    for kind in [SketchKind::Sparse, SketchKind::Packed] {
-        let timed = Timed::new(kind, quiet(), Duration::ZERO);
-        timed.write(3..4);
-        timed.sketch.settle().unwrap();
-        let changed = || {
-            let host = timed.host.metadata().unwrap();
-            (host.ctime(), host.ctime_nsec())
-        };
-        let before = changed();
-        tick();
-        timed.sketch.settle().unwrap();
-        timed.modified();
-        assert_eq!(changed(), before, "{kind:?}");
-    }
+    let timed = Timed::new(quiet(), Duration::ZERO);
+    timed.write(3..4);
+    timed.sketch.settle().unwrap();
+    let changed = || {
+        let host = timed.host.metadata().unwrap();
+        (host.ctime(), host.ctime_nsec())
+    };
+    let before = changed();
+    tick();
+    timed.sketch.settle().unwrap();
+    timed.modified();
+    assert_eq!(changed(), before);
 }
 
 /// Threads that complete blocks set the time back. The time after a write that has returned is
@@ -262,41 +246,39 @@ fn a_write_is_never_undone() {
         clock.write_all_at(&turn.to_le_bytes(), 0).unwrap();
         clock.metadata().unwrap().modified().unwrap()
     };
-    for kind in [SketchKind::Sparse, SketchKind::Packed] {
-        for round in 0..cases(20) {
-            let timed = Timed::new(kind, options.clone(), Duration::from_micros(20));
-            let over = AtomicBool::new(false);
-            thread::scope(|scope| {
-                for reads in [true, false] {
-                    let (timed, over) = (&timed, &over);
-                    scope.spawn(move || {
-                        for block in (0..100).cycle() {
-                            match reads {
-                                true => drop(timed.sketch.read_at(block * B, &mut [0; 4096])),
-                                false => timed.sketch.settle().unwrap(),
-                            }
-                            if over.load(Ordering::Relaxed) {
-                                break;
-                            }
+    for round in 0..cases(20) {
+        let timed = Timed::new(options.clone(), Duration::from_micros(20));
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for reads in [true, false] {
+                let (timed, over) = (&timed, &over);
+                scope.spawn(move || {
+                    for block in (0..100).cycle() {
+                        match reads {
+                            true => drop(timed.sketch.read_at(block * B, &mut [0; 4096])),
+                            false => timed.sketch.settle().unwrap(),
                         }
-                    });
-                }
-                let mut undone = None;
-                for turn in 0..200 {
-                    // Write a part of a new block, then the whole block.
-                    let block = turn / 2 * 37 % 100;
-                    let data = vec![turn as u8; if turn % 2 == 0 { 20 } else { 4096 }];
-                    let before = now(turn);
-                    timed.sketch.write_at(block * B, &data).unwrap();
-                    let modified = timed.modified();
-                    if modified < before {
-                        undone = Some((turn, before, modified));
-                        break;
+                        if over.load(Ordering::Relaxed) {
+                            break;
+                        }
                     }
+                });
+            }
+            let mut undone = None;
+            for turn in 0..200 {
+                // Write a part of a new block, then the whole block.
+                let block = turn / 2 * 37 % 100;
+                let data = vec![turn as u8; if turn % 2 == 0 { 20 } else { 4096 }];
+                let before = now(turn);
+                timed.sketch.write_at(block * B, &data).unwrap();
+                let modified = timed.modified();
+                if modified < before {
+                    undone = Some((turn, before, modified));
+                    break;
                 }
-                over.store(true, Ordering::Relaxed);
-                assert_eq!(undone, None, "{kind:?}, round {round}");
-            });
-        }
+            }
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(undone, None, "round {round}");
+        });
     }
 }

@@ -5,11 +5,11 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::time::Instant;
 
 use bcow_erofs::tree::Timestamp;
+use bcow_union::NodeId;
 use bcow_union::fs::{Attributes, Changes, Privileges, SetTime, XattrMode};
-use bcow_union::{NodeId, SketchChoice};
 use rustix::io::Errno;
 
-use crate::fixture::{Union, closed, open, open_with, with_sketches};
+use crate::fixture::{Union, closed, open};
 use crate::host::{attribute, set_attribute};
 use crate::image::{ACCESS_ACL, BIG, acl_of_user, big, noise};
 
@@ -81,47 +81,43 @@ fn opaque_marks_of_the_container_do_not_reach_the_host() {
     assert_eq!(union.xattr_names("dir"), [OPAQUE, "user.x"]);
 }
 
-/// The host removes capabilities with each write, and opening a sketch may have to write to it.
+/// The host removes capabilities with each write.
 #[test]
 fn capabilities_of_a_sketch_stay_until_its_next_write() {
     const NAME: &str = "security.capability";
     const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
-        let Some(mut union) = open_with(with_sketches(kind)) else {
-            return;
-        };
-        let assert_has = |union: &Union| {
-            let found = union.xattr("big", NAME);
-            assert_eq!(found.as_deref(), Ok(&CAPABILITY[..]), "{kind:?}");
-        };
-        union.write("big", 100_000, b"hello");
+    let Some(mut union) = open() else { return };
+    let assert_has = |union: &Union| {
+        let found = union.xattr("big", NAME);
+        assert_eq!(found.as_deref(), Ok(&CAPABILITY[..]));
+    };
+    union.write("big", 100_000, b"hello");
+    union.sync("big");
+    union.write("big", 200_000, b"more");
+    union.set_xattr("big", NAME, &CAPABILITY);
+    for _ in 0..2 {
         union.sync("big");
-        union.write("big", 200_000, b"more");
-        union.set_xattr("big", NAME, &CAPABILITY);
-        for _ in 0..2 {
-            union.sync("big");
-            union.reopen();
-            assert_eq!(&union.content("big")[200_000..200_004], b"more");
-            assert_has(&union);
-        }
-        union.write("big", 0, b"x");
-        assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA), "{kind:?}");
-        // Also on a sketch that the kernel forgot before all data was on the host.
-        union.fs().forget(union.id("big"), 1000);
-        union.set_xattr("big", NAME, &CAPABILITY);
-        union.fs().sync_all().unwrap();
+        union.reopen();
+        assert_eq!(&union.content("big")[200_000..200_004], b"more");
         assert_has(&union);
-        // Writeback of the kernel removes no capability, neither when it arrives nor when its block
-        // is completed.
-        let node = union.id("big");
-        let write_back = |at| union.fs().write(node, at, b"late", Privileges::KeepAll);
-        assert_eq!(write_back(150_000), Ok(4));
-        union.fs().sync_all().unwrap();
-        assert_has(&union);
-        union.fs().remove_xattr(node, NAME.as_bytes()).unwrap();
-        assert_eq!(write_back(160_000), Ok(4));
-        assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA));
     }
+    union.write("big", 0, b"x");
+    assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA));
+    // Also on a sketch that the kernel forgot before all data was on the host.
+    union.fs().forget(union.id("big"), 1000);
+    union.set_xattr("big", NAME, &CAPABILITY);
+    union.fs().sync_all().unwrap();
+    assert_has(&union);
+    // Writeback of the kernel removes no capability, neither when it arrives nor when its block
+    // is completed.
+    let node = union.id("big");
+    let write_back = |at| union.fs().write(node, at, b"late", Privileges::KeepAll);
+    assert_eq!(write_back(150_000), Ok(4));
+    union.fs().sync_all().unwrap();
+    assert_has(&union);
+    union.fs().remove_xattr(node, NAME.as_bytes()).unwrap();
+    assert_eq!(write_back(160_000), Ok(4));
+    assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA));
 }
 
 #[test]
@@ -156,29 +152,25 @@ fn attributes_outside_the_namespaces_of_linux_are_refused() {
 
 #[test]
 fn copy_up_changes_no_attribute_of_the_directories_above() {
-    for sketch in [SketchChoice::Sparse, SketchChoice::Packed] {
-        let Some(mut union) = open_with(with_sketches(sketch)) else {
-            return;
-        };
-        let directories = ["", "dir", "dir/sub"];
-        let attributes = |union: &Union| directories.map(|path| union.get(path).unwrap());
-        let before = attributes(&union);
-        union.write("dir/sub/y", 0, b"new");
-        union.write("big", 5000, b"new");
-        // Another name of a file that was copied up.
-        let owner = Changes {
-            uid: Some(7),
-            ..Changes::default()
-        };
-        union.set_attributes("h1", &owner);
-        assert_eq!(attributes(&union), before);
-        for path in directories {
-            union.names(path);
-        }
-        assert_eq!(attributes(&union), before);
-        union.reopen();
-        assert_eq!(attributes(&union), before);
+    let Some(mut union) = open() else { return };
+    let directories = ["", "dir", "dir/sub"];
+    let attributes = |union: &Union| directories.map(|path| union.get(path).unwrap());
+    let before = attributes(&union);
+    union.write("dir/sub/y", 0, b"new");
+    union.write("big", 5000, b"new");
+    // Another name of a file that was copied up.
+    let owner = Changes {
+        uid: Some(7),
+        ..Changes::default()
+    };
+    union.set_attributes("h1", &owner);
+    assert_eq!(attributes(&union), before);
+    for path in directories {
+        union.names(path);
     }
+    assert_eq!(attributes(&union), before);
+    union.reopen();
+    assert_eq!(attributes(&union), before);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use bcow_testkit::lacks_mkfs;
 use bcow_union::fs::{
     Attributes, Caller, Changes, LowerImage, Privileges, RenameMode, SyncScope, UnionFs, XattrMode,
 };
-use bcow_union::{NodeId, SketchChoice, UnionOptions};
+use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
 use tempfile::TempDir;
 
@@ -50,7 +50,7 @@ pub fn open_with(options: UnionOptions) -> Option<Union> {
 
 /// An open union on the image `many`, with sparse sketches.
 pub fn open_many() -> Option<Union> {
-    closed_on(image::many, with_sketches(SketchChoice::Sparse)).map(Union::opened)
+    closed_on(image::many, UnionOptions::default()).map(Union::opened)
 }
 
 /// A union on the image `few` that is not opened yet and has no upper.
@@ -70,14 +70,6 @@ pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option
         fs: None,
         known: Mutex::default(),
     })
-}
-
-/// The default options with this kind of sketches.
-pub fn with_sketches(sketch: SketchChoice) -> UnionOptions {
-    UnionOptions {
-        sketch,
-        ..UnionOptions::default()
-    }
 }
 
 /// The default options with a limit of the stored bytes.

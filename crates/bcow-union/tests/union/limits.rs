@@ -2,7 +2,7 @@
 
 use bcow_testkit::{Random, lacks_reports_of_preallocated_space};
 use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, UnionFs, XattrMode};
-use bcow_union::{NodeId, SketchChoice, UnionOptions};
+use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
 
 use crate::fixture::{ROOT, Union, closed_on, open_with, with_limit};
@@ -16,9 +16,8 @@ const INODES: u64 = 200;
 /// Bytes that the host may store above the limit: an empty upper, and the growth of a directory.
 const TOLERANCE: u64 = 64 << 10;
 
-fn limited(sketch: SketchChoice) -> UnionOptions {
+fn limited() -> UnionOptions {
     UnionOptions {
-        sketch,
         inode_limit: Some(INODES),
         ..with_limit(LIMIT)
     }
@@ -150,44 +149,42 @@ fn assert_within(union: &Union, empty: &Stored, way: &str) {
 
 #[test]
 fn no_way_of_storing_something_gets_round_the_limits() {
-    for sketch in [SketchChoice::Sparse, SketchChoice::Packed] {
-        for (way, attempt) in OPERATIONS {
-            let Some(mut union) = closed_on(image::crowd, limited(sketch)) else {
-                return;
-            };
-            union.open();
-            let empty = stored_in(&union.upper());
-            let done = until_full(5000, |index| attempt(&union, index));
-            let report = union.fs().report();
-            // Some ways end because the image has no more files for them.
-            assert!(
-                report.counted_bytes > LIMIT * 3 / 4
-                    || report.counted_inodes > INODES * 3 / 4
-                    || done == 5000,
-                "{way}: {done} times, {report:?}"
-            );
-            assert!(
-                report.counted_bytes <= LIMIT + TOLERANCE / 2,
-                "{way}: {report:?}"
-            );
-            union.sync_all();
-            assert_within(&union, &empty, way);
-            let closed = union.take().close();
-            assert!(
-                matches!(closed, Ok(()) | Err(Errno::NOSPC)),
-                "{way}: {closed:?}"
-            );
-            union.open();
-            until_full(5000, |index| attempt(&union, index + 5000));
-            union.sync_all();
-            assert_within(&union, &empty, way);
-        }
+    for (way, attempt) in OPERATIONS {
+        let Some(mut union) = closed_on(image::crowd, limited()) else {
+            return;
+        };
+        union.open();
+        let empty = stored_in(&union.upper());
+        let done = until_full(5000, |index| attempt(&union, index));
+        let report = union.fs().report();
+        // Some ways end because the image has no more files for them.
+        assert!(
+            report.counted_bytes > LIMIT * 3 / 4
+                || report.counted_inodes > INODES * 3 / 4
+                || done == 5000,
+            "{way}: {done} times, {report:?}"
+        );
+        assert!(
+            report.counted_bytes <= LIMIT + TOLERANCE / 2,
+            "{way}: {report:?}"
+        );
+        union.sync_all();
+        assert_within(&union, &empty, way);
+        let closed = union.take().close();
+        assert!(
+            matches!(closed, Ok(()) | Err(Errno::NOSPC)),
+            "{way}: {closed:?}"
+        );
+        union.open();
+        until_full(5000, |index| attempt(&union, index + 5000));
+        union.sync_all();
+        assert_within(&union, &empty, way);
     }
 }
 
 #[test]
 fn all_ways_together_stay_within_the_limits() {
-    let Some(mut union) = closed_on(image::crowd, limited(SketchChoice::Sparse)) else {
+    let Some(mut union) = closed_on(image::crowd, limited()) else {
         return;
     };
     union.open();
@@ -215,7 +212,7 @@ fn all_ways_together_stay_within_the_limits() {
 
 #[test]
 fn removal_releases_all_space_of_an_object() {
-    let Some(mut union) = open_with(limited(SketchChoice::Sparse)) else {
+    let Some(mut union) = open_with(limited()) else {
         return;
     };
     let fs = union.fs();
@@ -316,7 +313,7 @@ fn preallocated_space_is_writable_at_the_limit_after_a_remount() {
     if lacks_reports_of_preallocated_space() {
         return;
     }
-    let Some(mut union) = open_with(limited(SketchChoice::Sparse)) else {
+    let Some(mut union) = open_with(limited()) else {
         return;
     };
     let empty = stored_in(&union.upper());
@@ -344,7 +341,7 @@ fn preallocated_space_is_writable_at_the_limit_after_a_remount() {
 
 #[test]
 fn statistics_show_the_limit_of_inodes() {
-    let Some(union) = open_with(limited(SketchChoice::Sparse)) else {
+    let Some(union) = open_with(limited()) else {
         return;
     };
     let inodes = || {
@@ -361,14 +358,9 @@ fn statistics_show_the_limit_of_inodes() {
 fn after_random_changes_the_account_equals_a_recount() {
     let rounds = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
     for seed in 0..rounds {
-        let sketch = match seed % 2 {
-            0 => SketchChoice::Sparse,
-            _ => SketchChoice::Packed,
-        };
         // In every third round the limit is too small.
         let bytes = if seed % 3 == 0 { 200 << 10 } else { 1 << 30 };
         let options = UnionOptions {
-            sketch,
             inode_limit: Some(if seed % 5 == 0 { 20 } else { 10_000 }),
             ..with_limit(bytes)
         };
@@ -439,7 +431,7 @@ fn attributes(union: &Union, random: &mut Random) {
 
 #[test]
 fn report_of_a_shortage_names_the_limit_or_the_host() {
-    let Some(union) = open_with(limited(SketchChoice::Sparse)) else {
+    let Some(union) = open_with(limited()) else {
         return;
     };
     let root = NodeId::ROOT;

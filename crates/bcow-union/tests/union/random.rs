@@ -5,9 +5,9 @@ use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
 use bcow_testkit::Random;
 use bcow_union::fs::{Allocate, Attributes, Changes, RenameMode, SetTime};
-use bcow_union::{NodeId, SketchChoice};
+use bcow_union::{NodeId, UnionOptions};
 
-use crate::fixture::{ROOT, Union, closed_on, with_sketches};
+use crate::fixture::{ROOT, Union, closed_on};
 use crate::image::{self, noise};
 use crate::tree::{assert_same, tree_of};
 
@@ -108,10 +108,11 @@ pub fn change(union: &Union, random: &mut Random) {
 }
 
 /// `BCOW_ROUNDS` sets the number of rounds.
-fn rounds(sketch: SketchChoice, first: u64) {
+#[test]
+fn upper_reads_as_the_union_did() {
     let count = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
-    for seed in first..first + count {
-        let Some(mut union) = closed_on(image::many, with_sketches(sketch)) else {
+    for seed in 0..count {
+        let Some(mut union) = closed_on(image::many, UnionOptions::default()) else {
             return;
         };
         let before = tree_of(&union.image().filesystem());
@@ -129,14 +130,4 @@ fn rounds(sketch: SketchChoice, first: u64) {
             union.assert_touched(&before, &found);
         }
     }
-}
-
-#[test]
-fn upper_with_sparse_sketches_reads_as_the_union_did() {
-    rounds(SketchChoice::Sparse, 0);
-}
-
-#[test]
-fn upper_with_packed_sketches_reads_as_the_union_did() {
-    rounds(SketchChoice::Packed, 1 << 32);
 }

@@ -3,7 +3,6 @@
 use std::fs;
 
 use bcow_union::fs::Allocate;
-use bcow_union::{SketchChoice, UnionOptions};
 use rustix::io::Errno;
 
 use crate::fixture::{open_with, with_limit};
@@ -70,12 +69,8 @@ fn space_that_was_allocated_is_free_when_the_file_is_gone() {
 
 #[test]
 fn a_first_write_without_room_leaves_the_images_file() {
-    let options = UnionOptions {
-        sketch: SketchChoice::Packed,
-        // The limit is enough for its name and its attributes, but not for its bytes.
-        ..with_limit(4 * 4096)
-    };
-    let Some(mut union) = open_with(options) else {
+    // The limit is enough for its name and its attributes, but not for its bytes.
+    let Some(mut union) = open_with(with_limit(2 * 4096)) else {
         return;
     };
     union.set_permissions("big", 0o600);

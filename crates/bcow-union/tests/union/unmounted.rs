@@ -93,11 +93,6 @@ impl Union {
         check::check(&self.reader(), Some(&self.checked_image())).unwrap()
     }
 
-    /// As [`Union::checked`], with the data.
-    pub fn checked_data(&self) -> Report {
-        check::check_data(&self.reader(), Some(&self.checked_image())).unwrap()
-    }
-
     /// The codes of the findings of a check.
     pub fn found(&self) -> Vec<&'static str> {
         let findings = self.checked().findings;

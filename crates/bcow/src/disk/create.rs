@@ -18,11 +18,9 @@ const MAX_REGION_SHIFT: u8 = 30;
 /// Root entries of a file in the performance layout, if the user gives no block size: at most this
 /// many, unless the blocks would be larger than 16 MiB.
 const PERFORMANCE_ENTRIES: u64 = 1024;
-/// Size of the record log in bytes: room for about ten thousand small flushes between two
+/// Usual size of the record log in bytes: room for about ten thousand small flushes between two
 /// checkpoints. The unused part of the log is a hole in the file.
 const LOG_BYTES: u64 = 4 << 20;
-/// Size of the record log of a sketch in bytes. It is small because a host can have many sketches.
-const SKETCH_LOG_BYTES: u64 = 256 << 10;
 
 /// Properties of a new file.
 #[derive(Debug, Clone)]
@@ -34,8 +32,8 @@ pub struct CreateOptions {
     /// Block size in bytes: a power of two from 4 KiB to 4 MiB, or to 16 MiB in the performance
     /// layout, where each region is one block. `None`: the layout determines it.
     pub block_bytes: Option<u32>,
-    /// Purpose of the file: a disk or a sketch.
-    pub purpose: Use,
+    /// Size of the record log in bytes, a multiple of 4096.
+    pub log_bytes: u64,
     /// Keys for the metadata section, in addition to `tool` and `options`.
     pub metadata: serde_json::Map<String, serde_json::Value>,
 }
@@ -47,7 +45,7 @@ impl CreateOptions {
             size,
             layout: Layout::Auto,
             block_bytes: None,
-            purpose: Use::Disk,
+            log_bytes: LOG_BYTES,
             metadata: serde_json::Map::new(),
         }
     }
@@ -145,10 +143,7 @@ impl Disk {
         open: &OpenOptions,
     ) -> Result<Disk, Error> {
         let region_shift = options.region_shift()?;
-        let log_bytes = match options.purpose {
-            Use::Sketch => SKETCH_LOG_BYTES,
-            Use::Image | Use::Disk => LOG_BYTES,
-        };
+        let log_bytes = options.log_bytes;
         let io = |action, at| move |source| Error::io(action, at, source);
         let mut end = SECTOR_BYTES + log_bytes;
         let mut section = |bytes: &[u8]| -> Result<Section, Error> {
@@ -196,7 +191,7 @@ impl Disk {
         let header = Header {
             generation: 1,
             features,
-            purpose: options.purpose,
+            purpose: Use::Disk,
             state: State::Writable,
             region_shift,
             size: options.size,

@@ -24,18 +24,6 @@ use crate::{BlockDevice, Error};
 const MAX_IDLE_BYTES: u64 = 4 << 20;
 
 impl Disk {
-    /// Writes all pending changes into the tables, and truncates the file to its content. The file
-    /// does not change again until the next write. The next open does not change it either.
-    ///
-    /// Waits for all operations to end, and makes everything durable.
-    pub fn checkpoint_and_truncate(&self) -> Result<(), Error> {
-        let inner = &self.inner;
-        let mut closed = inner.gate.close();
-        let mut committer = lock(&inner.committer);
-        inner.apply(&mut closed, &mut committer, |_, _, _| Ok(()))?;
-        inner.truncate_to_content(&mut committer)
-    }
-
     /// Releases the tables in memory that the disk can read again from the file. If the other
     /// tables take much memory, this writes a checkpoint first, so that they can be released too.
     pub fn release_memory(&self) -> Result<(), Error> {

@@ -205,11 +205,6 @@ impl Disk {
         }
     }
 
-    /// Whether background jobs have not begun, mostly completions of blocks; approximate.
-    pub fn has_queued_jobs(&self) -> bool {
-        self.inner.fills.waiting() > 0
-    }
-
     /// Closes the disk. Writes a checkpoint, so that the next opening has no log to replay, and
     /// releases the free space at the end of the file.
     pub fn close(self) -> Result<(), Error> {

@@ -12,15 +12,13 @@ use bcow_format::Entry;
 use super::edit::Edit;
 use super::locks::{lock, wait};
 use super::region::{Region, Transit};
-use super::{Disk, DiskConfig, Inner, RegionBlock, block_at};
+use super::{DiskConfig, Inner, RegionBlock, block_at};
 use crate::Error;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
 
 /// Length of the queue from which a writer completes its partly written block itself.
 const MAX_WAITING: usize = if SMALL { 1 } else { 1024 };
-/// Jobs that the filler does in one call of `Storage::unasked`.
-const JOBS_AT_ONCE: usize = 64;
 
 /// The filler and its queue.
 #[derive(Default)]
@@ -65,13 +63,6 @@ impl Fills {
         self.waiting.load(Ordering::Relaxed) >= MAX_WAITING
     }
 
-    /// The next job, if one is queued.
-    fn take(&self) -> Option<Job> {
-        let job = lock(&self.queue).jobs.pop_front()?;
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
-        Some(job)
-    }
-
     /// Drops all queued jobs and waits for the job in progress.
     pub(super) fn stop(&self) {
         let filler = {
@@ -87,27 +78,6 @@ impl Fills {
             // The panic is a bug, and the panic hook has already reported it.
             let _ = filler.join();
         }
-    }
-}
-
-impl Disk {
-    /// Completes all blocks in transit, and makes nothing durable.
-    ///
-    /// An error does not stop it: it completes all blocks that it can, and returns the first error.
-    pub fn settle(&self) -> Result<(), Error> {
-        let inner = &self.inner;
-        let config = inner.enter();
-        inner.check_not_failed()?;
-        // A flush takes ownership of the list and completes its blocks. This waits for the flush.
-        let _flushed = lock(&inner.committer);
-        let mut outcome = Ok(());
-        for shard in &inner.changed {
-            let changed = lock(shard).clone();
-            for region in changed {
-                outcome = outcome.and(inner.complete_region(&config, &region));
-            }
-        }
-        outcome
     }
 }
 
@@ -329,14 +299,6 @@ fn fill_forever(disk: &Weak<Inner>) {
         let Some(job) = disk.next_job() else {
             return;
         };
-        let mut job = Some(job);
-        disk.file.storage.unasked(&mut || {
-            let mut left = JOBS_AT_ONCE;
-            while let Some(next) = job.take() {
-                disk.work(next);
-                left -= 1;
-                job = if left > 0 { disk.fills.take() } else { None };
-            }
-        });
+        disk.work(job);
     }
 }

@@ -280,7 +280,7 @@ fn freed_space_is_used_again() {
 fn a_full_log_becomes_tables() {
     let storage = Arc::new(MemoryStorage::default());
     let options = CreateOptions {
-        purpose: bcow::format::Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(64 * MIB)
     };
     let disk = create(&storage, options);

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, Use};
+use bcow::format::BackingEntry;
 use bcow::{
     BlockDevice, CreateOptions, Disk, Error, Layout, MemoryStorage, OneBacking, OpenOptions, Space,
     WritableDevice,
@@ -29,7 +29,7 @@ fn layouts() -> [CreateOptions; 3] {
     let with = |layout, block_bytes| CreateOptions {
         layout,
         block_bytes,
-        purpose: Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(SIZE)
     };
     [

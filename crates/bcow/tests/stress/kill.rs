@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
 use bcow::{CreateOptions, Disk, Layout, NoBackings, OpenOptions, Space, WritableDevice};
 use bcow_testkit::{History, Random, SECTOR_BYTES, fill, tags};
 
@@ -151,7 +150,7 @@ fn rounds(name: &str, layout: Layout, block_bytes: Option<u32>) {
     let options = CreateOptions {
         layout,
         block_bytes,
-        purpose: Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(SIZE)
     };
     let disk = Disk::create_alone(Arc::new(file), &options).unwrap();

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
 use bcow::{
     BlockDevice, CreateOptions, Disk, Error, Layout, Ledger, MemoryStorage, OneBacking,
     OpenOptions, Space, Storage, WritableDevice,
@@ -117,7 +116,7 @@ impl Subject {
         let options = CreateOptions {
             layout,
             block_bytes,
-            purpose: Use::Sketch,
+            log_bytes: 256 << 10,
             ..CreateOptions::disk(SIZE)
         };
         let file = Arc::new(MemoryStorage::default());
@@ -183,7 +182,6 @@ impl Subject {
                     }
                     (discarded, bytes)
                 }
-                15 => (disk.settle(), self.content[range.clone()].to_vec()),
                 16 if random.one_in(4) => (disk.checkpoint(), self.content[range.clone()].to_vec()),
                 _ => (disk.flush(), self.content[range.clone()].to_vec()),
             };

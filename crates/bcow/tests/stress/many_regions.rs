@@ -12,7 +12,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
 use bcow::{
     BlockDevice, CreateOptions, Disk, Error, Layout, OneBacking, OpenOptions, Space, Storage,
     WritableDevice,
@@ -304,7 +303,7 @@ impl Run {
         let options = CreateOptions {
             layout,
             block_bytes,
-            purpose: *random.pick(&[Use::Sketch, Use::Disk]),
+            log_bytes: *random.pick(&[256 << 10, 4 << 20]),
             ..CreateOptions::disk(size)
         };
         let context = format!("seed {seed}: {layout:?}, {block_bytes:?}, {size}, over {below:?}");

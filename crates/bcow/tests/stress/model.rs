@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
     CommitError, RewriteOptions, WRITABLE_LOG_BYTES, commit, open_over, rebase, rebase_reference,
     rewrite,
@@ -170,7 +170,7 @@ fn options(layout: u8, size: u64) -> CreateOptions {
     CreateOptions {
         layout,
         block_bytes,
-        purpose: Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(size)
     }
 }

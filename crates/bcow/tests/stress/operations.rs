@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use bcow::chain::{ChainProblem, NoDigests, NoUrls, NoViews, Policy, Share};
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
     CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions, commit,
     commit_into_backing, compare, name_backing, open_over, rebase, rebase_reference, rewrite,
@@ -30,7 +30,7 @@ fn create(size: u64, layout: Layout) -> CreateOptions {
     CreateOptions {
         layout,
         // A small log, which makes small files.
-        purpose: Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(size)
     }
 }
@@ -474,8 +474,12 @@ fn a_file_is_locked_only_as_a_writable_disk() {
     assert!(matches!(lock("sealed"), Err(LockFileError::Sealed)));
     drop((image, top));
     lock("top").unwrap();
-    let sketch = Arc::new(std::fs::File::create_new(path("sketch")).unwrap());
-    Disk::create_alone(sketch, &create(4096, Layout::Space)).unwrap();
+    // A file of an earlier version.
+    let sketch = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../fixtures/vectors/valid/use-sketch-writable.bcow"
+    );
+    std::fs::copy(sketch, path("sketch")).unwrap();
     assert!(matches!(lock("sketch"), Err(LockFileError::Sketch)));
 }
 

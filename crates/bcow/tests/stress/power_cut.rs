@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::check::{CheckOptions, Report, Severity, check};
-use bcow::format::{BackingEntry, Use};
+use bcow::format::BackingEntry;
 use bcow::{
     BlockDevice, CreateOptions, Disk, Image, Layout, MemoryStorage, OneBacking, OpenOptions, Space,
     Storage, WritableDevice,
@@ -45,7 +45,7 @@ fn options(size: u64, layout: Layout, block_bytes: Option<u32>) -> CreateOptions
         layout,
         block_bytes,
         // A small log, which fills up soon.
-        purpose: Use::Sketch,
+        log_bytes: 256 << 10,
         ..CreateOptions::disk(size)
     }
 }

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::Use;
 use bcow::{
     BlockDevice, Compression, CreateOptions, Disk, Image, ImageWriter, Layout, Mapping,
     MemoryStorage, OneBacking, OpenOptions, Space, WritableDevice, WriterOptions,
@@ -183,7 +182,7 @@ impl Subject {
         let options = CreateOptions {
             layout: shape.layout,
             block_bytes: Some(shape.block as u32),
-            purpose: Use::Sketch,
+            log_bytes: 256 << 10,
             ..CreateOptions::disk(shape.size)
         };
         let backing = Some(bcow_testkit::below(below.clone()));

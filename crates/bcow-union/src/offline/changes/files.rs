@@ -8,7 +8,7 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::{Kind, Pending, Reader, UpperObject};
-use crate::offline::body::{Body, Holder, Own, Piece, Source};
+use crate::offline::body::{Body, Own, Piece, Source};
 use crate::offline::error::Problem;
 use crate::offline::sketched::{self, HostFile};
 use crate::upper::beneath::open_regular_beneath;
@@ -148,13 +148,6 @@ impl Reader<'_> {
         lower_inode: Option<Inode>,
     ) -> Result<Body, Problem> {
         let size = u64::try_from(object.stat.st_size).unwrap_or(0);
-        let host = |holder| {
-            Some(Own::Host {
-                path: object.path.to_vec(),
-                inode: object.stat.st_ino,
-                holder,
-            })
-        };
         if let Some(mark) = &object.marks.sketch {
             let lower = self.lower_of(object, parent, lower_inode)?;
             let host = HostFile {
@@ -167,7 +160,10 @@ impl Reader<'_> {
         match object.marks.metacopy {
             Metacopy::None => Ok(Body {
                 size,
-                own: host(Holder::Plain),
+                own: Some(Own::Host {
+                    path: object.path.to_vec(),
+                    inode: object.stat.st_ino,
+                }),
                 lower: None,
                 pieces: self.host_pieces(object, size)?,
             }),

@@ -220,7 +220,7 @@ impl Checker<'_> {
         {
             let map = entry_name(*id).into_bytes();
             let dir = meta(self.upper, "maps").ok().flatten();
-            // Packed sketches have no map.
+            // A sketch has a map only after its first flush.
             let exists = |dir| rustix::fs::statat(dir, &map[..], AtFlags::SYMLINK_NOFOLLOW).is_ok();
             if dir.is_some_and(exists) {
                 self.report.repairs.push(Repair::Map(map));

@@ -22,7 +22,7 @@ use crate::upper::beneath::open_directory_beneath;
 use crate::upper::xattr::each_name;
 use crate::upper::{
     Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
-    Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, work,
+    Ownership, Redirect, UpperError, UpperReader, is_whiteout, work,
 };
 
 /// The largest number of nodes for which link counts are verified: the same limit as for a
@@ -45,8 +45,6 @@ pub struct Report {
     pub metadata_copies: u64,
     /// The number of sketches.
     pub sketches: u64,
-    /// The number of packed sketches whose newest record a crash cut short.
-    pub cut_records: u64,
     /// The repairs that are possible.
     repairs: Vec<Repair>,
 }
@@ -550,15 +548,9 @@ impl Checker<'_> {
             inode: stat.st_ino,
             size: u64::try_from(stat.st_size).unwrap_or(0),
         };
-        match sketched::check(self.upper, mark, &host, lower, self.data) {
-            Ok(has_cut_record) => self.report.cut_records += u64::from(has_cut_record),
-            Err(problem) => {
-                let code = match mark.kind {
-                    SketchKind::Sparse => "upper-sketch-map",
-                    SketchKind::Packed => "upper-sketch-file",
-                };
-                self.report.error(code, path, problem);
-            }
+        if let Err(problem) = sketched::check(self.upper, mark, &host, lower) {
+            self.report
+                .error("upper-sketch-map", path, problem.to_string());
         }
     }
 }

@@ -1,24 +1,27 @@
-//! Operations on a range of a sparse sketch: size, holes, space.
+//! Operations on a range of a sketch: size, holes, space.
 
 use bcow::sync::atomic::Ordering;
 use std::ops::Range;
 
-use super::super::locks::{lock, read, write};
-use super::super::{KeepSize, Sketch, SketchError};
-use super::{Frame, Sparse, end_of};
+use super::locks::{lock, read, write};
+use super::{Frame, KeepSize, Sketch, SketchError, end_of};
 use crate::blocks::BLOCK_BYTES;
 
 /// Zeros are written in pieces of this size.
 const ZEROS: &[u8] = &[0; 64 << 10];
 
-impl Sparse {
-    pub(super) fn resize(&self, size: u64) -> Result<(), SketchError> {
+impl Sketch {
+    /// Truncates or extends the file to `size` bytes. Truncated content never becomes visible
+    /// again. An extension reads as zeros.
+    pub fn set_size(&self, size: u64) -> Result<(), SketchError> {
         end_of(0, size)?;
         let mut frame = write(&self.gate);
         self.fence.check()?;
-        match size < self.size() {
-            true => self.cut(&mut frame, size),
-            false => self.grow(&frame, size),
+        let _changing = self.times.changing(self.content());
+        if size < self.size() {
+            self.cut(&mut frame, size)
+        } else {
+            self.grow(&frame, size)
         }
     }
 
@@ -90,15 +93,12 @@ impl Sparse {
         }
     }
 
-    pub(super) fn make_zero(
-        &self,
-        offset: u64,
-        length: u64,
-        size: KeepSize,
-    ) -> Result<(), SketchError> {
+    /// Makes a range read as zeros, and frees its space where possible.
+    pub fn zero(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
         let end = end_of(offset, length)?;
         let frame = write(&self.gate);
         self.fence.check()?;
+        let _changing = self.times.changing(self.content());
         if size == KeepSize::Grow {
             self.grow(&frame, end)?;
         }
@@ -108,9 +108,10 @@ impl Sparse {
             return Ok(());
         }
         // A range that reaches the end of the file includes the rest of the last block.
-        let hole_end = match end == size {
-            true => end.next_multiple_of(BLOCK_BYTES),
-            false => end,
+        let hole_end = if end == size {
+            end.next_multiple_of(BLOCK_BYTES)
+        } else {
+            end
         };
         let mut hole = offset..hole_end;
         for edge in [offset, hole_end] {
@@ -126,9 +127,10 @@ impl Sparse {
                 continue;
             }
             self.write_zeros(&frame, part.start..part.end.min(size))?;
-            match edge == offset {
-                true => hole.start = part.end,
-                false => hole.end = part.start,
+            if edge == offset {
+                hole.start = part.end
+            } else {
+                hole.end = part.start
             }
         }
         if hole.start >= hole.end {
@@ -176,18 +178,16 @@ impl Sparse {
         Ok(())
     }
 
-    pub(super) fn take_space(
-        &self,
-        offset: u64,
-        length: u64,
-        size: KeepSize,
-    ) -> Result<(), SketchError> {
+    /// Allocates space for a range, so that later writes to the range do not fail for lack of
+    /// space. The content does not change.
+    pub fn allocate(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
         let end = end_of(offset, length)?;
         if length == 0 {
             return Ok(());
         }
         let frame = write(&self.gate);
         self.fence.check()?;
+        let _changing = self.times.changing(self.content());
         if size == KeepSize::Grow && end > self.size() {
             self.before_growth(&frame)?;
         }

@@ -1,18 +1,37 @@
-//! Flush and promotion of a sparse sketch.
+//! Flush and promotion of a sketch.
 //!
 //! The order is: the data of a block, then the map's record of the block, then the mark that says
 //! that the map exists.
 
 use bcow::sync::atomic::Ordering;
 
-use super::super::locks::{lock, read, write};
-use super::super::map::Barriers;
-use super::super::{Durability, SketchError, SketchMark};
-use super::{Frame, Sparse};
+use super::locks::{lock, read, write};
+use super::map::Barriers;
+use super::{Durability, Frame, Sketch, SketchError, SketchMark};
 use crate::blocks::BlockSet;
 
-impl Sparse {
-    pub(super) fn flush_once(&self, how: Durability) -> Result<(), SketchError> {
+impl Sketch {
+    /// Completes all blocks in transit and records them, so that the sketch can be opened again
+    /// with all earlier writes.
+    pub fn flush(&self, how: Durability) -> Result<(), SketchError> {
+        match how {
+            Durability::Durable => self.flushes.join(|| self.flush_once(how)),
+            Durability::Volatile => self.flush_once(how),
+        }
+    }
+
+    /// Records durably how much of the sketch is durable, so that a later open does not take damage
+    /// for a crash. A user calls this before it closes the sketch. Does nothing if the record is up
+    /// to date, or if some changes are not recorded.
+    pub fn confirm(&self) -> Result<(), SketchError> {
+        if self.discarded.load(Ordering::Acquire) {
+            Ok(())
+        } else {
+            lock(&self.map).confirm()
+        }
+    }
+
+    fn flush_once(&self, how: Durability) -> Result<(), SketchError> {
         // A later flush relies on the records of this one, so flushes do not overtake each other.
         let mut map = lock(&self.map);
         self.fence.check()?;
@@ -68,8 +87,9 @@ impl Sparse {
         completed
     }
 
-    /// Whether the map and the mark record the whole state of the sketch.
-    pub(super) fn has_recorded_all(&self) -> bool {
+    /// Whether the sketch can be closed and opened again without the loss of a write: the map and
+    /// the mark record its whole state, and no barrier has failed.
+    pub fn is_recorded(&self) -> bool {
         let map = lock(&self.map);
         let frame = read(&self.gate);
         let is_recorded = || {
@@ -125,12 +145,18 @@ impl Sparse {
         })
     }
 
-    /// Whether no byte of the lower file is visible.
-    pub(super) fn covers_lower(&self, frame: &Frame) -> bool {
+    /// Whether the sketch does not need the lower file any more.
+    pub fn is_complete(&self) -> bool {
+        self.covers_lower(&read(&self.gate))
+    }
+
+    fn covers_lower(&self, frame: &Frame) -> bool {
         read(&self.presence).present.len() == frame.covered()
     }
 
-    pub(super) fn make_plain(&self) -> Result<bool, SketchError> {
+    /// Makes a plain file of a sketch that is complete. Returns whether the host's file is a plain
+    /// file now. Open users of the sketch continue to work.
+    pub fn promote(&self) -> Result<bool, SketchError> {
         let mut map = lock(&self.map);
         let mut frame = write(&self.gate);
         if !frame.marked {
@@ -169,8 +195,9 @@ impl Sparse {
         Ok(true)
     }
 
-    /// Removes the map of a file that has no name any more.
-    pub(super) fn remove_map(&self) -> Result<(), SketchError> {
+    /// Removes the map, because the file has lost its last name. Open users of the sketch continue
+    /// to work.
+    pub fn discard(&self) -> Result<(), SketchError> {
         let mut map = lock(&self.map);
         let mut frame = write(&self.gate);
         frame.marked = false;

@@ -1,25 +1,27 @@
-//! Writes into a sparse sketch.
+//! Writes into a sketch.
 //!
 //! A write goes to its place in the host's file first, so that the host reports a lack of space to
 //! the writer. Then a block is present if it was written completely, and in transit otherwise.
 
 use bcow::sync::atomic::Ordering;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::Weak;
 use std::time::Instant;
 
-use super::super::locks::{lock, read};
-use super::super::shared::{Completer, Fillable};
-use super::super::transit::{Stripe, Transit, Written};
-use super::super::{Sketch, SketchError, SketchMark};
-use super::{Frame, Sparse, UNIT_BLOCKS, end_of};
+use super::locks::{lock, read};
+use super::shared::Completer;
+use super::transit::{Stripe, Transit, Written};
+use super::{Frame, Sketch, SketchError, SketchMark, UNIT_BLOCKS, end_of};
 use crate::blocks::BLOCK_BYTES;
 
 /// Bytes of the adjacent blocks that share a stripe's lock.
 const UNIT_BYTES: u64 = UNIT_BLOCKS * BLOCK_BYTES;
 
-impl Sparse {
-    pub(super) fn write(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+impl Sketch {
+    /// Writes at `offset` and returns the number of bytes written. The file grows if needed. The
+    /// number is less than the length of `data`, but at least one, if the host or the size limit
+    /// has no room for the rest, or if the host failed after the first byte.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
         if data.is_empty() {
             return Ok(0);
         }
@@ -59,14 +61,16 @@ impl Sparse {
         let mut done = 0;
         while done < data.len() {
             let at = offset + done as u64;
-            let piece_end = match at / BLOCK_BYTES < covered {
-                true => ((at / UNIT_BYTES + 1) * UNIT_BYTES).min(covered * BLOCK_BYTES),
-                false => end,
+            let piece_end = if at / BLOCK_BYTES < covered {
+                ((at / UNIT_BYTES + 1) * UNIT_BYTES).min(covered * BLOCK_BYTES)
+            } else {
+                end
             };
             let piece = &data[done..(piece_end.min(end) - offset) as usize];
-            let result = match at / BLOCK_BYTES < covered {
-                true => self.write_unit(frame, at, piece),
-                false => self.write_host(at, piece),
+            let result = if at / BLOCK_BYTES < covered {
+                self.write_unit(frame, at, piece)
+            } else {
+                self.write_host(at, piece)
             };
             match result {
                 Ok(written) => {
@@ -115,11 +119,11 @@ impl Sparse {
     /// Notes that bytes were written in blocks of one stripe. Returns the blocks that are newly
     /// in transit: at most the first and the last.
     fn note(&self, stripe: &mut Stripe, bytes: Range<u64>) -> [Option<u64>; 2] {
-        match bytes.is_empty() {
-            true => [None; 2],
-            false => self
-                .shared
-                .written(self.id, bytes.clone(), || self.note_blocks(stripe, bytes)),
+        if bytes.is_empty() {
+            [None; 2]
+        } else {
+            self.shared
+                .written(self.id, bytes.clone(), || self.note_blocks(stripe, bytes))
         }
     }
 
@@ -175,7 +179,7 @@ impl Sparse {
     }
 
     /// Takes over bytes that another process has written into the host's file and not recorded.
-    pub(super) fn take_written(&self, written: &[Range<u64>]) -> Result<(), SketchError> {
+    pub fn restore(&self, written: &[Range<u64>]) -> Result<(), SketchError> {
         let frame = read(&self.gate);
         self.fence.check()?;
         let end = self.size().min(frame.covered() * BLOCK_BYTES);
@@ -211,11 +215,8 @@ impl Sparse {
             let _ = self.complete(frame, block, Completer::Writer);
             return;
         }
-        if !self.queued.swap(true, Ordering::AcqRel)
-            && let Some(me) = self.me.upgrade()
-        {
-            let me: Arc<dyn Fillable> = me;
-            self.shared.fill_later(Arc::downgrade(&me));
+        if !self.queued.swap(true, Ordering::AcqRel) {
+            self.shared.fill_later(Weak::clone(&self.me));
         }
     }
 

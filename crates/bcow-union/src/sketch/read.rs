@@ -1,15 +1,16 @@
-//! Reads and seeks in a sparse sketch.
+//! Reads and seeks in a sketch.
 
-use super::super::locks::read;
-use super::super::shared::Completer;
-use super::super::{Sketch, SketchError};
-use super::{Frame, Source, Sparse};
+use super::locks::read;
+use super::shared::Completer;
+use super::{Frame, Sketch, SketchError, Source};
 use crate::Seek;
 use crate::blocks::BLOCK_BYTES;
 use crate::host::read_all;
 
-impl Sparse {
-    pub(super) fn read(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
+impl Sketch {
+    /// Reads from `offset` and returns the number of bytes read. It is less than the buffer's
+    /// length only at the end of the file.
+    pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
         let frame = read(&self.gate);
         let size = self.size();
         let end = offset.saturating_add(buf.len() as u64).min(size);
@@ -60,7 +61,8 @@ impl Sparse {
         let block = at / BLOCK_BYTES;
         // The read does not wait for another thread that completes blocks, because that thread may
         // have many of them.
-        if self.times.try_hold().is_some()
+        let may_complete = self.times.try_hold().is_some();
+        if may_complete
             && let Ok(Some(rest)) = self.read_rest(frame, block)
             && let Some(mut times) = self.times.try_hold()
         {
@@ -95,7 +97,9 @@ impl Sparse {
         Ok(())
     }
 
-    pub(super) fn seek_next(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
+    /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
+    /// `None` if the file ends before one.
+    pub fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
         let frame = read(&self.gate);
         let size = self.size();
         if offset >= size {

@@ -3,10 +3,9 @@
 use bcow::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::super::locks::{lock, read};
-use super::super::shared::Completer;
-use super::super::{Sketch, SketchError};
-use super::{Frame, Sparse};
+use super::locks::{lock, read};
+use super::shared::Completer;
+use super::{Frame, Sketch, SketchError};
 use crate::blocks::BLOCK_BYTES;
 use crate::host::write_all;
 
@@ -20,7 +19,7 @@ pub(super) struct Rest {
     bytes: Box<[u8; BLOCK_BYTES as usize]>,
 }
 
-impl Sparse {
+impl Sketch {
     /// Completes a block if it is in transit, for a thread that changes the file.
     pub(super) fn complete(
         &self,

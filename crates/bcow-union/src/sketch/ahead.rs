@@ -9,9 +9,8 @@
 
 use std::ops::Range;
 
-use super::super::locks::{lock, read};
-use super::super::{Sketch, SketchError};
-use super::{Frame, Source, Sparse, UNIT_BLOCKS};
+use super::locks::{lock, read};
+use super::{Frame, Sketch, SketchError, Source, UNIT_BLOCKS};
 use crate::blocks::BLOCK_BYTES;
 use crate::host::write_all;
 
@@ -30,7 +29,7 @@ pub(super) struct Ahead {
     in_order: u32,
 }
 
-impl Sparse {
+impl Sketch {
     /// Completes blocks ahead if flushes are sequential. A flush calls this before it takes the
     /// unrecorded blocks.
     ///
@@ -53,9 +52,10 @@ impl Sparse {
         let is_near = new.start <= ahead.next.saturating_add(NEAR_BLOCKS)
             && ahead.next <= new.start.saturating_add(NEAR_BLOCKS)
             && new.end > ahead.next;
-        ahead.in_order = match is_near {
-            true => ahead.in_order.saturating_add(1),
-            false => 0,
+        ahead.in_order = if is_near {
+            ahead.in_order.saturating_add(1)
+        } else {
+            0
         };
         ahead.next = new.end;
         if ahead.in_order < IN_ORDER {
