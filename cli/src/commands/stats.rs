@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bcow::CacheFigures;
 use bcow_fuse::stats::document::{
-    Cache, DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
+    DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
 };
 use bcow_fuse::{Door, MountedImage};
 use serde_json::json;
@@ -145,7 +146,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
 }
 
 /// The use of a cache of decoded blocks.
-pub fn cache_line(cache: &Cache) -> String {
+pub fn cache_line(cache: &CacheFigures) -> String {
     format!(
         "cache:       {} of {}; {} hits, {} misses",
         Human(cache.held_bytes),
