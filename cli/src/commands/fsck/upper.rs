@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bcow_union::offline::check::{self, CheckedImage, Finding, Place, Report};
 use bcow_union::{Instance, META, UpperError, UpperReader};
 
-use super::report::{Checked, Details, Outcome, Repairs, Upper};
+use super::report::{Checked, Outcome, Repairs, Upper};
 use super::{Args, upper_image};
 use crate::error::CommandError;
 use crate::image::OpenImage;
@@ -54,10 +54,8 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     let report = found.report;
     let checked = Checked {
         name: args.image.to_string_lossy().into_owned(),
-        label: None,
         findings: report.findings,
-        counts: None,
-        details: Details::Upper(Upper::Fuse {
+        upper: Some(Upper::Fuse {
             image: found.image,
             directories: report.directories,
             files: report.files,
@@ -66,10 +64,12 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
             sketches: report.sketches,
             dropped_records: report.cut_records,
         }),
+        ..Checked::default()
     };
     let repairs = Repairs {
         of_damage: !repaired.is_empty(),
         lines: repaired,
+        ..Repairs::default()
     };
     Ok(Outcome::of_upper(args, checked, repairs))
 }

@@ -69,34 +69,29 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// A finding that no repair changes.
-    pub fn new(
-        severity: Severity,
-        code: &'static str,
-        place: impl Into<Place>,
-        message: impl Into<String>,
-    ) -> Self {
+    /// An error that no repair changes.
+    pub fn error(code: &'static str, place: impl Into<Place>, message: impl Into<String>) -> Self {
         Finding {
             code,
-            severity,
+            severity: Severity::Error,
             place: place.into(),
             message: message.into(),
             repair: None,
         }
     }
 
-    /// An error.
-    pub fn error(code: &'static str, place: impl Into<Place>, message: impl Into<String>) -> Self {
-        Finding::new(Severity::Error, code, place, message)
-    }
-
-    /// A warning.
+    /// A warning that no repair changes.
     pub fn warning(
         code: &'static str,
         place: impl Into<Place>,
         message: impl Into<String>,
     ) -> Self {
-        Finding::new(Severity::Warning, code, place, message)
+        Finding::error(code, place, message).of(Severity::Warning)
+    }
+
+    /// The finding with another severity.
+    pub fn of(self, severity: Severity) -> Self {
+        Finding { severity, ..self }
     }
 
     /// The finding with the description of its repair.
