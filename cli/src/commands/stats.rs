@@ -308,10 +308,10 @@ fn counted(kinds: &[KindCount]) -> String {
         .filter(|kind| kind.count > 0)
         .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
         .collect();
-    match kinds.is_empty() {
-        true => "none".to_owned(),
-        false => kinds.join(", "),
+    if kinds.is_empty() {
+        return "none".to_owned();
     }
+    kinds.join(", ")
 }
 
 fn print_operations(operations: &[OperationFigures], out: &mut Output) -> Result<(), CommandError> {

@@ -232,13 +232,11 @@ fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
         return Ok(());
     };
     let tree = header_of(file).and_then(|header| header.merkle);
-    match tree.is_some_and(|tree| tree.root == root.0) {
-        true => Ok(()),
-        false => Err(
-            CommandError::new(format!("cannot check {}", args.image.display()))
-                .caused_by_text(format!("its root hash is not {root}")),
-        ),
+    if tree.is_some_and(|tree| tree.root == root.0) {
+        return Ok(());
     }
+    let cannot = CommandError::new(format!("cannot check {}", args.image.display()));
+    Err(cannot.caused_by_text(format!("its root hash is not {root}")))
 }
 
 /// Limit on findings about files with damaged content in one file. The others are counted.
@@ -257,9 +255,10 @@ fn check_file(
         "{}: checking {}, {}, with {} threads",
         target.name,
         path.display(),
-        match options.data {
-            true => "every byte",
-            false => "header and tables",
+        if options.data {
+            "every byte"
+        } else {
+            "header and tables"
         },
         options.threads
     );
@@ -399,10 +398,8 @@ fn hints(args: &Args, name: &ImageName, files: &[Checked]) -> Vec<String> {
     let mut damaged = files.iter().filter(is_damaged).peekable();
     if damaged.peek().is_none() {
         // A repair often follows an accident, which may have damaged data too.
-        return match args.repair && !args.data() {
-            true => vec![unread_content(&image)],
-            false => Vec::new(),
-        };
+        let is_unread = args.repair && !args.data();
+        return Vec::from_iter(is_unread.then(|| unread_content(&image)));
     }
     let mut findings = damaged.flat_map(|file| &*file.findings);
     if !args.repair && findings.all(|finding| finding.repair.is_some()) {

@@ -306,11 +306,11 @@ impl Checked {
         }
         parts.extend(self.inodes.map(|inodes| plural(inodes, "inode")));
         if let Some(writable) = self.writable {
-            let lost = match writable.dropped_record {
-                true => " and one that a crash cut short",
-                false => "",
-            };
-            parts.push(plural(writable.records, "record") + lost);
+            let mut records = plural(writable.records, "record");
+            if writable.dropped_record {
+                records += " and one that a crash cut short";
+            }
+            parts.push(records);
             parts.push(format!("{} free", Human(writable.free_bytes)));
         }
         if let Some(Upper::Fuse {
@@ -331,16 +331,15 @@ impl Checked {
                 parts.push(format!("{cut} that a crash cut short"));
             }
         }
-        if let Some(counts) = self.counts {
-            parts.push(match data {
-                true => format!("{} read", Human(counts.bytes_read)),
-                false => "data not checked".to_owned(),
-            });
+        if let Some(counts) = self.counts.filter(|_| data) {
+            parts.push(format!("{} read", Human(counts.bytes_read)));
             // Open blocks have no checksums until the disk is sealed.
             let open_blocks = self.writable.map_or(0, |writable| writable.open_blocks);
-            if data && open_blocks > 0 {
+            if open_blocks > 0 {
                 parts.push(format!("{} without checksum", plural(open_blocks, "block")));
             }
+        } else if self.counts.is_some() {
+            parts.push("data not checked".to_owned());
         }
         parts
     }

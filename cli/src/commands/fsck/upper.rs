@@ -149,12 +149,11 @@ fn open_image(
 ) -> Result<Option<OpenImage>, CommandError> {
     let recorded = upper.record().map(|record| record.image_name.as_str());
     let Some(name) = args.lower.as_deref().or(recorded.map(Path::new)) else {
-        return match args.layers.layers.is_empty() {
-            true => Ok(None),
-            false => Err(CommandError::usage(
-                "--layer needs the image of the upper: LOWER",
-            )),
-        };
+        if args.layers.layers.is_empty() {
+            return Ok(None);
+        }
+        let usage = "--layer needs the image of the upper: LOWER";
+        return Err(CommandError::usage(usage));
     };
     let require_same = |image: &OpenImage| require_same_image(upper, image);
     upper_image::open(args, name, require_same, "references to it are", ui)

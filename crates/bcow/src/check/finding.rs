@@ -207,3 +207,26 @@ impl<const N: usize> PartialEq<[Finding; N]> for Findings {
         self.kept == other
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn findings_beyond_the_limit_are_counted_by_their_severity() {
+        let mut findings = Findings::default();
+        for _ in 0..MAX_FINDINGS + 3 {
+            findings.add(Finding::warning("leak", "free list", ""));
+        }
+        assert!(findings.is_sound());
+        findings.add(Finding::error("overlap", "bytes 0..1", ""));
+        assert_eq!((findings.errors(), findings.warnings()), (1, 1003));
+        assert_eq!((findings.len(), findings.omitted()), (1001, 3));
+        assert_eq!(findings.last().map(|finding| finding.code), Some("overlap"));
+        let mut all = Findings::default();
+        all.append(findings);
+        all.extend([Finding::error("merkle", "Merkle tree", "")]);
+        all.omit_errors(2);
+        assert_eq!((all.errors(), all.warnings(), all.omitted()), (4, 1003, 5));
+    }
+}
