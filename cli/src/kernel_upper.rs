@@ -15,7 +15,7 @@ use crate::error::CommandError;
 use crate::image::OpenImage;
 use crate::stores::open_hint;
 use crate::ui::Ui;
-use crate::upper::{cannot_use, when_free};
+use crate::upper::{cannot_use, refuse_lost, require_image, when_free};
 use crate::views::{UserViews, cannot_view};
 
 /// Whether the directory is an upper of the kernel door. If it cannot be examined, the command that
@@ -61,15 +61,7 @@ pub fn read(
 ) -> Result<ReadUpper, CommandError> {
     let reader = when_free(ui, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
-    match reader.is_lost() {
-        Ok(false) => {}
-        Ok(true) => {
-            return Err(cannot_use(&UpperError::Volatile {
-                path: upper.to_owned(),
-            }));
-        }
-        Err(error) => return Err(cannot_use(&error)),
-    }
+    refuse_lost(upper, reader.is_lost())?;
     let disk = read_disk(&reader, image, options)?;
     Ok(ReadUpper { disk, reader })
 }
@@ -77,15 +69,7 @@ pub fn read(
 /// Refuses an upper of another image.
 pub fn require_same_image(reader: &DiskReader, image: &OpenImage) -> Result<(), CommandError> {
     let record = reader.record();
-    let belongs = record.identity().unwrap_or_default();
-    match belongs == image.identity() {
-        true => Ok(()),
-        false => Err(cannot_use(&UpperError::AnotherImage {
-            path: reader.path().to_owned(),
-            belongs: Box::new((belongs, record.image_name.clone())),
-            image: Box::new((image.identity(), image.path().display().to_string())),
-        })),
-    }
+    require_image(reader.path(), record.identity(), &record.image_name, image)
 }
 
 /// Opens the disk of an upper over the view of its image, for reading.

@@ -101,29 +101,45 @@ pub fn open_reader_of(
 ) -> Result<UpperReader, CommandError> {
     let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
-    match reader.is_lost() {
-        Ok(false) => Ok(reader),
-        Ok(true) => Err(cannot_use(&UpperError::Volatile {
-            path: upper.to_owned(),
-        })),
+    refuse_lost(upper, reader.is_lost())?;
+    Ok(reader)
+}
+
+/// Refuses an upper that was mounted with `--sync volatile` when the machine stopped.
+pub fn refuse_lost(upper: &Path, is_lost: Result<bool, UpperError>) -> Result<(), CommandError> {
+    let volatile = || UpperError::Volatile {
+        path: upper.to_owned(),
+    };
+    match is_lost {
+        Ok(false) => Ok(()),
+        Ok(true) => Err(cannot_use(&volatile())),
         Err(error) => Err(cannot_use(&error)),
     }
 }
 
 /// Refuses an upper of another image. Accepts an upper that overlayfs made: it belongs to no image.
 pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), CommandError> {
-    let identity = image.identity();
     match upper.record() {
-        Some(record) if record.identity() != Some(identity) => {
-            let belongs = record.identity().unwrap_or_default();
-            Err(cannot_use(&UpperError::AnotherImage {
-                path: upper.path().to_owned(),
-                belongs: Box::new((belongs, record.image_name.clone())),
-                image: Box::new((identity, image.path().display().to_string())),
-            }))
-        }
-        _ => Ok(()),
+        Some(record) => require_image(upper.path(), record.identity(), &record.image_name, image),
+        None => Ok(()),
     }
+}
+
+/// Refuses the upper at `path` of an image with another identity than `image`, and with this name.
+pub fn require_image(
+    path: &Path,
+    identity: Option<[u8; 32]>,
+    name: &str,
+    image: &OpenImage,
+) -> Result<(), CommandError> {
+    if identity == Some(image.identity()) {
+        return Ok(());
+    }
+    Err(cannot_use(&UpperError::AnotherImage {
+        path: path.to_owned(),
+        belongs: Box::new((identity.unwrap_or_default(), name.to_owned())),
+        image: Box::new((image.identity(), image.path().display().to_string())),
+    }))
 }
 
 /// The error for an upper that cannot be used.

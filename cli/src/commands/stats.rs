@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use bcow::CacheFigures;
 use bcow_fuse::stats::document::{
-    Cache, DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
+    DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
 };
 use bcow_fuse::{Door, MountedImage};
 use serde_json::json;
@@ -145,7 +146,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
 }
 
 /// The use of a cache of decoded blocks.
-pub fn cache_line(cache: &Cache) -> String {
+pub fn cache_line(cache: &CacheFigures) -> String {
     format!(
         "cache:       {} of {}; {} hits, {} misses",
         Human(cache.held_bytes),
@@ -307,10 +308,10 @@ fn counted(kinds: &[KindCount]) -> String {
         .filter(|kind| kind.count > 0)
         .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
         .collect();
-    match kinds.is_empty() {
-        true => "none".to_owned(),
-        false => kinds.join(", "),
+    if kinds.is_empty() {
+        return "none".to_owned();
     }
+    kinds.join(", ")
 }
 
 fn print_operations(operations: &[OperationFigures], out: &mut Output) -> Result<(), CommandError> {

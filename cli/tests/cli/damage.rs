@@ -180,6 +180,9 @@ fn damaged_headers() {
     let sandbox = Sandbox::with_image();
     flip(&sandbox, "image.bcow", 60);
     snapshot!("one_slot_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+    let output = sandbox.run(&["fsck", "--json", "image.bcow"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["findings"][0]["repair"], "writes the slot again");
     sandbox.ok(&["ls", "image.bcow"]);
     snapshot!(
         "one_slot_repaired",

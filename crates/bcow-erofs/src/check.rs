@@ -464,7 +464,7 @@ impl Checker<'_> {
             return;
         }
         self.findings
-            .push(Finding::new(severity, code, place, message));
+            .push(Finding::error(code, place, message).of(severity));
         if self.findings.len() == MAX_FINDINGS {
             let message = format!("more than {MAX_FINDINGS} findings, the rest was not looked at");
             self.findings

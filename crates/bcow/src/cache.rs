@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bcow_format::{Entry, Stored, SubBlockTable};
 use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
+use serde::{Deserialize, Serialize};
 
 use crate::codec::Encoding;
 use crate::storage::Version;
@@ -50,7 +51,7 @@ struct Caches {
 type OpenedAs = (Version, Verify);
 
 /// Counters and state of a [`BlockCache`], for decoded blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheFigures {
     /// The budget in bytes.
     pub limit_bytes: u64,

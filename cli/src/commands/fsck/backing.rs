@@ -44,7 +44,7 @@ pub fn check(disk: &Image, path: &Path, stores: &StoreArgs) -> Result<Vec<Findin
                 _ => Severity::Error,
             };
             let message = below.first_problem(problem).text;
-            Finding::new(severity, problem.code(), BACKING_TABLE, message)
+            Finding::error(problem.code(), BACKING_TABLE, message).of(severity)
         })
         .collect())
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::check::{self, CheckOptions, Finding, Findings, Place, Repair};
+use bcow::check::{self, CheckOptions, Finding, Findings, Place};
 use bcow::format::{Use, compatible};
 use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
@@ -14,7 +14,7 @@ use bcow_oci::store::{self, Opened, Places, StoreError};
 use bcow_oci::{Digest, LocalImage};
 
 use super::backing::BACKING_TABLE;
-use super::report::{Checked, Counts, Details, File, Outcome, Repairs, unread_content};
+use super::report::{Checked, Counts, Outcome, Repairs, unread_content};
 use super::tolerant::tolerant;
 use super::{Args, backing, restore};
 use crate::disks::{lock_for_reading, open_for_repair};
@@ -59,7 +59,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     if let Some(file) = file.as_ref().filter(|file| header_of(&***file).is_some()) {
         require_root(args, file)?;
     }
-    let (repairs, new_identity) = repair(args, &name, &target.path, places, &progress)?;
+    let repairs = repair(args, &name, &target.path, places, &progress)?;
     progress.phase("checking");
     if let Some(file) = &file {
         require_root(args, file)?;
@@ -67,7 +67,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     }
     let checked = check_all(args, &name, target, remote.as_ref(), places, &progress)?;
     let mut hints = hints(args, &checked);
-    if new_identity {
+    if repairs.new_identity {
         hints.push(format!(
             "disks over this file do not open any more; its content has not changed, so \
              `bcow rebase --unsafe DISK -b {}` repairs each of them",
@@ -140,30 +140,27 @@ fn locate(
     Ok((target, Some(located.file)))
 }
 
-/// Restores and repairs the file, as far as the options ask for this. Also returns whether the file
-/// has another identity now.
+/// Restores and repairs the file, as far as the options ask for this.
 fn repair(
     args: &Args,
     name: &LocalImage,
     path: &Path,
     places: Places<'_>,
     progress: &Progress,
-) -> Result<(Repairs, bool), CommandError> {
+) -> Result<Repairs, CommandError> {
     let mut repairs = Repairs::default();
     if let Some(from) = &args.from {
         progress.phase("restoring");
         repairs.lines = restore::run(args, name, path, from, places)?;
         repairs.of_damage = !repairs.lines.is_empty();
     }
-    if !args.repair {
-        return Ok((repairs, false));
+    if args.repair {
+        progress.phase("repairing");
+        let (file, _lock) = open_for_repair(args.image.shown(), path)?;
+        let done = check::repair(file);
+        repairs.add(&done.context(|| format!("cannot repair {}", args.image.display()))?);
     }
-    progress.phase("repairing");
-    let (file, _lock) = open_for_repair(args.image.shown(), path)?;
-    let done = check::repair(file);
-    let done = done.context(|| format!("cannot repair {}", args.image.display()))?;
-    repairs.add(&done);
-    Ok((repairs, done.iter().any(Repair::changes_identity)))
+    Ok(repairs)
 }
 
 /// Checks the file, and then the files below it, in this order.
@@ -243,13 +240,11 @@ fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
         return Ok(());
     };
     let tree = header_of(file).and_then(|header| header.merkle);
-    match tree.is_some_and(|tree| tree.root == root.0) {
-        true => Ok(()),
-        false => Err(
-            CommandError::new(format!("cannot check {}", args.image.display()))
-                .caused_by_text(format!("its root hash is not {root}")),
-        ),
+    if tree.is_some_and(|tree| tree.root == root.0) {
+        return Ok(());
     }
+    let cannot = CommandError::new(format!("cannot check {}", args.image.display()));
+    Err(cannot.caused_by_text(format!("its root hash is not {root}")))
 }
 
 /// Limit on findings about files with damaged content in one file. The others are counted.
@@ -268,9 +263,10 @@ fn check_file(
         "{}: checking {}, {}, with {} threads",
         target.name,
         path.display(),
-        match options.data {
-            true => "every byte",
-            false => "header and tables",
+        if options.data {
+            "every byte"
+        } else {
+            "header and tables"
         },
         options.threads
     );
@@ -321,18 +317,17 @@ fn check_file(
         name: target.name,
         label: target.label,
         findings,
+        path: target.path.to_string_lossy().into_owned(),
+        storage: Some(target.storage),
+        digest: target.digest,
         counts: Some(counts),
-        details: Details::File(File {
-            path: target.path,
-            storage: target.storage,
-            digest: target.digest,
-            inodes,
-            writable: report.writable,
-        }),
+        inodes,
+        writable: report.writable,
+        upper: None,
     })
 }
 
-/// Checks the file system in the file. Returns [`File::inodes`].
+/// Checks the file system in the file. Returns [`Checked::inodes`].
 fn check_tree(
     path: &Path,
     storage: Arc<dyn Storage>,
@@ -407,27 +402,21 @@ fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
     let mut damaged = files.iter().filter(is_damaged).peekable();
     if damaged.peek().is_none() {
         // A repair often follows an accident, which may have damaged data too.
-        return match args.repair && !args.data() {
-            true => vec![unread_content(image)],
-            false => Vec::new(),
-        };
+        let is_unread = args.repair && !args.data();
+        return Vec::from_iter(is_unread.then(|| unread_content(image)));
     }
     let mut findings = damaged.flat_map(|file| &*file.findings);
     if !args.repair && findings.all(|finding| finding.repair.is_some()) {
         return vec![format!("`bcow fsck --repair {image}` repairs this")];
     }
-    let Some(Checked {
-        details: Details::File(top),
-        findings,
-        ..
-    }) = files.first()
-    else {
+    let top = &files[0];
+    let Some(storage) = &top.storage else {
         return Vec::new();
     };
-    let header = header_of(&*top.storage);
+    let header = header_of(&**storage);
     let has_header = header.is_some();
     if header.is_some_and(|header| header.purpose != Use::Image) {
-        let mut errors = findings.iter().filter(|finding| finding.is_error());
+        let mut errors = top.findings.iter().filter(|finding| finding.is_error());
         if errors.all(is_of_backing) {
             return vec![
                 "name the directory of the backing with --backing-dir, or accept another file as \
@@ -436,7 +425,7 @@ fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
             ];
         }
         // If the disk does not open, none of its data can be read.
-        return match Image::open_storage(top.storage.clone(), &OpenOptions::default()) {
+        return match Image::open_storage(storage.clone(), &OpenOptions::default()) {
             Ok(_) => vec![format!(
                 "these commands save the readable data of the disk: \
                  `bcow serve --read-only {image} --socket SOCKET` and \
@@ -464,17 +453,14 @@ fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
         _ => {
             // A stack is not damaged itself if its layers are missing or do not match.
             let is_bad = |finding: &Finding| finding.is_error() && !is_of_backing(finding);
-            for file in files {
-                if let Details::File(bad) = &file.details
-                    && file.findings.iter().any(is_bad)
-                {
-                    hints.push(format!(
-                        "the damaged file is {}: remove it before you copy the image here again \
-                         with skopeo or a similar tool, which keeps existing files",
-                        bad.path.display()
-                    ));
-                }
-            }
+            let bad = files.iter().filter(|file| file.findings.iter().any(is_bad));
+            hints.extend(bad.map(|file| {
+                format!(
+                    "the damaged file is {}: remove it before you copy the image here again with \
+                     skopeo or a similar tool, which keeps existing files",
+                    file.path
+                )
+            }));
             // A repair does not restore a missing file.
             let can_restore = args.from.is_none() && !hints.is_empty();
             hints.push(format!(
@@ -527,7 +513,7 @@ mod tests {
         };
         let found = |severity| {
             let mut findings = Findings::default();
-            findings.add(Finding::new(severity, "merkle", "byte 0", "differs"));
+            findings.add(Finding::error("merkle", "byte 0", "differs").of(severity));
             findings
         };
         let clean = Findings::default;

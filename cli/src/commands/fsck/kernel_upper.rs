@@ -11,7 +11,7 @@ use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_fuse::kernel::{self, Kind};
 use bcow_union::{DiskInstance, DiskReader, META, UpperError};
 
-use super::report::{Checked, Counts, Details, Outcome, Repairs, Upper, unread_content};
+use super::report::{Checked, Counts, Outcome, Repairs, Upper, unread_content};
 use super::{Args, upper_image};
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
@@ -52,14 +52,14 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     let is_unread = args.repair && !args.data && found.size.is_some() && found.findings.is_sound();
     let checked = Checked {
         name: args.image.to_string(),
-        label: None,
         findings: found.findings,
         counts: Some(found.counts),
-        details: Details::Upper(Upper::Kernel {
+        upper: Some(Upper::Kernel {
             image: found.image,
             fs: found.size.map(|_| "ext4"),
             size: found.size,
         }),
+        ..Checked::default()
     };
     let mut outcome = Outcome::of_upper(args, checked, repairs);
     if is_unread {

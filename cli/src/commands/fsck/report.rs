@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bcow::Storage;
 use bcow::check::{Finding, Findings, Place, Repair, Severity, Writable};
 use bcow_oci::Digest;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::Args;
 use crate::error::{CommandError, exit};
@@ -39,26 +39,46 @@ pub struct Repairs {
     pub lines: Vec<String>,
     /// Whether a change repaired damage. A log that was applied is not damage.
     pub of_damage: bool,
+    /// Whether a change gave the file another identity.
+    pub new_identity: bool,
 }
 
 impl Repairs {
     /// Adds changes of a BCoW file.
     pub fn add(&mut self, done: &[Repair]) {
         self.of_damage |= done.iter().any(Repair::is_of_damage);
+        self.new_identity |= done.iter().any(Repair::changes_identity);
         self.lines.extend(done.iter().map(Repair::to_string));
     }
 }
 
-/// The result for one file or one upper.
+/// The result for one file, or for one upper, which has no path and no storage.
+#[derive(Default, Serialize)]
 pub struct Checked {
     /// The name in JSON, and in the line with the verdict.
     pub name: String,
     /// The short name in lines with findings. `None` for the file that the user named.
+    #[serde(skip)]
     pub label: Option<String>,
+    pub path: String,
+    #[serde(skip)]
+    pub storage: Option<Arc<dyn Storage>>,
+    pub digest: Option<Digest>,
+    #[serde(flatten, serialize_with = "verdict")]
     pub findings: Findings,
     /// `None` for an upper of the FUSE door.
+    #[serde(flatten)]
     pub counts: Option<Counts>,
-    pub details: Details,
+    /// The number of inodes in the superblock. `None` if the file has no file system, or if the
+    /// image or the superblock is damaged.
+    pub inodes: Option<u64>,
+    pub writable: Option<Writable>,
+    #[serde(skip)]
+    pub upper: Option<Upper>,
+}
+
+fn verdict<S: Serializer>(findings: &Findings, to: S) -> Result<S::Ok, S::Error> {
+    Verdict::of([findings]).serialize(to)
 }
 
 /// What was read of BCoW files.
@@ -67,22 +87,6 @@ pub struct Counts {
     pub tables: u64,
     pub blocks: u64,
     pub bytes_read: u64,
-}
-
-/// Properties that depend on what was checked.
-pub enum Details {
-    File(File),
-    Upper(Upper),
-}
-
-pub struct File {
-    pub path: PathBuf,
-    pub storage: Arc<dyn Storage>,
-    pub digest: Option<Digest>,
-    /// The number of inodes in the superblock. `None` if the file has no file system, or if the
-    /// image or the superblock is damaged.
-    pub inodes: Option<u64>,
-    pub writable: Option<Writable>,
 }
 
 /// An upper, by its door. `image` is the image against which it was checked, if there was one.
@@ -121,8 +125,11 @@ pub struct Document<'o> {
     checked: Option<&'static str>,
     #[serde(flatten)]
     counts: Option<Counts>,
-    #[serde(flatten)]
-    files: Option<Files<'o>>,
+    /// Of the first file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    inodes: Option<Option<u64>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    files: Option<&'o [Checked]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     upper: Option<&'o Upper>,
 }
@@ -145,34 +152,17 @@ struct ListedFinding<'o> {
     repair: Option<&'static str>,
 }
 
-#[derive(Serialize)]
-struct Files<'o> {
-    /// Of the first file.
-    inodes: Option<u64>,
-    files: Vec<ListedFile<'o>>,
-}
-
-#[derive(Serialize)]
-struct ListedFile<'o> {
-    name: &'o str,
-    path: Cow<'o, str>,
-    digest: Option<&'o Digest>,
-    #[serde(flatten)]
-    verdict: Verdict,
-    #[serde(flatten)]
-    counts: Option<Counts>,
-    inodes: Option<u64>,
-    writable: Option<Writable>,
-}
-
 impl Verdict {
-    fn of(checked: &[Checked]) -> Self {
-        let sum = |of: fn(&Findings) -> u64| checked.iter().map(|one| of(&one.findings)).sum();
-        let errors = sum(Findings::errors);
+    fn of<'f>(all: impl IntoIterator<Item = &'f Findings>) -> Self {
+        let (mut errors, mut warnings) = (0, 0);
+        for findings in all {
+            errors += findings.errors();
+            warnings += findings.warnings();
+        }
         Verdict {
             verdict: if errors == 0 { "clean" } else { "errors" },
             errors,
-            warnings: sum(Findings::warnings),
+            warnings,
         }
     }
 }
@@ -188,8 +178,12 @@ impl Outcome {
         }
     }
 
+    fn verdict(&self) -> Verdict {
+        Verdict::of(self.checked.iter().map(|one| &one.findings))
+    }
+
     pub fn exit(&self) -> u8 {
-        match Verdict::of(&self.checked).errors {
+        match self.verdict().errors {
             0 if self.repairs.of_damage => exit::FSCK_REPAIRED,
             0 => exit::DONE,
             _ => exit::FSCK_ERRORS_LEFT,
@@ -197,33 +191,20 @@ impl Outcome {
     }
 
     pub fn document(&self) -> Document<'_> {
-        let files: Vec<_> = self.checked.iter().filter_map(Checked::listed).collect();
-        let is_of_files = !files.is_empty();
-        let upper = self.checked.iter().find_map(|one| match &one.details {
-            Details::Upper(upper) => Some(upper),
-            Details::File(_) => None,
-        });
+        let all = || self.checked.iter();
+        let upper = all().find_map(|one| one.upper.as_ref());
+        let of_files = upper.is_none().then_some(&self.checked[..]);
         Document {
             schema: "bcow.fsck/1",
-            verdict: Verdict::of(&self.checked),
-            findings: self
-                .checked
-                .iter()
-                .flat_map(Checked::listed_findings)
-                .collect(),
-            findings_omitted: self.checked.iter().map(|one| one.findings.omitted()).sum(),
+            verdict: self.verdict(),
+            findings: all().flat_map(Checked::listed).collect(),
+            findings_omitted: all().map(|one| one.findings.omitted()).sum(),
             repaired: &self.repairs.lines,
             data: self.data,
-            checked: is_of_files.then_some(if self.data { "all" } else { "structure" }),
-            counts: self
-                .checked
-                .iter()
-                .filter_map(|one| one.counts)
-                .reduce(Counts::plus),
-            files: is_of_files.then(|| Files {
-                inodes: files[0].inodes,
-                files,
-            }),
+            checked: of_files.map(|_| if self.data { "all" } else { "structure" }),
+            counts: all().filter_map(|one| one.counts).reduce(Counts::plus),
+            inodes: of_files.map(|files| files.first().and_then(|file| file.inodes)),
+            files: of_files,
             upper,
         }
     }
@@ -274,7 +255,7 @@ impl Counts {
 }
 
 impl Checked {
-    fn listed_findings(&self) -> impl Iterator<Item = ListedFinding<'_>> {
+    fn listed(&self) -> impl Iterator<Item = ListedFinding<'_>> {
         self.findings.iter().map(|finding| ListedFinding {
             code: finding.code,
             severity: finding.severity,
@@ -285,26 +266,10 @@ impl Checked {
         })
     }
 
-    /// The file in JSON; `None` for an upper.
-    fn listed(&self) -> Option<ListedFile<'_>> {
-        let Details::File(file) = &self.details else {
-            return None;
-        };
-        Some(ListedFile {
-            name: &self.name,
-            path: file.path.to_string_lossy(),
-            digest: file.digest.as_ref(),
-            verdict: Verdict::of(std::slice::from_ref(self)),
-            counts: self.counts,
-            inodes: file.inodes,
-            writable: file.writable,
-        })
-    }
-
     /// The verdict if there are no errors.
     fn clean(&self, data: bool) -> &'static str {
-        match self.details {
-            Details::File(_) if !data => "structure clean",
+        match self.upper {
+            None if !data => "structure clean",
             _ => "clean",
         }
     }
@@ -329,7 +294,7 @@ impl Checked {
     /// The counts in the line with the verdict.
     fn parts(&self, data: bool) -> Vec<String> {
         let mut parts = Vec::new();
-        if let Details::Upper(Upper::Kernel { size, .. }) = self.details {
+        if let Some(Upper::Kernel { size, .. }) = self.upper {
             parts.push(match size {
                 Some(size) => format!("kernel door, disk of {}", Human(size)),
                 None => "kernel door".to_owned(),
@@ -339,43 +304,37 @@ impl Checked {
             parts.push(plural(counts.tables, "table"));
             parts.push(plural(counts.blocks, "block"));
         }
-        let mut open_blocks = 0;
-        match &self.details {
-            Details::File(file) => {
-                parts.extend(file.inodes.map(|inodes| plural(inodes, "inode")));
-                if let Some(writable) = file.writable {
-                    open_blocks = writable.open_blocks;
-                    let lost = match writable.dropped_record {
-                        true => " and one that a crash cut short",
-                        false => "",
-                    };
-                    parts.push(plural(writable.records, "record") + lost);
-                    parts.push(format!("{} free", Human(writable.free_bytes)));
-                }
+        parts.extend(self.inodes.map(|inodes| plural(inodes, "inode")));
+        if let Some(writable) = self.writable {
+            let mut records = plural(writable.records, "record");
+            if writable.dropped_record {
+                records += " and one that a crash cut short";
             }
-            Details::Upper(Upper::Fuse {
-                directories,
-                files,
-                whiteouts,
-                sketches,
-                ..
-            }) => {
-                parts.push(plural(*directories, "directory"));
-                parts.push(plural(*files, "file"));
-                parts.push(plural(*whiteouts, "whiteout"));
-                parts.push(plural(*sketches, "sketch"));
-            }
-            Details::Upper(Upper::Kernel { .. }) => {}
+            parts.push(records);
+            parts.push(format!("{} free", Human(writable.free_bytes)));
         }
-        if let Some(counts) = self.counts {
-            parts.push(match data {
-                true => format!("{} read", Human(counts.bytes_read)),
-                false => "data not checked".to_owned(),
-            });
+        if let Some(Upper::Fuse {
+            directories,
+            files,
+            whiteouts,
+            sketches,
+            ..
+        }) = self.upper
+        {
+            parts.push(plural(directories, "directory"));
+            parts.push(plural(files, "file"));
+            parts.push(plural(whiteouts, "whiteout"));
+            parts.push(plural(sketches, "sketch"));
+        }
+        if let Some(counts) = self.counts.filter(|_| data) {
+            parts.push(format!("{} read", Human(counts.bytes_read)));
             // Open blocks have no checksums until the disk is sealed.
-            if data && open_blocks > 0 {
+            let open_blocks = self.writable.map_or(0, |writable| writable.open_blocks);
+            if open_blocks > 0 {
                 parts.push(format!("{} without checksum", plural(open_blocks, "block")));
             }
+        } else if self.counts.is_some() {
+            parts.push("data not checked".to_owned());
         }
         parts
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bcow_union::offline::check::{self, CheckedImage, Finding, Place, Report};
 use bcow_union::{Instance, META, UpperError, UpperReader};
 
-use super::report::{Checked, Details, Outcome, Repairs, Upper};
+use super::report::{Checked, Outcome, Repairs, Upper};
 use super::{Args, upper_image};
 use crate::error::CommandError;
 use crate::image::OpenImage;
@@ -55,10 +55,8 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     let report = found.report;
     let checked = Checked {
         name: args.image.to_string(),
-        label: None,
         findings: report.findings,
-        counts: None,
-        details: Details::Upper(Upper::Fuse {
+        upper: Some(Upper::Fuse {
             image: found.image,
             directories: report.directories,
             files: report.files,
@@ -68,10 +66,12 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
             // Of packed sketches, which this version does not read.
             dropped_records: 0,
         }),
+        ..Checked::default()
     };
     let repairs = Repairs {
         of_damage: !repaired.is_empty(),
         lines: repaired,
+        ..Repairs::default()
     };
     Ok(Outcome::of_upper(args, checked, repairs))
 }
@@ -156,12 +156,11 @@ fn open_image(
         .map(Name::shown)
         .or(recorded.map(Path::new))
     else {
-        return match args.layers.layers.is_empty() {
-            true => Ok(None),
-            false => Err(CommandError::usage(
-                "--layer needs the image of the upper: LOWER",
-            )),
-        };
+        if args.layers.layers.is_empty() {
+            return Ok(None);
+        }
+        let usage = "--layer needs the image of the upper: LOWER";
+        return Err(CommandError::usage(usage));
     };
     let require_same = |image: &OpenImage| require_same_image(upper, image);
     upper_image::open(args, name, require_same, "references to it are", ui)

@@ -111,9 +111,10 @@ pub fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
     if !is_called(name.as_deref()) {
         return Ok(Some(name.into_iter().chain(arguments).collect()));
     }
-    let caller = match rustix::process::geteuid().is_root() {
-        true => Caller::Root,
-        false => Caller::Other,
+    let caller = if rustix::process::geteuid().is_root() {
+        Caller::Root
+    } else {
+        Caller::Other
     };
     match translate(arguments, caller)? {
         Request::Run(command) => Ok(Some(command)),
@@ -407,6 +408,11 @@ mod tests {
             (
                 &["a", "m", "-o", "pool=web"],
                 "bcow mount --pool=web -- a m",
+            ),
+            // Hidden options, and those of -o with the name of one that has a value, stay in -o.
+            (
+                &["a", "m", "-o", "no_cache,sync,fake,options=x"],
+                "bcow mount --no-cache -o sync,fake,options=x -- a m",
             ),
             // Sloppy or not, what demands a verification is never dropped.
             (

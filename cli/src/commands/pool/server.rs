@@ -17,7 +17,6 @@ use bcow::BlockCache;
 use bcow_fuse::kernel::DiskStopper;
 use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
-use bcow_fuse::stats::document::Cache;
 use bcow_fuse::{AnySession, MountStats};
 use bcow_union::log::{self, Severity};
 use nix::sched::CloneFlags;
@@ -434,7 +433,7 @@ impl Pool {
             restarts: self.settings.restarts,
             mounts: mounts.collect(),
             memory: memory(),
-            cache: Cache::of(&self.cache.figures()),
+            cache: self.cache.figures(),
             threads: status("Threads:").unwrap_or(0),
             requests: self.requests(),
         }

@@ -1,6 +1,6 @@
 //! `bcow pool stats`
 
-use bcow_fuse::stats::document::Cache;
+use bcow::CacheFigures;
 use serde::{Deserialize, Serialize};
 
 use crate::commands::stats::cache_line;
@@ -41,7 +41,7 @@ pub struct Document {
     /// Its memory.
     pub memory: Memory,
     /// The cache of decoded blocks of all mounts.
-    pub cache: Cache,
+    pub cache: CacheFigures,
     /// Threads of the process.
     pub threads: u64,
     /// Requests that were answered at these mounts.

@@ -32,7 +32,7 @@ pub struct Document {
     /// The process that serves the mount.
     pub process: Process,
     /// The cache of decoded blocks of the image.
-    pub cache: Cache,
+    pub cache: CacheFigures,
     /// The upper; `None` for a read-only mount.
     pub upper: Option<Upper>,
     /// The disk of a mount at the kernel door.
@@ -125,19 +125,6 @@ pub struct Process {
     pub start_ticks: u64,
     /// Time since the mount, in seconds.
     pub uptime_seconds: f64,
-}
-
-/// A cache of decoded blocks.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Cache {
-    /// Limit of the cache in bytes.
-    pub limit_bytes: u64,
-    /// Bytes in the cache now.
-    pub held_bytes: u64,
-    /// Requested blocks that were in the cache.
-    pub hits: u64,
-    /// Requested blocks that had to be read and decoded.
-    pub misses: u64,
 }
 
 /// The upper of a writable mount.
@@ -436,18 +423,6 @@ impl std::fmt::Display for LastError {
             f.write_str(": ")?;
         }
         f.write_str(&self.cause)
-    }
-}
-
-impl Cache {
-    /// The figures of a cache.
-    pub fn of(figures: &CacheFigures) -> Self {
-        Cache {
-            limit_bytes: figures.limit_bytes,
-            held_bytes: figures.held_bytes,
-            hits: figures.hits,
-            misses: figures.misses,
-        }
     }
 }
 

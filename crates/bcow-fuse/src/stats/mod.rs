@@ -24,7 +24,7 @@ use crate::disk::Barriers;
 pub use document::{Document, ServedBy};
 pub(crate) use latency::Operation;
 
-use document::{Cache, DiskFigures, Errors, Image, OperationFigures, Process, Remote, Upper};
+use document::{DiskFigures, Errors, Image, OperationFigures, Process, Remote, Upper};
 use latency::Latencies;
 pub(crate) use latency::Running;
 
@@ -215,7 +215,7 @@ impl MountStats {
                 mounted.mountpoint.to_string_lossy().into_owned()
             }),
             process: Process::this(self.started.elapsed()),
-            cache: Cache::of(&self.about.cache.figures()),
+            cache: self.about.cache.figures(),
             upper: self
                 .union
                 .get()

@@ -69,34 +69,29 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// A finding that no repair changes.
-    pub fn new(
-        severity: Severity,
-        code: &'static str,
-        place: impl Into<Place>,
-        message: impl Into<String>,
-    ) -> Self {
+    /// An error that no repair changes.
+    pub fn error(code: &'static str, place: impl Into<Place>, message: impl Into<String>) -> Self {
         Finding {
             code,
-            severity,
+            severity: Severity::Error,
             place: place.into(),
             message: message.into(),
             repair: None,
         }
     }
 
-    /// An error.
-    pub fn error(code: &'static str, place: impl Into<Place>, message: impl Into<String>) -> Self {
-        Finding::new(Severity::Error, code, place, message)
-    }
-
-    /// A warning.
+    /// A warning that no repair changes.
     pub fn warning(
         code: &'static str,
         place: impl Into<Place>,
         message: impl Into<String>,
     ) -> Self {
-        Finding::new(Severity::Warning, code, place, message)
+        Finding::error(code, place, message).of(Severity::Warning)
+    }
+
+    /// The finding with another severity.
+    pub fn of(self, severity: Severity) -> Self {
+        Finding { severity, ..self }
     }
 
     /// The finding with the description of its repair.
@@ -210,5 +205,28 @@ impl IntoIterator for Findings {
 impl<const N: usize> PartialEq<[Finding; N]> for Findings {
     fn eq(&self, other: &[Finding; N]) -> bool {
         self.kept == other
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn findings_beyond_the_limit_are_counted_by_their_severity() {
+        let mut findings = Findings::default();
+        for _ in 0..MAX_FINDINGS + 3 {
+            findings.add(Finding::warning("leak", "free list", ""));
+        }
+        assert!(findings.is_sound());
+        findings.add(Finding::error("overlap", "bytes 0..1", ""));
+        assert_eq!((findings.errors(), findings.warnings()), (1, 1003));
+        assert_eq!((findings.len(), findings.omitted()), (1001, 3));
+        assert_eq!(findings.last().map(|finding| finding.code), Some("overlap"));
+        let mut all = Findings::default();
+        all.append(findings);
+        all.extend([Finding::error("merkle", "Merkle tree", "")]);
+        all.omit_errors(2);
+        assert_eq!((all.errors(), all.warnings(), all.omitted()), (4, 1003, 5));
     }
 }
