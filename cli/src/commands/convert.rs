@@ -30,12 +30,12 @@ use crate::error::{CommandError, Context};
 use crate::foreign_format::{self, ForeignFormat};
 use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::Interrupt;
-use crate::name_args::{CONVERT_FROM, CONVERT_TO, NameParser};
 use crate::push::{Destination, Layout, ToS3};
 use crate::remote::{self, InRegistry, Pinned};
 use crate::replace::{self, Replacement};
 use crate::size::{self, Human, plural};
 use crate::ui::{Progress, Ui};
+use bcow_images::args::{CONVERT_FROM, CONVERT_TO, NameParser};
 
 /// Largest limit of entries. Numbers of entries have 32 bits.
 const MAX_ENTRIES: u64 = 1 << 31;

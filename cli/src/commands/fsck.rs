@@ -25,10 +25,10 @@ use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{LayerArgs, StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 use crate::kernel_upper::is_kernel_upper;
-use crate::name_args::{IMAGE, NameParser, WHOLE_IMAGE};
 use crate::names;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::ui::{Progress, Ui};
+use bcow_images::args::{IMAGE, NameParser, WHOLE_IMAGE};
 use report::{as_json, print_hints, print_report};
 use tolerant::tolerant;
 

@@ -4,9 +4,9 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use crate::error::{NameError, Syntax};
 use crate::form::{NameForm, spellings};
 use crate::name::{Name, NameParts};
+use crate::name_error::{NameError, Syntax};
 
 /// What a command does with a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

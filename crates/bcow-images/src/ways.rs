@@ -1,8 +1,8 @@
 //! What converts to what: one table, from which `bcow convert` acts, and from which its help and
 //! its errors are made.
 
-use crate::error::NameError;
 use crate::name::Name;
+use crate::name_error::NameError;
 
 /// What a source has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
