@@ -18,13 +18,9 @@ mod limits;
 mod metrics;
 mod mount_users;
 mod named_mount;
-mod new_file;
 mod over_view;
 mod pool;
-mod prefetch;
-mod record;
 mod remote_report;
-mod replace;
 mod rewrite;
 mod stat;
 mod ui;
@@ -34,8 +30,8 @@ use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
 use bcow_images::{
-    cache, disks, error, foreign_format, image, names, plain, push, remote, running, size, stores,
-    views,
+    cache, disks, error, foreign_format, image, names, new_file, plain, prefetch, push, record,
+    remote, replace, running, size, stores, views,
 };
 use clap::{CommandFactory, Parser, Subcommand};
 
