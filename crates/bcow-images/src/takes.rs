@@ -107,8 +107,8 @@ impl Takes {
                 NameUse::Open,
                 NameForm::File | NameForm::Bcow | NameForm::Layout | NameForm::Blob,
             ) => (
-                format!("{shown} is on this machine, and the command takes {all}"),
-                format!("write {all}"),
+                invalid("it is on this machine"),
+                format!("names of other places are {all}"),
             ),
             (NameUse::Open, _) => (
                 format!(
