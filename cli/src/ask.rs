@@ -116,7 +116,7 @@ fn place_of_statistics(directory: &Path) -> Result<PathBuf, Errno> {
 /// The hidden mount behind a mount at the kernel door: the descriptor of its process, for root
 /// only.
 pub fn hidden_mount(mount: &MountedImage) -> Result<PathBuf, Errno> {
-    if let Some(server) = running::server_of_mount(mount)
+    if let Some(server) = running::server_of_mount(&mount.device, &mount.path)
         // Root must not follow the descriptor of another user, who could publish any number.
         && server.uid == 0
     {
@@ -133,7 +133,7 @@ pub fn hidden_mount(mount: &MountedImage) -> Result<PathBuf, Errno> {
 
 /// The reason why a mount does not answer, and a hint.
 pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
-    let Some(server) = running::server_of_mount(mount) else {
+    let Some(server) = running::server_of_mount(&mount.device, &mount.path) else {
         return (
             "the mount does not answer, and its process cannot be examined".to_owned(),
             Some("`bcow ps` as root lists the process".to_owned()),

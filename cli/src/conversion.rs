@@ -3,15 +3,14 @@
 
 use std::fmt::Display;
 
-use bcow_oci::{Compression, ConvertError, LeftOut};
-use bcow_remote::RemoteError;
+use bcow_oci::{Compression, LeftOut};
 
-use crate::error::{CommandError, exit};
-use crate::interrupt::interrupted;
+use crate::error::CommandError;
 use crate::names::printable;
-use crate::remote;
 use crate::size;
 use crate::ui::{Progress, Ui};
+
+pub use bcow_images::failure::failure;
 
 /// The value of `--compress`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,33 +83,6 @@ pub fn parse_block_size(text: &str) -> Result<BlockSize, String> {
             Ok(BlockSize(Some(bytes)))
         }
         _ => Err("block sizes are powers of two from 4K to 4M".to_owned()),
-    }
-}
-
-/// The error for a failed conversion, or a failed write into a layout.
-pub fn failure(error: &ConvertError) -> CommandError {
-    if matches!(error, ConvertError::Interrupted) {
-        return interrupted();
-    }
-    let mut failure = CommandError::new(error.to_string());
-    if let Some(source) = std::error::Error::source(error) {
-        failure = failure.caused_by(source);
-    }
-    if error.full_path().is_some_and(remote::is_scratch) {
-        return failure.hint(format!(
-            "free space in {}, the directory for temporary files, or set TMPDIR to another one",
-            remote::scratch().display()
-        ));
-    }
-    let server_hint = RemoteError::below(error).and_then(|error| remote::hint(&error.problem));
-    if let Some(hint) = error.hint().or(server_hint.map(str::to_owned)) {
-        failure = failure.hint(hint);
-    }
-    match error {
-        ConvertError::HoldsImage { .. }
-        | ConvertError::PlatformSyntax(_)
-        | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
-        _ => failure,
     }
 }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use nix::sys::signal::{SigSet, Signal};
 
-use crate::error::{CommandError, exit};
+use crate::error::CommandError;
+pub use crate::error::interrupted;
 
 /// How long the work may take to notice the signal. It never does while it waits for standard input
 /// or for a disk that hangs; files without a name then vanish with the process.
@@ -59,9 +60,4 @@ impl Interrupt {
             false => Ok(()),
         }
     }
-}
-
-/// The error of a command that a signal has ended.
-pub fn interrupted() -> CommandError {
-    CommandError::new("interrupted").exit_with(exit::INTERRUPTED)
 }

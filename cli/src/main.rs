@@ -5,50 +5,34 @@
 //! failure.
 
 mod ask;
-mod cache;
 mod changes;
 mod commands;
 mod conversion;
 mod copy_out;
 mod cpus;
 mod disk_ledger;
-mod disks;
-mod error;
-mod foreign_format;
-mod given;
 mod heap;
-mod image;
 mod interrupt;
 mod kernel_upper;
 mod limits;
 mod metrics;
 mod mount_users;
-mod name_args;
 mod named_mount;
-mod names;
-mod new_file;
 mod over_view;
-mod plain;
 mod pool;
-mod prefetch;
-mod push;
-mod record;
-mod remote;
-mod replace;
+mod remote_report;
 mod rewrite;
-mod running;
-mod s3;
-mod size;
 mod stat;
-mod stores;
-mod tree;
 mod ui;
 mod upper;
-mod views;
 
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
+use bcow_images::{
+    cache, disks, error, foreign_format, image, names, new_file, plain, prefetch, push, record,
+    remote, replace, running, size, stores, views,
+};
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::mount::helper;

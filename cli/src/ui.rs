@@ -9,6 +9,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use crate::error::CommandError;
+use crate::image::Warnings;
 use crate::names::printable;
 
 /// When to use colour.
@@ -252,6 +253,16 @@ impl Ui {
         self.bars.suspend(|| {
             let _ = io::stderr().write_all(text.to_string().as_bytes());
         });
+    }
+}
+
+impl Warnings for Ui {
+    fn warning(&self, text: &dyn fmt::Display) {
+        Ui::warning(self, text);
+    }
+
+    fn hint(&self, text: &str) {
+        Ui::hint(self, text);
     }
 }
 

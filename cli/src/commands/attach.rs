@@ -22,9 +22,9 @@ use crate::error::{CommandError, Context};
 use crate::heap;
 use crate::image::StoreArgs;
 use crate::limits;
-use crate::name_args::{IMAGE, NameParser};
 use crate::running;
 use crate::ui::Ui;
+use bcow_images::args::{IMAGE, NameParser};
 pub use device::{NbdDevice, driver_failure};
 
 /// Attach an image or a disk as a block device of this machine (/dev/nbdN)

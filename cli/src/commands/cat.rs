@@ -7,10 +7,10 @@ use bcow_erofs::reader::FileType;
 
 use crate::error::{CommandError, Context};
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs};
-use crate::name_args::{IMAGE, NameParser};
 use crate::ui::Ui;
 use crate::{names, stat};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Write files of an image to standard output
 ///

@@ -12,11 +12,11 @@ use super::seal::{SealArgs, seal_into};
 use crate::disks::{Below, cannot_lock, lock_disk, lock_note};
 use crate::error::CommandError;
 use crate::image::{LayerArgs, StoreArgs, cannot_open_file};
-use crate::name_args::{COMMIT_DISK_TO, COMMIT_TO, IMAGE, NameParser};
 use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
 use crate::ui::Ui;
 use bcow_images::Name;
+use bcow_images::args::{COMMIT_DISK_TO, COMMIT_TO, IMAGE, NameParser};
 
 /// Commit changes of a disk or a writable mount to a new layer or the backing
 ///

@@ -13,11 +13,11 @@ use crate::conversion::{Compress, parse_compression};
 use crate::disks::{open_to_replace, require_backing_beside};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
-use crate::name_args::{IMAGE, NameParser, new_file};
 use crate::new_file::NewFile;
 use crate::rewrite::{TerminalMonitor, threads, write_new};
 use crate::size::Human;
 use crate::ui::Ui;
+use bcow_images::args::{IMAGE, NameParser, new_file};
 
 /// Rewrite a disk without its unused space
 ///

@@ -30,12 +30,12 @@ use crate::error::{CommandError, Context};
 use crate::foreign_format::{self, ForeignFormat};
 use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::Interrupt;
-use crate::name_args::{CONVERT_FROM, CONVERT_TO, NameParser};
 use crate::push::{Destination, Layout, ToS3};
 use crate::remote::{self, InRegistry, Pinned};
 use crate::replace::{self, Replacement};
 use crate::size::{self, Human, plural};
 use crate::ui::{Progress, Ui};
+use bcow_images::args::{CONVERT_FROM, CONVERT_TO, NameParser};
 
 /// Largest limit of entries. Numbers of entries have 32 bits.
 const MAX_ENTRIES: u64 = 1 << 31;
@@ -358,16 +358,15 @@ fn refuse_destination_options(args: &Args) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// An option, and the ways that it applies to.
-struct OptionRule {
-    option: &'static str,
-    is_given: fn(&Args) -> bool,
-    ways: &'static [Way],
-    /// A noun phrase for these ways.
-    only: &'static str,
-    hint: &'static str,
-}
+/// An option, whether it is given, the ways that it applies to, and a noun phrase for them.
+struct OptionRule(
+    &'static str,
+    fn(&Args) -> bool,
+    &'static [Way],
+    &'static str,
+);
 
+const OF_FILES: &[Way] = &[Way::Flatten, Way::Split, Way::SplitForContainerd];
 const OF_IMAGES: &[Way] = &[
     Way::Flatten,
     Way::Split,
@@ -375,65 +374,40 @@ const OF_IMAGES: &[Way] = &[
     Way::Recode,
     Way::RecodeLayers,
 ];
+const TO_LAYERS: &[Way] = &[Way::Split, Way::SplitForContainerd, Way::RecodeLayers];
+const TO_LAYOUT: &[Way] = &[Way::Split, Way::RecodeLayers];
+/// A layer for containerd has no prefetch list.
+const WITH_LIST: &[Way] = &[Way::Flatten, Way::Split, Way::Recode, Way::RecodeLayers];
 
 const OPTION_RULES: [OptionRule; 8] = [
-    OptionRule {
-        option: "--platform",
-        is_given: |args| args.platform.is_some(),
-        ways: &[Way::Flatten, Way::Split, Way::SplitForContainerd],
-        only: "ordinary images",
-        hint: "leave it out: a BCoW image has only one platform, and a disk has none",
-    },
-    OptionRule {
-        option: "--writable",
-        is_given: |args| args.writable,
-        ways: &[Way::Disk],
-        only: "disks",
-        hint: "a disk is made from raw:FILE or qcow2:FILE, or by `bcow create`",
-    },
-    OptionRule {
-        option: "--cache",
-        is_given: |args| args.cache.is_some(),
-        ways: &[Way::Split, Way::SplitForContainerd, Way::RecodeLayers],
-        only: "layers",
-        hint: "leave it out, or write to oci:DIR[:REF]",
-    },
-    OptionRule {
-        option: "--dedup-lower",
-        is_given: |args| args.dedup_lower,
-        ways: &[Way::Split, Way::RecodeLayers],
-        only: "layers in an OCI layout",
-        hint: "leave it out, or write to oci:DIR[:REF]; containerd uses the file of a layer over \
-               any other layers",
-    },
-    OptionRule {
-        option: "--prefetch",
-        is_given: |args| args.prefetch.is_some(),
-        ways: &[Way::Flatten, Way::Split, Way::Recode, Way::RecodeLayers],
-        only: "images",
-        hint: "leave it out: neither a disk nor a layer for containerd has a prefetch list",
-    },
-    OptionRule {
-        option: "--plain",
-        is_given: |args| args.plain,
-        ways: OF_IMAGES,
-        only: "images",
-        hint: "leave it out: --compress none stores the blocks of a disk uncompressed",
-    },
-    OptionRule {
-        option: "--allow-truncated",
-        is_given: |args| args.allow_truncated,
-        ways: OF_IMAGES,
-        only: "images",
-        hint: "leave it out: a disk is not read from an archive",
-    },
-    OptionRule {
-        option: "--as-files",
-        is_given: |args| args.as_files,
-        ways: OF_IMAGES,
-        only: "images",
-        hint: "leave it out: a disk is not made of files",
-    },
+    OptionRule(
+        "--platform",
+        |args| args.platform.is_some(),
+        OF_FILES,
+        "ordinary images",
+    ),
+    OptionRule("--writable", |args| args.writable, &[Way::Disk], "disks"),
+    OptionRule("--cache", |args| args.cache.is_some(), TO_LAYERS, "layers"),
+    OptionRule(
+        "--dedup-lower",
+        |args| args.dedup_lower,
+        TO_LAYOUT,
+        "layers in an OCI layout",
+    ),
+    OptionRule(
+        "--prefetch",
+        |args| args.prefetch.is_some(),
+        WITH_LIST,
+        "images",
+    ),
+    OptionRule("--plain", |args| args.plain, OF_IMAGES, "images"),
+    OptionRule(
+        "--allow-truncated",
+        |args| args.allow_truncated,
+        OF_IMAGES,
+        "images",
+    ),
+    OptionRule("--as-files", |args| args.as_files, OF_IMAGES, "images"),
 ];
 
 /// Refuses options that do not apply to a way.
@@ -442,19 +416,18 @@ fn refuse_options(args: &Args, way: Way) -> Result<(), CommandError> {
     // In a registry, --platform has selected one of several images.
     let is_selected =
         source.form() == NameForm::Registry && matches!(way, Way::Recode | Way::RecodeLayers);
-    let refused = OPTION_RULES.iter().find(|rule| {
-        let applies = rule.ways.contains(&way) || (is_selected && rule.option == "--platform");
-        (rule.is_given)(args) && !applies
-    });
-    match refused {
-        None => Ok(()),
-        Some(OptionRule {
-            option, only, hint, ..
-        }) => Err(CommandError::usage(format!(
-            "{option} is only for {only}, and not for {source} to {destination}"
-        ))
-        .hint(*hint)),
+    for OptionRule(option, is_given, ways, only) in OPTION_RULES {
+        let applies = ways.contains(&way) || (is_selected && option == "--platform");
+        if is_given(args) && !applies {
+            return Err(CommandError::usage(format!(
+                "{option} is only for {only}, and not for {source} to {destination}"
+            ))
+            .hint(format!(
+                "leave out {option}; `bcow help convert` says what it is for"
+            )));
+        }
     }
+    Ok(())
 }
 
 /// Fails if the file or directory of a source is missing.

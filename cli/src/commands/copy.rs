@@ -22,12 +22,12 @@ use crate::conversion::{failure, note_left_out};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, refuse_what_is_no_file};
 use crate::interrupt::Interrupt;
-use crate::name_args::{COPY_FROM, COPY_TO, NameParser};
 use crate::push::{Destination, Layout, ToS3};
 use crate::remote::{self, Pinned};
 use crate::replace::{self, Replacement};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
+use bcow_images::args::{COPY_FROM, COPY_TO, NameParser};
 
 /// Copy a BCoW image between files, layouts and registries, byte for byte
 ///

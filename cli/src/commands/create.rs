@@ -14,11 +14,11 @@ use bcow_oci::store;
 use crate::disks::{Below, lost_backing};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open};
-use crate::name_args::{IMAGE, NameParser, new_file};
 use crate::new_file::NewFile;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
+use bcow_images::args::{IMAGE, NameParser, new_file};
 
 /// Create a writable disk
 ///

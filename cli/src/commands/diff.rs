@@ -17,12 +17,12 @@ use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
-use crate::name_args::{IMAGE, NameParser};
 use crate::size::plural;
 use crate::ui::{Output, Ui};
 use crate::upper::Joined;
 use crate::{names, stat};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Show the differences between two images
 ///

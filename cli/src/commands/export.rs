@@ -18,12 +18,12 @@ use crate::copy_out::CopyOut;
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
-use crate::name_args::{EXPORT_TO, IMAGE, NameParser};
 use crate::names;
 use crate::new_file::NewFile;
 use crate::push::{Destination, Layout};
 use crate::size::{Human, plural};
 use crate::ui::{Progress, Ui};
+use bcow_images::args::{EXPORT_TO, IMAGE, NameParser};
 
 /// Write the content of an image in another form
 ///

@@ -13,11 +13,11 @@ use rustix::fs::Mode;
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::interrupt::{Interrupt, interrupted};
-use crate::name_args::{IMAGE, NameParser};
 use crate::names;
 use crate::size::{Human, plural};
 use crate::ui::{Progress, Ui};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Extract an image, or a part of it, into a directory
 ///

@@ -6,9 +6,9 @@ use bcow_images::Name;
 use bcow_oci::Digest;
 
 use crate::error::{CommandError, Context};
-use crate::name_args::{NameParser, REPOSITORY};
 use crate::remote::{self, RemoteArgs};
 use crate::ui::Ui;
+use bcow_images::args::{NameParser, REPOSITORY};
 
 /// Write a blob of a repository to standard output
 ///

@@ -18,13 +18,13 @@ use self::disk::DiskFacts;
 use self::stack::Stack;
 use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
-use crate::name_args::{IMAGE, NameParser};
 use crate::names::printable;
 use crate::prefetch::Shown;
 use crate::size::{Count, Human, plural};
 use crate::stat::full_time;
 use crate::ui::{Output, Ui};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Show the properties of an image or a disk, and how it is stored
 ///

@@ -9,10 +9,10 @@ use serde_json::{Map, Value};
 
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
-use crate::name_args::{IMAGE, NameParser};
 use crate::ui::{Output, Ui};
 use crate::{names, stat};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// List files in an image
 ///

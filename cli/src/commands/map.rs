@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
-use crate::name_args::{IMAGE, NameParser};
 use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Show where the address space of an image is stored
 ///

@@ -12,11 +12,11 @@ use super::create::backing;
 use crate::disks::{Below, lock_disk};
 use crate::error::CommandError;
 use crate::image::{StoreArgs, cannot_open_file};
-use crate::name_args::{IMAGE, NameParser};
 use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Change the backing of a disk
 ///

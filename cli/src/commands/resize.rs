@@ -9,9 +9,9 @@ use super::create::disk_size;
 use crate::disks::open_writable;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
-use crate::name_args::{IMAGE, NameParser};
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
+use bcow_images::args::{IMAGE, NameParser};
 
 /// Change the size of a disk
 ///

@@ -12,11 +12,11 @@ use crate::conversion::{BlockSize, Compress, parse_block_size, parse_compression
 use crate::disks::{open_to_replace, require_backing_beside};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
-use crate::name_args::{IMAGE, NameParser, new_file};
 use crate::new_file::NewFile;
 use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
+use bcow_images::args::{IMAGE, NameParser, new_file};
 
 /// Make a disk immutable
 ///

@@ -145,7 +145,7 @@ fn ask_when_published(mount: &MountedImage) -> Answer {
 /// Fails if a signal has stopped the process of a mount at the kernel door: the kernel could not
 /// write its pages back, and the unmount would block.
 fn refuse_stopped(directory: &Path, mount: &MountedImage) -> Result<(), CommandError> {
-    match running::server_of_mount(mount) {
+    match running::server_of_mount(&mount.device, &mount.path) {
         Some(Server {
             pid,
             state: State::Stopped,
@@ -336,7 +336,7 @@ struct Unread {
 
 impl Unread {
     fn examine(mount: &MountedImage, (why, hint): (String, Option<String>)) -> Self {
-        let store = match running::server_of_mount(mount) {
+        let store = match running::server_of_mount(&mount.device, &mount.path) {
             Some(server) => store_of(&server, mount),
             None if mount.is_writable => Some("its upper or disk".to_owned()),
             None => None,

@@ -2,9 +2,7 @@
 
 use bcow_union::log::{self, Severity};
 
-/// Name that the process takes while it closes the upper of a writable mount, or writes a trace.
-/// Commands that wait for its end recognise it by this name.
-pub const CLOSING: &std::ffi::CStr = c"bcow-closing";
+use bcow_mount::CLOSING;
 
 /// Takes the name [`CLOSING`].
 pub fn show_closing() {

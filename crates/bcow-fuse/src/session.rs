@@ -25,7 +25,8 @@ use crate::stats::MountStats;
 use crate::takeover::{self, Handover, duplicate};
 
 pub use crate::mount::Unmounted;
-pub use crate::process::{CLOSING, abort_on_panic, show_closing};
+pub use crate::process::{abort_on_panic, show_closing};
+pub use bcow_mount::CLOSING;
 
 /// The content of a mount.
 pub enum Content {

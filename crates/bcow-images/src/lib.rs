@@ -1,9 +1,11 @@
-//! Names of images, disks and archives, as users write them: `debian.bcow`, `oci:layout:tag`,
-//! `docker://debian:12`, `raw:disk.img`.
+//! Names of images, disks and archives, as users write them (`debian.bcow`, `oci:layout:tag`,
+//! `docker://debian:12`, `raw:disk.img`), and the files to which they lead.
 //!
 //! [`Name::parse`] is the only parser. [`Takes`] says which forms an argument of a command takes,
 //! and makes the errors for all others. [`apparent`] looks at the source of a conversion, and
-//! [`way`] is the table of what converts to what.
+//! [`way`] is the table of what converts to what. [`image`] and [`disks`] open images and disks,
+//! with the files below them, where [`stores`] and [`remote`] find them; [`push`] has the places
+//! that commands write to. [`error`] is the failure of a command.
 //!
 //! ```
 //! use bcow_images::{Name, NameForm, NameUse, Takes};
@@ -21,18 +23,40 @@
 //! # Ok::<(), bcow_images::NameError>(())
 //! ```
 
+pub mod args;
+pub mod cache;
 mod content;
-mod error;
+pub mod disks;
+pub mod error;
+pub mod failure;
+pub mod foreign_format;
 mod form;
+pub mod given;
+pub mod image;
 mod name;
+mod name_error;
+pub mod names;
+pub mod new_file;
+pub mod plain;
+pub mod prefetch;
+pub mod push;
+pub mod record;
+pub mod remote;
+pub mod replace;
+pub mod running;
+pub mod s3;
+pub mod size;
+pub mod stores;
 mod takes;
+pub mod tree;
 mod url;
+pub mod views;
 mod ways;
 
 pub use content::{Apparent, apparent};
-pub use error::{NameError, Syntax};
 pub use form::{NameForm, spellings};
 pub use name::{Name, NameParts};
+pub use name_error::{NameError, Syntax};
 pub use takes::{NameUse, Takes};
 pub use url::Url;
 pub use ways::{Content, Target, Way, no_way, table, way};

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use bcow_oci::{Digest, LocalImage, Source, TarInput};
 use bcow_remote::Reference;
 
-use crate::error::Syntax;
 use crate::form::{NameForm, TRANSPORTS};
+use crate::name_error::Syntax;
 use crate::url::Url;
 
 /// The name of an image, a disk or an archive, as the user wrote it.

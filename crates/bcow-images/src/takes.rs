@@ -4,9 +4,9 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use crate::error::{NameError, Syntax};
 use crate::form::{NameForm, spellings};
 use crate::name::{Name, NameParts};
+use crate::name_error::{NameError, Syntax};
 
 /// What a command does with a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,8 +107,8 @@ impl Takes {
                 NameUse::Open,
                 NameForm::File | NameForm::Bcow | NameForm::Layout | NameForm::Blob,
             ) => (
-                format!("{shown} is on this machine, and the command takes {all}"),
-                format!("write {all}"),
+                invalid("it is on this machine"),
+                format!("names of other places are {all}"),
             ),
             (NameUse::Open, _) => (
                 format!(

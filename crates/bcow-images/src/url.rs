@@ -4,7 +4,7 @@ use std::fmt;
 
 use bcow_remote::{Address, Reference, S3Name};
 
-use crate::error::Syntax;
+use crate::name_error::Syntax;
 
 /// The name of a file or an image on another machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

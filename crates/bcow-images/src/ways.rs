@@ -1,8 +1,8 @@
 //! What converts to what: one table, from which `bcow convert` acts, and from which its help and
 //! its errors are made.
 
-use crate::error::NameError;
 use crate::name::Name;
+use crate::name_error::NameError;
 
 /// What a source has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -138,17 +138,19 @@ pub fn no_way(content: Content, target: Target, source: &Name, destination: &Nam
     NameError { message, hint }
 }
 
-/// The table as text: a line for each content, with the destinations that it can have.
+/// The table as text: the destinations of each content, a line for each.
 pub fn table() -> String {
-    let row = |content: &Content| {
-        let targets = Target::ALL
-            .iter()
-            .filter(|target| way(*content, **target) != Way::None)
-            .map(|target| target.title());
-        let targets: Vec<&str> = targets.collect();
-        format!("    {:<23} {}\n", content.title(), targets.join("; "))
-    };
-    Content::ALL.iter().map(row).collect()
+    let mut text = String::new();
+    for content in Content::ALL {
+        let mut title = content.title();
+        for target in Target::ALL {
+            if way(content, target) != Way::None {
+                text += &format!("    {title:<23} {}\n", target.title());
+                title = "";
+            }
+        }
+    }
+    text
 }
 
 #[cfg(test)]
@@ -185,6 +187,7 @@ mod tests {
         for content in Content::ALL {
             assert_ne!(way(content, Target::File), Way::None);
         }
-        assert_eq!(table().lines().count(), Content::ALL.len());
+        let ways = WAYS.iter().flatten().filter(|way| **way != Way::None);
+        assert_eq!(table().lines().count(), ways.count());
     }
 }

@@ -61,3 +61,7 @@ pub use hidden::HiddenMount;
 pub use loop_device::{Access, LoopDevice, backing_of, is_served};
 pub use memory::{Writeback, release_heap, serve_writeback};
 pub use name::HiddenName;
+
+/// Name that the process of a mount takes while it closes an upper or writes a trace. Commands that
+/// wait for its end recognise it by this name.
+pub const CLOSING: &std::ffi::CStr = c"bcow-closing";

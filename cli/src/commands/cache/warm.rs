@@ -7,10 +7,10 @@ use bcow_remote::Warm;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::Interrupt;
-use crate::name_args::{NameParser, REMOTE_IMAGE};
 use crate::remote;
 use crate::size::{Human, plural};
 use crate::ui::Ui;
+use bcow_images::args::{NameParser, REMOTE_IMAGE};
 
 /// Fetch all of an image into the cache
 ///

@@ -24,12 +24,12 @@ use crate::conversion::{failure as convert_failure, source_date_epoch};
 use crate::error::CommandError;
 use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
-use crate::name_args::COMMIT_TO;
 use crate::push::{Destination, Layout};
 use crate::replace::{self, Force, Replacement};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 use crate::upper::Joined;
+use bcow_images::args::COMMIT_TO;
 
 /// Makes a layer or an image of the changes in `upper`.
 pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {

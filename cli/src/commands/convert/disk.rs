@@ -18,13 +18,13 @@ use crate::error::CommandError;
 use crate::foreign_format::format_hint;
 use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
-use crate::name_args::{CONVERT_FROM, CONVERT_TO};
 use crate::new_file::NewFile;
 use crate::push::Destination;
 use crate::replace::{self, Replacement};
 use crate::rewrite::{TerminalMonitor, metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
+use bcow_images::args::{CONVERT_FROM, CONVERT_TO};
 
 /// A file in another form than BCoW.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

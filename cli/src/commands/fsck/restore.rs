@@ -13,10 +13,10 @@ use super::Args;
 use crate::disks::open_for_repair;
 use crate::error::{CommandError, Context};
 use crate::image::{cannot_open, refuse_what_is_no_file};
-use crate::name_args::WHOLE_IMAGE;
 use crate::names::printable;
 use crate::remote::{self, Pinned};
 use crate::size::{Human, plural};
+use bcow_images::args::WHOLE_IMAGE;
 
 /// Restores the image, and the files below it, from the files of `from`. Returns a line for each
 /// file that changed.

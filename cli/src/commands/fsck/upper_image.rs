@@ -6,9 +6,9 @@ use std::path::Path;
 use super::Args;
 use crate::error::CommandError;
 use crate::image::OpenImage;
-use crate::name_args::IMAGE;
 use crate::names;
 use crate::ui::Ui;
+use bcow_images::args::IMAGE;
 
 /// Opens the image of an upper: the image that the command line names, or else the `recorded` one.
 /// `require_same` refuses another image. If the recorded image cannot be used and the command line

@@ -123,7 +123,7 @@ pub fn open(
             name: "fuse".to_owned(),
             reason,
         }),
-        remote: args.stores.remote.report(),
+        remote: crate::remote_report::of(&args.stores.remote),
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
         trace: recording
             .as_ref()

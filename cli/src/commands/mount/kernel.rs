@@ -469,7 +469,7 @@ impl Opened {
                 name: "kernel".to_owned(),
                 reason: self.reason,
             }),
-            remote: args.stores.remote.report(),
+            remote: crate::remote_report::of(&args.stores.remote),
             pool: host.pool.as_ref().map(|pool| pool.name.clone()),
             trace: self
                 .recording

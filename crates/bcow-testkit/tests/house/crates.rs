@@ -38,7 +38,19 @@ const MAY_USE: [(&str, &[&str]); 18] = [
     ("bcow-nbd", &["bcow"]),
     ("bcow-foreign", &["bcow"]),
     ("bcow-remote", &["bcow"]),
-    ("bcow-images", &["bcow-oci", "bcow-remote", "bcow"]),
+    (
+        "bcow-images",
+        &[
+            "bcow-union",
+            "bcow-mount",
+            "bcow-oci",
+            "bcow-remote",
+            "bcow-view",
+            "bcow-erofs",
+            "bcow-ext4",
+            "bcow",
+        ],
+    ),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
     // They run the program `bcow`.

@@ -37,7 +37,9 @@ pub enum Replacement {
 /// Whether `--force` allows to replace any file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Force {
+    /// It does.
     Given,
+    /// It does not.
     NotGiven,
     /// The command has no such option.
     NoOption,

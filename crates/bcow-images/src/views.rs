@@ -21,6 +21,7 @@ pub struct UserViews {
 }
 
 impl UserViews {
+    /// The views are read and written with these options.
     pub fn new(options: &OpenOptions) -> Self {
         UserViews {
             options: options.clone(),

@@ -5,20 +5,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::name::{Name, NameParts};
+use crate::takes::Takes;
+use crate::url::Url;
 use bcow::{Storage, header_of};
-use bcow_images::{Name, NameParts, Takes, Url};
 use bcow_oci::copy::CopyFile;
-use bcow_oci::{ConvertError, Digest, LayoutForm, OpenContent};
+use bcow_oci::{ConvertError, Digest, LayoutForm, OpenContent, Progress};
 use bcow_remote::{
     Problem, Reference, Remote, RemoteError, Replace, Root, S3, S3Content, S3Name, S3Upload, Upload,
 };
 use serde_json::Value;
 
-use crate::conversion::failure;
 use crate::error::CommandError;
+use crate::failure::failure;
 use crate::remote::{self, RemoteArgs};
 use crate::s3;
-use crate::ui::Progress;
 
 /// A place that a command writes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,9 +43,11 @@ pub enum Destination {
 /// An image in an OCI layout or in a registry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
+    /// Where it is.
     pub form: LayoutForm,
     /// The directory, or the archive's file.
     pub path: PathBuf,
+    /// The name of the image in the layout. A registry has it in [`Layout::form`].
     pub reference: Option<String>,
 }
 
@@ -170,7 +173,7 @@ impl ToS3 {
     pub fn send(
         &self,
         file: &dyn Storage,
-        progress: &Progress<'_>,
+        progress: &dyn Progress,
         cancel: &AtomicBool,
     ) -> Result<u64, CommandError> {
         progress.phase("sending");
@@ -186,7 +189,7 @@ impl ToS3 {
     pub fn send_image(
         &self,
         files: &[(Digest, CopyFile)],
-        progress: &Progress<'_>,
+        progress: &dyn Progress,
         cancel: &AtomicBool,
     ) -> Result<Vec<u64>, CommandError> {
         progress.total(Some(files.iter().map(|(_, file)| file.bytes).sum()));
@@ -252,7 +255,7 @@ impl ToS3 {
     fn write(
         &self,
         content: &S3Content<'_>,
-        progress: &Progress<'_>,
+        progress: &dyn Progress,
         cancel: &AtomicBool,
     ) -> Result<u64, CommandError> {
         let sent = |bytes| progress.advance(bytes);

@@ -14,8 +14,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use bcow_fuse::MountedImage;
-use bcow_fuse::session::CLOSING;
+use bcow_mount::CLOSING;
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
 
@@ -191,10 +190,10 @@ pub fn server_of(pid: u32) -> Option<Server> {
     server(pid, device_of_memory_files().ok()?)
 }
 
-/// The process that serves a mount.
-pub fn server_of_mount(mount: &MountedImage) -> Option<Server> {
+/// The process that serves the mount with this device number at `path`.
+pub fn server_of_mount(device: &str, path: &Path) -> Option<Server> {
     let mut servers = servers().into_iter();
-    servers.find(|server| server.has_mount(&mount.device, &mount.path))
+    servers.find(|server| server.has_mount(device, path))
 }
 
 /// The state of the process with this number; `None` if no such process exists.

@@ -2,15 +2,17 @@
 
 use std::ffi::OsStr;
 
-use bcow_images::NameForm::{
-    Bcow, Blob, ContainerdCache, Directory, DockerArchive, File, Layout, Lowest, OciArchive, Qcow2,
-    Raw, Registry, S3, Tar, Web,
-};
-use bcow_images::{Name, NameError, NameUse, Takes};
 use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
 
 use crate::error::CommandError;
+use crate::form::NameForm::{
+    Bcow, Blob, ContainerdCache, Directory, DockerArchive, File, Layout, Lowest, OciArchive, Qcow2,
+    Raw, Registry, S3, Tar, Web,
+};
+use crate::name::Name;
+use crate::name_error::NameError;
+use crate::takes::{NameUse, Takes};
 
 /// IMG, DISK, BACKING and LAYER of all commands.
 pub const IMAGE: Takes = Takes {

@@ -39,6 +39,7 @@ struct Range {
 }
 
 impl Recorder {
+    /// Fails for an address space that is too large.
     pub fn new(device: Arc<dyn BlockDevice>) -> Result<Arc<Self>, CommandError> {
         if device.size() > MAX_BYTES {
             return Err(CommandError::new(

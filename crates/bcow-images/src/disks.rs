@@ -5,13 +5,14 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::name::Name;
+use crate::url::Url;
 use bcow::chain::{
     self, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share, UrlFailure, Urls,
 };
 use bcow::format::{BackingName, FormatError, Header, State, Use};
 use bcow::lock::FileLock;
 use bcow::{Disk, Error, Image, Ledger, LockFileError, LockedFile, OpenOptions, header_of};
-use bcow_images::{Name, Url};
 use bcow_oci::store::{Opened, Places, Stores};
 use bcow_remote::Root;
 
@@ -24,6 +25,7 @@ use crate::views::UserViews;
 
 /// A disk, open for reading, with the files below it.
 pub struct OpenChain {
+    /// The disk.
     pub image: Arc<Image>,
     /// The files below it that were found, the nearest first.
     pub files: Vec<ChainFile>,
@@ -34,15 +36,18 @@ pub struct OpenChain {
 /// A disk, open for writing, and its locked file. Writable files below the disk are locked against
 /// writers as long as the disk is open, unless --force-share is given.
 pub struct WritableDisk {
+    /// The disk.
     pub disk: Disk,
-    // Dropped after the disk, which may write to the file until it is dropped.
+    /// Its file. Dropped after the disk, which may write to the file until it is dropped.
     pub file: LockedFile,
 }
 
 /// A problem with a file below a disk.
 #[derive(Debug, Clone)]
 pub struct Problem {
+    /// The problem.
     pub text: String,
+    /// What the user can do.
     pub hint: Option<String>,
     /// Whether it may pass without any change by the user.
     may_pass: bool,
@@ -97,6 +102,7 @@ pub struct Below<'a> {
 }
 
 impl<'a> Below<'a> {
+    /// Looks where the options say.
     pub fn new(args: &'a StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
         Below::in_places(args, options, args.backing_dirs()?.to_vec(), &[])
     }
@@ -139,6 +145,7 @@ impl<'a> Below<'a> {
         })
     }
 
+    /// Which files below a disk may be opened.
     pub fn policy(&self) -> Policy<'_> {
         Policy {
             directories: &self.directories,
@@ -423,7 +430,9 @@ pub fn open_writable(
 
 /// A writable disk opened for reading, and its locked file.
 pub struct LockedImage {
+    /// The disk.
     pub image: Arc<Image>,
+    /// Its file.
     pub file: LockedFile,
 }
 

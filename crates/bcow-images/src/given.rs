@@ -21,6 +21,7 @@ pub struct Given {
 pub struct OpenFiles {
     /// Each checks what it reads against its Merkle tree.
     pub files: Vec<Arc<dyn Storage>>,
+    /// Searched in this order, after the files.
     pub places: Vec<Arc<dyn RemoteFiles>>,
 }
 

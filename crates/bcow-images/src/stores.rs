@@ -6,10 +6,10 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::name::Name;
 use bcow::chain::Share;
 use bcow::format::FormatError;
 use bcow::{Error, OpenOptions};
-use bcow_images::Name;
 use bcow_oci::store::{self, Opened, Places, RemoteFiles, StoreError};
 
 use crate::error::{CommandError, Context};
@@ -37,6 +37,7 @@ pub struct StoreArgs {
     /// inconsistent. The command still locks a disk that it opens for writing
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// The options for images on other machines.
     #[command(flatten)]
     pub remote: RemoteArgs,
 }

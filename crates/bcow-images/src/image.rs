@@ -1,14 +1,16 @@
 //! Opening an image, with the files that it needs and layers on top.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::name::{Name, NameParts};
+use crate::url::Url;
 use bcow::chain::ChainFile;
 use bcow::format::{Use, hex};
 use bcow::{BlockCache, BlockDevice, Image, OpenOptions, Verify};
 use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
-use bcow_images::{Name, NameParts, Url};
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
 use bcow_oci::{Annotations, LayoutForm, LeftOut};
@@ -16,18 +18,26 @@ use bcow_remote::Root;
 use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
 
-use crate::conversion::failure;
+use crate::args::{IMAGE, NameParser};
 use crate::disks::{self, Below, Problem};
 use crate::error::{CommandError, Context};
+use crate::failure::failure;
 use crate::given::{Given, OpenFiles};
-use crate::name_args::{IMAGE, NameParser};
 use crate::push::Layout;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::size::{Count, plural};
-use crate::ui::Ui;
 
 pub use crate::stores::{StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 pub use crate::tree::{LastLink, Tree};
+
+/// Takes the warnings of an image that opens with problems.
+pub trait Warnings {
+    /// A warning.
+    fn warning(&self, text: &dyn Display);
+
+    /// A hint for the warning before it.
+    fn hint(&self, text: &str);
+}
 
 /// Layers on top of an image.
 #[derive(Debug, Default, clap::Args)]
@@ -116,30 +126,30 @@ impl OpenImage {
         name: &Name,
         layers: &LayerArgs,
         stores: &StoreArgs,
-        ui: &Ui,
+        warnings: &dyn Warnings,
     ) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
         let check = |image: OpenImage| {
-            image.warn_of_problems(ui);
+            image.warn_of_problems(warnings);
             Ok(image)
         };
         OpenImage::open_parts(name, &layers.layers, stores, &options, None, &check)
     }
 
-    fn warn_of_problems(&self, ui: &Ui) {
+    fn warn_of_problems(&self, warnings: &dyn Warnings) {
         const MAX_WARNINGS: usize = 10;
         for problem in self.problems.iter().take(MAX_WARNINGS) {
-            ui.warning(&problem.text);
+            warnings.warning(&problem.text);
             if let Some(hint) = &problem.hint {
-                ui.hint(hint);
+                warnings.hint(hint);
             }
         }
         let problems = &self.opened.problems;
         for problem in problems.iter().take(MAX_WARNINGS) {
-            ui.warning(problem);
+            warnings.warning(problem);
         }
         if problems.len() > MAX_WARNINGS {
-            ui.warning(format_args!(
+            warnings.warning(&format_args!(
                 "{} more layers are missing or wrong",
                 Count((problems.len() - MAX_WARNINGS) as u64)
             ));

@@ -8,11 +8,15 @@ use std::path::Path;
 /// The apparent format of a file, by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ForeignFormat {
+    /// A file without bytes.
     Empty,
     /// A tar archive, or a file compressed with gzip or zstd, which may contain a tar archive.
     Archive,
+    /// A qcow2 image.
     Qcow2,
+    /// An EROFS file system.
     Erofs,
+    /// A squashfs file system.
     Squashfs,
     /// A disk in a format that bcow does not read, by the name of the format.
     OtherDisk(&'static str),

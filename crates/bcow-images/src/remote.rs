@@ -6,18 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+use crate::name::Name;
+use crate::url::Url;
 use bcow::Storage;
 use bcow::format::is_plain_url;
-use bcow_fuse::stats::RemoteReport;
-use bcow_fuse::stats::document::{self, KindCount};
-use bcow_images::{Name, Url};
 use bcow_oci::store::{RecordedFile, RemoteFailure, RemoteFiles};
 use bcow_oci::{
     BcowImage, ConvertError, Digest, FromIndex, OrdinaryImage, Platform, RegistryImage, Repository,
 };
 use bcow_remote::{
-    Address, Cache, Credentials, Expected, Keychain, Options, Problem, PublicKey, Reference,
-    Registry, Remote, RemoteError, RemoteFile, Root, WeakRemote,
+    Address, Cache, Credentials, Expected, Figures, Keychain, Options, Problem, PublicKey,
+    Reference, Registry, Remote, RemoteError, RemoteFile, Root, WeakRemote,
 };
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 
@@ -124,40 +123,21 @@ impl Client {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         files.iter().filter_map(Weak::upgrade).collect()
     }
+}
 
-    fn report(&self) -> document::Remote {
-        let files: Vec<_> = self.files().iter().map(|file| file.presence()).collect();
-        let figures = self.remote.figures();
-        document::Remote {
-            files: files.len() as u64,
-            file_bytes: files.iter().map(|file| file.file_bytes).sum(),
-            held_bytes: files.iter().map(|file| file.held_bytes).sum(),
-            fetched_bytes: figures.fetched_bytes,
-            cached_bytes: figures.cached_bytes,
-            bytes_per_second: figures.bytes_per_second,
-            running_requests: figures.running_requests,
-            waiting_reads: figures.waiting_reads,
-            longest_wait_seconds: figures.longest_wait.as_secs_f64(),
-            retries: figures.retries,
-            tokens: figures.tokens,
-            errors: figures
-                .errors
-                .into_iter()
-                .map(|(kind, count)| KindCount {
-                    kind: kind.to_owned(),
-                    count,
-                })
-                .collect(),
-            servers: figures
-                .servers
-                .into_iter()
-                .map(|server| document::Server {
-                    server: server.server,
-                    requests: server.requests,
-                    received_bytes: server.received_bytes,
-                })
-                .collect(),
-        }
+/// The traffic of a command line with other machines.
+#[derive(Clone)]
+pub struct Activity(Arc<Client>);
+
+impl Activity {
+    /// The open files, in the order of their opening.
+    pub fn files(&self) -> Vec<Arc<RemoteFile>> {
+        self.0.files()
+    }
+
+    /// The counters.
+    pub fn figures(&self) -> Figures {
+        self.0.remote.figures()
     }
 }
 
@@ -173,7 +153,9 @@ pub const HEADING: &str = "Images on other machines";
 /// Whether `--root-hash` applies to an image: it names one image of a command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pinned {
+    /// It applies.
     AsAsked,
+    /// It names another image.
     Never,
     /// The file above records the root hash.
     To(Root),
@@ -181,6 +163,7 @@ pub enum Pinned {
 
 /// An image on another machine.
 pub struct RemoteImage {
+    /// The name, without the query of a URL in messages.
     pub name: Name,
     /// The bytes, each checked against the Merkle tree.
     pub storage: Arc<dyn Storage>,
@@ -214,6 +197,7 @@ impl RemoteArgs {
         })
     }
 
+    /// The root hash that an image must have; `None` for any.
     pub fn root_of(&self, pinned: Pinned) -> Option<Root> {
         match pinned {
             Pinned::AsAsked => self.root_hash,
@@ -304,9 +288,8 @@ impl RemoteArgs {
 
     /// The counters for the statistics of a mount; `None` as long as no image on another machine
     /// was opened.
-    pub fn report(&self) -> Option<RemoteReport> {
-        let client = Arc::clone(self.client.0.get()?);
-        Some(RemoteReport::new(move || client.report()))
+    pub fn activity(&self) -> Option<Activity> {
+        Some(Activity(Arc::clone(self.client.0.get()?)))
     }
 
     /// Bytes that were fetched so far.
