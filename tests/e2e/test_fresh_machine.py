@@ -16,8 +16,8 @@ from support import BCOW, TOP, WORK, need, write_file
 ROUNDS = {"PROPTEST_CASES": "8", "BCOW_KILLS": "20"}
 # The parts of long programs that run here: the rest works in memory.
 PARTS = {"bcow/stress (test)": ["kill::", "operations::"]}
-# The packages whose tests root runs here too, because they mount or start programs of Debian. `cargo
-# test` has run all of them as root; BCOW_FRESH=all runs them here as well.
+# The packages whose tests root runs here too, because they mount or start programs of Debian.
+# `cargo test` has run all of them as root; BCOW_FRESH=all runs them here as well.
 OF_ROOT = ("bcow-ext4", "bcow-fuse", "bcow-view", "cli")
 
 

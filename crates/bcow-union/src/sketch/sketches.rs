@@ -180,11 +180,6 @@ impl Sketches {
             maps_written: counters.maps_compacted.load(Ordering::Relaxed),
         }
     }
-
-    /// The account of the upper.
-    pub fn account(&self) -> &Arc<Account> {
-        &self.shared.account
-    }
 }
 
 impl std::fmt::Debug for Sketches {
