@@ -130,7 +130,7 @@ class Containers(support.Scratch):
             cls.packages = packages(root)
 
     @contextlib.contextmanager
-    def writable(self, made=None, kind="sparse"):
+    def writable(self, made=None, kind="fuse"):
         directory = tempfile.mkdtemp(prefix="writable-", dir=self.directory)
         os.chmod(directory, 0o755)
         one = Writable(made or self.image, directory, kind)
@@ -191,7 +191,7 @@ class Containers(support.Scratch):
             self.assertEqual(run("chroot", where, "dpkg", "--verify", name).out.decode(), "")
 
     def test_runc_installs_packages_and_a_server_runs(self):
-        for kind in ("sparse", "kernel"):
+        for kind in KINDS:
             with self.subTest(kind), self.writable(kind=kind) as one:
                 self.install_and_serve(one)
 
