@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use flate2::read::MultiGzDecoder;
 use rustls::crypto::ring;
-use ureq::http::{HeaderMap, Method, Request};
+use ureq::http::{HeaderMap, Method, Request, Response};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::unversioned::resolver::DefaultResolver;
 use ureq::unversioned::transport::{Connector, DefaultConnector};
-use ureq::{Agent, AsSendBody, SendBody};
+use ureq::{Agent, AsSendBody, Body, SendBody};
 
 use crate::address::{Address, Transport};
 use crate::deadline::Deadlines;
@@ -140,6 +140,7 @@ impl Client {
         let (running, server, left) = self.begin(address, budget)?;
         let traffic = self.counters.request(address.origin());
         let silence = budget.longest_silence().min(left);
+        let may_repeat = method.is_idempotent();
         let mut request = Request::builder().method(method).uri(address.uri());
         for (name, value) in headers {
             request = request.header(*name, *value);
@@ -155,15 +156,25 @@ impl Client {
             sending,
             deadline: budget.deadline(),
         };
-        let answer = match content {
-            Content::Nothing => call(agent, request.body(()), limits, running, traffic),
-            Content::Bytes(bytes) => call(agent, request.body(bytes), limits, running, traffic),
+        let invalid = |_| Problem::Answer("it led to an invalid request".into()).permanent();
+        let begun = Instant::now();
+        let response = match content {
+            Content::Nothing => {
+                let request = request.body(()).map_err(invalid)?;
+                match run(agent, request.clone(), &limits) {
+                    Err(error) if may_repeat && is_closed(&error) => run(agent, request, &limits),
+                    other => other,
+                }
+            }
+            Content::Bytes(bytes) => run(agent, request.body(bytes).map_err(invalid)?, &limits),
             Content::Stream(reader, length) => {
                 let request = request.header("content-length", length);
                 let body = SendBody::from_reader(reader);
-                call(agent, request.body(body), limits, running, traffic)
+                run(agent, request.body(body).map_err(invalid)?, &limits)
             }
-        }?;
+        };
+        let response = response.map_err(|error| fault(&error, silence))?;
+        let answer = answer(response, &limits, begun.elapsed(), running, traffic);
         if let Some(pause) = answer.retry_after() {
             server.wants_quiet(pause, Problem::Busy(answer.status));
         }
@@ -224,51 +235,65 @@ fn agent(tls: TlsConfig) -> Agent {
     Agent::with_parts(config, connector, DefaultResolver::default())
 }
 
-fn call<B: AsSendBody>(
+/// Sends a request, and waits for the head of its answer.
+fn run<B: AsSendBody>(
     agent: &Agent,
-    request: Result<Request<B>, ureq::http::Error>,
-    limits: Limits,
-    running: Running,
-    traffic: Arc<Traffic>,
-) -> Result<Answer, Fault> {
-    let invalid = |_| Problem::Answer("it led to an invalid request".into()).permanent();
-    let Limits {
-        silence,
-        sending,
-        deadline,
-    } = limits;
+    request: Request<B>,
+    limits: &Limits,
+) -> Result<Response<Body>, ureq::Error> {
+    let silence = limits.silence;
     let request = agent
-        .configure_request(request.map_err(invalid)?)
+        .configure_request(request)
         .timeout_resolve(Some(CONNECT.min(silence)))
         .timeout_connect(Some(CONNECT.min(silence)))
         .timeout_send_request(Some(silence))
-        .timeout_send_body(Some(silence + sending))
+        .timeout_send_body(Some(silence + limits.sending))
         .timeout_per_write(Some(silence))
         .timeout_recv_response(Some(silence))
         .timeout_per_read(Some(silence))
         .build();
-    let begun = Instant::now();
-    let response = agent.run(request);
-    let deadline = match sending.is_zero() {
-        true => deadline,
-        // The time of the content does not count.
-        false => deadline + begun.elapsed(),
+    agent.run(request)
+}
+
+/// Whether the server closed the connection before it answered. A server may close a connection
+/// after any answer without saying so, at the moment when the next request uses it again. The
+/// request is then sent once more, at once (RFC 9112, section 9.3.1).
+fn is_closed(error: &ureq::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
+    let ureq::Error::Io(error) = error else {
+        return false;
     };
-    let (head, body) = response
-        .map_err(|error| fault(&error, silence))?
-        .into_parts();
-    Ok(Answer {
+    matches!(
+        error.kind(),
+        ConnectionReset | ConnectionAborted | BrokenPipe
+    )
+}
+
+/// The answer behind the head `response`, which arrived after `elapsed`.
+fn answer(
+    response: Response<Body>,
+    limits: &Limits,
+    elapsed: Duration,
+    running: Running,
+    traffic: Arc<Traffic>,
+) -> Answer {
+    let (head, body) = response.into_parts();
+    Answer {
         status: head.status.as_u16(),
         headers: head.headers,
         body: AnswerBody {
             left: body.content_length(),
             reader: body.into_reader(),
-            longest_silence: silence,
-            deadline,
+            longest_silence: limits.silence,
+            deadline: match limits.sending.is_zero() {
+                true => limits.deadline,
+                // The time of the content does not count.
+                false => limits.deadline + elapsed,
+            },
             traffic,
             running,
         },
-    })
+    }
 }
 
 impl Answer {

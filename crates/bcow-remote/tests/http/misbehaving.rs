@@ -385,6 +385,7 @@ fn unusual_forms_of_good_answers_are_understood() {
         "chunked",
         "endless chunks",
         "closed",
+        "closed at the next request",
         "no reason",
     ];
     let kinds = [Manifest, Token, Referrers, Blob, Head, Range];
@@ -419,6 +420,7 @@ fn unusual_forms_of_good_answers_are_understood() {
                     let (head, body) = without_length(&good, false);
                     Reply::Raw([head, body].concat())
                 }
+                "closed at the next request" => Reply::Reset(good),
                 _ => {
                     let text = String::from_utf8_lossy(&good[..12]).into_owned();
                     Reply::Raw([text.as_bytes(), &good[14..]].concat())

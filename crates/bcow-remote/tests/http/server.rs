@@ -40,6 +40,8 @@ pub enum Reply {
     Answer(u16, Vec<(&'static str, String)>, Vec<u8>),
     /// These bytes, then the connection is closed.
     Raw(Vec<u8>),
+    /// These bytes; then the connection is closed at the moment when another request comes.
+    Reset(Vec<u8>),
     /// These bytes in equal pieces, with this pause before each; then the connection is closed.
     Slow(Vec<u8>, usize, Duration),
     /// These bytes again and again until the client closes the connection.
@@ -169,6 +171,12 @@ fn serve(
             }
             Reply::Raw(bytes) => {
                 stream.write_all(&bytes).ok()?;
+                return None;
+            }
+            Reply::Reset(bytes) => {
+                stream.write_all(&bytes).ok()?;
+                // A close with unread bytes resets the connection.
+                let _ = stream.peek(&mut [0]);
                 return None;
             }
             Reply::Endless(bytes) => {
