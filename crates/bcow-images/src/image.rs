@@ -272,7 +272,10 @@ impl OpenImage {
                 Ok(()) => cannot().caused_by_text("a layer is missing"),
             })?;
             let opened = opened_alone(file.image.clone(), file.path.clone());
-            Ok(OpenImage::of(&Name::file(&file.path), opened))
+            // The path of a layer on another machine is its URL.
+            let name = Name::parse(file.path.as_os_str());
+            let name = name.unwrap_or_else(|_| Name::file(&file.path));
+            Ok(OpenImage::of(&name, opened))
         });
         let files = files.collect::<Result<Vec<_>, CommandError>>()?;
         OpenImage::joined(name, files, options, None, &cannot)
