@@ -626,7 +626,7 @@ class ContainerdCache(Scratch):
         bcow("convert", self.source, f"oci:{layout}:x")
         for source, options, mention in (
                 (f"oci:{layout}:x", (), "not supported yet"),
-                (f"dir:{layout}", ("--as-files",), "is no image"),
+                (f"dir:{layout}", ("--as-files",), "not an image with layers"),
                 (self.source, ("--compress", "zstd"), "not compressed"),
                 (self.source, ("--dedup-lower",), "--dedup-lower")):
             failed = bcow("convert", source, f"containerd-cache:{cache}", *options, check=False)

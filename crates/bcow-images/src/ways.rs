@@ -124,7 +124,7 @@ pub fn no_way(content: Content, target: Target, source: &Name, destination: &Nam
                 Content::Image => format!(
                     "{source} is {title}: its layers for {destination} are not supported yet"
                 ),
-                _ => format!("{source} is {title}: that is no image with layers for {destination}"),
+                _ => format!("{source} is {title}, not an image with layers for {destination}"),
             },
             "name the ordinary image, whose diffIDs containerd asks for: oci:DIR[:REF], \
              docker://HOST/REPO[:TAG]"

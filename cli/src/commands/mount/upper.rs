@@ -57,9 +57,9 @@ pub struct UpperArgs {
     if_mounted: IfMounted,
 }
 
-/// Parses the only form of sketches.
+/// Parses the only form of sketches, or the word for the choice between the former ones.
 fn parse_sketch(text: &str) -> Result<(), String> {
-    if text != "sparse" {
+    if !matches!(text, "sparse" | "auto") {
         return Err("only one form is left: sparse".to_owned());
     }
     Ok(())
