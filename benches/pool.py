@@ -95,12 +95,12 @@ class Bench:
         return json.loads(out)
 
     def processes(self):
-        """The processes of the mounts, as `bcow ps` lists them, and the keepers of pools."""
+        """The processes of the mounts, as `bcow ps` lists them, and the supervisors of pools."""
         prefix = str(self.directory)
         serving = {row["pid"] for row in self.listed("ps")["services"]
                    if row["at"][0].startswith(prefix)}
-        keepers = {pool["keeper"] for pool in self.listed("pool", "list")["pools"]}
-        return serving | keepers - {None}
+        supervisors = {pool["keeper"] for pool in self.listed("pool", "list")["pools"]}
+        return serving | supervisors - {None}
 
     def end(self, places, pool):
         if pool:

@@ -330,7 +330,7 @@ class Bcow(Subject):
 class BcowKernel(Bcow):
     """The kernel's ext4, on a disk that shows the image."""
 
-    name, title = "bcow-kernel", "**bcow**, kernel door"
+    name, title = "bcow-kernel", "**bcow**, kernel driver"
 
     def make_lower(self, tree):
         os.environ["BCOW_VIEWS"] = str(self.home / "views")
@@ -338,7 +338,7 @@ class BcowKernel(Bcow):
 
     def attach(self, lower, directory, options=(), **rest):
         run([self.bench.bcow, "mount", lower, directory / "mnt", "--upper", directory / "upper",
-             "--door", "kernel", "-o", "suid,dev", *self.bench.mount_options, *options])
+             "--driver", "kernel", "-o", "suid,dev", *self.bench.mount_options, *options])
 
 
 class BcowWriteback(Bcow):

@@ -5,9 +5,10 @@
 
 Requests: the same changes in a mount with a process of its own and in a pool, which keeps a ledger.
 Pause: the time until a request is answered after the process of the pool was killed, when the
-kernel holds few inodes, --nodes of them, and as many that are in the upper. Disks: the same two at
-the kernel door, where the ledger has the blocks that no flush has recorded. Restarts: the longest
-time between two fsync of a program when `bcow pool restart` replaces the process, at both doors.
+kernel holds few inodes, --nodes of them, and as many that are in the upper. Disks: the same two
+with the kernel driver, where the ledger has the blocks that no flush has recorded. Restarts: the
+longest time between two fsync of a program when `bcow pool restart` replaces the process, with both
+drivers.
 Needs root.
 """
 
@@ -32,7 +33,7 @@ WRITES = 8000
 SYNCHRONIZED = 500
 LARGE_BYTES = 100_000_000
 BLOCK_BYTES = 4096
-# A process that ends sooner makes the keeper pause before it starts the next one.
+# A process that ends sooner makes the supervisor pause before it starts the next one.
 SETTLED_SECONDS = 11
 
 
@@ -149,7 +150,7 @@ def pause(bench, nodes):
 
 
 class Direct:
-    """A file of a mount at the kernel door, past the page cache of the kernel's file system."""
+    """A file of a mount with the kernel driver, past the page cache of the kernel's file system."""
 
     def __init__(self, where):
         self.file = os.open(where / "large", os.O_RDWR | os.O_DIRECT)
@@ -174,12 +175,12 @@ class Direct:
 
 
 def disks(bench, rounds):
-    """The ledger of disks at the kernel door."""
-    image, door = bench.convert("on-disk", plant_changes), ("--door", "kernel", "--size", "4G")
+    """The ledger of disks with the kernel driver."""
+    image, driver = bench.convert("on-disk", plant_changes), ("--driver", "kernel", "--size", "4G")
     seconds = {}
     for _ in range(rounds):
         for subject, options in (("alone", ()), ("pool", ("--pool", "p"))):
-            bench.mount(image, *door, *options)
+            bench.mount(image, *driver, *options)
             with Direct(bench.where) as direct:
                 for name, step, count in (("write 4096 bytes", direct.write, WRITES),
                                           ("write 4096 bytes and synchronize",
@@ -194,8 +195,8 @@ def disks(bench, rounds):
     for name, found in seconds.items():
         alone, pool = (statistics.median(found[subject]) for subject in ("alone", "pool"))
         rows.append([name, f"{alone * 1e6:.0f}", f"{pool / alone:.2f}"])
-    table("Requests at the kernel door", ["request", "alone, µs", "in a pool, ratio"], rows)
-    bench.mount(image, *door, "--pool", "p")
+    table("Requests with the kernel driver", ["request", "alone, µs", "in a pool, ratio"], rows)
+    bench.mount(image, *driver, "--pool", "p")
     rows = []
     with Direct(bench.where) as direct:
         for count in (0, 1000, 20_000):
@@ -211,7 +212,7 @@ def disks(bench, rounds):
             rows.append([str(count), f"{(time.perf_counter() - begin) * 1e3:.0f}",
                          f"{ledger / MIB:.2f}"])
     bench.run("umount", bench.where)
-    table("Pause at the kernel door", ["blocks that no flush has recorded", "pause, ms",
+    table("Pause with the kernel driver", ["blocks that no flush has recorded", "pause, ms",
                                        "ledger, MiB"], rows)
 
 
@@ -245,10 +246,10 @@ class Writer:
 
 
 def restarts(bench, rounds):
-    """The pause that a program sees when the process is replaced as planned, at both doors."""
+    """The pause that a program sees when the process is replaced as planned, with both drivers."""
     image = bench.convert("restarted", plant_changes)
     rows = []
-    for door, options in (("FUSE", ()), ("kernel", ("--door", "kernel", "--size", "4G"))):
+    for driver, options in (("FUSE", ()), ("kernel", ("--driver", "kernel", "--size", "4G"))):
         bench.mount(image, "--pool", "p", *options)
         pauses, usual = [], []
         with Writer(bench.where / "log") as writer:
@@ -261,15 +262,15 @@ def restarts(bench, rounds):
                 time.sleep(0.5)
                 pauses.append(writer.longest(begin))
         bench.run("umount", bench.where)
-        rows.append([door, f"{statistics.median(usual):.0f}", f"{statistics.median(pauses):.0f}",
+        rows.append([driver, f"{statistics.median(usual):.0f}", f"{statistics.median(pauses):.0f}",
                      f"{max(pauses):.0f}"])
     table("Pause at a restart: a program writes 4 KiB and synchronizes, again and again",
-          ["door", "longest of a second without one, ms", "at a restart, median, ms",
+          ["driver", "longest of a second without one, ms", "at a restart, median, ms",
            "at a restart, longest, ms"], rows)
 
 
-def bytes_of_ledgers(keeper):
-    for link in pathlib.Path(f"/proc/{keeper}/fd").iterdir():
+def bytes_of_ledgers(supervisor):
+    for link in pathlib.Path(f"/proc/{supervisor}/fd").iterdir():
         if "bcow-ledger" in os.readlink(link):
             yield link.stat().st_blocks * 512
 

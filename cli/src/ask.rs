@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{Document, SCHEMA};
 use bcow_fuse::stats::{MAX_XATTR_BYTES, STATS_XATTR};
-use bcow_fuse::{Door, MountedImage};
+use bcow_fuse::{Driver, MountedImage};
 use rustix::io::Errno;
 
 use crate::error::{CommandError, Context};
-use crate::running::{self, State};
+use crate::running::{self, ProcessState};
 
 /// How long a mount may take to return its statistics.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -39,7 +39,7 @@ pub enum Answer {
 /// only the end of the requesting process cancels the request. For root, that process runs as the
 /// only user who may access the mount.
 pub fn ask(mount: &MountedImage, timeout: Duration) -> Answer {
-    if let Door::Direct(_) = mount.door {
+    if let Driver::Direct(_) = mount.driver {
         return Answer::NoProcess;
     }
     let mut command = Command::new("/proc/self/exe");
@@ -108,12 +108,12 @@ pub fn print_statistics(directory: &Path) -> ! {
 /// behind it.
 fn place_of_statistics(directory: &Path) -> Result<PathBuf, Errno> {
     match bcow_fuse::mounted_image(directory) {
-        Ok(mount) if matches!(mount.door, Door::Kernel(_)) => hidden_mount(&mount),
+        Ok(mount) if matches!(mount.driver, Driver::Kernel(_)) => hidden_mount(&mount),
         _ => Ok(directory.to_owned()),
     }
 }
 
-/// The hidden mount behind a mount at the kernel door: the descriptor of its process, for root
+/// The hidden mount behind a mount with the kernel driver: the descriptor of its process, for root
 /// only.
 pub fn hidden_mount(mount: &MountedImage) -> Result<PathBuf, Errno> {
     if let Some(server) = running::server_of_mount(&mount.device, &mount.path)
@@ -141,11 +141,11 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
     };
     let pid = server.pid;
     match server.state {
-        State::Stopped => (
+        ProcessState::Stopped => (
             format!("the mount does not answer: its process {pid} is stopped by a signal"),
             Some(format!("`kill -CONT {pid}` resumes the process")),
         ),
-        State::Blocked => (
+        ProcessState::Blocked => (
             format!(
                 "the mount does not answer: its process {pid} waits for a disk or another file \
                  system"
@@ -154,11 +154,11 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
                 "`cat /proc/{pid}/task/*/stack` as root shows where"
             )),
         ),
-        State::Ending => (
+        ProcessState::Ending => (
             format!("the mount does not answer: its process {pid} is ending"),
             None,
         ),
-        State::Running => (
+        ProcessState::Running => (
             format!("the mount does not answer: its process {pid} is busy or hangs"),
             Some(format!(
                 "`cat /proc/{pid}/task/*/stack` as root shows where"

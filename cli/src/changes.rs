@@ -1,4 +1,4 @@
-//! The changes to an image: in an upper of either door, or in a disk that shows the image.
+//! The changes to an image: in an upper of either driver, or in a disk that shows the image.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> Command
             "`bcow fsck --data {}` lists all damage",
             image.path().display()
         )),
-        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Sketch(_) => {
+        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Partial(_) => {
             failure.hint(format!("`bcow fsck {}` lists all damage", upper.display()))
         }
         Problem::Compare(CompareError::Disk(ReadError::Journal(_))) => {

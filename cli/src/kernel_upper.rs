@@ -1,4 +1,4 @@
-//! Uppers of the kernel door: an upper whose disk is over the view of an image.
+//! Uppers of the kernel driver: an upper whose disk is over the view of an image.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use bcow::format::{BackingEntry, BackingName, hex, is_plain_name};
 use bcow::{CreateOptions, Disk, Image, OpenOptions};
 use bcow_fuse::kernel::DiskFiles;
 use bcow_mount::filesystem::{self, Kind};
-use bcow_union::{DiskInstance, DiskReader, Door, FileSystem, ImageName, UpperError};
+use bcow_union::{DiskInstance, DiskReader, Driver, FileSystem, ImageName, UpperError};
 use bcow_view::CachedView;
 
 use crate::disk_ledger::{LedgerUse, OpenLedger};
@@ -18,10 +18,10 @@ use crate::ui::Ui;
 use crate::upper::{cannot_use, refuse_lost, require_image, when_free};
 use crate::views::{UserViews, cannot_view};
 
-/// Whether the directory is an upper of the kernel door. If it cannot be examined, the command that
-/// opens it as an upper of the other door names the problem.
+/// Whether the directory is an upper of the kernel driver. If it cannot be examined, the command
+/// that opens it as an upper of the other driver names the problem.
 pub fn is_kernel_upper(path: &Path) -> bool {
-    matches!(bcow_union::door_of(path), Ok(Some(Door::Kernel)))
+    matches!(bcow_union::driver_of(path), Ok(Some(Driver::Kernel)))
 }
 
 /// What the user asks of the file system of an upper.
@@ -101,7 +101,7 @@ pub fn open_or_begin(
         identity: image.identity(),
         name: &name,
     };
-    if let Ok(None) = bcow_union::door_of(path) {
+    if let Ok(None) = bcow_union::driver_of(path) {
         // An image without a view begins no upper.
         view_of(
             image,
@@ -229,7 +229,7 @@ fn view_of(
 }
 
 /// The entry by which other commands find the image of the disk: with `--backing-dir` for the
-/// directory of the image, or with `--backing-url` for an image on another machine.
+/// directory of the image, or with `--backing-url` for a remote image.
 fn entry_of(image: &OpenImage) -> BackingEntry {
     let identity = image.identity();
     let header = image.image().header();

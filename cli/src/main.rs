@@ -65,7 +65,7 @@ Exit status:
 
 Environment:
   BCOW_STORE         directories to search for layers, separated by colons (see also --store)
-  BCOW_CACHE         directory of the cache for images on other machines (see --cache-dir)
+  BCOW_CACHE         directory of the cache for remote images (see --cache-dir)
   BCOW_CACHE_LIMIT   largest size of that cache (see --cache-limit)
   BCOW_MIRRORS       URLs of mirrors, separated by spaces (see --mirror)
   BCOW_BACKING_URLS  allowed URLs of backings, separated by spaces (see --backing-url)

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use bcow_nbd::{Listener, Place};
+use bcow_nbd::{ListenAddress, Listener};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SocketFlags, accept_with};
 
@@ -58,7 +58,7 @@ impl Metrics {
     }
 
     /// The address.
-    pub fn place(&self) -> &Place {
+    pub fn place(&self) -> &ListenAddress {
         self.listener.place()
     }
 
@@ -243,7 +243,7 @@ mod tests {
     fn server() -> (Metrics, std::net::SocketAddr) {
         let metrics = Metrics::listen("127.0.0.1:0").unwrap();
         metrics.answer(|| "x 1\n".to_owned()).unwrap();
-        let Place::Tcp(address) = *metrics.place() else {
+        let ListenAddress::Tcp(address) = *metrics.place() else {
             panic!("{:?}", metrics.place());
         };
         (metrics, address)

@@ -57,7 +57,7 @@ pub fn open(
     })
 }
 
-/// The disk of an upper of the kernel door, and the view below it.
+/// The disk of an upper of the kernel driver, and the view below it.
 pub fn of_upper(upper: ReadUpper, path: &Path) -> Result<DiskOverView, CommandError> {
     let Some(view) = upper.disk.backing(0).cloned() else {
         return Err(

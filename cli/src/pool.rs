@@ -3,15 +3,15 @@
 //! A pool listens at a socket in a directory that only its user can enter. [`protocol`] defines
 //! the lines on that socket, and [`client`] sends requests. `bcow pool start` is the server.
 //!
-//! The [`keeper`] starts the process of the pool, holds what the next process needs to take over
-//! its mounts ([`record`]), and starts that process when the first has ended. The two talk over a
-//! [`link`].
+//! The [`supervisor`] starts the process of the pool, holds what the next process needs to take
+//! over its mounts ([`record`]), and starts that process when the first has ended. The two talk
+//! over a [`link`].
 
 pub mod client;
-pub mod keeper;
 pub mod link;
 pub mod protocol;
 pub mod record;
+pub mod supervisor;
 
 use std::fmt;
 use std::fs::{DirBuilder, File};

@@ -5,7 +5,7 @@ use bcow_fuse::stats::document::{self, KindCount};
 
 use crate::remote::{Activity, RemoteArgs};
 
-/// The counters; `None` as long as no image on another machine was opened.
+/// The counters; `None` as long as no remote image was opened.
 pub fn of(args: &RemoteArgs) -> Option<RemoteReport> {
     let activity = args.activity()?;
     Some(RemoteReport::new(move || report(&activity)))

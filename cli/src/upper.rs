@@ -5,11 +5,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bcow::lock::LockError;
-use bcow_union::{Door, UpperError, UpperReader};
+use bcow_union::{Driver, UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
-use crate::running::{self, State};
+use crate::running::{self, ProcessState};
 use crate::ui::Ui;
 
 /// How long to wait for a process that holds an upper or a disk and shows no sign that its mount
@@ -86,9 +86,9 @@ pub fn may_release_soon(holder: &LockError, waited: Duration) -> bool {
 /// Whether a process is ending a writable mount. False for a process that a signal has stopped.
 pub fn is_closing(pid: u32) -> bool {
     match running::state(pid) {
-        Some(State::Ending) => true,
-        None | Some(State::Stopped) => false,
-        Some(State::Running | State::Blocked) => running::has_closing_thread(pid),
+        Some(ProcessState::Ending) => true,
+        None | Some(ProcessState::Stopped) => false,
+        Some(ProcessState::Running | ProcessState::Blocked) => running::has_closing_thread(pid),
     }
 }
 
@@ -165,16 +165,18 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
             failure.hint("root created the upper: use it as root")
         }
-        UpperError::OtherDoor {
-            door: Door::Kernel, ..
-        } => failure.hint("`bcow mount --door kernel` mounts it; `bcow fsck` checks it"),
-        UpperError::OtherDoor {
-            door: Door::Fuse, ..
-        } => failure.hint("`bcow mount --door fuse` mounts it"),
+        UpperError::OtherDriver {
+            driver: Driver::Kernel,
+            ..
+        } => failure.hint("`bcow mount --driver kernel` mounts it; `bcow fsck` checks it"),
+        UpperError::OtherDriver {
+            driver: Driver::Fuse,
+            ..
+        } => failure.hint("`bcow mount --driver fuse` mounts it"),
         UpperError::NotEmpty { .. } => failure
-            .hint("name a new directory; `--door fuse` takes a directory of overlayfs as it is"),
+            .hint("name a new directory; `--driver fuse` takes a directory of overlayfs as it is"),
         UpperError::Incomplete { .. } => {
-            failure.hint("it has no changes yet: `bcow mount --door kernel` begins it again")
+            failure.hint("it has no changes yet: `bcow mount --driver kernel` begins it again")
         }
         _ => failure,
     }

@@ -25,7 +25,7 @@ use crate::layer::Layer;
 type Key = (String, String);
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Record {
+struct ReferenceUses {
     reference: String,
     digest: String,
     uses: u64,
@@ -41,7 +41,7 @@ pub struct Uses {
 
 #[derive(Default)]
 struct Records {
-    all: HashMap<Key, Record>,
+    all: HashMap<Key, ReferenceUses>,
     /// The records whose files have more uses than they have.
     unwritten: HashSet<Key>,
 }
@@ -87,12 +87,16 @@ impl Uses {
     pub fn add(&self, reference: &str, digest: &str, layer: &Layer) -> Result<(), Error> {
         let mut records = self.records.lock();
         let key = (reference.to_owned(), digest.to_owned());
-        let mut record = records.all.get(&key).cloned().unwrap_or_else(|| Record {
-            reference: reference.to_owned(),
-            digest: digest.to_owned(),
-            uses: 0,
-            layer: layer.clone(),
-        });
+        let mut record = records
+            .all
+            .get(&key)
+            .cloned()
+            .unwrap_or_else(|| ReferenceUses {
+                reference: reference.to_owned(),
+                digest: digest.to_owned(),
+                uses: 0,
+                layer: layer.clone(),
+            });
         record.uses = record.uses.saturating_add(1);
         self.write(&record)?;
         records.unwritten.remove(&key);
@@ -140,12 +144,12 @@ impl Uses {
         records.map(|it| it.layer.mount_name()).collect()
     }
 
-    fn path(&self, record: &Record) -> PathBuf {
+    fn path(&self, record: &ReferenceUses) -> PathBuf {
         let name = sha256(&format!("{}\n{}", record.reference, record.digest));
         self.directory.join(format!("{}.json", &name[..32]))
     }
 
-    fn write(&self, record: &Record) -> Result<(), Error> {
+    fn write(&self, record: &ReferenceUses) -> Result<(), Error> {
         let path = self.path(record);
         let new = path.with_extension("new");
         let text = serde_json::to_vec_pretty(record)
@@ -182,7 +186,7 @@ fn entries(directory: &Path) -> Vec<PathBuf> {
     }
 }
 
-fn read(path: &Path) -> Result<Record, Error> {
+fn read(path: &Path) -> Result<ReferenceUses, Error> {
     let text = fs::read(path).at("read", path)?;
     serde_json::from_slice(&text)
         .map_err(|error| Error::State(format!("cannot use {}: {error}", path.display())))

@@ -20,7 +20,7 @@ use std::str::Chars;
 use regex::Regex;
 
 use crate::error::Error;
-use crate::record::Record;
+use crate::record::SnapshotRecord;
 
 /// Filters, at least one of which must match; without any, all snapshots match.
 pub struct Filters(Vec<Vec<Selector>>);
@@ -62,14 +62,14 @@ impl Filters {
     }
 
     /// Whether the filters select the snapshot.
-    pub fn select(&self, record: &Record) -> bool {
+    pub fn select(&self, record: &SnapshotRecord) -> bool {
         let all = |selectors: &Vec<Selector>| selectors.iter().all(|s| s.matches(record));
         self.0.is_empty() || self.0.iter().any(all)
     }
 }
 
 impl Selector {
-    fn matches(&self, record: &Record) -> bool {
+    fn matches(&self, record: &SnapshotRecord) -> bool {
         let value = match &self.field {
             Field::Name => Some(record.name.as_str()),
             Field::Parent => Some(record.parent.as_deref().unwrap_or_default()),
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
     use crate::record::{Id, Kind, Labels};
 
-    fn record() -> Record {
+    fn record() -> SnapshotRecord {
         let labels = [
             ("plain", "1"),
             ("containerd.io/gc.root", "yes, \"now\""),
@@ -257,7 +257,7 @@ mod tests {
         ];
         let labels: Labels = labels.map(|(k, v)| (k.into(), v.into())).into();
         let name = "k8s.io/3/sha256:ab".to_owned();
-        Record::new(Id(3), Kind::Active, name, Some("p".into()), labels)
+        SnapshotRecord::new(Id(3), Kind::Active, name, Some("p".into()), labels)
     }
 
     fn selects(filters: &[&str]) -> Result<bool, String> {

@@ -124,7 +124,7 @@ pub fn options_of_overlay(lower: &Path, upper: &Path, work: &Path) -> Vec<String
     options
 }
 
-/// Paths are in UTF-8: `Place` refuses a root that is not.
+/// Paths are in UTF-8: `SnapshotterRoot` refuses a root that is not.
 pub fn text(path: &Path) -> String {
     path.display().to_string()
 }

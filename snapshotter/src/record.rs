@@ -50,7 +50,7 @@ pub type Labels = BTreeMap<String, String>;
 
 /// The record of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct SnapshotRecord {
     schema: String,
     /// The number.
     pub id: Id,
@@ -125,11 +125,11 @@ impl RemoteLayer {
     }
 }
 
-impl Record {
+impl SnapshotRecord {
     /// The record of a new snapshot.
     pub fn new(id: Id, kind: Kind, name: String, parent: Option<String>, labels: Labels) -> Self {
         let now = now_ns();
-        Record {
+        SnapshotRecord {
             schema: SCHEMA.to_owned(),
             id,
             kind,
@@ -154,7 +154,7 @@ impl Record {
 
     /// Turns this new record into the record of a committed snapshot whose layer is in a registry.
     pub fn in_registry(self, remote: RemoteLayer) -> Self {
-        Record {
+        SnapshotRecord {
             schema: SCHEMA_REMOTE.to_owned(),
             kind: Kind::Committed,
             remote: Some(remote),
@@ -165,16 +165,16 @@ impl Record {
     /// The record of this active snapshot after its commit. It has only the new labels.
     pub fn committed(&self, name: String, labels: Labels, has_layer: bool) -> Self {
         let parent = self.parent.clone();
-        Record {
+        SnapshotRecord {
             has_layer,
             is_remapped: self.is_for_remap(),
-            ..Record::new(self.id, Kind::Committed, name, parent, labels)
+            ..SnapshotRecord::new(self.id, Kind::Committed, name, parent, labels)
         }
     }
 
     /// This record with other labels.
     pub fn relabelled(&self, labels: Labels) -> Self {
-        Record {
+        SnapshotRecord {
             labels,
             updated_ns: now_ns(),
             ..self.clone()
@@ -196,7 +196,7 @@ impl Record {
         if ![SCHEMA, SCHEMA_REMOTE].contains(&&*schema) {
             return Err(BadRecord::Unsupported(schema));
         }
-        let record: Record = serde_json::from_slice(bytes).map_err(invalid)?;
+        let record: SnapshotRecord = serde_json::from_slice(bytes).map_err(invalid)?;
         let expected = match record.remote {
             None => SCHEMA,
             Some(_) => SCHEMA_REMOTE,
@@ -242,10 +242,11 @@ mod tests {
             (Kind::Active, Some("p".to_owned())),
             (Kind::Committed, Some("sha256:x".to_owned())),
         ] {
-            let record = Record::new(Id(7), kind, "k8s.io/1/x".into(), parent, labels.clone());
+            let record =
+                SnapshotRecord::new(Id(7), kind, "k8s.io/1/x".into(), parent, labels.clone());
             let line = record.encode().unwrap();
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
-            assert_eq!(Record::decode(&line).unwrap(), record);
+            assert_eq!(SnapshotRecord::decode(&line).unwrap(), record);
         }
     }
 
@@ -262,19 +263,20 @@ mod tests {
             ..remote.clone()
         };
         assert_eq!(whole.name(), "docker://h/r@sha256:a");
-        let record = Record::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
+        let record = SnapshotRecord::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
         let record = record.in_registry(remote);
         let line = String::from_utf8(record.encode().unwrap()).unwrap();
         assert!(line.contains("bcow.snapshot/2"), "{line}");
-        assert_eq!(Record::decode(line.as_bytes()).unwrap(), record);
-        let error = Record::decode(line.replace("shot/2", "shot/1").as_bytes()).unwrap_err();
+        assert_eq!(SnapshotRecord::decode(line.as_bytes()).unwrap(), record);
+        let error =
+            SnapshotRecord::decode(line.replace("shot/2", "shot/1").as_bytes()).unwrap_err();
         let error = error.to_string();
         assert!(error.contains("unsupported schema"), "{error}");
     }
 
     #[test]
     fn damaged_and_newer_records_are_refused() {
-        let record = Record::new(Id(1), Kind::Active, "a".into(), None, Labels::new());
+        let record = SnapshotRecord::new(Id(1), Kind::Active, "a".into(), None, Labels::new());
         let line = String::from_utf8(record.encode().unwrap()).unwrap();
         for (bad, expected) in [
             ("", "EOF"),
@@ -288,7 +290,9 @@ mod tests {
                 "unsupported schema \"bcow.snapshot/9\"",
             ),
         ] {
-            let error = Record::decode(bad.as_bytes()).unwrap_err().to_string();
+            let error = SnapshotRecord::decode(bad.as_bytes())
+                .unwrap_err()
+                .to_string();
             assert!(error.contains(expected), "{bad}: {error}");
         }
     }
@@ -301,10 +305,11 @@ mod tests {
                 layers,
                 files: vec!["s".into(), "1".into(), "2".into()],
             };
-            let record = Record::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
+            let record =
+                SnapshotRecord::new(Id(1), Kind::Committed, "a".into(), None, Labels::new());
             let mut record = record.in_registry(remote);
             record.has_layer = has_layer;
-            Record::decode(&record.encode().unwrap())
+            SnapshotRecord::decode(&record.encode().unwrap())
         };
         for layers in [1, 2] {
             record(layers, false).unwrap();

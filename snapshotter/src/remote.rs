@@ -75,12 +75,12 @@ struct Wanted {
 #[derive(Clone)]
 struct Answer {
     since: Instant,
-    image: Option<Arc<Found>>,
+    image: Option<Arc<RemoteImage>>,
 }
 
 /// An image in BCoW form.
 #[derive(Debug, PartialEq, Eq)]
-struct Found {
+struct RemoteImage {
     /// Its name, with a digest.
     name: String,
     /// The root hashes of its files: the stack, then the layers from the lowest.
@@ -141,7 +141,7 @@ impl Remote {
             manifest: manifest.clone(),
             auth_file: of_pull.unwrap_or_else(|| self.options.auth_file.clone()),
         };
-        let layer_of = |image: Arc<Found>| {
+        let layer_of = |image: Arc<RemoteImage>| {
             let at = image.chain_ids.iter().position(|id| id == chain_id)?;
             Some(RemoteLayer {
                 image: image.name.clone(),
@@ -152,7 +152,7 @@ impl Remote {
         Ok(self.image(&wanted)?.and_then(layer_of))
     }
 
-    fn image(&self, wanted: &Wanted) -> Result<Option<Arc<Found>>, Error> {
+    fn image(&self, wanted: &Wanted) -> Result<Option<Arc<RemoteImage>>, Error> {
         let holds = |answer: &Answer| answer.since.elapsed() < ANSWER_HOLDS;
         let slot = {
             let mut answers = self.answers.lock();
@@ -199,7 +199,7 @@ impl Remote {
                 });
             }
         };
-        let found = match Found::read(&json, &wanted.manifest) {
+        let found = match RemoteImage::read(&json, &wanted.manifest) {
             Ok(found) => found,
             Err(problem) => {
                 let image = &wanted.image;
@@ -220,14 +220,14 @@ impl Remote {
 
 /// The answer about an image.
 enum Asked {
-    Image(Found),
+    Image(RemoteImage),
     /// The image is pulled whole.
     None,
     /// The same, because the registry denies access.
     Denied,
 }
 
-impl Found {
+impl RemoteImage {
     /// Reads the answer of `bcow` about the image with this manifest. The error says what is wrong
     /// with the BCoW image.
     fn read(json: &[u8], manifest: &str) -> Result<Self, String> {
@@ -237,7 +237,7 @@ impl Found {
             return Err(format!("is not that of the manifest {manifest}"));
         }
         let layers = resolved.layers.into_iter();
-        Ok(Found {
+        Ok(RemoteImage {
             name: resolved.name,
             files: resolved.files,
             chain_ids: layers.map(|layer| layer.chain_id).collect(),
@@ -264,7 +264,7 @@ mod tests {
 
     #[test]
     fn an_image_of_another_manifest_does_not_count() {
-        let of = |json: &str, manifest| Found::read(json.as_bytes(), manifest);
+        let of = |json: &str, manifest| RemoteImage::read(json.as_bytes(), manifest);
         let json = document("sha256:m", &["sha256:a"]);
         assert!(of(&json, "sha256:m").is_ok());
         assert!(of(&json, "sha256:b").is_ok(), "the manifest itself");

@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::filter::Filters;
 use crate::images::ImageService;
 use crate::protocol::{self as wire, SERVICE};
-use crate::record::{Kind, Labels, Record};
+use crate::record::{Kind, Labels, SnapshotRecord};
 use crate::snapshots::Snapshots;
 
 /// Bytes of one message of a list, at most about that: a client accepts 4 MiB.
@@ -284,7 +284,7 @@ fn to_wire(mounts: Vec<crate::mount::Mount>) -> wire::Mounts {
     }
 }
 
-fn info(record: Record) -> wire::Info {
+fn info(record: SnapshotRecord) -> wire::Info {
     let kind = match record.kind {
         Kind::View => wire::Kind::View,
         Kind::Active => wire::Kind::Active,

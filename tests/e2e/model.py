@@ -252,7 +252,7 @@ class Generator:
 
     def file(self):
         if self.random.random() < 0.3:
-            # Large ones: sketches.
+            # Large ones: partial files.
             large = [path for path, info in self.entries.items()
                      if stat.S_ISREG(info.st_mode) and info.st_size > 64 << 10]
             if large:

@@ -10,7 +10,7 @@ spaces:
     fuse-overlayfs
     bcow[+OPTION...]  options of `bcow mount` without the dashes, or of its -o:
                       bcow+sync=volatile+writeback
-    bcow+door=kernel  an upper of the kernel door, likewise with options
+    bcow+driver=kernel  an upper of the kernel driver, likewise with options
     bcow+pool         a pool of its own, likewise with options
 """
 
@@ -29,8 +29,8 @@ import syscalls
 from support import BCOW, bcow, is_mounted, need, run, write_file
 
 KINDS = ("bcow",)
-KERNEL = "bcow+door=kernel"
-# The first write to a file larger than this makes a sketch.
+KERNEL = "bcow+driver=kernel"
+# The first write to a file larger than this makes a partial file.
 LARGE = 64 << 10
 # 2001, and a part of a second, so that a copy that loses nanoseconds is seen.
 EPOCH = 1_000_000_000_123_456_789
@@ -228,7 +228,7 @@ class Bcow(Foreground):
 
 
 class Kernel(Bcow):
-    """At the kernel door."""
+    """With the kernel driver."""
 
     def prepare(self):
         super().prepare()
@@ -260,7 +260,7 @@ class Pooled(Bcow):
         os.makedirs(self.pools, mode=0o700, exist_ok=True)
 
     def command(self):
-        # The process is the keeper.
+        # The process is the supervisor.
         return ["env", f"BCOW_POOLS={self.pools}", BCOW, "pool", "start", "p", "--foreground"]
 
     def bcow(self, *arguments):
@@ -285,7 +285,7 @@ class Pooled(Bcow):
         return pools[0]["pid"] if pools else None
 
     def kill(self):
-        """Kills the keeper too, so that no process takes over."""
+        """Kills the supervisor too, so that no process takes over."""
         pid = self.serving()
         super().kill()
         os.kill(pid, signal.SIGKILL)
@@ -301,7 +301,7 @@ class Pooled(Bcow):
 def subject(name, lower, directory):
     kind = {"plain": Plain, "overlayfs": Overlay, "fuse-overlayfs": FuseOverlay, "bcow": Bcow}[
         name.split("+")[0]]
-    if kind is Bcow and "door=kernel" in name.split("+"):
+    if kind is Bcow and "driver=kernel" in name.split("+"):
         kind = Kernel
     if kind is Bcow and "pool" in name.split("+"):
         kind = Pooled
@@ -314,7 +314,7 @@ def need_for(*names):
     for name in names:
         if name == "fuse-overlayfs":
             need("fuse-overlayfs")
-        if "door=kernel" in name.split("+"):
+        if "driver=kernel" in name.split("+"):
             need("e2fsck", "losetup")
 
 

@@ -335,9 +335,9 @@ class Listed(Ahead):
                 subprocess.run(["umount", "-l", where], check=False)
         self.assert_recorded(trace)
 
-    def test_kernel_door_records_too(self):
+    def test_kernel_driver_records_too(self):
         trace = self.path("kernel")
-        with mounted(self.image, "--door", "kernel", "--record", trace) as where:
+        with mounted(self.image, "--driver", "kernel", "--record", trace) as where:
             self.begin(where)
         # The kernel reads ahead, also behind the end of a file.
         files = [part["file"] for part in self.parts(trace) if "file" in part]
@@ -357,7 +357,7 @@ class Listed(Ahead):
 
     def test_record_that_cannot_be_made_is_refused_before_the_mount(self):
         where = tempfile.mkdtemp(dir=self.directory)
-        upper = ("--door", "kernel", "--upper", self.path("kernel-upper"))
+        upper = ("--driver", "kernel", "--upper", self.path("kernel-upper"))
         for trace, arguments, code, cause in (
                 ("none/trace", (), 1, "cannot create .*none/trace"),
                 ("t", upper, 2, "--record is not supported yet for disks")):

@@ -1,4 +1,4 @@
-"""The cache of images on other machines: list, check, limit, fetching ahead; and what happens to
+"""The cache of remote images: list, check, limit, fetching ahead; and what happens to
 readers when it is full, shared by many processes, evicted, or deleted.
 
 The server is that of test_remote.py. Every command and every wait has a time limit.

@@ -2,8 +2,8 @@
 and their data survives a remount.
 
 The root is the real image, of Debian. Packages are downloaded once, with the machine's own apt, and
-installed in containers that have no network. BCOW_CONTAINERS_DOOR=kernel runs all tests at the
-kernel door.
+installed in containers that have no network. BCOW_CONTAINERS_DRIVER=kernel runs all tests with the
+kernel driver.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ MARIADB = """
 
 
 # Options of `bcow mount`, by the name of the kind of upper.
-KERNEL = ("--door", "kernel")
+KERNEL = ("--driver", "kernel")
 KINDS = {"fuse": (), "kernel": KERNEL}
-if os.environ.get("BCOW_CONTAINERS_DOOR") == "kernel":
+if os.environ.get("BCOW_CONTAINERS_DRIVER") == "kernel":
     KINDS = dict.fromkeys(KINDS, KERNEL)
 SETS = {"nginx": ["nginx"], "mariadb": ["mariadb-server-core", "mariadb-client-core"],
         "again": ["--reinstall", "coreutils"]}

@@ -19,7 +19,7 @@ import support
 import test_upper
 from support import (UNPRIVILEGED, WORK, Scratch, assert_refused, assert_same_tree, bcow,
                      for_everyone, need, read_bytes, run, until)
-from test_kernel_door import LIBC, SECONDS
+from test_kernel_driver import LIBC, SECONDS
 from test_upper import EPOCH, write
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -93,7 +93,7 @@ class OfDisk(test_upper.Uppers, unittest.TestCase):
 
 
 class OfKernelUpper(OfDisk):
-    """What holds for uppers holds for an upper of the kernel door."""
+    """What holds for uppers holds for an upper of the kernel driver."""
     NAME = "upper-kernel"
 
     @classmethod
@@ -103,8 +103,8 @@ class OfKernelUpper(OfDisk):
 
     @classmethod
     def mount(cls, upper):
-        bcow("mount", cls.base, cls.merged, "--upper", upper, "--door", "kernel", "-s", "2G", "-o",
-             "suid,dev", timeout=SECONDS)
+        bcow("mount", cls.base, cls.merged, "--upper", upper, "--driver", "kernel", "-s", "2G",
+             "-o", "suid,dev", timeout=SECONDS)
 
     @classmethod
     @contextlib.contextmanager

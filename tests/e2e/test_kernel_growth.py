@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Disks and uppers at the kernel door that grow while they are mounted.
+"""Disks and uppers with the kernel driver that grow while they are mounted.
 
 Linux lets only CAP_SYS_RESOURCE grow an ext4, which a container may lack: User-Mode Linux has it.
 The judges are statfs, the checks of the file systems, and the content after another mount.
@@ -15,7 +15,7 @@ import subjects
 import support
 import uml
 from support import BCOW, assert_refused, bcow, need, run, write_file
-from test_kernel_door import MEBIBYTE, SECONDS, KernelDoor, kernel_has
+from test_kernel_driver import MEBIBYTE, SECONDS, KernelDriver, kernel_has
 from test_kernel_upper import KernelUpper
 
 GIBIBYTE = 1 << 30
@@ -30,7 +30,7 @@ def room(where):
     return found.f_blocks * found.f_frsize
 
 
-class Disks(KernelDoor):
+class Disks(KernelDriver):
     def test_a_mounted_disk_grows_with_its_file_system(self):
         kinds = [("xfs", ("mkfs.xfs", "-q"), ("xfs_repair", "-n")),
                  ("btrfs", ("mkfs.btrfs", "-q"), ("btrfs", "check"))]
@@ -88,9 +88,9 @@ class Disks(KernelDoor):
         # Without the mount, the disk alone changes.
         bcow("resize", disk, "+1M")
         self.mount(image, where)
-        assert_refused(self, bcow("resize", where, "+1M", check=False), "at the FUSE door")
+        assert_refused(self, bcow("resize", where, "+1M", check=False), "with the FUSE driver")
         self.umount(where)
-        self.mount(image, where, "--door", "kernel")
+        self.mount(image, where, "--driver", "kernel")
         assert_refused(self, bcow("resize", where, "+1M", check=False), "is mounted read-only")
         self.umount(where)
         self.assert_ended()
@@ -150,7 +150,7 @@ class Guest(unittest.TestCase):
             step("load", modules=MODULES),
             step("attach", device="/dev/ubda", kind="ext4", where=HOST, options=""),
             command("mkdir", MNT),
-            command(BCOW, "mount", image, MNT, "--upper", upper, "--door", "kernel", "-s", "1G"),
+            command(BCOW, "mount", image, MNT, "--upper", upper, "--driver", "kernel", "-s", "1G"),
             step("fill", where=MNT, prefix="before", count=40),
             stats, step("room", where=MNT),
             # More than a group, beyond a block of descriptors, and by the path of the upper.

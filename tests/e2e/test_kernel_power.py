@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Power cuts and memory pressure below a mount at the kernel door.
+"""Power cuts and memory pressure below a mount with the kernel driver.
 
 In User-Mode Linux a disk that shows an image lies on ext4 on dm-log-writes, which records each
 write of the host's file system. A program in the mount makes changes durable, one by one; a mark in
@@ -31,7 +31,7 @@ SEED = int(os.environ.get("BCOW_SEED") or 1)
 SECONDS = 120
 MODULES = ["fs/fuse/fuse", "drivers/block/loop max_loop=8"]
 LOGGING = ["drivers/md/dm-mod", "drivers/md/dm-log-writes"]
-HOST, DOOR = "/tmp/host", "/tmp/door"
+HOST, DRIVER = "/tmp/host", "/tmp/driver"
 LOGGED = "logged"
 # MiB that a guest of 96 MiB writes without a flush.
 FLOOD = 200
@@ -83,10 +83,10 @@ class Power(unittest.TestCase):
             step("load", modules=MODULES + LOGGING),
             step("log_writes", device="/dev/ubda", log="/dev/ubdb", name=LOGGED),
             step("attach", device="/dev/dm-0", kind="ext4", where=HOST, options=""),
-            step("command", arguments=["mkdir", DOOR]),
-            step("command", arguments=[BCOW, "mount", f"{HOST}/vm.bcow", DOOR]),
+            step("command", arguments=["mkdir", DRIVER]),
+            step("command", arguments=[BCOW, "mount", f"{HOST}/vm.bcow", DRIVER]),
             step("mark", name=LOGGED, text="0"),
-            step("commit_one_by_one", where=DOOR, name=LOGGED, count=CHANGES, busy=50_000),
+            step("commit_one_by_one", where=DRIVER, name=LOGGED, count=CHANGES, busy=50_000),
             step("mark", name=LOGGED, text=f"{CHANGES}"),
             # A thread of the guest writes the log; it is lost if the guest halts before.
             step("command", arguments=["sleep", "2"]),
@@ -112,13 +112,13 @@ class Power(unittest.TestCase):
             with contextlib.ExitStack() as inner:
                 inner.callback(until, lambda: bcow("fsck", image, check=False).code == 0,
                                "the end of the process")
-                door = self.mounted(inner, lambda door: bcow("mount", image, door,
+                driver = self.mounted(inner, lambda driver: bcow("mount", image, driver,
                                                              timeout=SECONDS))
                 for number in range(count):
-                    self.assertTrue(changes.is_made(door, number), f"change {number}")
+                    self.assertTrue(changes.is_made(driver, number), f"change {number}")
                 # What the image has is there too, and the file system takes another change.
-                self.assertEqual(os.path.getsize(f"{door}/file199"), 0)
-                changes.make(door, CHANGES * 4)
+                self.assertEqual(os.path.getsize(f"{driver}/file199"), 0)
+                changes.make(driver, CHANGES * 4)
             raw = self.path("check.raw")
             bcow("convert", image, f"raw:{raw}", timeout=SECONDS)
             run("e2fsck", "-fn", raw, timeout=SECONDS)
@@ -135,10 +135,10 @@ class Power(unittest.TestCase):
         [*_, memory, _, _] = uml.boot([
             step("load", modules=MODULES),
             step("attach", device="/dev/ubda", kind="ext4", where=HOST, options=""),
-            step("command", arguments=["mkdir", DOOR]),
-            step("command", arguments=[BCOW, "mount", f"{HOST}/vm.bcow", DOOR]),
-            step("flood", where=DOOR, mebibytes=FLOOD),
-            step("command", arguments=[BCOW, "umount", DOOR]),
+            step("command", arguments=["mkdir", DRIVER]),
+            step("command", arguments=[BCOW, "mount", f"{HOST}/vm.bcow", DRIVER]),
+            step("flood", where=DRIVER, mebibytes=FLOOD),
+            step("command", arguments=[BCOW, "umount", DRIVER]),
             step("command", arguments=[BCOW, "fsck", "--data", f"{HOST}/vm.bcow"]),
         ], disks=[disk], memory="96M", timeout=600)
         self.assertLess(memory, FLOOD * MIB / 2)

@@ -1,4 +1,4 @@
-"""Uppers of the kernel door: `bcow mount IMG DIR --upper UPPER --door kernel`.
+"""Uppers of the kernel driver: `bcow mount IMG DIR --upper UPPER --driver kernel`.
 
 The upper is a disk that shows the image as ext4. The judges are e2fsck, a copy of the tree on the
 kernel's own ext4, and `bcow fsck`.
@@ -23,7 +23,7 @@ import support
 from promises import promise
 from support import (assert_refused, assert_same_tree, bcow, is_mounted, read_bytes, read_json,
                      read_text, run, until, write_file)
-from test_kernel_door import (KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDoor,
+from test_kernel_driver import (KILLS, LIBC, MEBIBYTE, SECONDS, SEED, KernelDriver,
                               backing_files)
 import tree
 
@@ -34,7 +34,7 @@ SIZE = "1G"
 SYS_SYNCFS = {"x86_64": 306, "aarch64": 267}[os.uname().machine]
 
 
-class KernelUpper(KernelDoor):
+class KernelUpper(KernelDriver):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
@@ -58,7 +58,7 @@ class KernelUpper(KernelDoor):
 
     def begin(self, upper=None, where=None, *options, **more):
         return self.mount(self.image, where or self.where, "--upper", upper or self.upper,
-                          "--door", "kernel", "-s", SIZE, "-o", "suid,dev", *options, **more)
+                          "--driver", "kernel", "-s", SIZE, "-o", "suid,dev", *options, **more)
 
     def continue_(self, *options, **more):
         return self.mount(self.image, self.where, "--upper", self.upper, "-o", "suid,dev",
@@ -70,7 +70,7 @@ class KernelUpper(KernelDoor):
     def assert_upper_clean(self, upper=None):
         """bcow and e2fsck find no error in an upper that no mount uses."""
         done = bcow("fsck", "--data", upper or self.upper, timeout=SECONDS)
-        self.assertIn(b": clean (kernel door", done.out)
+        self.assertIn(b": clean (kernel driver", done.out)
         raw = self.path("check.raw")
         bcow("convert", "--backing-dir", self.dir, self.disk(upper), f"raw:{raw}",
              timeout=SECONDS)
@@ -79,16 +79,16 @@ class KernelUpper(KernelDoor):
 
 
 class Mounts(KernelUpper):
-    def test_an_upper_keeps_the_changes_and_its_door(self):
+    def test_an_upper_keeps_the_changes_and_its_driver(self):
         self.begin()
         assert_same_tree(self, self.lower.tree, self.where)
         statistics = self.stats(self.where)
-        self.assertEqual(statistics["door"], {"name": "kernel", "reason": "as --door says"})
+        self.assertEqual(statistics["door"], {"name": "kernel", "reason": "as --driver says"})
         self.assertEqual((statistics["image"]["file"], statistics["disk"]["upper"],
                           statistics["disk"]["path"], statistics["disk"]["filesystem"]),
                          (self.image, self.upper, self.disk(), "ext4"))
         shown = bcow("stats", self.where).out.decode()
-        self.assertIn("door:        kernel: as --door says\n", shown)
+        self.assertIn("driver:        kernel: as --driver says\n", shown)
         self.assertIn(f"upper:       {self.upper}\n", shown)
         [service] = self.services()
         self.assertEqual((service["image"], service["upper"], service["mode"], service["at"]),
@@ -108,7 +108,7 @@ class Mounts(KernelUpper):
         self.assertEqual(sorted(os.listdir(os.path.join(self.upper, ".bcow"))),
                          ["disk.bcow", "instance.json", "lock"])
         self.assert_upper_clean()
-        # Without --door, the upper's door serves.
+        # Without --driver, the upper's driver serves.
         self.continue_()
         self.assertEqual(self.stats(self.where)["door"],
                          {"name": "kernel", "reason": "the upper belongs to it"})
@@ -121,29 +121,29 @@ class Mounts(KernelUpper):
         self.umount(self.where)
         self.assert_ended()
 
-    def test_an_upper_is_refused_by_name_at_the_other_door(self):
+    def test_an_upper_is_refused_by_name_at_the_other_driver(self):
         self.begin()
         refused = self.mount(self.image, self.point("b"), "--upper", self.upper, check=False)
         assert_refused(self, refused, "is being written by bcow mount, process")
         self.umount(self.where)
-        refused = self.continue_("--door", "fuse", check=False)
-        assert_refused(self, refused, "belongs to the kernel door, and cannot be mounted at the "
-                       "FUSE door", "--door kernel", code=2)
+        refused = self.continue_("--driver", "fuse", check=False)
+        assert_refused(self, refused, "belongs to the kernel driver, and cannot be mounted at the "
+                       "FUSE driver", "--driver kernel", code=2)
         fuse = self.upper_path("fuse")
         self.mount(self.image, self.where, "--upper", fuse)
-        door = self.stats(self.where)["door"]
-        self.assertEqual(door["name"], "fuse")
-        self.assertIn("new uppers begin here", door["reason"])
+        driver = self.stats(self.where)["door"]
+        self.assertEqual(driver["name"], "fuse")
+        self.assertIn("new uppers begin here", driver["reason"])
         self.umount(self.where)
         refused = self.begin(fuse, check=False)
-        assert_refused(self, refused, "belongs to the FUSE door, and cannot be mounted at the "
-                       "kernel door", "--door fuse", code=2)
+        assert_refused(self, refused, "belongs to the FUSE driver, and cannot be mounted at the "
+                       "kernel driver", "--driver fuse", code=2)
         for arguments in (["inspect", self.upper], ["ls", self.upper],
                           ["extract", self.upper, self.path("out")]):
             refused = bcow(*arguments, check=False)
             assert_refused(self, refused, "it is a directory", "upper of a writable mount")
 
-    def test_what_does_not_fit_the_door_begins_no_upper(self):
+    def test_what_does_not_fit_the_driver_begins_no_upper(self):
         other = self.disk_path("other")
         bcow("convert", f"dir:{os.path.join(support.TOP, 'spec')}", other)
         disk = self.make_disk()
@@ -153,7 +153,7 @@ class Mounts(KernelUpper):
         for image, upper, options, reason, code in (
                 (self.image, self.upper, ["--size-limit", "1G"], "--size-limit is not", 2),
                 (self.image, self.upper, ["--inode-limit", "9"], "--inode-limit is not", 2),
-                (self.image, self.upper, ["--sketch", "packed"], "only one form is left: sparse",
+                (self.image, self.upper, ["--partial", "packed"], "only one form is left: sparse",
                  2),
                 (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
                 (self.image, self.upper, ["--sync", "batch=3"], "commit=SECONDS", 2),
@@ -162,7 +162,7 @@ class Mounts(KernelUpper):
                 (disk, self.upper, [], "this is a disk", 1),
                 (self.image, occupied, [], "not empty", 1)):
             with self.subTest(options=options, image=image, upper=upper):
-                refused = self.mount(image, self.where, "--upper", upper, "--door", "kernel",
+                refused = self.mount(image, self.where, "--upper", upper, "--driver", "kernel",
                                      *options, check=False)
                 assert_refused(self, refused, reason, code=code)
         self.assertFalse(os.path.exists(self.upper))
@@ -187,7 +187,7 @@ class Mounts(KernelUpper):
     def test_mount_of_fstab_and_options(self):
         helper = self.path("mount.bcow")
         os.symlink(support.BCOW, helper)
-        options = f"rw,upper={self.upper},door=kernel,size={SIZE},nosuid,relatime,discard"
+        options = f"rw,upper={self.upper},driver=kernel,size={SIZE},nosuid,relatime,discard"
         run(helper, self.image, self.where, "-o", options, timeout=SECONDS)
         with open("/proc/self/mountinfo") as table:
             [line] = [line.split() for line in table if line.split()[4] == self.where]
@@ -355,9 +355,9 @@ class Mounts(KernelUpper):
         write_file(os.path.join(tree_of_it, "file"), content)
         image = self.disk_path("large")
         bcow("convert", f"dir:{tree_of_it}", image, timeout=SECONDS)
-        for door in ("kernel", "fuse"):
-            where = self.point(f"at-{door}")
-            self.mount(image, where, "--door", door, "--upper", self.upper_path(door))
+        for driver in ("kernel", "fuse"):
+            where = self.point(f"at-{driver}")
+            self.mount(image, where, "--driver", driver, "--upper", self.upper_path(driver))
             process = self.stats(where)["process"]["pid"]
 
             def resident():
@@ -370,7 +370,7 @@ class Mounts(KernelUpper):
             self.assertTrue(read())
             held = self.stats(where)["cache"]["held_bytes"]
             self.assertGreater(held, 30 * MEBIBYTE)
-            until(lambda: resident() < 32 * MEBIBYTE, f"memory returned, {door}", SECONDS)
+            until(lambda: resident() < 32 * MEBIBYTE, f"memory returned, {driver}", SECONDS)
             self.assertEqual(self.stats(where)["cache"]["held_bytes"], 0)
             write_file("/proc/sys/vm/drop_caches", "3")
             self.assertTrue(read())
@@ -397,7 +397,7 @@ class Mounts(KernelUpper):
 class Layers(KernelUpper):
     """Layers on the command line, between the image and the mountpoint."""
 
-    def tree_at_the_fuse_door(self, *layers):
+    def tree_at_the_fuse_driver(self, *layers):
         where = self.point("fuse")
         bcow("mount", self.image, *layers, where, "-o", "suid,dev", timeout=SECONDS)
         found = tree.dump(where)
@@ -413,8 +413,8 @@ class Layers(KernelUpper):
         bcow("commit", self.image, "--upper", self.upper, first, timeout=SECONDS)
         upper = self.upper_path("over")
         over = [self.image, first, self.where, "--upper", upper, "-o", "suid,dev"]
-        bcow("mount", *over, "--door", "kernel", "-s", SIZE, timeout=SECONDS)
-        assert_same_tree(self, self.tree_at_the_fuse_door(first), self.where)
+        bcow("mount", *over, "--driver", "kernel", "-s", SIZE, timeout=SECONDS)
+        assert_same_tree(self, self.tree_at_the_fuse_driver(first), self.where)
         [service] = self.services()
         self.assertEqual((service["image"], service["layers"]), (self.image, [first]))
         run("sh", "-c", 'cd "$0" && rm new/file && echo two > new/other && mv moved d0 && '
@@ -434,16 +434,16 @@ class Layers(KernelUpper):
         changed = bcow("diff", self.image, "--layer", first, "--upper", upper, check=False)
         self.assertIn(b"new/other", changed.out)
         bcow("commit", self.image, "--layer", first, "--upper", upper, second, timeout=SECONDS)
-        found = self.tree_at_the_fuse_door(first, second)
+        found = self.tree_at_the_fuse_driver(first, second)
         assert_same_tree(self, found, before)
         # Read-only, the kernel's EROFS shows the layers.
-        bcow("mount", self.image, first, second, self.where, "--door", "kernel", "-o", "suid,dev",
+        bcow("mount", self.image, first, second, self.where, "--driver", "kernel", "-o", "suid,dev",
              timeout=SECONDS)
         assert_same_tree(self, found, self.where)
         self.umount(self.where)
         self.assert_ended()
         disk = self.make_disk()
-        refused = bcow("mount", disk, first, self.where, "--door", "kernel", check=False)
+        refused = bcow("mount", disk, first, self.where, "--driver", "kernel", check=False)
         assert_refused(self, refused, "is a disk, and has no layers")
 
 
@@ -453,10 +453,10 @@ class Failures(KernelUpper):
         write_file(os.path.join(self.where, "kept"), "kept")
         self.umount(self.where)
         self.assert_ended()
-        # Without its record, the upper still belongs to the kernel door, and keeps its disk.
+        # Without its record, the upper still belongs to the kernel driver, and keeps its disk.
         os.unlink(os.path.join(self.upper, ".bcow", "instance.json"))
-        refused = self.continue_("--door", "fuse", check=False)
-        assert_refused(self, refused, "belongs to the kernel door", code=2)
+        refused = self.continue_("--driver", "fuse", check=False)
+        assert_refused(self, refused, "belongs to the kernel driver", code=2)
         found = bcow("fsck", "--json", self.upper)
         self.assertEqual([one["code"] for one in json.loads(found.out)["findings"]],
                          ["upper-incomplete"])
@@ -464,7 +464,7 @@ class Failures(KernelUpper):
         self.assertEqual(read_text(os.path.join(self.where, "kept")), "kept")
         self.umount(self.where)
         self.assert_upper_clean()
-        # With its lock only, either door begins.
+        # With its lock only, either driver begins.
         lock = self.upper_path("lock")
         os.makedirs(os.path.join(lock, ".bcow"), mode=0o700)
         with open(os.path.join(lock, ".bcow", "lock"), "w"):
@@ -473,7 +473,7 @@ class Failures(KernelUpper):
         copy = shutil.copytree(lock, self.upper_path("copy"))
         self.begin(lock)
         self.umount(self.where)
-        self.mount(self.image, self.where, "--upper", copy, "--door", "fuse")
+        self.mount(self.image, self.where, "--upper", copy, "--driver", "fuse")
         self.umount(self.where)
         self.assert_ended()
 
@@ -482,7 +482,7 @@ class Failures(KernelUpper):
         for kill in range(3 * KILLS):
             upper = self.upper_path(f"upper-{kill}")
             process = subprocess.Popen(
-                [support.BCOW, "mount", "-f", self.image, self.where, "--upper", upper, "--door",
+                [support.BCOW, "mount", "-f", self.image, self.where, "--upper", upper, "--driver",
                  "kernel", "-s", SIZE], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             time.sleep(rng.random() * 0.1)
             process.kill()
@@ -589,7 +589,7 @@ class Failures(KernelUpper):
     def test_without_the_privilege_no_upper_is_begun(self):
         support.need("unshare")
         refused = run("unshare", "-rm", support.BCOW, "mount", self.image, self.where, "--upper",
-                      self.upper, "--door", "kernel", "-s", SIZE, check=False, timeout=SECONDS)
+                      self.upper, "--driver", "kernel", "-s", SIZE, check=False, timeout=SECONDS)
         assert_refused(self, refused, "it lacks CAP_SYS_ADMIN outside user namespaces")
         self.assertFalse(os.path.exists(self.upper))
 
@@ -663,7 +663,7 @@ class Failures(KernelUpper):
         group = self.memory_group(64 * MEBIBYTE)
         enter = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
         inside = run("sh", "-c", enter, "sh", support.BCOW, "mount", self.image, self.where,
-                     "--upper", self.upper, "--door", "kernel", "-s", SIZE, check=False,
+                     "--upper", self.upper, "--driver", "kernel", "-s", SIZE, check=False,
                      timeout=SECONDS)
         if inside.code != 0:
             assert_refused(self, inside, "lacks CAP_SYS_RESOURCE")

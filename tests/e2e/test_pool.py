@@ -94,7 +94,7 @@ class PoolCase(Scratch):
     def clear(self):
         # A failed test leaves its pools.
         for pool in self.list():
-            # The keeper first: it starts the other one again.
+            # The supervisor first: it starts the other one again.
             for pid in filter(None, (pool["keeper"], pool["pid"])):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ class PoolCase(Scratch):
     def pid(self, name="pool"):
         return self.find(name)["pid"]
 
-    def keeper(self, name="pool"):
+    def supervisor(self, name="pool"):
         return self.find(name)["keeper"]
 
     def kill(self):
@@ -146,7 +146,7 @@ class PoolCase(Scratch):
 
     def disturb(self, steps, wait):
         """Kills and replaces the process `steps` times, after `wait` each time. A process that ends
-        soon after its start makes the keeper pause, and too many in a row end the pool."""
+        soon after its start makes the supervisor pause, and too many in a row end the pool."""
         for _ in range(steps):
             wait()
             self.disturbed += 1
@@ -157,15 +157,15 @@ class PoolCase(Scratch):
         wait()
 
     def fail_again_and_again(self):
-        """Kills the process of the pool until the keeper gives up."""
-        keeper = self.keeper()
+        """Kills the process of the pool until the supervisor gives up."""
+        supervisor = self.supervisor()
 
         def has_ended():
             pool = self.find()
             if pool and pool["pid"]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pool["pid"], signal.SIGKILL)
-            return not os.path.exists(f"/proc/{keeper}")
+            return not os.path.exists(f"/proc/{supervisor}")
 
         until(has_ended, "the pool ends")
 
@@ -366,7 +366,7 @@ class Ends(PoolCase):
         with open(os.path.join(places[1], "new"), "w") as file:
             file.write("kept")
         found = self.find()
-        # The keeper passes the signal on.
+        # The supervisor passes the signal on.
         os.kill(found["keeper"], signal.SIGTERM)
         self.assert_ends(found["pid"])
         self.assert_ends(found["keeper"])
@@ -375,7 +375,7 @@ class Ends(PoolCase):
         with open(os.path.join(upper, "new")) as file:
             self.assertEqual(file.read(), "kept")
 
-    def test_pool_killed_with_its_keeper_is_dead_and_starts_again(self):
+    def test_pool_killed_with_its_supervisor_is_dead_and_starts_again(self):
         self.start()
         upper = os.path.join(self.pools, "upper")
         where = self.mount("--upper", upper)
@@ -383,11 +383,11 @@ class Ends(PoolCase):
             file.write("kept")
             file.flush()
             os.fsync(file.fileno())
-        pid, keeper = self.pid(), self.keeper()
-        os.kill(keeper, signal.SIGKILL)
-        until(lambda: self.keeper() is None, "the pool notices the end of its keeper")
+        pid, supervisor = self.pid(), self.supervisor()
+        os.kill(supervisor, signal.SIGKILL)
+        until(lambda: self.supervisor() is None, "the pool notices the end of its supervisor")
         assert_refused(self, self.bcow("pool", "restart", "pool", check=False),
-                       "its keeper has died")
+                       "its supervisor has died")
         # The process serves its mounts alone.
         self.read(self.mount())
         os.kill(pid, signal.SIGKILL)
@@ -495,16 +495,16 @@ class Restarts(PoolCase):
                 statistics = json.loads(self.bcow("stats", where, "--json").out)
                 self.assertEqual(statistics["process"]["pid"], pids[-1])
             # A mount that was taken over ends as any other.
-            keeper = self.keeper()
-            held = os.listdir(f"/proc/{keeper}/fd")
+            supervisor = self.supervisor()
+            held = os.listdir(f"/proc/{supervisor}/fd")
             self.bcow("umount", places[0])
             run("umount", places[1], timeout=TIMEOUT)
             until(lambda: len(self.stats()["mounts"]) == 1, "the pool notices the unmount")
-            until(lambda: len(os.listdir(f"/proc/{keeper}/fd")) == len(held) - 4,
-                  "the keeper closes what belongs to the mounts")
+            until(lambda: len(os.listdir(f"/proc/{supervisor}/fd")) == len(held) - 4,
+                  "the supervisor closes what belongs to the mounts")
             self.read(self.mount())
             self.bcow("pool", "stop", "--force", "pool")
-        self.assert_ends(keeper)
+        self.assert_ends(supervisor)
         self.assertEqual(os.listdir(self.pools), [])
 
     def restart(self, *options):
@@ -644,7 +644,7 @@ class Uppers(PoolCase):
         self.bcow("pool", "stop", "pool")
 
     def test_a_database_keeps_its_transactions(self):
-        """SQLite, whose file is in the image: a sketch."""
+        """SQLite, whose file is in the image: a partial file."""
         where = self.change()
         done = []
         is_over = threading.Event()
@@ -714,13 +714,13 @@ class Uppers(PoolCase):
         self.assert_sound(where)
         self.bcow("pool", "stop", "pool")
 
-    def test_keeper_and_process_killed_keep_what_was_synchronized(self):
+    def test_supervisor_and_process_killed_keep_what_was_synchronized(self):
         where = self.change()
         with open(os.path.join(where, "new"), "wb") as file:
             file.write(b"durable")
             file.flush()
             os.fsync(file)
-        for pid in (self.keeper(), self.pid()):
+        for pid in (self.supervisor(), self.pid()):
             os.kill(pid, signal.SIGKILL)
         until(lambda: not self.is_served(where), "the mount answers ENOTCONN")
         run("umount", "-l", where, timeout=TIMEOUT)
@@ -763,8 +763,8 @@ class Uppers(PoolCase):
         self.bcow("pool", "stop", "--force", "pool")
 
 
-class KernelDoor(PoolCase):
-    """Mounts at the kernel door: an image, a disk and an upper."""
+class KernelDriver(PoolCase):
+    """Mounts with the kernel driver: an image, a disk and an upper."""
 
     @classmethod
     def setUpClass(cls):
@@ -792,7 +792,7 @@ class KernelDoor(PoolCase):
         return os.path.join(self.pools, f"{os.path.basename(self.pools)}-{name}")
 
     def change(self, upper=None, where=None, *options, image=None):
-        return self.mount("--door", "kernel", "--upper", upper or self.upper, "--size", "1G",
+        return self.mount("--driver", "kernel", "--upper", upper or self.upper, "--size", "1G",
                           *options, where=where, image=image)
 
     def new_disk(self, name):
@@ -814,9 +814,9 @@ class KernelDoor(PoolCase):
         run("e2fsck", "-fn", raw, timeout=TIMEOUT)
         os.remove(raw)
 
-    @promise("A pool serves mounts at both doors")
-    def test_a_pool_serves_both_doors(self):
-        places = {"image": self.mount("--door", "kernel", image=self.plain),
+    @promise("A pool serves mounts with both drivers")
+    def test_a_pool_serves_both_drivers(self):
+        places = {"image": self.mount("--driver", "kernel", image=self.plain),
                   "disk": self.mount(image=self.disk), "upper": self.change(),
                   "fuse": self.mount()}
         types = {name: run("stat", "-f", "-c", "%T", where).out.decode().strip()
@@ -852,8 +852,8 @@ class KernelDoor(PoolCase):
         self.assertEqual(self.loop_devices(), [])
         self.assertFalse(any(map(is_mounted, places.values())))
 
-    @promise("Programs in mounts of a pool at the kernel door see no error when the process of the "
-             "pool is killed or replaced, and lose no change")
+    @promise("Programs in mounts of a pool with the kernel driver see no error when the process of "
+             "the pool is killed or replaced, and lose no change")
     def test_programs_see_no_error(self):
         disk = self.new_disk("own.bcow")
         volatile = self.named("volatile")
@@ -861,7 +861,7 @@ class KernelDoor(PoolCase):
                    "volatile": self.change(volatile, None, "--sync", "volatile",
                                            image=self.programs),
                    "disk": self.mount("--backing-dir", self.directory, image=disk)}
-        image = self.mount("--door", "kernel", image=self.plain)
+        image = self.mount("--driver", "kernel", image=self.plain)
         everywhere = [*changed.values(), image]
         devices = {where: os.stat(where).st_dev for where in everywhere}
         with contextlib.ExitStack() as stack:
@@ -901,14 +901,14 @@ class KernelDoor(PoolCase):
             assert_refused(self, grown, "CAP_SYS_RESOURCE")
         for name, where in changed.items():
             write_file(os.path.join(where, "new"), name.encode())
-        keeper = self.keeper()
+        supervisor = self.supervisor()
         for where in everywhere:
             self.bcow("umount", where)
         until(lambda: self.stats()["mounts"] == [], "the pool notices the unmounts")
         self.assertEqual(self.loop_devices(), [])
-        self.assertEqual(os.readlink(f"/proc/{keeper}/exe"), os.path.realpath(BCOW))
-        links = [os.readlink(f"/proc/{keeper}/fd/{number}")
-                 for number in os.listdir(f"/proc/{keeper}/fd")]
+        self.assertEqual(os.readlink(f"/proc/{supervisor}/exe"), os.path.realpath(BCOW))
+        links = [os.readlink(f"/proc/{supervisor}/fd/{number}")
+                 for number in os.listdir(f"/proc/{supervisor}/fd")]
         self.assertNotIn("/dev/fuse", links)
         self.assert_sound(self.upper)
         self.assert_sound(volatile)
@@ -918,9 +918,10 @@ class KernelDoor(PoolCase):
                              upper.rsplit("-", 1)[1].encode())
         self.bcow("pool", "stop", "--force", "pool")
 
-    @promise("A mount of an image at the kernel door stays if the process of its pool is killed")
+    @promise("A mount of an image with the kernel driver stays if the process of its pool is "
+             "killed")
     def test_an_image_stays_if_the_process_is_killed(self):
-        where = self.mount("--door", "kernel", image=self.plain)
+        where = self.mount("--driver", "kernel", image=self.plain)
         with Load(where, self.files) as load:
             for step in (self.kill, self.kill, lambda: self.bcow("pool", "restart", "pool"),
                          self.kill):
@@ -930,8 +931,8 @@ class KernelDoor(PoolCase):
         self.assertIsNone(load.failure)
         self.bcow("umount", where)
         until(lambda: self.stats()["mounts"] == [], "the pool notices the unmount")
-        # The last process is gone, and so the keeper unmounts.
-        where = self.mount("--door", "kernel", image=self.plain)
+        # The last process is gone, and so the supervisor unmounts.
+        where = self.mount("--driver", "kernel", image=self.plain)
         self.fail_again_and_again()
         self.assertFalse(is_mounted(where))
 
@@ -1042,7 +1043,7 @@ class KernelDoor(PoolCase):
         self.bcow("pool", "stop", "--force", "pool")
 
     def test_a_signal_while_no_process_serves_loses_nothing(self):
-        """The program that takes over first signals the keeper, or itself as another one could."""
+        """The program that takes over first signals the supervisor, or itself as another could."""
         for number, signals in enumerate(("kill -TERM $PPID", "kill -TERM $$")):
             self.bcow("pool", "stop", "pool")
             program = os.path.join(self.pools, f"program{number}")
@@ -1056,9 +1057,9 @@ class KernelDoor(PoolCase):
             os.remove(program)
             write_file(program, f"#!/bin/sh\n{signals}\nexec {BCOW} \"$@\"\n")
             os.chmod(program, 0o755)
-            keeper = self.keeper()
+            supervisor = self.supervisor()
             self.bcow("pool", "restart", "pool", check=False)
-            self.assert_ends(keeper)
+            self.assert_ends(supervisor)
             self.assertFalse(is_mounted(where))
             self.assertEqual(self.loop_devices(), [])
             self.start("pool", "--log-file", self.log)
@@ -1109,7 +1110,7 @@ class KernelDoor(PoolCase):
         self.bcow("pool", "stop", "--force", "pool")
 
     def kill_both(self):
-        """Kills the keeper and the process of the pool."""
+        """Kills the supervisor and the process of the pool."""
         pool = self.find()
         for pid in (pool["keeper"], pool["pid"]):
             os.kill(pid, signal.SIGKILL)
@@ -1161,8 +1162,8 @@ class KernelDoor(PoolCase):
         for round in range(STEPS):
             pid = self.pid()
             mounts = [subprocess.Popen(
-                [BCOW, "mount", self.image, where, "--pool", "pool", "--door", "kernel", "--upper",
-                 self.named(f"upper{index}"), "--size", "1G"],
+                [BCOW, "mount", self.image, where, "--pool", "pool", "--driver", "kernel",
+                 "--upper", self.named(f"upper{index}"), "--size", "1G"],
                 env={**os.environ, **self.env}, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL) for index, where in enumerate(places)]
             time.sleep(random.random() / 5)
@@ -1184,10 +1185,10 @@ class KernelDoor(PoolCase):
             self.read(where)
         self.bcow("pool", "stop", "--force", "pool")
 
-    def test_batches_are_for_the_fuse_door(self):
-        # For a disk, the command selects the door itself.
+    def test_batches_are_for_the_fuse_driver(self):
+        # For a disk, the command selects the driver itself.
         refused = bcow("mount", self.disk, self.place(), "--sync", "batch=3", check=False)
-        assert_refused(self, refused, "--sync batch is for the FUSE door", code=2)
+        assert_refused(self, refused, "--sync batch is for the FUSE driver", code=2)
 
     def test_an_ordinary_user_is_refused(self):
         pools = tempfile.mkdtemp(prefix="u-", dir=WORK)
@@ -1205,7 +1206,7 @@ class KernelDoor(PoolCase):
             os.mkdir(where)
             os.chown(where, UNPRIVILEGED, UNPRIVILEGED)
             for options in (("--upper", os.path.join(pools, "upper")), ()):
-                refused = as_user("mount", image, where, "--pool", "own", "--door", "kernel",
+                refused = as_user("mount", image, where, "--pool", "own", "--driver", "kernel",
                                   *options, check=False)
                 assert_refused(self, refused, "only root can mount")
         finally:

@@ -1,4 +1,4 @@
-"""Images on other machines: read over HTTPS, checked, cached, and without the server.
+"""Remote images: read over HTTPS, checked, cached, and without the server.
 
 The servers are Python's http.server with ranges and TLS, which counts what it sends, and Debian's
 docker-registry with TLS and a password, on ports of this machine's own. Every command and every
@@ -105,7 +105,7 @@ def metrics(path):
 
 
 class RemoteCase(Scratch):
-    """The base of tests with images on other machines."""
+    """The base of tests with remote images."""
 
     def setUp(self):
         self.cache = tempfile.mkdtemp(prefix="cache-", dir=self.directory)

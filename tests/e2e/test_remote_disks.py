@@ -1,4 +1,4 @@
-"""Disks and uppers over images on other machines.
+"""Disks and uppers over remote images.
 
 The servers are those of test_remote: a web server with TLS, and docker-registry with TLS and a
 password. Every command and every wait has a time limit.
@@ -130,15 +130,15 @@ class Disks(test_remote.WebCase):
             self.assertEqual(read_text(os.path.join(where, "new")), "new")
             os.listdir(os.path.join(where, "dir-7"))
 
-    def test_uppers_over_a_registry_at_both_doors(self):
+    def test_uppers_over_a_registry_at_both_drivers(self):
         need("docker-registry")
         with registry(self.directory) as address:
             self.env["REGISTRY_AUTH_FILE"] = self.path("auth.json")
             name = f"docker://{address}/team/tree:2"
             self.bcow("convert", f"dir:{self.tree}", name)
-            for door in "fuse", "kernel":
-                upper = os.path.join(self.scratch, door)
-                options = ("--upper", upper, "--door", door)
+            for driver in "fuse", "kernel":
+                upper = os.path.join(self.scratch, driver)
+                options = ("--upper", upper, "--driver", driver)
                 with self.mounted(name, *options) as where:
                     with open(os.path.join(where, "dir-3/file"), "r+b") as file:
                         file.write(b"changed")
@@ -147,7 +147,7 @@ class Disks(test_remote.WebCase):
                     with open(os.path.join(where, "dir-3/file"), "rb") as file:
                         self.assertEqual(file.read(7), b"changed")
                     self.assertEqual(os.listdir(os.path.join(where, "dir-4")), [])
-                if door == "kernel":
+                if driver == "kernel":
                     disk = os.path.join(upper, ".bcow", "disk.bcow")
                     allowed = ("--backing-url", f"docker://{address}/team/tree")
                     (backing,) = self.inspect(*allowed, disk)["backings"]
@@ -156,7 +156,7 @@ class Disks(test_remote.WebCase):
                 found = self.bcow("diff", "--upper", upper, name, check=False).out.decode()
                 self.assertEqual([line.split()[1] for line in found.splitlines()],
                                  ["/dir-3/file", "/dir-4", "/dir-4/file"], found)
-                layer = os.path.join(self.scratch, f"{door}.bcow")
+                layer = os.path.join(self.scratch, f"{driver}.bcow")
                 self.bcow("commit", name, "--upper", upper, layer)
                 with self.mounted(name, "--layer", layer) as where:
                     self.assertFalse(os.path.exists(os.path.join(where, "dir-4/file")))

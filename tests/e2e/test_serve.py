@@ -362,7 +362,7 @@ for number in range(1, 1 << 20):
             self.assertFalse(os.path.exists(self.path("second.sock")))
 
 
-class Doors(Serve):
+class Drivers(Serve):
     """Sockets, service managers, signals."""
 
     def test_the_socket_is_private_and_goes_with_the_server(self):

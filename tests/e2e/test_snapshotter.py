@@ -97,7 +97,7 @@ class WithSnapshotter(support.Scratch):
 
     def kill_pool(self):
         for pool in json.loads(bcow("pool", "list", "--json").out)["pools"]:
-            # The keeper first: it starts the other one again.
+            # The supervisor first: it starts the other one again.
             for pid in filter(None, (pool["keeper"], pool["pid"])):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -429,7 +429,7 @@ class Contract(WithSnapshotter):
         read_only.mounts[0].options.append("ro")
         with contextlib.ExitStack() as second:
             with self.mounted(answer) as root:
-                # A sketch: only the changed block is in the upper.
+                # A partial file: only the changed block is in the upper.
                 with open(os.path.join(root, "large"), "r+b", buffering=0) as file:
                     file.write(b"12")
                     with self.mounted(read_only) as other:

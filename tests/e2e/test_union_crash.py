@@ -546,7 +546,7 @@ class Crashes(LowerCase):
              "or its new value, never a value of another file, and no block is partly filled.",
              "This mode loses no data that a program has synchronized with fsync.",
              "If only the process is killed, no name and no file that is stored whole is lost, but "
-             "recent writes to sketches may be lost.")
+             "recent writes to partial files may be lost.")
     def test_synced_data_survives_a_kill(self):
         self.assert_no_failure(self.names, rounds, SEED, ROUNDS)
 

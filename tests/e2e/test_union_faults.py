@@ -282,7 +282,7 @@ class Space(UnionCase):
         self.mount.options.append(f"--size-limit={limit}")
         self.mount.mount()
         fd = self.opened(BIG)
-        # A stored block of a sketch counts once.
+        # A stored block of a partial file counts once.
         blocks = (1 << 20) // PAGE
         want = self.original(BIG)
         for _ in range(2):
@@ -407,7 +407,7 @@ class Space(UnionCase):
             os.setxattr(self.at(name), "user.x", b"x")
         os.chmod(self.at("d0/sub"), 0o700)
         shutil.rmtree(self.at("d0/sub/deep"))
-        # A sketch's map, and its dirty blocks. The disk may have no room for them.
+        # A partial file's map, and its dirty blocks. The disk may have no room for them.
         for where in (self.where, disk):
             run("sync", "-f", where, check=False)
         self.write("new", b"new")
@@ -680,9 +680,9 @@ class Damage(UnionCase):
                 file.write(b"damage")
         return image
 
-    @promise("A damaged block of the image, or a damaged map of a sketch, causes EIO for that file "
-             "only. The log names the file by its path or, if the path is not known, by its inode "
-             "number.")
+    @promise("A damaged block of the image, or a damaged map of a partial file, causes EIO for "
+             "that file only. The log names the file by its path or, if the path is not known, by "
+             "its inode number.")
     def test_a_damaged_image(self):
         image = self.damaged_image("d1/odd")
         self.mount.lower = type("Other", (), {"make_image": lambda _: image})()

@@ -1,5 +1,5 @@
-"""Sketches: large files of the lower tree under every kind of write, with each byte compared with a
-copy in memory.
+"""Partial files: large files of the lower tree under every kind of write, with each byte compared
+with a copy in memory.
 
 The fsx of crates.io begins with an empty file; a test runs it too. The operations here begin with a
 lower file's content. BCOW_SKETCH_OPERATIONS=2000000 sets the number for each kind, BCOW_SEED=N the
@@ -20,8 +20,8 @@ from support import read_bytes, run, write_file
 from union import LowerCase
 
 OPERATIONS = int(os.environ.get("BCOW_SKETCH_OPERATIONS") or 12_000)
-# Operations on one file before the next file: a file with every block written is no sketch any
-# more.
+# Operations on one file before the next file: a file with every block written is no partial file
+# any more.
 TURN = (50, 400, 2500)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
 SIZES = (subjects.LARGE + 1, 75 * 4096, 300_001, (1 << 20) + 4095, 2 << 20, 5_000_011, 777_777,
@@ -353,7 +353,7 @@ def exercise(name, lower, seed, operations):
     return None
 
 
-class Sketches(LowerCase):
+class Partials(LowerCase):
     kinds = (*subjects.KINDS, subjects.KERNEL)
     plant = staticmethod(plant)
 

@@ -222,7 +222,7 @@ print(code(os.open, 'd0/hundred', os.O_WRONLY), code(os.chown, 'home/small', 0, 
 
     def test_fuse_overlayfs_reads_the_upper(self):
         """fuse-overlayfs, which rootless podman uses, shows the same tree of the upper where there
-        is no sketch."""
+        is no partial file."""
         self.mount.mount()
         self.user("""
 open('home/small', 'ab').write(b' and more')

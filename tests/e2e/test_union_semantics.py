@@ -1133,9 +1133,9 @@ class CollectedNewFiles(NewFiles):
 
 class InOtherHands(UnionCase):
     @promise("The upper has the layout of an overlayfs upper directory. If the upper has no "
-             "sketch, the kernel's overlayfs shows the same tree from the upper and the extracted "
-             "image (`metacopy=on,redirect_dir=on`). Reading a sketch through overlayfs fails "
-             "with EIO.",
+             "partial file, the kernel's overlayfs shows the same tree from the upper and the "
+             "extracted image (`metacopy=on,redirect_dir=on`). Reading a partial file through "
+             "overlayfs fails with EIO.",
              "If a file of the image has several names, overlayfs continues to show the old file "
              "under the names that were not changed themselves.")
     def test_overlayfs_shows_the_same_tree(self):
@@ -1171,7 +1171,7 @@ class InOtherHands(UnionCase):
                 del entries[path]
         support.assert_same_tree(self, want, have)
 
-    def test_a_sketch_is_no_file_to_overlayfs(self):
+    def test_a_partial_is_no_file_to_overlayfs(self):
         with open(self.at(BIG), "r+b") as file:
             file.seek(300_000)
             file.write(b"partly")

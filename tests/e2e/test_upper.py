@@ -1,6 +1,6 @@
 """Unmounted uppers: diff, commit and fsck.
 
-The uppers are bcow's and overlayfs's, which have the same form except for sketches. The tests
+The uppers are bcow's and overlayfs's, which have the same form except for partial files. The tests
 compare bcow's output with the tree that the mount showed.
 """
 
@@ -391,8 +391,8 @@ class OfBcow(Uppers, unittest.TestCase):
         run("cp", "-a", "--sparse=always", self.upper, where)
         return where
 
-    def sketch(self, upper):
-        """The map of the only sketch with blocks."""
+    def partial(self, upper):
+        """The map of the only partial file with blocks."""
         names = os.listdir(f"{upper}/.bcow/maps")
         self.assertEqual(len(names), 1)
         return f"{upper}/.bcow/maps/{names[0]}"
@@ -453,7 +453,7 @@ class OfBcow(Uppers, unittest.TestCase):
 
     def test_fsck_finds_nothing_in_a_sound_upper(self):
         self.assertRegex(self.fsck(self.upper), r"clean \([0-9]+ directories, [0-9]+ files, [0-9]+ "
-                                                r"whiteouts, 2 sketches\)")
+                                                r"whiteouts, 2 partial files\)")
         found = json.loads(self.fsck(self.upper, "--json"))
         self.assertEqual((found["verdict"], found["findings"], found["upper"]["sketches"]),
                          ("clean", [], 2))
@@ -562,7 +562,7 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertEqual(found.count("repaired: "), 4)
         self.assertNotIn("warning", self.fsck(upper))
         self.assertEqual(os.listdir(f"{upper}/.bcow/work"), [])
-        self.sketch(upper)
+        self.partial(upper)
 
     def test_fsck_names_damage_and_does_not_change_it(self):
         def flip(path, offset):
@@ -576,10 +576,10 @@ class OfBcow(Uppers, unittest.TestCase):
             return lambda upper: os.setxattr(f"{upper}/{path}", f"trusted.{name}", value)
 
         damages = {
-            "upper-sketch-map": [lambda upper: os.unlink(self.sketch(upper)),
-                                 lambda upper: flip(self.sketch(upper), 600),
-                                 lambda upper: flip(self.sketch(upper), 20),
-                                 lambda upper: os.truncate(self.sketch(upper), 512)],
+            "upper-sketch-map": [lambda upper: os.unlink(self.partial(upper)),
+                                 lambda upper: flip(self.partial(upper), 600),
+                                 lambda upper: flip(self.partial(upper), 20),
+                                 lambda upper: os.truncate(self.partial(upper), 512)],
             "upper-mark": [mark("bcow.sketch", b"?" * 40), mark("overlay.metacopy", b"\1"),
                            mark("overlay.origin", b"\0\xfb"),
                            mark("overlay.redirect", b"a/b", "usr/lib/renamed")],
@@ -610,19 +610,19 @@ class OfBcow(Uppers, unittest.TestCase):
         assert_refused(self, bcow("commit", self.base, "--upper", upper, "tar:-", check=False),
                        "volatile")
 
-    def test_overlayfs_shows_the_same_tree_except_for_sketches(self):
-        """overlayfs refuses sketches, and so does not show holes. bcow stores the root's mode in an
-        attribute that overlayfs ignores."""
+    def test_overlayfs_shows_the_same_tree_except_for_partials(self):
+        """overlayfs refuses partial files, and so does not show holes. bcow stores the root's mode
+        in an attribute that overlayfs ignores."""
         upper, work = self.copy("for-overlayfs"), self.path("work-2")
         shutil.rmtree(f"{upper}/.bcow")
         os.mkdir(work)
         options = f"lowerdir={self.lower},upperdir={upper},workdir={work},{OVERLAY}"
-        sketches = ("var/lib/data/table", "sparse")
+        partials = ("var/lib/data/table", "sparse")
         with self.union():
             shown = tree.dump(self.merged)
         run("mount", "-t", "overlay", "overlay", "-o", options, self.merged)
         try:
-            for path in sketches:
+            for path in partials:
                 with self.assertRaises(OSError) as refused:
                     read_bytes(f"{self.merged}/{path}")
                 self.assertEqual(refused.exception.errno, errno.EIO)
@@ -633,7 +633,7 @@ class OfBcow(Uppers, unittest.TestCase):
             ignore = ["mode:.", "mtime:.", "mtime:var/lib/data", "nlink:usr/linked-2",
                       "nlink:usr/lib/renamed/linked-3"]
             ignore += [f"{field}:{path}" for field in ("mtime", "sha256", "size")
-                       for path in sketches]
+                       for path in partials]
             assert_same_tree(self, shown, self.merged, ignore=ignore)
         finally:
             run("umount", self.merged)

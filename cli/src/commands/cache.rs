@@ -15,9 +15,9 @@ use crate::names::printable;
 use crate::ui::Ui;
 use crate::{cache, views};
 
-/// Show, check, fill or clear the caches: data of images on other machines, and ext4 metadata
+/// Show, check, fill or clear the caches: data of remote images, and ext4 metadata
 ///
-/// The cache holds data of images on other machines. It is a directory with one sparse file per
+/// The cache holds data of remote images. It is a directory with one sparse file per
 /// image file, and belongs to one user. These commands can be used at any time, also while images
 /// are mounted: a process that finds data missing or wrong in the cache fetches the data again.
 ///

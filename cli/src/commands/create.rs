@@ -28,7 +28,7 @@ use bcow_images::args::{IMAGE, NameParser, new_file};
 /// --backing-dir; or by its digest, in stores given by --store. If the backing has changed, the
 /// disk does not open.
 ///
-/// A disk over an image on another machine records the URL and the root hash of the image. For an
+/// A disk over a remote image records the URL and the root hash of the image. For an
 /// image in a registry, it also records the digest of the manifest. The commands that use the disk
 /// open such a backing only if --backing-url, or $BCOW_BACKING_URLS, allows its URL.
 ///
@@ -240,7 +240,7 @@ pub fn backing(
     }
 }
 
-/// The entry of an image on another machine, with its URL.
+/// The entry of a remote image, with its URL.
 fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandError> {
     let name = image.path().display();
     let cannot = format!("cannot make {name} a backing");

@@ -28,12 +28,12 @@ use bcow_images::args::{IMAGE, NameParser, WHOLE_IMAGE};
 /// content.
 ///
 /// The command also checks the upper of a writable mount, if no process is writing to the upper:
-/// its overlayfs marks (whiteouts, opaque directories), its sketches (files of which only the
+/// its overlayfs marks (whiteouts, opaque directories), its partial files (files of which only the
 /// written blocks are stored) and their maps, and orphan files. If LOWER or the recorded path names
 /// the upper's image, the command also checks the upper's references to that image. If the upper
-/// was mounted with layers, name them with --layer. For an upper of the kernel door (`bcow mount
-/// --door kernel`), the command checks instance.json and the disk, and whether the disk opens over
-/// the image's view (the ext4 metadata that bcow generates for it); e2fsck(8) checks the file
+/// was mounted with layers, name them with --layer. For an upper of the kernel driver (`bcow mount
+/// --driver kernel`), the command checks instance.json and the disk, and whether the disk opens
+/// over the image's view (the ext4 metadata that bcow generates for it); e2fsck(8) checks the file
 /// system on the disk.
 ///
 /// The command prints one line for each finding: severity, code, place and description. Of the

@@ -368,7 +368,7 @@ impl Facts {
                 purpose: match header.purpose {
                     Use::Image => "image",
                     Use::Disk => "disk",
-                    Use::Sketch => "sketch",
+                    Use::Partial => "sketch",
                 },
                 sealed: header.state == State::Sealed,
                 generation: header.generation,

@@ -3,7 +3,7 @@
 mod ahead;
 mod bind;
 mod direct;
-mod door;
+mod driver;
 pub mod fuse;
 pub mod helper;
 pub mod host;
@@ -22,7 +22,7 @@ use bcow_fuse::session::show_closing;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::{MountError, MountOptions, MountStats};
 use bcow_images::Name;
-use bcow_nbd::Place;
+use bcow_nbd::ListenAddress;
 use bcow_union::log::{self, Severity};
 
 use crate::ask::{self, Answer};
@@ -38,7 +38,7 @@ use crate::ui::Ui;
 use ahead::CompleteWhen;
 use bcow_images::args::{IMAGE, NameParser};
 use bind::Attempt;
-use door::Way;
+use driver::Way;
 use fuse::Mounted;
 use host::Host;
 use upper::UpperArgs;
@@ -54,12 +54,13 @@ use upper::UpperArgs;
 /// between IMG and DIR, the lowest first.
 ///
 /// IMG can also be a disk that contains ext4, xfs or btrfs. The kernel's own driver mounts it; this
-/// is called the kernel door, in contrast to the FUSE door (see --door). Only root can use the
-/// kernel door, and every user can access the mount as far as owners and modes of the files allow.
+/// is called the kernel driver, in contrast to the FUSE driver (see --driver). Only root can use
+/// the kernel driver, and every user can access the mount as far as owners and modes of the files
+/// allow.
 ///
 /// The mount is read-only unless --upper names a directory for the changes. The upper has the form
 /// of an overlayfs upper; of a large file of the image, it stores only the written blocks. With
-/// --door kernel, a new upper is a disk that shows the image as ext4, which the kernel mounts.
+/// --driver kernel, a new upper is a disk that shows the image as ext4, which the kernel mounts.
 #[derive(Debug, clap::Args)]
 #[command(
     override_usage = "bcow mount [OPTIONS] <IMG> [LAYER]... <DIR>",
@@ -75,13 +76,13 @@ Mount options (-o, separated by commas; of two opposite options the last one app
   dev, nodev              devices work, or not (default; only root can use dev)
   exec, noexec            programs can be executed (default), or not
   noatime, relatime, nodiratime
-                          at the kernel door, as in mount(8) (default: noatime); at the FUSE door,
-                          reading never updates access times
+                          with the kernel driver, as in mount(8) (default: noatime); with the
+                          FUSE driver, reading never updates access times
   rw, ro                  a mount with --upper is writable (default), or read-only
-  discard, nodiscard      at the kernel door: space of deleted files is released at once, or not
+  discard, nodiscard      with the kernel driver: space of deleted files is released at once, or not
                           (default)
-  commit=SECONDS          at the kernel door: ext4 and btrfs make all changes durable at least this
-                          often [default: that of the kernel, 5 for ext4]
+  commit=SECONDS          with the kernel driver: ext4 and btrfs make all changes durable at least
+                          this often [default: that of the kernel, 5 for ext4]
   sync, async             each write is durable before it returns, or not (default)
   writeback, nowriteback  the kernel collects writes in its page cache, or not (default). With
                           writeback, small writes take a quarter of the time, but errors such as
@@ -125,9 +126,9 @@ pub struct Args {
     /// How programs reach the content. fuse: through FUSE. kernel: through a file system of the
     /// kernel (ext4, xfs or btrfs of a disk, ext4 over an image with --upper, EROFS of an image),
     /// for root only. auto: kernel for a disk with ext4, xfs or btrfs, and for an upper that was
-    /// created at the kernel door; fuse for an image, and for a new upper
-    #[arg(long, value_name = "DOOR", default_value = "auto")]
-    door: DoorChoice,
+    /// created with the kernel driver; fuse for an image, and for a new upper
+    #[arg(long, alias = "door", value_name = "DRIVER", default_value = "auto")]
+    driver: DriverChoice,
     /// Serve the mount in the foreground
     #[arg(short, long)]
     foreground: bool,
@@ -146,7 +147,7 @@ pub struct Args {
     #[arg(long, value_name = "WHAT")]
     verify: Option<VerifyWhat>,
     /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with
-    /// --upper; 16 for an image on another machine]
+    /// --upper; 16 for a remote image]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// CPUs for the process of the mount, in the form of taskset(1): 0,2-5 [default: all CPUs that
@@ -164,7 +165,7 @@ pub struct Args {
     /// read, for `bcow convert --prefetch`
     #[arg(long, value_name = "TRACE", value_hint = clap::ValueHint::FilePath)]
     record: Option<PathBuf>,
-    /// When to fetch the rest of an image on another machine into the cache: all the time (always),
+    /// When to fetch the rest of a remote image into the cache: all the time (always),
     /// only while no program waits for the server (idle), or never [default: idle if the image has
     /// a list of `bcow convert --prefetch`, else never]
     #[arg(long, value_name = "WHEN", hide_short_help = true)]
@@ -192,7 +193,7 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum DoorChoice {
+enum DriverChoice {
     Auto,
     Fuse,
     Kernel,
@@ -325,7 +326,7 @@ enum Made {
     Direct(Vec<PathBuf>),
 }
 
-/// Opens the content, and mounts it at its door.
+/// Opens the content, and mounts it with its driver.
 fn make(
     args: &Args,
     way: Way,
@@ -346,7 +347,7 @@ fn make(
     };
     let Some(opened) = opened else {
         settle(args, options)?;
-        let mounted = fuse::mount(args, options.clone(), DOOR_OF_IMAGES.to_owned(), host, ui)?;
+        let mounted = fuse::mount(args, options.clone(), DRIVER_OF_IMAGES.to_owned(), host, ui)?;
         return Ok(Made::Served(Box::new(mounted)));
     };
     if let Some(files) = opened.files() {
@@ -357,8 +358,8 @@ fn make(
     Ok(Made::Served(Box::new(mounted)))
 }
 
-/// Why an image is mounted at the FUSE door.
-const DOOR_OF_IMAGES: &str = "the door of images";
+/// Why an image is mounted with the FUSE driver.
+const DRIVER_OF_IMAGES: &str = "the driver of images";
 
 /// Checks the command line. Returns the way of the mount, and its mount options.
 fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
@@ -373,7 +374,7 @@ fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
     }
     bcow_fuse::refuse_root(args.directory())
         .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))?;
-    let way = door::select(args)?;
+    let way = driver::select(args)?;
     match way {
         Way::Fuse { .. } => settle(args, &mut options)?,
         // Before the upper is made.
@@ -389,7 +390,7 @@ fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
     Ok((way, options))
 }
 
-/// Settles the options of a mount at the FUSE door.
+/// Settles the options of a mount with the FUSE driver.
 fn settle(args: &Args, options: &mut MountOptions) -> Result<(), CommandError> {
     options
         .settle(match args.upper.path() {
@@ -399,7 +400,7 @@ fn settle(args: &Args, options: &mut MountOptions) -> Result<(), CommandError> {
         .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))
 }
 
-/// A mount on its way, at either door.
+/// A mount on its way, with either driver.
 struct Running<'a> {
     args: &'a Args,
     /// In the background: the pipe to the waiting command.
@@ -417,7 +418,7 @@ impl Running<'_> {
         };
         metrics.answer(move || stats.for_prometheus())?;
         // Only this process knows which port the host selected.
-        if let Place::Tcp(address) = metrics.place()
+        if let ListenAddress::Tcp(address) = metrics.place()
             && self
                 .args
                 .metrics

@@ -15,10 +15,11 @@ use crate::ui::Ui;
 
 /// Serve many mounts with one process
 ///
-/// A pool is a process that serves all mounts that `bcow mount --pool NAME` makes, at both doors
-/// (see `bcow help mount`). Its mounts share the connections to other machines and one cache of
-/// decoded blocks, which holds one copy of content that several mounts have in common. A pool
-/// belongs to the user who starts it. Pools share no memory and no connections with each other.
+/// A pool is a process that serves all mounts that `bcow mount --pool NAME` makes, with both
+/// drivers (see `bcow help mount`). Its mounts share the connections to other machines and one
+/// cache of decoded blocks, which holds one copy of content that several mounts have in common. A
+/// pool belongs to the user who starts it. Pools share no memory and no connections with each
+/// other.
 ///
 /// If the process of a pool crashes, or `bcow pool restart` replaces it, programs that use its
 /// mounts wait until the next process serves them. This needs Linux 6.9 or later.

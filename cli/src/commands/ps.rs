@@ -4,7 +4,7 @@ use std::panic::resume_unwind;
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use bcow_fuse::{Door, MountedImage};
+use bcow_fuse::{Driver, MountedImage};
 use serde::Serialize;
 
 use crate::ask::{self, Answer};
@@ -120,9 +120,9 @@ fn rows() -> Result<Vec<Row>, CommandError> {
 
 /// The row of a mount whose process cannot be examined, from the data of the kernel.
 fn without_process(mount: &MountedImage) -> Row {
-    let uid = match mount.door {
-        Door::Fuse => mount.owner.map(|(uid, _)| uid),
-        Door::Kernel(_) | Door::Direct(_) => Some(0),
+    let uid = match mount.driver {
+        Driver::Fuse => mount.owner.map(|(uid, _)| uid),
+        Driver::Kernel(_) | Driver::Direct(_) => Some(0),
     };
     Row {
         state: match ask::ask(mount, ANSWER_TIMEOUT) {
@@ -133,10 +133,10 @@ fn without_process(mount: &MountedImage) -> Row {
         uid,
         user: uid.map(running::user_name),
         kind: "mount".to_owned(),
-        image: match &mount.door {
-            Door::Fuse => mount.source.to_string_lossy().into_owned(),
-            Door::Kernel(name) => name.disk.clone(),
-            Door::Direct(file) => file.to_string_lossy().into_owned(),
+        image: match &mount.driver {
+            Driver::Fuse => mount.source.to_string_lossy().into_owned(),
+            Driver::Kernel(name) => name.disk.clone(),
+            Driver::Direct(file) => file.to_string_lossy().into_owned(),
         },
         at: vec![mount.path.to_string_lossy().into_owned()],
         mode: if mount.is_writable { "rw" } else { "ro" }.to_owned(),

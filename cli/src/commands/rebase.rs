@@ -30,7 +30,7 @@ pub struct Args {
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     #[arg(value_parser = NameParser(IMAGE))]
     disk: Name,
-    /// The new backing: a BCoW file, oci:DIR[:REF], or an image on another machine, such as
+    /// The new backing: a BCoW file, oci:DIR[:REF], or a remote image, such as
     /// docker://HOST/REPO[:TAG] or https://HOST/PATH
     #[arg(
         short,

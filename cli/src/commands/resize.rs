@@ -18,11 +18,11 @@ use bcow_images::args::{IMAGE, NameParser};
 /// The added part reads as zeros, even where the backing has data. The removed part is lost, so
 /// shrinking needs --shrink.
 ///
-/// A disk or an upper that is mounted at the kernel door (see `bcow help mount`) grows together
+/// A disk or an upper that is mounted with the kernel driver (see `bcow help mount`) grows together
 /// with the file system on it, for root only. It cannot shrink.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The disk; or its mount at the kernel door, or the upper of such a mount
+    /// The disk; or its mount with the kernel driver, or the upper of such a mount
     #[arg(value_name = "DISK", value_hint = clap::ValueHint::AnyPath)]
     #[arg(value_parser = NameParser(IMAGE))]
     disk: Name,

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bcow::BlockCache;
 use bcow_images::{Name, NameParts};
-use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen, activation};
+use bcow_nbd::{Exports, ListenAddress, Listener, Server, ServerOptions, Tls, TlsWhen, activation};
 
 use crate::disks::is_writable_disk;
 use crate::error::CommandError;
@@ -252,7 +252,7 @@ fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, tls: TlsChoic
         (Scheme::Tls, TlsChoice::Require) => return,
     };
     for listener in listeners {
-        if let Place::Tcp(address) = listener.place()
+        if let ListenAddress::Tcp(address) = listener.place()
             && !address.ip().is_loopback()
         {
             ui.warning(format_args!(

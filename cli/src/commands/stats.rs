@@ -7,7 +7,7 @@ use bcow::CacheFigures;
 use bcow_fuse::stats::document::{
     DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
 };
-use bcow_fuse::{Door, MountedImage};
+use bcow_fuse::{Driver, MountedImage};
 use serde_json::json;
 
 use crate::ask::{self, ANSWER_TIMEOUT};
@@ -19,9 +19,9 @@ use crate::ui::{Output, Ui};
 
 /// Show the activity of a mount
 ///
-/// The command shows the cache, the upper with its sketches (partly written files), the last
+/// The command shows the cache, the upper with its partial files (partly written files), the last
 /// errors, and the latency of requests. It works for every user who may read the root directory of
-/// the mount; for a mount at the kernel door (see `bcow help mount`), only root can use it.
+/// the mount; for a mount with the kernel driver (see `bcow help mount`), only root can use it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The directory of the mount
@@ -44,7 +44,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ask::print_statistics(&args.directory);
     }
     let mount = mount_at(&args.directory, "stats")?;
-    if let Door::Direct(file) = &mount.door {
+    if let Driver::Direct(file) = &mount.driver {
         return print_direct(&mount, file, args.json, ui);
     }
     let timeout = args.timeout.map_or(ANSWER_TIMEOUT, |seconds| {
@@ -91,7 +91,7 @@ fn print_direct(
     let mut out = ui.output();
     writeln!(out, "image:       {}", printable(&file))?;
     writeln!(out, "served by:   the kernel, no process")?;
-    writeln!(out, "door:        kernel: {REASON}")?;
+    writeln!(out, "driver:        kernel: {REASON}")?;
     writeln!(
         out,
         "checked:     metadata, before the mount; nothing on reads"
@@ -107,7 +107,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         upper,
         disk,
         remote,
-        door,
+        driver,
         pool,
         trace,
         errors,
@@ -118,9 +118,9 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     writeln!(out, "identity:    {}", image.identity)?;
     let (pid, uptime) = (process.pid, Lasting(process.uptime_seconds));
     writeln!(out, "served by:   process {pid}, for {uptime}")?;
-    if let Some(door) = door {
-        let (name, reason) = (printable(&door.name), printable(&door.reason));
-        writeln!(out, "door:        {name}: {reason}")?;
+    if let Some(driver) = driver {
+        let (name, reason) = (printable(&driver.name), printable(&driver.reason));
+        writeln!(out, "driver:        {name}: {reason}")?;
     }
     if let Some(pool) = pool {
         let pool = printable(pool);
@@ -202,7 +202,7 @@ fn print_remote(remote: &Remote, out: &mut Output) -> Result<(), CommandError> {
 }
 
 fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
-    let sketches = &upper.sketches;
+    let partials = &upper.partials;
     writeln!(out, "upper:       {}", printable(&upper.path))?;
     writeln!(out, "sync:        {}", printable(&upper.sync))?;
     let mut stored = match (upper.stored_bytes, upper.limit_bytes) {
@@ -221,24 +221,24 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     )?;
     writeln!(
         out,
-        "sketches:    {} in use, {} of {} blocks present; {} promoted",
-        Count(sketches.open),
-        Count(sketches.present_blocks),
-        Count(sketches.blocks),
-        Count(sketches.promoted),
+        "partial files:    {} in use, {} of {} blocks present; {} promoted",
+        Count(partials.open),
+        Count(partials.present_blocks),
+        Count(partials.blocks),
+        Count(partials.promoted),
     )?;
     writeln!(
         out,
         "saved:       {} stored for them, {} not copied",
-        Human(sketches.stored_bytes),
-        Human(sketches.saved_bytes)
+        Human(partials.stored_bytes),
+        Human(partials.saved_bytes)
     )?;
-    let fills = &sketches.fills;
+    let fills = &partials.fills;
     writeln!(
         out,
-        "in transit:  {}; {} completed: {} in the background, {} for reads, {} for flushes, {} for \
+        "incomplete:  {}; {} completed: {} in the background, {} for reads, {} for flushes, {} for \
          room",
-        plural(sketches.in_transit_blocks, "block"),
+        plural(partials.incomplete_blocks, "block"),
         Count(fills.total()),
         Count(fills.background),
         Count(fills.readers),

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{Document, Process};
-use bcow_fuse::{Door, Ended, Ending, MountError, MountedImage, WhenBusy};
+use bcow_fuse::{Driver, Ended, Ending, MountError, MountedImage, WhenBusy};
 use rustix::io::Errno;
 
 use crate::ask::{self, Answer};
@@ -15,8 +15,8 @@ use crate::mount_users;
 use crate::named_mount::mount_at;
 use crate::names::printable;
 use crate::pool;
-use crate::pool::client::{self, Found};
-use crate::running::{self, Server, Service, State};
+use crate::pool::client::{self, PoolAtSocket};
+use crate::running::{self, ProcessState, Server, Service};
 use crate::ui::Ui;
 use crate::upper::is_closing;
 
@@ -57,7 +57,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         true => Answer::NotServed,
         false => ask_when_published(&mount),
     };
-    if let (Door::Kernel(_), Answer::Timeout) = (&mount.door, &answer) {
+    if let (Driver::Kernel(_), Answer::Timeout) = (&mount.driver, &answer) {
         refuse_stopped(&args.directory, &mount)?;
     }
     // Before the process ends.
@@ -128,27 +128,28 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
 }
 
-/// Requests the statistics of a mount. Waits until the process of a new mount at the kernel door
-/// has published by which descriptor its statistics can be read.
+/// Requests the statistics of a mount. Waits until the process of a new mount with the kernel
+/// driver has published by which descriptor its statistics can be read.
 fn ask_when_published(mount: &MountedImage) -> Answer {
     let start = Instant::now();
     loop {
         match ask::ask(mount, ask::ANSWER_TIMEOUT) {
             Answer::Refused(Errno::ACCESS)
-                if matches!(mount.door, Door::Kernel(_)) && start.elapsed() < NOTICES_WITHIN => {}
+                if matches!(mount.driver, Driver::Kernel(_))
+                    && start.elapsed() < NOTICES_WITHIN => {}
             answer => return answer,
         }
         std::thread::sleep(PAUSE);
     }
 }
 
-/// Fails if a signal has stopped the process of a mount at the kernel door: the kernel could not
-/// write its pages back, and the unmount would block.
+/// Fails if a signal has stopped the process of a mount with the kernel driver: the kernel could
+/// not write its pages back, and the unmount would block.
 fn refuse_stopped(directory: &Path, mount: &MountedImage) -> Result<(), CommandError> {
     match running::server_of_mount(&mount.device, &mount.path) {
         Some(Server {
             pid,
-            state: State::Stopped,
+            state: ProcessState::Stopped,
             ..
         }) => Err(
             CommandError::new(format!("cannot unmount {}", directory.display()))
@@ -193,7 +194,7 @@ struct Store {
 
 impl Store {
     /// `None` for a mount without an upper and without a disk. The disk of a mount at the kernel
-    /// door may be read-only.
+    /// driver may be read-only.
     fn of(document: &Document) -> Option<Self> {
         match (&document.upper, &document.disk) {
             (Some(upper), _) => Some(Store::upper(&upper.path, &upper.sync)),
@@ -402,7 +403,7 @@ fn wait_for_mount(ending: &Ending, process: &Process, pool: &str, mount: &Mounte
         let directory = pool::Directory::find().ok()??;
         client::find(&directory.socket(&name)).ok()
     });
-    if let Some(Found::Running(connection)) = found {
+    if let Some(PoolAtSocket::Running(connection)) = found {
         drop(connection);
         while is_listed(mount) && bcow_fuse::mounted_image(&mount.path).is_err() {
             std::thread::sleep(PAUSE);
@@ -425,7 +426,7 @@ fn is_listed(mount: &MountedImage) -> bool {
 
 fn wait_for_release(ending: &Ending, process: &Process) -> Waited {
     while !ending.wait(NOTICES_WITHIN) {
-        if running::state(process.pid) == Some(State::Stopped) {
+        if running::state(process.pid) == Some(ProcessState::Stopped) {
             return Waited::Stopped;
         }
         if !is_closing(process.pid) {
@@ -450,7 +451,7 @@ fn wait_for(process: &Process) -> Waited {
     let start = Instant::now();
     while process.is_running() {
         if start.elapsed() > NOTICES_WITHIN {
-            if running::state(process.pid) == Some(State::Stopped) {
+            if running::state(process.pid) == Some(ProcessState::Stopped) {
                 return Waited::Stopped;
             }
             if !is_closing(process.pid) {
@@ -473,7 +474,7 @@ mod tests {
             device: device.to_owned(),
             is_writable: true,
             owner: None,
-            door: Door::Fuse,
+            driver: Driver::Fuse,
             file_system: "fuse.bcow".to_owned(),
         }
     }
@@ -500,7 +501,7 @@ mod tests {
         let server = Server {
             pid: 7,
             uid: 0,
-            state: State::Stopped,
+            state: ProcessState::Stopped,
             is_in_other_namespace: false,
             services: vec![
                 service("/m1", "0:1", Some("/up"), "rw"),

@@ -21,15 +21,15 @@ use crate::ui::Ui;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(5);
-/// How long the keeper may take to end after the process of the pool.
-const KEEPER_ENDS_WITHIN: Timespec = Timespec {
+/// How long the supervisor may take to end after the process of the pool.
+const SUPERVISOR_ENDS_WITHIN: Timespec = Timespec {
     tv_sec: 5,
     tv_nsec: 0,
 };
 
 /// The pool behind a socket.
 #[derive(Debug)]
-pub enum Found {
+pub enum PoolAtSocket {
     /// It answers.
     Running(Connection),
     /// Its process runs, but does not answer.
@@ -49,15 +49,15 @@ pub struct Connection {
 }
 
 /// Connects to the pool with this socket.
-pub fn find(socket: &Path) -> Result<Found, CommandError> {
+pub fn find(socket: &Path) -> Result<PoolAtSocket, CommandError> {
     let deadline = Instant::now() + ANSWER_TIMEOUT;
     loop {
         match find_once(socket)? {
             // Its process may have ended, and another one takes over. Only a socket that refuses
             // connections is dead.
-            Found::Dead if is_listening(socket) => match Instant::now() < deadline {
+            PoolAtSocket::Dead if is_listening(socket) => match Instant::now() < deadline {
                 true => std::thread::sleep(PAUSE),
-                false => return Ok(Found::Silent),
+                false => return Ok(PoolAtSocket::Silent),
             },
             found => return Ok(found),
         }
@@ -68,30 +68,30 @@ fn is_listening(socket: &Path) -> bool {
     matches!(connect(socket), Ok(_) | Err(Errno::AGAIN))
 }
 
-fn find_once(socket: &Path) -> Result<Found, CommandError> {
+fn find_once(socket: &Path) -> Result<PoolAtSocket, CommandError> {
     let cannot = || format!("cannot connect to {}", socket.display());
     let stream = match connect(socket) {
         Ok(stream) => stream,
         // A process that accepts no connections fills its queue.
-        Err(Errno::AGAIN) => return Ok(Found::Silent),
-        Err(Errno::CONNREFUSED) => return Ok(Found::Dead),
-        Err(Errno::NOENT) => return Ok(Found::Missing),
+        Err(Errno::AGAIN) => return Ok(PoolAtSocket::Silent),
+        Err(Errno::CONNREFUSED) => return Ok(PoolAtSocket::Dead),
+        Err(Errno::NOENT) => return Ok(PoolAtSocket::Missing),
         Err(errno) => return Err(CommandError::new(cannot()).caused_by(&io::Error::from(errno))),
     };
     let line = match protocol::read_line(&stream, MAX_ANSWER_BYTES, Some(ANSWER_TIMEOUT)) {
         Ok(line) => line,
-        Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(Found::Silent),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(PoolAtSocket::Silent),
         // The process has ended meanwhile.
         Err(error)
             if [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset]
                 .contains(&error.kind()) =>
         {
-            return Ok(Found::Dead);
+            return Ok(PoolAtSocket::Dead);
         }
         Err(error) => return Err(CommandError::new(cannot()).caused_by(&error)),
     };
     let hello: Hello = serde_json::from_slice(&line).context(cannot)?;
-    Ok(Found::Running(Connection { stream, hello }))
+    Ok(PoolAtSocket::Running(Connection { stream, hello }))
 }
 
 fn connect(socket: &Path) -> rustix::io::Result<UnixStream> {
@@ -108,17 +108,17 @@ pub fn require(name: &PoolName) -> Result<Connection, CommandError> {
     let cannot = || CommandError::new(format!("cannot use the pool {name}"));
     let found = match Directory::find()? {
         Some(directory) => find(&directory.socket(name))?,
-        None => Found::Missing,
+        None => PoolAtSocket::Missing,
     };
     match found {
-        Found::Running(connection) => Ok(connection),
-        Found::Silent => Err(cannot()
+        PoolAtSocket::Running(connection) => Ok(connection),
+        PoolAtSocket::Silent => Err(cannot()
             .caused_by_text("its process does not answer")
             .hint("`bcow ps` shows the state of the process, if the pool has mounts")),
-        Found::Dead => Err(cannot()
+        PoolAtSocket::Dead => Err(cannot()
             .caused_by_text("its process has died")
             .hint(format!("`bcow pool start {name}` starts it again"))),
-        Found::Missing => Err(cannot()
+        PoolAtSocket::Missing => Err(cannot()
             .caused_by_text("it does not run")
             .hint(format!("`bcow pool start {name}` starts it"))),
     }
@@ -156,11 +156,11 @@ impl Connection {
         }
     }
 
-    /// The keeper of the pool, to wait for its end.
-    pub fn keeper(&self) -> Option<OwnedFd> {
-        let keeper = Pid::from_raw(i32::try_from(self.hello.keeper?).ok()?)?;
-        // On some kernels there is no such descriptor. The keeper ends as soon.
-        pidfd_open(keeper, PidfdFlags::empty()).ok()
+    /// The supervisor of the pool, to wait for its end.
+    pub fn supervisor(&self) -> Option<OwnedFd> {
+        let supervisor = Pid::from_raw(i32::try_from(self.hello.supervisor?).ok()?)?;
+        // On some kernels there is no such descriptor. The supervisor ends as soon.
+        pidfd_open(supervisor, PidfdFlags::empty()).ok()
     }
 
     /// Waits until the process of the pool has ended.
@@ -170,10 +170,10 @@ impl Connection {
     }
 }
 
-/// Waits until the keeper has ended too, and the name of the pool is free.
-pub fn wait_for_keeper(keeper: Option<OwnedFd>) {
-    if let Some(keeper) = keeper {
-        let mut keeper = [PollFd::new(&keeper, PollFlags::IN)];
-        let _ = poll(&mut keeper, Some(&KEEPER_ENDS_WITHIN));
+/// Waits until the supervisor has ended too, and the name of the pool is free.
+pub fn wait_for_supervisor(supervisor: Option<OwnedFd>) {
+    if let Some(supervisor) = supervisor {
+        let mut supervisor = [PollFd::new(&supervisor, PollFlags::IN)];
+        let _ = poll(&mut supervisor, Some(&SUPERVISOR_ENDS_WITHIN));
     }
 }

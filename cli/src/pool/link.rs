@@ -1,5 +1,5 @@
-//! The socket between a keeper and the process of its pool. Each packet is a JSON document, some
-//! with descriptors.
+//! The socket between a supervisor and the process of its pool. Each packet is a JSON document,
+//! some with descriptors.
 //!
 //! The two may be of different versions of bcow: a packet that a reader does not know is ignored,
 //! as are fields that it does not know.
@@ -18,7 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::protocol::Bytes;
 
-/// Environment variable of a process that a keeper has started. Its standard input is the socket.
+/// Environment variable of a process that a supervisor has started. Its standard input is the
+/// socket.
 pub const MARK: &str = "BCOW_POOL_IS_KEPT";
 
 /// Most bytes of a packet. All are much shorter.
@@ -36,8 +37,9 @@ pub enum Packet {
         since: u64,
         /// The processes that the pool had before.
         restarts: u64,
-        /// The keeper.
-        keeper: u32,
+        /// The supervisor.
+        #[serde(rename = "keeper")]
+        supervisor: u32,
         /// The log file: an absolute path.
         log_file: Option<Bytes>,
     },
@@ -47,44 +49,44 @@ pub enum Packet {
         number: u64,
         /// The device number of the mount.
         device: Option<String>,
-        /// Whether the mount is at the kernel door.
+        /// Whether the mount is with the kernel driver.
         #[serde(default)]
         is_disk: bool,
     },
     /// To the process: it has everything, and begins.
     Begin,
-    /// To the process: a signal for the pool. To the keeper: a signal that this process leaves to
-    /// the next one.
+    /// To the process: a signal for the pool. To the supervisor: a signal that this process leaves
+    /// to the next one.
     End {
         /// The name of the signal.
         signal: String,
     },
-    /// To the keeper: the pool takes requests.
+    /// To the supervisor: the pool takes requests.
     Ready,
-    /// To the keeper: keep a mount, with its connection to the kernel and its record.
+    /// To the supervisor: keep a mount, with its connection to the kernel and its record.
     Keep {
         /// The number of the mount.
         number: u64,
         /// The device number of the mount.
         device: Option<String>,
-        /// Whether the mount is at the kernel door.
+        /// Whether the mount is with the kernel driver.
         #[serde(default)]
         is_disk: bool,
     },
-    /// To the keeper after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the ledger
-    /// of a mount with an upper, or the hidden mount of one at the kernel door.
+    /// To the supervisor after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the
+    /// ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
     #[serde(rename = "ledger")]
     Companion {
         /// The number of the mount.
         number: u64,
     },
-    /// To the keeper after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the file
-    /// of a disk, which keeps its lock, and its ledger.
+    /// To the supervisor after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the
+    /// file of a disk, which keeps its lock, and its ledger.
     Disk {
         /// The number of the mount.
         number: u64,
     },
-    /// To the keeper: the mount has ended.
+    /// To the supervisor: the mount has ended.
     Release {
         /// The number of the mount.
         number: u64,
@@ -116,8 +118,8 @@ impl Link {
         Ok((Link(one), Link(other)))
     }
 
-    /// The end of this process, if a keeper has started it. Other programs that this process starts
-    /// do not inherit it.
+    /// The end of this process, if a supervisor has started it. Other programs that this process
+    /// starts do not inherit it.
     pub fn of_this_process() -> Option<Link> {
         std::env::var_os(MARK)?;
         let input = std::io::stdin();
@@ -204,7 +206,7 @@ mod tests {
 
     #[test]
     fn packets_keep_their_order_and_their_descriptors() {
-        let (keeper, process) = Link::pair().unwrap();
+        let (supervisor, process) = Link::pair().unwrap();
         let (mut reader, writer) = io::pipe().unwrap();
         let keep = Packet::Keep {
             number: 7,
@@ -214,7 +216,7 @@ mod tests {
         process.send(&Packet::Ready, &[]).unwrap();
         process.send(&keep, &[writer.as_fd()]).unwrap();
         drop((process, writer));
-        let receive = || keeper.receive(Wait::Yes).unwrap();
+        let receive = || supervisor.receive(Wait::Yes).unwrap();
         assert!(matches!(receive(), Some((Packet::Ready, none)) if none.is_empty()));
         let (packet, mut descriptors) = receive().unwrap();
         assert_eq!(packet, keep);
@@ -238,7 +240,7 @@ mod tests {
         let more = br#"{"packet":"release","number":7,"more":1}"#;
         let expected = Packet::Release { number: 7 };
         assert_eq!(serde_json::from_slice::<Packet>(more).unwrap(), expected);
-        // An earlier version does not know mounts at the kernel door.
+        // An earlier version does not know mounts with the kernel driver.
         let earlier = br#"{"packet":"keep","number":7,"device":null}"#;
         let expected = Packet::Keep {
             number: 7,
@@ -250,25 +252,25 @@ mod tests {
 
     #[test]
     fn packets_arrive_also_if_the_sender_has_not_read_its_own() {
-        let (keeper, process) = Link::pair().unwrap();
+        let (supervisor, process) = Link::pair().unwrap();
         let end = Packet::End {
             signal: "SIGTERM".to_owned(),
         };
-        keeper.send(&end, &[]).unwrap();
+        supervisor.send(&end, &[]).unwrap();
         let release = Packet::Release { number: 7 };
         process.send(&release, &[]).unwrap();
         drop(process);
-        let (packet, _) = keeper.receive(Wait::No).unwrap().unwrap();
+        let (packet, _) = supervisor.receive(Wait::No).unwrap().unwrap();
         assert_eq!(packet, release);
-        assert!(keeper.receive(Wait::No).unwrap().is_none());
+        assert!(supervisor.receive(Wait::No).unwrap().is_none());
     }
 
     #[test]
     fn an_empty_socket_is_no_end() {
-        let (keeper, process) = Link::pair().unwrap();
-        let error = keeper.receive(Wait::No).unwrap_err();
+        let (supervisor, process) = Link::pair().unwrap();
+        let error = supervisor.receive(Wait::No).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         drop(process);
-        assert!(keeper.receive(Wait::No).unwrap().is_none());
+        assert!(supervisor.receive(Wait::No).unwrap().is_none());
     }
 }

@@ -41,7 +41,8 @@ pub struct Hello {
     pub mounts: usize,
     /// The process that starts the process of the pool again.
     #[serde(default)]
-    pub keeper: Option<u32>,
+    #[serde(rename = "keeper")]
+    pub supervisor: Option<u32>,
     /// The processes that the pool had before.
     #[serde(default)]
     pub restarts: u64,

@@ -1,5 +1,5 @@
 //! What a process of a pool needs to take over a mount, beside the connection to the kernel: a
-//! sealed memory file, which the keeper holds and does not read.
+//! sealed memory file, which the supervisor holds and does not read.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use bcow_fuse::kernel::{DiskHandover, Place};
+use bcow_fuse::kernel::{DiskHandover, LoopMount};
 use bcow_mount::HiddenName;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
@@ -16,16 +16,16 @@ use serde::{Deserialize, Serialize};
 use super::protocol::{Bytes, MAX_REQUEST_BYTES};
 use crate::running::Service;
 
-/// The version of the record of a mount at the FUSE door. A process refuses later ones.
+/// The version of the record of a mount with the FUSE driver. A process refuses later ones.
 const VERSION: u64 = 1;
-/// The version of the record of a mount at the kernel door.
+/// The version of the record of a mount with the kernel driver.
 const DISK_VERSION: u64 = 3;
 /// Most bytes of a record: it has the request of the client, and paths.
 const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
 /// The record of a mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct MountRecord {
     version: u64,
     /// The command line of `bcow mount`, from the name of the program on.
     pub arguments: Vec<Bytes>,
@@ -40,12 +40,12 @@ pub struct Record {
     pub identity: String,
     /// The entry for `bcow ps`.
     pub service: Service,
-    /// For a mount at the kernel door.
+    /// For a mount with the kernel driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskRecord>,
 }
 
-/// The part of a [`Record`] that only a mount at the kernel door has.
+/// The part of a [`MountRecord`] that only a mount with the kernel driver has.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskRecord {
     /// The loop device of the mount.
@@ -56,16 +56,16 @@ pub struct DiskRecord {
     pub is_writable: bool,
 }
 
-/// The part of a [`Record`] that the request for the mount has.
+/// The part of a [`MountRecord`] that the request for the mount has.
 #[derive(Debug, Clone)]
 pub struct Asked {
-    /// As [`Record::arguments`].
+    /// As [`MountRecord::arguments`].
     pub arguments: Vec<Bytes>,
-    /// As [`Record::directory`].
+    /// As [`MountRecord::directory`].
     pub directory: Bytes,
 }
 
-impl Record {
+impl MountRecord {
     /// The record of a mount that was asked for in this way.
     pub fn new(
         asked: Asked,
@@ -74,7 +74,7 @@ impl Record {
         identity: String,
         service: Service,
     ) -> Self {
-        Record {
+        MountRecord {
             version: VERSION,
             arguments: asked.arguments,
             directory: asked.directory,
@@ -86,10 +86,10 @@ impl Record {
         }
     }
 
-    /// The record of the same mount, if it is at the kernel door.
-    pub fn at_kernel_door(self, handover: &DiskHandover) -> Self {
+    /// The record of the same mount, if it is with the kernel driver.
+    pub fn at_kernel_driver(self, handover: &DiskHandover) -> Self {
         let place = &handover.place;
-        Record {
+        MountRecord {
             version: DISK_VERSION,
             agreed: handover.agreed,
             disk: Some(DiskRecord {
@@ -101,10 +101,10 @@ impl Record {
         }
     }
 
-    /// Where a mount at the kernel door is.
-    pub fn place(&self, disk: &DiskRecord) -> io::Result<Place> {
+    /// Where a mount with the kernel driver is.
+    pub fn place(&self, disk: &DiskRecord) -> io::Result<LoopMount> {
         let name = HiddenName::parse(&format!("/{}", disk.file));
-        Ok(Place {
+        Ok(LoopMount {
             target: PathBuf::from(OsString::from(self.target.clone())),
             device: self.service.device.clone(),
             loop_device: PathBuf::from(OsString::from(disk.loop_device.clone())),
@@ -136,7 +136,7 @@ impl Record {
         let mut json = vec![0; bytes as usize];
         // The processes share the position in the file.
         file.read_exact_at(&mut json, 0)?;
-        let record: Record = serde_json::from_slice(&json)?;
+        let record: MountRecord = serde_json::from_slice(&json)?;
         match record.version {
             VERSION | DISK_VERSION => Ok(record),
             other => Err(io::Error::other(format!(
@@ -153,7 +153,7 @@ mod tests {
 
     use super::*;
 
-    fn record() -> Record {
+    fn record() -> MountRecord {
         let asked = Asked {
             arguments: vec![Bytes::Text("bcow".to_owned()), Bytes::Other(vec![0xff])],
             directory: Bytes::Text("/".to_owned()),
@@ -172,21 +172,24 @@ mod tests {
             descriptor: None,
             pool: Some("pool".to_owned()),
         };
-        Record::new(asked, "/mnt".into(), 1 << 40, "00ff".to_owned(), service)
+        MountRecord::new(asked, "/mnt".into(), 1 << 40, "00ff".to_owned(), service)
     }
 
     #[test]
     fn records_come_back_as_often_as_needed() {
         let file = record().store().unwrap();
         for _ in 0..2 {
-            assert_eq!(Record::load(file.try_clone().unwrap()).unwrap(), record());
+            assert_eq!(
+                MountRecord::load(file.try_clone().unwrap()).unwrap(),
+                record()
+            );
         }
         File::from(file).write_all(b"x").unwrap_err();
     }
 
     #[test]
     fn the_record_of_a_disk_has_its_place() {
-        let place = Place {
+        let place = LoopMount {
             target: "/mnt".into(),
             device: None,
             loop_device: "/dev/loop7".into(),
@@ -206,9 +209,9 @@ mod tests {
                 ledger: descriptor(),
             }),
         };
-        let stored = record().at_kernel_door(&handover).store().unwrap();
-        let loaded = Record::load(stored).unwrap();
-        // A program that does not know such records must not serve the mount at the other door.
+        let stored = record().at_kernel_driver(&handover).store().unwrap();
+        let loaded = MountRecord::load(stored).unwrap();
+        // A program that does not know such records must not serve the mount with the other driver.
         assert_eq!(loaded.version, 3);
         assert_eq!(loaded.agreed, 1 << 15);
         let disk = loaded.disk.as_ref().unwrap();
@@ -223,11 +226,11 @@ mod tests {
 
     #[test]
     fn records_of_later_versions_are_refused() {
-        let later = Record {
+        let later = MountRecord {
             version: 4,
             ..record()
         };
-        let error = Record::load(later.store().unwrap()).unwrap_err();
+        let error = MountRecord::load(later.store().unwrap()).unwrap_err();
         assert!(error.to_string().contains("version 4"), "{error}");
     }
 }

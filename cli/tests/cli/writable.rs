@@ -148,7 +148,7 @@ fn root_directory_is_refused_and_no_upper_is_made() {
     let Some(place) = Place::new() else { return };
     std::os::unix::fs::symlink("/", place.0.path("link")).unwrap();
     for root in ["/", "//", "/tmp/..", "link"] {
-        for options in [&[][..], &["--door=kernel"], &["--pool=none"]] {
+        for options in [&[][..], &["--driver=kernel"], &["--pool=none"]] {
             let arguments = [&["mount", "--upper=upper"], options, &["image.bcow", root]].concat();
             let shown = place.0.shown(&arguments);
             assert!(
@@ -355,7 +355,7 @@ fn failed_writable_mount_has_a_reason() {
         &[
             "mount",
             "--upper=upper",
-            "--sketch=thin",
+            "--partial=thin",
             "image.bcow",
             "mnt",
         ],
@@ -473,12 +473,12 @@ fn statistics_are_for_people_and_for_programs() {
         assert!(start.elapsed() < Duration::from_secs(60), "{text}");
     };
     let before_requests = text.split("\n\n").next().unwrap();
-    // Behind it is why the mount is not at the kernel door: that depends on the user.
-    assert!(text.contains("\ndoor:        fuse: new uppers begin here; "));
+    // Behind it is why the mount is not with the kernel driver: that depends on the user.
+    assert!(text.contains("\ndriver:        fuse: new uppers begin here; "));
     let no_numbers: String = without_chance(&place, before_requests)
         .lines()
         .map(|line| match line.split_once(':') {
-            Some(("cache" | "served by" | "identity" | "door" | "saved" | "in transit", _)) => {
+            Some(("cache" | "served by" | "identity" | "driver" | "saved" | "incomplete", _)) => {
                 "...\n".to_owned()
             }
             _ => format!("{line}\n"),
@@ -719,8 +719,8 @@ fn fsck_of_an_upper_names_a_file_that_the_host_cannot_read() {
     if !is_root() {
         return;
     }
-    // `--sketch=sparse` has no effect.
-    let mount = ["mount", "--upper=upper", "--sketch=sparse"];
+    // `--partial=sparse` has no effect.
+    let mount = ["mount", "--upper=upper", "--partial=sparse"];
     place.0.ok(&[&mount[..], &["image.bcow", "mnt"]].concat());
     fs::write(place.file("new"), "new").unwrap();
     assert!(place.unmounted().contains("status 0"));
@@ -738,7 +738,7 @@ fn fsck_of_an_upper_names_a_file_that_the_host_cannot_read() {
     };
     let shown = String::from_utf8(output.stdout).unwrap();
     assert!(
-        shown.contains("sketches)\n0\nerror upper-host: new: it cannot be read: "),
+        shown.contains("partial files)\n0\nerror upper-host: new: it cannot be read: "),
         "{shown}"
     );
     assert!(shown.ends_with("\n4\n"), "{shown}");

@@ -231,7 +231,7 @@ struct Extraction<'a> {
 
 /// An inode, and its path in the file system for errors.
 #[derive(Clone, Copy)]
-struct Source<'s> {
+struct NamedInode<'s> {
     inode: &'s Inode,
     path: &'s [u8],
 }
@@ -272,7 +272,7 @@ impl Extraction<'_> {
             name,
             path: name.to_vec(),
         };
-        let extracted = self.node(Source { inode, path }, &target);
+        let extracted = self.node(NamedInode { inode, path }, &target);
         self.pass(extracted)?;
         if !is_new {
             return Ok(());
@@ -322,7 +322,7 @@ impl Extraction<'_> {
             if inode.kind != FileType::Directory {
                 let path = &source;
                 let extracted = self.node(
-                    Source {
+                    NamedInode {
                         inode: &inode,
                         path,
                     },
@@ -378,7 +378,7 @@ impl Extraction<'_> {
     /// Sets the attributes of a directory. Its times are set last: each new entry changes them.
     fn finish(&mut self, level: &Level) -> Result<(), ExtractError> {
         if level.sets_attributes {
-            let source = Source {
+            let source = NamedInode {
                 inode: &level.inode,
                 path: &level.source,
             };
@@ -414,7 +414,7 @@ impl Extraction<'_> {
     }
 
     /// Creates a file that is not a directory.
-    fn node(&mut self, source: Source<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
+    fn node(&mut self, source: NamedInode<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
         let inode = source.inode;
         let replaces = self.options.existing == Existing::Replace;
         if replaces && !is_directory(target.parent, target.name) {
@@ -476,7 +476,7 @@ impl Extraction<'_> {
         }
     }
 
-    fn regular(&mut self, source: Source<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
+    fn regular(&mut self, source: NamedInode<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
         let file = create_beneath(target.parent, target.name)
             .map(File::from)
             .map_err(|error| self.cannot_create(&target.path, error))?;
@@ -499,7 +499,7 @@ impl Extraction<'_> {
 
     fn content(
         &mut self,
-        source: Source<'_>,
+        source: NamedInode<'_>,
         path: &[u8],
         file: &File,
     ) -> Result<(), ExtractError> {
@@ -540,7 +540,7 @@ impl Extraction<'_> {
         Ok(())
     }
 
-    fn symlink(&mut self, source: Source<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
+    fn symlink(&mut self, source: NamedInode<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
         let link = read(source.path, self.fs.read_link(source.inode))?;
         rustix::fs::symlinkat(&link[..], target.parent, target.name)
             .map_err(|error| self.cannot_create(&target.path, error))?;
@@ -549,7 +549,7 @@ impl Extraction<'_> {
     }
 
     /// Creates a device, pipe or socket.
-    fn special(&mut self, source: Source<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
+    fn special(&mut self, source: NamedInode<'_>, target: &Target<'_>) -> Result<(), ExtractError> {
         let kind = match source.inode.kind {
             FileType::CharDevice => rustix::fs::FileType::CharacterDevice,
             FileType::BlockDevice => rustix::fs::FileType::BlockDevice,

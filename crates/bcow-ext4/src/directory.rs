@@ -7,7 +7,7 @@ use crate::format::{
     BLOCK_BYTES, DirectoryEntry, DirectoryTail, HASH_HALF_MD4, IndexRoot, NAME_MAX, entry_type,
 };
 use crate::hash::{NameHash, NameHasher};
-use crate::node::{Entry, InodeNumber};
+use crate::node::{DirEntry, InodeNumber};
 use crate::output::{BlockBuffer, Output, blocks_of};
 use crate::{BlockRange, Ext4Error, InodeProblem};
 
@@ -48,11 +48,11 @@ pub(crate) struct Written {
 /// An entry with the hash of its name.
 struct Hashed<'a, 'e> {
     hash: NameHash,
-    entry: &'a Entry<'e>,
+    entry: &'a DirEntry<'e>,
 }
 
 /// Checks the names of a directory.
-pub(crate) fn check_names(entries: &[Entry<'_>]) -> Result<(), InodeProblem> {
+pub(crate) fn check_names(entries: &[DirEntry<'_>]) -> Result<(), InodeProblem> {
     for entry in entries {
         let name = entry.name;
         let is_allowed = (1..=NAME_MAX).contains(&name.len())
@@ -69,7 +69,7 @@ pub(crate) fn check_names(entries: &[Entry<'_>]) -> Result<(), InodeProblem> {
 /// Writes a directory. The outer error is the sink's, or that the file system is full.
 pub(crate) fn write(
     identity: Identity,
-    entries: &[Entry<'_>],
+    entries: &[DirEntry<'_>],
     hasher: &NameHasher,
     output: &mut Output<'_>,
 ) -> Result<Result<Written, InodeProblem>, Ext4Error> {
@@ -117,7 +117,7 @@ pub(crate) fn write_spare(
 
 fn write_block(
     identity: Identity,
-    entries: &[Entry<'_>],
+    entries: &[DirEntry<'_>],
     output: &mut Output<'_>,
 ) -> Result<Written, Ext4Error> {
     let mut leaf = Leaf::new();

@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use bcow_ext4::{
-//!     BlockRange, Content, Entry, Extent, FileKind, Geometry, GeometryOptions, Identity,
+//!     BlockRange, Content, DirEntry, Extent, FileKind, Geometry, GeometryOptions, Identity,
 //!     InodeNumber, Node, Sink, Timestamp, Writer,
 //! };
 //!
@@ -46,7 +46,7 @@
 //!     permissions, uid: 0, gid: 0, accessed: time, modified: time, changed: time, created: time,
 //!     links: 1, xattrs: &[], content,
 //! };
-//! let entries = [Entry { name: b"file", inode: writer.number(1), kind: FileKind::Regular }];
+//! let entries = [DirEntry { name: b"file", inode: writer.number(1), kind: FileKind::Regular }];
 //! let root = Content::Directory { parent: InodeNumber::ROOT, entries: &entries };
 //! writer.add(&node(0o755, root))?;
 //! let extents = [Extent { logical: 0, physical: content.start, blocks: 1 }];
@@ -88,10 +88,12 @@ mod xattr;
 pub use error::{Ext4Error, InodeProblem};
 pub use geometry::{Geometry, GeometryOptions, MAX_BYTES, MIN_BYTES};
 pub use node::{
-    BlockRange, Content, DeviceNumber, Entry, Extent, FileKind, InodeNumber, Node, Timestamp, Xattr,
+    BlockRange, Content, DeviceNumber, DirEntry, Extent, FileKind, InodeNumber, Node, Timestamp,
+    Xattr,
 };
 pub use output::Sink;
 pub use reader::{
-    Extents, Features, Inode, InodeTable, MappedExtent, Name, Place, ReadError, Reader, Source,
+    Extents, Features, FilesystemBytes, Inode, InodeTable, MappedExtent, Name, ReadError, Reader,
+    Structure,
 };
 pub use writer::{Identity, Summary, Writer};

@@ -1,6 +1,6 @@
 //! Checks that the names in directories agree with the descriptions of inodes.
 
-use crate::node::{Content, Entry, FileKind, InodeNumber, Node};
+use crate::node::{Content, DirEntry, FileKind, InodeNumber, Node};
 use crate::{Ext4Error, InodeProblem};
 
 /// The facts about one inode, from its description and from the names in directories.
@@ -71,7 +71,7 @@ impl LinkCheck {
     pub fn record_names(
         &mut self,
         directory: InodeNumber,
-        entries: &[Entry<'_>],
+        entries: &[DirEntry<'_>],
     ) -> Result<(), (InodeNumber, InodeProblem)> {
         for entry in entries {
             let parent_number = match entry.kind {

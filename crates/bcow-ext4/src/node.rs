@@ -113,7 +113,7 @@ pub enum Content<'a> {
         /// Its parent; the root's is the root.
         parent: InodeNumber,
         /// Its names in any order, without `.` and `..`.
-        entries: &'a [Entry<'a>],
+        entries: &'a [DirEntry<'a>],
     },
     /// A symbolic link and its target.
     Symlink(&'a [u8]),
@@ -155,7 +155,7 @@ pub struct Extent {
 
 /// A name in a directory.
 #[derive(Debug, Clone, Copy)]
-pub struct Entry<'a> {
+pub struct DirEntry<'a> {
     /// The name: 1 to 255 bytes, without slash and NUL.
     pub name: &'a [u8],
     /// The inode that it names.

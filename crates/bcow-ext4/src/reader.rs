@@ -27,7 +27,7 @@ use crate::output::BlockBuffer;
 use crate::{BlockRange, FileKind, InodeNumber};
 
 pub use directory::Name;
-pub use error::{Features, Place, ReadError};
+pub use error::{Features, ReadError, Structure};
 pub use extents::{Extents, MappedExtent};
 pub use inode::Inode;
 
@@ -47,7 +47,7 @@ const KNOWN: u32 = incompatible::FILE_TYPE
 const NEEDED: u32 = incompatible::FILE_TYPE | incompatible::EXTENTS | incompatible::BITS_64;
 
 /// The bytes of a file system.
-pub trait Source: Send + Sync {
+pub trait FilesystemBytes: Send + Sync {
     /// Number of bytes.
     fn bytes(&self) -> u64;
 
@@ -57,7 +57,7 @@ pub trait Source: Send + Sync {
 
 /// A file system, open for reading. The file system must not change meanwhile.
 pub struct Reader {
-    source: Box<dyn Source>,
+    source: Box<dyn FilesystemBytes>,
     blocks: u64,
     inodes: u32,
     inodes_per_group: u32,
@@ -71,7 +71,7 @@ pub struct Reader {
 impl Reader {
     /// Opens the file system in `source`. If its journal has changes that are not in their places,
     /// they are read from the journal. Nothing is written.
-    pub fn open(source: Box<dyn Source>) -> Result<Reader, ReadError> {
+    pub fn open(source: Box<dyn FilesystemBytes>) -> Result<Reader, ReadError> {
         let mut reader = Reader {
             source,
             blocks: 1,
@@ -113,7 +113,7 @@ impl Reader {
             .checked_mul(self.inodes_per_group)
             .and_then(|first| first.checked_add(1))
             .filter(|first| *first <= self.inodes);
-        let damaged = || Place::Group(group).damaged("it has no inodes");
+        let damaged = || Structure::Group(group).damaged("it has no inodes");
         let first = first.ok_or_else(damaged)?;
         let descriptor = self.descriptor(group)?;
         let start = wide(
@@ -141,7 +141,7 @@ impl Reader {
     pub fn read_blocks(&self, first: u64, buf: &mut [u8]) -> Result<(), ReadError> {
         let count = (buf.len() / BLOCK_BYTES) as u64;
         if first.checked_add(count).is_none_or(|end| end > self.blocks) {
-            return Err(Place::Block(first).damaged("it is behind the end of the file system"));
+            return Err(Structure::Block(first).damaged("it is behind the end of the file system"));
         }
         self.source.read_at(first * BLOCK_BYTES as u64, buf)?;
         if self.replayed.is_empty() {
@@ -191,7 +191,7 @@ impl Reader {
 
     /// Reads the target of a symbolic link.
     pub fn read_link(&self, inode: &Inode) -> Result<Vec<u8>, ReadError> {
-        let damaged = |problem| Place::Inode(inode.number).damaged(problem);
+        let damaged = |problem| Structure::Inode(inode.number).damaged(problem);
         if inode.kind != FileKind::Symlink {
             return Err(damaged("it is no symbolic link"));
         }
@@ -212,7 +212,7 @@ impl Reader {
             .0
             .checked_sub(1)
             .filter(|_| number.0 <= self.inodes)
-            .ok_or_else(|| Place::Inode(number).damaged("the file system has no such inode"))?;
+            .ok_or_else(|| Structure::Inode(number).damaged("the file system has no such inode"))?;
         let table = self.inode_table(index / self.inodes_per_group)?;
         let within = index % self.inodes_per_group;
         let block = self.block(table.blocks.start + u64::from(within / INODES_PER_BLOCK))?;
@@ -266,7 +266,7 @@ impl Reader {
 
     /// Checks the superblock, and takes the geometry and the seed from it.
     fn accept_superblock(&mut self, superblock: &SuperBlock) -> Result<(), ReadError> {
-        let damaged = |problem| Place::Superblock.damaged(problem);
+        let damaged = |problem| Structure::Superblock.damaged(problem);
         if superblock.magic.get() != MAGIC {
             return Err(ReadError::NoExt4);
         }
@@ -380,7 +380,7 @@ impl Reader {
         let buffer = self.block(block)?;
         let at = (group % DESCRIPTORS_PER_BLOCK) as usize * DESCRIPTOR_BYTES;
         let bytes = &buffer[at..at + DESCRIPTOR_BYTES];
-        let damaged = |problem| Place::Group(group as u32).damaged(problem);
+        let damaged = |problem| Structure::Group(group as u32).damaged(problem);
         let Ok(mut descriptor) = GroupDescriptor::read_from_bytes(bytes) else {
             return Err(damaged("it is too short"));
         };

@@ -16,7 +16,7 @@ use crate::geometry::Geometry;
 use crate::hash::NameHasher;
 use crate::inode::{self, Body};
 use crate::links::LinkCheck;
-use crate::node::{Content, Entry, Extent, FileKind, InodeNumber, Node, Timestamp};
+use crate::node::{Content, DirEntry, Extent, FileKind, InodeNumber, Node, Timestamp};
 use crate::output::{Output, Sink};
 use crate::space::{Space, set_bits};
 use crate::table::InodeTable;
@@ -232,7 +232,7 @@ impl<'a> Writer<'a> {
         &mut self,
         number: InodeNumber,
         parent: InodeNumber,
-        entries: &[Entry<'_>],
+        entries: &[DirEntry<'_>],
     ) -> Result<Body, Ext4Error> {
         let refuse = |problem| Ext4Error::Inode {
             inode: number,
@@ -248,11 +248,11 @@ impl<'a> Writer<'a> {
             parent,
             seed: self.output.seed.of_inode(number.0),
         };
-        let mut with_lost: Vec<Entry<'_>>;
+        let mut with_lost: Vec<DirEntry<'_>>;
         let mut all = entries;
         if number == InodeNumber::ROOT && self.identity.lost_and_found {
             with_lost = entries.to_vec();
-            with_lost.push(Entry {
+            with_lost.push(DirEntry {
                 name: LOST_AND_FOUND,
                 inode: InodeNumber(inode_number::FIRST),
                 kind: FileKind::Directory,
@@ -570,7 +570,7 @@ const CRC32C: u8 = 1;
 
 const _: () = assert!(BLOCK_BYTES == DESCRIPTORS_PER_BLOCK as usize * DESCRIPTOR_BYTES);
 
-fn count_directories(entries: &[Entry<'_>]) -> u32 {
+fn count_directories(entries: &[DirEntry<'_>]) -> u32 {
     let directories = entries
         .iter()
         .filter(|entry| entry.kind == FileKind::Directory);

@@ -71,7 +71,7 @@ pub enum Use {
     /// A block device.
     Disk,
     /// A file of an image that was modified in part. Only earlier versions wrote it.
-    Sketch,
+    Partial,
 }
 
 /// Whether a file is writable.
@@ -205,7 +205,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     let purpose = match raw.purpose {
         1 => Use::Image,
         2 => Use::Disk,
-        3 => Use::Sketch,
+        3 => Use::Partial,
         other => return Err(field("use", format!("{other}"))),
     };
     let state = match raw.state {
@@ -528,7 +528,7 @@ impl Header {
             purpose: match self.purpose {
                 Use::Image => 1,
                 Use::Disk => 2,
-                Use::Sketch => 3,
+                Use::Partial => 3,
             },
             state: match self.state {
                 State::Writable => 0,

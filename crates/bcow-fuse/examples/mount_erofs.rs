@@ -1,4 +1,4 @@
-//! Mounts a plain EROFS image, as `mkfs.erofs` makes it: the FUSE door without a BCoW file below.
+//! Mounts a plain EROFS image, as `mkfs.erofs` makes it: the FUSE driver without a BCoW file below.
 //!
 //! `mount_erofs [-f] [-o OPTIONS] [-t THREADS] IMAGE DIRECTORY`; as `bcow mount`, it returns when
 //! the mount is ready.

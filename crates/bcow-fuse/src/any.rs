@@ -1,15 +1,15 @@
-//! A mount at either door behind one type, for a process that has mounts at both.
+//! A mount with either driver behind one type, for a process that has mounts at both.
 
 use crate::error::MountError;
 use crate::kernel::KernelSession;
 use crate::session::{Closer, Session, Unmounter};
 use crate::signals::Signals;
 
-/// A mount at either door.
+/// A mount with either driver.
 pub enum AnySession {
-    /// At the FUSE door.
+    /// With the FUSE driver.
     Fuse(Session),
-    /// At the kernel door.
+    /// With the kernel driver.
     Kernel(KernelSession),
 }
 
@@ -52,7 +52,7 @@ impl AnySession {
         }
     }
 
-    /// The session, if it is one at the FUSE door.
+    /// The session, if it is one with the FUSE driver.
     pub fn fuse(&self) -> Option<&Session> {
         match self {
             AnySession::Fuse(session) => Some(session),
@@ -60,7 +60,7 @@ impl AnySession {
         }
     }
 
-    /// The session, if it is one at the kernel door.
+    /// The session, if it is one with the kernel driver.
     pub fn kernel(&self) -> Option<&KernelSession> {
         match self {
             AnySession::Fuse(_) => None,

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 /// groups.
 const DISCARD_PAUSE: Duration = Duration::from_secs(1);
 
-/// The content of a mount at the kernel door.
+/// The content of a mount with the kernel driver.
 #[derive(Clone)]
 pub enum Device {
     /// A disk. The session closes it when the mount has ended.
@@ -88,7 +88,7 @@ pub type OnClosed = Box<dyn FnOnce(bool) + Send>;
 #[derive(Debug, Default)]
 pub(crate) struct Lifetime {
     /// A leaf lock.
-    state: std::sync::Mutex<State>,
+    state: std::sync::Mutex<DiskState>,
     /// Signals the end, and the first discard since the last flush for discards.
     changed: std::sync::Condvar,
     discarded: AtomicBool,
@@ -97,7 +97,7 @@ pub(crate) struct Lifetime {
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum DiskState {
     /// The file was not opened yet.
     #[default]
     New,
@@ -110,7 +110,7 @@ enum State {
 }
 
 impl Lifetime {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, DiskState> {
         self.state
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -120,7 +120,7 @@ impl Lifetime {
     /// after which that process may have lost data.
     pub(crate) fn taken_over(lost: Option<Errno>) -> Self {
         let lifetime = Lifetime::default();
-        *lifetime.lock() = State::Open;
+        *lifetime.lock() = DiskState::Open;
         if let Some(errno) = lost {
             lifetime.lose(errno);
         }
@@ -131,9 +131,9 @@ impl Lifetime {
     /// is so.
     pub(crate) fn hand_over(&self) -> bool {
         let mut state = self.lock();
-        let is_open = *state == State::Open;
+        let is_open = *state == DiskState::Open;
         if is_open {
-            *state = State::HandedOver;
+            *state = DiskState::HandedOver;
         }
         is_open
     }
@@ -142,11 +142,11 @@ impl Lifetime {
     /// sends the request again, to the other process.
     pub(crate) fn release(&self) {
         let mut state = self.lock();
-        while *state == State::HandedOver {
+        while *state == DiskState::HandedOver {
             let waited = self.changed.wait(state);
             state = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
         }
-        *state = State::Ended;
+        *state = DiskState::Ended;
         drop(state);
         self.changed.notify_all();
     }
@@ -154,9 +154,9 @@ impl Lifetime {
     /// Records the opening. Only the first one is allowed: the file is for one loop device.
     pub(crate) fn open(&self) -> bool {
         let mut state = self.lock();
-        let is_first = *state == State::New;
+        let is_first = *state == DiskState::New;
         if is_first {
-            *state = State::Open;
+            *state = DiskState::Open;
         }
         is_first
     }
@@ -164,8 +164,8 @@ impl Lifetime {
     /// Records the end of the service.
     pub(crate) fn end(&self) {
         let mut state = self.lock();
-        if *state != State::HandedOver {
-            *state = State::Ended;
+        if *state != DiskState::HandedOver {
+            *state = DiskState::Ended;
         }
         drop(state);
         self.changed.notify_all();
@@ -182,7 +182,7 @@ impl Lifetime {
     }
 
     pub(crate) fn has_ended(&self) -> bool {
-        *self.lock() == State::Ended
+        *self.lock() == DiskState::Ended
     }
 
     /// Records a discard. The file system does not flush after it, but the host gets the space back
@@ -198,7 +198,7 @@ impl Lifetime {
     pub(crate) fn wait(&self, flush: impl Fn()) {
         use std::sync::PoisonError;
         let mut state = self.lock();
-        while *state != State::Ended {
+        while *state != DiskState::Ended {
             if !self.discarded.load(Ordering::Relaxed) {
                 let waited = self.changed.wait(state);
                 state = waited.unwrap_or_else(PoisonError::into_inner);
@@ -207,7 +207,7 @@ impl Lifetime {
             let waited = self.changed.wait_timeout(state, DISCARD_PAUSE);
             let timeout;
             (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-            if timeout.timed_out() && *state != State::Ended {
+            if timeout.timed_out() && *state != DiskState::Ended {
                 drop(state);
                 self.discarded.store(false, Ordering::Relaxed);
                 flush();

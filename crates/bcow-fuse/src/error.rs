@@ -6,8 +6,8 @@ use std::path::PathBuf;
 /// A failure to make, serve, grow or end a mount. [`MountError::hint`] returns advice for errors
 /// that the user can correct.
 ///
-/// The *door* of a mount is the file system driver that answers its requests: bcow's own driver at
-/// the FUSE door, a driver of the kernel at the kernel door.
+/// The *driver* of a mount is what answers its requests: a file system in this process (FUSE driver)
+/// or one of the kernel (kernel driver).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -104,7 +104,7 @@ pub enum MountError {
     /// The option `rw` for a sealed disk, or for an image.
     #[error("{} is sealed, and never changes", .0.display())]
     SealedDisk(PathBuf),
-    /// A write or a flush of a mount at the kernel door failed before the end of the mount.
+    /// A write or a flush of a mount with the kernel driver failed before the end of the mount.
     #[error("not all written data is in the disk {}", disk.display())]
     LostWrites {
         /// The file of the disk.
@@ -131,16 +131,16 @@ pub enum MountError {
         /// The first error.
         source: io::Error,
     },
-    /// A step of a mount at the kernel door failed.
+    /// A step of a mount with the kernel driver failed.
     #[error(transparent)]
     Kernel(#[from] bcow_mount::Error),
-    /// A known mount option that does not exist at the door of the mount.
-    #[error("mount option {option:?} is not supported at the {door} door")]
-    NotAtDoor {
+    /// A known mount option that does not exist with the driver of the mount.
+    #[error("mount option {option:?} is not supported with the {driver} driver")]
+    NotAtDriver {
         /// The name of the option, without its value.
         option: &'static str,
-        /// The door: `FUSE` or `kernel`.
-        door: &'static str,
+        /// The driver: `FUSE` or `kernel`.
+        driver: &'static str,
     },
     /// An operation that belongs to no other variant failed, for example the start of a process or
     /// of a thread.

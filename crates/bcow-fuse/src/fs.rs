@@ -16,7 +16,7 @@ use crate::lower::{self, OverlayLower};
 
 pub use bcow_union::COUNTED_EXTENTS;
 pub use bcow_union::Seek;
-pub use bcow_union::fs::Entry;
+pub use bcow_union::fs::DirectoryEntry;
 
 /// Longest name of a directory entry, in bytes.
 const NAME_MAX: usize = 255;
@@ -135,18 +135,18 @@ impl ImageFs {
     }
 
     /// Calls `each` for the entries of a directory, `.` and `..` included. `cookie` is 0 for the
-    /// first entry, or an [`Entry::next_cookie`] of an earlier call.
+    /// first entry, or an [`DirectoryEntry::next_cookie`] of an earlier call.
     pub fn read_dir(
         &self,
         id: NodeId,
         cookie: u64,
-        each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>,
+        each: &mut dyn FnMut(DirectoryEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
         let directory = self.directory(id)?;
         let mut flow = ControlFlow::Continue(());
         if cookie < lower::FIRST {
             self.image.read_dir(&directory, cookie, &mut |entry| {
-                flow = each(Entry {
+                flow = each(DirectoryEntry {
                     name: entry.name,
                     node: self.image.node(entry.nid),
                     kind: entry.kind,

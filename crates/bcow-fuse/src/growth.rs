@@ -1,4 +1,4 @@
-//! Growth of a disk that is mounted at the kernel door, and of the file system on it.
+//! Growth of a disk that is mounted with the kernel driver, and of the file system on it.
 //!
 //! Another process of root makes the steps: it sets the size of the file behind the loop device,
 //! which the process of the mount answers by growing the disk; has the loop device take that size;
@@ -13,7 +13,7 @@ use bcow_mount::LoopDevice;
 use bcow_mount::filesystem::Kind;
 
 use crate::error::MountError;
-use crate::mountinfo::Door;
+use crate::mountinfo::Driver;
 use crate::unmount::{MountedImage, mounted_image};
 
 /// How far a growth got before an error.
@@ -35,7 +35,7 @@ pub fn grow(mount: &MountedImage, hidden: &Path, bytes: u64) -> Result<(), GrowE
         path: mount.path.clone(),
         source,
     };
-    let Door::Kernel(name) = &mount.door else {
+    let Driver::Kernel(name) = &mount.driver else {
         return Err(nothing(grow_disk(io::ErrorKind::Unsupported.into())));
     };
     let mut kinds = Kind::ALL.into_iter();

@@ -1,4 +1,4 @@
-//! The kernel door: a file system of the kernel on a disk that this process serves.
+//! The kernel driver: a file system of the kernel on a disk that this process serves.
 //!
 //! The order of the steps: the disk is open and recovered; its file is served on a hidden mount; a
 //! loop device opens the file; the kernel mounts the file system of the loop device. Each step can
@@ -44,7 +44,7 @@ use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 use service::Service;
 
-pub use place::{DiskHandover, Place};
+pub use place::{DiskHandover, LoopMount};
 
 pub use crate::disk::{Barriers, Device, DiskFiles, DiskMount};
 pub use bcow_mount::filesystem::Kind;
@@ -61,8 +61,8 @@ pub fn head(device: &dyn BlockDevice) -> Result<Vec<u8>, MountError> {
     Ok(head)
 }
 
-/// A mount at the kernel door. Dropping it unmounts; if the mount is in use, it unmounts lazily,
-/// and programs that use it get errors when this process ends.
+/// A mount with the kernel driver. Dropping it unmounts; if the mount is in use, it unmounts
+/// lazily, and programs that use it get errors when this process ends.
 pub struct KernelSession {
     mount: Arc<KernelMount>,
     service: Service,
@@ -111,7 +111,7 @@ pub struct DiskStopper {
 /// The file system that the kernel has mounted.
 #[derive(Debug)]
 struct KernelMount {
-    place: Place,
+    place: LoopMount,
     lifetime: Arc<Lifetime>,
 }
 
@@ -165,7 +165,7 @@ impl KernelSession {
             None => error,
         })?;
         let listed = mountinfo::mounted_at(&target).ok().flatten();
-        let place = Place {
+        let place = LoopMount {
             device: listed.map(|entry| entry.device),
             loop_device,
             name,

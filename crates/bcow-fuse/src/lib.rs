@@ -52,7 +52,7 @@ pub use error::MountError;
 pub use fs::ImageFs;
 pub use kernel::KernelSession;
 pub use mount::refuse_root;
-pub use mountinfo::Door;
+pub use mountinfo::Driver;
 pub use options::MountOptions;
 pub use outcome::{Ended, Ending};
 pub use session::{Session, Unmounted, Unmounter};

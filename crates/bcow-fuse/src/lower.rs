@@ -15,7 +15,7 @@ use std::ops::ControlFlow;
 use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
 use bcow_erofs::tree::DeviceNumber;
 use bcow_union::NodeId;
-use bcow_union::fs::Entry;
+use bcow_union::fs::DirectoryEntry;
 
 /// Names in the root directories, at most. The marks and whiteouts are in memory.
 pub const MAX_NAMES: usize = 1 << 16;
@@ -135,10 +135,14 @@ impl OverlayLower {
     }
 
     /// Lists the whiteouts. Cookies below the first one are of the image.
-    pub(crate) fn list(&self, cookie: u64, each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>) {
+    pub(crate) fn list(
+        &self,
+        cookie: u64,
+        each: &mut dyn FnMut(DirectoryEntry<'_>) -> ControlFlow<()>,
+    ) {
         let from = usize::try_from(cookie.saturating_sub(FIRST)).unwrap_or(usize::MAX);
         for (index, name) in self.whiteouts.iter().enumerate().skip(from) {
-            let entry = Entry {
+            let entry = DirectoryEntry {
                 name,
                 node: id_of(index),
                 kind: FileType::CharDevice,

@@ -21,7 +21,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::error::MountError;
 use crate::helper::{HELPER, helper_message, run_unmount_helper};
-use crate::mountinfo::{self, Door, FS_TYPE, MountEntry};
+use crate::mountinfo::{self, Driver, FS_TYPE, MountEntry};
 use crate::options::{Access, MountOptions, Permissions};
 use crate::unmount::{WhenBusy, unmount};
 
@@ -87,9 +87,9 @@ pub(crate) fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     let canonical = target.canonicalize().map_err(failed)?;
     refuse_root(&canonical)?;
     if let Some(entry) = mountinfo::mounted_at(&canonical).ok().flatten()
-        && let Some(door) = entry.door()
+        && let Some(driver) = entry.driver()
     {
-        match is_dead(&canonical, &entry, &door) {
+        match is_dead(&canonical, &entry, &driver) {
             true => unmount(&canonical, WhenBusy::Detach)?,
             false => return Err(MountError::AlreadyMounted(target.to_owned())),
         }
@@ -119,16 +119,16 @@ pub fn refuse_root(target: &Path) -> Result<(), MountError> {
 }
 
 /// Whether the process of the bcow mount at `target` is dead.
-fn is_dead(target: &Path, entry: &MountEntry, door: &Door) -> bool {
-    match door {
+fn is_dead(target: &Path, entry: &MountEntry, driver: &Driver) -> bool {
+    match driver {
         // The kernel may answer attributes and names from its caches, but it always sends statfs to
         // the daemon.
-        Door::Fuse => matches!(
+        Driver::Fuse => matches!(
             rustix::fs::statfs(target),
             Err(Errno::NOTCONN | Errno::CONNABORTED)
         ),
-        Door::Direct(_) => false,
-        Door::Kernel(_) => !bcow_mount::is_served(Path::new(&entry.source)),
+        Driver::Direct(_) => false,
+        Driver::Kernel(_) => !bcow_mount::is_served(Path::new(&entry.source)),
     }
 }
 

@@ -38,9 +38,9 @@ pub(crate) struct MountEntry {
     pub(crate) owner: Option<(u32, u32)>,
 }
 
-/// The door of a bcow mount.
+/// The driver of a bcow mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Door {
+pub enum Driver {
     /// The process of the mount answers requests for files.
     Fuse,
     /// A file system driver of the kernel uses a loop device, and the process serves the file
@@ -51,10 +51,10 @@ pub enum Door {
 }
 
 impl MountEntry {
-    /// The door, if it is a mount of bcow.
-    pub(crate) fn door(&self) -> Option<Door> {
+    /// The driver, if it is a mount of bcow.
+    pub(crate) fn driver(&self) -> Option<Driver> {
         if self.fs_type == FS_TYPE {
-            return Some(Door::Fuse);
+            return Some(Driver::Fuse);
         }
         // An ordinary user can choose the source of a mount of another type, so it proves nothing.
         let is_of_disks = Kind::ALL.iter().any(|kind| kind.name() == self.fs_type);
@@ -65,9 +65,9 @@ impl MountEntry {
         if self.fs_type == Kind::Erofs.name()
             && let Some(file) = file_of_source(source)
         {
-            return Some(Door::Direct(file));
+            return Some(Driver::Direct(file));
         }
-        backing_of(source).map(Door::Kernel)
+        backing_of(source).map(Driver::Kernel)
     }
 }
 
@@ -266,12 +266,12 @@ mod tests {
 
     #[test]
     fn direct_mount_is_known_by_its_type_and_source() {
-        let door = |line: &str| parse(line.as_bytes()).unwrap().door();
+        let driver = |line: &str| parse(line.as_bytes()).unwrap().driver();
         let file = Path::new("/images/a b.bcow").to_owned();
         let direct = r"1 2 0:3 / /m ro - erofs /./images/a\040b.bcow ro";
-        assert_eq!(door(direct), Some(Door::Direct(file)));
-        assert_eq!(door(&direct.replace("erofs", "fuse.x")), None);
-        assert_eq!(door("1 2 0:3 / /m ro - erofs /images/a.bcow ro"), None);
+        assert_eq!(driver(direct), Some(Driver::Direct(file)));
+        assert_eq!(driver(&direct.replace("erofs", "fuse.x")), None);
+        assert_eq!(driver("1 2 0:3 / /m ro - erofs /images/a.bcow ro"), None);
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub enum WriteCache {
     Back,
 }
 
-/// Whether the content of a mount at the kernel door can change.
+/// Whether the content of a mount with the kernel driver can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
     Sealed,
@@ -164,15 +164,15 @@ impl MountOptions {
     /// writable mounts are errors.
     pub fn settle(&mut self, writing: Writing) -> Result<(), MountError> {
         if self.discard {
-            return Err(MountError::NotAtDoor {
+            return Err(MountError::NotAtDriver {
                 option: "discard",
-                door: "FUSE",
+                driver: "FUSE",
             });
         }
         if self.commit_seconds.is_some() {
-            return Err(MountError::NotAtDoor {
+            return Err(MountError::NotAtDriver {
                 option: "commit",
-                door: "FUSE",
+                driver: "FUSE",
             });
         }
         match writing {
@@ -193,7 +193,7 @@ impl MountOptions {
         }
     }
 
-    /// The settings of a mount at the kernel door. There, every user may enter as far as the
+    /// The settings of a mount with the kernel driver. There, every user may enter as far as the
     /// permissions of the files allow, and the kernel always collects writes in its page cache.
     /// Access times are off unless an option asks for them: each update is a write.
     pub(crate) fn for_kernel(&self, disk: &DiskMount) -> Result<Settings, MountError> {
@@ -230,9 +230,9 @@ impl MountOptions {
             ("uidmap or gidmap", !self.owners.are_same()),
         ];
         if let Some((option, _)) = only_fuse.into_iter().find(|(_, is_given)| *is_given) {
-            return Err(MountError::NotAtDoor {
+            return Err(MountError::NotAtDriver {
                 option,
-                door: "kernel",
+                driver: "kernel",
             });
         }
         Ok(Settings {
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn lower_directory_of_overlayfs_has_no_upper_and_is_not_at_the_kernel_door() {
+    fn lower_directory_of_overlayfs_has_no_upper_and_is_not_at_the_kernel_driver() {
         for (list, expected) in [
             ("overlay_lower", OverlayXattrs::here()),
             (
@@ -491,7 +491,7 @@ mod tests {
             let error = options.for_image(Path::new("image")).unwrap_err();
             assert_eq!(
                 error.to_string(),
-                "mount option \"overlay_lower\" is not supported at the kernel door"
+                "mount option \"overlay_lower\" is not supported with the kernel driver"
             );
             assert!(options.clone().settle(Writing::Never).is_ok());
             let error = options.settle(Writing::ToUpper).unwrap_err();
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_are_mapped_by_several_ranges_and_not_at_the_kernel_door() {
+    fn owners_are_mapped_by_several_ranges_and_not_at_the_kernel_driver() {
         let options = parsed(&["uidmap=0:1000:1,uidmap=1:100000:9", "gidmap=0:5:1"]).unwrap();
         assert_eq!(options.owners().to_string(), "0:1000:1,1:100000:9;0:5:1");
         let error = options.for_image(Path::new("image")).unwrap_err();

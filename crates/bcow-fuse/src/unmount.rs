@@ -9,7 +9,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::error::MountError;
 use crate::helper::run_unmount_helper;
-use crate::mountinfo::{self, Door, MountEntry};
+use crate::mountinfo::{self, Driver, MountEntry};
 
 /// For how long the unmount of a mount in use is tried again. Such a use is often about to end: a
 /// process that has just been forked has the open files of its parent until it executes its
@@ -43,15 +43,15 @@ pub struct MountedImage {
     /// Uid and gid of the only user who may enter the mount, without `allow_other`. The kernel
     /// refuses root too then.
     pub owner: Option<(u32, u32)>,
-    /// The door.
-    pub door: Door,
+    /// The driver.
+    pub driver: Driver,
     /// The type of the file system, as the kernel lists it.
     pub file_system: String,
 }
 
 impl MountedImage {
-    /// Whether the process of a mount at the kernel door answers the kernel. Waits for a process
-    /// that hangs.
+    /// Whether the process of a mount with the kernel driver answers the kernel. Waits for a
+    /// process that hangs.
     pub fn is_served(&self) -> bool {
         bcow_mount::is_served(Path::new(&self.source))
     }
@@ -67,10 +67,10 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
     })?;
     match entry {
         None => Err(MountError::NotMounted(target.to_owned())),
-        Some(entry) => match entry.door() {
-            Some(door) => Ok(MountedImage {
+        Some(entry) => match entry.driver() {
+            Some(driver) => Ok(MountedImage {
                 path,
-                ..MountedImage::of(entry, door)
+                ..MountedImage::of(entry, driver)
             }),
             None => Err(MountError::ForeignMount {
                 path: target.to_owned(),
@@ -85,23 +85,23 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
 pub fn mounted_images() -> std::io::Result<Vec<MountedImage>> {
     Ok(mountinfo::mounts()?
         .into_iter()
-        .filter_map(|entry| entry.door().map(|door| MountedImage::of(entry, door)))
+        .filter_map(|entry| entry.driver().map(|driver| MountedImage::of(entry, driver)))
         .collect())
 }
 
 impl MountedImage {
-    fn of(entry: MountEntry, door: Door) -> Self {
+    fn of(entry: MountEntry, driver: Driver) -> Self {
         MountedImage {
             path: entry.target,
             source: entry.source,
             device: entry.device,
             file_system: entry.fs_type,
             is_writable: entry.is_writable,
-            owner: match door {
-                Door::Fuse => entry.owner,
-                Door::Kernel(_) | Door::Direct(_) => None,
+            owner: match driver {
+                Driver::Fuse => entry.owner,
+                Driver::Kernel(_) | Driver::Direct(_) => None,
             },
-            door,
+            driver,
         }
     }
 

@@ -74,7 +74,7 @@ fn missing_name_is_none_and_too_long_a_name_an_error() {
 fn wrong_kind_of_node_is_refused_as_posix_has_it() {
     let fs = fs();
     let file = id(&fs, b"sparse");
-    let nothing = &mut |_: bcow_fuse::fs::Entry<'_>| ControlFlow::Continue(());
+    let nothing = &mut |_: bcow_fuse::fs::DirectoryEntry<'_>| ControlFlow::Continue(());
     assert_eq!(fs.lookup(file, b"x").unwrap_err(), Errno::NOTDIR);
     assert_eq!(fs.read_dir(file, 0, nothing).unwrap_err(), Errno::NOTDIR);
     assert_eq!(fs.read_link(file).unwrap_err(), Errno::INVAL);

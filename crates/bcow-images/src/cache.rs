@@ -1,4 +1,4 @@
-//! The directory of the cache for images on other machines.
+//! The directory of the cache for remote images.
 
 use std::path::{Path, PathBuf};
 

@@ -53,7 +53,8 @@ pub struct Problem {
     may_pass: bool,
 }
 
-/// Whether the file at `path` is a disk or a sketch, and so no image, according to its header.
+/// Whether the file at `path` is a disk or a partial file, and so no image, according to its
+/// header.
 pub fn is_disk(path: &Path) -> bool {
     header_at(path).is_some_and(|header| header.purpose != Use::Image)
 }

@@ -40,7 +40,7 @@ pub mod exit {
     pub const FSCK_USAGE: u8 = 16;
 }
 
-/// What a failure says about an image on another machine.
+/// What a failure says about a remote image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Answer {
     /// Nothing.
@@ -137,7 +137,7 @@ impl CommandError {
         self
     }
 
-    /// What the failure says about an image on another machine.
+    /// What the failure says about a remote image.
     pub fn answer(&self) -> Answer {
         self.answer
     }

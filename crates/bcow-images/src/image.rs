@@ -60,7 +60,7 @@ pub struct OpenImage {
     /// The images that this one shows as one, the lowest first. Empty, unless this image was opened
     /// with layers or as the lowest layers of a stack (`#layers=N`).
     parts: Vec<ImagePart>,
-    /// The image on another machine that was opened.
+    /// The remote image that was opened.
     remote: Option<RemoteImage>,
 }
 
@@ -335,7 +335,7 @@ impl OpenImage {
         self.remote.as_ref()?.lasting_url.as_deref()
     }
 
-    /// The image on another machine that was opened. `None` for images that are shown as one, even
+    /// The remote image that was opened. `None` for images that are shown as one, even
     /// if they come from another machine.
     pub fn remote(&self) -> Option<&RemoteImage> {
         self.remote.as_ref()
@@ -429,7 +429,7 @@ impl OpenImage {
         let begun = std::time::Instant::now();
         let image = match stores.remote.root_of(pinned) {
             None => OpenImage::open_any(name, given, stores, pinned, options)?,
-            // An image on another machine opens only with this root, and each read is verified.
+            // A remote image opens only with this root, and each read is verified.
             Some(_) if name.is_remote() => {
                 OpenImage::open_any(name, given, stores, pinned, options)?
             }
@@ -549,7 +549,7 @@ impl OpenImage {
         Ok(OpenImage::of(name, opened))
     }
 
-    /// Opens an image on another machine that the caller has found already, with all its layers and
+    /// Opens a remote image that the caller has found already, with all its layers and
     /// backings.
     pub fn of_remote(remote: RemoteImage, stores: &StoreArgs) -> Result<Self, CommandError> {
         OpenImage::open_remote(remote, &Given::default(), stores, &OpenOptions::default())?

@@ -70,7 +70,7 @@ pub enum NameParts {
     Qcow2(PathBuf),
     /// A directory with layers for containerd's erofs snapshotter.
     ContainerdCache(PathBuf),
-    /// A file or an image on another machine.
+    /// A file or a remote image.
     Url(Url),
     /// The lowest layers of an image in a registry.
     Lowest {
@@ -96,7 +96,7 @@ impl Name {
         Name::of(path.as_os_str(), NameParts::File(path.to_owned()))
     }
 
-    /// The name of a file or an image on another machine.
+    /// The name of a file or a remote image.
     pub fn url(url: Url) -> Name {
         let shown = PathBuf::from(url.to_string());
         Name {

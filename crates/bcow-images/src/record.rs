@@ -197,7 +197,7 @@ impl Recording {
 
 /// A place in the address space that belongs to an object of the file system.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct ObjectRange {
     start: u64,
     end: u64,
     /// Index of the file or directory.
@@ -213,10 +213,10 @@ struct Places {
     /// Where the inode of each object begins.
     inodes: Vec<u64>,
     /// Content of files, outside of their inodes.
-    content: Vec<Place>,
+    content: Vec<ObjectRange>,
     /// Inodes with what is stored beside them, and content of directories; each belongs to the
     /// directory whose lookup reads it.
-    metadata: Vec<Place>,
+    metadata: Vec<ObjectRange>,
 }
 
 impl Places {
@@ -238,7 +238,7 @@ impl Places {
             // A directory comes before its contents; the root is its own parent.
             let of_parent = directories.get(parent).copied().unwrap_or_default();
             let (start, end) = inode.footprint(tree);
-            places.metadata.push(Place {
+            places.metadata.push(ObjectRange {
                 start,
                 end,
                 object: of_parent,
@@ -251,7 +251,7 @@ impl Places {
                     let ExtentSource::Device { offset } = extent.source else {
                         continue;
                     };
-                    let place = Place {
+                    let place = ObjectRange {
                         start: offset,
                         end: offset + extent.length,
                         object: own,
@@ -298,13 +298,15 @@ impl Places {
         let begun = self.content.partition_point(|place| place.start <= start);
         let first = begun.saturating_sub(MAX_SHARING);
         let sharing = self.content[first..begun].iter().rev();
-        let mut sharing: Vec<&Place> = sharing.filter(|place| place.end > start).collect();
-        let has_inode = |place: &&Place| recorder.has_read(self.inodes[place.object as usize]);
+        let mut sharing: Vec<&ObjectRange> = sharing.filter(|place| place.end > start).collect();
+        let has_inode =
+            |place: &&ObjectRange| recorder.has_read(self.inodes[place.object as usize]);
         match sharing.iter().any(has_inode) {
             true => sharing.retain(has_inode),
             false => sharing.truncate(1),
         }
-        let block = |place: &Place| (place.offset + (start - place.start)) / TRACE_BLOCK_BYTES;
+        let block =
+            |place: &ObjectRange| (place.offset + (start - place.start)) / TRACE_BLOCK_BYTES;
         sharing
             .into_iter()
             .map(|place| (place.object, block(place)))

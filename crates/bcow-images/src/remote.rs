@@ -1,4 +1,4 @@
-//! Images on other machines: the options for them, and how a name leads to bytes.
+//! Remote images: the options for them, and how a name leads to bytes.
 
 use std::fmt;
 use std::io;
@@ -29,19 +29,19 @@ mod beside;
 
 use beside::Beside;
 
-/// Options for images on other machines.
+/// Options for remote images.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RemoteArgs {
     /// Accept the image only if its root hash, which `bcow inspect` shows, is HEX, and verify every
     /// byte against that hash. This also works for files on this machine
     #[arg(long, value_name = "HEX", hide_short_help = true, help_heading = HEADING)]
     pub root_hash: Option<Root>,
-    /// Cache the data of images on other machines in DIR [default: $BCOW_CACHE, or /var/cache/bcow
+    /// Cache the data of remote images in DIR [default: $BCOW_CACHE, or /var/cache/bcow
     /// for root, or $XDG_CACHE_HOME/bcow, or ~/.cache/bcow]
     #[arg(long, value_name = "DIR", hide_short_help = true, help_heading = HEADING)]
     #[arg(value_hint = clap::ValueHint::DirPath)]
     cache_dir: Option<PathBuf>,
-    /// Use no cache for images on other machines
+    /// Use no cache for remote images
     #[arg(long, conflicts_with = "cache_dir", hide_short_help = true, help_heading = HEADING)]
     no_cache: bool,
     /// Largest size of the cache; beyond it, the least recently used data is evicted [default:
@@ -74,7 +74,7 @@ pub struct RemoteArgs {
     client: OneClient,
 }
 
-/// The client of a command line, made when the first image on another machine is opened.
+/// The client of a command line, made when the first remote image is opened.
 #[derive(Default)]
 struct OneClient(OnceLock<Arc<Client>>);
 
@@ -148,7 +148,7 @@ const KEY_BYTES: u64 = 64 << 10;
 const SCRATCH: &str = "/var/tmp";
 
 /// The heading of these options in the help.
-pub const HEADING: &str = "Images on other machines";
+pub const HEADING: &str = "Remote images";
 
 /// Whether `--root-hash` applies to an image: it names one image of a command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,7 +161,7 @@ pub enum Pinned {
     To(Root),
 }
 
-/// An image on another machine.
+/// A remote image.
 pub struct RemoteImage {
     /// The name, without the query of a URL in messages.
     pub name: Name,
@@ -286,7 +286,7 @@ impl RemoteArgs {
             .map_or_else(Vec::new, |client| client.files())
     }
 
-    /// The counters for the statistics of a mount; `None` as long as no image on another machine
+    /// The counters for the statistics of a mount; `None` as long as no remote image
     /// was opened.
     pub fn activity(&self) -> Option<Activity> {
         Some(Activity(Arc::clone(self.client.0.get()?)))
@@ -367,8 +367,8 @@ impl RemoteArgs {
 pub fn open(url: &Url, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
     let place = match url {
         Url::Registry(reference) => return open_in_registry(reference, args, pinned),
-        Url::S3(name) => beside::Place::S3(s3::server()?, name.clone()),
-        Url::Web(address) => beside::Place::Web(address.clone()),
+        Url::S3(name) => beside::FileAddress::S3(s3::server()?, name.clone()),
+        Url::Web(address) => beside::FileAddress::Web(address.clone()),
     };
     open_file(url, args, pinned, place)
 }
@@ -378,7 +378,7 @@ fn open_file(
     url: &Url,
     args: &RemoteArgs,
     pinned: Pinned,
-    place: beside::Place,
+    place: beside::FileAddress,
 ) -> Result<RemoteImage, CommandError> {
     let name = url.to_string();
     args.refuse_unsigned(&name)?;
@@ -411,7 +411,7 @@ fn open_in_registry(
     args: &RemoteArgs,
     pinned: Pinned,
 ) -> Result<RemoteImage, CommandError> {
-    let place = Place::new(reference, args)?;
+    let place = NamedRepository::new(reference, args)?;
     let found = place.find(None)?;
     let image = match found {
         RegistryImage::Bcow(image) => return place.open(&image, args, pinned),
@@ -458,7 +458,7 @@ pub fn find_in_registry(
     pinned: Pinned,
     platform: Option<&Platform>,
 ) -> Result<InRegistry, CommandError> {
-    let place = Place::new(reference, args)?;
+    let place = NamedRepository::new(reference, args)?;
     match place.find(platform)? {
         RegistryImage::Bcow(image) => place.open(&image, args, pinned).map(InRegistry::Bcow),
         RegistryImage::Ordinary(image) => Ok(InRegistry::Ordinary(image)),
@@ -466,20 +466,20 @@ pub fn find_in_registry(
 }
 
 /// A name in a registry.
-struct Place {
+struct NamedRepository {
     name: String,
     registry: Arc<Registry>,
     client: Arc<Client>,
     key: Option<Arc<PublicKey>>,
 }
 
-impl Place {
+impl NamedRepository {
     fn new(reference: &Reference, args: &RemoteArgs) -> Result<Self, CommandError> {
         let name = reference.to_string();
         let client = args.client(&name)?;
         let keys = Arc::new(args.keys()?);
         let registry = Arc::new(Registry::new(&client.remote, reference.clone(), keys));
-        Ok(Place {
+        Ok(NamedRepository {
             name,
             registry,
             client,
@@ -563,7 +563,7 @@ pub fn bcow_in_registry(
     reference: &Reference,
     args: &RemoteArgs,
 ) -> Result<(BcowImage, Arc<InRepository>), CommandError> {
-    let place = Place::new(reference, &args.uncached())?;
+    let place = NamedRepository::new(reference, &args.uncached())?;
     let found = place.find(None)?;
     match found {
         RegistryImage::Bcow(image) => Ok((image, place.repository())),
@@ -580,7 +580,7 @@ pub fn blob_in_registry(
     bytes: u64,
     args: &RemoteArgs,
 ) -> Result<Box<dyn io::Read + Send>, CommandError> {
-    let place = Place::new(reference, &args.uncached())?;
+    let place = NamedRepository::new(reference, &args.uncached())?;
     let sent = place.registry.download(&digest.to_string(), bytes);
     Ok(Box::new(
         sent.map_err(|error| cannot_open(&place.name, &error))?,

@@ -58,8 +58,8 @@ pub struct Service {
     /// For a mount that maps owners: how.
     #[serde(default)]
     pub owners: Option<String>,
-    /// For a mount at the kernel door: the descriptor of the process through which root reads the
-    /// statistics.
+    /// For a mount with the kernel driver: the descriptor of the process through which root reads
+    /// the statistics.
     #[serde(default)]
     pub descriptor: Option<i32>,
     /// For a mount in a pool: the name of the pool, whose process has other mounts too.
@@ -87,7 +87,7 @@ pub struct Server {
     /// Its user.
     pub uid: u32,
     /// Its state.
-    pub state: State,
+    pub state: ProcessState,
     /// Whether the process is in another mount namespace than this process, so that its paths may
     /// mean other files here.
     pub is_in_other_namespace: bool,
@@ -104,7 +104,7 @@ impl Server {
         let is_here = |service: &&Service| service.at.iter().any(|at| Path::new(at) == path);
         match mounts.clone().find(is_here) {
             // The mount may have been moved.
-            None if self.state != State::Ending => mounts.next(),
+            None if self.state != ProcessState::Ending => mounts.next(),
             found => found,
         }
     }
@@ -117,7 +117,7 @@ impl Server {
 
 /// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum ProcessState {
     /// It executes or waits for requests.
     Running,
     /// Its mount is gone, and it flushes its upper.
@@ -128,14 +128,14 @@ pub enum State {
     Blocked,
 }
 
-impl State {
+impl ProcessState {
     /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
-            State::Running => "running",
-            State::Ending => "ending",
-            State::Stopped => "stopped",
-            State::Blocked => "blocked",
+            ProcessState::Running => "running",
+            ProcessState::Ending => "ending",
+            ProcessState::Stopped => "stopped",
+            ProcessState::Blocked => "blocked",
         }
     }
 }
@@ -197,17 +197,17 @@ pub fn server_of_mount(device: &str, path: &Path) -> Option<Server> {
 }
 
 /// The state of the process with this number; `None` if no such process exists.
-pub fn state(pid: u32) -> Option<State> {
+pub fn state(pid: u32) -> Option<ProcessState> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may contain any byte.
     let (before, behind) = stat.rsplit_once(')')?;
     let (_, name) = before.split_once('(')?;
     Some(match behind.trim_start().chars().next()? {
         'Z' | 'X' => return None,
-        'T' | 't' => State::Stopped,
-        _ if name.as_bytes() == CLOSING.to_bytes() => State::Ending,
-        'D' => State::Blocked,
-        _ => State::Running,
+        'T' | 't' => ProcessState::Stopped,
+        _ if name.as_bytes() == CLOSING.to_bytes() => ProcessState::Ending,
+        'D' => ProcessState::Blocked,
+        _ => ProcessState::Running,
     })
 }
 
@@ -308,11 +308,11 @@ pub fn describe(pid: u32) -> String {
         })
         .collect();
     match state {
-        State::Running if parts.is_empty() => parts.push("uses it".to_owned()),
-        State::Running => {}
-        State::Ending => parts.push("is shutting down".to_owned()),
-        State::Stopped => parts.push("is stopped by a signal".to_owned()),
-        State::Blocked => parts.push("waits for a disk".to_owned()),
+        ProcessState::Running if parts.is_empty() => parts.push("uses it".to_owned()),
+        ProcessState::Running => {}
+        ProcessState::Ending => parts.push("is shutting down".to_owned()),
+        ProcessState::Stopped => parts.push("is stopped by a signal".to_owned()),
+        ProcessState::Blocked => parts.push("waits for a disk".to_owned()),
     }
     format!("{text} {}", parts.join(", and "))
 }
@@ -485,7 +485,7 @@ mod tests {
         let mut server = Server {
             pid: 1,
             uid: 0,
-            state: State::Stopped,
+            state: ProcessState::Stopped,
             is_in_other_namespace: false,
             services: vec![service()],
         };
@@ -493,7 +493,7 @@ mod tests {
         // The mount may have been moved.
         assert!(server.has_mount("0:99", other));
         assert!(!server.has_mount("0:9", mnt));
-        server.state = State::Ending;
+        server.state = ProcessState::Ending;
         assert!(server.has_mount("0:99", mnt));
         assert!(!server.has_mount("0:99", other));
     }
@@ -511,7 +511,7 @@ mod tests {
         let server = Server {
             pid: 1,
             uid: 0,
-            state: State::Stopped,
+            state: ProcessState::Stopped,
             is_in_other_namespace: false,
             services: vec![first.clone(), ended, second.clone()],
         };

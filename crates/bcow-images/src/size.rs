@@ -73,7 +73,7 @@ impl fmt::Display for Count {
     }
 }
 
-/// `1 block`, `2 blocks`, `2 entries`, `2 sketches`; for words with a regular plural.
+/// `1 block`, `2 blocks`, `2 entries`, `2 partial files`; for words with a regular plural.
 pub fn plural(count: u64, word: &str) -> String {
     let (stem, ending) = match word {
         _ if count == 1 => (word, ""),
@@ -141,7 +141,7 @@ mod tests {
             (0, "block", "0 blocks"),
             (1, "entry", "1 entry"),
             (2, "directory", "2 directories"),
-            (1234, "sketch", "1,234 sketches"),
+            (1234, "partial file", "1,234 partial files"),
         ] {
             assert_eq!(plural(count, word), text);
         }

@@ -37,7 +37,7 @@ pub struct StoreArgs {
     /// inconsistent. The command still locks a disk that it opens for writing
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The options for images on other machines.
+    /// The options for remote images.
     #[command(flatten)]
     pub remote: RemoteArgs,
 }
@@ -143,7 +143,7 @@ pub fn refuse_what_is_no_file(name: &Name) -> Result<(), CommandError> {
             () if path.join("oci-layout").exists() => {
                 format!("it is an OCI image layout: name the image in it as oci:{shown}[:REF]")
             }
-            () if matches!(bcow_union::door_of(path), Ok(Some(_))) => format!(
+            () if matches!(bcow_union::driver_of(path), Ok(Some(_))) => format!(
                 "it is the upper of a writable mount: name its image, with `--upper {shown}` for \
                  the changes where the command has this option, or mount it with `bcow mount`"
             ),

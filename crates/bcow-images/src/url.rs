@@ -1,4 +1,4 @@
-//! Names of files and images on other machines.
+//! Names of files and remote images.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use bcow_remote::{Address, Reference, S3Name};
 
 use crate::name_error::Syntax;
 
-/// The name of a file or an image on another machine.
+/// The name of a file or a remote image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Url {
     /// A file on a web server.

@@ -13,7 +13,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::Error;
-use crate::filesystem::{self, Kind, Settings, Source};
+use crate::filesystem::{self, Kind, MountSource, Settings};
 use crate::loop_device::{self, Access, LoopDevice};
 
 /// The start of the source of such a mount.
@@ -56,7 +56,7 @@ fn mount(
     let Some((source, devices)) = sources.split_first() else {
         return Err(Error::NoFileSystem { found: "nothing" });
     };
-    let source = Source {
+    let source = MountSource {
         source,
         devices,
         // So that no page is cached twice. Loop devices have direct I/O of their own.

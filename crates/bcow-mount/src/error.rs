@@ -47,7 +47,7 @@ pub enum Error {
         /// The host's error.
         source: io::Error,
     },
-    /// The content is not a file system that can be mounted at the kernel door.
+    /// The content is not a file system that can be mounted with the kernel driver.
     #[error("it holds {found}, not ext4, xfs or btrfs")]
     NoFileSystem {
         /// What it holds.

@@ -18,7 +18,7 @@ pub const HEAD_BYTES: usize = 68 << 10;
 const MESSAGE_BYTES: usize = 1024;
 const MAX_MESSAGES: usize = 8;
 
-/// A file system that can be mounted at the kernel door.
+/// A file system that can be mounted with the kernel driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// ext4, or an ext2 or ext3, which the same driver mounts.
@@ -121,7 +121,7 @@ pub struct Settings {
 
 /// What holds a file system.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Source<'a> {
+pub(crate) struct MountSource<'a> {
     /// A block device, or a file with an EROFS.
     pub(crate) source: &'a Path,
     /// Further devices of an EROFS.
@@ -132,7 +132,7 @@ pub(crate) struct Source<'a> {
 
 /// Mounts the file system of `device`, the path of a block device, on the directory `target`.
 pub fn mount(device: &Path, kind: Kind, target: &Path, settings: Settings) -> Result<(), Error> {
-    let source = Source {
+    let source = MountSource {
         source: device,
         devices: &[],
         direct_io: false,
@@ -157,7 +157,7 @@ pub fn require_privilege(kind: Kind) -> Result<(), Error> {
 }
 
 pub(crate) fn mount_source(
-    source: Source<'_>,
+    source: MountSource<'_>,
     kind: Kind,
     target: &Path,
     settings: Settings,
@@ -196,7 +196,7 @@ pub(crate) fn mount_source(
 
 fn configure(
     configuration: &OwnedFd,
-    source: Source<'_>,
+    source: MountSource<'_>,
     kind: Kind,
     settings: Settings,
 ) -> rustix::io::Result<()> {

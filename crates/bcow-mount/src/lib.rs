@@ -1,5 +1,5 @@
-//! What a mount at the *kernel door* needs of the kernel: a FUSE mount that no path reaches, a loop
-//! device, and a file system of the kernel on that device.
+//! What a mount with the *kernel driver* needs of the kernel: a FUSE mount that no path reaches, a
+//! loop device, and a file system of the kernel on that device.
 //!
 //! ```text
 //! DIR                      a file system of the kernel: ext4, xfs, btrfs, EROFS   [`filesystem`]

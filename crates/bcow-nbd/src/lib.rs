@@ -47,7 +47,7 @@ mod turn;
 pub use error::Error;
 pub use export::{Device, Export, Exports};
 pub use failures::{FailedRequest, FailureReport};
-pub use listen::{Listener, Place};
+pub use listen::{ListenAddress, Listener};
 pub use server::{Server, Stopper};
 pub use shared::ServerOptions;
 pub use tls::{Tls, TlsWhen};

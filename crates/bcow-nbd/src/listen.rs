@@ -27,12 +27,12 @@ const BACKLOG: i32 = 1024;
 pub struct Listener {
     fd: OwnedFd,
     name: Option<Name>,
-    place: Place,
+    place: ListenAddress,
 }
 
 /// The address of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum ListenAddress {
     /// A Unix socket with this name.
     Unix(PathBuf),
     /// A TCP address.
@@ -71,7 +71,7 @@ impl Listener {
                 device: metadata.dev(),
                 inode: metadata.ino(),
             }),
-            place: Place::Unix(path.to_owned()),
+            place: ListenAddress::Unix(path.to_owned()),
         })
     }
 
@@ -83,7 +83,7 @@ impl Listener {
         Ok(Listener {
             fd: listener.into(),
             name: None,
-            place: Place::Tcp(address),
+            place: ListenAddress::Tcp(address),
         })
     }
 
@@ -94,11 +94,11 @@ impl Listener {
             Some(PathBuf::from(OsStr::from_bytes(path)))
         };
         let place = match SocketAddr::try_from(address.clone()) {
-            Ok(address) => Place::Tcp(address),
+            Ok(address) => ListenAddress::Tcp(address),
             Err(_) => SocketAddrUnix::try_from(address)
                 .ok()
                 .and_then(unix)
-                .map_or(Place::Unnamed, Place::Unix),
+                .map_or(ListenAddress::Unnamed, ListenAddress::Unix),
         };
         Listener {
             fd,
@@ -108,13 +108,13 @@ impl Listener {
     }
 
     /// The address of the listener.
-    pub fn place(&self) -> &Place {
+    pub fn place(&self) -> &ListenAddress {
         &self.place
     }
 
     /// Sets options on an accepted connection.
     pub(crate) fn prepare(&self, socket: &OwnedFd) {
-        if let Place::Tcp(_) = self.place {
+        if let ListenAddress::Tcp(_) = self.place {
             // Errors are ignored: without these options, the connection is slower, or its loss is
             // detected later.
             let _ = rustix::net::sockopt::set_tcp_nodelay(socket, true);

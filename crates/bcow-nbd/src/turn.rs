@@ -14,12 +14,12 @@ use crate::sync::{Condvar, Mutex, MutexGuard, wait_timeout};
 const IDLE: Duration = Duration::from_secs(5);
 
 pub(crate) struct Turn {
-    state: Mutex<State>,
+    state: Mutex<TurnState>,
     changed: Condvar,
     most_workers: u32,
 }
 
-struct State {
+struct TurnState {
     /// `None` while a worker has the turn.
     receiver: Option<Box<Receiver>>,
     waiting: u32,
@@ -40,7 +40,7 @@ impl Turn {
     /// For a connection whose first worker has the receiver.
     pub(crate) fn new(most_workers: u32) -> Self {
         Turn {
-            state: Mutex::new(State {
+            state: Mutex::new(TurnState {
                 receiver: None,
                 waiting: 0,
                 workers: 1,
@@ -112,13 +112,13 @@ impl Turn {
         }
     }
 
-    fn leave(&self, mut state: MutexGuard<'_, State>) {
+    fn leave(&self, mut state: MutexGuard<'_, TurnState>) {
         state.workers -= 1;
         drop(state);
         self.changed.notify_all();
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, TurnState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicU64;
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::layer::{Format, LayerInput, Reading, read_layer};
 use crate::options::{Limits, Progress};
 use crate::path::components;
@@ -185,7 +185,7 @@ impl Archive {
         let mut tar = TarReader::new(ChunkStream::new(Box::new(source)));
         while let Some(entry) = tar.next_entry().map_err(|e| e.of(&name))? {
             let error = |problem| ConvertError::Tar {
-                place: Place::entry(&name, &entry.path),
+                place: TarPlace::entry(&name, &entry.path),
                 problem,
             };
             let names = components(&entry.path).map_err(error)?;
@@ -211,7 +211,7 @@ impl Archive {
             };
             members.insert(names.join(&b'/'), member);
             check_limit(LimitKind::ArchiveMembers, members.len() as u64, MAX_MEMBERS)
-                .map_err(|exceeded| exceeded.at(Place::layer(&name)))?;
+                .map_err(|exceeded| exceeded.at(TarPlace::layer(&name)))?;
         }
         drop(tar);
         Ok(Archive {

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::cancel::{Cancel, is_cancellation};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::repository::Repository;
 
 /// A source of bytes. Files are read by offset, so that clones do not disturb each other.
@@ -153,7 +153,7 @@ impl Blob {
     ) -> Result<Vec<u8>, ConvertError> {
         let check = |bytes| {
             check_limit(LimitKind::DocumentBytes, bytes, limit)
-                .map_err(|exceeded| exceeded.at(Place::layer(&self.name)))
+                .map_err(|exceeded| exceeded.at(TarPlace::layer(&self.name)))
         };
         self.length().map_or(Ok(()), check)?;
         let mut bytes = Vec::new();

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs};
 
-use crate::error::{ConvertError, Exceeded, LimitKind, Place, TarProblem, check_limit};
+use crate::error::{ConvertError, Exceeded, LimitKind, TarPlace, TarProblem, check_limit};
 use crate::path::components;
 use crate::warnings::Warnings;
 
@@ -54,7 +54,7 @@ impl From<TarProblem> for PlaceError {
 impl PlaceError {
     /// The error of the entry `entry` of `layer`.
     pub(crate) fn at(self, layer: &str, entry: &[u8]) -> ConvertError {
-        let place = Place::entry(layer, entry);
+        let place = TarPlace::entry(layer, entry);
         match self {
             PlaceError::Problem(problem) => ConvertError::Tar { place, problem },
             PlaceError::Limit(exceeded) => exceeded.at(place),

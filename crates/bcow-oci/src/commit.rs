@@ -21,7 +21,7 @@ use crate::blob;
 use crate::cancel::Cancel;
 use crate::content::{ContentStats, ContentWriter, Data, StoreError};
 use crate::digest::{Digest, hex};
-use crate::error::{ConvertError, Place};
+use crate::error::{ConvertError, TarPlace};
 use crate::image_file::{
     ImageSink, ImagesByDigest, emit, image_error, plan_error, read_back, writer_options,
 };
@@ -319,7 +319,7 @@ impl ContentStore<'_> {
         if self.cancel.is_set() {
             return Err(ConvertError::Interrupted);
         }
-        let failed = |error: StoreError| error.at(Place::layer("the changes"));
+        let failed = |error: StoreError| error.at(TarPlace::layer("the changes"));
         let runs = runs(content);
         let mut referenced = 0;
         for run in &runs {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
 
-use crate::error::{ConvertError, Exceeded, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, Exceeded, LimitKind, TarPlace, check_limit};
 use crate::lower::{LowerIndex, LowerPiece, UsedLayers};
 use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES};
 use crate::tails::TailStore;
@@ -68,7 +68,7 @@ impl From<ConvertError> for StoreError {
 
 impl StoreError {
     /// The error of the entry at `place`.
-    pub(crate) fn at(self, place: Place) -> ConvertError {
+    pub(crate) fn at(self, place: TarPlace) -> ConvertError {
         match self {
             StoreError::Limit(exceeded) => exceeded.at(place),
             StoreError::Other(error) => *error,

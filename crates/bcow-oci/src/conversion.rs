@@ -11,7 +11,7 @@ use bcow_erofs::writer::{Plan, WriteOptions};
 use crate::builder::Budget;
 use crate::content::{ContentStats, ContentWriter};
 use crate::directory::DirectoryIngest;
-use crate::error::{ConvertError, Place, TarProblem};
+use crate::error::{ConvertError, TarPlace, TarProblem};
 use crate::hidden::UpperLayers;
 use crate::image_file::{ImageSink, emit, image_error, plan_error, writer_options};
 use crate::ingest::{LayerIngest, rescue};
@@ -250,7 +250,7 @@ fn check_end(
 ) -> Result<(), ConvertError> {
     let refused = |problem| {
         Err(ConvertError::Tar {
-            place: Place::layer(name),
+            place: TarPlace::layer(name),
             problem,
         })
     };

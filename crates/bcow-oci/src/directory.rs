@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use crate::blob::read_error;
 use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, Place};
+use crate::error::{ConvertError, TarPlace};
 use crate::layer::Reading;
 use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
@@ -230,7 +230,7 @@ impl<S: ContentSink> Walk<'_, S> {
         }
         let size = stat.st_size as u64;
         self.reading
-            .count(size, || Place::entry("", text.as_bytes()))?;
+            .count(size, || TarPlace::entry("", text.as_bytes()))?;
         let map = match (stat.st_blocks as u64) * 512 < size {
             true => data_runs(&fd, size, text)?,
             false => None,
@@ -254,7 +254,7 @@ impl<S: ContentSink> Walk<'_, S> {
             Some(map) => self.content.sparse(map, &mut data),
             None => self.content.file(size, &mut data),
         }
-        .map_err(|e| e.at(Place::entry("", text.as_bytes())))?;
+        .map_err(|e| e.at(TarPlace::entry("", text.as_bytes())))?;
         let after = rustix::fs::fstat(&data.file).map_err(|e| read_error("read", text, e))?;
         if !same(&after) {
             return Err(changed());

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::archive::{Archive, Files};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
@@ -68,7 +68,7 @@ pub(crate) fn find(
     let paths = image.layers.as_deref().unwrap_or_default();
     config.check_layers(&files.name(), paths.len())?;
     check_limit(LimitKind::Layers, paths.len() as u64, MAX_LAYERS)
-        .map_err(|exceeded| exceeded.at(Place::layer(files.name())))?;
+        .map_err(|exceeded| exceeded.at(TarPlace::layer(files.name())))?;
     if let (Some(wanted), Some(found)) = (platform, &config.platform)
         && !wanted.suits(found)
     {

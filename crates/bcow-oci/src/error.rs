@@ -29,17 +29,17 @@ pub enum ErrorKind {
 
 /// A place in the input. Displays as `layer 2 of 5 (sha256:0123456789ab), entry "a/b"`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct TarPlace {
     /// The layer, or the file or blob if the input has no layers.
     pub layer: String,
     /// The name of the entry as the input has it.
     pub entry: Option<Vec<u8>>,
 }
 
-impl Place {
+impl TarPlace {
     /// The layer as a whole.
     pub(crate) fn layer(name: impl Into<String>) -> Self {
-        Place {
+        TarPlace {
             layer: name.into(),
             entry: None,
         }
@@ -47,14 +47,14 @@ impl Place {
 
     /// One entry of the layer.
     pub(crate) fn entry(name: impl Into<String>, entry: &[u8]) -> Self {
-        Place {
+        TarPlace {
             layer: name.into(),
             entry: Some(entry.to_vec()),
         }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for TarPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.entry {
             Some(entry) if self.layer.is_empty() => write!(f, "entry {}", quoted(entry)),
@@ -136,7 +136,7 @@ pub(crate) struct Exceeded {
 
 impl Exceeded {
     /// The error of the input at `place`.
-    pub(crate) fn at(self, place: Place) -> ConvertError {
+    pub(crate) fn at(self, place: TarPlace) -> ConvertError {
         ConvertError::Limit {
             place,
             kind: self.kind,
@@ -391,7 +391,7 @@ pub enum ConvertError {
     #[error("{place}: {problem}")]
     Tar {
         /// The layer and the entry.
-        place: Place,
+        place: TarPlace,
         /// What is wrong.
         problem: TarProblem,
     },
@@ -403,7 +403,7 @@ pub enum ConvertError {
     )]
     Limit {
         /// The layer and the entry.
-        place: Place,
+        place: TarPlace,
         /// The limit.
         kind: LimitKind,
         /// The value in the input, or a lower bound of it, if known.

@@ -8,12 +8,12 @@ use bcow_erofs::tree::{
 
 use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, LimitKind, Place, TarProblem, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, TarProblem, check_limit};
 use crate::hidden::UpperLayers;
 use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
 use crate::recognise::{MAX_BYTES, is_marker_file, recognise};
-use crate::tar::{Entry, EntryKind, TarReader};
+use crate::tar::{EntryKind, TarEntry, TarReader};
 use crate::warnings::Warnings;
 
 /// Longest symlink target, as in Linux.
@@ -122,7 +122,7 @@ impl Layer<'_> {
     fn entry<S: ContentSink>(
         &mut self,
         number: u64,
-        mut entry: Entry,
+        mut entry: TarEntry,
         tar: &mut TarReader<'_>,
         content: &mut ContentWriter<S>,
     ) -> Result<(), ConvertError> {
@@ -197,7 +197,7 @@ impl Layer<'_> {
     fn refuse_image(
         &self,
         name: &[u8],
-        entry: &Entry,
+        entry: &TarEntry,
         tar: &mut TarReader<'_>,
     ) -> Result<(), ConvertError> {
         if !is_marker_file(name) || entry.sparse.is_some() || entry.stored > MAX_BYTES {
@@ -223,7 +223,7 @@ impl Layer<'_> {
         &mut self,
         number: u64,
         path: &[u8],
-        entry: &Entry,
+        entry: &TarEntry,
         slot: &Slot,
         attributes: Attributes,
         tar: &mut TarReader<'_>,
@@ -232,7 +232,7 @@ impl Layer<'_> {
         if let Some(map) = &entry.sparse {
             let holes = map.size.saturating_sub(entry.stored);
             self.reading
-                .count(holes, || Place::entry(self.name, path))?;
+                .count(holes, || TarPlace::entry(self.name, path))?;
         }
         let hidden = self.uppers.hides(&self.builder, slot);
         let stored = if hidden {
@@ -286,7 +286,7 @@ impl Layer<'_> {
         (tree, rescue)
     }
 
-    fn target(&self, path: &[u8], entry: &Entry) -> Result<Box<[u8]>, ConvertError> {
+    fn target(&self, path: &[u8], entry: &TarEntry) -> Result<Box<[u8]>, ConvertError> {
         let problem = match entry.link.len() {
             0 => TarProblem::EmptyTarget,
             bytes if bytes > MAX_TARGET_BYTES => TarProblem::TargetTooLong { bytes },
@@ -295,7 +295,11 @@ impl Layer<'_> {
         Err(PlaceError::from(problem).at(self.name, path))
     }
 
-    fn attributes(&mut self, path: &[u8], entry: &mut Entry) -> Result<Attributes, ConvertError> {
+    fn attributes(
+        &mut self,
+        path: &[u8],
+        entry: &mut TarEntry,
+    ) -> Result<Attributes, ConvertError> {
         let mut xattrs = std::mem::take(&mut entry.xattrs);
         xattrs.retain(|name, _| keep_xattr(name, self.warnings));
         let xattrs = self
@@ -316,7 +320,7 @@ impl Layer<'_> {
 fn store<S: ContentSink>(
     layer: &str,
     path: &[u8],
-    entry: &Entry,
+    entry: &TarEntry,
     tar: &mut TarReader<'_>,
     content: &mut ContentWriter<S>,
 ) -> Result<Content, ConvertError> {
@@ -325,7 +329,7 @@ fn store<S: ContentSink>(
         Some(map) => content.sparse(map, &mut data),
         None => content.file(entry.stored, &mut data),
     };
-    stored.map_err(|e| e.at(Place::entry(layer, path)))
+    stored.map_err(|e| e.at(TarPlace::entry(layer, path)))
 }
 
 struct EntryData<'d, 's> {

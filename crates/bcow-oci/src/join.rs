@@ -81,7 +81,7 @@ pub fn join(
         starts: starts(&image, parts, &places),
         image,
     };
-    let source = Arc::new(Source {
+    let source = Arc::new(JoinSource {
         parts: parts.to_owned(),
         places: places.clone(),
         fields: metadata_fields,
@@ -112,14 +112,14 @@ pub fn join(
 const MEMORY: &str = "memory";
 
 /// What a joined image is made of.
-struct Source {
+struct JoinSource {
     parts: Vec<JoinPart>,
     places: Vec<BlockRange>,
     /// Fields of the metadata.
     fields: Map<String, Value>,
 }
 
-impl Source {
+impl JoinSource {
     /// Reads and merges the trees.
     fn tree(&self) -> Result<Tree, ConvertError> {
         let parts = self.parts.iter().zip(&self.places).enumerate();
@@ -243,9 +243,9 @@ mod tests {
         }
     }
 
-    /// The disk of an upper of the kernel door has blocks that match the view of the joined image.
-    /// If this test fails, existing uppers over an image with layers can no longer be opened: the
-    /// new addresses need a new version of the layout of views.
+    /// The disk of an upper of the kernel driver has blocks that match the view of the joined
+    /// image. If this test fails, existing uppers over an image with layers can no longer be
+    /// opened: the new addresses need a new version of the layout of views.
     #[test]
     fn addresses_in_a_joined_image_do_not_change() {
         let parts = [

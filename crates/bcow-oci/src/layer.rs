@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use crate::blob::{Blob, BlobReader, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::options::{Limits, Progress};
 use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
 
@@ -57,7 +57,7 @@ impl<'r> Reading<'r> {
     pub(crate) fn count(
         &self,
         bytes: u64,
-        place: impl FnOnce() -> Place,
+        place: impl FnOnce() -> TarPlace,
     ) -> Result<(), ConvertError> {
         let before = self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let value = before.saturating_add(bytes);
@@ -576,12 +576,12 @@ impl<'r> Output<'r> {
     }
 
     fn check_limits(&self, stored: u64, read: u64) -> Result<(), ConvertError> {
-        self.reading.count(read, || Place::layer(self.name))?;
+        self.reading.count(read, || TarPlace::layer(self.name))?;
         let ratio = self.total / stored.max(1);
         let allowed = self.reading.limits.max_ratio;
         if self.total > RATIO_FREE_BYTES {
             check_limit(LimitKind::Ratio, ratio, allowed)
-                .map_err(|exceeded| exceeded.at(Place::layer(self.name)))?;
+                .map_err(|exceeded| exceeded.at(TarPlace::layer(self.name)))?;
         }
         Ok(())
     }
@@ -590,7 +590,7 @@ impl<'r> Output<'r> {
         let text = error.to_string();
         if text.contains("requires too much memory") {
             return ConvertError::Limit {
-                place: Place::layer(self.name),
+                place: TarPlace::layer(self.name),
                 kind: LimitKind::Window,
                 value: None,
                 allowed: 1 << MAX_WINDOW_LOG,

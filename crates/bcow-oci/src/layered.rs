@@ -28,7 +28,7 @@ use serde_json::{Map, Value, json};
 use crate::cancel::Cancel;
 use crate::conversion::{Conversion, Target};
 use crate::digest::{DiffId, Digest, hex};
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::hidden::UpperLayers;
 use crate::image::{Image, ImageConfig};
 use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
@@ -170,7 +170,7 @@ fn convert_image(
     };
     let entries: u64 = made.layers.iter().map(|layer| layer.info.entries).sum();
     check_limit(LimitKind::Entries, entries, options.limits.max_entries)
-        .map_err(|exceeded| exceeded.at(Place::layer("all layers together")))?;
+        .map_err(|exceeded| exceeded.at(TarPlace::layer("all layers together")))?;
     progress.phase("merge");
     progress.total(None);
     let begun = Instant::now();

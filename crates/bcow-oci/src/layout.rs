@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
 use crate::digest::{DiffId, Digest};
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
@@ -233,12 +233,12 @@ pub(crate) fn config_bytes(
 
 pub(crate) fn check_config_length(place: &str, bytes: u64) -> Result<(), ConvertError> {
     check_limit(LimitKind::DocumentBytes, bytes, MAX_CONFIG_BYTES)
-        .map_err(|exceeded| exceeded.at(Place::layer(place)))
+        .map_err(|exceeded| exceeded.at(TarPlace::layer(place)))
 }
 
 pub(crate) fn check_layer_count(place: &str, count: usize) -> Result<(), ConvertError> {
     check_limit(LimitKind::Layers, count as u64, MAX_LAYERS)
-        .map_err(|exceeded| exceeded.at(Place::layer(place)))
+        .map_err(|exceeded| exceeded.at(TarPlace::layer(place)))
 }
 
 /// The root hash in the annotations of the descriptor of a BCoW file.

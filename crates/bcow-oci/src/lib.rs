@@ -88,7 +88,7 @@ mod warnings;
 pub use bcow::rfc3339;
 pub use convert::convert;
 pub use digest::{DiffId, Digest};
-pub use error::{ConvertError, ErrorKind, ImageForm, LimitKind, Place, TarProblem};
+pub use error::{ConvertError, ErrorKind, ImageForm, LimitKind, TarPlace, TarProblem};
 #[cfg(feature = "testing")]
 pub use fuzz::fuzz_ingest;
 pub use input::diff_ids;

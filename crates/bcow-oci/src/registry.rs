@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use crate::digest::{Digest, Hasher};
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH, STACK};
 use crate::left_out::{Annotations, FromIndex};
 use crate::null::null_as_absent;
@@ -144,7 +144,7 @@ pub fn find_in_registry(
         };
         depth += 1;
         check_limit(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)
-            .map_err(|exceeded| exceeded.at(Place::layer(&name)))?;
+            .map_err(|exceeded| exceeded.at(TarPlace::layer(&name)))?;
         from_index.annotate(document.annotations.as_ref());
         let chosen = layout::choose_in_index(&name, manifests, platform, &mut from_index)?;
         let expected = layout::parse_digest(&name, &chosen.digest)?;

@@ -61,11 +61,11 @@ pub(crate) struct Auth {
     keychain: Arc<dyn Keychain>,
     /// The lock is held while a token is fetched: other threads need the same token, and wait for
     /// it. No other lock is taken under it, except that of the number of requests.
-    state: Mutex<State>,
+    state: Mutex<AuthState>,
 }
 
 #[derive(Default)]
-struct State {
+struct AuthState {
     challenge: Option<Challenge>,
     /// The value of the header, and the time at which it is renewed.
     header: Option<(String, Option<Instant>)>,
@@ -139,7 +139,7 @@ impl Auth {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, AuthState> {
         // The state is replaced as a whole, and valid after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -195,7 +195,7 @@ impl Auth {
 
     fn renew(
         &self,
-        state: &mut State,
+        state: &mut AuthState,
         client: &Client,
         registry: &Address,
         budget: &RetryBudget,

@@ -64,11 +64,11 @@ impl PublicKey {
 
 #[derive(Deserialize)]
 struct Index {
-    manifests: Vec<Entry>,
+    manifests: Vec<ListedManifest>,
 }
 
 #[derive(Deserialize)]
-struct Entry {
+struct ListedManifest {
     digest: String,
 }
 

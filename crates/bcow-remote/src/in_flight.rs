@@ -25,12 +25,12 @@ struct Running {
 #[derive(Default)]
 struct Outcome {
     /// The lock is held to change or copy the state.
-    state: Mutex<State>,
+    state: Mutex<FetchState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct FetchState {
     /// The chunks before this one are present.
     arrived: Option<Chunk>,
     result: Option<Result<(), RemoteError>>,
@@ -138,7 +138,7 @@ impl Drop for Flight<'_> {
 }
 
 impl Outcome {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FetchState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -146,7 +146,7 @@ impl Outcome {
 impl Wait {
     /// Waits for the other thread. `Ok(false)`: the time is over.
     pub(crate) fn wait(self, until: Until, longest: Duration) -> Result<bool, RemoteError> {
-        let is_busy = |state: &mut State| {
+        let is_busy = |state: &mut FetchState| {
             let is_there = state.arrived.is_some_and(|next| self.chunk < next);
             state.result.is_none() && !(until == Until::Arrival && is_there)
         };

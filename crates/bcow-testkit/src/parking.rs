@@ -24,11 +24,11 @@ struct Shared {
 struct Spot {
     range: Range<u64>,
     moment: Moment,
-    state: State,
+    state: PermitState,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum PermitState {
     Free,
     Taken,
     Left,
@@ -56,7 +56,7 @@ impl Parking {
         spots.push(Spot {
             range,
             moment,
-            state: State::Free,
+            state: PermitState::Free,
         });
         Parked {
             parking: self.clone(),
@@ -71,7 +71,7 @@ impl Parking {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn wait<'a>(&'a self, spots: MutexGuard<'a, Vec<Spot>>, index: usize, state: State) {
+    fn wait<'a>(&'a self, spots: MutexGuard<'a, Vec<Spot>>, index: usize, state: PermitState) {
         let condition = |spots: &mut Vec<Spot>| spots[index].state != state;
         let waited = self
             .0
@@ -87,12 +87,12 @@ impl Parking {
         let mut spots = self.spots();
         let chosen = spots.iter().position(|spot| {
             let meets = spot.range.start < range.end && range.start < spot.range.end;
-            meets && spot.moment == moment && spot.state == State::Free
+            meets && spot.moment == moment && spot.state == PermitState::Free
         });
         if let Some(index) = chosen {
-            spots[index].state = State::Taken;
+            spots[index].state = PermitState::Taken;
             self.0.changed.notify_all();
-            self.wait(spots, index, State::Left);
+            self.wait(spots, index, PermitState::Left);
         }
     }
 }
@@ -101,8 +101,8 @@ impl Parked {
     /// Waits until the read is parked.
     pub fn wait(&self) {
         let spots = self.parking.spots();
-        if spots[self.index].state == State::Free {
-            self.parking.wait(spots, self.index, State::Taken);
+        if spots[self.index].state == PermitState::Free {
+            self.parking.wait(spots, self.index, PermitState::Taken);
         }
     }
 
@@ -112,7 +112,7 @@ impl Parked {
 
 impl Drop for Parked {
     fn drop(&mut self) {
-        self.parking.spots()[self.index].state = State::Left;
+        self.parking.spots()[self.index].state = PermitState::Left;
         self.parking.0.changed.notify_all();
     }
 }

@@ -1,9 +1,10 @@
-//! What the first write to a file of the image costs: as a sketch, and by copying the file whole.
+//! What the first write to a file of the image costs: as a partial file, and by copying the file
+//! whole.
 //!
 //! `cargo run --release -p bcow-union --example first_write [DIRECTORY]` says from which size on a
-//! sketch is worth it. The directory is on the file system that shall be measured. Each line has
-//! medians in microseconds: of a write of one byte, then of the fsync after it, and of a read of
-//! the whole file at the end.
+//! partial file is worth it. The directory is on the file system that shall be measured. Each line
+//! has medians in microseconds: of a write of one byte, then of the fsync after it, and of a read
+//! of the whole file at the end.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow_union::testing::account::Account;
-use bcow_union::testing::sketch::{Durability, Lower, Sketches};
+use bcow_union::testing::partial::{Durability, Lower, Partials};
 use bcow_union::testing::upper::ImageName;
 use bcow_union::{Instance, Seek, UnionOptions};
 use rustix::io::Errno;
@@ -43,7 +44,7 @@ impl Lower for HostLower {
 
 struct Bench {
     directory: PathBuf,
-    sketches: Sketches,
+    partials: Partials,
 }
 
 #[derive(Default)]
@@ -69,19 +70,19 @@ impl Bench {
         Ok(file)
     }
 
-    fn sketch(&self, lower: &Arc<HostLower>, times: &mut Times) -> Outcome<()> {
+    fn partial(&self, lower: &Arc<HostLower>, times: &mut Times) -> Outcome<()> {
         let file = self.file("sketch", lower.size)?;
         let start = Instant::now();
         let lower_file: Arc<dyn Lower> = lower.clone();
-        let sketch = self.sketches.create(file, lower_file)?;
-        sketch.write_at(lower.size / 2, &[1])?;
+        let partial = self.partials.create(file, lower_file)?;
+        partial.write_at(lower.size / 2, &[1])?;
         times.write.push(start.elapsed());
         let start = Instant::now();
-        sketch.flush(Durability::Durable)?;
+        partial.flush(Durability::Durable)?;
         times.sync.push(start.elapsed());
         let start = Instant::now();
         let mut buf = vec![0; lower.size as usize];
-        sketch.read_at(0, &mut buf)?;
+        partial.read_at(0, &mut buf)?;
         times.read.push(start.elapsed());
         Ok(())
     }
@@ -136,23 +137,23 @@ fn main() -> Outcome<()> {
     };
     let instance = Instance::open(&directory, image, "a benchmark")?;
     let account = Arc::new(Account::new(None));
-    let sketches = Sketches::new(&instance, account, &UnionOptions::default())?;
+    let partials = Partials::new(&instance, account, &UnionOptions::default())?;
     let bench = Bench {
         directory: directory.clone(),
-        sketches,
+        partials,
     };
     println!("     KiB what        write      sync      read   (microseconds, median)");
     for size in (12..=20).map(|shift| 1u64 << shift) {
         let file = bench.file("lower", size)?;
         file.write_all_at(&vec![7; size as usize], 0)?;
         let lower = Arc::new(HostLower { file, size });
-        let (mut sketch, mut copy) = (Times::default(), Times::default());
+        let (mut partial, mut copy) = (Times::default(), Times::default());
         for _ in 0..ROUNDS {
             bench.copy(&lower, &mut copy)?;
-            bench.sketch(&lower, &mut sketch)?;
+            bench.partial(&lower, &mut partial)?;
         }
         line("copy", size, &mut copy);
-        line("sketch", size, &mut sketch);
+        line("sketch", size, &mut partial);
     }
     drop(bench);
     drop(instance);

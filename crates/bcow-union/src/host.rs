@@ -1,5 +1,5 @@
-//! Regular files of the host, as the account and the sketches use them. Tests replace the trait to
-//! inject failures and power cuts.
+//! Regular files of the host, as the account and the partial files use them. Tests replace the
+//! trait to inject failures and power cuts.
 
 use std::fs::File;
 use std::io;

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! fs        names, attributes, content; copy-up, promotion, durability
-//! sketch    files of which the upper stores only the written blocks; the image has the rest
+//! partial file    files of which the upper stores only the written blocks; the image has the rest
 //! account   space and inodes of the upper, against its limits
 //! upper     the directory on the host, with the format of overlayfs's upper directory
 //! image     the file system in the image
@@ -56,7 +56,7 @@ mod mountinfo;
 mod node;
 pub mod offline;
 mod options;
-mod sketch;
+mod partial;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod upper;
@@ -66,8 +66,8 @@ pub use mountinfo::unescape;
 pub use node::NodeId;
 pub use options::{SMALL_BYTES, SyncPolicy, UnionOptions};
 pub use upper::{
-    DiskInstance, DiskReader, DiskRecord, Door, FileSystem, ImageName, Instance, META, UpperError,
-    UpperReader, door_of,
+    DiskInstance, DiskReader, DiskRecord, Driver, FileSystem, ImageName, Instance, META,
+    UpperError, UpperReader, driver_of,
 };
 
 /// The object of a search with `lseek` (`SEEK_DATA`, `SEEK_HOLE`).

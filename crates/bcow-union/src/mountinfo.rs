@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 
 /// A directory: its file system, and its path there. It does not depend on the mount.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct DirectoryPlace {
     device: Vec<u8>,
     path: PathBuf,
 }
 
-impl Place {
+impl DirectoryPlace {
     /// The place of the directory at `path`, which the mount with this number shows; `None` if the
     /// list has no such mount.
-    pub(crate) fn of(path: &Path, mount: &[u8], mountinfo: &[u8]) -> Option<Place> {
+    pub(crate) fn of(path: &Path, mount: &[u8], mountinfo: &[u8]) -> Option<DirectoryPlace> {
         mountinfo
             .split(|&byte| byte == b'\n')
             .find_map(|line| {
@@ -27,12 +27,12 @@ impl Place {
                 let [root, target] = [fields.next()?, fields.next()?]
                     .map(|field| PathBuf::from(OsString::from_vec(unescape(field))));
                 let path = root.join(path.strip_prefix(target).ok()?);
-                Some(Place { device, path })
+                Some(DirectoryPlace { device, path })
             })
     }
 
     /// Whether it is the same directory as `outer`, or anywhere in it.
-    pub(crate) fn is_within(&self, outer: &Place) -> bool {
+    pub(crate) fn is_within(&self, outer: &DirectoryPlace) -> bool {
         self.device == outer.device && self.path.starts_with(&outer.path)
     }
 }
@@ -65,14 +65,18 @@ mod tests {
         let list: &[u8] = b"20 1 8:1 / / rw - ext4 x rw\n\
             31 20 8:1 /a\\040b/c /mnt rw shared:1 - ext4 x rw\n\
             32 20 8:2 /a\\040b/c /other rw - ext4 y rw";
-        let place = |path: &str, mount: &[u8]| Place::of(Path::new(path), mount, list).unwrap();
+        let place =
+            |path: &str, mount: &[u8]| DirectoryPlace::of(Path::new(path), mount, list).unwrap();
         let direct = place("/a b/c/d", b"20");
         assert_eq!(place("/mnt/d", b"31"), direct);
         assert!(direct.is_within(&place("/mnt", b"31")));
         assert!(!direct.is_within(&place("/other", b"32")));
         assert!(!place("/mnt", b"31").is_within(&direct));
         assert!(!place("/a b/cd", b"20").is_within(&place("/mnt", b"31")));
-        assert_eq!(Place::of(Path::new("/mnt"), b"3", list), None);
-        assert_eq!(Place::of(Path::new("/elsewhere"), b"31", list), None);
+        assert_eq!(DirectoryPlace::of(Path::new("/mnt"), b"3", list), None);
+        assert_eq!(
+            DirectoryPlace::of(Path::new("/elsewhere"), b"31", list),
+            None
+        );
     }
 }

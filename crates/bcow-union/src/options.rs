@@ -40,7 +40,7 @@ pub struct UnionOptions {
     pub inode_limit: Option<u64>,
     /// Files up to this size in bytes are copied whole at their first write.
     pub small_bytes: u64,
-    /// Number of threads that complete blocks of sketches in the background.
+    /// Number of threads that complete blocks of partial files in the background.
     pub fillers: usize,
     /// Whether another process may take over the mount when this process has ended. The union then
     /// keeps a record of its nodes, and names for removed files in use.

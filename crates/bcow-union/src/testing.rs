@@ -16,9 +16,9 @@ pub mod host {
     pub use crate::host::*;
 }
 
-/// Sketches.
-pub mod sketch {
-    pub use crate::sketch::*;
+/// Partial files.
+pub mod partial {
+    pub use crate::partial::*;
 }
 
 /// The upper.

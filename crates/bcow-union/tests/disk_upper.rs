@@ -1,12 +1,12 @@
-//! Uppers of the kernel door on the host: beginning, continuing and refusing them.
+//! Uppers of the kernel driver on the host: beginning, continuing and refusing them.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use bcow_union::{
-    DiskInstance, DiskReader, Door, FileSystem, ImageName, Instance, SyncPolicy, UpperError,
-    UpperReader, door_of,
+    DiskInstance, DiskReader, Driver, FileSystem, ImageName, Instance, SyncPolicy, UpperError,
+    UpperReader, driver_of,
 };
 use tempfile::TempDir;
 
@@ -49,9 +49,9 @@ fn content(instance: &DiskInstance) -> Vec<u8> {
 fn a_complete_upper_is_continued() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("upper");
-    assert_eq!(door_of(&path).unwrap(), None);
+    assert_eq!(driver_of(&path).unwrap(), None);
     drop(begin(&path));
-    assert_eq!(door_of(&path).unwrap(), Some(Door::Kernel));
+    assert_eq!(driver_of(&path).unwrap(), Some(Driver::Kernel));
     for file in ["instance.json", "disk.bcow", "lock"] {
         let mode = fs::metadata(path.join(".bcow").join(file)).unwrap().mode();
         assert_eq!(mode & 0o7777, 0o600, "{file}");
@@ -70,9 +70,9 @@ fn a_complete_upper_is_continued() {
 #[test]
 fn an_interrupted_begin_is_completed_and_keeps_its_disk() {
     let dir = TempDir::new().unwrap();
-    // Killed with the lock only: nothing says which door it was.
+    // Killed with the lock only: nothing says which driver it was.
     drop(open(dir.path()).unwrap());
-    assert_eq!(door_of(dir.path()).unwrap(), None);
+    assert_eq!(driver_of(dir.path()).unwrap(), None);
     fs::write(dir.path().join(".bcow/.bcow-1-0.part"), "half").unwrap();
     // Killed before the record.
     let mut instance = open(dir.path()).unwrap();
@@ -80,7 +80,7 @@ fn an_interrupted_begin_is_completed_and_keeps_its_disk() {
     make_disk(&mut instance, b"kept");
     drop(instance);
     assert!(!dir.path().join(".bcow/.bcow-1-0.part").exists());
-    assert_eq!(door_of(dir.path()).unwrap(), Some(Door::Kernel));
+    assert_eq!(driver_of(dir.path()).unwrap(), Some(Driver::Kernel));
     let refused = DiskReader::open(dir.path()).unwrap_err();
     assert!(
         matches!(refused, UpperError::Incomplete { .. }),
@@ -96,7 +96,7 @@ fn an_interrupted_begin_is_completed_and_keeps_its_disk() {
 }
 
 #[test]
-fn each_door_refuses_the_uppers_of_the_other() {
+fn each_driver_refuses_the_uppers_of_the_other() {
     let dir = TempDir::new().unwrap();
     let (kernel, half, fuse) = (
         dir.path().join("kernel"),
@@ -113,17 +113,17 @@ fn each_door_refuses_the_uppers_of_the_other() {
             UpperReader::open(path).unwrap_err(),
         ];
         for refused in refusals {
-            let expected = format!("{}: the upper belongs to the kernel door", path.display());
+            let expected = format!("{}: the upper belongs to the kernel driver", path.display());
             assert_eq!(refused.to_string(), expected);
         }
         assert_eq!(fs::read_dir(path.join(".bcow")).unwrap().count(), before);
     }
     drop(Instance::open(&fuse, IMAGE, NOTE).unwrap());
-    let expected = format!("{}: the upper belongs to the FUSE door", fuse.display());
+    let expected = format!("{}: the upper belongs to the FUSE driver", fuse.display());
     assert_eq!(refusal(&fuse).to_string(), expected);
     let refused = DiskReader::open(&fuse).unwrap_err();
     assert_eq!(refused.to_string(), expected);
-    assert_eq!(door_of(&fuse).unwrap(), Some(Door::Fuse));
+    assert_eq!(driver_of(&fuse).unwrap(), Some(Driver::Fuse));
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn a_directory_with_files_is_no_new_upper_and_stays_as_it_is() {
     let refused = refusal(dir.path());
     assert!(matches!(refused, UpperError::NotEmpty { .. }), "{refused}");
     assert!(!dir.path().join(".bcow").exists());
-    assert_eq!(door_of(dir.path()).unwrap(), None);
+    assert_eq!(driver_of(dir.path()).unwrap(), None);
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn another_image_and_damage_are_refused() {
         (good.replace("instance/2", "instance/3"), "unknown schema"),
         (
             good.replace("\"kernel\"", "\"fuse\""),
-            "its door has another schema",
+            "its driver has another schema",
         ),
         (good.replace("ext4", "xfs"), "unknown variant"),
         (good.replace("0707", "x707"), "not an identity"),

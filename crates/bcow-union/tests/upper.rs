@@ -435,11 +435,11 @@ fn marks_are_read_on_objects_of_each_type() {
         let at = Attribute::Path(path.as_fd());
         assert_eq!(Marks::read(at, namespace).unwrap(), Marks::default());
         Mark::Origin.set(at, namespace, &origin.encode()).unwrap();
-        let value = Metacopy::Sketch.encode().unwrap();
+        let value = Metacopy::Partial.encode().unwrap();
         Mark::Metacopy.set(at, namespace, value).unwrap();
         let expected = Marks {
             origin: Some(origin),
-            metacopy: Metacopy::Sketch,
+            metacopy: Metacopy::Partial,
             ..Marks::default()
         };
         assert_eq!(Marks::read(at, namespace).unwrap(), expected);
@@ -451,7 +451,7 @@ fn marks_are_read_on_objects_of_each_type() {
     let file = fs::File::open(dir.path().join("file")).unwrap();
     let at = Attribute::Open(file.as_fd());
     assert_eq!(Marks::read(at, namespace).unwrap().origin, Some(origin));
-    Mark::Sketch.set(at, namespace, b"nonsense").unwrap();
+    Mark::Partial.set(at, namespace, b"nonsense").unwrap();
     let error = Marks::read(at, namespace).unwrap_err().to_string();
     assert_eq!(error, "its attribute bcow.sketch is damaged: nonsense");
 }

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bcow::{BlockDevice, Image, Mapping, ShownBy};
-use bcow_ext4::{InodeNumber, ReadError, Reader, Source};
+use bcow_ext4::{FilesystemBytes, InodeNumber, ReadError, Reader};
 
 use crate::BLOCK_BYTES;
 use crate::numbers::Numbers;
@@ -301,7 +301,7 @@ fn stored_blocks(file: &Image, blocks: &mut Vec<Range<u64>>) -> Result<(), bcow:
 /// An address space as the bytes of a file system.
 pub(crate) struct Device(pub Arc<dyn BlockDevice>);
 
-impl Source for Device {
+impl FilesystemBytes for Device {
     fn bytes(&self) -> u64 {
         self.0.size()
     }

@@ -2,8 +2,8 @@
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode, PathIndex};
 use bcow_ext4::{
-    Content, DeviceNumber, Entry, Ext4Error, Extent, FileKind, Geometry, GeometryOptions, Identity,
-    InodeNumber, MAX_BYTES, Node, Sink, Summary, Timestamp, Writer, Xattr,
+    Content, DeviceNumber, DirEntry, Ext4Error, Extent, FileKind, Geometry, GeometryOptions,
+    Identity, InodeNumber, MAX_BYTES, Node, Sink, Summary, Timestamp, Writer, Xattr,
 };
 
 use crate::BLOCK_BYTES;
@@ -211,9 +211,9 @@ impl Adding<'_> {
             FileType::Symlink => target = self.fs.read_link(inode)?,
             _ => {}
         }
-        let entries: Vec<Entry<'_>> = names
+        let entries: Vec<DirEntry<'_>> = names
             .iter()
-            .map(|(name, inode, kind)| Entry {
+            .map(|(name, inode, kind)| DirEntry {
                 name,
                 inode: *inode,
                 kind: *kind,

@@ -40,12 +40,12 @@ pub(crate) struct Piece {
     /// First block in the file.
     pub logical: u32,
     pub blocks: u32,
-    pub source: Source,
+    pub source: RunOrigin,
 }
 
 /// Where a run of blocks comes from.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Source {
+pub(crate) enum RunOrigin {
     /// From this block of the device on.
     Device(u64),
     /// From this fragment on, counted from the first.
@@ -107,29 +107,29 @@ impl Pieces {
     }
 
     /// The source of a block with these bytes of the device.
-    fn block(&mut self, offset: u64, bytes: u32) -> Result<Source, ViewError> {
+    fn block(&mut self, offset: u64, bytes: u32) -> Result<RunOrigin, ViewError> {
         let block = offset / BLOCK_BYTES;
         let is_whole = offset.is_multiple_of(BLOCK_BYTES) && u64::from(bytes) == BLOCK_BYTES;
         if is_whole && let Some(word) = self.taken.get_mut((block / 64) as usize) {
             let bit = 1 << (block % 64);
             if *word & bit == 0 {
                 *word |= bit;
-                return Ok(Source::Device(block));
+                return Ok(RunOrigin::Device(block));
             }
         }
         if self.fragments.len() == MAX_FRAGMENTS {
             return Err(ViewError::Fragments(MAX_FRAGMENTS));
         }
         self.fragments.push((offset, bytes));
-        Ok(Source::Fragment(self.fragments.len() as u64 - 1))
+        Ok(RunOrigin::Fragment(self.fragments.len() as u64 - 1))
     }
 }
 
 fn continues(run: &Piece, next: &Piece) -> bool {
     let blocks = u64::from(run.blocks);
     let is_adjacent = match (run.source, next.source) {
-        (Source::Device(a), Source::Device(b)) => a + blocks == b,
-        (Source::Fragment(a), Source::Fragment(b)) => a + blocks == b,
+        (RunOrigin::Device(a), RunOrigin::Device(b)) => a + blocks == b,
+        (RunOrigin::Fragment(a), RunOrigin::Fragment(b)) => a + blocks == b,
         _ => false,
     };
     is_adjacent && run.logical.checked_add(run.blocks) == Some(next.logical)
@@ -193,17 +193,17 @@ impl Layout {
     }
 
     /// Where a run of blocks lies in the ext4, in one or more pieces.
-    pub fn place(&self, source: Source, blocks: u32) -> Vec<BlockRange> {
+    pub fn place(&self, source: RunOrigin, blocks: u32) -> Vec<BlockRange> {
         let blocks = blocks.into();
         match source {
-            Source::Device(start) => {
+            RunOrigin::Device(start) => {
                 let windows = self.windows.iter().map(|window| BlockRange {
                     start: window.start,
                     count: window.blocks,
                 });
                 section(windows, start, blocks)
             }
-            Source::Fragment(start) => section(self.fragments.iter().copied(), start, blocks),
+            RunOrigin::Fragment(start) => section(self.fragments.iter().copied(), start, blocks),
         }
     }
 
@@ -271,7 +271,7 @@ fn section(ranges: impl Iterator<Item = BlockRange>, start: u64, count: u64) -> 
 mod tests {
     use bcow_ext4::{BlockRange, Geometry, GeometryOptions};
 
-    use super::{GROUP, Layout, Source};
+    use super::{GROUP, Layout, RunOrigin};
 
     fn layout(bytes: u64, device_blocks: u64, fragments: u64) -> Option<Layout> {
         let options = GeometryOptions {
@@ -318,7 +318,10 @@ mod tests {
                 count: 2,
             },
         ];
-        assert_eq!(layout.place(Source::Device(first.blocks - 1), 3), expected);
+        assert_eq!(
+            layout.place(RunOrigin::Device(first.blocks - 1), 3),
+            expected
+        );
     }
 
     #[test]

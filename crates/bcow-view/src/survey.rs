@@ -6,7 +6,7 @@ use bcow_ext4::{FileKind, InodeNumber};
 use crate::BLOCK_BYTES;
 use crate::ViewError;
 use crate::numbers::{Known, Numbers};
-use crate::place::{Pieces, Source};
+use crate::place::{Pieces, RunOrigin};
 
 /// All inodes, directories before their entries.
 pub(crate) struct Survey {
@@ -25,7 +25,7 @@ impl Survey {
             match inode.kind {
                 FileType::Directory => return Ok(Some(inode)),
                 FileType::Regular => pieces.of_file(fs, &inode, &mut |piece| {
-                    if let Source::Fragment(_) = piece.source {
+                    if let RunOrigin::Fragment(_) = piece.source {
                         fragments += u64::from(piece.blocks);
                     }
                 })?,

@@ -298,11 +298,11 @@ pub struct Opener<'a> {
     policy: Policy<'a>,
     /// Directory of the disk.
     directory: PathBuf,
-    found: RefCell<Found>,
+    found: RefCell<ChainFiles>,
 }
 
 #[derive(Default)]
-struct Found {
+struct ChainFiles {
     files: Vec<ChainFile>,
     problems: Vec<Arc<ChainProblem>>,
     known: HashMap<FileIdentity, Known>,

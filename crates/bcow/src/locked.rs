@@ -38,7 +38,7 @@ pub enum LockFileError {
     Sealed,
     /// The file belongs to the upper of a writable mount.
     #[error("it belongs to a writable mount, and is no disk")]
-    Sketch,
+    Partial,
     /// The file has windows, which only sealed files have.
     #[error("it has windows onto other files")]
     Windows,
@@ -138,6 +138,6 @@ fn check_writable(header: &Header) -> Result<(), LockFileError> {
             Err(LockFileError::Windows)
         }
         Use::Disk => Ok(()),
-        Use::Sketch => Err(LockFileError::Sketch),
+        Use::Partial => Err(LockFileError::Partial),
     }
 }

@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, HashSet};
 
 use crate::error::Error;
-use crate::record::{Id, Kind, Labels, Record, RemoteLayer};
+use crate::record::{Id, Kind, Labels, RemoteLayer, SnapshotRecord};
 
 /// The snapshots by name.
 #[derive(Default)]
 pub struct Index {
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, IndexedSnapshot>,
     /// Names that an operation holds.
     held: HashSet<String>,
     /// The number of the next snapshot.
@@ -26,17 +26,17 @@ pub struct Chain {
     pub is_remapped: bool,
 }
 
-struct Entry {
-    record: Record,
+struct IndexedSnapshot {
+    record: SnapshotRecord,
     /// Whether the snapshot is on the disk. Until then only its claim on the parent counts.
     is_made: bool,
 }
 
 impl Index {
     /// An index of records on the disk, with different names. `next` is above all numbers in use.
-    pub fn new(records: Vec<Record>, next: u64) -> Self {
-        let made = |record: Record| {
-            let entry = Entry {
+    pub fn new(records: Vec<SnapshotRecord>, next: u64) -> Self {
+        let made = |record: SnapshotRecord| {
+            let entry = IndexedSnapshot {
                 is_made: true,
                 record,
             };
@@ -68,7 +68,7 @@ impl Index {
     }
 
     /// The record of a snapshot.
-    pub fn get(&self, name: &str) -> Result<&Record, Error> {
+    pub fn get(&self, name: &str) -> Result<&SnapshotRecord, Error> {
         let entry = self.entries.get(name).filter(|entry| entry.is_made);
         entry
             .map(|entry| &entry.record)
@@ -76,14 +76,14 @@ impl Index {
     }
 
     /// All records, by name.
-    pub fn all(&self) -> impl Iterator<Item = &Record> {
+    pub fn all(&self) -> impl Iterator<Item = &SnapshotRecord> {
         let made = self.entries.values().filter(|entry| entry.is_made);
         made.map(|entry| &entry.record)
     }
 
     /// The record for a list. If its parent is lost, it shows none: containerd's garbage collection
     /// begins at snapshots without a parent.
-    pub fn shown(&self, record: &Record) -> Record {
+    pub fn shown(&self, record: &SnapshotRecord) -> SnapshotRecord {
         let mut shown = record.clone();
         shown
             .parent
@@ -133,7 +133,7 @@ impl Index {
         name: &str,
         parent: Option<&str>,
         labels: Labels,
-    ) -> Result<Record, Error> {
+    ) -> Result<SnapshotRecord, Error> {
         if let Some(parent) = parent
             && self.get(parent)?.kind != Kind::Committed
         {
@@ -145,8 +145,8 @@ impl Index {
         let id = Id(self.next);
         self.next += 1;
         let parent = parent.map(str::to_owned);
-        let record = Record::new(id, kind, name.to_owned(), parent, labels);
-        let entry = Entry {
+        let record = SnapshotRecord::new(id, kind, name.to_owned(), parent, labels);
+        let entry = IndexedSnapshot {
             record: record.clone(),
             is_made: false,
         };
@@ -155,9 +155,9 @@ impl Index {
     }
 
     /// Records a snapshot that is on the disk, in place of the one that was named `old`.
-    pub fn put(&mut self, old: &str, record: Record) {
+    pub fn put(&mut self, old: &str, record: SnapshotRecord) {
         self.entries.remove(old);
-        let entry = Entry {
+        let entry = IndexedSnapshot {
             is_made: true,
             record,
         };
@@ -174,7 +174,7 @@ impl Index {
 mod tests {
     use super::*;
 
-    fn begin(index: &mut Index, name: &str, parent: Option<&str>) -> Result<Record, Error> {
+    fn begin(index: &mut Index, name: &str, parent: Option<&str>) -> Result<SnapshotRecord, Error> {
         index.begin(Kind::Active, name, parent, Labels::new())
     }
 

@@ -23,13 +23,13 @@ use parking_lot::{Condvar, Mutex};
 use bcow_tool::Tool;
 
 use self::index::{Chain, Index};
-use self::place::Place;
+use self::place::SnapshotterRoot;
 use crate::credentials::{Keyring, Pull};
 use crate::error::Error;
 use crate::filter::Filters;
 use crate::mount::{self, Access, Mount};
 use crate::protocol::Auth;
-use crate::record::{Kind, Labels, Record, RemoteLayer};
+use crate::record::{Kind, Labels, RemoteLayer, SnapshotRecord};
 use crate::remote::{self, Remote, RemoteArgs};
 use crate::repository::Repository;
 use crate::tool;
@@ -42,7 +42,7 @@ const LONGEST_SWEEP_PAUSE: Duration = Duration::from_secs(60);
 
 /// All snapshots in one directory of the host.
 pub struct Snapshots {
-    place: Place,
+    place: SnapshotterRoot,
     tool: Tool,
     remote: Remote,
     keyring: Arc<Keyring>,
@@ -67,7 +67,7 @@ impl Snapshots {
         remote: &RemoteArgs,
         mount_options: Vec<String>,
     ) -> Result<Arc<Self>, Error> {
-        let (place, found) = Place::open(root)?;
+        let (place, found) = SnapshotterRoot::open(root)?;
         let keyring = Arc::new(Keyring::open(place.credentials()));
         let remote = Remote::new(remote, tool.clone(), keyring.clone(), &place.cache())?;
         let count = found.records.len();
@@ -93,12 +93,12 @@ impl Snapshots {
     }
 
     /// The record of a snapshot.
-    pub fn stat(&self, name: &str) -> Result<Record, Error> {
+    pub fn stat(&self, name: &str) -> Result<SnapshotRecord, Error> {
         self.index.lock().get(name).cloned()
     }
 
     /// The records that the filters select.
-    pub fn list(&self, filters: &Filters) -> Vec<Record> {
+    pub fn list(&self, filters: &Filters) -> Vec<SnapshotRecord> {
         let index = self.index.lock();
         let selected = index.all().filter(|record| filters.select(record));
         selected.map(|record| index.shown(record)).collect()
@@ -182,7 +182,7 @@ impl Snapshots {
     ) -> Result<(), Error> {
         let settled = [key, parent.unwrap_or(key)];
         let (record, _hold) = self.hold(&[key], &settled, |index| {
-            let is_same = |record: &Record| {
+            let is_same = |record: &SnapshotRecord| {
                 record.remote.is_some()
                     && record.parent.as_deref() == parent
                     && record.labels.get(remote::REF) == labels.get(remote::REF)
@@ -245,7 +245,7 @@ impl Snapshots {
         &self,
         name: &str,
         change: impl FnOnce(&Labels) -> Result<Labels, Error>,
-    ) -> Result<Record, Error> {
+    ) -> Result<SnapshotRecord, Error> {
         let (record, _hold) = self.hold(&[name], &[name], |index| {
             let record = index.get(name)?;
             Ok(record.relabelled(change(&record.labels)?))
@@ -312,7 +312,7 @@ impl Snapshots {
     /// credentials for them. Returns how many of the former are in use.
     fn sweep(&self) -> Result<usize, Error> {
         let left = self.place.sweep();
-        let remote = |record: &Record| record.remote.clone();
+        let remote = |record: &SnapshotRecord| record.remote.clone();
         let used: Vec<RemoteLayer> = self.index.lock().all().filter_map(remote).collect();
         // Each releases space, also if another one fails.
         let cache = self.place.sweep_cache(&used);
@@ -321,7 +321,12 @@ impl Snapshots {
         Ok(left?)
     }
 
-    fn write_layer(&self, active: &Record, chain: &Chain, layer: &Path) -> Result<(), Error> {
+    fn write_layer(
+        &self,
+        active: &SnapshotRecord,
+        chain: &Chain,
+        layer: &Path,
+    ) -> Result<(), Error> {
         let files = self.place.files(active);
         let options = match &chain.remote {
             Some(remote) => self.remote.command_options(&remote.image),
@@ -341,7 +346,7 @@ impl Snapshots {
         remote.chain(own).collect()
     }
 
-    fn describe(&self, record: &Record, chain: &Chain) -> Result<Vec<Mount>, Error> {
+    fn describe(&self, record: &SnapshotRecord, chain: &Chain) -> Result<Vec<Mount>, Error> {
         let files = self.place.files(record);
         let is_writable = record.kind == Kind::Active;
         let mapping = mount::options_of_mapping(&record.labels).map_err(Error::Invalid)?;
@@ -385,7 +390,7 @@ impl Snapshots {
 
     /// Whether overlayfs unpacks a layer into this snapshot. A snapshot keeps the kind of mount
     /// that it had first.
-    fn is_for_overlayfs(&self, record: &Record) -> Result<bool, Error> {
+    fn is_for_overlayfs(&self, record: &SnapshotRecord) -> Result<bool, Error> {
         if self.place.unpacking(record).is_prepared() {
             return Ok(true);
         }
@@ -439,7 +444,7 @@ impl Drop for Hold<'_> {
 }
 
 /// The layers below a snapshot, lowest first.
-fn chain_below(index: &Index, record: &Record) -> Result<Chain, Error> {
+fn chain_below(index: &Index, record: &SnapshotRecord) -> Result<Chain, Error> {
     match &record.parent {
         None => Ok(Chain::default()),
         Some(parent) => index.chain(parent),
@@ -462,7 +467,7 @@ fn require_name(name: &str) -> Result<(), Error> {
 
 /// Checks the parent that a commit names. Only a snapshotter with the capability `rebase` can
 /// commit a snapshot without a parent onto one.
-fn require_same_parent(active: &Record, parent: Option<&str>) -> Result<(), Error> {
+fn require_same_parent(active: &SnapshotRecord, parent: Option<&str>) -> Result<(), Error> {
     match (active.parent.as_deref(), parent) {
         (_, None) => Ok(()),
         (Some(own), Some(parent)) if own == parent => Ok(()),

@@ -36,7 +36,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::unpacking::{self, Unpacking};
 use crate::error::Error;
-use crate::record::{BadRecord, Id, Kind, Record, RemoteLayer};
+use crate::record::{BadRecord, Id, Kind, RemoteLayer, SnapshotRecord};
 use bcow_tool::{At, HostError};
 
 /// How long the process of a mount may take to notice the unmount, on a busy machine.
@@ -44,7 +44,7 @@ const UNMOUNTS_WITHIN: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// The snapshotter's directory, locked.
-pub struct Place {
+pub struct SnapshotterRoot {
     root: PathBuf,
     /// Serializes sweeps.
     sweeping: parking_lot::Mutex<()>,
@@ -52,14 +52,14 @@ pub struct Place {
 }
 
 /// What a start finds.
-pub struct Found {
+pub struct FoundSnapshots {
     /// The records.
-    pub records: Vec<Record>,
+    pub records: Vec<SnapshotRecord>,
     /// A number above all numbers in use.
     pub next: u64,
 }
 
-impl Drop for Place {
+impl Drop for SnapshotterRoot {
     fn drop(&mut self) {
         // Closing the file would not do: a child that another thread has just forked keeps a copy
         // of the descriptor until its exec. If this fails, the lock ends with that copy.
@@ -67,10 +67,10 @@ impl Drop for Place {
     }
 }
 
-impl Place {
+impl SnapshotterRoot {
     /// Opens the directory, creates what is missing, and removes what a crash left. Reports the
     /// problems that do not concern all snapshots.
-    pub fn open(root: &Path) -> Result<(Self, Found), Error> {
+    pub fn open(root: &Path) -> Result<(Self, FoundSnapshots), Error> {
         require_plain(root)?;
         DirBuilder::new()
             .recursive(true)
@@ -87,7 +87,7 @@ impl Place {
             .at("open", &path)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| Error::State(format!("another process uses {}", root.display())))?;
-        let place = Place {
+        let place = SnapshotterRoot {
             root: root.to_owned(),
             sweeping: parking_lot::Mutex::new(()),
             lock,
@@ -102,7 +102,7 @@ impl Place {
         Ok((place, found))
     }
 
-    fn recover(&self) -> Result<Found, Error> {
+    fn recover(&self) -> Result<FoundSnapshots, Error> {
         for path in self.listed("new") {
             report(remove_all(&path));
         }
@@ -142,11 +142,11 @@ impl Place {
                 tracing::error!("the layer {} of {:?} is lost", layer.display(), record.name);
             }
         }
-        Ok(Found { records, next })
+        Ok(FoundSnapshots { records, next })
     }
 
     /// The valid records. Sets aside the entries without one.
-    fn read_records(&self) -> Result<Vec<Record>, Error> {
+    fn read_records(&self) -> Result<Vec<SnapshotRecord>, Error> {
         let mut records = Vec::new();
         let mut names = HashSet::new();
         let mut paths = entries(&self.root.join("snapshots"))?;
@@ -173,10 +173,10 @@ impl Place {
         Ok(records)
     }
 
-    fn read_record(&self, directory: &Path) -> Result<Record, BadRecord> {
+    fn read_record(&self, directory: &Path) -> Result<SnapshotRecord, BadRecord> {
         let bytes = fs::read(directory.join("record.json"));
         let bytes = bytes.map_err(|error| BadRecord::Damaged(error.to_string()))?;
-        let record = Record::decode(&bytes)?;
+        let record = SnapshotRecord::decode(&bytes)?;
         match self.directory(record.id) == directory {
             true => Ok(record),
             false => Err(BadRecord::Damaged(format!(
@@ -223,7 +223,7 @@ impl Place {
     }
 
     /// Removes what a crash left in the directory of a snapshot.
-    fn tidy(&self, path: &Path, record: &Record) -> Result<(), HostError> {
+    fn tidy(&self, path: &Path, record: &SnapshotRecord) -> Result<(), HostError> {
         let unpacking = self.unpacking(record);
         if record.kind == Kind::Committed {
             unpacking.end()?;
@@ -242,7 +242,7 @@ impl Place {
 
     /// The directory with the files of a snapshot without a parent, or the upper of one with a
     /// parent.
-    pub fn files(&self, record: &Record) -> PathBuf {
+    pub fn files(&self, record: &SnapshotRecord) -> PathBuf {
         self.directory(record.id).join(match record.parent {
             None => "fs",
             Some(_) => "upper",
@@ -250,7 +250,7 @@ impl Place {
     }
 
     /// The directories for the unpacking of a layer into an active snapshot.
-    pub fn unpacking(&self, record: &Record) -> Unpacking {
+    pub fn unpacking(&self, record: &SnapshotRecord) -> Unpacking {
         let directory = self.directory(record.id);
         Unpacking {
             lower: directory.join("lower"),
@@ -326,7 +326,7 @@ impl Place {
     }
 
     /// Makes the directory of a new snapshot.
-    pub fn create(&self, record: &Record) -> Result<(), Error> {
+    pub fn create(&self, record: &SnapshotRecord) -> Result<(), Error> {
         let new = self.in_new(&record.id.to_string());
         let made = self.make(record, &new);
         if made.is_err()
@@ -337,7 +337,7 @@ impl Place {
         made
     }
 
-    fn make(&self, record: &Record, new: &Path) -> Result<(), Error> {
+    fn make(&self, record: &SnapshotRecord, new: &Path) -> Result<(), Error> {
         make_directory(new, 0o700)?;
         match (&record.parent, record.kind) {
             (_, Kind::Committed) => {}
@@ -354,7 +354,7 @@ impl Place {
     }
 
     /// Replaces the record of a snapshot.
-    pub fn replace(&self, record: &Record) -> Result<(), Error> {
+    pub fn replace(&self, record: &SnapshotRecord) -> Result<(), Error> {
         let directory = self.directory(record.id);
         let (new, path) = (
             directory.join("record.json.new"),
@@ -396,7 +396,7 @@ impl Place {
 
     /// Waits until the process of a mount that has just ended no longer uses the upper. After some
     /// seconds `bcow` finds out whether the upper is mounted, and says by which process.
-    pub fn wait_for_unmount(&self, record: &Record) {
+    pub fn wait_for_unmount(&self, record: &SnapshotRecord) {
         let end = Instant::now() + UNMOUNTS_WITHIN;
         let files = self.files(record);
         while lock_of(&files).is_err() && Instant::now() < end {
@@ -405,14 +405,14 @@ impl Place {
     }
 
     /// Whether the upper of an active snapshot was never mounted.
-    pub fn is_untouched(&self, record: &Record) -> Result<bool, Error> {
+    pub fn is_untouched(&self, record: &SnapshotRecord) -> Result<bool, Error> {
         let path = self.files(record);
         Ok(entries(&path)?.is_empty() && !self.unpacking(record).is_prepared())
     }
 
     /// Removes the files of a snapshot that has been committed. If that fails, the next start
     /// does it.
-    pub fn drop_files(&self, record: &Record) {
+    pub fn drop_files(&self, record: &SnapshotRecord) {
         let unpacking = self.unpacking(record);
         for (directory, name) in [(self.files(record), "files"), (unpacking.work, "work")] {
             report(self.throw_away(&directory, &format!("{}-{name}", record.id)));
@@ -421,7 +421,7 @@ impl Place {
     }
 
     /// Removes a snapshot. A sweep removes its files.
-    pub fn remove(&self, record: &Record) -> Result<(), Error> {
+    pub fn remove(&self, record: &SnapshotRecord) -> Result<(), Error> {
         self.unpacking(record).end()?;
         let id = record.id;
         self.throw_away(&self.directory(id), &id.to_string())?;
@@ -522,7 +522,7 @@ fn report<T>(result: Result<T, HostError>) {
     }
 }
 
-fn write_record(path: &Path, record: &Record) -> Result<(), HostError> {
+fn write_record(path: &Path, record: &SnapshotRecord) -> Result<(), HostError> {
     let line = record.encode().at("write", path)?;
     let mut file = File::create(path).at("create", path)?;
     file.write_all(&line)
@@ -573,9 +573,9 @@ mod tests {
     use super::*;
     use crate::record::Labels;
 
-    fn record(id: u64, parent: Option<&str>) -> Record {
+    fn record(id: u64, parent: Option<&str>) -> SnapshotRecord {
         let parent = parent.map(str::to_owned);
-        Record::new(
+        SnapshotRecord::new(
             Id(id),
             Kind::Active,
             format!("s{id}"),
@@ -596,7 +596,7 @@ mod tests {
     fn a_start_removes_everything_without_a_record() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let (place, _) = Place::open(root).unwrap();
+        let (place, _) = SnapshotterRoot::open(root).unwrap();
         let (committed, active) = (record(1, None), record(2, Some("s1")));
         for record in [&committed, &active] {
             place.create(record).unwrap();
@@ -619,7 +619,7 @@ mod tests {
         fs::write(root.join("snapshots/2/record.json.new"), "{").unwrap();
         drop(place);
 
-        let (place, found) = Place::open(root).unwrap();
+        let (place, found) = SnapshotterRoot::open(root).unwrap();
         assert_eq!(found.next, 9);
         let mut records = found.records;
         records.sort_by_key(|record| record.id);
@@ -636,7 +636,7 @@ mod tests {
     #[test]
     fn the_cache_keeps_what_a_layer_needs() {
         let directory = tempfile::tempdir().unwrap();
-        let (place, _) = Place::open(directory.path()).unwrap();
+        let (place, _) = SnapshotterRoot::open(directory.path()).unwrap();
         let used = RemoteLayer {
             image: "docker://h/r@sha256:ab".to_owned(),
             layers: 1,
@@ -665,7 +665,7 @@ mod tests {
     #[test]
     fn a_failed_layer_leaves_nothing() {
         let directory = tempfile::tempdir().unwrap();
-        let (place, _) = Place::open(directory.path()).unwrap();
+        let (place, _) = SnapshotterRoot::open(directory.path()).unwrap();
         let failed = place.make_layer(Id(3), |path| {
             fs::write(path, "half").at("write", path)?;
             Err(Error::State("no space".to_owned()))
@@ -679,7 +679,7 @@ mod tests {
     fn an_upper_in_use_outlives_sweeps() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let (place, _) = Place::open(root).unwrap();
+        let (place, _) = SnapshotterRoot::open(root).unwrap();
         place.create(&record(1, Some("p"))).unwrap();
         fs::create_dir(root.join("snapshots/1/upper/.bcow")).unwrap();
         let lock = File::create(root.join("snapshots/1/upper/.bcow/lock")).unwrap();
@@ -697,7 +697,7 @@ mod tests {
     fn an_upper_whose_lock_cannot_be_opened_counts_as_in_use() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let (place, _) = Place::open(root).unwrap();
+        let (place, _) = SnapshotterRoot::open(root).unwrap();
         place.create(&record(1, Some("p"))).unwrap();
         let lock = root.join("snapshots/1/upper/.bcow/lock");
         fs::create_dir_all(&lock).unwrap();
@@ -710,16 +710,16 @@ mod tests {
     #[test]
     fn a_directory_has_one_user_and_a_plain_name() {
         let directory = tempfile::tempdir().unwrap();
-        let place = Place::open(directory.path()).unwrap();
-        let error = Place::open(directory.path()).err().unwrap();
+        let place = SnapshotterRoot::open(directory.path()).unwrap();
+        let error = SnapshotterRoot::open(directory.path()).err().unwrap();
         assert!(error.to_string().contains("another process"), "{error}");
         // The copy that a forked child has until its exec.
         let copy = place.0.lock.try_clone().unwrap();
         drop(place);
-        drop(Place::open(directory.path()).unwrap());
+        drop(SnapshotterRoot::open(directory.path()).unwrap());
         drop(copy);
         for bad in ["relative", "/a,b", "/a b", "/a#b", "/a\"b"] {
-            let error = Place::open(Path::new(bad)).err().unwrap();
+            let error = SnapshotterRoot::open(Path::new(bad)).err().unwrap();
             assert!(matches!(error, Error::Invalid(_)), "{bad}: {error}");
         }
     }
@@ -728,7 +728,7 @@ mod tests {
     fn a_start_sets_aside_what_it_cannot_use() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let (place, _) = Place::open(root).unwrap();
+        let (place, _) = SnapshotterRoot::open(root).unwrap();
         for id in 1..=7 {
             place.create(&record(id, None)).unwrap();
             fs::write(place.layer(Id(id)), "layer").unwrap();
@@ -745,8 +745,8 @@ mod tests {
         fs::write(root.join("layers/stray"), "").unwrap();
         // Two starts: what was set aside stays so.
         drop(place);
-        drop(Place::open(root).unwrap());
-        let (place, found) = Place::open(root).unwrap();
+        drop(SnapshotterRoot::open(root).unwrap());
+        let (place, found) = SnapshotterRoot::open(root).unwrap();
 
         let kept: Vec<u64> = found.records.iter().map(|record| record.id.0).collect();
         assert_eq!(kept, [4, 7]);
@@ -762,7 +762,7 @@ mod tests {
         // Names that are taken there.
         fs::create_dir(root.join("snapshots/1")).unwrap();
         drop(place);
-        let (_, found) = Place::open(root).unwrap();
+        let (_, found) = SnapshotterRoot::open(root).unwrap();
         assert_eq!(found.next, 8);
         assert!(root.join("damaged/1-2").is_dir());
     }
@@ -771,7 +771,7 @@ mod tests {
     fn a_removal_ends_although_the_files_are_gone() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let (place, _) = Place::open(root).unwrap();
+        let (place, _) = SnapshotterRoot::open(root).unwrap();
         for id in [1, 2] {
             place.create(&record(id, None)).unwrap();
         }

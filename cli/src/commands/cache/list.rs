@@ -37,10 +37,10 @@ struct List {
     schema: &'static str,
     directory: String,
     held_bytes: u64,
-    files: Vec<Entry>,
-    manifests: Vec<Entry>,
-    names: Vec<Entry>,
-    unknown: Vec<Entry>,
+    files: Vec<ListedImage>,
+    manifests: Vec<ListedImage>,
+    names: Vec<ListedImage>,
+    unknown: Vec<ListedImage>,
     /// `None` if neither an option nor the environment names a directory for views.
     views_directory: Option<String>,
     views_bytes: u64,
@@ -48,7 +48,7 @@ struct List {
 }
 
 #[derive(Serialize)]
-struct Entry {
+struct ListedImage {
     name: String,
     #[serde(flatten)]
     file: Option<CachedFile>,
@@ -85,7 +85,7 @@ struct View {
     label: String,
 }
 
-impl Entry {
+impl ListedImage {
     fn of(entry: CacheEntry) -> Self {
         let (file, digest) = match entry.kind {
             EntryKind::File(root) => {
@@ -102,7 +102,7 @@ impl Entry {
             EntryKind::Manifest(digest) => (None, Some(format!("sha256:{}", hex(&digest)))),
             EntryKind::Name(_) | EntryKind::Unknown => (None, None),
         };
-        Entry {
+        ListedImage {
             name: entry.name,
             file,
             digest,
@@ -186,14 +186,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             EntryKind::Name(_) => &mut list.names,
             EntryKind::Unknown => &mut list.unknown,
         };
-        of_kind.push(Entry::of(entry));
+        of_kind.push(ListedImage::of(entry));
     }
     if args.json {
         return ui.print_json(&list);
     }
     let mut out = ui.output();
     let titles = ["SIZE", "PRESENT", "LAST USE", "IN USE", "ROOT", "FROM"];
-    out.table(titles, list.files.iter().filter_map(Entry::row))?;
+    out.table(titles, list.files.iter().filter_map(ListedImage::row))?;
     let titles = ["VIEW", "SIZE", "LAST USE", "IN USE", "IMAGE"];
     out.table(titles, list.views.iter().map(View::row))?;
     out.finish()?;

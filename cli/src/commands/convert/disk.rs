@@ -73,7 +73,7 @@ pub fn run(
 }
 
 /// The disk to convert.
-struct Source {
+struct DiskSource {
     device: Box<dyn BlockDevice>,
     name: PathBuf,
     /// Length in bytes of the disk; the device continues with zeros up to the next sector.
@@ -82,12 +82,12 @@ struct Source {
     files: Vec<PathBuf>,
 }
 
-fn open_source(args: &Args, image: Option<OpenImage>) -> Result<Source, CommandError> {
+fn open_source(args: &Args, image: Option<OpenImage>) -> Result<DiskSource, CommandError> {
     let name = args.source.shown().to_owned();
     match (args.source.parts(), image) {
         (NameParts::Raw(path), _) => {
             let disk = RawDisk::open(path).map_err(|error| foreign_failure(&error))?;
-            Ok(Source {
+            Ok(DiskSource {
                 name,
                 bytes: disk.bytes(),
                 files: vec![path.to_owned()],
@@ -97,14 +97,14 @@ fn open_source(args: &Args, image: Option<OpenImage>) -> Result<Source, CommandE
         (NameParts::Qcow2(path), _) => {
             let disk = Qcow2Disk::open(path, args.stores.backing_dirs()?)
                 .map_err(|error| foreign_failure(&error))?;
-            Ok(Source {
+            Ok(DiskSource {
                 name,
                 bytes: disk.bytes(),
                 files: disk.files().to_vec(),
                 device: Box::new(disk),
             })
         }
-        (_, Some(image)) => Ok(Source {
+        (_, Some(image)) => Ok(DiskSource {
             bytes: true_size(&image)?,
             files: image.files(),
             device: Box::new(image.image().clone()),
@@ -129,7 +129,7 @@ fn true_size(image: &OpenImage) -> Result<u64, CommandError> {
     })
 }
 
-impl Source {
+impl DiskSource {
     /// Refuses to write over a file that is being read.
     fn refuse_as_destination(&self, destination: &Path) -> Result<(), CommandError> {
         // A file that does not exist is not a source.
@@ -169,7 +169,7 @@ fn foreign_failure(error: &ForeignError) -> CommandError {
 /// Makes a raw file or a qcow2 image.
 fn write_foreign(
     args: &Args,
-    source: &Source,
+    source: &DiskSource,
     destination: Foreign<'_>,
     ui: &Ui,
 ) -> Result<(), CommandError> {
@@ -223,7 +223,7 @@ fn write_foreign(
 /// Makes a BCoW disk.
 fn write_disk(
     args: &Args,
-    source: &Source,
+    source: &DiskSource,
     destination: &Path,
     sending: Option<&Sending>,
     ui: &Ui,

@@ -44,7 +44,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     let stores = args.stores.directories()?;
     refuse_what_is_no_file(&args.image)?;
     let remote = open_remote(args)?;
-    // The files of an image on another machine are not looked up by this name.
+    // The files of a remote image are not looked up by this name.
     let name = args.image.local();
     let name = name.unwrap_or_else(|| LocalImage::File(args.image.shown().to_owned()));
     let places = Places {
@@ -95,12 +95,12 @@ fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
     Err(CommandError::usage(usage).hint("LOWER and --layer name the image of an upper"))
 }
 
-/// Opens an image on another machine, which can be checked but not repaired. `None` for an image on
+/// Opens a remote image, which can be checked but not repaired. `None` for an image on
 /// this machine.
 fn open_remote(args: &Args) -> Result<Option<RemoteImage>, CommandError> {
     match args.image.parts() {
         NameParts::Url(_) if args.repair => Err(CommandError::usage(format!(
-            "cannot repair {}: images on other machines are read-only",
+            "cannot repair {}: remote images are read-only",
             args.image
         ))
         .hint("repair the file where it is, or a copy")),

@@ -1,4 +1,4 @@
-//! `bcow fsck` of an upper of the kernel door: its record, its disk, and whether the disk opens
+//! `bcow fsck` of an upper of the kernel driver: its record, its disk, and whether the disk opens
 //! over the view of the image.
 //!
 //! The ext4 on the disk is not checked here: e2fsck(8) checks it, and e2fsck and the kernel replay
@@ -24,7 +24,7 @@ const DISK: &str = "disk.bcow";
 
 /// The result of a check.
 #[derive(Default)]
-struct Found {
+struct CheckedDisk {
     findings: Findings,
     counts: Counts,
     /// Size of the file system in bytes, if the upper is complete.
@@ -83,8 +83,8 @@ fn repair(upper: &Path, ui: &Ui) -> Result<Vec<Repair>, CommandError> {
     }
 }
 
-fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
-    let mut found = Found::default();
+fn examine(args: &Args, ui: &Ui) -> Result<CheckedDisk, CommandError> {
+    let mut found = CheckedDisk::default();
     let upper = args.image.shown();
     let reader = match when_free(ui, || DiskReader::open(upper)) {
         Ok(reader) => reader,
@@ -139,7 +139,7 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
 }
 
 /// Checks the size of the disk against the record, and that the content is an ext4.
-fn check_disk(disk: &Image, reader: &DiskReader, found: &mut Found) {
+fn check_disk(disk: &Image, reader: &DiskReader, found: &mut CheckedDisk) {
     let size = reader.record().size;
     // A disk that has grown while it was mounted gets its record at the next mount.
     found.size = Some(disk.size().max(size));

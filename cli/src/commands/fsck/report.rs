@@ -66,7 +66,7 @@ pub struct Checked {
     pub digest: Option<Digest>,
     #[serde(flatten, serialize_with = "verdict")]
     pub findings: Findings,
-    /// `None` for an upper of the FUSE door.
+    /// `None` for an upper of the FUSE driver.
     #[serde(flatten)]
     pub counts: Option<Counts>,
     /// The number of inodes in the superblock. `None` if the file has no file system, or if the
@@ -89,7 +89,7 @@ pub struct Counts {
     pub bytes_read: u64,
 }
 
-/// An upper, by its door. `image` is the image against which it was checked, if there was one.
+/// An upper, by its driver. `image` is the image against which it was checked, if there was one.
 #[derive(Serialize)]
 #[serde(tag = "door", rename_all = "lowercase")]
 pub enum Upper {
@@ -99,7 +99,8 @@ pub enum Upper {
         files: u64,
         whiteouts: u64,
         metadata_copies: u64,
-        sketches: u64,
+        #[serde(rename = "sketches")]
+        partials: u64,
         dropped_records: u64,
     },
     Kernel {
@@ -296,8 +297,8 @@ impl Checked {
         let mut parts = Vec::new();
         if let Some(Upper::Kernel { size, .. }) = self.upper {
             parts.push(match size {
-                Some(size) => format!("kernel door, disk of {}", Human(size)),
-                None => "kernel door".to_owned(),
+                Some(size) => format!("kernel driver, disk of {}", Human(size)),
+                None => "kernel driver".to_owned(),
             });
         }
         if let Some(counts) = self.counts {
@@ -317,14 +318,14 @@ impl Checked {
             directories,
             files,
             whiteouts,
-            sketches,
+            partials,
             ..
         }) = self.upper
         {
             parts.push(plural(directories, "directory"));
             parts.push(plural(files, "file"));
             parts.push(plural(whiteouts, "whiteout"));
-            parts.push(plural(sketches, "sketch"));
+            parts.push(plural(partials, "partial file"));
         }
         if let Some(counts) = self.counts.filter(|_| data) {
             parts.push(format!("{} read", Human(counts.bytes_read)));

@@ -1,4 +1,4 @@
-//! `bcow fsck` of the upper of a mount at the FUSE door.
+//! `bcow fsck` of the upper of a mount with the FUSE driver.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::ui::Ui;
 use crate::upper::{cannot_use, require_same_image, when_free};
 use bcow_images::Name;
 
-/// Whether `path` is the upper of a writable mount, at either door.
+/// Whether `path` is the upper of a writable mount, with either driver.
 pub fn is_upper(path: &Path) -> bool {
     path.join(META).is_dir()
 }
@@ -23,7 +23,7 @@ pub fn is_upper(path: &Path) -> bool {
 pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
     if args.jobs.is_some() {
         return Err(
-            CommandError::usage("-j does not apply to an upper of the FUSE door")
+            CommandError::usage("-j does not apply to an upper of the FUSE driver")
                 .hint("leave out -j"),
         );
     }
@@ -62,8 +62,8 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
             files: report.files,
             whiteouts: report.whiteouts,
             metadata_copies: report.metadata_copies,
-            sketches: report.sketches,
-            // Of packed sketches, which this version does not read.
+            partials: report.partials,
+            // Of packed partial files, which this version does not read.
             dropped_records: 0,
         }),
         ..Checked::default()
@@ -77,7 +77,7 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
 }
 
 /// The result of a check.
-struct Found {
+struct CheckedUpper {
     report: Report,
     /// The image against which the upper was checked. `None` without an image.
     image: Option<String>,
@@ -87,7 +87,7 @@ struct Found {
 type UsedImage = Option<Option<OpenImage>>;
 
 /// Opens the upper for reading and checks it.
-fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<Found, CommandError> {
+fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<CheckedUpper, CommandError> {
     let upper = match when_free(ui, || UpperReader::open(args.image.shown())) {
         Ok(upper) => upper,
         // Without the record, the marks cannot be interpreted, so nothing else is checked.
@@ -97,7 +97,7 @@ fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<Found, Command
             report
                 .findings
                 .add(Finding::error("upper-record", place, error.to_string()));
-            return Ok(Found {
+            return Ok(CheckedUpper {
                 report,
                 image: None,
             });
@@ -113,7 +113,7 @@ fn examine_open(
     ui: &Ui,
     upper: &UpperReader,
     image: &mut UsedImage,
-) -> Result<Found, CommandError> {
+) -> Result<CheckedUpper, CommandError> {
     let image = match image {
         // Another mount may have begun the upper anew since the last check.
         Some(Some(image)) => {
@@ -136,7 +136,7 @@ fn examine_open(
         check::check
     };
     let report = check(upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
-    Ok(Found {
+    Ok(CheckedUpper {
         report,
         image: image.map(|image| image.path().to_string_lossy().into_owned()),
     })

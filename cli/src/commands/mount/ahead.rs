@@ -1,4 +1,4 @@
-//! Fetches parts of an image on another machine before programs read them: first those of the
+//! Fetches parts of a remote image before programs read them: first those of the
 //! image's list of what a start reads (spec section 13, `prefetch`), then the rest.
 
 use std::collections::HashMap;

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use bcow_fuse::options::Access;
 use bcow_fuse::stats::document::Document;
-use bcow_fuse::{Door, MountOptions, MountedImage, WhenBusy};
+use bcow_fuse::{Driver, MountOptions, MountedImage, WhenBusy};
 
 use super::{Args, failure, owners};
 use crate::ask::{self, Answer};
 use crate::error::CommandError;
-use crate::running::{self, LOCK_IN_UPPER, Server, Service, State};
+use crate::running::{self, LOCK_IN_UPPER, ProcessState, Server, Service};
 use crate::ui::Ui;
 use crate::upper::RETRY_PAUSE;
 
@@ -117,7 +117,7 @@ fn mounts_of(upper: &Path) -> Vec<(Server, Service)> {
     }
     let own = rustix::process::geteuid().as_raw();
     servers.retain(|server| {
-        server.uid == own && !server.is_in_other_namespace && server.state == State::Running
+        server.uid == own && !server.is_in_other_namespace && server.state == ProcessState::Running
     });
     let is_of_upper = |service: &Service| {
         let path = service.upper.as_deref().map(Path::new);
@@ -163,7 +163,8 @@ enum Checked {
 /// Checks that a bind mount, which now keeps its file system, shows the upper to the users of the
 /// options: the mount may have ended just before it, and another one may have its device number.
 fn check(mount: &MountedImage, upper: &Path, server: &Server, options: &MountOptions) -> Checked {
-    if mount.door == Door::Fuse && mount.owner.is_some() != (options.access() == Access::Owner) {
+    if mount.driver == Driver::Fuse && mount.owner.is_some() != (options.access() == Access::Owner)
+    {
         return Checked::Other;
     }
     let json = match ask::ask(mount, ask::ANSWER_TIMEOUT) {

@@ -1,4 +1,4 @@
-//! Plain images at the kernel door: the kernel reads them, and no process serves the mount.
+//! Plain images with the kernel driver: the kernel reads them, and no process serves the mount.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub fn files(args: &Args, image: &OpenImage) -> Result<Vec<PathBuf>, String> {
         return needs("a layer on the command line");
     }
     if args.image.is_remote() {
-        return needs("an image on another machine");
+        return needs("a remote image");
     }
     let Ok(Some(files)) = plain::files(image) else {
         return needs("an image that is not plain");

@@ -1,4 +1,4 @@
-//! A mount at the FUSE door, in a process of its own or in the process of a pool.
+//! A mount with the FUSE driver, in a process of its own or in the process of a pool.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -119,7 +119,7 @@ pub fn open(
         file: file.into(),
         identity,
         cache: host.cache.clone(),
-        door: Some(ServedBy {
+        driver: Some(ServedBy {
             name: "fuse".to_owned(),
             reason,
         }),

@@ -257,7 +257,14 @@ fn long_options() -> Vec<(String, bool)> {
     let arguments = command.get_arguments().filter(|one| !one.is_hide_set());
     // The list of -o has no lists in it.
     arguments
-        .filter_map(|one| Some((one.get_long()?.to_owned(), one.get_action().takes_values())))
+        .flat_map(|one| {
+            let has_value = one.get_action().takes_values();
+            let names = one.get_long().into_iter();
+            let names = names.chain(one.get_all_aliases().unwrap_or_default());
+            names
+                .map(move |name| (name.to_owned(), has_value))
+                .collect::<Vec<_>>()
+        })
         .filter(|(long, _)| long != "options")
         .collect()
 }
@@ -392,8 +399,8 @@ mod tests {
                 "bcow mount --cpus=0,2 --upper=/a,b --sync=batch=4 -o ro -- -a -m",
             ),
             (
-                &["a", "m", "-o", "upper=/u,door=kernel,size=8G,discard"],
-                "bcow mount --upper=/u --door=kernel --size=8G -o discard -- a m",
+                &["a", "m", "-o", "upper=/u,driver=kernel,size=8G,discard"],
+                "bcow mount --upper=/u --driver=kernel --size=8G -o discard -- a m",
             ),
             (
                 &[

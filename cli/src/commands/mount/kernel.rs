@@ -1,4 +1,4 @@
-//! The kernel door: a disk with a file system of the kernel.
+//! The kernel driver: a disk with a file system of the kernel.
 
 pub mod again;
 
@@ -21,7 +21,7 @@ use bcow_union::{DiskInstance, SyncPolicy};
 use super::ahead::{self, Fetching};
 use super::fuse::{Mounted, service};
 use super::host::Host;
-use super::{Args, DoorChoice, direct, failure, refuse_mounted};
+use super::{Args, DriverChoice, direct, failure, refuse_mounted};
 use crate::commands::create::disk_size;
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
@@ -37,7 +37,7 @@ use crate::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note, when_free};
 pub struct Opened {
     device: Device,
     identity: [u8; 32],
-    /// The reason for this door.
+    /// The reason for this driver.
     reason: String,
     /// The file of the disk.
     path: PathBuf,
@@ -50,13 +50,13 @@ pub struct Opened {
     /// What the next process of a pool needs to continue with the disk.
     disk_files: Option<DiskFiles>,
     /// Dropped after the disk.
-    keeper: Keeper,
+    supervisor: Supervisor,
     fetching: Option<Fetching>,
     recording: Option<Recording>,
 }
 
 /// Holds the locks of a disk.
-enum Keeper {
+enum Supervisor {
     /// A sealed file has none.
     None,
     Disk {
@@ -65,13 +65,13 @@ enum Keeper {
     Upper(DiskInstance),
 }
 
-impl Keeper {
+impl Supervisor {
     /// The open file of a disk that can change.
     fn file(&self) -> Option<&File> {
         match self {
-            Keeper::None => None,
-            Keeper::Disk { file } => Some(file.file()),
-            Keeper::Upper(instance) => instance.disk_file(),
+            Supervisor::None => None,
+            Supervisor::Disk { file } => Some(file.file()),
+            Supervisor::Upper(instance) => instance.disk_file(),
         }
     }
 }
@@ -118,11 +118,11 @@ fn open_unchecked(
         open_sealed(args, &options)?
     };
     let found = kernel::detect(opened.device.block_device());
-    let kind = match (found, args.door) {
-        (Ok(kind), DoorChoice::Kernel) => kind,
+    let kind = match (found, args.driver) {
+        (Ok(kind), DriverChoice::Kernel) => kind,
         (Ok(kind), _) if kind != Kind::Erofs => kind,
-        // The FUSE door reads EROFS, and names the problem of other content.
-        (Ok(_) | Err(MountError::Kernel(_)), DoorChoice::Auto | DoorChoice::Fuse) => {
+        // The FUSE driver reads EROFS, and names the problem of other content.
+        (Ok(_) | Err(MountError::Kernel(_)), DriverChoice::Auto | DriverChoice::Fuse) => {
             return Ok(None);
         }
         (Err(error), _) => return Err(cannot(args.image.shown()).caused_by(&error)),
@@ -134,9 +134,9 @@ fn open_unchecked(
     if opened.files.is_none() {
         require_no_deadlock(args.image.shown(), &writeback)?;
     }
-    opened.reason = match (args.door, &opened.why_served) {
-        (DoorChoice::Kernel, None) => "as --door says".to_owned(),
-        (DoorChoice::Kernel, Some(why)) => format!("as --door says; {why}"),
+    opened.reason = match (args.driver, &opened.why_served) {
+        (DriverChoice::Kernel, None) => "as --driver says".to_owned(),
+        (DriverChoice::Kernel, Some(why)) => format!("as --driver says; {why}"),
         _ => format!("the disk holds {}", kind.name()),
     };
     Ok(Some((opened, kind)))
@@ -180,7 +180,7 @@ fn open_asked(
     }
     // Before the disk starts threads.
     let writeback = bcow_mount::serve_writeback();
-    // A new upper belongs to this door, so a machine that lacks the door gets none.
+    // A new upper belongs to this driver, so a machine that lacks the driver gets none.
     require_privilege(args.image.shown(), Kind::Ext4)?;
     require_no_deadlock(args.image.shown(), &writeback)?;
     require_devices(args.image.shown())?;
@@ -227,7 +227,7 @@ fn open_asked(
             device,
             image.identity(),
             instance.disk_path(),
-            Keeper::Upper(instance),
+            Supervisor::Upper(instance),
         )
     })
 }
@@ -235,7 +235,7 @@ fn open_asked(
 /// Fails unless this process may mount a file system of this kind.
 fn require_privilege(image: &Path, kind: Kind) -> Result<(), CommandError> {
     let with_hint = |refused: CommandError, other: Option<&str>| match (kind, other) {
-        (Kind::Erofs, _) => refused.hint("`--door fuse` mounts an image for its user"),
+        (Kind::Erofs, _) => refused.hint("`--driver fuse` mounts an image for its user"),
         (_, Some(hint)) => refused.hint(hint),
         (kind, None) => refused.caused_by_text(format!(
             "{} can be mounted only by the driver of the kernel",
@@ -244,7 +244,7 @@ fn require_privilege(image: &Path, kind: Kind) -> Result<(), CommandError> {
     };
     if !rustix::process::geteuid().is_root() {
         let refused = CommandError::new(format!(
-            "only root can mount {} at the kernel door",
+            "only root can mount {} with the kernel driver",
             image.display()
         ));
         return Err(with_hint(refused, None));
@@ -285,13 +285,15 @@ fn require_devices(image: &Path) -> Result<(), CommandError> {
 }
 
 fn cannot_record() -> CommandError {
-    CommandError::usage("--record is not supported yet for disks, and uppers at the kernel door")
-        .hint("record a mount of the image without the upper")
+    CommandError::usage(
+        "--record is not supported yet for disks, and uppers with the kernel driver",
+    )
+    .hint("record a mount of the image without the upper")
 }
 
 fn cannot(image: &Path) -> CommandError {
     let name = image.display();
-    CommandError::new(format!("cannot mount {name} at the kernel door"))
+    CommandError::new(format!("cannot mount {name} with the kernel driver"))
 }
 
 fn open_options(args: &Args, cache: &BlockCache) -> OpenOptions {
@@ -305,7 +307,7 @@ fn open_options(args: &Args, cache: &BlockCache) -> OpenOptions {
 /// parses it next, with fewer checks.
 fn require_sound(args: &Args, device: &Device) -> Result<(), CommandError> {
     let name = args.image.display();
-    let cannot = || format!("cannot mount {name} at the kernel door");
+    let cannot = || format!("cannot mount {name} with the kernel driver");
     let device: Arc<dyn BlockDevice> = match device {
         Device::Writable(disk) => disk.clone(),
         Device::ReadOnly(device) => device.clone(),
@@ -347,7 +349,7 @@ fn open_writable(
     let device = Device::Writable(Arc::new(disk));
     Ok(Opened {
         disk_files,
-        ..Opened::new(device, identity, path, Keeper::Disk { file })
+        ..Opened::new(device, identity, path, Supervisor::Disk { file })
     })
 }
 
@@ -363,7 +365,7 @@ fn open_sealed(args: &Args, options: &OpenOptions) -> Result<Opened, CommandErro
         files,
         why_served,
         fetching: ahead::start(args, &image),
-        ..Opened::new(device, image.identity(), path, Keeper::None)
+        ..Opened::new(device, image.identity(), path, Supervisor::None)
     })
 }
 
@@ -422,7 +424,7 @@ pub fn mount(
 
 impl Opened {
     /// A disk that is to be mounted as it is.
-    fn new(device: Device, identity: [u8; 32], path: PathBuf, keeper: Keeper) -> Self {
+    fn new(device: Device, identity: [u8; 32], path: PathBuf, supervisor: Supervisor) -> Self {
         Opened {
             device,
             identity,
@@ -432,7 +434,7 @@ impl Opened {
             why_served: None,
             grows_to: None,
             disk_files: None,
-            keeper,
+            supervisor,
             fetching: None,
             recording: None,
         }
@@ -456,8 +458,8 @@ impl Opened {
         S: FnOnce(DiskMount, Arc<MountStats>, usize) -> Result<KernelSession, CommandError>,
     {
         let file = PathBuf::from(args.image.absolute());
-        let upper = match &self.keeper {
-            Keeper::Upper(instance) => Some(instance.path().to_owned()),
+        let upper = match &self.supervisor {
+            Supervisor::Upper(instance) => Some(instance.path().to_owned()),
             _ => None,
         };
         let stats = Arc::new(MountStats::new(About {
@@ -465,7 +467,7 @@ impl Opened {
             file: file.clone(),
             identity: self.identity,
             cache: host.cache.clone(),
-            door: Some(ServedBy {
+            driver: Some(ServedBy {
                 name: "kernel".to_owned(),
                 reason: self.reason,
             }),
@@ -477,16 +479,16 @@ impl Opened {
                 .map(|recording| recording.destination().to_owned()),
         }));
         let is_sealed = matches!(self.device, Device::ReadOnly(_));
-        let keeper = self.keeper;
-        let open_file = keeper.file().map(File::try_clone).transpose();
+        let supervisor = self.supervisor;
+        let open_file = supervisor.file().map(File::try_clone).transpose();
         let open_file = open_file.context(|| format!("cannot open {} again", file.display()))?;
         let release = move |has_all: bool| {
-            if let (true, Keeper::Upper(instance)) = (has_all, &keeper) {
+            if let (true, Supervisor::Upper(instance)) = (has_all, &supervisor) {
                 // A clean end: the host's kernel has all data. If the note stays, it only counts
                 // after a crash of the machine.
                 let _ = instance.forget_volatile();
             }
-            drop(keeper);
+            drop(supervisor);
         };
         let disk = DiskMount {
             device: self.device,
@@ -518,14 +520,14 @@ pub fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
     match error {
         MountError::Kernel(_) | MountError::ReadDisk(_) | MountError::WriteDisk { .. } => {
             let name = image.display();
-            let cannot = CommandError::new(format!("cannot mount {name} at the kernel door"));
+            let cannot = CommandError::new(format!("cannot mount {name} with the kernel driver"));
             let cannot = cannot.caused_by(error);
             match error.hint() {
                 Some(hint) => cannot.hint(hint),
                 None => cannot,
             }
         }
-        MountError::NotAtDoor { .. }
+        MountError::NotAtDriver { .. }
         | MountError::UnsupportedOption { .. }
         | MountError::SealedDisk(_) => failure(error).exit_with(exit::USAGE),
         error => failure(error),

@@ -14,10 +14,10 @@ use bcow_fuse::MountOptions;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_images::NameParts;
 
-use super::door::Way;
+use super::driver::Way;
 use super::fuse::{self, Mounted, Opened};
 use super::host::{Host, InPool, UpperUse};
-use super::{Args, DOOR_OF_IMAGES, Made, check, helper, kernel, make, settle};
+use super::{Args, DRIVER_OF_IMAGES, Made, check, helper, kernel, make, settle};
 use crate::error::{CommandError, Context};
 use crate::pool::protocol::{Request, View};
 use crate::pool::{PoolName, client};
@@ -25,7 +25,7 @@ use crate::running::Service;
 use crate::ui::Ui;
 use crate::views;
 
-/// Pauses between the attempts to open an image on another machine.
+/// Pauses between the attempts to open a remote image.
 const PAUSES: [Duration; 5] = [
     Duration::from_secs(1),
     Duration::from_secs(2),
@@ -81,8 +81,8 @@ pub enum Attempts {
     Several,
 }
 
-/// Opens again the image of a mount at the FUSE door that the pool has made already: to take the
-/// mount over from another process, or to check that another process can.
+/// Opens again the image of a mount with the FUSE driver that the pool has made already: to take
+/// the mount over from another process, or to check that another process can.
 pub fn open_again(
     args: &Args,
     host: PoolHost<'_>,
@@ -97,7 +97,7 @@ pub fn open_again(
     })
 }
 
-/// Opens again the content of a mount at the kernel door, to take the mount over from another
+/// Opens again the content of a mount with the kernel driver, to take the mount over from another
 /// process; a disk, with the files of that process.
 pub fn open_disk_again(
     args: &Args,
@@ -112,13 +112,13 @@ pub fn open_disk_again(
     })
 }
 
-/// Checks that another process could open the content of a mount at the kernel door. Returns the
-/// identity of the image; `None` for a disk.
+/// Checks that another process could open the content of a mount with the kernel driver. Returns
+/// the identity of the image; `None` for a disk.
 pub fn check_disk(args: &Args, host: PoolHost<'_>) -> Result<Option<[u8; 32]>, CommandError> {
     kernel::again::check(args, &host.into())
 }
 
-/// Continues a mount at the kernel door whose content was opened again.
+/// Continues a mount with the kernel driver whose content was opened again.
 pub fn take_over_disk(
     opened: kernel::Opened,
     args: &Args,
@@ -153,15 +153,15 @@ fn attempt_after<T>(
     }
 }
 
-/// The options of a mount at the FUSE door, and why it is there.
+/// The options of a mount with the FUSE driver, and why it is there.
 fn at_fuse(args: &Args) -> Result<(MountOptions, String), CommandError> {
     let (way, mut options) = check(args)?;
     match way {
         Way::Fuse { reason } => Ok((options, reason)),
-        // The process that made the mount found that the content belongs to the FUSE door.
+        // The process that made the mount found that the content belongs to the FUSE driver.
         Way::Content | Way::Upper { .. } => {
             settle(args, &mut options)?;
-            Ok((options, DOOR_OF_IMAGES.to_owned()))
+            Ok((options, DRIVER_OF_IMAGES.to_owned()))
         }
     }
 }

@@ -25,28 +25,28 @@ pub struct UpperArgs {
     /// use an upper, and only with the image with which the upper was created
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
-    /// Size of the file system in an upper of the kernel door, including the content of the image;
-    /// a larger size grows an existing upper [default: 64G for a new one]
+    /// Size of the file system in an upper of the kernel driver, including the content of the
+    /// image; a larger size grows an existing upper [default: 64G for a new one]
     #[arg(short, long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size: Option<u64>,
     /// Without effect. Earlier versions had other forms
-    #[arg(long = "sketch", value_name = "HOW", value_parser = parse_sketch, hide = true)]
-    _sketch: Option<()>,
+    #[arg(long = "sketch", value_name = "HOW", value_parser = parse_partial, hide = true)]
+    _partial: Option<()>,
     /// When a file that is copied up as a whole becomes durable: each file separately and as soon
-    /// as possible (strict), or in groups of N (batch=N; FUSE door only). With volatile, fsync has
-    /// no effect, and a crash of the machine loses the upper
+    /// as possible (strict), or in groups of N (batch=N; FUSE driver only). With volatile, fsync
+    /// has no effect, and a crash of the machine loses the upper
     #[arg(long, value_name = "POLICY", default_value = "strict")]
     #[arg(value_parser = parse_sync)]
     sync: SyncPolicy,
-    /// Limit of the bytes that the upper may store; FUSE door only [default: the space of its file
-    /// system]
+    /// Limit of the bytes that the upper may store; FUSE driver only [default: the space of its
+    /// file system]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size_limit: Option<u64>,
-    /// Limit of the inodes in the upper: files, directories and links; FUSE door only [default:
+    /// Limit of the inodes in the upper: files, directories and links; FUSE driver only [default:
     /// with --size-limit, one per 16 KiB of that limit, and at least 4096]
     #[arg(long, value_name = "N", value_parser = parse_count, requires = "upper")]
     inode_limit: Option<u64>,
-    /// Threads that complete partly written blocks in the background; FUSE door only
+    /// Threads that complete partly written blocks in the background; FUSE driver only
     #[arg(long, value_name = "N", default_value = "1", requires = "upper")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     fillers: u16,
@@ -57,8 +57,8 @@ pub struct UpperArgs {
     if_mounted: IfMounted,
 }
 
-/// Parses the only form of sketches, or the word for the choice between the former ones.
-fn parse_sketch(text: &str) -> Result<(), String> {
+/// Parses the only form of partial files, or the word for the choice between the former ones.
+fn parse_partial(text: &str) -> Result<(), String> {
     if !matches!(text, "sparse" | "auto") {
         return Err("only one form is left: sparse".to_owned());
     }
@@ -101,12 +101,12 @@ impl UpperArgs {
         }
     }
 
-    /// Size of a new file system at the kernel door, in bytes.
+    /// Size of a new file system with the kernel driver, in bytes.
     pub fn size(&self) -> Option<u64> {
         self.size
     }
 
-    /// An option that was given, and that only the FUSE door has.
+    /// An option that was given, and that only the FUSE driver has.
     pub fn only_for_fuse(&self) -> Option<&'static str> {
         match self {
             _ if self.size_limit.is_some() => Some("--size-limit"),

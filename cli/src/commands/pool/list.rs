@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::error::{CommandError, Context};
 use crate::names::printable;
-use crate::pool::client::{self, Found};
+use crate::pool::client::{self, PoolAtSocket};
 use crate::pool::{Directory, PoolName};
 use crate::ui::Ui;
 
@@ -37,16 +37,17 @@ struct Pool {
     protocol: Option<u64>,
     since: Option<String>,
     since_unix_seconds: Option<u64>,
-    keeper: Option<u32>,
+    #[serde(rename = "keeper")]
+    supervisor: Option<u32>,
     restarts: Option<u64>,
 }
 
 impl Pool {
-    fn of(name: &PoolName, found: Found) -> Self {
+    fn of(name: &PoolName, found: PoolAtSocket) -> Self {
         let (state, hello) = match found {
-            Found::Running(connection) => ("running", Some(connection.hello)),
-            Found::Silent => ("silent", None),
-            Found::Dead | Found::Missing => ("dead", None),
+            PoolAtSocket::Running(connection) => ("running", Some(connection.hello)),
+            PoolAtSocket::Silent => ("silent", None),
+            PoolAtSocket::Dead | PoolAtSocket::Missing => ("dead", None),
         };
         let hello = hello.as_ref();
         Pool {
@@ -58,7 +59,7 @@ impl Pool {
             protocol: hello.map(|hello| hello.version),
             since: hello.and_then(|hello| bcow::rfc3339(hello.since.try_into().ok()?)),
             since_unix_seconds: hello.map(|hello| hello.since),
-            keeper: hello.and_then(|hello| hello.keeper),
+            supervisor: hello.and_then(|hello| hello.supervisor),
             restarts: hello.map(|hello| hello.restarts),
         }
     }
@@ -106,7 +107,7 @@ fn find() -> Result<Vec<Pool>, CommandError> {
     for name in directory.names().context(cannot)? {
         match client::find(&directory.socket(&name))? {
             // It has ended meanwhile.
-            Found::Missing => {}
+            PoolAtSocket::Missing => {}
             found => pools.push(Pool::of(&name, found)),
         }
     }

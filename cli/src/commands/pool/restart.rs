@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::error::CommandError;
-use crate::pool::client::{self, Found};
+use crate::pool::client::{self, PoolAtSocket};
 use crate::pool::protocol::Request;
 use crate::pool::{self, Directory, PoolName};
 use crate::size::plural;
@@ -33,7 +33,7 @@ pub struct Args {
 /// Replaces the process.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut connection = client::require(&args.name)?;
-    let keeper = connection.keeper();
+    let supervisor = connection.supervisor();
     let before = connection.hello.restarts;
     connection.ask(&Request::Restart { force: args.force }, ui)?;
     connection.wait_for_end();
@@ -49,17 +49,17 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let begun = Instant::now();
     let hello = loop {
         match client::find(&directory.socket(&args.name))? {
-            Found::Running(connection) if connection.hello.restarts > before => {
+            PoolAtSocket::Running(connection) if connection.hello.restarts > before => {
                 break connection.hello;
             }
-            // The keeper gives up, or another pool has the name now.
-            Found::Running(_) | Found::Dead | Found::Missing => {
-                client::wait_for_keeper(keeper);
+            // The supervisor gives up, or another pool has the name now.
+            PoolAtSocket::Running(_) | PoolAtSocket::Dead | PoolAtSocket::Missing => {
+                client::wait_for_supervisor(supervisor);
                 return Err(ended());
             }
             // It opens the images again.
-            Found::Silent if begun.elapsed() < TAKES_OVER_WITHIN => {}
-            Found::Silent => {
+            PoolAtSocket::Silent if begun.elapsed() < TAKES_OVER_WITHIN => {}
+            PoolAtSocket::Silent => {
                 return Err(cannot().caused_by_text("the new process does not answer yet"));
             }
         }

@@ -34,8 +34,8 @@ use crate::pool::link::{Link, Packet, Wait};
 use crate::pool::protocol::{
     self, Answer, Bytes, Failure, Hello, MAX_REQUEST_BYTES, Outcome, Request, View,
 };
-use crate::pool::record::{Asked, Record};
-use crate::pool::{PoolName, keeper};
+use crate::pool::record::{Asked, MountRecord};
+use crate::pool::{PoolName, supervisor};
 use crate::running::{self, Published, Service};
 use crate::ui::Ui;
 
@@ -60,30 +60,30 @@ pub struct Settings {
     /// The processes that the pool had before.
     pub restarts: u64,
     /// The process that starts this one again.
-    pub keeper: u32,
+    pub supervisor: u32,
 }
 
 /// A pool.
 pub struct Pool {
     settings: Settings,
     cache: BlockCache,
-    /// The socket to the keeper.
+    /// The socket to the supervisor.
     link: Link,
-    has_keeper: AtomicBool,
+    has_supervisor: AtomicBool,
     clients: AtomicUsize,
     /// Mounts that this process could not take over.
     lost: AtomicU64,
     /// The lock is held to add, to remove and to list mounts; never during a request of a mount,
     /// nor while a mount is made or ends.
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     /// Signals that a mount has ended, or that the pool is to end.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     /// By the order in which they were made.
-    mounts: BTreeMap<u64, Entry>,
+    mounts: BTreeMap<u64, PoolMount>,
     next: u64,
     /// Mounts that are being made.
     in_progress: usize,
@@ -100,7 +100,7 @@ struct State {
 }
 
 /// A mount.
-struct Entry {
+struct PoolMount {
     service: Service,
     /// Its counters refer to the upper, which the end of the mount releases.
     stats: Weak<MountStats>,
@@ -108,9 +108,9 @@ struct Entry {
     closer: Option<Closer>,
     /// Stops the mount for another process; `None` without an upper and without a disk.
     stopper: Option<AnyStopper>,
-    /// What another process needs to take the mount over; `None` if none can. The keeper has it,
-    /// with descriptors.
-    kept: Option<Record>,
+    /// What another process needs to take the mount over; `None` if none can. The supervisor has
+    /// it, with descriptors.
+    kept: Option<MountRecord>,
 }
 
 #[derive(Clone)]
@@ -120,13 +120,13 @@ enum AnyStopper {
 }
 
 impl Pool {
-    /// A pool whose keeper is at the other end of `link`.
+    /// A pool whose supervisor is at the other end of `link`.
     pub fn new(settings: Settings, link: Link) -> Self {
         Pool {
             cache: BlockCache::common(settings.memory_bytes),
             settings,
             link,
-            has_keeper: AtomicBool::new(true),
+            has_supervisor: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
             lost: AtomicU64::new(0),
             state: Mutex::default(),
@@ -134,7 +134,7 @@ impl Pool {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -171,9 +171,9 @@ impl Pool {
             .map(drop)
     }
 
-    /// Does the same at the signals that the keeper passes on. They are counted apart: a service
-    /// manager sends each signal to both processes.
-    pub fn listen_to_keeper(self: &Arc<Self>) -> io::Result<()> {
+    /// Does the same at the signals that the supervisor passes on. They are counted apart: a
+    /// service manager sends each signal to both processes.
+    pub fn listen_to_supervisor(self: &Arc<Self>) -> io::Result<()> {
         let pool = Arc::clone(self);
         let listen = move || {
             let mut has_signal = false;
@@ -187,15 +187,15 @@ impl Pool {
                     _ => {}
                 }
             }
-            pool.has_keeper.store(false, Ordering::Relaxed);
+            pool.has_supervisor.store(false, Ordering::Relaxed);
             let name = &pool.settings.name;
             let message = format!(
-                "pool {name}: its keeper has died; no process takes over the mounts of this one"
+                "pool {name}: its supervisor has died; no process takes over the mounts of this one"
             );
             log::log(Severity::Warning, &message);
         };
         thread::Builder::new()
-            .name("keeper".into())
+            .name("supervisor".into())
             .spawn(listen)
             .map(drop)
     }
@@ -223,13 +223,13 @@ impl Pool {
         }
     }
 
-    /// Reports to the keeper that the pool takes requests.
+    /// Reports to the supervisor that the pool takes requests.
     pub fn report_ready(&self) {
-        self.notify_keeper(&Packet::Ready, &[]);
+        self.notify_supervisor(&Packet::Ready, &[]);
     }
 
-    /// Without a keeper, this process serves its mounts to their end.
-    fn notify_keeper(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> bool {
+    /// Without a supervisor, this process serves its mounts to their end.
+    fn notify_supervisor(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> bool {
         self.link.send(packet, descriptors).is_ok()
     }
 
@@ -261,13 +261,13 @@ impl Pool {
             if state.is_leaving {
                 // The next process ends the pool.
                 let signal = reason.to_owned();
-                self.notify_keeper(&Packet::End { signal }, &[]);
+                self.notify_supervisor(&Packet::End { signal }, &[]);
                 return 0;
             }
             state.is_ending = true;
             self.changed.notify_all();
             let mounts = state.mounts.values();
-            let place = |entry: &Entry| entry.service.at.join(", ");
+            let place = |entry: &PoolMount| entry.service.at.join(", ");
             mounts
                 .map(|entry| (entry.unmounter.clone(), place(entry)))
                 .collect()
@@ -291,7 +291,7 @@ impl Pool {
         }
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn wait<'a>(&self, state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
         self.changed
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner)
@@ -327,14 +327,14 @@ impl Pool {
             pid: std::process::id(),
             since: self.settings.since,
             mounts: self.state().mounts.len(),
-            keeper: self.has_keeper().then_some(self.settings.keeper),
+            supervisor: self.has_supervisor().then_some(self.settings.supervisor),
             restarts: self.settings.restarts,
             lost: self.lost.load(Ordering::Relaxed),
         }
     }
 
-    fn has_keeper(&self) -> bool {
-        self.has_keeper.load(Ordering::Relaxed)
+    fn has_supervisor(&self) -> bool {
+        self.has_supervisor.load(Ordering::Relaxed)
     }
 
     /// Mounts, and serves the mount in a thread of its own. Returns its number.
@@ -387,7 +387,7 @@ impl Pool {
 
     /// Unmounts a mount that no user knows of.
     fn unmount(self: &Arc<Self>, number: u64) {
-        // A restart waits for this: see `State::is_leaving`.
+        // A restart waits for this: see `PoolState::is_leaving`.
         let Ok(_unmounting) = MountInProgress::new(self) else {
             return;
         };
@@ -468,7 +468,7 @@ impl Pool {
     }
 }
 
-impl State {
+impl PoolState {
     fn has_ended(&self) -> bool {
         self.is_ending && self.mounts.is_empty() && self.in_progress == 0 && self.unanswered == 0
     }
@@ -514,7 +514,7 @@ impl<'a> MountInProgress<'a> {
         self,
         number: u64,
         mounted: Mounted,
-        kept: Option<Record>,
+        kept: Option<MountRecord>,
     ) -> Result<(), CommandError> {
         let Mounted {
             session,
@@ -529,7 +529,7 @@ impl<'a> MountInProgress<'a> {
             let mut state = self.0.state();
             state.mounts.insert(
                 number,
-                Entry {
+                PoolMount {
                     service,
                     stats: Arc::downgrade(&stats),
                     unmounter: session.unmounter(),
@@ -619,7 +619,7 @@ impl Client {
             self.pool.unmount(number);
         }
         if is_restarted {
-            std::process::exit(keeper::AGAIN.into());
+            std::process::exit(supervisor::AGAIN.into());
         }
         if is_stopped {
             self.pool.state().unanswered -= 1;

@@ -22,9 +22,9 @@ use crate::commands::mount::{failure, in_background};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
 use crate::limits;
-use crate::pool::client::{self, Found};
-use crate::pool::keeper::{self, Keeper};
+use crate::pool::client::{self, PoolAtSocket};
 use crate::pool::link::{Link, Packet, Wait};
+use crate::pool::supervisor::{self, Supervisor};
 use crate::pool::{self, Directory, PoolName};
 use crate::ui::Ui;
 use crate::{heap, remote};
@@ -85,16 +85,16 @@ pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> 
 fn keep(args: &Args, readiness: Option<Readiness>, ui: &Ui) -> Result<u8, CommandError> {
     let cannot = || format!("cannot start the pool {}", args.name);
     // Process lists show the two processes by their names.
-    let _ = rustix::thread::set_name(c"bcow-keeper");
+    let _ = rustix::thread::set_name(c"bcow-supervisor");
     if let Some(path) = &args.log_file {
         open_log(path)?;
     }
     // Its children inherit this. While a process takes over, the kernel may need memory that only a
-    // write to a mount at the kernel door sets free.
+    // write to a mount with the kernel driver sets free.
     serve_writeback();
     let log_file = args.log_file.as_deref().map(std::path::absolute);
     let (listener, _socket) = listen(&args.name)?;
-    let keeper = Keeper::new(keeper::Settings {
+    let supervisor = Supervisor::new(supervisor::Settings {
         name: args.name.clone(),
         listener: &listener,
         log_file: log_file.transpose().context(cannot)?,
@@ -111,16 +111,16 @@ fn keep(args: &Args, readiness: Option<Readiness>, ui: &Ui) -> Result<u8, Comman
         }
     };
     // The name of the socket goes before the socket is closed: until then, it is that of this pool.
-    keeper.context(cannot)?.run(announce)
+    supervisor.context(cannot)?.run(announce)
 }
 
 fn open_log(path: &Path) -> Result<(), CommandError> {
     log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))
 }
 
-/// Serves the pool, as the process that a keeper has started.
+/// Serves the pool, as the process that a supervisor has started.
 fn serve(args: &Args, parse: ParseMount, link: Link) -> Result<(), CommandError> {
-    // The keeper passes on the signals of its terminal.
+    // The supervisor passes on the signals of its terminal.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"bcow");
     heap::use_one_arena();
@@ -165,13 +165,13 @@ fn serve_given(
             parse,
             since: given.since,
             restarts: given.restarts,
-            keeper: given.keeper,
+            supervisor: given.supervisor,
         },
         link,
     ));
     pool.watch_rest();
     pool.unmount_at_signals(signals).context(cannot)?;
-    pool.listen_to_keeper().context(cannot)?;
+    pool.listen_to_supervisor().context(cannot)?;
     pool.take_over(given.mounts);
     pool.accept(given.listener).context(cannot)?;
     if given.restarts == 0 {
@@ -182,7 +182,7 @@ fn serve_given(
     Ok(())
 }
 
-/// Declares that the kernel may write the pages of a mount at the kernel door back through any
+/// Declares that the kernel may write the pages of a mount with the kernel driver back through any
 /// thread that another one waits for. An ordinary user has no such mounts.
 fn serve_writeback() {
     if rustix::process::geteuid().is_root() {
@@ -197,12 +197,12 @@ fn detach(args: &Args) -> Result<(), CommandError> {
     }
 }
 
-/// What the keeper gives to a new process.
+/// What the supervisor gives to a new process.
 struct Given {
     listener: UnixListener,
     since: u64,
     restarts: u64,
-    keeper: u32,
+    supervisor: u32,
     log_file: Option<PathBuf>,
     mounts: BTreeMap<u64, Kept>,
 }
@@ -224,14 +224,14 @@ impl Given {
                 Packet::Socket {
                     since,
                     restarts,
-                    keeper,
+                    supervisor,
                     log_file,
                 } => {
                     given = Some(Given {
                         listener: next()?.into(),
                         since,
                         restarts,
-                        keeper,
+                        supervisor,
                         log_file: log_file.map(OsString::from).map(PathBuf::from),
                         mounts: BTreeMap::new(),
                     });
@@ -289,14 +289,16 @@ fn listen(name: &PoolName) -> Result<(UnixListener, Socket), CommandError> {
     let _lock = directory.lock().context(cannot)?;
     let running = |why: String| CommandError::new(cannot()).caused_by_text(why);
     match client::find(&path)? {
-        Found::Running(connection) => {
+        PoolAtSocket::Running(connection) => {
             let pid = connection.hello.pid;
             return Err(running(format!("process {pid} runs it already"))
                 .hint(format!("`bcow pool stop {name}` ends it")));
         }
-        Found::Silent => return Err(running("it runs already, but does not answer".to_owned())),
-        Found::Dead => std::fs::remove_file(&path).context(cannot)?,
-        Found::Missing => {}
+        PoolAtSocket::Silent => {
+            return Err(running("it runs already, but does not answer".to_owned()));
+        }
+        PoolAtSocket::Dead => std::fs::remove_file(&path).context(cannot)?,
+        PoolAtSocket::Missing => {}
     }
     let listener = UnixListener::bind(&path)
         .map_err(|error| CommandError::new(cannot()).caused_by_text(at(&path, &error)))?;

@@ -24,12 +24,12 @@ pub struct Args {
 /// Ends the pool.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let mut connection = client::require(&args.name)?;
-    let keeper = connection.keeper();
+    let supervisor = connection.supervisor();
     let answer = connection.ask(&Request::Stop { force: args.force }, ui)?;
     match answer["in_use"].as_u64() {
         None | Some(0) => {
             connection.wait_for_end();
-            client::wait_for_keeper(keeper);
+            client::wait_for_supervisor(supervisor);
         }
         Some(count) => ui.status(format_args!(
             "{} of the pool {} {} in use; the pool ends when the last open file is closed",

@@ -1,9 +1,9 @@
-//! Growth of a disk that is mounted at the kernel door.
+//! Growth of a disk that is mounted with the kernel driver.
 
 use std::path::Path;
 
 use bcow_fuse::growth::{self, GrowError};
-use bcow_fuse::{Door, MountError, MountedImage};
+use bcow_fuse::{Driver, MountError, MountedImage};
 
 use super::Args;
 use crate::ask;
@@ -14,18 +14,18 @@ use crate::running::{self, Server, Service};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
-/// The mount at the kernel door that the user means by `path`: its mountpoint, its upper or its
+/// The mount with the kernel driver that the user means by `path`: its mountpoint, its upper or its
 /// disk. `None` for a disk that is not mounted.
 pub fn find(path: &Path) -> Result<Option<MountedImage>, CommandError> {
     // The process of a mount may hang, so the list of mounts comes before a request to it.
     match bcow_fuse::mounted_image(path) {
-        Ok(mount) if mount.door == Door::Fuse => Err(CommandError::new(format!(
-            "{} is mounted at the FUSE door, and has no disk",
+        Ok(mount) if mount.driver == Driver::Fuse => Err(CommandError::new(format!(
+            "{} is mounted with the FUSE driver, and has no disk",
             path.display()
         ))
         .hint("`--size-limit` of the next mount changes the limit of its upper")),
         Ok(MountedImage {
-            door: Door::Direct(file),
+            driver: Driver::Direct(file),
             ..
         }) => Err(CommandError::new(format!(
             "{} is a mount of {}, an image, which never changes",
@@ -53,12 +53,12 @@ fn find_upper(path: &Path) -> Result<MountedImage, CommandError> {
         true => CommandError::new(format!("the upper {shown} is not mounted"))
             .hint("its next mount grows it: `bcow mount IMG DIR --upper UPPER -s SIZE`"),
         false => CommandError::new(format!("cannot resize {shown}"))
-            .caused_by_text("it is a directory, and no mount or upper of the kernel door"),
+            .caused_by_text("it is a directory, and no mount or upper of the kernel driver"),
     })
 }
 
-/// The process that serves a mount at the kernel door, and the mount's device number. `part` is the
-/// path of a service that `path` must be.
+/// The process that serves a mount with the kernel driver, and the mount's device number. `part` is
+/// the path of a service that `path` must be.
 fn mount_of(path: &Path, part: impl Fn(&Service) -> Option<&String>) -> Option<(Server, String)> {
     let path = path.canonicalize().ok()?;
     let is_path = |text: &String| {
@@ -69,8 +69,8 @@ fn mount_of(path: &Path, part: impl Fn(&Service) -> Option<&String>) -> Option<(
     running::servers().into_iter().find_map(|server| {
         let mut services = server.services.iter();
         let service = services.find(|service| {
-            let is_at_kernel_door = service.kind == "mount" && service.descriptor.is_some();
-            is_at_kernel_door && part(service).is_some_and(is_path)
+            let is_at_kernel_driver = service.kind == "mount" && service.descriptor.is_some();
+            is_at_kernel_driver && part(service).is_some_and(is_path)
         })?;
         let device = service.device.clone()?;
         Some((server, device))

@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 
-use bcow_nbd::{Listener, Place, activation};
+use bcow_nbd::{ListenAddress, Listener, activation};
 
 use super::failure;
 use crate::error::{CommandError, Context};
@@ -72,20 +72,20 @@ fn default_socket() -> Result<PathBuf, CommandError> {
 
 /// The URI of an export; `None` if clients cannot address the socket, or if its path cannot be made
 /// absolute.
-pub fn uri(place: &Place, export: &str, scheme: Scheme) -> Option<String> {
+pub fn uri(place: &ListenAddress, export: &str, scheme: Scheme) -> Option<String> {
     let export = percent_encoded(export.as_bytes());
     let scheme = match scheme {
         Scheme::Plain => "nbd",
         Scheme::Tls => "nbds",
     };
     match place {
-        Place::Unix(path) => {
+        ListenAddress::Unix(path) => {
             let path = std::path::absolute(path).ok()?;
             let path = percent_encoded(path.as_os_str().as_encoded_bytes());
             Some(format!("{scheme}+unix:///{export}?socket={path}"))
         }
-        Place::Tcp(address) => Some(format!("{scheme}://{address}/{export}")),
-        Place::Unnamed => None,
+        ListenAddress::Tcp(address) => Some(format!("{scheme}://{address}/{export}")),
+        ListenAddress::Unnamed => None,
     }
 }
 
@@ -109,16 +109,16 @@ mod tests {
 
     #[test]
     fn uris_hold_any_name() {
-        let place = Place::Unix("/run/a b?c".into());
+        let place = ListenAddress::Unix("/run/a b?c".into());
         assert_eq!(
             uri(&place, "ä", Scheme::Plain).as_deref(),
             Some("nbd+unix:///%C3%A4?socket=/run/a%20b%3Fc")
         );
-        let place = Place::Tcp("[::1]:10809".parse().unwrap());
+        let place = ListenAddress::Tcp("[::1]:10809".parse().unwrap());
         assert_eq!(
             uri(&place, "", Scheme::Tls).as_deref(),
             Some("nbds://[::1]:10809/")
         );
-        assert_eq!(uri(&Place::Unnamed, "", Scheme::Tls), None);
+        assert_eq!(uri(&ListenAddress::Unnamed, "", Scheme::Tls), None);
     }
 }

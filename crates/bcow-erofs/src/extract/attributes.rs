@@ -10,14 +10,14 @@ use rustix::io::Errno;
 
 use super::beneath::open_beneath;
 use super::error::{Attribute, ExtractError};
-use super::{Extraction, Source, Target, read};
+use super::{Extraction, NamedInode, Target, read};
 use crate::reader::{FileType, Inode};
 
 impl Extraction<'_> {
     /// Sets the attributes of a regular file or a directory.
     pub(super) fn set_attributes(
         &mut self,
-        source: Source<'_>,
+        source: NamedInode<'_>,
         path: &[u8],
         fd: BorrowedFd<'_>,
     ) -> Result<(), ExtractError> {
@@ -34,7 +34,7 @@ impl Extraction<'_> {
     /// Sets the attributes of a symbolic link, device, pipe or socket, none of which may be opened.
     pub(super) fn set_attributes_unopened(
         &mut self,
-        source: Source<'_>,
+        source: NamedInode<'_>,
         target: &Target<'_>,
     ) -> Result<(), ExtractError> {
         let path = &target.path[..];
@@ -59,7 +59,7 @@ impl Extraction<'_> {
 
     fn set_owner(
         &self,
-        source: Source<'_>,
+        source: NamedInode<'_>,
         path: &[u8],
         fd: BorrowedFd<'_>,
     ) -> Result<(), ExtractError> {
@@ -79,7 +79,7 @@ impl Extraction<'_> {
 
     fn set_xattrs(
         &mut self,
-        source: Source<'_>,
+        source: NamedInode<'_>,
         path: &[u8],
         set: impl Fn(&[u8], &[u8]) -> Result<(), Errno>,
     ) -> Result<(), ExtractError> {

@@ -13,13 +13,13 @@ use super::{FileType, Filesystem, Nid};
 pub struct PathIndex {
     root: Nid,
     /// Sorted by child.
-    entries: Vec<Entry>,
+    entries: Vec<NamedChild>,
     /// The names of all entries, concatenated.
     names: Vec<u8>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct NamedChild {
     child: Nid,
     parent: Nid,
     name_start: u32,
@@ -99,7 +99,7 @@ impl PathIndex {
             return false;
         };
         self.names.extend_from_slice(name);
-        self.entries.push(Entry {
+        self.entries.push(NamedChild {
             child,
             parent,
             name_start,
@@ -108,13 +108,13 @@ impl PathIndex {
         true
     }
 
-    fn entries_of(&self, nid: Nid) -> &[Entry] {
+    fn entries_of(&self, nid: Nid) -> &[NamedChild] {
         let start = self.entries.partition_point(|entry| entry.child < nid);
         let rest = &self.entries[start..];
         &rest[..rest.partition_point(|entry| entry.child == nid)]
     }
 
-    fn path(&self, entry: &Entry) -> Option<Vec<u8>> {
+    fn path(&self, entry: &NamedChild) -> Option<Vec<u8>> {
         let mut way = vec![*entry];
         while let Some(last) = way.last().filter(|last| last.parent != self.root) {
             if way.len() == MAX_DEPTH {

@@ -84,14 +84,14 @@ pub(super) fn directory_bytes(directory: &Directory) -> u64 {
 }
 
 /// An entry to be written.
-pub(super) struct Entry<'t> {
+pub(super) struct DirEntry<'t> {
     pub name: &'t [u8],
     pub nid: u64,
     pub file_type: u8,
 }
 
 /// Appends a block's entries and names to `out`, without padding.
-pub(super) fn write_block(entries: &[Entry<'_>], out: &mut Vec<u8>) {
+pub(super) fn write_block(entries: &[DirEntry<'_>], out: &mut Vec<u8>) {
     let mut name_offset = size_of::<Dirent>() * entries.len();
     for entry in entries {
         let dirent = Dirent {

@@ -2,7 +2,7 @@
 
 use zerocopy::IntoBytes;
 
-use super::dirs::{Entries, Entry, Packer, file_type, write_block};
+use super::dirs::{DirEntry, Entries, Packer, file_type, write_block};
 use super::layout::{Item, Placed, PlacedDirectory};
 use super::{EmitError, Plan};
 use crate::format::{
@@ -228,7 +228,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
     fn each_directory_block(
         &mut self,
         id: NodeId,
-        mut each: impl FnMut(&mut Self, &[Entry<'_>], bool) -> Result<(), EmitError<E>>,
+        mut each: impl FnMut(&mut Self, &[DirEntry<'_>], bool) -> Result<(), EmitError<E>>,
     ) -> Result<(), EmitError<E>> {
         let plan = self.plan;
         let NodeKind::Directory(directory) = &plan.tree.node(id).kind else {
@@ -236,13 +236,13 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         };
         let parent = plan.layout.directory(id).parent;
         let mut packer = Packer::default();
-        let mut block: Vec<Entry<'_>> = Vec::new();
+        let mut block: Vec<DirEntry<'_>> = Vec::new();
         for (name, child) in Entries::new(directory, id, parent) {
             if packer.push(name.len()) {
                 each(self, &block, false)?;
                 block.clear();
             }
-            block.push(Entry {
+            block.push(DirEntry {
                 name,
                 nid: plan.layout.placed(child).nid.into(),
                 file_type: file_type(&plan.tree.node(child).kind),

@@ -2,7 +2,7 @@
 
 use zerocopy::FromBytes;
 
-use super::{Inode, Place, ReadError, Reader};
+use super::{Inode, ReadError, Reader, Structure};
 use crate::checksum::Checksum;
 use crate::format::{BLOCK_BYTES, DirectoryEntry, DirectoryTail, entry_type, inode_flags};
 use crate::node::{FileKind, InodeNumber};
@@ -36,7 +36,7 @@ impl Reader {
     /// `max` names. Each block of the file system is read at most once, also if the directory is
     /// damaged.
     pub fn names(&self, directory: &Inode, max: usize) -> Result<Vec<Name>, ReadError> {
-        let damaged = |problem| Place::Inode(directory.number).damaged(problem);
+        let damaged = |problem| Structure::Inode(directory.number).damaged(problem);
         if directory.kind != FileKind::Directory {
             return Err(damaged("it is no directory"));
         }
@@ -88,7 +88,7 @@ impl Reader {
                 limit: BLOCK_BYTES,
             });
         };
-        let damaged = |problem| Place::Inode(directory.number).damaged(problem);
+        let damaged = |problem| Structure::Inode(directory.number).damaged(problem);
         // In a node of the hash tree, the first record extends to the end of the block; in the
         // root, the record of `..` does. A checksum record at the end of the block is no criterion:
         // it can remain from a time when the block had names.

@@ -36,7 +36,7 @@ pub enum ReadError {
     #[error("the ext4 is damaged: {place}: {problem}")]
     Damaged {
         /// The structure.
-        place: Place,
+        place: Structure,
         /// What is wrong with it.
         problem: &'static str,
     },
@@ -69,7 +69,7 @@ impl fmt::Display for Features {
 
 /// A structure of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum Structure {
     /// The superblock.
     Superblock,
     /// A group, by its index.
@@ -82,7 +82,7 @@ pub enum Place {
     Journal(u64),
 }
 
-impl Place {
+impl Structure {
     /// The error of a damaged structure.
     pub(crate) fn damaged(self, problem: &'static str) -> ReadError {
         ReadError::Damaged {
@@ -92,14 +92,14 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Structure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Superblock => write!(f, "the superblock"),
-            Place::Group(group) => write!(f, "group {group}"),
-            Place::Inode(inode) => write!(f, "inode {inode}"),
-            Place::Block(block) => write!(f, "block {block}"),
-            Place::Journal(block) => write!(f, "block {block} of the journal"),
+            Structure::Superblock => write!(f, "the superblock"),
+            Structure::Group(group) => write!(f, "group {group}"),
+            Structure::Inode(inode) => write!(f, "inode {inode}"),
+            Structure::Block(block) => write!(f, "block {block}"),
+            Structure::Journal(block) => write!(f, "block {block} of the journal"),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use zerocopy::FromBytes;
 
-use super::{Inode, Place, ReadError, Reader};
+use super::{Inode, ReadError, Reader, Structure};
 use crate::checksum::Checksum;
 use crate::format::{BLOCK_BYTES, EXTENT_MAGIC, ExtentHeader, ExtentIndex, ExtentLeaf};
 use crate::node::FileKind;
@@ -107,7 +107,7 @@ impl Walk<'_> {
     /// that is not the root.
     fn node(&mut self, bytes: &[u8], depth: Option<u16>, end: u64) -> Result<(), ReadError> {
         let number = self.inode.number;
-        let damaged = move |problem| Place::Inode(number).damaged(problem);
+        let damaged = move |problem| Structure::Inode(number).damaged(problem);
         let Ok((head, entries)) = ExtentHeader::read_from_prefix(bytes) else {
             return Err(damaged("a node of its extent tree is too short"));
         };
@@ -162,7 +162,9 @@ impl Walk<'_> {
         let is_next = blocks > 0 && u64::from(run.logical) >= self.from && run.end() <= end;
         if !is_inside || !is_next {
             let number = self.inode.number;
-            return Err(Place::Inode(number).damaged("its extents are out of order or of range"));
+            return Err(
+                Structure::Inode(number).damaged("its extents are out of order or of range")
+            );
         }
         self.from = run.end();
         self.found.content.push(run);
@@ -178,7 +180,7 @@ impl Walk<'_> {
         let stored = stored.filter(|_| bytes.len() == BLOCK_BYTES);
         match stored.map(|stored| stored == seed.with(&bytes[..tail]).0.to_le_bytes()) {
             Some(true) => Ok(()),
-            _ => Err(Place::Inode(self.inode.number)
+            _ => Err(Structure::Inode(self.inode.number)
                 .damaged("the checksum of a node of its extent tree is wrong")),
         }
     }

@@ -2,7 +2,7 @@
 
 use zerocopy::FromBytes;
 
-use super::{Place, ReadError, Reader};
+use super::{ReadError, Reader, Structure};
 use crate::checksum::Checksum;
 use crate::format::{FAST_LINK_BYTES, INODE_BYTES, RawInode, inode_flags};
 use crate::node::{DeviceNumber, FileKind, InodeNumber, Timestamp};
@@ -76,7 +76,7 @@ impl Reader {
     }
 
     fn decode(&self, number: InodeNumber, bytes: &[u8; INODE_BYTES]) -> Result<Inode, ReadError> {
-        let damaged = |problem| Place::Inode(number).damaged(problem);
+        let damaged = |problem| Structure::Inode(number).damaged(problem);
         let Ok((raw, _)) = RawInode::read_from_prefix(bytes) else {
             return Err(damaged("it is too short"));
         };

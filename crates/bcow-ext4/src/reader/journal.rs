@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use cursor::LogBlock;
 use lists::Change;
 
-use super::{Extents, Place, ReadError, Reader};
+use super::{Extents, ReadError, Reader, Structure};
 use crate::InodeNumber;
 use crate::checksum::Checksum;
 use crate::format::{BLOCK_BYTES, JOURNAL_MAGIC, journal_block, journal_incompatible};
@@ -85,7 +85,7 @@ impl Journal<'_> {
     /// Reads a block of the journal. Returns its block of the file system, and its content.
     fn block(&self, block: u64) -> Result<(u64, Box<BlockBuffer>), ReadError> {
         let run = self.extents.find(block).filter(|run| run.is_written);
-        let run = run.ok_or_else(|| Place::Journal(block).damaged("it is a hole"))?;
+        let run = run.ok_or_else(|| Structure::Journal(block).damaged("it is a hole"))?;
         let at = run.physical + (block - u64::from(run.logical));
         Ok((at, self.reader.block(at)?))
     }
@@ -149,7 +149,7 @@ impl Journal<'_> {
         at: u64,
         sequence: u32,
     ) -> Result<JournaledBlock, ReadError> {
-        let damaged = |problem| Place::Journal(at).damaged(problem);
+        let damaged = |problem| Structure::Journal(at).damaged(problem);
         if change.block >= self.reader.blocks {
             return Err(damaged("it belongs to a block outside of the file system"));
         }

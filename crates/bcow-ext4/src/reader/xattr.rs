@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use zerocopy::FromBytes;
 
-use super::{Inode, Place, ReadError, Reader};
+use super::{Inode, ReadError, Reader, Structure};
 use crate::acl;
 use crate::format::{BLOCK_BYTES, XATTR_MAGIC, XattrEntry, XattrHeader};
 use crate::node::{FileKind, InodeNumber};
@@ -30,7 +30,7 @@ impl Reader {
         }
         if inode.xattr_block != 0 {
             let block = self.block(inode.xattr_block)?;
-            let damaged = |problem| Place::Inode(inode.number).damaged(problem);
+            let damaged = |problem| Structure::Inode(inode.number).damaged(problem);
             let Ok((header, area)) = XattrHeader::read_from_prefix(&block[..]) else {
                 return Err(damaged("its attributes are too short"));
             };
@@ -59,7 +59,7 @@ impl Reader {
         base: &[u8],
         found: &mut BTreeMap<Vec<u8>, Vec<u8>>,
     ) -> Result<(), ReadError> {
-        let damaged = |problem| Place::Inode(inode.number).damaged(problem);
+        let damaged = |problem| Structure::Inode(inode.number).damaged(problem);
         let mut rest = area;
         // Four zeros are the end.
         while rest.iter().take(4).any(|&byte| byte != 0) {
@@ -103,7 +103,7 @@ impl Reader {
         let is_value =
             inode.kind == FileKind::Regular && bytes <= MAX_VALUE && inode.size == bytes as u64;
         if !is_value {
-            return Err(Place::Inode(number).damaged("it is not the value of an attribute"));
+            return Err(Structure::Inode(number).damaged("it is not the value of an attribute"));
         }
         let mut value = vec![0; bytes];
         self.read(&self.extents(&inode)?, 0, &mut value)?;

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-use bcow_ext4::{ReadError, Reader, Source};
+use bcow_ext4::{FilesystemBytes, ReadError, Reader};
 use bcow_testkit::{has_program, lacks, umount};
 use tempfile::NamedTempFile;
 
@@ -16,7 +16,7 @@ use super::tree::{BLOCK, Image, image, of_all_kinds};
 
 struct Host(fs::File);
 
-impl Source for Host {
+impl FilesystemBytes for Host {
     fn bytes(&self) -> u64 {
         self.0.metadata().expect("metadata").len()
     }

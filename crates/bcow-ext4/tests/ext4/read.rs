@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
 
-use bcow_ext4::{FileKind, InodeNumber, ReadError, Reader, Source};
+use bcow_ext4::{FileKind, FilesystemBytes, InodeNumber, ReadError, Reader};
 use bcow_testkit::{has_program, lacks};
 use proptest::prelude::*;
 
@@ -22,7 +22,7 @@ struct Damaged {
     changed: Arc<BTreeMap<u64, u8>>,
 }
 
-impl Source for Damaged {
+impl FilesystemBytes for Damaged {
     fn bytes(&self) -> u64 {
         self.file.metadata().expect("metadata").len()
     }

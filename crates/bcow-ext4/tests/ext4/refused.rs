@@ -1,7 +1,7 @@
 //! Trees that ext4 cannot hold, and descriptions that contradict themselves.
 
 use bcow_ext4::{
-    BlockRange, Content, DeviceNumber, Entry, Extent, FileKind, Geometry, GeometryOptions,
+    BlockRange, Content, DeviceNumber, DirEntry, Extent, FileKind, Geometry, GeometryOptions,
     InodeNumber, Node, Sink, Timestamp, Writer, Xattr,
 };
 
@@ -46,9 +46,9 @@ fn refusal(names: &[(&[u8], u32, FileKind)], nodes: &[Node<'_>]) -> String {
     let geometry = Geometry::new(GEOMETRY).expect("a geometry");
     let mut sink = Nowhere;
     let mut writer = Writer::new(&geometry, identity(), &[AREA], &mut sink).expect("a writer");
-    let entries: Vec<Entry<'_>> = names
+    let entries: Vec<DirEntry<'_>> = names
         .iter()
-        .map(|&(name, n, kind)| Entry {
+        .map(|&(name, n, kind)| DirEntry {
             name,
             inode: writer.number(n),
             kind,

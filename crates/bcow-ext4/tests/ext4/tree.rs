@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 
 use bcow_ext4::{
-    BlockRange, Content, DeviceNumber, Entry, Ext4Error, Extent, FileKind, Geometry,
+    BlockRange, Content, DeviceNumber, DirEntry, Ext4Error, Extent, FileKind, Geometry,
     GeometryOptions, Identity, InodeNumber, Node, Sink, Summary, Timestamp, Writer, Xattr,
 };
 use tempfile::NamedTempFile;
@@ -250,11 +250,11 @@ fn write(
     writer.finish()
 }
 
-fn entries<'t>(tree: &'t Tree, number: usize, writer: &Writer<'_>) -> Vec<Entry<'t>> {
+fn entries<'t>(tree: &'t Tree, number: usize, writer: &Writer<'_>) -> Vec<DirEntry<'t>> {
     let Kind::Directory(entries) = &tree.0[number].kind else {
         return Vec::new();
     };
-    let entry = |(name, &child): (&'t Vec<u8>, &usize)| Entry {
+    let entry = |(name, &child): (&'t Vec<u8>, &usize)| DirEntry {
         name,
         inode: writer.number(child as u32),
         kind: match tree.0[child].kind {

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 
 use bcow_union::Seek;
-use bcow_union::fs::Entry;
+use bcow_union::fs::DirectoryEntry;
 use fuser::{
     FileAttr, FileHandle, FopenFlags, INodeNo, ReplyAttr, ReplyData, ReplyDirectory,
     ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyWrite, ReplyXattr,
@@ -105,7 +105,7 @@ pub(super) fn read(
 /// Replies to a listing. `list` passes the entries one by one until the reply is full.
 pub(super) fn listing(
     mut reply: ReplyDirectory,
-    list: impl FnOnce(&mut dyn FnMut(Entry<'_>) -> ControlFlow<()>) -> Result<(), Errno>,
+    list: impl FnOnce(&mut dyn FnMut(DirectoryEntry<'_>) -> ControlFlow<()>) -> Result<(), Errno>,
 ) {
     let result = list(&mut |entry| {
         flow(reply.add(

@@ -10,18 +10,18 @@ use crate::mount::{Unmounted, unmount_places};
 
 /// A mount of the kernel on a loop device of bcow.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct LoopMount {
     /// The canonical mountpoint.
     pub target: PathBuf,
     /// The device number of the mount. Another mount may have it after this one has ended.
     pub device: Option<String>,
     /// The loop device and the file behind it, by which the mount is known to be this one.
     pub loop_device: PathBuf,
-    /// See [`Place::loop_device`].
+    /// See [`LoopMount::loop_device`].
     pub name: HiddenName,
 }
 
-impl Place {
+impl LoopMount {
     /// Whether the loop device still has the file of this mount.
     pub fn exists(&self) -> bool {
         backing_of(&self.loop_device).as_ref() == Some(&self.name)
@@ -42,7 +42,7 @@ fn unmount_in_use(device: Option<&str>) -> Unmounted {
     run_apart(|| unmount_places(device)).unwrap_or(Unmounted::Stays)
 }
 
-/// A mount at the kernel door that another process can serve.
+/// A mount with the kernel driver that another process can serve.
 #[derive(Debug)]
 pub struct DiskHandover {
     /// The connection of the hidden mount to the kernel.
@@ -50,7 +50,7 @@ pub struct DiskHandover {
     /// The hidden mount.
     pub hidden: OwnedFd,
     /// The mount.
-    pub place: Place,
+    pub place: LoopMount,
     /// The flags of the protocol that the kernel and the first process agreed on.
     pub agreed: u64,
     /// Of a disk: what another process needs to continue with it.

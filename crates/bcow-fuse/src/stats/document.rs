@@ -35,16 +35,17 @@ pub struct Document {
     pub cache: CacheFigures,
     /// The upper; `None` for a read-only mount.
     pub upper: Option<Upper>,
-    /// The disk of a mount at the kernel door.
+    /// The disk of a mount with the kernel driver.
     #[serde(default)]
     pub disk: Option<DiskFigures>,
     /// The files of the image that are on other machines; `None` without such files, and from
     /// versions that do not report them.
     #[serde(default)]
     pub remote: Option<Remote>,
-    /// The door, and the reason for it; `None` from versions that do not report it.
+    /// The driver, and the reason for it; `None` from versions that do not report it.
     #[serde(default)]
-    pub door: Option<ServedBy>,
+    #[serde(rename = "door")]
+    pub driver: Option<ServedBy>,
     /// The pool whose process serves the mount, among others; `None` for a process of its own, and
     /// from versions without pools.
     #[serde(default)]
@@ -151,14 +152,15 @@ pub struct Upper {
     /// Files of the image that were copied up with all data, since the mount.
     pub copied_whole: u64,
     /// Files of the image that were written in part.
-    pub sketches: Sketches,
+    #[serde(rename = "sketches")]
+    pub partials: Partials,
     /// The descriptor of the process on which it finally reports whether the upper holds all
     /// written data. `bcow umount` uses it. `None` from versions that do not report it.
     #[serde(default)]
     pub outcome_descriptor: Option<i32>,
 }
 
-/// The door of a mount.
+/// The driver of a mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServedBy {
     /// `fuse` or `kernel`.
@@ -167,7 +169,7 @@ pub struct ServedBy {
     pub reason: String,
 }
 
-/// The disk of a mount at the kernel door.
+/// The disk of a mount with the kernel driver.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DiskFigures {
     /// The file of the disk.
@@ -248,28 +250,29 @@ pub struct Server {
     pub received_bytes: u64,
 }
 
-/// Sketches: files of the image that were written in part, and whose other blocks are still in the
-/// image.
+/// Partial files: files of the image that were written in part, and whose other blocks are still in
+/// the image.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Sketches {
-    /// Number of sketches in use.
+pub struct Partials {
+    /// Number of partial files in use.
     pub open: u64,
-    /// Number of blocks of the sketches in use.
+    /// Number of blocks of the partial files in use.
     pub blocks: u64,
     /// Number of these blocks for which the image is no longer needed.
     pub present_blocks: u64,
     /// Number of these blocks that were written in part, and whose rest is not copied from the
     /// image yet.
-    pub in_transit_blocks: u64,
-    /// Bytes stored for the sketches in use.
+    #[serde(rename = "in_transit_blocks")]
+    pub incomplete_blocks: u64,
+    /// Bytes stored for the partial files in use.
     pub stored_bytes: u64,
     /// Bytes of the lower files that were not copied.
     pub saved_bytes: u64,
-    /// Sketches that became plain files, since the mount.
+    /// Partial files that became plain files, since the mount.
     pub promoted: u64,
     /// Blocks completed from the image, since the mount.
     pub fills: Fills,
-    /// Flushes of sketches, since the mount.
+    /// Flushes of partial files, since the mount.
     pub flushes: u64,
     /// Block maps that were written, since the mount.
     pub maps_written: u64,
@@ -461,7 +464,7 @@ impl DiskFigures {
 
 impl Upper {
     pub(super) fn of(report: Report, outcome: RawFd) -> Self {
-        let (blocks, counters) = (report.blocks, report.sketches);
+        let (blocks, counters) = (report.blocks, report.partials);
         Upper {
             path: report.upper,
             sync: match report.sync {
@@ -476,11 +479,11 @@ impl Upper {
             nodes: report.nodes,
             copied_metadata: report.copied_metadata,
             copied_whole: report.copied_whole,
-            sketches: Sketches {
-                open: report.open_sketches,
+            partials: Partials {
+                open: report.open_partials,
                 blocks: blocks.blocks,
                 present_blocks: blocks.present,
-                in_transit_blocks: blocks.in_transit,
+                incomplete_blocks: blocks.incomplete,
                 stored_bytes: blocks.stored_bytes,
                 saved_bytes: counters.bytes_not_copied,
                 promoted: counters.promotions,

@@ -46,8 +46,8 @@ pub struct About {
     pub identity: [u8; 32],
     /// The cache of decoded blocks.
     pub cache: BlockCache,
-    /// The door, and the reason for it.
-    pub door: Option<ServedBy>,
+    /// The driver, and the reason for it.
+    pub driver: Option<ServedBy>,
     /// The files of the image that are on other machines.
     pub remote: Option<RemoteReport>,
     /// The pool whose process serves the mount. The process then has other mounts, which share the
@@ -91,7 +91,7 @@ struct Mounted {
     errors: Arc<ErrorLog>,
 }
 
-/// The disk of a mount at the kernel door.
+/// The disk of a mount with the kernel driver.
 pub(crate) struct DiskUse {
     /// The disk, as long as it is open; never for an address space that does not change.
     pub(crate) disk: Weak<Disk>,
@@ -140,7 +140,7 @@ impl MountStats {
         let _ = self.union.set(Writable { union, outcome });
     }
 
-    /// Records the disk of a mount at the kernel door.
+    /// Records the disk of a mount with the kernel driver.
     pub(crate) fn set_disk(&self, disk: DiskUse) {
         // Called once per mount.
         let _ = self.disk.set(disk);
@@ -222,7 +222,7 @@ impl MountStats {
                 .map(|Writable { union, outcome }| Upper::of(union.report(), *outcome)),
             disk: self.disk.get().map(DiskFigures::of),
             remote: self.about.remote.as_ref().map(|report| report.0()),
-            door: self.about.door.clone(),
+            driver: self.about.driver.clone(),
             pool: self.about.pool.clone(),
             trace: self
                 .about

@@ -162,32 +162,32 @@ fn write_upper(upper: &Upper, out: &mut Metrics) {
             out.figures(&[(name, "gauge", help, value)]);
         }
     }
-    let sketches = &upper.sketches;
+    let partials = &upper.partials;
     #[rustfmt::skip]
     let figures = [
         ("bcow_upper_nodes", "gauge", "Inodes that the kernel knows", upper.nodes),
         ("bcow_upper_copied_metadata_total", "counter", "Files copied up without data",
             upper.copied_metadata),
         ("bcow_upper_copied_whole_total", "counter", "Files copied up whole", upper.copied_whole),
-        ("bcow_sketches_open", "gauge", "Sketches in use", sketches.open),
-        ("bcow_sketch_blocks", "gauge", "Blocks of the sketches in use", sketches.blocks),
+        ("bcow_sketches_open", "gauge", "Partial files in use", partials.open),
+        ("bcow_sketch_blocks", "gauge", "Blocks of the partial files in use", partials.blocks),
         ("bcow_sketch_present_blocks", "gauge", "Blocks for which the image is not needed",
-            sketches.present_blocks),
+            partials.present_blocks),
         ("bcow_sketch_in_transit_blocks", "gauge", "Blocks written in part and not completed",
-            sketches.in_transit_blocks),
-        ("bcow_sketch_stored_bytes", "gauge", "Bytes stored for sketches in use",
-            sketches.stored_bytes),
-        ("bcow_sketch_saved_bytes", "gauge", "Bytes that sketches in use did not copy",
-            sketches.saved_bytes),
-        ("bcow_sketches_promoted_total", "counter", "Sketches that became plain files",
-            sketches.promoted),
-        ("bcow_sketch_flushes_total", "counter", "Flushes of sketches", sketches.flushes),
-        ("bcow_sketch_maps_written_total", "counter", "Block maps written", sketches.maps_written),
+            partials.incomplete_blocks),
+        ("bcow_sketch_stored_bytes", "gauge", "Bytes stored for partial files in use",
+            partials.stored_bytes),
+        ("bcow_sketch_saved_bytes", "gauge", "Bytes that partial files in use did not copy",
+            partials.saved_bytes),
+        ("bcow_sketches_promoted_total", "counter", "Partial files that became plain files",
+            partials.promoted),
+        ("bcow_sketch_flushes_total", "counter", "Flushes of partial files", partials.flushes),
+        ("bcow_sketch_maps_written_total", "counter", "Block maps written", partials.maps_written),
     ];
     out.figures(&figures);
     const FILLS: &str = "bcow_sketch_fills_total";
     out.family(FILLS, "counter", "Blocks completed from the image");
-    let fills = &sketches.fills;
+    let fills = &partials.fills;
     for (by, count) in [
         ("background", fills.background),
         ("reader", fills.readers),

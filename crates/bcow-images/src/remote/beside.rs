@@ -12,12 +12,12 @@ use bcow_remote::{Address, Expected, Problem, Remote, RemoteError, RemoteFile, R
 use super::Client;
 
 /// The place of a file.
-pub(super) enum Place {
+pub(super) enum FileAddress {
     Web(Address),
     S3(S3, S3Name),
 }
 
-impl Place {
+impl FileAddress {
     /// Opens the file.
     pub(super) fn open(
         &self,
@@ -25,25 +25,25 @@ impl Place {
         expected: Option<Expected>,
     ) -> Result<RemoteFile, RemoteError> {
         match self {
-            Place::Web(address) => remote.open(address, expected),
-            Place::S3(server, name) => remote.open_in_s3(server, name, expected),
+            FileAddress::Web(address) => remote.open(address, expected),
+            FileAddress::S3(server, name) => remote.open_in_s3(server, name, expected),
         }
     }
 
     /// The place of a layer of the stack that is here.
-    fn blob(&self, digest: &Digest) -> Result<Place, Problem> {
+    fn blob(&self, digest: &Digest) -> Result<FileAddress, Problem> {
         let hex = digest.hex();
         Ok(match self {
-            Place::Web(address) => Place::Web(address.blob(&hex)?),
-            Place::S3(server, name) => Place::S3(server.clone(), name.blob(&hex)),
+            FileAddress::Web(address) => FileAddress::Web(address.blob(&hex)?),
+            FileAddress::S3(server, name) => FileAddress::S3(server.clone(), name.blob(&hex)),
         })
     }
 
     /// The name in messages.
     fn name(&self) -> String {
         match self {
-            Place::Web(address) => address.to_string(),
-            Place::S3(_, name) => name.to_string(),
+            FileAddress::Web(address) => address.to_string(),
+            FileAddress::S3(_, name) => name.to_string(),
         }
     }
 }
@@ -51,7 +51,7 @@ impl Place {
 /// What `bcow_oci` reads of the directory of a stack.
 pub(super) struct Beside {
     /// The place of the stack.
-    pub(super) place: Place,
+    pub(super) place: FileAddress,
     pub(super) client: Arc<Client>,
 }
 

@@ -12,7 +12,7 @@ use bcow_erofs::reader::{
 use super::{ExportError, TarReport};
 use crate::cancel::Cancel;
 use crate::options::Progress;
-use crate::tar::writer::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
+use crate::tar::writer::{EntryError, Kind, MAX_PAX_BYTES, TarHeader, TarWriter};
 use crate::tar::{MAX_RUNS, Run};
 use crate::text::{plural, quoted};
 
@@ -449,7 +449,7 @@ impl<'e> TreeExport<'e> {
         name: &[u8],
         tar: &mut TarWriter<W>,
     ) -> Result<(), ExportError> {
-        let entry = Entry {
+        let entry = TarHeader {
             path: name,
             kind: Kind::Regular { size: 0 },
             permissions: 0,
@@ -564,7 +564,7 @@ impl<'e> TreeExport<'e> {
             FileType::Directory => [path, b"/"].concat(),
             _ => path.to_vec(),
         };
-        let entry = Entry {
+        let entry = TarHeader {
             path: &name,
             kind,
             permissions: inode.permissions,
@@ -579,7 +579,7 @@ impl<'e> TreeExport<'e> {
     fn put<W: Write>(
         &mut self,
         path: &[u8],
-        entry: &Entry<'_>,
+        entry: &TarHeader<'_>,
         tar: &mut TarWriter<W>,
     ) -> Result<(), ExportError> {
         tar.entry(entry).map_err(|error| match error {

@@ -11,7 +11,7 @@ use bcow_erofs::tree::Tree;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde_json::{Map, Value, json};
 
-use super::{JoinPart, Source};
+use super::{JoinPart, JoinSource};
 use crate::error::ConvertError;
 
 /// The field of the metadata with [`described`].
@@ -25,7 +25,7 @@ const OTHERS_WRITE: u32 = 0o022;
 /// file that other users can write is not used.
 pub(super) fn open(
     path: &Path,
-    source: &Arc<Source>,
+    source: &Arc<JoinSource>,
     open: impl Fn(Arc<dyn Storage>) -> Result<Arc<Image>, Error>,
 ) -> Option<Arc<Image>> {
     let again = (path.to_owned(), source.clone());
@@ -45,7 +45,7 @@ fn open_own(path: &Path) -> Option<File> {
 }
 
 /// Makes the file at `path` again, or its content in memory if that fails.
-fn make_again(path: &Path, source: &Source) -> Result<File, Box<dyn std::error::Error>> {
+fn make_again(path: &Path, source: &JoinSource) -> Result<File, Box<dyn std::error::Error>> {
     let tree = source.tree()?;
     let kept = make(path, source, &tree).map(|()| open_own(path));
     Ok(match kept.inspect_err(|error| tracing::warn!("{error}")) {
@@ -54,7 +54,7 @@ fn make_again(path: &Path, source: &Source) -> Result<File, Box<dyn std::error::
     })
 }
 
-impl Source {
+impl JoinSource {
     /// The fields of the metadata of a kept file.
     fn kept_fields(&self) -> Map<String, Value> {
         let mut fields = self.fields.clone();
@@ -65,7 +65,7 @@ impl Source {
 
 /// Makes the file at `path`, and replaces one of other parts. Concurrent makers do no harm: each
 /// gives the name to a file with the same content.
-pub(super) fn make(path: &Path, source: &Source, tree: &Tree) -> Result<(), ConvertError> {
+pub(super) fn make(path: &Path, source: &JoinSource, tree: &Tree) -> Result<(), ConvertError> {
     let failed = |error| ConvertError::write("write", path, error);
     if !may_replace(path) {
         let why = "the file exists, and has no merged metadata of layers";

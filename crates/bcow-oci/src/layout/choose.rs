@@ -7,7 +7,7 @@ use super::{
     check_version, document, in_files, no_layout, parse,
 };
 use crate::archive::Files;
-use crate::error::{ConvertError, LimitKind, Place, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::left_out::{Annotations, FromIndex};
 use crate::platform::Platform;
 
@@ -76,7 +76,7 @@ pub(crate) fn choose_in_index(
     from_index: &mut FromIndex,
 ) -> Result<Descriptor, ConvertError> {
     check_limit(LimitKind::Manifests, manifests.len() as u64, MAX_MANIFESTS)
-        .map_err(|exceeded| exceeded.at(Place::layer(place)))?;
+        .map_err(|exceeded| exceeded.at(TarPlace::layer(place)))?;
     let listed = manifests.len();
     manifests.retain(|descriptor| !descriptor.is_attestation());
     from_index.left_out.attestations += (listed - manifests.len()) as u64;
@@ -171,7 +171,7 @@ fn choose_platform(
         depth += 1;
         let check = |kind, value: usize, allowed| {
             check_limit(kind, value as u64, allowed)
-                .map_err(|exceeded| exceeded.at(Place::layer(files.name())))
+                .map_err(|exceeded| exceeded.at(TarPlace::layer(files.name())))
         };
         check(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)?;
         level = Vec::new();

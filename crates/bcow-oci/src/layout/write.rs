@@ -32,7 +32,7 @@ use crate::output::Output;
 use crate::parallel;
 use crate::platform::Platform;
 use crate::repository::Upload;
-use crate::tar::writer::{Entry, EntryError, Kind, TarWriter};
+use crate::tar::writer::{EntryError, Kind, TarHeader, TarWriter};
 
 /// Bytes per read when a blob is copied into an archive.
 const COPY_BYTES: usize = 1 << 20;
@@ -446,7 +446,7 @@ impl<W: Write> Members<W> {
             Kind::Directory => 0o755,
             _ => 0o644,
         };
-        let entry = Entry {
+        let entry = TarHeader {
             path: path.as_bytes(),
             kind,
             permissions,

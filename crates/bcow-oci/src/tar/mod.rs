@@ -15,5 +15,5 @@ pub(crate) mod reader;
 pub(crate) mod sparse;
 pub(crate) mod writer;
 
-pub(crate) use reader::{End, Entry, EntryKind, TarReader};
+pub(crate) use reader::{End, EntryKind, TarEntry, TarReader};
 pub(crate) use sparse::{MAX_RUNS, Run, SparseMap};

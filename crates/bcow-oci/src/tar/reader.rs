@@ -8,7 +8,7 @@ use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHead
 use super::number;
 use super::pax::PaxHeader;
 use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
-use crate::error::{ConvertError, Exceeded, LimitKind, Place, TarProblem, check_limit};
+use crate::error::{ConvertError, Exceeded, LimitKind, TarPlace, TarProblem, check_limit};
 use crate::stream::{CHUNK_BYTES, ChunkStream};
 
 /// Largest size of the extension headers of one entry. Linux allows 64 KiB of extended attributes
@@ -20,7 +20,7 @@ const MAX_NAME_BYTES: u64 = 64 << 10;
 
 /// One entry with all its extensions applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct TarEntry {
     /// The name as the archive has it.
     pub path: Vec<u8>,
     /// Target of a link.
@@ -80,7 +80,7 @@ pub(crate) enum TarCause {
 impl TarError {
     /// The error of the layer or archive `layer`.
     pub(crate) fn of(self, layer: &str) -> ConvertError {
-        let place = Place {
+        let place = TarPlace {
             layer: layer.to_owned(),
             entry: self.entry,
         };
@@ -155,7 +155,7 @@ impl<'s> TarReader<'s> {
 
     /// The next entry; `None` at the end of the archive. Unread data of the previous entry is
     /// skipped.
-    pub(crate) fn next_entry(&mut self) -> Result<Option<Entry>, TarError> {
+    pub(crate) fn next_entry(&mut self) -> Result<Option<TarEntry>, TarError> {
         self.advance().map_err(|cause| TarError {
             entry: self.context.take(),
             cause,
@@ -210,7 +210,7 @@ impl<'s> TarReader<'s> {
         }
     }
 
-    fn advance(&mut self) -> Result<Option<Entry>, TarCause> {
+    fn advance(&mut self) -> Result<Option<TarEntry>, TarCause> {
         let at = self.input.position();
         if self.input.skip(self.data_left)? > 0 {
             return Err(truncated(at, "an entry's data").into());
@@ -259,7 +259,7 @@ impl<'s> TarReader<'s> {
         &mut self,
         header: &Header,
         extensions: &mut Extensions,
-    ) -> Result<Option<Entry>, TarCause> {
+    ) -> Result<Option<TarEntry>, TarCause> {
         let fields = header.as_ustar();
         let size = unsigned(&fields.size, "size")?;
         // Before ustar, these type letters have no meaning.
@@ -332,7 +332,7 @@ impl<'s> TarReader<'s> {
         header: &Header,
         size: u64,
         extensions: Extensions,
-    ) -> Result<Entry, TarCause> {
+    ) -> Result<TarEntry, TarCause> {
         let fields = header.as_ustar();
         let has_pax = extensions.pax.is_some();
         let pax = extensions.pax.unwrap_or_else(|| self.global.clone());
@@ -386,7 +386,7 @@ impl<'s> TarReader<'s> {
                 nanoseconds: 0,
             },
         };
-        Ok(Entry {
+        Ok(TarEntry {
             path,
             link,
             kind,

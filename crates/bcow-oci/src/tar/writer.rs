@@ -23,7 +23,7 @@ const NAME_BYTES: usize = 100;
 pub(crate) const MAX_PAX_BYTES: usize = 1 << 20;
 
 /// The header of an entry.
-pub(crate) struct Entry<'e> {
+pub(crate) struct TarHeader<'e> {
     /// Path without a leading slash; the path of a directory ends with a slash.
     pub path: &'e [u8],
     pub kind: Kind<'e>,
@@ -91,7 +91,7 @@ impl<W: Write> TarWriter<W> {
     }
 
     /// Starts an entry.
-    pub(crate) fn entry(&mut self, entry: &Entry<'_>) -> Result<(), EntryError> {
+    pub(crate) fn entry(&mut self, entry: &TarHeader<'_>) -> Result<(), EntryError> {
         assert_eq!(self.data_left, 0, "the last entry lacks data");
         let map = match &entry.kind {
             Kind::Sparse { size, runs } => sparse_map(*size, runs),
@@ -168,7 +168,7 @@ fn padding(bytes: u64) -> usize {
 }
 
 /// Makes the header. A number that does not fit is 0 there, and has a PAX record.
-fn header(entry: &Entry<'_>, stored: u64) -> Header {
+fn header(entry: &TarHeader<'_>, stored: u64) -> Header {
     let mut header = Header::new_ustar();
     let fields = header.as_ustar_mut();
     match &entry.kind {
@@ -205,7 +205,7 @@ fn header(entry: &Entry<'_>, stored: u64) -> Header {
 }
 
 /// The PAX records of an entry, sorted by key, so that the output is deterministic.
-fn pax_records(entry: &Entry<'_>, stored: u64) -> Vec<u8> {
+fn pax_records(entry: &TarHeader<'_>, stored: u64) -> Vec<u8> {
     let mut records: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
     let mut add = |key: &[u8], value: Vec<u8>| records.push((key.to_vec(), value));
     let number = |value: u64| value.to_string().into_bytes();
@@ -369,7 +369,7 @@ mod tests {
     use crate::tar::{self, EntryKind, TarReader};
 
     /// The entries of an archive and their data, as [`TarReader`] reads them.
-    fn read_back(archive: &[u8]) -> Vec<(tar::Entry, Vec<u8>)> {
+    fn read_back(archive: &[u8]) -> Vec<(tar::TarEntry, Vec<u8>)> {
         let stream = ChunkStream::new(Box::new(MemorySource::new(archive, 1000)));
         let mut reader = TarReader::new(stream);
         let mut all = Vec::new();
@@ -383,8 +383,8 @@ mod tests {
         all
     }
 
-    fn plain<'e>(path: &'e [u8], kind: Kind<'e>) -> Entry<'e> {
-        Entry {
+    fn plain<'e>(path: &'e [u8], kind: Kind<'e>) -> TarHeader<'e> {
+        TarHeader {
             path,
             kind,
             permissions: 0o644,
@@ -395,7 +395,7 @@ mod tests {
         }
     }
 
-    fn archive(entry: &Entry<'_>, data: &[u8]) -> Vec<u8> {
+    fn archive(entry: &TarHeader<'_>, data: &[u8]) -> Vec<u8> {
         let mut tar = TarWriter::new(Vec::new());
         tar.entry(entry).unwrap();
         tar.data(data).unwrap();
@@ -472,7 +472,7 @@ mod tests {
         let xattrs: Vec<_> = (0..20)
             .map(|i| (format!("user.{i}").into_bytes(), vec![0; 60_000]))
             .collect();
-        let entry = Entry {
+        let entry = TarHeader {
             xattrs: &xattrs,
             ..plain(b"f", Kind::Fifo)
         };
@@ -515,7 +515,7 @@ mod tests {
             let data = if which == 0 { &data[..] } else { &[] };
             let xattrs: Vec<_> = xattrs.into_iter().collect();
             let mtime = Timestamp { seconds, nanoseconds };
-            let entry = Entry { path: &path, kind, permissions, uid, gid, mtime, xattrs: &xattrs };
+            let entry = TarHeader { path: &path, kind, permissions, uid, gid, mtime, xattrs: &xattrs };
             let back = read_back(&archive(&entry, data));
             prop_assert_eq!(back.len(), 1);
             let (read, read_data) = &back[0];

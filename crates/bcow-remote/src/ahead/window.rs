@@ -41,7 +41,7 @@ pub(super) struct Window {
     wholes: Vec<Whole>,
     /// The lock is held to take or to return a piece, never during a request, and no other lock is
     /// taken under it.
-    state: Mutex<State>,
+    state: Mutex<WindowState>,
     freed: Condvar,
 }
 
@@ -53,7 +53,7 @@ enum Taken {
     End,
 }
 
-struct State {
+struct WindowState {
     /// The next piece begins here: the index of a whole, and a byte of its file.
     next: (usize, u64),
     in_flight_bytes: u64,
@@ -77,7 +77,7 @@ impl Window {
         let start = wholes.first().map_or(0, |whole| whole.range.start);
         Window {
             wholes,
-            state: Mutex::new(State {
+            state: Mutex::new(WindowState {
                 next: (0, start),
                 in_flight_bytes: 0,
                 piece_bytes: FIRST_PIECE_BYTES,
@@ -120,7 +120,7 @@ impl Window {
     }
 
     /// Takes the next piece if it fits into a window of `pieces` pieces of the full size.
-    fn try_take(&self, state: &mut State, pieces: u64) -> Taken {
+    fn try_take(&self, state: &mut WindowState, pieces: u64) -> Taken {
         let Some(piece) = self.next(state) else {
             return Taken::End;
         };
@@ -137,7 +137,7 @@ impl Window {
     }
 
     /// The piece after those that were taken.
-    fn next(&self, state: &State) -> Option<Piece> {
+    fn next(&self, state: &WindowState) -> Option<Piece> {
         let (mut index, mut start) = state.next;
         while self.wholes.get(index)?.range.end <= start {
             index += 1;
@@ -165,7 +165,7 @@ impl Window {
         self.freed.notify_all();
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WindowState> {
         // Each change is complete before the lock is released.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

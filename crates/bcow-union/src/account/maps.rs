@@ -1,11 +1,11 @@
-//! The space of the maps of sketches.
+//! The space of the maps of partial files.
 
 use super::{Account, Reservation};
 use crate::blocks::BLOCK_BYTES;
 
 impl Account {
-    /// Counts the map of sketch `id`, which exists or will exist, with `bytes` bytes. Does nothing
-    /// if the map is already counted.
+    /// Counts the map of partial file `id`, which exists or will exist, with `bytes` bytes. Does
+    /// nothing if the map is already counted.
     pub fn add_map(&self, id: u64, bytes: u64, room: &mut Reservation<'_>) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         self.maps.lock().entry(id).or_insert_with(|| {
@@ -15,7 +15,7 @@ impl Account {
         });
     }
 
-    /// Raises the figure of the map of sketch `id` to `bytes` bytes.
+    /// Raises the figure of the map of partial file `id` to `bytes` bytes.
     pub(crate) fn grow_map(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.maps.lock().get_mut(&id)
@@ -26,7 +26,7 @@ impl Account {
         }
     }
 
-    /// Sets the figure of the map of sketch `id` to `bytes` bytes.
+    /// Sets the figure of the map of partial file `id` to `bytes` bytes.
     pub(crate) fn set_map(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.maps.lock().get_mut(&id) {
@@ -36,7 +36,7 @@ impl Account {
         }
     }
 
-    /// Releases the map of sketch `id`.
+    /// Releases the map of partial file `id`.
     pub(crate) fn release_map(&self, id: u64) {
         let removed = self.maps.lock().remove(&id);
         if let Some(bytes) = removed {

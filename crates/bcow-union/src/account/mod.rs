@@ -33,7 +33,7 @@ pub struct Account {
     inodes: AtomicU64,
     /// Bytes that inodes take beside their data.
     pub(crate) overhead: Overhead,
-    /// Bytes of the maps of sketches, by the sketch's id. A leaf lock.
+    /// Bytes of the maps of partial files, by the partial file's id. A leaf lock.
     maps: Mutex<HashMap<u64, u64>>,
     /// Charged bytes of files that are not tracked now, by inode number: only files for which a new
     /// scan can give another number. A leaf lock, held for a lookup.

@@ -80,7 +80,7 @@ pub struct RecordedError {
 
 /// The place of an error: an inode, and the failed action. For an error of
 /// [`ErrorLog::report_problem`]: zero, and the path and the problem.
-type Place = (u64, Cow<'static, str>);
+type ErrorPlace = (u64, Cow<'static, str>);
 
 /// The errors of one mount. A request without an error does not use it.
 #[derive(Debug, Default)]
@@ -89,13 +89,13 @@ pub struct ErrorLog {
     counts: [AtomicU64; ErrorKind::ALL.len()],
     /// The places and the recorded errors. A leaf lock: a thread that holds it acquires no other
     /// lock and logs nothing.
-    state: Mutex<State>,
+    state: Mutex<ErrorLogState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ErrorLogState {
     /// Places that were logged.
-    places: HashSet<Place>,
+    places: HashSet<ErrorPlace>,
     /// Time of the last line about a place that is not in `places` because the set is full.
     last_line: Option<Instant>,
     /// Time of the last line about a shortage, by the number of its kind.
@@ -150,7 +150,7 @@ impl ErrorLog {
         self.note(&failure, place, || vec![path]);
     }
 
-    fn note(&self, failure: &Failure<'_>, place: Place, paths: impl FnOnce() -> Vec<String>) {
+    fn note(&self, failure: &Failure<'_>, place: ErrorPlace, paths: impl FnOnce() -> Vec<String>) {
         HAS_REPORTED.set(true);
         self.counts[failure.kind as usize].fetch_add(1, Ordering::Relaxed);
         let cause = with_causes(failure.cause);
@@ -201,7 +201,7 @@ impl ErrorLog {
     }
 }
 
-impl State {
+impl ErrorLogState {
     /// Counts an occurrence of a recorded error. Returns `false` if the error is not recorded.
     fn update(&mut self, failure: &Failure<'_>, cause: &str) -> bool {
         let is_same_cause = |recorded: &RecordedError| {
@@ -250,7 +250,7 @@ impl State {
     }
 
     /// Whether a failure at a place must be logged now. If so, records that it was logged.
-    fn must_log(&mut self, kind: ErrorKind, place: Place, now: Instant) -> bool {
+    fn must_log(&mut self, kind: ErrorKind, place: ErrorPlace, now: Instant) -> bool {
         let due = |last: Option<Instant>, interval| {
             last.is_none_or(|last| now.duration_since(last) >= interval)
         };
@@ -375,13 +375,13 @@ mod tests {
         }
     }
 
-    fn must_log(state: &mut State, inode: u64, action: &'static str, now: Instant) -> bool {
+    fn must_log(state: &mut ErrorLogState, inode: u64, action: &'static str, now: Instant) -> bool {
         state.must_log(ErrorKind::ImageDamage, (inode, action.into()), now)
     }
 
     #[test]
     fn same_damage_is_logged_once() {
-        let (mut state, now) = (State::default(), Instant::now());
+        let (mut state, now) = (ErrorLogState::default(), Instant::now());
         assert!(must_log(&mut state, 1, "read", now));
         assert!(!must_log(&mut state, 1, "read", now));
         assert!(must_log(&mut state, 1, "list", now));
@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     fn endless_new_damage_is_limited() {
-        let (mut state, now) = (State::default(), Instant::now());
+        let (mut state, now) = (ErrorLogState::default(), Instant::now());
         let lines = (0..10 * MAX_LOGGED_PLACES as u64)
             .filter(|&inode| must_log(&mut state, inode, "read", now))
             .count();
@@ -399,7 +399,7 @@ mod tests {
 
     #[test]
     fn shortage_is_logged_again_after_an_interval() {
-        let (mut state, now) = (State::default(), Instant::now());
+        let (mut state, now) = (ErrorLogState::default(), Instant::now());
         let mut full =
             |inode, now| state.must_log(ErrorKind::NoSpace, (inode, "write".into()), now);
         assert!(full(1, now));

@@ -10,13 +10,13 @@ use rustix::fs::Stat;
 use rustix::io::Errno;
 
 use super::lookup::Access;
-use super::nodes::{Content, Node, State, Upper};
+use super::nodes::{Content, Node, NodeState, Upper};
 use super::times::file_times;
 use super::types::{Attributes, Changes, SetTime};
 use super::{UnionFs, host};
 use crate::host::HiddenChange;
 use crate::node::NodeId;
-use crate::sketch::Sketch;
+use crate::partial::Partial;
 use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, XattrMode, host_mode};
 
 /// The kernel's attribute for file capabilities.
@@ -46,7 +46,7 @@ impl UnionFs {
                 attributes
             };
             let mut attributes = match &state.content {
-                Content::Sketch(sketch) => shown(stat_sketch(sketch, file)?),
+                Content::Partial(partial) => shown(stat_partial(partial, file)?),
                 _ if node.is_directory() => {
                     let _times = node.lock_times();
                     shown(rustix::fs::fstat(&**file)?)
@@ -115,19 +115,19 @@ impl UnionFs {
     fn take_size(
         &self,
         node: &Node,
-        state: &State,
+        state: &NodeState,
         upper: &Upper,
         attributes: &mut Attributes,
     ) -> Result<(), Errno> {
-        let Some(nid) = node.lower.filter(|_| upper.is_partial) else {
+        let Some(nid) = node.lower.filter(|_| upper.needs_image) else {
             return Ok(());
         };
         let inode = self.image.inode(nid)?;
         match &state.content {
             Content::Plain => return Ok(()),
-            Content::Sketch(sketch) => attributes.size = sketch.size(),
-            // The host's file of a sketch has the right size.
-            Content::Unknown if upper.is_sketch => {}
+            Content::Partial(partial) => attributes.size = partial.size(),
+            // The host's file of a partial file has the right size.
+            Content::Unknown if upper.is_partial => {}
             // A copy of metadata has the image's size. The host's file can have another size after
             // a crash undid a copy.
             Content::Unknown | Content::Lower => attributes.size = inode.size,
@@ -189,8 +189,8 @@ impl UnionFs {
                 self.update_acl_mode(&node, permissions)?;
             }
             if times {
-                if let Content::Sketch(sketch) = &node.read_state().content {
-                    sketch
+                if let Content::Partial(partial) = &node.read_state().content {
+                    partial
                         .settle()
                         .map_err(|error| self.content_failed(&node, error))?;
                 }
@@ -362,10 +362,10 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
     }
 }
 
-/// The host's stat of a sketch's file, at a moment when its times are those of the last change by a
-/// program.
-fn stat_sketch(sketch: &Sketch, file: &File) -> Result<Stat, Errno> {
-    sketch.hold_times(|hidden| {
+/// The host's stat of a partial file's file, at a moment when its times are those of the last
+/// change by a program.
+fn stat_partial(partial: &Partial, file: &File) -> Result<Stat, Errno> {
+    partial.hold_times(|hidden| {
         let mut stat = rustix::fs::fstat(file)?;
         let shown = HiddenChange::shown(hidden, file_times(&stat));
         (stat.st_ctime, stat.st_ctime_nsec) = (shown.tv_sec, shown.tv_nsec as u64);

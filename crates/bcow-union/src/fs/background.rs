@@ -1,6 +1,6 @@
-//! The background thread of a union. Every few seconds, it flushes sketches with new data, promotes
-//! complete sketches to plain files, and closes idle descriptors. On request, it promotes a sketch
-//! or syncs a full batch at once.
+//! The background thread of a union. Every few seconds, it flushes partial files with new data,
+//! promotes complete partial files to plain files, and closes idle descriptors. On request, it
+//! promotes a partial file or syncs a full batch at once.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -11,15 +11,16 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::UnionFs;
-use super::nodes::{Content, Node, State};
+use super::nodes::{Content, Node, NodeState};
 use super::plain::set_plain;
-use crate::sketch::{Durability, Sketch};
+use crate::partial::{Durability, Partial};
 
-/// Time between two periodic runs: written data of a sketch waits about this long for a flush. The
-/// value is the default commit interval of ext4.
+/// Time between two periodic runs: written data of a partial file waits about this long for a
+/// flush. The value is the default commit interval of ext4.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// Upper bound of the nodes in the queue. The next periodic run finds further complete sketches.
+/// Upper bound of the nodes in the queue. The next periodic run finds further complete partial
+/// files.
 const MAX_QUEUED: usize = 1024;
 
 /// The background thread, and the requests to it.
@@ -41,8 +42,8 @@ struct Requests {
 }
 
 impl Background {
-    /// Requests the promotion of the complete sketch of a node. Ignores the request if the queue is
-    /// full.
+    /// Requests the promotion of the complete partial file of a node. Ignores the request if the
+    /// queue is full.
     pub(super) fn request_promotion(&self, node: &Arc<Node>) {
         if node.is_queued.swap(true, Ordering::AcqRel) {
             return;
@@ -110,23 +111,23 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Flushes, promotes and closes sketches, syncs the batch, and closes idle descriptors.
+    /// Flushes, promotes and closes partial files, syncs the batch, and closes idle descriptors.
     pub(super) fn run_periodic(&self) {
-        // `flush_sketches` logs errors. A sketch with unflushed data stays open, and a later fsync
-        // returns the error.
+        // `flush_partials` logs errors. A partial file with unflushed data stays open, and a later
+        // fsync returns the error.
         let pass = self.ledger.as_ref().map(|ledger| ledger.begin_pass());
         let waiting = std::mem::take(&mut *self.unrecorded.lock());
-        let flushed = self.flush_sketches(self.durability());
+        let flushed = self.flush_partials(self.durability());
         if let (Ok(()), Some(pass)) = (flushed, pass) {
             pass.succeeded();
         }
         for node in waiting {
             self.release_recorded(node);
         }
-        for (sketch, node) in self.open_sketches.all() {
-            match (sketch.is_complete(), node.upgrade()) {
+        for (partial, node) in self.open_partials.all() {
+            match (partial.is_complete(), node.upgrade()) {
                 (true, Some(node)) => self.promote_if_complete(&node),
-                _ => self.open_sketches.drop_unused(sketch),
+                _ => self.open_partials.drop_unused(partial),
             }
         }
         self.finish_batch_logged();
@@ -134,15 +135,15 @@ impl UnionFs {
         self.limit_descriptors();
     }
 
-    /// Takes a node that the kernel forgot. If its sketch has changes that no flush has recorded,
-    /// puts the node into `unrecorded`: a process that takes over the mount finds the sketch by the
-    /// node. Otherwise returns the node.
+    /// Takes a node that the kernel forgot. If its partial file has changes that no flush has
+    /// recorded, puts the node into `unrecorded`: a process that takes over the mount finds the
+    /// partial file by the node. Otherwise returns the node.
     pub(super) fn keep_unrecorded(&self, node: Arc<Node>) -> Option<Arc<Node>> {
         if self.ledger.is_none() {
             return Some(node);
         }
         let is_recorded = match &node.read_state().content {
-            Content::Sketch(sketch) => sketch.is_recorded(),
+            Content::Partial(partial) => partial.is_recorded(),
             _ => true,
         };
         if is_recorded {
@@ -153,7 +154,7 @@ impl UnionFs {
         }
     }
 
-    /// Drops a node of `unrecorded` if a flush has recorded all changes of its sketch.
+    /// Drops a node of `unrecorded` if a flush has recorded all changes of its partial file.
     fn release_recorded(&self, node: Arc<Node>) {
         // The kernel has looked up the node again, and its next forget releases the node. The node
         // of a removed file does not go into `unrecorded`; its forget may have released it already.
@@ -173,22 +174,23 @@ impl UnionFs {
         }
     }
 
-    /// Promotes the sketch of a node to a plain file, if it needs no bytes of the image any more.
+    /// Promotes the partial file of a node to a plain file, if it needs no bytes of the image any
+    /// more.
     pub(super) fn promote_if_complete(&self, node: &Arc<Node>) {
         node.is_queued.store(false, Ordering::Release);
         let mut state = node.write_state();
-        let Content::Sketch(sketch) = &state.content else {
+        let Content::Partial(partial) = &state.content else {
             return;
         };
-        // No lookup can find the file again. Its space is released when the sketch is closed.
+        // No lookup can find the file again. Its space is released when the partial file is closed.
         if node.is_removed.load(Ordering::Acquire) {
             return;
         }
-        let sketch = Arc::clone(sketch);
-        match self.promote(node, &state, &sketch) {
+        let partial = Arc::clone(partial);
+        match self.promote(node, &state, &partial) {
             Ok(true) => {}
             Ok(false) => return,
-            // The file stays a sketch, with the same content.
+            // The file stays a partial file, with the same content.
             Err(errno) => {
                 self.request_failed(node.id, "be made a plain file of the upper", errno);
                 return;
@@ -196,34 +198,34 @@ impl UnionFs {
         }
         set_plain(&mut state);
         drop(state);
-        self.open_sketches.remove(sketch.id());
+        self.open_partials.remove(partial.id());
     }
 
-    /// Makes a plain file of a sketch, if it is complete. Returns whether it is plain now. The
-    /// caller holds the lock of the node's state.
-    fn promote(&self, node: &Node, state: &State, sketch: &Sketch) -> Result<bool, Errno> {
-        if !sketch.is_complete() {
+    /// Makes a plain file of a partial file, if it is complete. Returns whether it is plain now.
+    /// The caller holds the lock of the node's state.
+    fn promote(&self, node: &Node, state: &NodeState, partial: &Partial) -> Result<bool, Errno> {
+        if !partial.is_complete() {
             return Ok(false);
         }
         let failed = |error| self.content_failed(node, error);
-        sketch.settle().map_err(failed)?;
-        let promote = || sketch.promote().map_err(failed);
+        partial.settle().map_err(failed)?;
+        let promote = || partial.promote().map_err(failed);
         let upper = state.upper.as_ref();
         let Some((upper, file)) = upper.and_then(|upper| Some((upper, upper.file.as_ref()?)))
         else {
             return promote();
         };
-        upper.take_hidden_change(sketch);
+        upper.take_hidden_change(partial);
         let is_plain = upper.hiding_change(file, promote)?;
         self.recount_overhead(&**file);
         Ok(is_plain)
     }
 
-    /// Flushes all open sketches, also after an error. Returns the first error.
-    pub(super) fn flush_sketches(&self, how: Durability) -> Result<(), Errno> {
+    /// Flushes all open partial files, also after an error. Returns the first error.
+    pub(super) fn flush_partials(&self, how: Durability) -> Result<(), Errno> {
         let mut result = Ok(());
-        for (sketch, node) in self.open_sketches.all() {
-            if let Err(error) = sketch.flush(how) {
+        for (partial, node) in self.open_partials.all() {
+            if let Err(error) = partial.flush(how) {
                 let errno = match node.upgrade() {
                     Some(node) => self.content_failed(&node, error),
                     None => error.errno(),
@@ -234,11 +236,11 @@ impl UnionFs {
         result
     }
 
-    /// Records for each open sketch how much of it is durable.
-    pub(super) fn confirm_sketches(&self) {
-        for (sketch, node) in self.open_sketches.all() {
+    /// Records for each open partial file how much of it is durable.
+    pub(super) fn confirm_partials(&self) {
+        for (partial, node) in self.open_partials.all() {
             // A failure loses no data, but a later open may not detect a loss.
-            if let Err(error) = sketch.confirm()
+            if let Err(error) = partial.confirm()
                 && let Some(node) = node.upgrade()
             {
                 self.content_failed(&node, error);

@@ -1,8 +1,8 @@
 //! Bytes of regular files: their location, and its changes by writes.
 //!
 //! A file is *lower* until its first write. Then a small file is copied whole and becomes *plain*;
-//! a larger file becomes a *sketch*. A sketch becomes plain (it is promoted) once all its blocks
-//! are in the upper.
+//! a larger file becomes a *partial file*. A partial file becomes plain (it is promoted) once all
+//! its blocks are in the upper.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,13 +16,13 @@ use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::lower::ImageFile;
-use super::nodes::{Content, Node, State};
+use super::nodes::{Content, Node, NodeState};
 use super::plain::{plain_file, read_into, set_plain, without_writes};
 use super::types::{Allocate, Attributes, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
 use crate::node::NodeId;
-use crate::sketch::KeepSize;
+use crate::partial::KeepSize;
 use crate::upper::{Attribute, Mark, Metacopy};
 
 /// Largest file size in Linux's interfaces, in bytes.
@@ -56,10 +56,10 @@ impl UnionFs {
                 let file = plain_file(&state)?;
                 read_into(scratch, length, |buf| file.read_at(buf, offset))?;
             }
-            Content::Sketch(sketch) => {
-                let length = sketch.size().saturating_sub(offset).min(length.into());
+            Content::Partial(partial) => {
+                let length = partial.size().saturating_sub(offset).min(length.into());
                 scratch.resize(length as usize, 0);
-                let read = sketch
+                let read = partial
                     .read_at(offset, scratch)
                     .map_err(|error| self.content_failed(&node, error))?;
                 scratch.truncate(read);
@@ -93,11 +93,11 @@ impl UnionFs {
             let state = self.known_content(&node)?;
             match &state.content {
                 Content::Plain => break self.write_plain(&node, &state, offset, data)?,
-                Content::Sketch(sketch) => {
-                    let written = sketch
+                Content::Partial(partial) => {
+                    let written = partial
                         .write_at(offset, data)
                         .map_err(|error| self.content_failed(&node, error))?;
-                    if sketch.is_complete() {
+                    if partial.is_complete() {
                         self.background.request_promotion(&node);
                     }
                     break written;
@@ -162,9 +162,9 @@ impl UnionFs {
                         return resized;
                     }
                 }
-                Content::Sketch(sketch) if size > 0 => {
-                    let before = sketch.size();
-                    sketch
+                Content::Partial(partial) if size > 0 => {
+                    let before = partial.size();
+                    partial
                         .set_size(size)
                         .map_err(|error| self.content_failed(node, error))?;
                     if size == before {
@@ -175,7 +175,7 @@ impl UnionFs {
                     }
                     return Ok(());
                 }
-                Content::Sketch(_) => {
+                Content::Partial(_) => {
                     drop(state);
                     self.empty(node)?;
                 }
@@ -204,21 +204,21 @@ impl UnionFs {
         let file = plain_file(&state)?;
         match &state.content {
             Content::Plain => return Ok(()),
-            Content::Sketch(sketch) => {
-                let is_plain = sketch
+            Content::Partial(partial) => {
+                let is_plain = partial
                     .set_size(0)
-                    .and_then(|()| sketch.promote())
+                    .and_then(|()| partial.promote())
                     .map_err(|error| self.content_failed(node, error))?;
                 if !is_plain {
                     return Ok(());
                 }
-                self.open_sketches.remove(sketch.id());
+                self.open_partials.remove(partial.id());
             }
             Content::Lower | Content::Unknown => {
                 self.resize_plain(node, &file, 0)?;
-                // All marks: if the host failed while a sketch was made, marks of that sketch can
-                // be left.
-                for mark in [Mark::Metacopy, Mark::Sketch, Mark::Redirect] {
+                // All marks: if the host failed while a partial file was made, marks of that
+                // partial file can be left.
+                for mark in [Mark::Metacopy, Mark::Partial, Mark::Redirect] {
                     mark.clear(Attribute::Open(file.as_fd()), self.upper.namespace())?;
                 }
                 node.marks_changed();
@@ -253,14 +253,14 @@ impl UnionFs {
                         return allocated;
                     }
                 }
-                Content::Sketch(sketch) => {
+                Content::Partial(partial) => {
                     match how {
-                        Allocate::Extend => sketch.allocate(offset, length, KeepSize::Grow),
-                        Allocate::KeepSize => sketch.allocate(offset, length, KeepSize::Keep),
+                        Allocate::Extend => partial.allocate(offset, length, KeepSize::Grow),
+                        Allocate::KeepSize => partial.allocate(offset, length, KeepSize::Keep),
                         Allocate::PunchHole | Allocate::ZeroKeep => {
-                            sketch.zero(offset, length, KeepSize::Keep)
+                            partial.zero(offset, length, KeepSize::Keep)
                         }
-                        Allocate::ZeroExtend => sketch.zero(offset, length, KeepSize::Grow),
+                        Allocate::ZeroExtend => partial.zero(offset, length, KeepSize::Grow),
                     }
                     .map_err(|error| self.content_failed(&node, error))?;
                     drop(state);
@@ -290,11 +290,11 @@ impl UnionFs {
                 };
                 return rustix::fs::seek(&*file, from);
             }
-            Content::Sketch(sketch) => {
-                if offset >= sketch.size() {
+            Content::Partial(partial) => {
+                if offset >= partial.size() {
                     return Err(Errno::NXIO);
                 }
-                sketch
+                partial
                     .seek(offset, seek)
                     .map_err(|error| self.content_failed(&node, error))?
             }
@@ -374,14 +374,14 @@ impl UnionFs {
     pub(super) fn known_content<'n>(
         &self,
         node: &'n Node,
-    ) -> Result<parking_lot::RwLockReadGuard<'n, State>, Errno> {
+    ) -> Result<parking_lot::RwLockReadGuard<'n, NodeState>, Errno> {
         loop {
             let state = node.read_state();
             let known = match (&state.content, &state.upper) {
                 (_, None) => true,
                 (Content::Unknown, Some(_)) => false,
                 (Content::Plain, Some(upper)) => upper.file.is_some() && upper.is_fully_open,
-                (Content::Lower | Content::Sketch(_), Some(_)) => true,
+                (Content::Lower | Content::Partial(_), Some(_)) => true,
             };
             if known {
                 return Ok(state);
@@ -393,29 +393,29 @@ impl UnionFs {
     }
 
     /// Finds the location of the bytes of a file in the upper.
-    pub(super) fn open_content(&self, node: &Node, state: &mut State) -> Result<(), Errno> {
+    pub(super) fn open_content(&self, node: &Node, state: &mut NodeState) -> Result<(), Errno> {
         let file = self.open_upper_locked(node, state, Access::Data)?;
         if !matches!(state.content, Content::Unknown) {
             return Ok(());
         }
         let mut marks = self.read_marks(&file)?;
-        let is_open = |id| self.open_sketches.get(id).is_some();
-        if marks.sketch.is_some_and(|mark| !is_open(mark.id)) {
-            // An open sketch may have written a last change to its mark before it was closed after
-            // the first read. From here on only this node can open the sketch.
+        let is_open = |id| self.open_partials.get(id).is_some();
+        if marks.partial.is_some_and(|mark| !is_open(mark.id)) {
+            // An open partial file may have written a last change to its mark before it was closed
+            // after the first read. From here on only this node can open the partial file.
             marks = self.read_marks(&file)?;
         }
-        if let Some(mark) = marks.sketch {
-            let sketch = match self.open_sketches.get(mark.id) {
-                Some(sketch) => sketch,
+        if let Some(mark) = marks.partial {
+            let partial = match self.open_partials.get(mark.id) {
+                Some(partial) => partial,
                 None => self
-                    .sketches
+                    .partials
                     .open(mark, self.own_descriptor(&file)?, self.below(node)?)
                     .map_err(|error| self.content_failed(node, error))?,
             };
-            self.open_sketches
-                .add(mark.id, &sketch, self.table.weak(node.id));
-            state.content = Content::Sketch(sketch);
+            self.open_partials
+                .add(mark.id, &partial, self.table.weak(node.id));
+            state.content = Content::Partial(partial);
         } else if marks.metacopy != Metacopy::None {
             // A file whose source is missing must fail, and not read as zeros.
             node.lower.ok_or(Errno::IO)?;
@@ -431,8 +431,8 @@ impl UnionFs {
         Ok(Arc::new(ImageFile::new(Arc::clone(&self.image), inode)))
     }
 
-    /// Opens a descriptor of the sketch's own. The host reports a write-back error once to each
-    /// open file, and another user of a shared descriptor could take the report.
+    /// Opens a descriptor of the partial file's own. The host reports a write-back error once to
+    /// each open file, and another user of a shared descriptor could take the report.
     pub(super) fn own_descriptor(&self, file: &File) -> Result<File, Errno> {
         host::reopen(file, OFlags::RDWR)
     }

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use super::attributes::{CAPABILITIES, owner_of_inode};
 use super::charge::NAME_BYTES;
 use super::lookup::{Access, index_name};
-use super::nodes::{Content, Node, Place, State, Upper};
+use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::upper::{
@@ -97,9 +97,9 @@ impl UnionFs {
                 break;
             }
             match here.place() {
-                Place::At { parent, .. } => missing.push(std::mem::replace(&mut here, parent)),
+                HostPlace::At { parent, .. } => missing.push(std::mem::replace(&mut here, parent)),
                 // The directory was removed while a program still uses it.
-                Place::Nowhere | Place::Root => return Err(Errno::NOENT),
+                HostPlace::Nowhere | HostPlace::Root => return Err(Errno::NOENT),
             }
         }
         while let Some(directory) = missing.pop() {
@@ -125,7 +125,7 @@ impl UnionFs {
     /// Copies up a node whose parent is in the upper or will be copied up here.
     fn copy_up_at_place(&self, node: &Arc<Node>) -> Result<(), Errno> {
         loop {
-            let Place::At { parent, name } = node.place() else {
+            let HostPlace::At { parent, name } = node.place() else {
                 return self.copy_up_nameless(node);
             };
             let directory = match node.is_directory() {
@@ -249,7 +249,7 @@ impl UnionFs {
     fn finish_copy(
         &self,
         node: &Node,
-        state: &mut State,
+        state: &mut NodeState,
         inode: &Inode,
         (file, times_mark): (File, Option<TimesMark>),
         indexed: bool,
@@ -262,7 +262,7 @@ impl UnionFs {
         let is_fully_open = is_regular || inode.kind == FileType::Directory;
         state.upper = Some(Upper {
             indexed,
-            is_partial: is_regular,
+            needs_image: is_regular,
             times_mark: Mutex::new(times_mark),
             ..Upper::made(file, stat.st_ino, is_fully_open)
         });
@@ -443,9 +443,9 @@ impl UnionFs {
         let mut place = node.place();
         while redirect.is_none() {
             match place {
-                Place::Root => break,
-                Place::Nowhere => return Err(Errno::NOENT),
-                Place::At { parent, name } => {
+                HostPlace::Root => break,
+                HostPlace::Nowhere => return Err(Errno::NOENT),
+                HostPlace::At { parent, name } => {
                     components.push(name);
                     redirect = redirect_of(&parent);
                     place = parent.place();

@@ -6,20 +6,20 @@ use std::sync::atomic::Ordering;
 use rustix::process::{Resource, Rlimit};
 
 use super::UnionFs;
-use super::nodes::{Content, Place, State, Upper};
+use super::nodes::{Content, HostPlace, NodeState, Upper};
 
-/// Descriptors of an open sketch: its host file and its map.
-const DESCRIPTORS_OF_SKETCH: usize = 2;
+/// Descriptors of an open partial file: its host file and its map.
+const DESCRIPTORS_OF_PARTIAL: usize = 2;
 
 impl UnionFs {
-    /// Closes idle descriptors if nodes and open sketches hold more than the limit.
+    /// Closes idle descriptors if nodes and open partial files hold more than the limit.
     pub(super) fn limit_descriptors(&self) {
         let limit = self.descriptors_limit.load(Ordering::Relaxed);
         if self.descriptors_held() <= limit {
             return;
         }
         self.close_idle_descriptors(false);
-        // Most of the others belong to sketches with unflushed data.
+        // Most of the others belong to partial files with unflushed data.
         if self.descriptors_held() > limit / 2 {
             self.close_idle_descriptors(true);
         }
@@ -30,16 +30,16 @@ impl UnionFs {
     }
 
     /// Closes descriptors that are not in use, and counts the others. With `flush`, also flushes
-    /// and closes sketches with unflushed data.
+    /// and closes partial files with unflushed data.
     pub(super) fn close_idle_descriptors(&self, flush: bool) {
-        for (sketch, node) in self.open_sketches.all() {
+        for (partial, node) in self.open_partials.all() {
             if node.strong_count() > 0 {
                 continue;
             }
-            if flush && !sketch.is_recorded() {
-                let _ = sketch.flush(self.durability());
+            if flush && !partial.is_recorded() {
+                let _ = partial.flush(self.durability());
             }
-            self.open_sketches.drop_unused(sketch);
+            self.open_partials.drop_unused(partial);
         }
         // The count begins again. Concurrent threads count the descriptors that they open from here
         // on, so some of these can count twice; none is missed.
@@ -52,11 +52,11 @@ impl UnionFs {
                 return;
             };
             let can_be_found_again = match node.place() {
-                Place::At { .. } => true,
-                Place::Root | Place::Nowhere => false,
+                HostPlace::At { .. } => true,
+                HostPlace::Root | HostPlace::Nowhere => false,
             };
             if can_be_found_again {
-                self.close_sketch(&mut state, flush);
+                self.close_partial(&mut state, flush);
             }
             match &mut state.upper {
                 // Another thread that references the file may be about to remove its name, and then
@@ -82,36 +82,36 @@ impl UnionFs {
         self.descriptors.fetch_add(held, Ordering::Relaxed);
     }
 
-    /// Upper bound of the descriptors that nodes and open sketches hold.
+    /// Upper bound of the descriptors that nodes and open partial files hold.
     fn descriptors_held(&self) -> usize {
-        let sketches = usize::try_from(self.sketches.open_count()).unwrap_or(usize::MAX);
+        let partials = usize::try_from(self.partials.open_count()).unwrap_or(usize::MAX);
         self.descriptors
             .load(Ordering::Relaxed)
-            .saturating_add(sketches.saturating_mul(DESCRIPTORS_OF_SKETCH))
+            .saturating_add(partials.saturating_mul(DESCRIPTORS_OF_PARTIAL))
     }
 
-    /// Closes the sketch of a node, if all its data is recorded. A name must lead to the node, so
-    /// that a later request can open the sketch again. The caller holds the lock of the node's
-    /// state.
-    fn close_sketch(&self, state: &mut State, flush: bool) {
-        let Content::Sketch(sketch) = &state.content else {
+    /// Closes the partial file of a node, if all its data is recorded. A name must lead to the
+    /// node, so that a later request can open the partial file again. The caller holds the lock of
+    /// the node's state.
+    fn close_partial(&self, state: &mut NodeState, flush: bool) {
+        let Content::Partial(partial) = &state.content else {
             return;
         };
-        if flush && !sketch.is_recorded() {
-            // After an error the sketch stays open, and a later fsync returns the error.
-            let _ = sketch.flush(self.durability());
+        if flush && !partial.is_recorded() {
+            // After an error the partial file stays open, and a later fsync returns the error.
+            let _ = partial.flush(self.durability());
         }
-        if self.open_sketches.close(&mut state.content)
+        if self.open_partials.close(&mut state.content)
             && let Some(upper) = &mut state.upper
         {
+            upper.needs_image = true;
             upper.is_partial = true;
-            upper.is_sketch = true;
         }
     }
 }
 
 /// Raises the limit of descriptors of the process to its hard limit. Returns the number of
-/// descriptors that nodes and open sketches may hold: half of the limit.
+/// descriptors that nodes and open partial files may hold: half of the limit.
 pub(super) fn max_descriptors() -> usize {
     let limits = rustix::process::getrlimit(Resource::Nofile);
     if limits.current != limits.maximum {

@@ -16,8 +16,8 @@ use rustix::fs::Dir;
 use rustix::io::Errno;
 
 use super::lookup::UPPER_ONLY;
-use super::nodes::{Node, Place};
-use super::types::{Entry, EntryPlus};
+use super::nodes::{HostPlace, Node};
+use super::types::{DirectoryEntry, EntryPlus};
 use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
 use crate::node::NodeId;
@@ -112,7 +112,7 @@ impl UnionFs {
     }
 
     /// Calls `each` for the entries from `cookie` on, including `.` and `..`, until it breaks.
-    /// Cookie 0 is the start; other cookies come from [`Entry::next_cookie`].
+    /// Cookie 0 is the start; other cookies come from [`DirectoryEntry::next_cookie`].
     ///
     /// A handle that this process has not given is of a process before; `id` is its directory.
     pub fn read_directory(
@@ -120,13 +120,13 @@ impl UnionFs {
         id: NodeId,
         handle: u64,
         cookie: u64,
-        each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>,
+        each: &mut dyn FnMut(DirectoryEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
         let (directory, names) = self.names_from(id, handle, cookie)?;
         let above = self.upper_directory(&directory)?;
         for name in after(&names, cookie) {
             let (node, kind) = self.identify(&directory, above.as_deref(), name);
-            let flow = each(Entry {
+            let flow = each(DirectoryEntry {
                 name: &name.name,
                 node,
                 kind,
@@ -215,8 +215,8 @@ impl UnionFs {
 
     fn take_names(&self, node: &Arc<Node>) -> Result<Vec<Name>, Errno> {
         let parent = match node.place() {
-            Place::At { parent, .. } => parent.id,
-            Place::Root | Place::Nowhere => node.id,
+            HostPlace::At { parent, .. } => parent.id,
+            HostPlace::Root | HostPlace::Nowhere => node.id,
         };
         let dot = |name: &[u8], node| Name {
             name: name.into(),
@@ -224,7 +224,7 @@ impl UnionFs {
             next_cookie: 0,
         };
         let mut names = vec![dot(b".", node.id), dot(b"..", parent)];
-        if matches!(node.place(), Place::Nowhere) {
+        if matches!(node.place(), HostPlace::Nowhere) {
             number(&mut names);
             return Ok(names);
         }

@@ -1,4 +1,5 @@
-//! The first write to a file: makes a plain file of a small one, and a sketch of a larger one.
+//! The first write to a file: makes a plain file of a small one, and a partial file of a larger
+//! one.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -8,7 +9,7 @@ use std::sync::atomic::Ordering;
 use bcow_erofs::reader::Inode;
 use rustix::io::Errno;
 
-use super::nodes::{Content, Node, State};
+use super::nodes::{Content, Node, NodeState};
 use super::plain::{plain_file, set_plain};
 use super::types::SetTime;
 use super::{UnionFs, host};
@@ -18,11 +19,11 @@ use crate::ledger::Flags;
 use crate::options::SyncPolicy;
 use crate::upper::Metacopy;
 
-/// Upper bound of the bytes that the marks of a sketch add to a file's attributes.
+/// Upper bound of the bytes that the marks of a partial file add to a file's attributes.
 const MARKS_ROOM: u64 = BLOCK_BYTES;
 
 impl UnionFs {
-    /// Makes a plain file or a sketch of a file before its first write.
+    /// Makes a plain file or a partial file of a file before its first write.
     pub(super) fn make_writable(&self, node: &Arc<Node>) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         self.limit_descriptors();
@@ -39,33 +40,33 @@ impl UnionFs {
         if let Some(upper) = &mut state.upper
             && !upper.has_origin
         {
-            // A sketch finds its inode of the image only by the origin mark.
+            // A partial file finds its inode of the image only by the origin mark.
             self.set_origin(&file, inode.nid)?;
             upper.has_origin = true;
         }
-        // The first flush creates the map of the sketch, and must not fail for lack of space.
+        // The first flush creates the map of the partial file, and must not fail for lack of space.
         let mut room = self.room(MARKS_ROOM + BLOCK_BYTES, 1)?;
         let made = self
-            .sketches
+            .partials
             .create(self.own_descriptor(&file)?, self.below(node)?);
         self.recount_overhead_in(&*file, &mut room);
-        let sketch = made.map_err(|error| self.content_failed(node, error))?;
+        let partial = made.map_err(|error| self.content_failed(node, error))?;
         if self.account.is_limited() {
-            self.account.add_map(sketch.id(), BLOCK_BYTES, &mut room);
+            self.account.add_map(partial.id(), BLOCK_BYTES, &mut room);
         }
         // A file that was copied up after it lost its name will not be looked up again, so its
-        // sketch is not kept.
+        // partial file is not kept.
         if rustix::fs::fstat(&*file)?.st_nlink == 0 {
-            sketch
+            partial
                 .discard()
                 .map_err(|error| self.content_failed(node, error))?;
         } else {
-            self.open_sketches
-                .add(sketch.id(), &sketch, Arc::downgrade(node));
+            self.open_partials
+                .add(partial.id(), &partial, Arc::downgrade(node));
         }
-        state.content = Content::Sketch(sketch);
+        state.content = Content::Partial(partial);
         if let Some(upper) = &mut state.upper {
-            upper.is_sketch = true;
+            upper.is_partial = true;
         }
         Ok(())
     }
@@ -76,7 +77,7 @@ impl UnionFs {
     fn copy_whole(
         &self,
         node: &Arc<Node>,
-        state: &mut State,
+        state: &mut NodeState,
         inode: &Inode,
         file: &Arc<File>,
     ) -> Result<(), Errno> {

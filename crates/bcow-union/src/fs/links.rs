@@ -26,12 +26,12 @@ use rustix::io::Errno;
 
 use super::UnionFs;
 use super::lookup::Access;
-use super::nodes::{Node, State};
+use super::nodes::{Node, NodeState};
 use crate::upper::{Mark, NlinkDelta};
 
 /// A change of links or names in progress. It holds the lock of the node's state.
 pub(super) struct Recount<'n> {
-    _state: RwLockWriteGuard<'n, State>,
+    _state: RwLockWriteGuard<'n, NodeState>,
     file: Arc<File>,
     /// Number of names before the change.
     names: i64,
@@ -79,7 +79,7 @@ impl UnionFs {
     pub(super) fn restore_nlink_mark_locked(
         &self,
         node: &Node,
-        state: &mut State,
+        state: &mut NodeState,
     ) -> Result<(), Errno> {
         if !is_indexed(state) {
             return Ok(());
@@ -131,7 +131,7 @@ impl Recount<'_> {
     }
 }
 
-fn is_indexed(state: &State) -> bool {
+fn is_indexed(state: &NodeState) -> bool {
     state.upper.as_ref().is_some_and(|upper| upper.indexed)
 }
 

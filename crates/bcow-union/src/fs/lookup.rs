@@ -9,7 +9,7 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::nodes::{Node, Place, State, Upper};
+use super::nodes::{HostPlace, Node, NodeState, Upper};
 use super::types::Attributes;
 use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
@@ -34,10 +34,10 @@ impl UnionFs {
             return Err(Errno::NAMETOOLONG);
         }
         match (name, parent.place()) {
-            (b".", _) | (b"..", Place::Root | Place::Nowhere) => {
+            (b".", _) | (b"..", HostPlace::Root | HostPlace::Nowhere) => {
                 return Ok(Some(Arc::clone(parent)));
             }
-            (b"..", Place::At { parent, .. }) => return Ok(Some(parent)),
+            (b"..", HostPlace::At { parent, .. }) => return Ok(Some(parent)),
             _ if self.is_reserved(parent, name) => return Ok(None),
             _ => {}
         }
@@ -123,7 +123,7 @@ impl UnionFs {
         let host_inode = found.stat.st_ino;
         let upper_only = NodeId(UPPER_ONLY | host_inode);
         let mut id = lower.map_or(upper_only, |nid| self.image.node(nid));
-        let place = || Place::At {
+        let place = || HostPlace::At {
             parent: Arc::clone(parent),
             name: name.into(),
         };
@@ -134,7 +134,7 @@ impl UnionFs {
         loop {
             let node = self.table.get_or_insert(id, || {
                 let node = Node::new(id, kind, lower, place());
-                *node.write_state() = State::of(upper.take());
+                *node.write_state() = NodeState::of(upper.take());
                 self.descriptors.fetch_add(1, Ordering::Relaxed);
                 node
             });
@@ -172,7 +172,7 @@ impl UnionFs {
                     }
                 }
                 None => {
-                    *state = State::of(upper.take());
+                    *state = NodeState::of(upper.take());
                     self.descriptors.fetch_add(1, Ordering::Relaxed);
                     self.restore_nlink_mark_locked(&node, &mut state)?;
                 }
@@ -190,7 +190,7 @@ impl UnionFs {
     fn node_of_lower(&self, parent: &Arc<Node>, name: &[u8], nid: Nid) -> Result<Arc<Node>, Errno> {
         let inode = self.image.inode(nid)?;
         let id = self.image.node(nid);
-        let place = || Place::At {
+        let place = || HostPlace::At {
             parent: Arc::clone(parent),
             name: name.into(),
         };
@@ -200,7 +200,7 @@ impl UnionFs {
         if inode.kind != FileType::Directory && inode.nlink > 1 {
             self.use_index_copy(&node, nid)?;
         }
-        if matches!(node.place(), Place::Nowhere) {
+        if matches!(node.place(), HostPlace::Nowhere) {
             node.set_place(place());
         }
         Ok(node)
@@ -234,7 +234,7 @@ impl UnionFs {
                 return Err(Errno::IO);
             }
         };
-        *state = State::of(Some(Upper::new(*found)));
+        *state = NodeState::of(Some(Upper::new(*found)));
         self.descriptors.fetch_add(1, Ordering::Relaxed);
         self.restore_nlink_mark_locked(node, &mut state)
     }
@@ -331,7 +331,7 @@ impl UnionFs {
     pub(super) fn open_upper_locked(
         &self,
         node: &Node,
-        state: &mut State,
+        state: &mut NodeState,
         access: Access,
     ) -> Result<Arc<File>, Errno> {
         let upper = state.upper.as_mut().ok_or(Errno::STALE)?;
@@ -352,8 +352,8 @@ impl UnionFs {
             // mount permits no devices.
             Access::Data if !is_regular(&rustix::fs::fstat(&**file)?) => {
                 let name = match node.place() {
-                    Place::At { name, .. } => name,
-                    Place::Root | Place::Nowhere => Box::default(),
+                    HostPlace::At { name, .. } => name,
+                    HostPlace::Root | HostPlace::Nowhere => Box::default(),
                 };
                 self.damaged(
                     &name,
@@ -376,7 +376,7 @@ impl UnionFs {
             _ => None,
         };
         if found.is_none()
-            && let Place::At { parent, name } = node.place()
+            && let HostPlace::At { parent, name } = node.place()
         {
             found = host::open_path(&*self.open_path_to(&parent)?, &name)?;
         }
@@ -398,7 +398,7 @@ impl UnionFs {
                 Some(upper) => upper.host_inode,
                 None => return Err(Errno::STALE),
             };
-            let Place::At { parent, name } = here.place() else {
+            let HostPlace::At { parent, name } = here.place() else {
                 return Err(Errno::STALE);
             };
             closed.push((host_inode, name));

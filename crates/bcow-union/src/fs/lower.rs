@@ -1,4 +1,4 @@
-//! The image's file below a sketch.
+//! The image's file below a partial file.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use rustix::io::Errno;
 
 use crate::Seek;
 use crate::image::Image;
-use crate::sketch;
+use crate::partial;
 
-/// A file of the image as the lower file of a sketch.
+/// A file of the image as the lower file of a partial file.
 pub(super) struct ImageFile {
     image: Arc<Image>,
     inode: Inode,
@@ -21,7 +21,7 @@ impl ImageFile {
     }
 }
 
-impl sketch::Lower for ImageFile {
+impl partial::Lower for ImageFile {
     fn size(&self) -> u64 {
         self.inode.size
     }

@@ -22,7 +22,7 @@ mod lookup;
 mod lower;
 mod namespace;
 mod nodes;
-mod open_sketches;
+mod open_partials;
 mod orphans;
 mod plain;
 mod recount;
@@ -57,8 +57,8 @@ pub use attributes::encode_device;
 pub use report::Report;
 pub use resent::{New, RequestId};
 pub use types::{
-    Allocate, Attributes, Caller, Changes, Entry, EntryPlus, Figures, Privileges, RenameMode,
-    SetTime, SyncScope,
+    Allocate, Attributes, Caller, Changes, DirectoryEntry, EntryPlus, Figures, Privileges,
+    RenameMode, SetTime, SyncScope,
 };
 
 use crate::account::{Account, LimitReached};
@@ -68,10 +68,10 @@ use crate::ledger::{Inherited, Ledger};
 use crate::log::{self, Severity};
 use crate::node::NodeId;
 use crate::options::UnionOptions;
-use crate::sketch::{SketchError, Sketches};
+use crate::partial::{PartialError, Partials};
 use crate::upper::{ImageName, Instance, Marks, UpperError};
 use directory::Listings;
-use nodes::{Node, NodeTable, Place, State, Upper};
+use nodes::{HostPlace, Node, NodeState, NodeTable, Upper};
 
 /// The image below a union.
 pub struct LowerImage {
@@ -89,8 +89,8 @@ pub struct UnionFs {
     upper: Instance,
     table: NodeTable,
     root: Arc<Node>,
-    sketches: Sketches,
-    open_sketches: open_sketches::OpenSketches,
+    partials: Partials,
+    open_partials: open_partials::OpenPartials,
     account: Arc<Account>,
     options: UnionOptions,
     listings: Listings,
@@ -116,8 +116,8 @@ pub struct UnionFs {
     background: Arc<background::Background>,
     /// What a process needs to take over the mount; `None` if none shall.
     ledger: Option<Arc<Ledger>>,
-    /// Nodes that the kernel forgot, with sketches that have changes which no flush has recorded.
-    /// The lock is held only to add or to take nodes. Always empty without a ledger.
+    /// Nodes that the kernel forgot, with partial files that have changes which no flush has
+    /// recorded. The lock is held only to add or to take nodes. Always empty without a ledger.
     unrecorded: Mutex<Vec<Arc<Node>>>,
     /// What the process before had executed and may not have answered.
     executed: resent::Executed,
@@ -187,15 +187,15 @@ impl UnionFs {
             recount::count_stored(&instance, &account).map_err(failed("count its stored bytes"))?;
         }
         instance.prepare_whiteouts();
-        let sketches = Sketches::new(&instance, Arc::clone(&account), options)
-            .map_err(failed("prepare it for sketches"))?;
-        let options = on_host(options.clone(), sketches.host_has_holes(), upper);
+        let partials = Partials::new(&instance, Arc::clone(&account), options)
+            .map_err(failed("prepare it for partial files"))?;
+        let options = on_host(options.clone(), partials.host_has_holes(), upper);
         let image = Arc::new(Image::new(lower.fs));
         let directory = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
         let root = root_node(&image, directory).map_err(failed("examine it"))?;
         let batch_host = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
         if let Some(ledger) = &ledger {
-            sketches.record_in(ledger);
+            partials.record_in(ledger);
         }
         let table = NodeTable::new(ledger.clone());
         let root = table.get_or_insert(NodeId::ROOT, || root);
@@ -205,8 +205,8 @@ impl UnionFs {
             upper: instance,
             table,
             root,
-            sketches,
-            open_sketches: open_sketches::OpenSketches::default(),
+            partials,
+            open_partials: open_partials::OpenPartials::default(),
             account,
             options,
             listings: Listings::new(ledger.as_ref().map(|ledger| ledger.generation())),
@@ -403,7 +403,7 @@ impl UnionFs {
     }
 
     /// Counts and logs an error of a file's content, and gives the errno for the program.
-    fn content_failed(&self, node: &Node, error: impl Into<SketchError>) -> Errno {
+    fn content_failed(&self, node: &Node, error: impl Into<PartialError>) -> Errno {
         let error = error.into();
         // Errors of the image have no kind here: the image has already reported them, with their
         // cause.
@@ -411,7 +411,7 @@ impl UnionFs {
             let failure = Failure {
                 kind,
                 inode: node.id.0,
-                action: "use the sketch",
+                action: "use the partial file",
                 offset: None,
                 cause: &error,
             };
@@ -421,7 +421,7 @@ impl UnionFs {
     }
 }
 
-/// The options on the file system of the upper. A sketch needs holes.
+/// The options on the file system of the upper. A partial file needs holes.
 fn on_host(options: UnionOptions, has_holes: bool, upper: &Path) -> UnionOptions {
     if has_holes {
         return options;
@@ -446,9 +446,9 @@ fn path_of(node: &Node) -> Option<Vec<u8>> {
     let mut place = node.place();
     loop {
         match place {
-            Place::Root => break,
-            Place::Nowhere => return None,
-            Place::At { parent, name } => {
+            HostPlace::Root => break,
+            HostPlace::Nowhere => return None,
+            HostPlace::At { parent, name } => {
                 names.push(name);
                 place = parent.place();
             }
@@ -471,8 +471,8 @@ fn root_node(image: &Image, directory: File) -> Result<Node, Errno> {
         NodeId::ROOT,
         FileType::Directory,
         Some(image.root()),
-        Place::Root,
+        HostPlace::Root,
     );
-    *node.write_state() = State::of(Some(Upper::made(directory, stat.st_ino, true)));
+    *node.write_state() = NodeState::of(Some(Upper::made(directory, stat.st_ino, true)));
     Ok(node)
 }

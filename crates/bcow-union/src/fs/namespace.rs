@@ -13,7 +13,7 @@ use super::attributes::attributes_above;
 use super::attributes::decode_device;
 use super::charge::{MARKS_BYTES, NAME_BYTES};
 use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
-use super::nodes::{Capabilities, Content, Node, Place, State, Upper};
+use super::nodes::{Capabilities, Content, HostPlace, Node, NodeState, Upper};
 use super::resent::New;
 use super::types::{Attributes, Caller};
 use super::upper_entry::UpperEntry;
@@ -502,7 +502,7 @@ impl UnionFs {
         let id = NodeId(UPPER_ONLY | host_inode);
         let kind = new.kind();
         let is_fully_open = matches!(new, New::File | New::Directory);
-        let state = State {
+        let state = NodeState {
             upper: Some(Upper::made(file, host_inode, is_fully_open)),
             content: match kind {
                 FileType::Regular => Content::Plain,
@@ -515,7 +515,7 @@ impl UnionFs {
                 id,
                 kind,
                 None,
-                Place::At {
+                HostPlace::At {
                     parent: Arc::clone(parent),
                     name: name.into(),
                 },
@@ -550,7 +550,7 @@ impl UnionFs {
         if node.is_directory() {
             return Err(Errno::PERM);
         }
-        if matches!(node.place(), Place::Nowhere) && self.attributes_of(&node)?.nlink == 0 {
+        if matches!(node.place(), HostPlace::Nowhere) && self.attributes_of(&node)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
         self.ensure_upper(&node)?;
@@ -581,8 +581,8 @@ impl UnionFs {
             self.recount_overhead_in(&*new_name.directory, &mut room);
             parent.names_have_changed();
             node.name_is_new.store(true, Ordering::Release);
-            if matches!(node.place(), Place::Nowhere) {
-                node.set_place(Place::At {
+            if matches!(node.place(), HostPlace::Nowhere) {
+                node.set_place(HostPlace::At {
                     parent: Arc::clone(&parent),
                     name: name.into(),
                 });
@@ -600,7 +600,7 @@ impl UnionFs {
                 Some(upper) if upper.redirect.is_some() => false,
                 Some(upper) => {
                     node.lower.is_some()
-                        && (node.is_directory() || upper.is_partial || upper.in_batch)
+                        && (node.is_directory() || upper.needs_image || upper.in_batch)
                 }
                 None => false,
             }

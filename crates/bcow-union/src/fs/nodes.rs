@@ -39,14 +39,14 @@ use rustix::io::Errno;
 use super::upper_entry::UpperObject;
 use crate::account::{Account, StoredBlocks};
 use crate::host::HiddenChange;
-use crate::ledger::{Entry, Flags, Ledger, NodeRecord};
+use crate::ledger::{Flags, Ledger, LedgerEntry, NodeRecord};
 use crate::node::NodeId;
-use crate::sketch::Sketch;
+use crate::partial::Partial;
 use crate::upper::{Metacopy, Redirect, TimesMark};
 
 /// Location of a node on the host.
 #[derive(Debug, Clone)]
-pub(super) enum Place {
+pub(super) enum HostPlace {
     /// The root of the tree.
     Root,
     /// Under this name; one of its names if it has several.
@@ -63,9 +63,9 @@ pub(super) struct Node {
     /// The inode of the image that the node is, or was before copy-up. For a directory: the
     /// directory of the image that it is merged with.
     pub(super) lower: Option<Nid>,
-    place: RwLock<Place>,
+    place: RwLock<HostPlace>,
     names: Mutex<()>,
-    state: RwLock<State>,
+    state: RwLock<NodeState>,
     times: Mutex<()>,
     /// The modification time that the kernel has sent last, or has received for a new file. Only a
     /// kernel with `writeback` keeps these times itself; see [`UnionFs::with_kernel_time`].
@@ -99,7 +99,7 @@ pub(super) struct Node {
     pub(super) target: OnceLock<Box<[u8]>>,
     /// The record in the ledger, from the time when the kernel or another recorded node first holds
     /// this one.
-    entry: OnceLock<Entry>,
+    entry: OnceLock<LedgerEntry>,
     /// Whether the work directory has a name of the file: see [`super::orphans`].
     pub(super) has_orphan: AtomicBool,
     /// Set once the node lost its last name: the account to which the drop of this node gives back
@@ -119,7 +119,7 @@ pub(super) enum Capabilities {
 
 /// The source of a node's attributes and content.
 #[derive(Debug, Default)]
-pub(super) struct State {
+pub(super) struct NodeState {
     /// The node's object in the upper; `None` while the node exists only in the image.
     pub(super) upper: Option<Upper>,
     pub(super) content: Content,
@@ -146,9 +146,9 @@ pub(super) struct Upper {
     /// Whether it has an entry in the index, because its inode has several names in the image.
     pub(super) indexed: bool,
     /// Whether its marks, when last read, said that some of its bytes are in the image.
+    pub(super) needs_image: bool,
+    /// Whether its marks, when last read, said that it is a partial file.
     pub(super) is_partial: bool,
-    /// Whether its marks, when last read, said that it is a sketch.
-    pub(super) is_sketch: bool,
     /// Whether its content waits in the batch of files that become durable together. Until then it
     /// is marked as a copy of metadata.
     pub(super) in_batch: bool,
@@ -170,8 +170,8 @@ pub(super) enum Content {
     Lower,
     /// In the upper's file.
     Plain,
-    /// In both: a sketch.
-    Sketch(Arc<Sketch>),
+    /// In both: a partial file.
+    Partial(Arc<Partial>),
 }
 
 impl Upper {
@@ -184,8 +184,8 @@ impl Upper {
             redirect: None,
             has_origin: true,
             indexed: false,
+            needs_image: false,
             is_partial: false,
-            is_sketch: false,
             in_batch: false,
             times_mark: Mutex::default(),
             hidden_change: Mutex::default(),
@@ -205,8 +205,8 @@ impl Upper {
             // Only objects in the index have a count of names that differs from the host's link
             // count.
             indexed: found.marks.nlink.is_some(),
-            is_partial: found.marks.metacopy != Metacopy::None || found.marks.sketch.is_some(),
-            is_sketch: found.marks.sketch.is_some(),
+            needs_image: found.marks.metacopy != Metacopy::None || found.marks.partial.is_some(),
+            is_partial: found.marks.partial.is_some(),
             in_batch: false,
             times_mark: Mutex::new(found.marks.times),
             hidden_change: Mutex::default(),
@@ -219,12 +219,12 @@ impl Drop for Node {
     /// node held, one after the other: recursion could overflow the stack on a deep path.
     fn drop(&mut self) {
         self.release_charge();
-        let take = |place: &mut RwLock<Place>| {
+        let take = |place: &mut RwLock<HostPlace>| {
             let place = place.get_mut();
-            std::mem::replace(place, Place::Nowhere)
+            std::mem::replace(place, HostPlace::Nowhere)
         };
         let mut place = take(&mut self.place);
-        while let Place::At { parent, .. } = place {
+        while let HostPlace::At { parent, .. } = place {
             match Arc::into_inner(parent) {
                 Some(mut parent) => place = take(&mut parent.place),
                 None => return,
@@ -233,9 +233,9 @@ impl Drop for Node {
     }
 }
 
-impl State {
+impl NodeState {
     pub(super) fn of(upper: Option<Upper>) -> Self {
-        State {
+        NodeState {
             upper,
             content: Content::Unknown,
         }
@@ -243,7 +243,7 @@ impl State {
 }
 
 impl Node {
-    pub(super) fn new(id: NodeId, kind: FileType, lower: Option<Nid>, place: Place) -> Self {
+    pub(super) fn new(id: NodeId, kind: FileType, lower: Option<Nid>, place: HostPlace) -> Self {
         Node {
             id,
             kind,
@@ -271,7 +271,7 @@ impl Node {
     }
 
     /// The node's record in the ledger.
-    pub(super) fn entry(&self) -> Option<&Entry> {
+    pub(super) fn entry(&self) -> Option<&LedgerEntry> {
         self.entry.get()
     }
 
@@ -282,7 +282,7 @@ impl Node {
         }
         let mut above = Vec::new();
         let mut place = self.place();
-        while let Place::At { parent, .. } = place {
+        while let HostPlace::At { parent, .. } = place {
             if parent.entry.get().is_some() {
                 break;
             }
@@ -327,7 +327,7 @@ impl Node {
                 name,
                 is_place: false,
             };
-            Entry::new(ledger, record)
+            LedgerEntry::new(ledger, record)
         });
         // The node may have moved before the record could be found.
         let place = self.place.read();
@@ -357,12 +357,12 @@ impl Node {
         }
     }
 
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> HostPlace {
         self.place.read().clone()
     }
 
-    pub(super) fn set_place(&self, place: Place) {
-        if let (Some(entry), Place::At { parent, .. }) = (self.entry.get(), &place) {
+    pub(super) fn set_place(&self, place: HostPlace) {
+        if let (Some(entry), HostPlace::At { parent, .. }) = (self.entry.get(), &place) {
             parent.enter(entry.ledger());
         }
         let old = {
@@ -383,20 +383,20 @@ impl Node {
     pub(super) fn is_at(&self, parent: &Node, name: &[u8]) -> bool {
         matches!(
             &*self.place.read(),
-            Place::At { parent: p, name: n } if p.id == parent.id && **n == *name
+            HostPlace::At { parent: p, name: n } if p.id == parent.id && **n == *name
         )
     }
 
-    pub(super) fn read_state(&self) -> RwLockReadGuard<'_, State> {
+    pub(super) fn read_state(&self) -> RwLockReadGuard<'_, NodeState> {
         self.state.read()
     }
 
-    pub(super) fn write_state(&self) -> RwLockWriteGuard<'_, State> {
+    pub(super) fn write_state(&self) -> RwLockWriteGuard<'_, NodeState> {
         self.state.write()
     }
 
     /// As [`Node::write_state`], but does not wait.
-    pub(super) fn try_write_state(&self) -> Option<RwLockWriteGuard<'_, State>> {
+    pub(super) fn try_write_state(&self) -> Option<RwLockWriteGuard<'_, NodeState>> {
         self.state.try_write()
     }
 
@@ -455,10 +455,10 @@ impl Node {
 }
 
 /// A place in the form of the ledger.
-fn recorded(place: &Place) -> (u64, Box<[u8]>) {
+fn recorded(place: &HostPlace) -> (u64, Box<[u8]>) {
     match place {
-        Place::Root | Place::Nowhere => (0, Box::default()),
-        Place::At { parent, name } => (parent.id.0, name.clone()),
+        HostPlace::Root | HostPlace::Nowhere => (0, Box::default()),
+        HostPlace::At { parent, name } => (parent.id.0, name.clone()),
     }
 }
 
@@ -607,7 +607,7 @@ impl NodeTable {
                 Ok(node) => {
                     shard.remove(&id);
                     drop(shard);
-                    if let Place::At { parent, .. } = node.place() {
+                    if let HostPlace::At { parent, .. } = node.place() {
                         drop(node);
                         next = Some(parent);
                     }

@@ -69,14 +69,14 @@ impl UnionFs {
             return;
         }
         if node.is_removed.load(Ordering::Acquire) {
-            let (indexed, is_sketch) = {
+            let (indexed, is_partial) = {
                 let state = node.read_state();
                 let upper = state.upper.as_ref();
-                let is_sketch = matches!(state.content, Content::Sketch(_))
-                    || upper.is_some_and(|upper| upper.is_sketch);
-                (upper.is_some_and(|upper| upper.indexed), is_sketch)
+                let is_partial = matches!(state.content, Content::Partial(_))
+                    || upper.is_some_and(|upper| upper.is_partial);
+                (upper.is_some_and(|upper| upper.indexed), is_partial)
             };
-            if is_sketch && let Err(errno) = self.remove_sketch(node) {
+            if is_partial && let Err(errno) = self.remove_partial(node) {
                 self.host_failed(b"", "the map of a removed file stays", errno);
             }
             if indexed && let Some(nid) = node.lower {

@@ -8,7 +8,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::UnionFs;
-use super::nodes::{Content, Node, State};
+use super::nodes::{Content, Node, NodeState};
 use super::types::Allocate;
 use crate::host::errno_of;
 
@@ -16,7 +16,7 @@ impl UnionFs {
     pub(super) fn write_plain(
         &self,
         node: &Node,
-        state: &State,
+        state: &NodeState,
         offset: u64,
         data: &[u8],
     ) -> Result<usize, Errno> {
@@ -96,7 +96,7 @@ impl UnionFs {
 }
 
 /// The descriptor of a file that is plain or about to be.
-pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
+pub(super) fn plain_file(state: &NodeState) -> Result<Arc<File>, Errno> {
     state
         .upper
         .as_ref()
@@ -122,11 +122,11 @@ pub(super) fn without_writes<T>(
 }
 
 /// Marks all bytes as in the upper's file.
-pub(super) fn set_plain(state: &mut State) {
+pub(super) fn set_plain(state: &mut NodeState) {
     state.content = Content::Plain;
     if let Some(upper) = &mut state.upper {
+        upper.needs_image = false;
         upper.is_partial = false;
-        upper.is_sketch = false;
     }
 }
 

@@ -13,7 +13,7 @@ use super::orphans::PREFIX;
 use crate::account::{Account, ChargeError, DataBlocks, HostInodes};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::beneath::open_directory_beneath;
-use crate::upper::{Attribute, Instance, META, Mark, SketchMark, XattrMode, is_whiteout, list};
+use crate::upper::{Attribute, Instance, META, Mark, PartialMark, XattrMode, is_whiteout, list};
 
 /// Counts the bytes and inodes that an upper stores. Each inode counts once. Whiteouts are links to
 /// shared inodes and count only as names. The parts of an empty upper do not count.
@@ -30,7 +30,7 @@ pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(
     });
     let mut count = Count {
         account,
-        sketch_mark: Mark::Sketch.name(upper.namespace()),
+        partial_mark: Mark::Partial.name(upper.namespace()),
         seen: HashSet::new(),
     };
     count.maps(upper)?;
@@ -41,7 +41,7 @@ pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(
 
 struct Count<'a> {
     account: &'a Arc<Account>,
-    sketch_mark: &'static [u8],
+    partial_mark: &'static [u8],
     /// Counted inodes that have several names.
     seen: HashSet<u64>,
 }
@@ -153,18 +153,18 @@ impl Count<'_> {
         }
         if names
             .split(|&byte| byte == 0)
-            .any(|name| name == self.sketch_mark)
+            .any(|name| name == self.partial_mark)
         {
             self.unwritten_map(file).map_err(failed)?;
         }
         found.count(file, self.account)
     }
 
-    /// Counts the map of a sketch, also if the first flush has not created it yet.
+    /// Counts the map of a partial file, also if the first flush has not created it yet.
     fn unwritten_map(&self, file: &File) -> Result<(), Errno> {
-        let value = Attribute::Open(file.as_fd()).get(self.sketch_mark)?;
-        // A sketch with an invalid mark has no map.
-        if let Some(Ok(mark)) = value.map(|value| SketchMark::decode(&value)) {
+        let value = Attribute::Open(file.as_fd()).get(self.partial_mark)?;
+        // A partial file with an invalid mark has no map.
+        if let Some(Ok(mark)) = value.map(|value| PartialMark::decode(&value)) {
             let mut room = self.account.unreserved();
             self.account.add_map(mark.id, BLOCK_BYTES, &mut room);
         }

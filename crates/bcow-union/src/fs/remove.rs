@@ -11,7 +11,7 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::lookup::Access;
-use super::nodes::{Content, Node, Place};
+use super::nodes::{Content, HostPlace, Node};
 use super::plain::plain_file;
 use super::{UnionFs, host};
 use crate::ledger::Flags;
@@ -184,7 +184,7 @@ impl UnionFs {
         object: RemovedObject,
     ) {
         if node.is_at(parent, name) {
-            node.set_place(Place::Nowhere);
+            node.set_place(HostPlace::Nowhere);
         }
         let Some(file) = object.file.filter(|_| !node.is_directory()) else {
             self.release_on_drop(node);
@@ -238,22 +238,22 @@ impl UnionFs {
         }
     }
 
-    /// Removes the map of a sketch that lost its last name. The bytes of a file stay while a
+    /// Removes the map of a partial file that lost its last name. The bytes of a file stay while a
     /// program has it open.
     fn last_name_removed(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let state = node.read_state();
-        let is_sketch = match (&state.content, &state.upper) {
-            (Content::Sketch(_), _) => true,
-            (Content::Unknown, Some(upper)) => upper.is_sketch,
+        let is_partial = match (&state.content, &state.upper) {
+            (Content::Partial(_), _) => true,
+            (Content::Unknown, Some(upper)) => upper.is_partial,
             _ => false,
         };
-        if is_sketch {
+        if is_partial {
             drop(state);
             // Another process that takes over the mount needs the map.
             if self.ledger.is_none() {
-                self.remove_sketch_of(node, file)?;
+                self.remove_partial_of(node, file)?;
             }
-        } else if !is_sketch && self.account.limit().is_some() {
+        } else if !is_partial && self.account.limit().is_some() {
             // Opens the file and finds its content now: [`UnionFs::forgotten`] needs both to
             // release the charge.
             drop(state);
@@ -262,21 +262,21 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Removes the map of the sketch of a node without a name.
-    pub(super) fn remove_sketch(&self, node: &Node) -> Result<(), Errno> {
+    /// Removes the map of the partial file of a node without a name.
+    pub(super) fn remove_partial(&self, node: &Node) -> Result<(), Errno> {
         let file = self.open_upper(node, Access::Path)?;
-        self.remove_sketch_of(node, &file)
+        self.remove_partial_of(node, &file)
     }
 
-    fn remove_sketch_of(&self, node: &Node, file: &File) -> Result<(), Errno> {
-        let Some(mark) = self.read_marks(file)?.sketch else {
+    fn remove_partial_of(&self, node: &Node, file: &File) -> Result<(), Errno> {
+        let Some(mark) = self.read_marks(file)?.partial else {
             return Ok(());
         };
-        // A program may still read the sketch, so it is opened before its map is removed. A damaged
-        // sketch is removed without that.
+        // A program may still read the partial file, so it is opened before its map is removed. A
+        // damaged partial file is removed without that.
         let _ = self.known_content(node).map(drop);
-        self.open_sketches.remove(mark.id);
-        self.sketches
+        self.open_partials.remove(mark.id);
+        self.partials
             .remove(&mark)
             .map_err(|error| self.content_failed(node, error))
     }

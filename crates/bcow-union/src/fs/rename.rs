@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use super::charge::NAME_BYTES;
 use super::lookup::Access;
 use super::namespace::check_new_name;
-use super::nodes::{Node, Place};
+use super::nodes::{HostPlace, Node};
 use super::types::{RenameMode, SetTime};
 use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
@@ -334,8 +334,8 @@ impl UnionFs {
                 return true;
             }
             match here.place() {
-                Place::At { parent, .. } => here = parent,
-                Place::Root | Place::Nowhere => return false,
+                HostPlace::At { parent, .. } => here = parent,
+                HostPlace::Root | HostPlace::Nowhere => return false,
             }
         }
     }
@@ -349,7 +349,7 @@ fn rename(from: &End<'_>, to: &End<'_>, flags: RenameFlags) -> Result<(), Errno>
 fn moved(node: &Arc<Node>, from: &End<'_>, to: &End<'_>) {
     node.name_is_new.store(true, Ordering::Release);
     if node.is_at(from.parent, from.name) || node.kind != FileType::Directory {
-        node.set_place(Place::At {
+        node.set_place(HostPlace::At {
             parent: Arc::clone(to.parent),
             name: to.name.into(),
         });

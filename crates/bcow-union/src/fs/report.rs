@@ -11,7 +11,7 @@ use super::types::Figures;
 use crate::account::StoredBlocks;
 use crate::blocks::BLOCK_BYTES;
 use crate::options::SyncPolicy;
-use crate::sketch::{SketchStatus, Statistics};
+use crate::partial::{PartialStatus, Statistics};
 
 /// Counters and state of a union.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ pub struct Report {
     pub nodes: u64,
     /// Limit of stored bytes.
     pub limit_bytes: Option<u64>,
-    /// Counted bytes: with a limit all stored bytes, without one those of sketches.
+    /// Counted bytes: with a limit all stored bytes, without one those of partial files.
     pub counted_bytes: u64,
     /// Limit of inodes.
     pub limit_inodes: Option<u64>,
@@ -36,12 +36,12 @@ pub struct Report {
     pub copied_metadata: u64,
     /// Files that were copied whole.
     pub copied_whole: u64,
-    /// Number of open sketches.
-    pub open_sketches: u64,
-    /// Blocks of the open sketches together.
-    pub blocks: SketchStatus,
-    /// Counters of all sketches since the mount.
-    pub sketches: Statistics,
+    /// Number of open partial files.
+    pub open_partials: u64,
+    /// Blocks of the open partial files together.
+    pub blocks: PartialStatus,
+    /// Counters of all partial files since the mount.
+    pub partials: Statistics,
 }
 
 impl UnionFs {
@@ -79,14 +79,14 @@ impl UnionFs {
     /// Gives the counters and the state of this union.
     pub fn report(&self) -> Report {
         let mut open = 0;
-        let mut blocks = SketchStatus::default();
-        for (sketch, _) in self.open_sketches.all() {
+        let mut blocks = PartialStatus::default();
+        for (partial, _) in self.open_partials.all() {
             open += 1;
-            // A damaged sketch has no status.
-            if let Ok(status) = sketch.status() {
+            // A damaged partial file has no status.
+            if let Ok(status) = partial.status() {
                 blocks.blocks += status.blocks;
                 blocks.present += status.present;
-                blocks.in_transit += status.in_transit;
+                blocks.incomplete += status.incomplete;
                 blocks.stored_bytes += status.stored_bytes;
             }
         }
@@ -101,9 +101,9 @@ impl UnionFs {
             counted_inodes: self.account.inodes(),
             copied_metadata: self.copied_metadata.load(Ordering::Relaxed),
             copied_whole: self.copied_whole.load(Ordering::Relaxed),
-            open_sketches: open,
+            open_partials: open,
             blocks,
-            sketches: self.sketches.statistics(),
+            partials: self.partials.statistics(),
         }
     }
 

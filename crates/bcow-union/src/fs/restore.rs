@@ -15,7 +15,7 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::lookup::{UPPER_ONLY, index_name};
-use super::nodes::{Content, Node, Place, State, Upper};
+use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::orphans::{self, orphan_name};
 use super::plain::set_plain;
 use super::resent::Executed;
@@ -49,21 +49,21 @@ struct Restoring<'a> {
     orphans: HashSet<Vec<u8>>,
     /// Names in the index.
     indexed: HashSet<Vec<u8>>,
-    /// Nodes of sketches, by the number of the sketch.
-    sketches: HashMap<u64, Arc<Node>>,
+    /// Nodes of partial files, by the number of the partial file.
+    partials: HashMap<u64, Arc<Node>>,
     moved: HashSet<NodeId>,
 }
 
 /// Where a node was found.
-struct Found {
-    place: Place,
+struct RestoredNode {
+    place: HostPlace,
     object: Option<UpperObject>,
     is_orphan: bool,
 }
 
 impl UnionFs {
-    /// Restores the nodes and the unrecorded changes of sketches. The file system serves no request
-    /// yet.
+    /// Restores the nodes and the unrecorded changes of partial files. The file system serves no
+    /// request yet.
     pub(super) fn restore(self: &mut Arc<Self>, inherited: Inherited) -> Result<(), Errno> {
         let orphans = list(self.upper.work())?.into_iter();
         let orphans = orphans.filter(|name| name.starts_with(orphans::PREFIX.as_bytes()));
@@ -73,7 +73,7 @@ impl UnionFs {
             nodes: HashMap::from([(NodeId::ROOT, Arc::clone(&self.root))]),
             orphans: orphans.collect(),
             indexed: list(self.upper.index())?.into_iter().collect(),
-            sketches: HashMap::new(),
+            partials: HashMap::new(),
             moved: HashSet::new(),
         };
         restoring.group(inherited.nodes);
@@ -81,17 +81,17 @@ impl UnionFs {
         for id in ids {
             restoring.restore_with_parents(id);
         }
-        for (sketch, written) in &inherited.written {
-            restoring.restore_sketch(*sketch, written);
+        for (partial, written) in &inherited.written {
+            restoring.restore_partial(*partial, written);
         }
         let Restoring {
             nodes,
             orphans,
             moved,
-            sketches,
+            partials,
             ..
         } = restoring;
-        drop(sketches);
+        drop(partials);
         for name in orphans {
             // Of nodes that the kernel has forgotten.
             let removed = rustix::fs::unlinkat(self.upper.work(), &*name, AtFlags::empty());
@@ -177,7 +177,7 @@ impl Restoring<'_> {
         let union = self.union;
         let kind = host::kind_of(u32::from(record.kind) << 12);
         let lower = record.lower.map(Nid);
-        let Found {
+        let RestoredNode {
             place,
             object,
             is_orphan,
@@ -187,15 +187,15 @@ impl Restoring<'_> {
             // give the number of its inode to another file.
             return;
         }
-        let sketch = object.as_ref().and_then(|object| object.marks.sketch);
+        let partial = object.as_ref().and_then(|object| object.marks.partial);
         let links = object.as_ref().map(|object| object.stat.st_nlink);
-        let has_place = matches!(place, Place::At { .. });
+        let has_place = matches!(place, HostPlace::At { .. });
         let node = Node::new(id, kind, lower, place);
         node.has_orphan.store(is_orphan, Ordering::Release);
         if let Some(object) = object {
-            let mut state = State::of(Some(Upper::new(object)));
-            let is_partial = state.upper.as_ref().is_some_and(|upper| upper.is_partial);
-            if record.flags.contains(Flags::IN_BATCH) && is_partial && sketch.is_none() {
+            let mut state = NodeState::of(Some(Upper::new(object)));
+            let needs_image = state.upper.as_ref().is_some_and(|upper| upper.needs_image);
+            if record.flags.contains(Flags::IN_BATCH) && needs_image && partial.is_none() {
                 set_plain(&mut state);
                 if let Some(upper) = &mut state.upper {
                     upper.in_batch = true;
@@ -241,8 +241,8 @@ impl Restoring<'_> {
         if in_batch {
             union.batch.lock().push(Arc::clone(&node));
         }
-        if let Some(mark) = sketch {
-            self.sketches.insert(mark.id, Arc::clone(&node));
+        if let Some(mark) = partial {
+            self.partials.insert(mark.id, Arc::clone(&node));
         }
         self.nodes.insert(id, node);
         union.limit_descriptors();
@@ -256,7 +256,7 @@ impl Restoring<'_> {
         kind: FileType,
         lower: Option<Nid>,
         places: &[(NodeId, Box<[u8]>, Certainty)],
-    ) -> Found {
+    ) -> RestoredNode {
         let is_orphan = self.orphans.remove(orphan_name(id).as_bytes());
         for (parent, name, certainty) in places {
             let Some(parent) = self.nodes.get(parent).cloned() else {
@@ -274,8 +274,8 @@ impl Restoring<'_> {
                 other => other,
             };
             let name = name.clone();
-            let place = Place::At { parent, name };
-            return Found {
+            let place = HostPlace::At { parent, name };
+            return RestoredNode {
                 place,
                 object,
                 is_orphan,
@@ -285,8 +285,8 @@ impl Restoring<'_> {
             true => self.in_directory(self.union.upper.work(), orphan_name(id).as_bytes()),
             false => None,
         };
-        Found {
-            place: Place::Nowhere,
+        RestoredNode {
+            place: HostPlace::Nowhere,
             object: object.or_else(|| lower.and_then(|nid| self.in_index(nid))),
             is_orphan,
         }
@@ -369,15 +369,15 @@ impl Restoring<'_> {
         }
     }
 
-    /// Restores the written bytes of a sketch that no flush has recorded.
-    fn restore_sketch(&self, sketch: u64, written: &[Range<u64>]) {
+    /// Restores the written bytes of a partial file that no flush has recorded.
+    fn restore_partial(&self, partial: u64, written: &[Range<u64>]) {
         // Otherwise a flush has recorded them before the kernel forgot the node, or the file is
         // plain or removed now.
-        let Some(node) = self.sketches.get(&sketch) else {
+        let Some(node) = self.partials.get(&partial) else {
             return;
         };
         let restored = self.union.known_content(node).and_then(|state| {
-            let Content::Sketch(open) = &state.content else {
+            let Content::Partial(open) = &state.content else {
                 return Ok(());
             };
             let restored = open.restore(written);
@@ -387,16 +387,16 @@ impl Restoring<'_> {
             if let Some(ledger) = &self.union.ledger {
                 // The next process may be able to.
                 for bytes in written {
-                    ledger.written(sketch, bytes.clone());
+                    ledger.written(partial, bytes.clone());
                 }
             }
-            self.fail_sketch(sketch);
+            self.fail_partial(partial);
         }
     }
 
-    /// A sketch has lost changes: its program gets an error when it synchronizes the file.
-    fn fail_sketch(&self, sketch: u64) {
-        let Some(node) = self.sketches.get(&sketch) else {
+    /// A partial file has lost changes: its program gets an error when it synchronizes the file.
+    fn fail_partial(&self, partial: u64) {
+        let Some(node) = self.partials.get(&partial) else {
             return;
         };
         let path = super::path_of(node).unwrap_or_default();
@@ -406,7 +406,7 @@ impl Restoring<'_> {
             "unsynchronized changes were lost when the process of the mount ended",
         );
         if let Ok(state) = self.union.known_content(node)
-            && let Content::Sketch(open) = &state.content
+            && let Content::Partial(open) = &state.content
         {
             open.fail(Errno::IO);
         }

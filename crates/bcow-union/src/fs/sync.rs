@@ -11,12 +11,12 @@ use std::sync::atomic::Ordering;
 use rustix::io::Errno;
 
 use super::UnionFs;
-use super::nodes::{Content, Node, Place};
+use super::nodes::{Content, HostPlace, Node};
 use super::types::SyncScope;
 use crate::ledger::Flags;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
-use crate::sketch::Durability;
+use crate::partial::Durability;
 use crate::upper::Metacopy;
 
 impl UnionFs {
@@ -66,8 +66,8 @@ impl UnionFs {
     fn sync_content(&self, node: &Node, what: SyncScope, name_is_new: bool) -> Result<(), Errno> {
         {
             let state = node.read_state();
-            if let Content::Sketch(sketch) = &state.content {
-                sketch
+            if let Content::Partial(partial) = &state.content {
+                partial
                     .flush(Durability::Durable)
                     .map_err(|error| self.content_failed(node, error))?;
                 if what == SyncScope::Data && !name_is_new {
@@ -127,7 +127,7 @@ impl UnionFs {
         if indexed {
             rustix::fs::fsync(self.upper.index())?;
         }
-        while let Place::At { parent, .. } = place {
+        while let HostPlace::At { parent, .. } = place {
             if let Some(upto) = parent.names_changed.unsynced() {
                 if let Some(directory) = self.upper_directory(&parent)? {
                     rustix::fs::fsync(&*directory)?;
@@ -143,12 +143,12 @@ impl UnionFs {
     /// passed to the host's kernel.
     pub fn sync_all(&self) -> Result<(), Errno> {
         let batch = self.finish_batch();
-        let sketches = self.flush_sketches(self.durability());
+        let partials = self.flush_partials(self.durability());
         let host = match self.options.sync {
             SyncPolicy::Volatile => Ok(()),
             SyncPolicy::Strict | SyncPolicy::Batch(_) => rustix::fs::syncfs(self.upper.root()),
         };
-        batch.and(sketches).and(host)
+        batch.and(partials).and(host)
     }
 
     /// Adds a file that was copied whole to the batch. A batch of `most` files is synced in the
@@ -248,8 +248,8 @@ impl UnionFs {
     }
 
     /// Prepares the end of this process, so that another one takes over the mount: makes everything
-    /// durable, and records all sketches. The caller makes sure that no request is in progress or
-    /// begins.
+    /// durable, and records all partial files. The caller makes sure that no request is in progress
+    /// or begins.
     pub fn prepare_takeover(&self) -> Result<(), Errno> {
         // A close in another thread has the same effect.
         let closed = self.closed.lock();
@@ -258,7 +258,7 @@ impl UnionFs {
         }
         self.background.stop();
         let synced = self.sync_all();
-        self.confirm_sketches();
+        self.confirm_partials();
         synced
     }
 
@@ -274,7 +274,7 @@ impl UnionFs {
         }
         self.background.stop();
         let synced = self.sync_all();
-        self.confirm_sketches();
+        self.confirm_partials();
         self.table.for_each(&mut |node| self.drop_orphan(node));
         self.upper.remove_spare_whiteouts();
         if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {

@@ -33,8 +33,8 @@ fn open() -> Option<Fixture> {
     Fixture::new(options())
 }
 
-/// With sketches of small files too.
-fn open_with_sketches() -> Option<Fixture> {
+/// With partial files of small files too.
+fn open_with_partials() -> Option<Fixture> {
     Fixture::new(UnionOptions {
         small_bytes: 0,
         ..options()
@@ -203,8 +203,8 @@ fn files_with_several_names_in_the_image_are_found_by_the_index() {
 }
 
 #[test]
-fn written_bytes_of_sketches_stay() {
-    let Some(mut fixture) = open_with_sketches() else {
+fn written_bytes_of_partials_stay() {
+    let Some(mut fixture) = open_with_partials() else {
         return;
     };
     let id = fixture.get("big").node;
@@ -243,8 +243,8 @@ fn written_bytes_of_sketches_stay() {
 }
 
 #[test]
-fn an_orderly_end_makes_the_changes_of_sketches_durable() {
-    let Some(mut fixture) = open_with_sketches() else {
+fn an_orderly_end_makes_the_changes_of_partials_durable() {
+    let Some(mut fixture) = open_with_partials() else {
         return;
     };
     let id = fixture.get("big").node;
@@ -493,7 +493,7 @@ fn limits_count_removed_files_in_use() {
 }
 
 #[test]
-fn a_file_that_is_found_again_before_its_sketch_is_recorded_is_not_released() {
+fn a_file_that_is_found_again_before_its_partial_is_recorded_is_not_released() {
     let options = UnionOptions {
         small_bytes: 0,
         size_limit: Some(1000 * BLOCK),

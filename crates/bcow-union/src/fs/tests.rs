@@ -222,8 +222,8 @@ impl Fixture {
     }
 }
 
-/// With sketches of small files too.
-fn with_sketches() -> UnionOptions {
+/// With partial files of small files too.
+fn with_partials() -> UnionOptions {
     UnionOptions {
         small_bytes: 0,
         ..UnionOptions::default()
@@ -238,8 +238,8 @@ fn at(seconds: i64) -> Option<SetTime> {
 }
 
 #[test]
-fn sketch_that_could_not_be_flushed_outlives_its_node() {
-    let Some(mut fixture) = Fixture::new(with_sketches()) else {
+fn partial_that_could_not_be_flushed_outlives_its_node() {
+    let Some(mut fixture) = Fixture::new(with_partials()) else {
         return;
     };
     let big = fixture.get("big").node;
@@ -247,23 +247,23 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
     fixture.write(big, 100_000, b"hello");
     fixture.fs().forget(big, 1);
     fixture.fs().run_periodic();
-    assert_eq!(fixture.fs().open_sketches.all().count(), 1);
+    assert_eq!(fixture.fs().open_partials.all().count(), 1);
     fixture.lower.broken.store(false, Ordering::Release);
     let mut expected = noise(1, BIG);
     expected[100_000..100_005].copy_from_slice(b"hello");
     assert!(fixture.content("big") == expected);
-    // The kernel forgets the node: the sketch is not used any more.
+    // The kernel forgets the node: the partial file is not used any more.
     fixture.fs().forget(big, 1);
     fixture.fs().run_periodic();
-    assert_eq!(fixture.fs().open_sketches.all().count(), 0);
+    assert_eq!(fixture.fs().open_partials.all().count(), 0);
     assert!(fixture.content("big") == expected);
     fixture.reopen();
     assert!(fixture.content("big") == expected);
 }
 
 #[test]
-fn sketch_that_grew_has_its_size_also_when_its_node_was_forgotten() {
-    let Some(fixture) = Fixture::new(with_sketches()) else {
+fn partial_that_grew_has_its_size_also_when_its_node_was_forgotten() {
+    let Some(fixture) = Fixture::new(with_partials()) else {
         return;
     };
     let big = fixture.get("big").node;
@@ -278,13 +278,13 @@ fn sketch_that_grew_has_its_size_also_when_its_node_was_forgotten() {
 }
 
 #[test]
-fn sketch_that_was_emptied_is_closed() {
-    let Some(fixture) = Fixture::new(with_sketches()) else {
+fn partial_that_was_emptied_is_closed() {
+    let Some(fixture) = Fixture::new(with_partials()) else {
         return;
     };
     let big = fixture.get("big").node;
     fixture.write(big, 0, b"hello");
-    assert_eq!(fixture.fs().open_sketches.all().count(), 1);
+    assert_eq!(fixture.fs().open_partials.all().count(), 1);
     let size = Some(0);
     fixture.set(
         big,
@@ -293,9 +293,9 @@ fn sketch_that_was_emptied_is_closed() {
             ..Changes::default()
         },
     );
-    assert_eq!(fixture.fs().open_sketches.all().count(), 0);
-    // The filler thread may hold the sketch for a moment longer.
-    wait_until(|| fixture.fs().sketches.statistics().open == 0);
+    assert_eq!(fixture.fs().open_partials.all().count(), 0);
+    // The filler thread may hold the partial file for a moment longer.
+    wait_until(|| fixture.fs().partials.statistics().open == 0);
 }
 
 #[test]
@@ -406,10 +406,10 @@ fn removed_file_does_not_wait_for_its_batch_to_be_let_go() {
 }
 
 #[test]
-fn space_of_a_removed_sketch_is_given_back_once() {
+fn space_of_a_removed_partial_is_given_back_once() {
     let options = UnionOptions {
         size_limit: Some(200 * BLOCK),
-        ..with_sketches()
+        ..with_partials()
     };
     let Some(fixture) = Fixture::new(options) else {
         return;
@@ -433,7 +433,7 @@ fn space_of_a_removed_sketch_is_given_back_once() {
 #[test]
 fn a_host_without_holes_stores_whole_files() {
     let path = std::path::Path::new("upper");
-    assert_eq!(on_host(with_sketches(), true, path), with_sketches());
+    assert_eq!(on_host(with_partials(), true, path), with_partials());
     let options = on_host(UnionOptions::default(), false, path);
     let Some(mut fixture) = Fixture::new(options) else {
         return;
@@ -452,8 +452,8 @@ fn a_host_without_holes_stores_whole_files() {
 }
 
 #[test]
-fn sketch_with_an_index_entry_is_removed_with_its_last_name() {
-    let Some(mut fixture) = Fixture::new(with_sketches()) else {
+fn partial_with_an_index_entry_is_removed_with_its_last_name() {
+    let Some(mut fixture) = Fixture::new(with_partials()) else {
         return;
     };
     let bytes = vec![4; 2 * BLOCK as usize];
@@ -472,7 +472,7 @@ fn sketch_with_an_index_entry_is_removed_with_its_last_name() {
 
 #[test]
 fn time_that_is_set_during_a_flush_stays() {
-    let Some(fixture) = Fixture::new(with_sketches()) else {
+    let Some(fixture) = Fixture::new(with_partials()) else {
         return;
     };
     let big = fixture.get("big").node;
@@ -562,8 +562,8 @@ fn first_write_keeps_the_time_of_access() {
 }
 
 #[test]
-fn sketches_give_their_descriptors_back() {
-    let Some(mut fixture) = Fixture::new(with_sketches()) else {
+fn partials_give_their_descriptors_back() {
+    let Some(mut fixture) = Fixture::new(with_partials()) else {
         return;
     };
     let union = fixture.fs();
@@ -573,10 +573,10 @@ fn sketches_give_their_descriptors_back() {
         fixture.write(id, 5000, b"hello");
         nodes.push(id);
     }
-    assert_eq!(union.sketches.statistics().open, MANY as u64);
+    assert_eq!(union.partials.statistics().open, MANY as u64);
     union.descriptors_limit.store(10, Ordering::Relaxed);
     union.limit_descriptors();
-    assert_eq!(union.sketches.statistics().open, 0);
+    assert_eq!(union.partials.statistics().open, 0);
     let check = |fixture: &Fixture, number: usize| {
         let found = fixture.get(&format!("many/{number}"));
         assert_eq!(found.size, 2 * BLOCK);

@@ -21,7 +21,7 @@ use super::nodes::{Content, Node, Upper};
 use super::types::{Attributes, SetTime};
 use super::{UnionFs, host};
 use crate::host::{FileTimes, HiddenChange};
-use crate::sketch::Sketch;
+use crate::partial::Partial;
 use crate::upper::{Attribute, Mark, TimesMark};
 
 impl UnionFs {
@@ -37,7 +37,7 @@ impl UnionFs {
         let upper = state.upper.as_ref().ok_or(Errno::STALE)?;
         let set = || self.set_and_record(node, upper, &file, atime, mtime);
         match &state.content {
-            Content::Sketch(sketch) => sketch.hold_times(|_| set()),
+            Content::Partial(partial) => partial.hold_times(|_| set()),
             _ if node.is_directory() => {
                 let _times = node.lock_times();
                 set()
@@ -179,9 +179,9 @@ impl Upper {
         Ok(done)
     }
 
-    /// Shows the change time that the mount has shown of a sketch, also after its promotion.
-    pub(super) fn take_hidden_change(&self, sketch: &Sketch) {
-        sketch.hold_times(|hidden| *self.hidden_change.lock() = hidden);
+    /// Shows the change time that the mount has shown of a partial file, also after its promotion.
+    pub(super) fn take_hidden_change(&self, partial: &Partial) {
+        partial.hold_times(|hidden| *self.hidden_change.lock() = hidden);
     }
 
     /// Replaces the times of the host's file, whose stat is `stat`, by those that programs have

@@ -125,7 +125,7 @@ pub enum Allocate {
 
 /// An entry of a directory.
 #[derive(Debug, Clone, Copy)]
-pub struct Entry<'a> {
+pub struct DirectoryEntry<'a> {
     /// Bytes of the name.
     pub name: &'a [u8],
     /// The node that it names.

@@ -149,11 +149,11 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         if node.kind == FileType::Regular {
-            // The host removes the capabilities at each write to the host file, so the sketch must
-            // have no pending writes.
+            // The host removes the capabilities at each write to the host file, so the partial file
+            // must have no pending writes.
             let state = self.known_content(node)?;
-            if let Content::Sketch(sketch) = &state.content {
-                sketch
+            if let Content::Partial(partial) = &state.content {
+                partial
                     .flush(self.durability())
                     .map_err(|error| self.content_failed(node, error))?;
             }
@@ -190,8 +190,8 @@ impl UnionFs {
         };
         let written = write();
         // The capabilities are set again also after a failed write, and also if the file still has
-        // them: `set_capabilities` completes the pending writes of a sketch, which would remove
-        // them later.
+        // them: `set_capabilities` completes the pending writes of a partial file, which would
+        // remove them later.
         let restored = self.set_capabilities(&node, &saved, XattrMode::Any);
         written.and_then(|written| restored.map(|()| written))
     }

@@ -1,10 +1,10 @@
-//! The written bytes of sketches that no flush has recorded yet.
+//! The written bytes of partial files that no flush has recorded yet.
 //!
 //! The records are in two areas. A thread appends to the current one. A pass makes the other area
-//! current, flushes all sketches, and then empties the area that was current before. An append that
-//! is late by a pass is harmless: the flush has recorded the change. A written range stays true,
-//! because the bytes stay in the host's file until they are truncated, and truncated blocks ignore
-//! it.
+//! current, flushes all partial files, and then empties the area that was current before. An append
+//! that is late by a pass is harmless: the flush has recorded the change. A written range stays
+//! true, because the bytes stay in the host's file until they are truncated, and truncated blocks
+//! ignore it.
 
 use std::fs::File;
 use std::io;
@@ -34,7 +34,7 @@ pub(super) struct Changes {
     has_earlier: AtomicBool,
 }
 
-/// A pass of flushes over all sketches.
+/// A pass of flushes over all partial files.
 #[must_use]
 pub struct Pass<'a> {
     ledger: &'a Ledger,
@@ -63,7 +63,7 @@ impl<'a> Pass<'a> {
         Pass { ledger }
     }
 
-    /// All sketches are flushed: removes what was written before the pass.
+    /// All partial files are flushed: removes what was written before the pass.
     pub fn succeeded(self) {
         let changes = &self.ledger.changes;
         let side = (changes.area() + 1) & 1;
@@ -80,9 +80,9 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// The record of bytes that were written in a sketch.
-pub(super) fn encode(sketch: u64, bytes: &Range<u64>) -> [u8; RECORD_BYTES as usize] {
-    let fields = [WRITTEN, sketch, bytes.start, bytes.end];
+/// The record of bytes that were written in a partial file.
+pub(super) fn encode(partial: u64, bytes: &Range<u64>) -> [u8; RECORD_BYTES as usize] {
+    let fields = [WRITTEN, partial, bytes.start, bytes.end];
     let mut record = [0; RECORD_BYTES as usize];
     for (place, field) in record.chunks_exact_mut(8).zip(fields) {
         place.copy_from_slice(&field.to_le_bytes());
@@ -95,7 +95,7 @@ fn decode(bytes: &[u8]) -> Option<(u64, Range<u64>)> {
     (word(bytes, 0) == WRITTEN).then_some((word(bytes, 8), written))
 }
 
-/// The records of both areas: numbers of sketches, and written bytes.
+/// The records of both areas: numbers of partial files, and written bytes.
 pub(super) fn read_all(file: &File) -> io::Result<Vec<(u64, Range<u64>)>> {
     let mut records = Vec::new();
     let mut piece = vec![0; 64 << 10];

@@ -1,9 +1,9 @@
 //! The ledger: what a process has to know to serve a mount that another process served.
 //!
 //! The kernel names inodes by node ids, and never tells their names again. The ledger records the
-//! nodes that the kernel holds, with their places, and the written bytes of sketches that no flush
-//! has recorded. It is a memory file: it survives a process that is killed, as the host's page
-//! cache does, if another process has it open too. It need not survive the machine.
+//! nodes that the kernel holds, with their places, and the written bytes of partial files that no
+//! flush has recorded. It is a memory file: it survives a process that is killed, as the host's
+//! page cache does, if another process has it open too. It need not survive the machine.
 //!
 //! A process may be killed between any two stores. So the ledger never claims what is not true yet:
 //! a node that is about to be renamed has both places, and the reader of the ledger checks which
@@ -12,7 +12,7 @@
 //!
 //! ```text
 //! 0       header: version, generation, whether the ledger is complete, numbers of exchanges
-//! 4096    two areas of changes of sketches, 32 bytes each
+//! 4096    two areas of changes of partial files, 32 bytes each
 //! ...     records of nodes: cells of 64 bytes; long names take further cells
 //! ```
 
@@ -38,7 +38,7 @@ use changes::Changes;
 use node::Cells;
 
 pub use changes::Pass;
-pub use node::{Entry, Flags, NodeRecord, Placing};
+pub use node::{Flags, LedgerEntry, NodeRecord, Placing};
 
 /// The version of the layout. A process refuses other versions.
 const VERSION: u64 = 1;
@@ -72,7 +72,7 @@ pub struct Inherited {
     pub generation: u64,
     /// The nodes. A node can have several records, with different places.
     pub nodes: Vec<NodeRecord>,
-    /// The written bytes of sketches, by the number of the sketch.
+    /// The written bytes of partial files, by the number of the partial file.
     pub written: HashMap<u64, Vec<Range<u64>>>,
     /// Numbers of the requests whose exchange of two names was executed.
     pub exchanges: HashSet<u64>,
@@ -125,8 +125,8 @@ impl Ledger {
             exchanges: exchanges.filter(|&number| number != 0).collect(),
             ..Inherited::default()
         };
-        for (sketch, bytes) in changes::read_all(&file)? {
-            inherited.written.entry(sketch).or_default().push(bytes);
+        for (partial, bytes) in changes::read_all(&file)? {
+            inherited.written.entry(partial).or_default().push(bytes);
         }
         Ok(inherited)
     }
@@ -147,11 +147,11 @@ impl Ledger {
         self.write(&number.to_le_bytes(), EXCHANGES_AT + slot * 8);
     }
 
-    /// Records that bytes of a sketch are at their place in the host's file, and that no
+    /// Records that bytes of a partial file are at their place in the host's file, and that no
     /// flush has recorded them.
-    pub fn written(&self, sketch: u64, bytes: Range<u64>) {
+    pub fn written(&self, partial: u64, bytes: Range<u64>) {
         match self.changes.place() {
-            Some(at) => self.write(&changes::encode(sketch, &bytes), at),
+            Some(at) => self.write(&changes::encode(partial, &bytes), at),
             None => self.broken("too many written blocks wait for a flush"),
         }
     }
@@ -162,8 +162,8 @@ impl Ledger {
         self.changes.area()
     }
 
-    /// Begins to flush all sketches. When all flushes have succeeded, [`Pass::succeeded`] removes
-    /// the changes before it. Only one thread may do so at a time.
+    /// Begins to flush all partial files. When all flushes have succeeded, [`Pass::succeeded`]
+    /// removes the changes before it. Only one thread may do so at a time.
     pub fn begin_pass(&self) -> Pass<'_> {
         Pass::begin(self)
     }

@@ -91,14 +91,14 @@ struct Spot {
 
 /// The record of a node, as long as the node exists.
 #[derive(Debug)]
-pub struct Entry {
+pub struct LedgerEntry {
     ledger: Arc<Ledger>,
     /// Held to change the record. A leaf, but for the ledger's lock of free cells.
-    state: Mutex<State>,
+    state: Mutex<RecordState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct RecordState {
     record: NodeRecord,
     spot: Spot,
     /// The places that the node may have after a change in progress.
@@ -108,7 +108,7 @@ struct State {
 /// A place that a node may have, until the drop.
 #[must_use]
 pub struct Placing<'a> {
-    entry: &'a Entry,
+    entry: &'a LedgerEntry,
     spot: Option<Spot>,
 }
 
@@ -120,7 +120,7 @@ impl std::ops::BitOr for Flags {
     }
 }
 
-impl Entry {
+impl LedgerEntry {
     /// The ledger.
     pub fn ledger(&self) -> &Arc<Ledger> {
         &self.ledger
@@ -129,9 +129,9 @@ impl Entry {
     /// Records a node.
     pub fn new(ledger: &Arc<Ledger>, record: NodeRecord) -> Self {
         let spot = ledger.store(&record);
-        Entry {
+        LedgerEntry {
             ledger: Arc::clone(ledger),
-            state: Mutex::new(State {
+            state: Mutex::new(RecordState {
                 record,
                 spot,
                 places: Vec::new(),
@@ -212,7 +212,7 @@ impl Drop for Placing<'_> {
     }
 }
 
-impl Drop for Entry {
+impl Drop for LedgerEntry {
     fn drop(&mut self) {
         let state = self.state.get_mut();
         for &spot in state.places.iter().chain([&state.spot]) {

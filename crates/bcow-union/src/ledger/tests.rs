@@ -36,9 +36,9 @@ fn records_come_back_with_names_of_all_lengths() {
         .zip(&names)
         .map(|(id, name)| record(id, name))
         .collect();
-    let mut entries: Vec<Entry> = records
+    let mut entries: Vec<LedgerEntry> = records
         .iter()
-        .map(|record| Entry::new(&ledger, record.clone()))
+        .map(|record| LedgerEntry::new(&ledger, record.clone()))
         .collect();
     assert_eq!(read(&ledger).generation, 3);
     assert_eq!(nodes(&ledger), records);
@@ -50,7 +50,7 @@ fn records_come_back_with_names_of_all_lengths() {
         entries.extend(
             records[100..]
                 .iter()
-                .map(|one| Entry::new(&ledger, one.clone())),
+                .map(|one| LedgerEntry::new(&ledger, one.clone())),
         );
         assert_eq!(nodes(&ledger), records);
     }
@@ -60,7 +60,7 @@ fn records_come_back_with_names_of_all_lengths() {
 #[test]
 fn changes_of_a_record_come_back() {
     let ledger = Ledger::new(0).unwrap();
-    let entry = Entry::new(&ledger, record(7, b"name"));
+    let entry = LedgerEntry::new(&ledger, record(7, b"name"));
     entry.set_references(9);
     entry.set_host_inode(5);
     entry.set_flags(Flags::REMOVED | Flags::IN_BATCH, true);
@@ -96,7 +96,7 @@ fn changes_of_a_record_come_back() {
 #[test]
 fn a_record_that_is_half_written_is_not_read() {
     let ledger = Ledger::new(0).unwrap();
-    let entries = [7, 8].map(|id| Entry::new(&ledger, record(id, &[b'n'; 80])));
+    let entries = [7, 8].map(|id| LedgerEntry::new(&ledger, record(id, &[b'n'; 80])));
     // The name is there, and the first cell, which comes last, is not.
     let start = changes::END;
     ledger.file.write_all_at(&[1, 1], start).unwrap();
@@ -108,7 +108,7 @@ fn a_record_that_is_half_written_is_not_read() {
 }
 
 #[test]
-fn ranges_stay_until_all_sketches_are_flushed() {
+fn ranges_stay_until_all_partials_are_flushed() {
     let ledger = Ledger::new(0).unwrap();
     ledger.written(5, 10..20);
     let pass = ledger.begin_pass();
@@ -174,7 +174,7 @@ fn entries_can_be_changed_from_several_threads() {
             scope.spawn(move || {
                 for round in 0..500 {
                     let id = thread * 1000 + round % 7 + 1;
-                    let entry = Entry::new(&ledger, record(id, &[b'n'; 30]));
+                    let entry = LedgerEntry::new(&ledger, record(id, &[b'n'; 30]));
                     entry.set_place(2, &vec![b'm'; (round % 256) as usize]);
                     entry.set_references(round);
                 }

@@ -17,7 +17,7 @@ const MAX_CHUNKS: u64 = 4 << 20;
 
 /// The source of a piece of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Source {
+pub(super) enum PieceSource {
     /// The file above the image, at the same offset.
     Own,
     /// The lower file, at the same offset.
@@ -32,7 +32,7 @@ pub(super) struct Piece {
     /// The end of the run: the offset after its last byte.
     pub(super) end: u64,
     /// The source of the run.
-    pub(super) source: Source,
+    pub(super) source: PieceSource,
 }
 
 /// The file above the image.
@@ -71,7 +71,7 @@ impl Body {
             lower: Some(inode),
             pieces: vec![Piece {
                 end: inode.size,
-                source: Source::Lower,
+                source: PieceSource::Lower,
             }],
         }
     }
@@ -83,7 +83,7 @@ impl Body {
             Some(piece) => *piece,
             None => Piece {
                 end: u64::MAX,
-                source: Source::Hole,
+                source: PieceSource::Hole,
             },
         }
     }
@@ -115,9 +115,9 @@ impl Body {
             let end = piece.end.min(size);
             match piece.source {
                 _ if start >= end => {}
-                Source::Hole => {}
-                Source::Own => chunks.own(start, end)?,
-                Source::Lower => {
+                PieceSource::Hole => {}
+                PieceSource::Own => chunks.own(start, end)?,
+                PieceSource::Lower => {
                     if let Some(inode) = &self.lower {
                         lower_piece(inode, start, end, lower, &mut chunks)?;
                     }

@@ -22,7 +22,7 @@ use self::origin::Origins;
 use super::builder::{Builder, join};
 use super::changes::{Changes, Scope};
 use super::error::{ChangesError, Problem, at};
-use super::splice::Place;
+use super::splice::PiecePlace;
 use crate::upper::DiskReader;
 
 /// A directory that `e2fsck` makes, for files without a name.
@@ -74,7 +74,7 @@ impl Changes {
         };
         reader.run()?;
         let builder = reader.builder;
-        let place = Place::Disk {
+        let place = PiecePlace::Disk {
             compared: compared.clone(),
             _lock: disk.lock,
         };

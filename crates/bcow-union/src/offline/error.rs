@@ -43,9 +43,9 @@ pub enum Problem {
         /// The image's inode number.
         nid: u64,
     },
-    /// A sketch's map is missing or damaged.
+    /// A partial file's map is missing or damaged.
     #[error("{0}")]
-    Sketch(String),
+    Partial(String),
     /// The ext4 of the disk cannot be read.
     #[error(transparent)]
     Disk(ReadError),

@@ -10,7 +10,7 @@ mod changes;
 pub mod check;
 mod disk;
 mod error;
-mod sketched;
+mod partial;
 mod splice;
 
 pub use addresses::{LOWER_START, lower_offset};

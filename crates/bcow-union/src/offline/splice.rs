@@ -18,7 +18,7 @@ use bcow_view::Compared;
 use parking_lot::Mutex;
 
 use super::addresses::{LOWER_START, Segments, UPPER_START};
-use super::body::{Body, Own, Source};
+use super::body::{Body, Own, PieceSource};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::DiskReader;
 use crate::upper::beneath::open_regular_beneath;
@@ -33,14 +33,14 @@ const OPEN_FILES: usize = 16;
 pub struct Store {
     pub(super) lower: Arc<Filesystem>,
     pub(super) device: Arc<dyn BlockDevice>,
-    pub(super) place: Place,
+    pub(super) place: PiecePlace,
     pub(super) bodies: Vec<Body>,
     pub(super) segments: Segments,
     pub(super) open: Mutex<Vec<(u32, Arc<dyn BytesAt>)>>,
 }
 
 /// Where the content is that is not the image's.
-pub(super) enum Place {
+pub(super) enum PiecePlace {
     /// In files of an upper.
     Upper {
         /// The upper's root.
@@ -160,8 +160,8 @@ impl Store {
             let n = (buf.len() - done).min((piece.end - at).min(1 << 30) as usize);
             let part = &mut buf[done..done + n];
             match (piece.source, &body.lower) {
-                (Source::Own, _) => self.own(index)?.read_at(at, part)?,
-                (Source::Lower, Some(inode)) => {
+                (PieceSource::Own, _) => self.own(index)?.read_at(at, part)?,
+                (PieceSource::Lower, Some(inode)) => {
                     let read = self.lower.read(inode, at, part).map_err(lower_error)?;
                     part[read..].fill(0);
                 }
@@ -183,10 +183,10 @@ impl Store {
         }
         let own = &self.bodies[index as usize].own;
         let file: Arc<dyn BytesAt> = match (own, &self.place) {
-            (Some(Own::Host { path, inode }), Place::Upper { root, .. }) => {
+            (Some(Own::Host { path, inode }), PiecePlace::Upper { root, .. }) => {
                 open_host(root.as_fd(), path, *inode)?
             }
-            (Some(Own::Disk(extents)), Place::Disk { compared, .. }) => Arc::new(DiskFile {
+            (Some(Own::Disk(extents)), PiecePlace::Disk { compared, .. }) => Arc::new(DiskFile {
                 disk: compared.clone(),
                 extents: extents.clone(),
             }),

@@ -1,4 +1,4 @@
-//! An upper of the kernel door: a disk in [`META`], and no tree of files.
+//! An upper of the kernel driver: a disk in [`META`], and no tree of files.
 //!
 //! The kernel mounts the file system on the disk, and so it trusts its metadata. That is why a
 //! writer refuses a disk that a user other than this one and root could have written.
@@ -26,7 +26,7 @@ use super::directory::{
 use super::lock::lock_shared;
 use super::overlap::refuse_overlap;
 use super::record::{DISK, DISK_SCHEMA, DiskRecord, Recorded};
-use super::{Door, FileSystem, ImageName, META, UpperError, volatile, work};
+use super::{Driver, FileSystem, ImageName, META, UpperError, volatile, work};
 use crate::options::SyncPolicy;
 
 /// Permission bits with which other users can write.
@@ -34,21 +34,21 @@ const OTHERS_WRITE: u32 = 0o022;
 /// How many times the disk is opened again because another file took its name.
 const MAX_REPLACEMENTS: u32 = 100;
 
-/// The door that the upper at `path` belongs to; `None` if no mount has begun an upper there, or
-/// nothing is there. A directory that overlayfs filled belongs to no door yet.
-pub fn door_of(path: &Path) -> Result<Option<Door>, UpperError> {
+/// The driver that the upper at `path` belongs to; `None` if no mount has begun an upper there, or
+/// nothing is there. A directory that overlayfs filled belongs to no driver yet.
+pub fn driver_of(path: &Path) -> Result<Option<Driver>, UpperError> {
     let root = match open_root(path) {
         Err(UpperError::Missing { .. }) => return Ok(None),
         other => other?,
     };
     match work::open_directory(root.as_fd(), META.as_bytes()) {
-        Ok(meta) => Ok(Recorded::read(meta.as_fd(), path)?.door()),
+        Ok(meta) => Ok(Recorded::read(meta.as_fd(), path)?.driver()),
         Err(Errno::NOENT) => Ok(None),
         Err(errno) => Err(meta_failed(path, META, errno)),
     }
 }
 
-/// An upper of the kernel door, open for writing. Only this process may change it.
+/// An upper of the kernel driver, open for writing. Only this process may change it.
 #[derive(Debug)]
 pub struct DiskInstance {
     path: PathBuf,
@@ -97,14 +97,14 @@ impl DiskInstance {
     ) -> Result<Self, UpperError> {
         refuse_overlap(path)?;
         let (root, _) = open_or_create_root(path)?;
-        // Before anything is created in a directory that is no upper of this door.
+        // Before anything is created in a directory that is no upper of this driver.
         let names = names_beside_meta(root.as_fd(), path)?;
         let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
             Err(Errno::NOENT) if names > 0 => return Err(not_empty(path)),
             Err(Errno::NOENT) => open_or_create(root.as_fd(), path, META)?,
             other => other.map_err(|errno| meta_failed(path, META, errno))?,
         };
-        refuse_other_door(&Recorded::read(meta.as_fd(), path)?, path)?;
+        refuse_other_driver(&Recorded::read(meta.as_fd(), path)?, path)?;
         let instance = DiskInstance::lock(path, root, meta, note, disk)?;
         if let Some(record) = &instance.record
             && let Some(belongs) = record.identity()
@@ -145,7 +145,7 @@ impl DiskInstance {
         remove_acls(meta.as_fd(), path)?;
         // Read with the lock: another process may have begun the upper.
         let recorded = Recorded::read(meta.as_fd(), path)?;
-        refuse_other_door(&recorded, path)?;
+        refuse_other_driver(&recorded, path)?;
         let mut instance = DiskInstance {
             path: path.to_owned(),
             root,
@@ -234,7 +234,7 @@ impl DiskInstance {
     ) -> Result<(), UpperError> {
         let record = DiskRecord {
             schema: DISK_SCHEMA.into(),
-            door: Door::Kernel,
+            driver: Driver::Kernel,
             fs,
             size,
             image: hex(&image.identity),
@@ -303,7 +303,7 @@ impl DiskInstance {
     }
 }
 
-/// An upper of the kernel door that no process writes to while this lives.
+/// An upper of the kernel driver that no process writes to while this lives.
 #[derive(Debug)]
 pub struct DiskReader {
     path: PathBuf,
@@ -322,7 +322,7 @@ impl DiskReader {
             .map_err(|errno| meta_failed(path, META, errno))?;
         let lock = lock_shared(meta.as_fd(), path)?;
         let recorded = Recorded::read(meta.as_fd(), path)?;
-        refuse_other_door(&recorded, path)?;
+        refuse_other_driver(&recorded, path)?;
         let Recorded::Disk(record) = recorded else {
             return Err(UpperError::Incomplete {
                 path: path.to_owned(),
@@ -415,11 +415,11 @@ fn open_disk_file(
     }
 }
 
-fn refuse_other_door(recorded: &Recorded, path: &Path) -> Result<(), UpperError> {
-    match recorded.door() {
-        Some(Door::Fuse) => Err(UpperError::OtherDoor {
+fn refuse_other_driver(recorded: &Recorded, path: &Path) -> Result<(), UpperError> {
+    match recorded.driver() {
+        Some(Driver::Fuse) => Err(UpperError::OtherDriver {
             path: path.to_owned(),
-            door: Door::Fuse,
+            driver: Driver::Fuse,
         }),
         _ => Ok(()),
     }

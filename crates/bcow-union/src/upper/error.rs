@@ -7,7 +7,7 @@ use bcow::format::hex;
 use bcow::lock::LockError;
 use rustix::io::Errno;
 
-use super::{Door, Namespace, Ownership};
+use super::{Driver, Namespace, Ownership};
 
 /// Why an upper cannot be used. The messages name the directory.
 #[derive(Debug, thiserror::Error)]
@@ -76,16 +76,16 @@ pub enum UpperError {
         /// The identity and the name of the image of this operation.
         image: Box<([u8; 32], String)>,
     },
-    /// The upper belongs to the other door.
-    #[error("{}: the upper belongs to the {} door", path.display(), door_name(*.door))]
-    OtherDoor {
+    /// The upper belongs to the other driver.
+    #[error("{}: the upper belongs to the {} driver", path.display(), driver_name(*.driver))]
+    OtherDriver {
         /// The upper.
         path: PathBuf,
-        /// The door that it belongs to.
-        door: Door,
+        /// The driver that it belongs to.
+        driver: Driver,
     },
-    /// The directory has files in it that an upper of the kernel door would not show.
-    #[error("{}: not empty, so no upper of the kernel door can begin there", path.display())]
+    /// The directory has files in it that an upper of the kernel driver would not show.
+    #[error("{}: not empty, so no upper of the kernel driver can begin there", path.display())]
     NotEmpty {
         /// The upper.
         path: PathBuf,
@@ -97,7 +97,7 @@ pub enum UpperError {
         path: PathBuf,
     },
     /// A mount did not begin the upper completely.
-    #[error("{}: a mount at the kernel door began it, but did not complete it", path.display())]
+    #[error("{}: a mount with the kernel driver began it, but did not complete it", path.display())]
     Incomplete {
         /// The upper.
         path: PathBuf,
@@ -111,9 +111,9 @@ pub enum UpperError {
         #[source]
         source: NewFileError,
     },
-    /// The upper has a packed sketch of a development version.
-    #[error("{}: {}", path.display(), MarkError::PackedSketch)]
-    PackedSketch {
+    /// The upper has a packed partial file of a development version.
+    #[error("{}: {}", path.display(), MarkError::PackedPartial)]
+    PackedPartial {
         /// The file.
         path: PathBuf,
     },
@@ -271,10 +271,10 @@ fn hex_start(identity: &[u8; 32], other: &[u8; 32]) -> String {
     hex(&identity[..shown])
 }
 
-fn door_name(door: Door) -> &'static str {
-    match door {
-        Door::Fuse => "FUSE",
-        Door::Kernel => "kernel",
+fn driver_name(driver: Driver) -> &'static str {
+    match driver {
+        Driver::Fuse => "FUSE",
+        Driver::Kernel => "kernel",
     }
 }
 
@@ -296,12 +296,12 @@ pub enum MarkError {
         /// The value, escaped and truncated to 64 bytes.
         value: String,
     },
-    /// The file is a packed sketch of a development version.
+    /// The file is a packed partial file of a development version.
     #[error(
-        "it is a packed sketch, a form that this version does not read; \
+        "it is a packed partial file, a form that this version does not read; \
          commit the upper with the version of bcow that wrote it"
     )]
-    PackedSketch,
+    PackedPartial,
 }
 
 impl MarkError {

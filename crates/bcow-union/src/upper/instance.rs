@@ -17,11 +17,12 @@ use super::directory::{
 use super::overlap::refuse_overlap;
 use super::packed::refuse_packed;
 use super::probe::{Refused, permits, probe};
-use super::record::SketchForm;
+use super::record::PartialForm;
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
-    Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA, UpperError, volatile,
+    Attribute, DEFAULT_ACL, InstanceRecord, META, Names, Namespace, Ownership, SCHEMA, UpperError,
+    volatile,
 };
 use crate::options::SyncPolicy;
 
@@ -56,7 +57,7 @@ pub struct Instance {
     index: OwnedFd,
     work: OwnedFd,
     names: Names,
-    record: Record,
+    record: InstanceRecord,
     begun: Provenance,
     temporaries: TemporaryNames,
     /// Held during one link(2).
@@ -108,11 +109,11 @@ impl Instance {
             .iter()
             .all(|name| name == META.as_bytes());
         let meta = open_or_create(root.as_fd(), path, META)?;
-        // An upper of the other door stays as it is.
-        Record::read(meta.as_fd(), path)?;
+        // An upper of the other driver stays as it is.
+        InstanceRecord::read(meta.as_fd(), path)?;
         let lock = lock(meta.as_fd(), path, note)?;
         let opening = Opening::open(path, root, meta, lock)?;
-        let record = Record::read(opening.meta.as_fd(), path)?;
+        let record = InstanceRecord::read(opening.meta.as_fd(), path)?;
         if let Some(record) = &record
             && let Some(belongs) = record.identity()
             && belongs != image.identity
@@ -132,9 +133,9 @@ impl Instance {
         };
         let (record, begun) = match record {
             Some(mut record) => {
-                if record.sketches.is_none() {
+                if record.partials.is_none() {
                     refuse_packed(path, opening.root.as_fd(), record.namespace)?;
-                    record.sketches = Some(SketchForm::Sparse);
+                    record.partials = Some(PartialForm::Sparse);
                     record.write(opening.meta.as_fd(), path)?;
                 }
                 (record, Provenance::Existing)
@@ -144,13 +145,13 @@ impl Instance {
                     true => Namespace::User,
                     false => found.namespace,
                 };
-                let record = Record {
+                let record = InstanceRecord {
                     schema: SCHEMA.into(),
                     image: hex(&image.identity),
                     image_name: image.name.into(),
                     namespace,
                     ownership: found.ownership,
-                    sketches: Some(SketchForm::Sparse),
+                    partials: Some(PartialForm::Sparse),
                     created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
                 };
                 if is_empty {
@@ -184,11 +185,11 @@ impl Instance {
             Err(Errno::NOENT) => return Err(missing()),
             other => other.map_err(|errno| meta_failed(path, META, errno))?,
         };
-        // An upper of the other door stays as it is.
-        Record::read(meta.as_fd(), path)?;
+        // An upper of the other driver stays as it is.
+        InstanceRecord::read(meta.as_fd(), path)?;
         let lock = lock(meta.as_fd(), path, note)?;
         let opening = Opening::open(path, root, meta, lock)?;
-        let record = Record::read(opening.meta.as_fd(), path)?.ok_or_else(missing)?;
+        let record = InstanceRecord::read(opening.meta.as_fd(), path)?.ok_or_else(missing)?;
         let found = opening.probe(None)?;
         opening.finish(record, Provenance::Existing, found)
     }
@@ -203,7 +204,7 @@ impl Instance {
         self.root.as_fd()
     }
 
-    /// The directory of the sketches' maps.
+    /// The directory of the partial files' maps.
     pub(crate) fn maps(&self) -> BorrowedFd<'_> {
         self.maps.as_fd()
     }
@@ -234,7 +235,7 @@ impl Instance {
     }
 
     /// The content of its `instance.json`.
-    pub fn record(&self) -> &Record {
+    pub fn record(&self) -> &InstanceRecord {
         &self.record
     }
 
@@ -493,7 +494,7 @@ impl Opening {
 
     fn finish(
         self,
-        record: Record,
+        record: InstanceRecord,
         begun: Provenance,
         found: Names,
     ) -> Result<Instance, UpperError> {

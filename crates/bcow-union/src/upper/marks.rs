@@ -28,8 +28,8 @@ pub enum Mark {
     /// The difference between the number of names in the union and the number of links: see
     /// [`NlinkDelta`].
     Nlink,
-    /// The file is a sketch: see [`SketchMark`].
-    Sketch,
+    /// The file is a partial file: see [`PartialMark`].
+    Partial,
     /// Times that the host's file does not have: see [`TimesMark`].
     Times,
 }
@@ -42,7 +42,7 @@ impl Mark {
         Mark::Origin,
         Mark::Metacopy,
         Mark::Nlink,
-        Mark::Sketch,
+        Mark::Partial,
         Mark::Times,
     ];
 
@@ -54,7 +54,7 @@ impl Mark {
             Mark::Origin => [b"trusted.overlay.origin", b"user.overlay.origin"],
             Mark::Metacopy => [b"trusted.overlay.metacopy", b"user.overlay.metacopy"],
             Mark::Nlink => [b"trusted.overlay.nlink", b"user.overlay.nlink"],
-            Mark::Sketch => [b"trusted.bcow.sketch", b"user.bcow.sketch"],
+            Mark::Partial => [b"trusted.bcow.sketch", b"user.bcow.sketch"],
             Mark::Times => [b"trusted.overlay.bcow.times", b"user.overlay.bcow.times"],
         };
         match namespace {
@@ -91,8 +91,8 @@ pub struct Marks {
     pub metacopy: Metacopy,
     /// The difference between the number of names in the union and the number of links.
     pub nlink: Option<NlinkDelta>,
-    /// The fields of the sketch mark.
-    pub sketch: Option<SketchMark>,
+    /// The fields of the partial file mark.
+    pub partial: Option<PartialMark>,
     /// The times that the host's file does not have.
     pub times: Option<TimesMark>,
     /// The owner, mode and type that programs see. Used only with
@@ -140,7 +140,7 @@ impl Marks {
             Mark::Origin => self.origin = Origin::decode(value)?,
             Mark::Metacopy => self.metacopy = Metacopy::decode(value)?,
             Mark::Nlink => self.nlink = Some(NlinkDelta::decode(value)?),
-            Mark::Sketch => self.sketch = Some(SketchMark::decode(value)?),
+            Mark::Partial => self.partial = Some(PartialMark::decode(value)?),
             Mark::Times => self.times = Some(TimesMark::decode(value)?),
         }
         Ok(())
@@ -248,18 +248,18 @@ pub enum Metacopy {
     None,
     /// The lower file: only metadata was copied.
     Whole,
-    /// Both: the file is a sketch. overlayfs refuses a file with this value and with
-    /// [`REDIRECT_NOWHERE`]. Otherwise it would show the holes of the sketch as zeros.
-    Sketch,
+    /// Both: the file is a partial file. overlayfs refuses a file with this value and with
+    /// [`REDIRECT_NOWHERE`]. Otherwise it would show the holes of the partial file as zeros.
+    Partial,
 }
 
-/// The value of [`Metacopy::Sketch`]. It is shorter than `struct ovl_metacopy`, so overlayfs treats
-/// it as damage (`ovl_check_metacopy_xattr`, since Linux 6.6).
-const SKETCH_METACOPY: [u8; 1] = [0xbc];
+/// The value of [`Metacopy::Partial file`]. It is shorter than `struct ovl_metacopy`, so overlayfs
+/// treats it as damage (`ovl_check_metacopy_xattr`, since Linux 6.6).
+const PARTIAL_METACOPY: [u8; 1] = [0xbc];
 
-/// The redirect of a sketch: a path that no image is expected to have. overlayfs of any version
-/// finds no file at this path, and returns EIO instead of the lower file's content. bcow ignores
-/// this redirect.
+/// The redirect of a partial file: a path that no image is expected to have. overlayfs of any
+/// version finds no file at this path, and returns EIO instead of the lower file's content. bcow
+/// ignores this redirect.
 pub const REDIRECT_NOWHERE: &[u8] = b"/.bcow/sketch";
 
 impl Metacopy {
@@ -268,7 +268,7 @@ impl Metacopy {
         match self {
             Metacopy::None => None,
             Metacopy::Whole => Some(&[]),
-            Metacopy::Sketch => Some(&SKETCH_METACOPY),
+            Metacopy::Partial => Some(&PARTIAL_METACOPY),
         }
     }
 
@@ -279,7 +279,7 @@ impl Metacopy {
             [0, length, ..] if value.len() >= 4 && usize::from(*length) == value.len() => {
                 Ok(Metacopy::Whole)
             }
-            _ if value == SKETCH_METACOPY => Ok(Metacopy::Sketch),
+            _ if value == PARTIAL_METACOPY => Ok(Metacopy::Partial),
             _ => Err(MarkError::new("overlay.metacopy", value)),
         }
     }
@@ -324,22 +324,22 @@ impl NlinkDelta {
     }
 }
 
-/// The value of [`Mark::Sketch`], an attribute of the sketch's host file.
+/// The value of [`Mark::Partial file`], an attribute of the partial file's host file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SketchMark {
-    /// The sketch's number in this upper. It is also the name of its map.
+pub struct PartialMark {
+    /// The partial file's number in this upper. It is also the name of its map.
     pub id: u64,
     /// log2 of the block size in bytes, 9..=30.
     pub block_shift: u8,
-    /// Whether the map exists. If not, the sketch stores no block.
+    /// Whether the map exists. If not, the partial file stores no block.
     pub map_exists: bool,
     /// The bytes of the lower file, from its start, that are visible where no block is stored.
     pub lower_limit: u64,
 }
 
-/// The length of an encoded [`SketchMark`], in bytes.
-pub const SKETCH_MARK_BYTES: usize = 40;
-const SKETCH_VERSION: u8 = 1;
+/// The length of an encoded [`PartialMark`], in bytes.
+pub const PARTIAL_MARK_BYTES: usize = 40;
+const PARTIAL_VERSION: u8 = 1;
 /// The kind: each block at its own offset in the host file.
 const SPARSE: u8 = 1;
 /// The kind of development versions that stored the blocks in a BCoW file.
@@ -348,50 +348,50 @@ const MAP_EXISTS: u8 = 1;
 /// log2 of the block size in bytes.
 const SUPPORTED_BLOCK_SHIFT: u8 = 12;
 /// The reserved bytes, which are 0.
-const SKETCH_RESERVED: [Range<usize>; 2] = [4..8, 24..36];
+const PARTIAL_RESERVED: [Range<usize>; 2] = [4..8, 24..36];
 /// The offset of the checksum.
-const SKETCH_CRC: usize = SKETCH_MARK_BYTES - 4;
+const PARTIAL_CRC: usize = PARTIAL_MARK_BYTES - 4;
 
-impl SketchMark {
+impl PartialMark {
     /// The attribute's value.
-    pub fn encode(&self) -> [u8; SKETCH_MARK_BYTES] {
-        let mut bytes = [0; SKETCH_MARK_BYTES];
-        bytes[0] = SKETCH_VERSION;
+    pub fn encode(&self) -> [u8; PARTIAL_MARK_BYTES] {
+        let mut bytes = [0; PARTIAL_MARK_BYTES];
+        bytes[0] = PARTIAL_VERSION;
         bytes[1] = SPARSE;
         bytes[2] = self.block_shift;
         bytes[3] = if self.map_exists { MAP_EXISTS } else { 0 };
         bytes[8..16].copy_from_slice(&self.id.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.lower_limit.to_le_bytes());
-        let crc = crc32c(&bytes[..SKETCH_CRC]);
-        bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
+        let crc = crc32c(&bytes[..PARTIAL_CRC]);
+        bytes[PARTIAL_CRC..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
     /// Decodes a value. Checks its length, checksum and version, the limits of each field, and that
     /// reserved bytes are 0. [`has_supported_blocks`](Self::has_supported_blocks) is a separate
     /// check, because another block size is not damage.
-    pub fn decode(value: &[u8]) -> Result<SketchMark, MarkError> {
+    pub fn decode(value: &[u8]) -> Result<PartialMark, MarkError> {
         let bad = || MarkError::new("bcow.sketch", value);
-        let bytes: &[u8; SKETCH_MARK_BYTES] = value.try_into().map_err(|_| bad())?;
+        let bytes: &[u8; PARTIAL_MARK_BYTES] = value.try_into().map_err(|_| bad())?;
         let u64_at = |at: usize| {
             let mut number = [0; 8];
             number.copy_from_slice(&bytes[at..at + 8]);
             u64::from_le_bytes(number)
         };
         let mut crc = [0; 4];
-        crc.copy_from_slice(&bytes[SKETCH_CRC..]);
-        let intact = crc32c_matches(u32::from_le_bytes(crc), crc32c(&bytes[..SKETCH_CRC]));
-        if intact && bytes[0] == SKETCH_VERSION && bytes[1] == PACKED {
-            return Err(MarkError::PackedSketch);
+        crc.copy_from_slice(&bytes[PARTIAL_CRC..]);
+        let intact = crc32c_matches(u32::from_le_bytes(crc), crc32c(&bytes[..PARTIAL_CRC]));
+        if intact && bytes[0] == PARTIAL_VERSION && bytes[1] == PACKED {
+            return Err(MarkError::PackedPartial);
         }
-        let mark = SketchMark {
+        let mark = PartialMark {
             id: u64_at(8),
             block_shift: bytes[2],
             map_exists: bytes[3] & MAP_EXISTS != 0,
             lower_limit: u64_at(16),
         };
-        let mut reserved = SKETCH_RESERVED.into_iter().flatten();
-        let within_limits = bytes[0] == SKETCH_VERSION
+        let mut reserved = PARTIAL_RESERVED.into_iter().flatten();
+        let within_limits = bytes[0] == PARTIAL_VERSION
             && bytes[1] == SPARSE
             && bytes[3] & !MAP_EXISTS == 0
             && reserved.all(|at| bytes[at] == 0)
@@ -454,12 +454,12 @@ mod tests {
     }
 
     #[test]
-    fn metadata_copies_and_sketches_are_distinct() {
-        for form in [Metacopy::Whole, Metacopy::Sketch] {
+    fn metadata_copies_and_partials_are_distinct() {
+        for form in [Metacopy::Whole, Metacopy::Partial] {
             assert_eq!(Metacopy::decode(form.encode().unwrap()), Ok(form));
         }
         assert_eq!(Metacopy::None.encode(), None);
-        assert_eq!(Metacopy::Sketch.encode(), Some(&[0xbc][..]));
+        assert_eq!(Metacopy::Partial.encode(), Some(&[0xbc][..]));
         assert_eq!(Metacopy::decode(&[0, 4, 0, 0]), Ok(Metacopy::Whole));
         for bad in [&[1, 4, 0, 0][..], &[0], &[0, 5, 0, 0], &[0xbc, 4, 0, 1]] {
             assert!(Metacopy::decode(bad).is_err(), "{bad:?}");
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn redirect_of_a_sketch_is_ignored() {
+    fn redirect_of_a_partial_is_ignored() {
         let mut marks = Marks::default();
         marks.apply(Mark::Redirect, b"/.bcow/sketch").unwrap();
         assert_eq!(marks, Marks::default());
@@ -488,8 +488,8 @@ mod tests {
         }
     }
 
-    fn sketch() -> SketchMark {
-        SketchMark {
+    fn partial() -> PartialMark {
+        PartialMark {
             id: 0x1122_3344_5566_7788,
             block_shift: 12,
             map_exists: true,
@@ -498,57 +498,57 @@ mod tests {
     }
 
     #[test]
-    fn sketch_mark_round_trips_and_each_flipped_bit_is_refused() {
-        let bytes = sketch().encode();
+    fn partial_mark_round_trips_and_each_flipped_bit_is_refused() {
+        let bytes = partial().encode();
         assert_eq!(bytes[..4], [1, 1, 12, 1]);
-        assert_eq!(SketchMark::decode(&bytes), Ok(sketch()));
-        for bit in 0..SKETCH_MARK_BYTES * 8 {
+        assert_eq!(PartialMark::decode(&bytes), Ok(partial()));
+        for bit in 0..PARTIAL_MARK_BYTES * 8 {
             let mut bytes = bytes;
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert!(SketchMark::decode(&bytes).is_err(), "bit {bit}");
+            assert!(PartialMark::decode(&bytes).is_err(), "bit {bit}");
         }
-        assert!(SketchMark::decode(&bytes[..39]).is_err());
+        assert!(PartialMark::decode(&bytes[..39]).is_err());
     }
 
     #[test]
-    fn reserved_bytes_of_a_sketch_must_be_zero() {
+    fn reserved_bytes_of_a_partial_must_be_zero() {
         for at in [4, 7, 24, 32, 35] {
             let bytes = with_byte(at, 1);
-            assert!(SketchMark::decode(&bytes).is_err(), "byte {at}");
+            assert!(PartialMark::decode(&bytes).is_err(), "byte {at}");
         }
     }
 
     /// A mark with another byte, and a checksum that matches.
-    fn with_byte(at: usize, value: u8) -> [u8; SKETCH_MARK_BYTES] {
-        let mut bytes = sketch().encode();
+    fn with_byte(at: usize, value: u8) -> [u8; PARTIAL_MARK_BYTES] {
+        let mut bytes = partial().encode();
         bytes[at] = value;
-        let crc = crc32c(&bytes[..SKETCH_CRC]);
-        bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
+        let crc = crc32c(&bytes[..PARTIAL_CRC]);
+        bytes[PARTIAL_CRC..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
     #[test]
-    fn packed_sketch_of_an_earlier_version_is_refused_by_its_name() {
-        let decoded = SketchMark::decode(&with_byte(1, 2));
-        assert_eq!(decoded, Err(MarkError::PackedSketch));
+    fn packed_partial_of_an_earlier_version_is_refused_by_its_name() {
+        let decoded = PartialMark::decode(&with_byte(1, 2));
+        assert_eq!(decoded, Err(MarkError::PackedPartial));
         for kind in [0, 3] {
-            let error = SketchMark::decode(&with_byte(1, kind)).unwrap_err();
+            let error = PartialMark::decode(&with_byte(1, kind)).unwrap_err();
             assert!(matches!(error, MarkError::Damaged { .. }), "kind {kind}");
         }
     }
 
     #[test]
     fn fields_out_of_their_limits_are_refused() {
-        let changes: [fn(&mut SketchMark); 3] = [
+        let changes: [fn(&mut PartialMark); 3] = [
             |mark| mark.block_shift = 8,
             |mark| mark.block_shift = 31,
             |mark| mark.lower_limit = 1 << 63,
         ];
         for (index, change) in changes.into_iter().enumerate() {
-            let mut mark = sketch();
+            let mut mark = partial();
             change(&mut mark);
             assert!(
-                SketchMark::decode(&mark.encode()).is_err(),
+                PartialMark::decode(&mark.encode()).is_err(),
                 "change {index}"
             );
         }

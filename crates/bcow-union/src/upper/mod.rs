@@ -4,8 +4,8 @@
 //! directories, redirects, origins, metadata copies. Data that overlayfs does not know is in
 //! [`META`]. docs/upper.md has the layout.
 //!
-//! An upper of the kernel door ([`DiskInstance`], [`DiskReader`]) has no tree, but a disk in
-//! [`META`]. [`door_of`] says which of the two a directory is.
+//! An upper of the kernel driver ([`DiskInstance`], [`DiskReader`]) has no tree, but a disk in
+//! [`META`]. [`driver_of`] says which of the two a directory is.
 //!
 //! [`Instance`] opens the directory for its one writer, [`UpperReader`] for readers. [`Marks`] are
 //! the attributes that say what a file of the upper represents. [`Names`] separates the container's
@@ -16,7 +16,7 @@
 pub(crate) mod beneath;
 mod directory;
 mod disk;
-mod door;
+mod driver;
 mod error;
 mod instance;
 mod lock;
@@ -33,18 +33,18 @@ mod volatile;
 pub(crate) mod work;
 pub(crate) mod xattr;
 
-pub use disk::{DiskInstance, DiskReader, door_of};
-pub use door::Door;
+pub use disk::{DiskInstance, DiskReader, driver_of};
+pub use driver::Driver;
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{ImageName, Instance, Provenance};
 pub use marks::{
-    Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SketchMark,
+    Mark, Marks, Metacopy, NlinkDelta, Origin, PartialMark, REDIRECT_NOWHERE, Redirect,
 };
 pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
-pub use record::{DiskRecord, FileSystem, Record, SCHEMA};
+pub use record::{DiskRecord, FileSystem, InstanceRecord, SCHEMA};
 pub use times::TimesMark;
 pub(crate) use times::modified;
 pub(crate) use work::list;

@@ -20,7 +20,7 @@ use rustix::fs::{CWD, Mode, OFlags};
 use super::beneath::check_regular;
 use super::lock::open_lock;
 use super::{META, UpperError, work};
-use crate::mountinfo::Place;
+use crate::mountinfo::DirectoryPlace;
 
 /// Fails if another mount uses an upper that contains the upper at `path`, or an upper that lies in
 /// it. The directory at `path` does not have to exist.
@@ -183,7 +183,7 @@ impl View {
 
 impl MountTables {
     /// The place of `path` on the mount to which a descriptor of the process `pid` belongs.
-    fn place_of(&mut self, pid: &str, descriptor: i32, path: &Path) -> Option<Place> {
+    fn place_of(&mut self, pid: &str, descriptor: i32, path: &Path) -> Option<DirectoryPlace> {
         let fdinfo = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
         let mount = fdinfo
             .lines()
@@ -193,11 +193,11 @@ impl MountTables {
         let known = self
             .0
             .get(&view)
-            .and_then(|table| Place::of(path, mount, table));
+            .and_then(|table| DirectoryPlace::of(path, mount, table));
         // The mount may be newer than the table.
         known.or_else(|| {
             let table = std::fs::read(format!("/proc/{pid}/mountinfo")).ok()?;
-            let place = Place::of(path, mount, &table);
+            let place = DirectoryPlace::of(path, mount, &table);
             self.0.insert(view, table);
             place
         })

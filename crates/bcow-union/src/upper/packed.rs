@@ -1,5 +1,5 @@
-//! Refuses an upper with packed sketches: files of development versions that stored the blocks of a
-//! sketch in a BCoW file.
+//! Refuses an upper with packed partial files: files of development versions that stored the blocks
+//! of a partial file in a BCoW file.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -10,27 +10,27 @@ use rustix::fs::{AtFlags, FileType};
 use rustix::io::Errno;
 
 use super::beneath::open_directory_beneath;
-use super::marks::SketchMark;
+use super::marks::PartialMark;
 use super::work::list;
 use super::{Attribute, META, Mark, MarkError, Namespace, UpperError};
 
-/// Fails if the tree or the index of the upper at `path` has a packed sketch.
+/// Fails if the tree or the index of the upper at `path` has a packed partial file.
 pub(super) fn refuse_packed(
     path: &Path,
     root: BorrowedFd<'_>,
     namespace: Namespace,
 ) -> Result<(), UpperError> {
-    let found = find(root, Mark::Sketch.name(namespace))
-        .map_err(|errno| UpperError::io(path, "look for packed sketches in it", errno))?;
+    let found = find(root, Mark::Partial.name(namespace))
+        .map_err(|errno| UpperError::io(path, "look for packed partial files in it", errno))?;
     match found {
-        Some(file) => Err(UpperError::PackedSketch {
+        Some(file) => Err(UpperError::PackedPartial {
             path: path.join(OsStr::from_bytes(&file)),
         }),
         None => Ok(()),
     }
 }
 
-/// The path below the root of the first packed sketch.
+/// The path below the root of the first packed partial file.
 fn find(root: BorrowedFd<'_>, mark: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
     // By path: there may be more directories than descriptors.
     let mut pending = vec![Vec::new(), [META.as_bytes(), b"/index"].concat()];
@@ -50,8 +50,8 @@ fn find(root: BorrowedFd<'_>, mark: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
                 FileType::Directory => pending.push(path),
                 FileType::RegularFile => {
                     let value = Attribute::Named(opened.as_fd(), &name).get(mark)?;
-                    let decoded = value.map(|value| SketchMark::decode(&value));
-                    if let Some(Err(MarkError::PackedSketch)) = decoded {
+                    let decoded = value.map(|value| PartialMark::decode(&value));
+                    if let Some(Err(MarkError::PackedPartial)) = decoded {
                         return Ok(Some(path));
                     }
                 }

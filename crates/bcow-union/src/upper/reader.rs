@@ -11,7 +11,7 @@ use super::directory::{meta_failed, open_root};
 use super::instance::marked_by_user;
 use super::lock::lock_shared;
 use super::probe::can_read_trusted;
-use super::{Instance, META, Names, Namespace, Ownership, Record, UpperError};
+use super::{Instance, InstanceRecord, META, Names, Namespace, Ownership, UpperError};
 use super::{volatile, work};
 
 /// An upper that no process writes to while this lives, or while the content of
@@ -25,7 +25,7 @@ pub struct UpperReader {
     root: OwnedFd,
     meta: Option<OwnedFd>,
     names: Names,
-    record: Option<Record>,
+    record: Option<InstanceRecord>,
     lock: Option<Arc<File>>,
 }
 
@@ -42,7 +42,7 @@ impl UpperReader {
             None => (None, None),
             Some(meta) => (
                 lock_shared(meta.as_fd(), path)?,
-                Record::read(meta.as_fd(), path)?,
+                InstanceRecord::read(meta.as_fd(), path)?,
             ),
         };
         let can_read_trusted = can_read_trusted(root.as_fd()).map_err(|errno| {
@@ -119,7 +119,7 @@ impl UpperReader {
     }
 
     /// The content of its `instance.json`, if there is one.
-    pub fn record(&self) -> Option<&Record> {
+    pub fn record(&self) -> Option<&InstanceRecord> {
         self.record.as_ref()
     }
 

@@ -1,4 +1,4 @@
-//! `instance.json`: the image and the door that an upper belongs to, and how the upper stores the
+//! `instance.json`: the image and the driver that an upper belongs to, and how the upper stores the
 //! changes.
 
 use std::io::Read;
@@ -10,13 +10,13 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::beneath::open_regular;
-use super::{Door, META, Namespace, Ownership, UpperError};
+use super::{Driver, META, Namespace, Ownership, UpperError};
 
-/// The schema of an upper of the FUSE door.
+/// The schema of an upper of the FUSE driver.
 pub const SCHEMA: &str = "bcow.instance/1";
-/// The schema of an upper of the kernel door. Versions that know only the first one refuse it.
+/// The schema of an upper of the kernel driver. Versions that know only the first one refuse it.
 pub const DISK_SCHEMA: &str = "bcow.instance/2";
-/// The name of the disk in [`META`], in an upper of the kernel door.
+/// The name of the disk in [`META`], in an upper of the kernel driver.
 pub(super) const DISK: &str = "disk.bcow";
 /// The name of the file in [`META`], and of the temporary file that replaces it.
 const FILE: &str = "instance.json";
@@ -24,9 +24,9 @@ const NEW_FILE: &str = "instance.json.new";
 /// The longest record that is read, in bytes.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// The content of `instance.json` of an upper of the FUSE door.
+/// The content of `instance.json` of an upper of the FUSE driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct InstanceRecord {
     /// The schema: [`SCHEMA`].
     pub schema: String,
     /// The identity of the image, as 64 hexadecimal digits.
@@ -37,29 +37,30 @@ pub struct Record {
     pub namespace: Namespace,
     /// The place of owners.
     pub ownership: Ownership,
-    /// The form of the sketches; `None` in an upper of a development version that also made packed
-    /// ones.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sketches: Option<SketchForm>,
+    /// The form of the partial files; `None` in an upper of a development version that also made
+    /// packed ones.
+    #[serde(default, rename = "sketches", skip_serializing_if = "Option::is_none")]
+    pub partials: Option<PartialForm>,
     /// The program that created the upper.
     pub created_by: String,
 }
 
-/// The form of the sketches of an upper.
+/// The form of the partial files of an upper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum SketchForm {
+pub enum PartialForm {
     /// Each block at its own offset.
     Sparse,
 }
 
-/// The content of `instance.json` of an upper of the kernel door.
+/// The content of `instance.json` of an upper of the kernel driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskRecord {
     /// The schema: [`DISK_SCHEMA`].
     pub schema: String,
-    /// The door: [`Door::Kernel`].
-    pub door: Door,
+    /// The driver: [`Driver::Kernel`].
+    #[serde(rename = "door")]
+    pub driver: Driver,
     /// The file system on the disk.
     pub fs: FileSystem,
     /// Size of the file system in bytes.
@@ -85,11 +86,11 @@ pub enum FileSystem {
 pub(super) enum Recorded {
     /// Nothing.
     Nothing,
-    /// No record, but a disk: a mount at the kernel door did not begin the upper completely.
+    /// No record, but a disk: a mount with the kernel driver did not begin the upper completely.
     DiskOnly,
-    /// An upper of the FUSE door.
-    Tree(Record),
-    /// An upper of the kernel door.
+    /// An upper of the FUSE driver.
+    Tree(InstanceRecord),
+    /// An upper of the kernel driver.
     Disk(DiskRecord),
 }
 
@@ -141,43 +142,46 @@ impl Recorded {
             }
             None => return Err(damaged("it names no schema".into())),
         };
-        let (identity, door) = match &recorded {
+        let (identity, driver) = match &recorded {
             Recorded::Tree(record) => (record.identity(), None),
-            Recorded::Disk(record) => (record.identity(), Some(record.door)),
+            Recorded::Disk(record) => (record.identity(), Some(record.driver)),
             Recorded::Nothing | Recorded::DiskOnly => (None, None),
         };
-        match (identity, door) {
+        match (identity, driver) {
             (None, _) => Err(damaged("its image is not an identity".into())),
-            (Some(_), Some(Door::Fuse)) => Err(damaged("its door has another schema".into())),
+            (Some(_), Some(Driver::Fuse)) => Err(damaged("its driver has another schema".into())),
             (Some(_), _) => Ok(recorded),
         }
     }
 
-    /// The door that the upper belongs to, if it belongs to one.
-    pub fn door(&self) -> Option<Door> {
+    /// The driver that the upper belongs to, if it belongs to one.
+    pub fn driver(&self) -> Option<Driver> {
         match self {
             Recorded::Nothing => None,
-            Recorded::Tree(_) => Some(Door::Fuse),
-            Recorded::DiskOnly | Recorded::Disk(_) => Some(Door::Kernel),
+            Recorded::Tree(_) => Some(Driver::Fuse),
+            Recorded::DiskOnly | Recorded::Disk(_) => Some(Driver::Kernel),
         }
     }
 }
 
-impl Record {
+impl InstanceRecord {
     /// The identity as bytes; `None` if the text is not a valid identity, which a read rejects.
     pub fn identity(&self) -> Option<[u8; 32]> {
         parse_identity(&self.image)
     }
 
     /// Reads the record in the directory `meta` of the upper at `path`; `None` if it is missing.
-    /// Fails for an upper of another door.
-    pub(super) fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Record>, UpperError> {
+    /// Fails for an upper of another driver.
+    pub(super) fn read(
+        meta: BorrowedFd<'_>,
+        path: &Path,
+    ) -> Result<Option<InstanceRecord>, UpperError> {
         match Recorded::read(meta, path)? {
             Recorded::Nothing => Ok(None),
             Recorded::Tree(record) => Ok(Some(record)),
-            Recorded::DiskOnly | Recorded::Disk(_) => Err(UpperError::OtherDoor {
+            Recorded::DiskOnly | Recorded::Disk(_) => Err(UpperError::OtherDriver {
                 path: path.to_owned(),
-                door: Door::Kernel,
+                driver: Driver::Kernel,
             }),
         }
     }

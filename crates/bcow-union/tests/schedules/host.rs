@@ -8,8 +8,8 @@ use bcow::sync::atomic::{AtomicI64, Ordering};
 use bcow::sync::thread::{self, ThreadId};
 use bcow_union::Seek;
 use bcow_union::testing::host::{FileTimes, HostFile};
-use bcow_union::testing::sketch::host::{MapStore, MarkedFile};
-use bcow_union::testing::sketch::{Lower, SketchMark};
+use bcow_union::testing::partial::host::{MapStore, MarkedFile};
+use bcow_union::testing::partial::{Lower, PartialMark};
 use rustix::fs::Timespec;
 use rustix::io::Errno;
 
@@ -33,14 +33,14 @@ pub struct File {
 struct Times {
     now: i64,
     modified: i64,
-    /// Threads that write to the sketch. Threads that only complete blocks are not listed.
+    /// Threads that write to the partial file. Threads that only complete blocks are not listed.
     changing: Vec<ThreadId>,
     /// Time of the last write by one of these threads.
     changed: i64,
 }
 
 enum Of {
-    Sketch(Arc<dyn MarkedFile>),
+    Partial(Arc<dyn MarkedFile>),
     Map(Arc<dyn HostFile>),
 }
 
@@ -56,7 +56,7 @@ impl File {
     fn there(&self) -> &dyn HostFile {
         pause(&self.point);
         match &self.of {
-            Of::Sketch(file) => file.content(),
+            Of::Partial(file) => file.content(),
             Of::Map(file) => &**file,
         }
     }
@@ -122,7 +122,7 @@ impl HostFile for File {
     }
 }
 
-/// The file of the upper that stores the sketch.
+/// The file of the upper that stores the partial file.
 pub struct Host {
     marks: Arc<dyn MarkedFile>,
     content: File,
@@ -132,7 +132,7 @@ impl Host {
     pub fn of(world: &World) -> Arc<Host> {
         let marks = world.host();
         Arc::new(Host {
-            content: File::new(Of::Sketch(Arc::clone(&marks))),
+            content: File::new(Of::Partial(Arc::clone(&marks))),
             marks,
         })
     }
@@ -163,7 +163,7 @@ impl MarkedFile for Host {
     fn content(&self) -> &dyn HostFile {
         &self.content
     }
-    fn set_mark(&self, mark: &SketchMark) -> io::Result<()> {
+    fn set_mark(&self, mark: &PartialMark) -> io::Result<()> {
         self.marks().set_mark(mark)
     }
     fn set_reject_marks(&self) -> io::Result<()> {

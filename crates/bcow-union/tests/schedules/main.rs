@@ -1,4 +1,4 @@
-//! Sparse sketches under a model checker, which tries thousands of schedules of threads on the same
+//! Partial files under a model checker, which tries thousands of schedules of threads on the same
 //! blocks.
 //!
 //! Each test is a *model*: some operations for each of several threads, on a host in memory. In
@@ -10,9 +10,9 @@ mod model;
 mod orders;
 mod sparse;
 
-#[path = "../sketch/support.rs"]
+#[path = "../partial/support.rs"]
 #[allow(dead_code)]
 mod support;
-#[path = "../sketch/world.rs"]
+#[path = "../partial/world.rs"]
 #[allow(dead_code)]
 mod world;

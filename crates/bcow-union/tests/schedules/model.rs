@@ -9,7 +9,9 @@ use bcow_testkit::shuttle::rand::{Rng, thread_rng};
 use bcow_union::Seek;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{Durability, KeepSize, Lower, Sketch, SketchOptions, Sketches};
+use bcow_union::testing::partial::{
+    Durability, KeepSize, Lower, Partial, PartialOptions, Partials,
+};
 use bcow_union::testing::upper::{Metacopy, Namespace};
 
 use crate::host::{Below, Host, Maps};
@@ -17,7 +19,7 @@ use crate::orders::{Op, Orders, number, tag};
 use crate::support::{TestLower, quiet};
 use crate::world::World;
 
-/// The operations on a sketch and their threads.
+/// The operations on a partial file and their threads.
 #[derive(Debug, Clone)]
 pub struct Model {
     /// Size of the lower file in bytes.
@@ -25,17 +27,17 @@ pub struct Model {
     /// Operations before the threads start.
     pub first: Vec<Op>,
     pub threads: Vec<Vec<Op>>,
-    pub options: SketchOptions,
+    pub options: PartialOptions,
 }
 
 /// Options without background threads.
-pub fn alone() -> SketchOptions {
+pub fn alone() -> PartialOptions {
     quiet()
 }
 
 /// Options with a background thread that fills without delay.
-pub fn with_filler() -> SketchOptions {
-    SketchOptions {
+pub fn with_filler() -> PartialOptions {
+    PartialOptions {
         fillers: 1,
         fill_delay: Duration::ZERO,
         ..quiet()
@@ -43,9 +45,9 @@ pub fn with_filler() -> SketchOptions {
 }
 
 /// Options with which writers complete blocks themselves, as if the background were behind.
-pub fn behind() -> SketchOptions {
-    SketchOptions {
-        most_in_transit: 0,
+pub fn behind() -> PartialOptions {
+    PartialOptions {
+        most_incomplete: 0,
         ..quiet()
     }
 }
@@ -78,8 +80,8 @@ struct Run {
     world: World,
     host: Arc<Host>,
     lower: Arc<TestLower>,
-    sketch: Arc<Sketch>,
-    sketches: Sketches,
+    partial: Arc<Partial>,
+    partials: Partials,
     /// Number and end of each completed flush.
     flushed: Mutex<Vec<(usize, usize)>>,
 }
@@ -90,22 +92,22 @@ impl Run {
         let host = Host::of(&world);
         let lower = Arc::new(TestLower::full(model.lower));
         let account = Arc::new(Account::new(None));
-        let sketches = Sketches::on(
+        let partials = Partials::on(
             Maps::of(&world),
             Namespace::Trusted,
             account,
             model.options.clone(),
         );
         let below = Below::new(Arc::clone(&lower));
-        let sketch = sketches.create_on(host.clone(), below);
+        let partial = partials.create_on(host.clone(), below);
         Run {
             model: model.clone(),
             orders: Arc::clone(orders),
             world,
             host,
             lower,
-            sketch: sketch.unwrap(),
-            sketches,
+            partial: partial.unwrap(),
+            partials,
             flushed: Mutex::default(),
         }
     }
@@ -128,21 +130,21 @@ impl Run {
     }
 
     fn step(&self, op: &Op, number: usize) {
-        let sketch = &*self.sketch;
+        let partial = &*self.partial;
         match *op {
             Op::Write { at, length } => {
                 let data = vec![tag(number); length as usize];
-                let written = self.host.changing(|| sketch.write_at(at, &data));
+                let written = self.host.changing(|| partial.write_at(at, &data));
                 assert_eq!(written.unwrap(), data.len());
             }
             Op::Zero { at, length, size } => {
-                let zeroed = self.host.changing(|| sketch.zero(at, length, size));
+                let zeroed = self.host.changing(|| partial.zero(at, length, size));
                 zeroed.unwrap();
             }
-            Op::Resize(size) => self.host.changing(|| sketch.set_size(size)).unwrap(),
+            Op::Resize(size) => self.host.changing(|| partial.set_size(size)).unwrap(),
             Op::Read { at, length } => {
                 let mut bytes = vec![0xEE; length as usize];
-                let read = sketch.read_at(at, &mut bytes).unwrap();
+                let read = partial.read_at(at, &mut bytes).unwrap();
                 bytes.truncate(read);
                 let could = &self.orders.at[number];
                 for place in at..at + length {
@@ -151,29 +153,29 @@ impl Run {
                 }
             }
             Op::SeekData(at) => {
-                let found = sketch.seek(at, Seek::Data).unwrap();
+                let found = partial.seek(at, Seek::Data).unwrap();
                 // The skipped range must be zeros.
                 let end = found.unwrap_or(self.longest());
                 self.are_zeros(at..end, number);
             }
             Op::SeekHole(at) => {
-                if let Some(found) = sketch.seek(at, Seek::Hole).unwrap() {
+                if let Some(found) = partial.seek(at, Seek::Hole).unwrap() {
                     self.are_zeros(found..found + 1, number);
                 }
             }
-            Op::Settle => sketch.settle().unwrap(),
+            Op::Settle => partial.settle().unwrap(),
             Op::Flush => {
-                sketch.flush(Durability::Durable).unwrap();
+                partial.flush(Durability::Durable).unwrap();
                 let now = self.world.now();
                 self.flushed.lock().unwrap().push((number, now));
             }
             Op::LetGo => {
-                if sketch.is_recorded() {
+                if partial.is_recorded() {
                     let world = self.world.killed();
                     self.compare(&world, &self.orders.since[number], "let go");
                 }
             }
-            Op::Promote => drop(sketch.promote().unwrap()),
+            Op::Promote => drop(partial.promote().unwrap()),
         }
     }
 
@@ -197,13 +199,13 @@ impl Run {
         let could = self.orders.after(&flushed);
         self.compare(&cut, &could, "after a power cut");
         // Complete all blocks. The content must not change.
-        self.sketch.settle().unwrap();
-        assert_eq!(self.sketch.status().unwrap().in_transit, 0);
-        assert_eq!(self.sketches.statistics().blocks_in_transit, 0);
+        self.partial.settle().unwrap();
+        assert_eq!(self.partial.status().unwrap().incomplete, 0);
+        assert_eq!(self.partials.statistics().incomplete_blocks, 0);
         self.is_as_late_as_its_last_change();
         assert!(self.shown() == bytes, "settling changed something");
-        self.sketch.flush(Durability::Durable).unwrap();
-        assert!(self.sketch.is_recorded());
+        self.partial.flush(Durability::Durable).unwrap();
+        assert!(self.partial.is_recorded());
         let (killed, cut) = (self.world.killed(), {
             let now = self.world.now();
             self.world.cut(now, &mut random)
@@ -238,32 +240,32 @@ impl Run {
             return match world.metacopy() {
                 Metacopy::None => world.content(),
                 Metacopy::Whole => self.lower.bytes.clone(),
-                Metacopy::Sketch => panic!("it is marked as a sketch and has no mark"),
+                Metacopy::Partial => panic!("it is marked as a partial file and has no mark"),
             };
         };
         let account = Arc::new(Account::new(None));
         let store = Arc::new(world.clone());
-        let sketches = Sketches::on(store, Namespace::Trusted, account, quiet());
+        let partials = Partials::on(store, Namespace::Trusted, account, quiet());
         let lower: Arc<dyn Lower> = self.lower.clone();
-        let sketch = sketches.open_on(&mark, world.host(), lower).unwrap();
-        read_all(&sketch)
+        let partial = partials.open_on(&mark, world.host(), lower).unwrap();
+        read_all(&partial)
     }
 
     fn shown(&self) -> Vec<u8> {
-        read_all(&self.sketch)
+        read_all(&self.partial)
     }
 
     fn holes_are_zeros(&self, bytes: &[u8]) {
         let mut at = 0;
         while at < bytes.len() as u64 {
-            let data = self.sketch.seek(at, Seek::Data).unwrap();
+            let data = self.partial.seek(at, Seek::Data).unwrap();
             let data = data.unwrap_or(bytes.len() as u64);
             assert!(
                 bytes[at as usize..data as usize]
                     .iter()
                     .all(|byte| *byte == 0)
             );
-            let hole = self.sketch.seek(data, Seek::Hole).unwrap();
+            let hole = self.partial.seek(data, Seek::Hole).unwrap();
             at = hole.unwrap_or(bytes.len() as u64);
             assert!(at > data || data == bytes.len() as u64);
         }
@@ -308,9 +310,9 @@ impl Run {
     }
 }
 
-fn read_all(sketch: &Sketch) -> Vec<u8> {
-    let mut bytes = vec![0xEE; sketch.size() as usize];
-    let read = sketch.read_at(0, &mut bytes).unwrap();
+fn read_all(partial: &Partial) -> Vec<u8> {
+    let mut bytes = vec![0xEE; partial.size() as usize];
+    let read = partial.read_at(0, &mut bytes).unwrap();
     assert_eq!(read, bytes.len());
     bytes
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::KeepSize;
+use bcow_union::testing::partial::KeepSize;
 
 /// An operation of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub enum Op {
     SeekHole(u64),
     Settle,
     Flush,
-    /// Simulates a kill of the program if all changes of the sketch are recorded.
+    /// Simulates a kill of the program if all changes of the partial file are recorded.
     LetGo,
     Promote,
 }

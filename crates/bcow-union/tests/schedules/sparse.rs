@@ -1,7 +1,7 @@
-//! The models of sparse sketches.
+//! The models of partial files.
 
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::sketch::{KeepSize, SketchOptions};
+use bcow_union::testing::partial::{KeepSize, PartialOptions};
 
 use crate::model::{Model, alone, behind, random, with_filler};
 use crate::orders::Op;
@@ -26,7 +26,7 @@ fn read(at: u64, length: u64) -> Op {
     Op::Read { at, length }
 }
 
-fn model<const N: usize>(lower: u64, options: SketchOptions, threads: [&[Op]; N]) -> Model {
+fn model<const N: usize>(lower: u64, options: PartialOptions, threads: [&[Op]; N]) -> Model {
     Model {
         lower,
         first: Vec::new(),
@@ -105,7 +105,7 @@ fn a_flush_has_all_that_was_written_before_it() {
 }
 
 #[test]
-fn a_sketch_is_promoted_only_when_nothing_of_the_lower_file_shows() {
+fn a_partial_is_promoted_only_when_nothing_of_the_lower_file_shows() {
     let threads: [&[Op]; 3] = [
         &[write(0, B), Op::Promote, write(5, 5)],
         &[write(B + 5, 20), Op::Promote, Op::Flush],
@@ -129,7 +129,7 @@ fn fetching_ahead_overwrites_no_written_bytes() {
             vec![write(5 * B + 100, 10), write(12 * B, 3)],
             vec![Op::Resize(8 * B + 3), read(5 * B, 3 * B)],
         ],
-        options: SketchOptions {
+        options: PartialOptions {
             ahead_blocks: 8,
             ..alone()
         },

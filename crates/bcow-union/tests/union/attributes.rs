@@ -83,7 +83,7 @@ fn opaque_marks_of_the_container_do_not_reach_the_host() {
 
 /// The host removes capabilities with each write.
 #[test]
-fn capabilities_of_a_sketch_stay_until_its_next_write() {
+fn capabilities_of_a_partial_stay_until_its_next_write() {
     const NAME: &str = "security.capability";
     const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     let Some(mut union) = open() else { return };
@@ -103,7 +103,7 @@ fn capabilities_of_a_sketch_stay_until_its_next_write() {
     }
     union.write("big", 0, b"x");
     assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA));
-    // Also on a sketch that the kernel forgot before all data was on the host.
+    // Also on a partial file that the kernel forgot before all data was on the host.
     union.fs().forget(union.id("big"), 1000);
     union.set_xattr("big", NAME, &CAPABILITY);
     union.fs().sync_all().unwrap();
@@ -258,7 +258,7 @@ fn times_that_the_host_cannot_store_stay() {
 }
 
 #[test]
-fn background_work_on_a_sketch_changes_no_time() {
+fn background_work_on_a_partial_changes_no_time() {
     let Some(union) = open() else { return };
     let times = || {
         let found = union.get("big").unwrap();
@@ -273,7 +273,10 @@ fn background_work_on_a_sketch_changes_no_time() {
     let start = Instant::now();
     while attribute(&union.host("big"), "trusted.bcow.sketch").is_some() {
         assert_eq!(times(), written);
-        assert!(start.elapsed().as_secs() < 60, "the sketch is not promoted");
+        assert!(
+            start.elapsed().as_secs() < 60,
+            "the partial file is not promoted"
+        );
         std::thread::yield_now();
     }
     assert_eq!(times(), written);

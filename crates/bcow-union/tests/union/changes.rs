@@ -12,7 +12,7 @@ use crate::fixture::{Union, open_many};
 use crate::host::{make_whiteout, set_attribute};
 use crate::image::{ACCESS_ACL, acl};
 use crate::tree::{assert_same, tree_of};
-use crate::unmounted::{sketched, spliced};
+use crate::unmounted::{partial, spliced};
 
 /// The changes alone as a file system.
 fn layer_of(union: &Union) -> Spliced {
@@ -61,7 +61,7 @@ fn the_acl_of_the_root_is_the_mounts_and_not_the_directorys() {
 
 #[test]
 fn marks_of_the_root_do_not_matter() {
-    let Some(mut union) = sketched() else { return };
+    let Some(mut union) = partial() else { return };
     let before = union.put_together();
     let root = fs::File::open(union.upper()).unwrap();
     let at = Attribute::Open(root.as_fd());
@@ -79,7 +79,7 @@ fn marks_of_the_root_do_not_matter() {
 
 #[test]
 fn writer_is_refused_while_content_of_the_upper_is_read() {
-    let Some(union) = sketched() else { return };
+    let Some(union) = partial() else { return };
     let spliced = layer_of(&union);
     assert!(matches!(union.instance(), Err(UpperError::InUse { .. })));
     union.reader();

@@ -8,35 +8,38 @@ use bcow_union::fs::UnionFs;
 use bcow_union::offline::Scope;
 use bcow_union::offline::check::{Place, Severity};
 use bcow_union::testing::upper::{
-    Attribute, Mark, Marks, Namespace, OVERRIDE, SketchMark, XattrMode,
+    Attribute, Mark, Marks, Namespace, OVERRIDE, PartialMark, XattrMode,
 };
 use rustix::io::Errno;
 
 use crate::fixture::{Union, closed, open_many};
 use crate::host::make_whiteout;
-use crate::unmounted::sketched;
+use crate::unmounted::partial;
 
 #[test]
 fn a_promotion_that_was_cut_short_is_no_damage() {
-    let Some(union) = sketched() else { return };
+    let Some(union) = partial() else { return };
     let file = fs::File::open(union.host("large")).unwrap();
     let at = Attribute::Open(file.as_fd());
-    let set = |mark: SketchMark| {
-        let set = Mark::Sketch.set(at, Namespace::Trusted, &mark.encode());
+    let set = |mark: PartialMark| {
+        let set = Mark::Partial.set(at, Namespace::Trusted, &mark.encode());
         set.unwrap();
     };
-    let mark = Marks::read(at, Namespace::Trusted).unwrap().sketch.unwrap();
+    let mark = Marks::read(at, Namespace::Trusted)
+        .unwrap()
+        .partial
+        .unwrap();
     assert!(mark.lower_limit > 8192);
     assert!(Mark::Metacopy.clear(at, Namespace::Trusted).unwrap());
     assert_eq!(union.found(), ["upper-mark-misplaced"]);
     // No block is missing: only the first two could come from the image, and both are stored.
     let lower_limit = 8192;
-    set(SketchMark {
+    set(PartialMark {
         lower_limit,
         ..mark
     });
     union.assert_sound();
-    set(SketchMark {
+    set(PartialMark {
         lower_limit: 8193,
         ..mark
     });
@@ -121,11 +124,11 @@ fn owner_type_that_the_host_file_cannot_represent_is_found() {
 }
 
 #[test]
-fn packed_sketch_of_an_earlier_version_is_refused_and_named() {
-    const MESSAGE: &str = "it is a packed sketch, a form that this version does not read; \
+fn packed_partial_of_an_earlier_version_is_refused_and_named() {
+    const MESSAGE: &str = "it is a packed partial file, a form that this version does not read; \
                            commit the upper with the version of bcow that wrote it";
-    let Some(mut union) = sketched() else { return };
-    let name = Mark::Sketch.name(Namespace::Trusted);
+    let Some(mut union) = partial() else { return };
+    let name = Mark::Partial.name(Namespace::Trusted);
     let file = fs::File::open(union.host("large")).unwrap();
     let at = Attribute::Open(file.as_fd());
     let mut mark = at.get(name).unwrap().unwrap();
@@ -133,12 +136,12 @@ fn packed_sketch_of_an_earlier_version_is_refused_and_named() {
     let checksum = bcow_format::crc32c(&mark[..36]);
     mark[36..].copy_from_slice(&checksum.to_le_bytes());
     at.set(name, &mark, XattrMode::Any).unwrap();
-    // Such an upper does not say which form its sketches have.
+    // Such an upper does not say which form its partial files have.
     let record = union.host(".bcow/instance.json");
-    let forms = |text: &str| text.matches("\"sketches\":\"sparse\",").count();
+    let forms = |text: &str| text.matches("\"partial files\":\"sparse\",").count();
     let text = fs::read_to_string(&record).unwrap();
     assert_eq!(forms(&text), 1);
-    fs::write(&record, text.replace("\"sketches\":\"sparse\",", "")).unwrap();
+    fs::write(&record, text.replace("\"partial files\":\"sparse\",", "")).unwrap();
 
     let mounted = UnionFs::open(union.lower(), &union.upper(), "a test", &union.options);
     let expected = format!("{}: {MESSAGE}", union.host("large").display());

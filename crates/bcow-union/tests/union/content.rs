@@ -1,10 +1,10 @@
-//! Content of files: small files, which are copied up whole, and sketches of large files.
+//! Content of files: small files, which are copied up whole, and partial files of large files.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use bcow_union::fs::SyncScope;
-use bcow_union::testing::upper::SketchMark;
+use bcow_union::testing::upper::PartialMark;
 
 use crate::fixture::{open, open_with, with_limit};
 use crate::host::{attribute, set_attribute};
@@ -51,7 +51,7 @@ fn first_write_to_a_large_file_stores_the_touched_blocks() {
     assert_eq!(union.content("big"), all);
 }
 
-/// This holds even if a failing host left the mark of a sketch that was not completed.
+/// This holds even if a failing host left the mark of a partial file that was not completed.
 #[test]
 fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
     const MARK: &str = "trusted.bcow.sketch";
@@ -59,7 +59,7 @@ fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
     union.write("big", 5, b"x");
     union.sync("big");
     let mark = attribute(&union.host("big"), MARK).unwrap();
-    let mut mark = SketchMark::decode(&mark).unwrap();
+    let mut mark = PartialMark::decode(&mark).unwrap();
     mark.map_exists = false;
     union.unlink("big").unwrap();
     union.reopen();
@@ -75,7 +75,7 @@ fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
 }
 
 #[test]
-fn a_sketch_of_a_file_without_a_name_leaves_nothing_behind() {
+fn a_partial_of_a_file_without_a_name_leaves_nothing_behind() {
     let Some(mut union) = open_with(with_limit(1 << 20)) else {
         return;
     };
@@ -98,7 +98,7 @@ fn a_sketch_of_a_file_without_a_name_leaves_nothing_behind() {
 }
 
 #[test]
-fn renamed_and_removed_sketches_leave_nothing_behind() {
+fn renamed_and_removed_partials_leave_nothing_behind() {
     let Some(mut union) = open() else { return };
     union.write("big", 5000, b"hello");
     union.sync("big");

@@ -48,7 +48,7 @@ pub fn open_with(options: UnionOptions) -> Option<Union> {
     closed_on(image::few, options).map(Union::opened)
 }
 
-/// An open union on the image `many`, with sparse sketches.
+/// An open union on the image `many`, with partial files.
 pub fn open_many() -> Option<Union> {
     closed_on(image::many, UnionOptions::default()).map(Union::opened)
 }
@@ -151,7 +151,7 @@ impl Union {
         self.upper().join(path)
     }
 
-    /// Number of maps of sketches.
+    /// Number of maps of partial files.
     pub fn maps(&self) -> usize {
         host::count(&self.host(".bcow/maps"))
     }
@@ -208,7 +208,7 @@ impl Union {
     pub fn names_of(&self, id: NodeId) -> Vec<String> {
         let handle = self.fs().open_directory(id).unwrap();
         let mut names = Vec::new();
-        let mut take = |entry: bcow_union::fs::Entry<'_>| {
+        let mut take = |entry: bcow_union::fs::DirectoryEntry<'_>| {
             names.push(String::from_utf8(entry.name.to_vec()).unwrap());
             ControlFlow::Continue(())
         };

@@ -39,7 +39,7 @@ pub struct Stored {
     pub bytes: u64,
     /// Inodes without whiteouts.
     pub inodes: u64,
-    /// Number of sparse sketches.
+    /// Number of partial files.
     pub sparse: u64,
 }
 

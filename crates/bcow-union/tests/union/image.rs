@@ -49,8 +49,8 @@ pub fn big() -> Vec<u8> {
 /// An EROFS image.
 pub struct Image(Arc<Vec<u8>>);
 
-/// One file of each type, a file with two links, a file large enough for sketches, and an ACL on
-/// the root.
+/// One file of each type, a file with two links, a file large enough for partial files, and an ACL
+/// on the root.
 pub fn few() -> &'static Image {
     &IMAGES[0]
 }

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::fixture::{Union, open_many};
 use crate::host::{attribute, make_whiteout, set_attribute};
-use crate::unmounted::sketched;
+use crate::unmounted::partial;
 
 /// The attribute in which the index stores the number of links.
 const NAMES: &str = "trusted.overlay.nlink";
@@ -192,7 +192,7 @@ fn an_entry_of_the_index_is_taken_only_for_the_inode_that_it_was() {
         ("a file", Some("large")),
         ("a file of the tree", Some("large")),
     ] {
-        let Some(mut union) = sketched() else { return };
+        let Some(mut union) = partial() else { return };
         let index = union.host(".bcow/index");
         let name = format!("{:016x}", union.nid("h1"));
         let path = index.join(&name);

@@ -247,7 +247,7 @@ fn removal_releases_all_space_of_an_object() {
     union.unlink("l").unwrap();
     fs.forget(other.node, 1000);
     assert_eq!(figures(), (0, 0));
-    // A copy-up that then becomes a sketch.
+    // A copy-up that then becomes a partial file.
     union.write("big", 5000, b"x");
     assert!(figures().0 >= 3 * 4096);
     assert_eq!(figures().1, 2);
@@ -385,8 +385,8 @@ fn after_random_changes_the_account_equals_a_recount() {
             union.open();
             let counted = union.fs().report();
             let counted = (counted.counted_bytes, counted.counted_inodes);
-            // If the host stores a sketch in more extents than its blocks suggest, only a recount
-            // finds the block with the extent records.
+            // If the host stores a partial file in more extents than its blocks suggest, only a
+            // recount finds the block with the extent records.
             assert_eq!(reported.1, counted.1, "seed {seed}, step {step}");
             let differs = reported.0.abs_diff(counted.0);
             assert!(
@@ -394,7 +394,7 @@ fn after_random_changes_the_account_equals_a_recount() {
                 "seed {seed}, step {step}: {reported:?} reported, {counted:?} counted"
             );
             let host = stored_in(&union.upper());
-            // The map of a sketch without stored blocks is counted, but does not exist yet.
+            // The map of a partial file without stored blocks is counted, but does not exist yet.
             let to_come = host.sparse - union.maps() as u64;
             let inodes = host.inodes - empty.inodes + to_come;
             assert_eq!(inodes, counted.1, "seed {seed}, step {step}");

@@ -1,5 +1,5 @@
-//! Random changes with both kinds of sketches: later reports on the upper agree with what the union
-//! showed.
+//! Random changes with both kinds of partial files: later reports on the upper agree with what the
+//! union showed.
 
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;

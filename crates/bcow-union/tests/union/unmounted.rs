@@ -15,8 +15,8 @@ use crate::tree::{Tree, tree_of};
 
 const MAX_INODES: u64 = 1 << 20;
 
-/// A closed union in which the start of `large` was written, so that it is a sketch.
-pub fn sketched() -> Option<Union> {
+/// A closed union in which the start of `large` was written, so that it is a partial file.
+pub fn partial() -> Option<Union> {
     let mut union = open_many()?;
     union.write("large", 0, &noise(5, 8192));
     union.close();

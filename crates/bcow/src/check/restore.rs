@@ -64,7 +64,7 @@ pub enum RestoreError {
 }
 
 /// A file with the wanted Merkle tree: a copy, or the file itself.
-struct Source<'c> {
+struct TreeCopy<'c> {
     storage: &'c dyn Storage,
     header: Header,
     verifier: Verifier,
@@ -104,7 +104,7 @@ pub fn restore(
         (None, Some(root)) => root,
         (None, None) => return Err(RestoreError::UnknownRoot),
     };
-    let copies: Vec<Source<'_>> = copies
+    let copies: Vec<TreeCopy<'_>> = copies
         .iter()
         .filter_map(|storage| same_content(&**storage, wanted))
         .filter(|copy| match &header {
@@ -131,13 +131,13 @@ pub fn restore(
     let own = header.as_ref().and_then(|header| {
         let verifier = Verifier::new(header, FileId::next(), &BlockCache::default())?;
         let is_sound = verified.is_none_or(|copy| copy.header.canonical() == header.canonical());
-        is_sound.then(|| Source {
+        is_sound.then(|| TreeCopy {
             storage: file,
             header: header.clone(),
             verifier,
         })
     });
-    let sources: Vec<&Source<'_>> = own.iter().chain(&copies).collect();
+    let sources: Vec<&TreeCopy<'_>> = own.iter().chain(&copies).collect();
     let mut tree = restore_tree(file, &sources, shape)?;
     tree.reverse();
     let mut found = restore_chunks(file, &sources, shape, thread_count)?;
@@ -174,7 +174,7 @@ pub fn restore(
     Ok(restored)
 }
 
-impl Source<'_> {
+impl TreeCopy<'_> {
     /// Whether chunk 0, which includes the canonical header, matches the tree. Then the position
     /// and the chunk size of the tree, which the header states, are right too.
     fn header_is_verified(&self) -> bool {
@@ -182,10 +182,10 @@ impl Source<'_> {
     }
 }
 
-fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<Source<'_>> {
+fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<TreeCopy<'_>> {
     let header = read_header(storage).ok()?;
     let verifier = Verifier::new(&header, FileId::next(), &BlockCache::default())?;
-    (header.merkle.as_ref()?.root == root).then_some(Source {
+    (header.merkle.as_ref()?.root == root).then_some(TreeCopy {
         storage,
         header,
         verifier,
@@ -196,7 +196,7 @@ fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<Source<'_>> {
 /// ranges merged. The tree of any source can confirm the bytes of any source.
 fn restore_chunks(
     file: &dyn Storage,
-    sources: &[&Source<'_>],
+    sources: &[&TreeCopy<'_>],
     shape: &MerkleShape,
     thread_count: usize,
 ) -> Result<Vec<Damage>, Error> {
@@ -256,7 +256,7 @@ fn restore_chunks(
 /// next one. Returns the damage in reverse file order.
 fn restore_tree(
     file: &dyn Storage,
-    sources: &[&Source<'_>],
+    sources: &[&TreeCopy<'_>],
     shape: &MerkleShape,
 ) -> Result<Vec<Damage>, Error> {
     let mut found = Vec::new();

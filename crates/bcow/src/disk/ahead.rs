@@ -10,8 +10,8 @@
 
 use super::Inner;
 use super::committer::{Committer, Taken};
+use super::incomplete::Job;
 use super::locks::lock;
-use super::transit::Job;
 use super::write::ZEROS;
 use crate::Error;
 use crate::sync::atomic::Ordering;

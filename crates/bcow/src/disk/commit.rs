@@ -126,7 +126,7 @@ impl Inner {
         self.barrier()
     }
 
-    /// Completes the blocks in transit, then records all complete pending blocks.
+    /// Completes the incomplete blocks, then records all complete pending blocks.
     pub(super) fn commit(
         self: &Arc<Self>,
         config: &DiskConfig,

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use bcow_format::{BlockShift, Entry, Stored};
 
-use super::ledger::{NewEntry, Record};
-use super::region::{Region, State, Transit};
+use super::ledger::{LedgerRecord, NewEntry};
+use super::region::{IncompleteBlock, Region, RegionState};
 use super::space::sectors;
 use super::{Inner, RegionBlock, block_at};
 use crate::Error;
@@ -18,11 +18,11 @@ pub(super) struct Edit {
     /// Space that no record ever named.
     freed: Vec<Stored>,
     /// The records for the ledger, if the disk has one.
-    records: Vec<Record>,
+    records: Vec<LedgerRecord>,
 }
 
 impl Edit {
-    fn note(&mut self, record: Record) {
+    fn note(&mut self, record: LedgerRecord) {
         if !self
             .records
             .last_mut()
@@ -35,7 +35,7 @@ impl Edit {
 
 impl Inner {
     /// Cuts a region that is absent or zero as a whole into blocks of this size.
-    pub(super) fn cut_into(&self, state: &mut State, shift: BlockShift, region: &Region) {
+    pub(super) fn cut_into(&self, state: &mut RegionState, shift: BlockShift, region: &Region) {
         let dropped = state.cut(shift, region.length);
         self.unflushed.fetch_sub(dropped, Ordering::Relaxed);
     }
@@ -45,16 +45,16 @@ impl Inner {
     pub(super) fn set(
         &self,
         region: &Arc<Region>,
-        state: &mut State,
+        state: &mut RegionState,
         index: u32,
         entry: Entry,
-        transit: Option<Transit>,
+        incomplete: Option<IncompleteBlock>,
         edit: &mut Edit,
     ) {
         if self.ledger.is_some() {
-            edit.note(self.change_of(region, state, index, entry, transit.as_ref()));
+            edit.note(self.change_of(region, state, index, entry, incomplete.as_ref()));
         }
-        let (unused, newly) = state.set(index, entry, transit);
+        let (unused, newly) = state.set(index, entry, incomplete);
         edit.freed.extend(unused);
         if newly {
             self.unflushed.fetch_add(1, Ordering::Relaxed);
@@ -67,21 +67,21 @@ impl Inner {
     fn change_of(
         &self,
         region: &Region,
-        state: &State,
+        state: &RegionState,
         index: u32,
         entry: Entry,
-        transit: Option<&Transit>,
-    ) -> Record {
+        incomplete: Option<&IncompleteBlock>,
+    ) -> LedgerRecord {
         let shift = state.blocks().shift(self.region_shift);
         let block = block_at(u64::from(index) << shift, shift, region.length);
-        Record::Set {
+        LedgerRecord::Set {
             at: self.lba(region, block.start).0,
             length: block.length,
             shift,
-            entry: match (entry.stored(), transit) {
+            entry: match (entry.stored(), incomplete) {
                 (Some(stored), None) => NewEntry::Stored(stored.at.0),
-                (Some(stored), Some(transit)) => {
-                    NewEntry::InTransit(stored.at.0, transit.written.first().into())
+                (Some(stored), Some(incomplete)) => {
+                    NewEntry::Incomplete(stored.at.0, incomplete.written.first().into())
                 }
                 (None, _) if entry == Entry::Zero => NewEntry::Zero,
                 (None, _) => NewEntry::Absent,
@@ -89,38 +89,38 @@ impl Inner {
         }
     }
 
-    /// Adds a range to the written ranges of a block in transit. Ends the transit if no gap is
+    /// Adds a range to the written ranges of an incomplete block. Ends the incomplete if no gap is
     /// left.
-    pub(super) fn write_in_transit(
+    pub(super) fn write_incomplete(
         &self,
         region: &Region,
-        state: &mut State,
+        state: &mut RegionState,
         block: &RegionBlock,
         range: Range<u32>,
         edit: &mut Edit,
     ) {
         if self.ledger.is_some() {
-            edit.records.push(Record::Wrote {
+            edit.records.push(LedgerRecord::Wrote {
                 at: self.lba(region, block.start).0,
                 shift: state.blocks().shift(self.region_shift),
                 range: range.clone().into(),
             });
         }
-        state.wrote_in_transit(block.index, range, block.length as u32);
+        state.wrote_incomplete(block.index, range, block.length as u32);
     }
 
-    /// Ends the transit of a block: all its bytes are in place.
+    /// Makes an incomplete block complete: all its bytes are in place.
     pub(super) fn complete_block(
         &self,
         region: &Region,
-        state: &mut State,
+        state: &mut RegionState,
         index: u32,
         edit: &mut Edit,
     ) {
-        if self.ledger.is_some() && state.is_in_transit(index) {
+        if self.ledger.is_some() && state.is_incomplete(index) {
             let shift = state.blocks().shift(self.region_shift);
             let at = self.lba(region, u64::from(index) << shift).0;
-            edit.records.push(Record::Completed { at, shift });
+            edit.records.push(LedgerRecord::Completed { at, shift });
         }
         state.completed(index);
     }
@@ -129,7 +129,7 @@ impl Inner {
     /// space that no record ever named, so that it is reusable at once.
     pub(super) fn finish(
         &self,
-        state: RwLockWriteGuard<'_, State>,
+        state: RwLockWriteGuard<'_, RegionState>,
         edit: Edit,
     ) -> Result<(), Error> {
         let noted = match &self.ledger {

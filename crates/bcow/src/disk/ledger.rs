@@ -53,7 +53,7 @@ pub struct Ledger {
 
 /// A record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Record {
+pub(super) enum LedgerRecord {
     /// Blocks have new entries.
     Set {
         /// First byte of the first block.
@@ -64,9 +64,9 @@ pub(super) enum Record {
         shift: u8,
         entry: NewEntry,
     },
-    /// A range of a block in transit was written.
+    /// A range of an incomplete block was written.
     Wrote { at: u64, shift: u8, range: Part },
-    /// A block is not in transit any more.
+    /// A block is not incomplete any more.
     Completed { at: u64, shift: u8 },
 }
 
@@ -78,7 +78,7 @@ pub(super) enum NewEntry {
     /// The blocks are stored one behind the other, from this place on.
     Stored(u64),
     /// One block is stored at this place. Only a part of it was written.
-    InTransit(u64, Part),
+    Incomplete(u64, Part),
 }
 
 /// A range of bytes of a block.
@@ -161,8 +161,8 @@ impl Ledger {
     }
 
     /// Appends records. If that fails, no process can continue after this one, until a flush.
-    pub(super) fn append(&self, records: &[Record]) -> Result<(), Error> {
-        let bytes: Vec<u8> = records.iter().flat_map(Record::encode).collect();
+    pub(super) fn append(&self, records: &[LedgerRecord]) -> Result<(), Error> {
+        let bytes: Vec<u8> = records.iter().flat_map(LedgerRecord::encode).collect();
         let length = bytes.len() as u64;
         let at = self.tail.fetch_add(length, Ordering::AcqRel);
         match self.storage.write_at(at, &bytes) {
@@ -224,7 +224,7 @@ impl Ledger {
     /// Calls `apply` with each record, in the order of the changes of each block.
     pub(super) fn replay(
         &self,
-        mut apply: impl FnMut(Record) -> Result<(), Error>,
+        mut apply: impl FnMut(LedgerRecord) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let io = |at| move |source| Error::io("read the ledger", at, source);
         let end = self.storage.len().map_err(io(0))?;
@@ -232,7 +232,10 @@ impl Ledger {
         while at < end {
             let mut bytes = vec![0; (end - at).min(AT_ONCE * RECORD_BYTES as u64) as usize];
             self.storage.read_at(at, &mut bytes).map_err(io(at))?;
-            for record in bytes.chunks_exact(RECORD_BYTES).filter_map(Record::decode) {
+            for record in bytes
+                .chunks_exact(RECORD_BYTES)
+                .filter_map(LedgerRecord::decode)
+            {
                 apply(record)?;
             }
             at += bytes.len() as u64;
@@ -241,18 +244,18 @@ impl Ledger {
     }
 }
 
-impl Record {
+impl LedgerRecord {
     /// Adds the blocks of `next`, if they follow the blocks of this record in the address space and
     /// in the file. Returns whether it did.
-    pub(super) fn extend(&mut self, next: &Record) -> bool {
+    pub(super) fn extend(&mut self, next: &LedgerRecord) -> bool {
         let (
-            Record::Set {
+            LedgerRecord::Set {
                 at,
                 length,
                 shift,
                 entry,
             },
-            Record::Set {
+            LedgerRecord::Set {
                 at: next_at,
                 length: more,
                 shift: next_shift,
@@ -277,7 +280,7 @@ impl Record {
     fn encode(&self) -> [u8; RECORD_BYTES] {
         let none = Part { start: 0, end: 0 };
         let (kind, shift, at, length, place, part) = match *self {
-            Record::Set {
+            LedgerRecord::Set {
                 at,
                 length,
                 shift,
@@ -287,12 +290,12 @@ impl Record {
                     NewEntry::Absent => (1, 0, none),
                     NewEntry::Zero => (2, 0, none),
                     NewEntry::Stored(place) => (3, place, none),
-                    NewEntry::InTransit(place, part) => (4, place, part),
+                    NewEntry::Incomplete(place, part) => (4, place, part),
                 };
                 (kind, shift, at, length, place, part)
             }
-            Record::Wrote { at, shift, range } => (5, shift, at, 0, 0, range),
-            Record::Completed { at, shift } => (6, shift, at, 0, 0, none),
+            LedgerRecord::Wrote { at, shift, range } => (5, shift, at, 0, 0, range),
+            LedgerRecord::Completed { at, shift } => (6, shift, at, 0, 0, none),
         };
         let mut bytes = [0; RECORD_BYTES];
         bytes[4] = kind;
@@ -307,7 +310,7 @@ impl Record {
         bytes
     }
 
-    fn decode(bytes: &[u8]) -> Option<Record> {
+    fn decode(bytes: &[u8]) -> Option<LedgerRecord> {
         if crc32c(&bytes[4..]).to_le_bytes() != bytes[..4] {
             return None;
         }
@@ -322,7 +325,7 @@ impl Record {
             start: ends as u32,
             end: (ends >> 32) as u32,
         };
-        let set = |entry| Record::Set {
+        let set = |entry| LedgerRecord::Set {
             at,
             length,
             shift,
@@ -332,13 +335,13 @@ impl Record {
             1 => Some(set(NewEntry::Absent)),
             2 => Some(set(NewEntry::Zero)),
             3 => Some(set(NewEntry::Stored(place))),
-            4 => Some(set(NewEntry::InTransit(place, part))),
-            5 => Some(Record::Wrote {
+            4 => Some(set(NewEntry::Incomplete(place, part))),
+            5 => Some(LedgerRecord::Wrote {
                 at,
                 shift,
                 range: part,
             }),
-            6 => Some(Record::Completed { at, shift }),
+            6 => Some(LedgerRecord::Completed { at, shift }),
             _ => None,
         }
     }
@@ -355,8 +358,8 @@ mod tests {
     use super::*;
     use crate::MemoryStorage;
 
-    fn records() -> Vec<Record> {
-        let set = |at, entry| Record::Set {
+    fn records() -> Vec<LedgerRecord> {
+        let set = |at, entry| LedgerRecord::Set {
             at,
             length: 4096,
             shift: 12,
@@ -367,20 +370,20 @@ mod tests {
             set(0, NewEntry::Absent),
             set(4096, NewEntry::Zero),
             set(1 << 40, NewEntry::Stored(1 << 47)),
-            set(8192, NewEntry::InTransit(4096, range)),
-            Record::Wrote {
+            set(8192, NewEntry::Incomplete(4096, range)),
+            LedgerRecord::Wrote {
                 at: 8192,
                 shift: 12,
                 range,
             },
-            Record::Completed {
+            LedgerRecord::Completed {
                 at: 8192,
                 shift: 12,
             },
         ]
     }
 
-    fn replayed(ledger: &Ledger) -> Vec<Record> {
+    fn replayed(ledger: &Ledger) -> Vec<LedgerRecord> {
         let mut records = Vec::new();
         let replayed = ledger.replay(|record| {
             records.push(record);
@@ -451,7 +454,7 @@ mod tests {
 
     #[test]
     fn neighbours_share_a_record() {
-        let set = |at, place| Record::Set {
+        let set = |at, place| LedgerRecord::Set {
             at,
             length: 4096,
             shift: 12,

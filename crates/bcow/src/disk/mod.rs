@@ -24,9 +24,9 @@
 //! The [`ledger`] has no lock: a record is written, with the lock of its region held, to a place
 //! that was reserved before.
 //!
-//! The completion of a block ([`transit`]) is the only operation that reads blocks of the file
-//! without the lock of the region. It compares the identity of the transit after it has acquired
-//! the lock again.
+//! The completion of a block ([`incomplete`]) is the only operation that reads blocks of the file
+//! without the lock of the region. It compares the identity of the incomplete block after it has
+//! acquired the lock again.
 //!
 //! No thread locks two regions at once. The only exclusive locks that all writers share are the
 //! leaf locks of item 4. Most of these are sharded.
@@ -39,6 +39,7 @@ mod committer;
 mod create;
 mod edit;
 mod extents;
+mod incomplete;
 mod layout;
 mod ledger;
 mod locks;
@@ -50,7 +51,6 @@ mod regions;
 mod resize;
 mod resume;
 mod space;
-mod transit;
 mod write;
 
 use std::sync::OnceLock;
@@ -64,11 +64,11 @@ use crate::sync::{Arc, Mutex};
 use crate::{BlockCache, BlockDevice, Error};
 use commit::Turns;
 use committer::Committer;
+use incomplete::Fills;
 use locks::{Gate, Pass};
-use region::{Region, TransitIds};
+use region::{IncompleteIds, Region};
 use regions::Regions;
 use space::Space;
-use transit::Fills;
 
 pub use create::CreateOptions;
 pub use layout::Layout;
@@ -89,7 +89,7 @@ pub struct Statistics {
     pub flushes: u64,
     /// Checkpoints written.
     pub checkpoints: u64,
-    /// Blocks in transit that were completed with the old data.
+    /// Incomplete blocks that were completed with the old data.
     pub filled_blocks: u64,
     /// Background jobs that have not begun, mostly completions of blocks; approximate.
     pub queued_jobs: u64,
@@ -126,7 +126,7 @@ struct Inner {
     flush_queued: AtomicBool,
     /// Whether [`Job::WriteAhead`] is queued or running; stays set if its writes fail.
     ///
-    /// [`Job::WriteAhead`]: transit::Job::WriteAhead
+    /// [`Job::WriteAhead`]: incomplete::Job::WriteAhead
     ahead_queued: AtomicBool,
     /// Whether a record or checkpoint since the opening has changed the identity of the file.
     has_new_identity: AtomicBool,
@@ -138,7 +138,7 @@ struct Inner {
     turns: Turns,
     committer: Mutex<Committer>,
     fills: Fills,
-    transits: TransitIds,
+    incomplete_blocks: IncompleteIds,
     flushes: AtomicU64,
     checkpoints: AtomicU64,
 }

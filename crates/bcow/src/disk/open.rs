@@ -186,7 +186,7 @@ impl Inner {
             ledger,
             turns: Default::default(),
             fills: Default::default(),
-            transits: Default::default(),
+            incomplete_blocks: Default::default(),
             flushes: AtomicU64::new(0),
             checkpoints: AtomicU64::new(0),
             committer: Mutex::new(committer),

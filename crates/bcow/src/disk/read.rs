@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use bcow_format::{Entry, Stored, crc32c, crc32c_matches};
 
-use super::region::{Region, State};
-use super::regions::Found;
+use super::region::{Region, RegionState};
+use super::regions::FoundRegion;
 use super::{Disk, DiskConfig, Inner, RegionBlock, block_at, by_region};
 use crate::cache::BlockKey;
 use crate::checked::{Piece, read_block};
@@ -62,8 +62,8 @@ impl Inner {
             buf = rest;
             let length = config.header.region_length(index);
             match self.regions.find(index, length) {
-                Found::Region(region) => self.read_region(config, &region, at, piece)?,
-                Found::Whole(entry) => {
+                FoundRegion::Region(region) => self.read_region(config, &region, at, piece)?,
+                FoundRegion::Whole(entry) => {
                     let start = (index << self.region_shift) + at;
                     self.read_below(config, &entry, start, piece)?;
                 }
@@ -95,7 +95,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Reads, or returns the index of a block in transit, and the caller tries again: after it has
+    /// Reads, or returns the index of an incomplete block, and the caller tries again: after it has
     /// completed the block if `completes` is set, else because the block has changed meanwhile.
     /// Data of the backing is read after the lock of the region is released, because the backing
     /// does not change.
@@ -108,7 +108,7 @@ impl Inner {
         completes: bool,
     ) -> Result<Option<u32>, Error> {
         let mut below: Vec<(Range<usize>, Entry)> = Vec::new();
-        let mut in_transit: Vec<(Range<usize>, u32)> = Vec::new();
+        let mut incomplete: Vec<(Range<usize>, u32)> = Vec::new();
         {
             let state = self.regions.read(region, &self.file, &config.header)?;
             let shift = state.blocks().shift(self.region_shift);
@@ -122,11 +122,11 @@ impl Inner {
                 let take = ((block.start + run - from) as usize).min(buf.len() - done);
                 let piece = &mut buf[done..done + take];
                 match entry {
-                    Entry::Open(_) if state.is_in_transit(block.index) => {
+                    Entry::Open(_) if state.is_incomplete(block.index) => {
                         if completes {
                             return Ok(Some(block.index));
                         }
-                        in_transit.push((done..done + take, block.index));
+                        incomplete.push((done..done + take, block.index));
                     }
                     Entry::Open(stored) => {
                         self.read_stored(stored.at.0 + (from - block.start), piece)?;
@@ -153,9 +153,9 @@ impl Inner {
             let start = self.lba(region, at + range.start as u64).0;
             self.read_below(config, &entry, start, &mut buf[range])?;
         }
-        for (range, index) in in_transit {
+        for (range, index) in incomplete {
             let start = at + range.start as u64;
-            if !self.read_in_transit(config, region, index, start, &mut buf[range])? {
+            if !self.read_incomplete(config, region, index, start, &mut buf[range])? {
                 return Ok(Some(index));
             }
         }
@@ -166,7 +166,7 @@ impl Inner {
     /// as `most` needs.
     fn run_length(
         &self,
-        state: &State,
+        state: &RegionState,
         region: &Region,
         block: &RegionBlock,
         entry: Entry,
@@ -192,7 +192,7 @@ impl Inner {
     /// one read.
     fn read_raw(
         &self,
-        state: &State,
+        state: &RegionState,
         region: &Region,
         at: u64,
         shift: u8,
@@ -358,8 +358,8 @@ impl Inner {
         let length = config.header.region_length(index);
         let start = index << self.region_shift;
         let (block, entry) = match self.regions.find(index, length) {
-            Found::Whole(entry) => (block_at(0, self.region_shift, length), entry),
-            Found::Region(region) => {
+            FoundRegion::Whole(entry) => (block_at(0, self.region_shift, length), entry),
+            FoundRegion::Region(region) => {
                 let state = self.regions.read(&region, &self.file, &config.header)?;
                 let shift = state.blocks().shift(self.region_shift);
                 let block = block_at(offset - start, shift, length);
@@ -399,8 +399,8 @@ impl Inner {
         let length = config.header.region_length(index);
         let most = range.end - range.start;
         let (entry, holds) = match self.regions.find(index, length) {
-            Found::Whole(entry) => (entry, start + length - range.start),
-            Found::Region(region) => {
+            FoundRegion::Whole(entry) => (entry, start + length - range.start),
+            FoundRegion::Region(region) => {
                 let state = self.regions.read(&region, &self.file, &config.header)?;
                 let shift = state.blocks().shift(self.region_shift);
                 let at = range.start - start;
@@ -445,7 +445,7 @@ fn kind(entry: &Entry) -> std::mem::Discriminant<Entry> {
 }
 
 /// The stored range of a block that is known to be raw.
-fn raw(state: &State, index: u32) -> Stored {
+fn raw(state: &RegionState, index: u32) -> Stored {
     // If nothing is stored, no data matches this checksum.
     const NOWHERE: Stored = Stored {
         at: bcow_format::Uba(0),

@@ -14,7 +14,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// A region. A thread that reads a block, or writes into a block in place, holds the lock of
 /// `state` shared. A thread that changes an entry holds it exclusively. So the exclusive holder
 /// knows that no other thread uses a block of the region, except a completion that is reading old
-/// data (see [`Transit::id`]).
+/// data (see [`IncompleteBlock::id`]).
 pub(super) struct Region {
     pub(super) index: u64,
     /// Length of the region in bytes.
@@ -23,7 +23,7 @@ pub(super) struct Region {
     pub(super) listed: AtomicBool,
     /// Whether the region was used since eviction last examined it.
     pub(super) used: AtomicBool,
-    pub(super) state: RwLock<State>,
+    pub(super) state: RwLock<RegionState>,
 }
 
 /// The entries of a region and their state.
@@ -31,7 +31,7 @@ pub(super) struct Region {
 /// The *published* entry of a block is its entry in the newest record that has the block, which may
 /// be the record in flight, or else in the table of the region.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct RegionState {
     /// `None` until the table is read from the file.
     pub(super) blocks: Option<Blocks>,
     /// Blocks whose entry is newer than the published one. In a region that is not cut into blocks,
@@ -54,33 +54,33 @@ pub(super) struct Pending {
     /// The published entry. Its space is free when the next record with the block is durable.
     pub(super) published: Entry,
     /// Set while the block is incomplete.
-    pub(super) transit: Option<Transit>,
+    pub(super) incomplete: Option<IncompleteBlock>,
 }
 
 /// A block that was written in part; the rest is still to be copied.
 #[derive(Debug, Clone)]
-pub(super) struct Transit {
-    /// Identity of the transit. The place of the block does not identify it: the place may be
-    /// released, and allocated to the next write of the same block, while a completion reads the
+pub(super) struct IncompleteBlock {
+    /// Identity of the incomplete block. The place of the block does not identify it: the place may
+    /// be released, and allocated to the next write of the same block, while a completion reads the
     /// old data without the lock of the region.
-    pub(super) id: TransitId,
+    pub(super) id: IncompleteId,
     /// The entry from which the rest is copied.
     pub(super) source: Entry,
     /// The ranges of the block that were written.
     pub(super) written: Ranges,
 }
 
-/// Identifies a transit. No two transits of an open disk have the same number.
+/// Identifies an incomplete block. A block that becomes incomplete again gets a new number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct TransitId(u64);
+pub(super) struct IncompleteId(u64);
 
-/// Allocates the identities of transits.
+/// Allocates the identities of incomplete blocks.
 #[derive(Debug, Default)]
-pub(super) struct TransitIds(AtomicU64);
+pub(super) struct IncompleteIds(AtomicU64);
 
-impl TransitIds {
-    pub(super) fn next(&self) -> TransitId {
-        TransitId(self.0.fetch_add(1, Ordering::Relaxed))
+impl IncompleteIds {
+    pub(super) fn next(&self) -> IncompleteId {
+        IncompleteId(self.0.fetch_add(1, Ordering::Relaxed))
     }
 }
 
@@ -124,7 +124,7 @@ impl Region {
             length,
             listed: AtomicBool::new(false),
             used: AtomicBool::new(true),
-            state: RwLock::new(State {
+            state: RwLock::new(RegionState {
                 blocks,
                 pending: BTreeMap::new(),
                 whole: None,
@@ -159,7 +159,7 @@ impl Region {
     }
 }
 
-impl State {
+impl RegionState {
     /// The entries. The caller has made sure that they were read.
     pub(super) fn blocks(&self) -> &Blocks {
         const UNREAD: &Blocks = &Blocks::Whole(Entry::Absent);
@@ -167,12 +167,12 @@ impl State {
         self.blocks.as_ref().unwrap_or(UNREAD)
     }
 
-    pub(super) fn is_in_transit(&self, index: u32) -> bool {
-        self.transit(index).is_some()
+    pub(super) fn is_incomplete(&self, index: u32) -> bool {
+        self.incomplete(index).is_some()
     }
 
-    pub(super) fn transit(&self, index: u32) -> Option<&Transit> {
-        self.pending.get(&index)?.transit.as_ref()
+    pub(super) fn incomplete(&self, index: u32) -> Option<&IncompleteBlock> {
+        self.pending.get(&index)?.incomplete.as_ref()
     }
 
     /// Whether the entry of the block is in no record yet, so that the block may be overwritten in
@@ -209,7 +209,7 @@ impl State {
         &mut self,
         index: u32,
         entry: Entry,
-        transit: Option<Transit>,
+        incomplete: Option<IncompleteBlock>,
     ) -> (Option<Stored>, bool) {
         let Some(blocks) = &mut self.blocks else {
             return (None, false);
@@ -217,12 +217,18 @@ impl State {
         let before = blocks.replace(index, entry);
         match self.pending.get_mut(&index) {
             Some(pending) => {
-                pending.transit = transit;
+                pending.incomplete = incomplete;
                 (before.stored(), false)
             }
             None => {
                 let published = before;
-                self.pending.insert(index, Pending { published, transit });
+                self.pending.insert(
+                    index,
+                    Pending {
+                        published,
+                        incomplete,
+                    },
+                );
                 (None, true)
             }
         }
@@ -235,22 +241,22 @@ impl State {
         }
     }
 
-    /// Ends the transit of a block: all its bytes are in place.
+    /// Makes an incomplete block complete: all its bytes are in place.
     pub(super) fn completed(&mut self, index: u32) {
         if let Some(pending) = self.pending.get_mut(&index) {
-            pending.transit = None;
+            pending.incomplete = None;
         }
     }
 
-    /// Adds a range to the written ranges of a block in transit. Ends the transit if no gap is
+    /// Adds a range to the written ranges of an incomplete block. Ends the incomplete if no gap is
     /// left.
-    pub(super) fn wrote_in_transit(&mut self, index: u32, range: Range<u32>, length: u32) {
+    pub(super) fn wrote_incomplete(&mut self, index: u32, range: Range<u32>, length: u32) {
         if let Some(pending) = self.pending.get_mut(&index)
-            && let Some(transit) = &mut pending.transit
+            && let Some(incomplete) = &mut pending.incomplete
         {
-            transit.written.insert(range);
-            if transit.written.gaps(length).is_empty() {
-                pending.transit = None;
+            incomplete.written.insert(range);
+            if incomplete.written.gaps(length).is_empty() {
+                pending.incomplete = None;
             }
         }
     }
@@ -293,7 +299,7 @@ impl State {
         let complete: Vec<u32> = self
             .pending
             .iter()
-            .filter(|(_, pending)| pending.transit.is_none())
+            .filter(|(_, pending)| pending.incomplete.is_none())
             .map(|(index, _)| *index)
             .collect();
         let whole = (shift < region_shift && complete.len() == blocks.count() as usize)
@@ -373,9 +379,9 @@ impl State {
             match self.pending.get_mut(&index) {
                 Some(pending) => {
                     let between = std::mem::replace(&mut pending.published, published);
-                    match &pending.transit {
-                        Some(transit) if transit.source == between => {
-                            // The transit still copies from this space, so the space stays
+                    match &pending.incomplete {
+                        Some(incomplete) if incomplete.source == between => {
+                            // The completion still copies from this space, so the space stays
                             // allocated until the file is opened again.
                         }
                         _ => freed.extend(between.stored()),
@@ -383,8 +389,14 @@ impl State {
                 }
                 None => {
                     again += 1;
-                    let transit = None;
-                    self.pending.insert(index, Pending { published, transit });
+                    let incomplete = None;
+                    self.pending.insert(
+                        index,
+                        Pending {
+                            published,
+                            incomplete,
+                        },
+                    );
                 }
             }
         }

@@ -7,7 +7,7 @@ use bcow_format::{Entry, Header};
 
 use super::blocks::Blocks;
 use super::locks::{lock, read, write};
-use super::region::{Region, State};
+use super::region::{Region, RegionState};
 use crate::Error;
 use crate::checked::{CheckedFile, read_table};
 use crate::root::Root;
@@ -26,7 +26,7 @@ pub(super) struct Regions {
 }
 
 /// A region, or the one entry of a region that is not in memory.
-pub(super) enum Found {
+pub(super) enum FoundRegion {
     Region(Arc<Region>),
     Whole(Entry),
 }
@@ -61,19 +61,19 @@ impl Regions {
     }
 
     /// The region, for a read. A region that was never written is not loaded into memory.
-    pub(super) fn find(&self, index: u64, length: u64) -> Found {
+    pub(super) fn find(&self, index: u64, length: u64) -> FoundRegion {
         {
             let shard = lock(&self.shards[(index % SHARDS) as usize]);
             if let Some(region) = shard.get(&index) {
                 region.touch();
-                return Found::Region(Arc::clone(region));
+                return FoundRegion::Region(Arc::clone(region));
             }
             let entry = read(&self.root)[index as usize];
             if matches!(entry, Entry::Absent | Entry::Zero) {
-                return Found::Whole(entry);
+                return FoundRegion::Whole(entry);
             }
         }
-        Found::Region(self.get(index, length))
+        FoundRegion::Region(self.get(index, length))
     }
 
     /// The state of the region, locked shared. Reads the table from the file if necessary.
@@ -82,7 +82,7 @@ impl Regions {
         region: &'a Region,
         file: &CheckedFile,
         header: &Header,
-    ) -> Result<RwLockReadGuard<'a, State>, Error> {
+    ) -> Result<RwLockReadGuard<'a, RegionState>, Error> {
         loop {
             let state = read(&region.state);
             if state.blocks.is_some() {
@@ -99,7 +99,7 @@ impl Regions {
         region: &'a Region,
         file: &CheckedFile,
         header: &Header,
-    ) -> Result<RwLockWriteGuard<'a, State>, Error> {
+    ) -> Result<RwLockWriteGuard<'a, RegionState>, Error> {
         let mut state = write(&region.state);
         if state.blocks.is_none() {
             let entry = read(&self.root)[region.index as usize];

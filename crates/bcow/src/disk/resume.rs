@@ -12,9 +12,9 @@ use bcow_format::{BlockShift, Entry, Header, Stored, Uba};
 use super::blocks::CHECKED_SHIFT;
 use super::edit::Edit;
 use super::extents::{Extents, Ranges};
-use super::ledger::{Ledger, NewEntry, Record};
+use super::ledger::{Ledger, LedgerRecord, NewEntry};
 use super::locks::lock;
-use super::region::{Region, State, Transit};
+use super::region::{IncompleteBlock, Region, RegionState};
 use super::space::sectors;
 use super::{DiskConfig, Inner, RegionBlock, block_at};
 use crate::Error;
@@ -40,11 +40,11 @@ struct RegionChanges {
 struct Change {
     entry: NewEntry,
     /// Set while the block is incomplete.
-    transit: Option<InTransit>,
+    incomplete: Option<Incomplete>,
 }
 
 #[derive(Clone)]
-struct InTransit {
+struct Incomplete {
     /// The entry from which the rest is copied; `None` if it is the one in the file.
     source: Option<NewEntry>,
     written: Ranges,
@@ -59,15 +59,15 @@ impl Changes {
         Ok(changes)
     }
 
-    fn apply(&mut self, record: Record, header: &Header) -> Result<(), Error> {
+    fn apply(&mut self, record: LedgerRecord, header: &Header) -> Result<(), Error> {
         let (at, shift) = match record {
-            Record::Set { at, shift, .. }
-            | Record::Wrote { at, shift, .. }
-            | Record::Completed { at, shift } => (at, shift),
+            LedgerRecord::Set { at, shift, .. }
+            | LedgerRecord::Wrote { at, shift, .. }
+            | LedgerRecord::Completed { at, shift } => (at, shift),
         };
         let region_shift = header.region_shift;
         let length = match record {
-            Record::Set { length, .. } => length,
+            LedgerRecord::Set { length, .. } => length,
             _ => 1,
         };
         if at.checked_add(length).is_none_or(|end| end > header.size)
@@ -82,7 +82,7 @@ impl Changes {
         let region = self.0.entry(at >> region_shift).or_default();
         let first = ((at & ((1 << region_shift) - 1)) >> shift) as u32;
         match record {
-            Record::Set { length, entry, .. } => {
+            LedgerRecord::Set { length, entry, .. } => {
                 let count = length.div_ceil(1 << shift) as u32;
                 let region_start = at >> region_shift << region_shift;
                 if at + length > region_start + header.region_length(at >> region_shift) {
@@ -93,19 +93,19 @@ impl Changes {
                     region.set(first + number, shift, region_shift, entry, at)?;
                 }
             }
-            Record::Wrote { range, .. } => {
+            LedgerRecord::Wrote { range, .. } => {
                 let bytes = (header.size - at).min(1 << shift) as u32;
                 if let Some(change) = region.get(first, shift, region_shift)
-                    && let Some(transit) = &mut change.transit
+                    && let Some(incomplete) = &mut change.incomplete
                 {
-                    transit.written.insert(range.start..range.end);
-                    if transit.written.gaps(bytes).is_empty() {
+                    incomplete.written.insert(range.start..range.end);
+                    if incomplete.written.gaps(bytes).is_empty() {
                         change.complete();
                     }
                 }
             }
             // A flush may have recorded the block and dropped its other records.
-            Record::Completed { .. } => {
+            LedgerRecord::Completed { .. } => {
                 if let Some(change) = region.get(first, shift, region_shift) {
                     change.complete();
                 }
@@ -141,24 +141,27 @@ impl RegionChanges {
     ) -> Result<(), Error> {
         let before = self.get(index, shift, region_shift).cloned();
         let before = before.or_else(|| self.whole.clone());
-        let transit = match entry {
-            NewEntry::InTransit(_, part) => {
+        let incomplete = match entry {
+            NewEntry::Incomplete(_, part) => {
                 if before
                     .as_ref()
-                    .is_some_and(|before| before.transit.is_some())
+                    .is_some_and(|before| before.incomplete.is_some())
                 {
-                    return Err(inconsistent(at, "the ledger has two transits of a block"));
+                    return Err(inconsistent(
+                        at,
+                        "the ledger has a block that is incomplete twice",
+                    ));
                 }
                 let mut written = Ranges::default();
                 written.insert(part.start..part.end);
-                Some(InTransit {
+                Some(Incomplete {
                     source: before.map(|before| before.entry),
                     written,
                 })
             }
             _ => None,
         };
-        let change = Change { entry, transit };
+        let change = Change { entry, incomplete };
         if shift == region_shift {
             *self = RegionChanges {
                 whole: Some(change),
@@ -203,12 +206,12 @@ impl RegionChanges {
 
 impl Change {
     fn source(&self) -> Option<NewEntry> {
-        self.transit.as_ref()?.source
+        self.incomplete.as_ref()?.source
     }
 
     fn complete(&mut self) {
-        self.transit = None;
-        if let NewEntry::InTransit(place, _) = self.entry {
+        self.incomplete = None;
+        if let NewEntry::Incomplete(place, _) = self.entry {
             self.entry = NewEntry::Stored(place);
         }
     }
@@ -225,7 +228,7 @@ impl NewEntry {
 
     fn place(self) -> Option<u64> {
         match self {
-            NewEntry::Stored(place) | NewEntry::InTransit(place, _) => Some(place),
+            NewEntry::Stored(place) | NewEntry::Incomplete(place, _) => Some(place),
             NewEntry::Absent | NewEntry::Zero => None,
         }
     }
@@ -308,7 +311,7 @@ impl Inner {
     fn resume_block(
         &self,
         region: &Arc<Region>,
-        state: &mut State,
+        state: &mut RegionState,
         block: &RegionBlock,
         change: &Change,
         free: &mut FreeSpace,
@@ -332,20 +335,20 @@ impl Inner {
             }
             free.free.remove(range);
         }
-        let transit = change.transit.as_ref().map(|transit| {
-            let source = transit.source.map(|source| source.entry(block.length));
+        let incomplete = change.incomplete.as_ref().map(|incomplete| {
+            let source = incomplete.source.map(|source| source.entry(block.length));
             if let Some(stored) = source.and_then(|source| source.stored()) {
                 free.free.remove(sectors(stored));
             }
-            Transit {
-                id: self.transits.next(),
+            IncompleteBlock {
+                id: self.incomplete_blocks.next(),
                 source: source.unwrap_or(now),
-                written: transit.written.clone(),
+                written: incomplete.written.clone(),
             }
         });
         // The ledger has the change, and no other change of the block is pending.
         let mut edit = Edit::default();
-        self.set(region, state, block.index, entry, transit, &mut edit);
+        self.set(region, state, block.index, entry, incomplete, &mut edit);
         Ok(())
     }
 }

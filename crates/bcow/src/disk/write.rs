@@ -8,10 +8,10 @@ use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 use super::blocks::{Blocks, CHECKED_SHIFT};
 use super::edit::Edit;
 use super::extents::Ranges;
-use super::region::{Region, State, Transit};
-use super::regions::Found;
+use super::incomplete::Job;
+use super::region::{IncompleteBlock, Region, RegionState};
+use super::regions::FoundRegion;
 use super::space::{Piece, sectors};
-use super::transit::Job;
 use super::{Disk, DiskConfig, Inner, RegionBlock, block_at, by_region};
 use crate::device::checked_range;
 use crate::sync::atomic::Ordering;
@@ -297,7 +297,7 @@ impl Inner {
                 let Entry::Open(stored) = state.blocks().entry(block.index) else {
                     return Ok(false);
                 };
-                if state.is_in_transit(block.index) {
+                if state.is_incomplete(block.index) {
                     return Ok(false);
                 }
                 if state.is_fresh(block.index) || self.has_new_identity.load(Ordering::Acquire) {
@@ -337,10 +337,10 @@ impl Inner {
             match outcome {
                 Part::Written => return Ok(()),
                 Part::Changed => continue,
-                Part::InTransit if self.fills.is_behind() => {
+                Part::Incomplete if self.fills.is_behind() => {
                     return self.complete(config, region, block.index);
                 }
-                Part::InTransit => {
+                Part::Incomplete => {
                     self.later(Job::Fill(Arc::clone(region), block.index));
                     return Ok(());
                 }
@@ -352,7 +352,7 @@ impl Inner {
         &self,
         config: &DiskConfig,
         region: &Arc<Region>,
-        state: &mut State,
+        state: &mut RegionState,
         piece: &PieceOfBlock<'_>,
         edit: &mut Edit,
     ) -> Result<Part, Error> {
@@ -361,11 +361,11 @@ impl Inner {
         let range = skip..skip + bytes.len() as u32;
         match state.blocks().entry(index) {
             Entry::Open(stored) => {
-                if !state.is_in_transit(index) {
+                if !state.is_incomplete(index) {
                     return Ok(Part::Changed);
                 }
                 self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
-                self.write_in_transit(region, state, block, range, edit);
+                self.write_incomplete(region, state, block, range, edit);
                 self.is_dirty.store(true, Ordering::Release);
                 Ok(Part::Written)
             }
@@ -404,14 +404,14 @@ impl Inner {
                 }
                 let mut written = Ranges::default();
                 written.insert(range);
-                let transit = Transit {
-                    id: self.transits.next(),
+                let incomplete = IncompleteBlock {
+                    id: self.incomplete_blocks.next(),
                     source: before,
                     written,
                 };
                 let entry = open_entry(&piece);
-                self.set(region, state, index, entry, Some(transit), edit);
-                Ok(Part::InTransit)
+                self.set(region, state, index, entry, Some(incomplete), edit);
+                Ok(Part::Incomplete)
             }
         }
     }
@@ -427,7 +427,7 @@ impl Inner {
     ) -> Result<(), Error> {
         for (index, at, length) in by_region(offset, length, self.region_shift) {
             let region_length = config.header.region_length(index);
-            if let Found::Whole(entry) = self.regions.find(index, region_length)
+            if let FoundRegion::Whole(entry) = self.regions.find(index, region_length)
                 && config.is_zeros(&entry)
             {
                 continue;
@@ -512,7 +512,7 @@ struct PieceOfBlock<'a> {
 enum Part {
     Written,
     /// The rest of the block is still to be copied.
-    InTransit,
+    Incomplete,
     /// Another thread changed the block; retry.
     Changed,
 }

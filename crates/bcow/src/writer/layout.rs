@@ -7,7 +7,7 @@ use crate::Error;
 
 /// One stored block, or a run of blocks without stored data.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Record {
+pub(super) enum BlockRun {
     /// A number of zero blocks.
     Zeros(u64),
     /// A number of absent blocks: they show the backing, or are holes.
@@ -25,7 +25,7 @@ pub(super) enum Record {
 pub(super) struct Layout {
     /// First byte and block size of each stretch.
     stretches: Vec<(u64, BlockShift)>,
-    records: Vec<Record>,
+    records: Vec<BlockRun>,
 }
 
 /// One block of the layout, or a run of blocks without data.
@@ -33,7 +33,7 @@ pub(super) struct Layout {
 pub(super) struct Placed {
     pub(super) logical: u64,
     pub(super) shift: BlockShift,
-    pub(super) record: Record,
+    pub(super) record: BlockRun,
 }
 
 impl Layout {
@@ -46,7 +46,7 @@ impl Layout {
         }
     }
 
-    pub(super) fn fill(&mut self, records: Vec<Record>) {
+    pub(super) fn fill(&mut self, records: Vec<BlockRun>) {
         self.records = records;
     }
 
@@ -61,7 +61,7 @@ impl Layout {
     pub(super) fn has_zstd(&self) -> bool {
         self.records
             .iter()
-            .any(|record| matches!(record, Record::Block { zstd: true, .. }))
+            .any(|record| matches!(record, BlockRun::Block { zstd: true, .. }))
     }
 
     /// All blocks and runs, with their addresses.
@@ -80,8 +80,8 @@ impl Layout {
                 record,
             };
             let blocks = match record {
-                Record::Zeros(blocks) | Record::Absent(blocks) => blocks,
-                Record::Block { .. } => 1,
+                BlockRun::Zeros(blocks) | BlockRun::Absent(blocks) => blocks,
+                BlockRun::Block { .. } => 1,
             };
             logical += blocks << shift.get();
             placed
@@ -93,8 +93,8 @@ impl Layout {
         self.placed()
             .filter(|placed| (start..end).contains(&placed.logical))
             .map(|placed| match placed.record {
-                Record::Zeros(_) | Record::Absent(_) => 0,
-                Record::Block { stored, .. } => u64::from(stored.bytes),
+                BlockRun::Zeros(_) | BlockRun::Absent(_) => 0,
+                BlockRun::Block { stored, .. } => u64::from(stored.bytes),
             })
             .sum()
     }
@@ -115,12 +115,12 @@ impl Layout {
         let mut open: Option<(u64, SubBlockTable)> = None;
         for placed in self.placed() {
             let (entry, blocks) = match placed.record {
-                Record::Zeros(blocks) => (Entry::Zero, blocks),
-                Record::Absent(blocks) => (Entry::Absent, blocks),
-                Record::Block {
+                BlockRun::Zeros(blocks) => (Entry::Zero, blocks),
+                BlockRun::Absent(blocks) => (Entry::Absent, blocks),
+                BlockRun::Block {
                     stored, zstd: true, ..
                 } => (Entry::Zstd(stored), 1),
-                Record::Block { stored, .. } => (Entry::Raw(stored), 1),
+                BlockRun::Block { stored, .. } => (Entry::Raw(stored), 1),
             };
             if entry == fill {
                 continue;

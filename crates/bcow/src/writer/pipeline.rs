@@ -16,7 +16,7 @@ use bcow_format::{SECTOR_BYTES, Stored, Uba, crc32c};
 
 use super::Compression;
 use super::encode::{Encoded, Encoder, Form};
-use super::layout::{Layout, Record};
+use super::layout::{BlockRun, Layout};
 use crate::Error;
 use crate::storage::Storage;
 
@@ -237,7 +237,7 @@ struct Sink {
     buffer_at: u64,
     /// First free byte of the file.
     end: u64,
-    records: Vec<Record>,
+    records: Vec<BlockRun>,
 }
 
 impl Sink {
@@ -254,9 +254,9 @@ impl Sink {
 
     fn record(&mut self, ordered: &Ordered) {
         match ordered {
-            Ordered::Zeros(blocks) => self.records.push(Record::Zeros(*blocks)),
-            Ordered::Absent(blocks) => self.records.push(Record::Absent(*blocks)),
-            Ordered::Skip => self.records.push(Record::Zeros(1)),
+            Ordered::Zeros(blocks) => self.records.push(BlockRun::Zeros(*blocks)),
+            Ordered::Absent(blocks) => self.records.push(BlockRun::Absent(*blocks)),
+            Ordered::Skip => self.records.push(BlockRun::Zeros(1)),
             Ordered::Block { .. } => {}
         }
     }
@@ -281,10 +281,10 @@ impl Sink {
         Ok(())
     }
 
-    fn store(&mut self, logical: u64, encoded: Encoded) -> Result<Record, Error> {
+    fn store(&mut self, logical: u64, encoded: Encoded) -> Result<BlockRun, Error> {
         let logical_crc = encoded.logical_crc;
         let (bytes, crc, zstd) = match encoded.form {
-            Form::Zero => return Ok(Record::Zeros(1)),
+            Form::Zero => return Ok(BlockRun::Zeros(1)),
             Form::Raw(bytes) => (bytes, logical_crc, false),
             Form::Zstd { frame, crc } => (frame, crc, true),
         };
@@ -316,7 +316,7 @@ impl Sink {
             self.buffer.extend_from_slice(&bytes);
         }
         self.end = self.end.max(stored.end());
-        Ok(Record::Block {
+        Ok(BlockRun::Block {
             stored,
             zstd,
             logical_crc,
@@ -325,14 +325,14 @@ impl Sink {
 
     /// Stores the first block of a plain file. The header slots in it are written last; its
     /// checksum counts them as zeros.
-    fn store_first_plain(&mut self, encoded: Encoded) -> Result<Record, Error> {
+    fn store_first_plain(&mut self, encoded: Encoded) -> Result<BlockRun, Error> {
         self.flush()?;
         let Form::Raw(bytes) = encoded.form else {
-            return Ok(Record::Zeros(1));
+            return Ok(BlockRun::Zeros(1));
         };
         self.write(0, &bytes)?;
         self.end = self.end.max(bytes.len() as u64);
-        Ok(Record::Block {
+        Ok(BlockRun::Block {
             stored: Stored {
                 at: Uba(0),
                 bytes: bytes.len() as u32,

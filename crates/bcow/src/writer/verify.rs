@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bcow_format::{Entry, crc32c};
 
 use super::Written;
-use super::layout::{Placed, Record};
+use super::layout::{BlockRun, Placed};
 use crate::checked::{CheckedFile, read_block};
 use crate::codec::Encoding;
 use crate::{BlockProblem, Error, Image, OpenOptions, threads};
@@ -57,9 +57,9 @@ fn verify_block(image: &Image, file: &CheckedFile, placed: &Placed) -> Result<()
         problem: BlockProblem::Decompress(problem),
     };
     match (placed.record, piece.entry) {
-        (Record::Zeros(_), Entry::Zero) | (Record::Absent(_), Entry::Absent) => Ok(()),
+        (BlockRun::Zeros(_), Entry::Zero) | (BlockRun::Absent(_), Entry::Absent) => Ok(()),
         (
-            Record::Block {
+            BlockRun::Block {
                 stored,
                 logical_crc,
                 ..

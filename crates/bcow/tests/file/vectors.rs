@@ -74,7 +74,7 @@ fn map_text(image: &Image, slot: char) -> String {
     let purpose = match header.purpose {
         Use::Image => "image",
         Use::Disk => "disk",
-        Use::Sketch => "sketch",
+        Use::Partial => "sketch",
     };
     let state = format!("{:?}", header.state).to_lowercase();
     let mut text = format!(

@@ -1,10 +1,10 @@
 //! Tests of disks under crashes, failing storage, delayed reads, and random operations.
 
 mod faults;
+mod incomplete;
 mod kill;
 mod ledger;
 mod many_regions;
 mod model;
 mod operations;
 mod power_cut;
-mod transit;

@@ -475,12 +475,12 @@ fn a_file_is_locked_only_as_a_writable_disk() {
     drop((image, top));
     lock("top").unwrap();
     // A file of an earlier version.
-    let sketch = concat!(
+    let partial = concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../../fixtures/vectors/valid/use-sketch-writable.bcow"
     );
-    std::fs::copy(sketch, path("sketch")).unwrap();
-    assert!(matches!(lock("sketch"), Err(LockFileError::Sketch)));
+    std::fs::copy(partial, path("sketch")).unwrap();
+    assert!(matches!(lock("sketch"), Err(LockFileError::Partial)));
 }
 
 #[test]

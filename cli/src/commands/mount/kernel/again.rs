@@ -1,4 +1,5 @@
-//! A mount at the kernel door whose process ends: the content is opened again, for another process.
+//! A mount with the kernel driver whose process ends: the content is opened again, for another
+//! process.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use bcow::{Disk, LockFileError, LockedFile};
 use bcow_fuse::kernel::{Device, DiskFiles, DiskHandover};
 use bcow_fuse::{KernelSession, MountOptions};
 
-use super::super::door::Way;
+use super::super::driver::Way;
 use super::super::fuse::Mounted;
 use super::super::host::Host;
 use super::super::{Args, failure};

@@ -16,7 +16,7 @@ use crate::commands::mount::failure;
 use crate::commands::mount::host::UpperUse;
 use crate::commands::mount::pooled::{self, Attempts};
 use crate::error::CommandError;
-use crate::pool::record::Record;
+use crate::pool::record::MountRecord;
 use crate::running::Service;
 
 /// Timeout for the end of busy mounts that are unmounted for a restart.
@@ -29,7 +29,7 @@ struct Staying {
     number: u64,
     unmounter: Unmounter,
     service: Service,
-    record: Option<Record>,
+    record: Option<MountRecord>,
 }
 
 /// How a mount was stopped.
@@ -47,9 +47,9 @@ impl Pool {
     pub(super) fn restart(&self, force: bool) -> Result<Value, CommandError> {
         let name = &self.settings.name;
         let cannot = || CommandError::new(format!("cannot restart the pool {name}"));
-        if !self.has_keeper() {
+        if !self.has_supervisor() {
             return Err(cannot()
-                .caused_by_text("its keeper has died")
+                .caused_by_text("its supervisor has died")
                 .hint(format!("`bcow pool stop {name}` ends it")));
         }
         let mut state = self.state();
@@ -116,9 +116,9 @@ impl Pool {
         if state.is_ending {
             return Err(cannot().caused_by_text("it is ending"));
         }
-        if !self.has_keeper() {
+        if !self.has_supervisor() {
             state.is_restarting = false;
-            return Err(cannot().caused_by_text("its keeper has died"));
+            return Err(cannot().caused_by_text("its supervisor has died"));
         }
         state.is_leaving = true;
         drop(state);
@@ -210,7 +210,7 @@ impl Pool {
     }
 
     /// Fails if the content of a mount cannot be opened again.
-    fn check_again(&self, mount: &Staying, record: &Record) -> Result<(), CommandError> {
+    fn check_again(&self, mount: &Staying, record: &MountRecord) -> Result<(), CommandError> {
         if mount.service.descriptor.is_none() {
             return self
                 .open_again(record, Attempts::One, UpperUse::None)

@@ -19,7 +19,7 @@ use crate::commands::mount::pooled::{self, Attempts};
 use crate::commands::mount::{self, failure, kernel};
 use crate::error::{CommandError, Context};
 use crate::pool::link::Packet;
-use crate::pool::record::{Asked, DiskRecord, Record};
+use crate::pool::record::{Asked, DiskRecord, MountRecord};
 use crate::ui::Ui;
 
 /// Number of threads that take over mounts.
@@ -29,22 +29,22 @@ pub(super) const THREADS: usize = 8;
 pub struct Kept {
     /// The connection to the kernel.
     pub connection: OwnedFd,
-    /// The stored [`Record`].
+    /// The stored [`MountRecord`].
     pub record: OwnedFd,
     /// The device number of the mount.
     pub device: Option<String>,
-    /// Whether the mount is at the kernel door.
+    /// Whether the mount is with the kernel driver.
     pub is_disk: bool,
-    /// The ledger of a mount with an upper, or the hidden mount of one at the kernel door.
+    /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
     pub companion: Option<OwnedFd>,
     /// The file and the ledger of a disk.
     pub disk: Option<DiskFiles>,
 }
 
 impl Pool {
-    /// Gives the keeper the data with which another process can take over this mount. Returns the
-    /// record, or `None` if no other process can take over the mount.
-    pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<Record> {
+    /// Gives the supervisor the data with which another process can take over this mount. Returns
+    /// the record, or `None` if no other process can take over the mount.
+    pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<MountRecord> {
         let kept = match &mounted.session {
             AnySession::Fuse(session) => self.keep_fuse(number, session, mounted, asked),
             AnySession::Kernel(session) => self.keep_kernel(number, session, mounted, asked),
@@ -61,11 +61,11 @@ impl Pool {
         session: &Session,
         mounted: &Mounted,
         asked: Asked,
-    ) -> Result<Option<Record>, CommandError> {
+    ) -> Result<Option<MountRecord>, CommandError> {
         let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
             return Ok(None);
         };
-        let record = Record::new(
+        let record = MountRecord::new(
             asked,
             handover.target.into(),
             handover.agreed,
@@ -78,9 +78,10 @@ impl Pool {
             device: handover.device,
             is_disk: false,
         };
-        let mut is_kept = self.notify_keeper(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
+        let mut is_kept =
+            self.notify_supervisor(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
         if let Some(ledger) = &handover.ledger {
-            is_kept &= self.notify_keeper(&Packet::Companion { number }, &[ledger.as_fd()]);
+            is_kept &= self.notify_supervisor(&Packet::Companion { number }, &[ledger.as_fd()]);
         }
         Ok(is_kept.then_some(record))
     }
@@ -91,37 +92,39 @@ impl Pool {
         session: &KernelSession,
         mounted: &Mounted,
         asked: Asked,
-    ) -> Result<Option<Record>, CommandError> {
+    ) -> Result<Option<MountRecord>, CommandError> {
         let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
             return Ok(None);
         };
         let (target, _) = session.place();
-        let record = Record::new(
+        let record = MountRecord::new(
             asked,
             target.into(),
             handover.agreed,
             hex(&mounted.identity),
             mounted.service.clone(),
         );
-        let record = record.at_kernel_door(&handover);
+        let record = record.at_kernel_driver(&handover);
         let stored = store(&record)?;
         let keep = Packet::Keep {
             number,
             device: handover.place.device.clone(),
             is_disk: true,
         };
-        let mut is_kept = self.notify_keeper(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
-        is_kept &= self.notify_keeper(&Packet::Companion { number }, &[handover.hidden.as_fd()]);
+        let mut is_kept =
+            self.notify_supervisor(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
+        is_kept &=
+            self.notify_supervisor(&Packet::Companion { number }, &[handover.hidden.as_fd()]);
         if let Some(disk) = &handover.disk {
             let files = [disk.file.as_fd(), disk.ledger.as_fd()];
-            is_kept &= self.notify_keeper(&Packet::Disk { number }, &files);
+            is_kept &= self.notify_supervisor(&Packet::Disk { number }, &files);
         }
         Ok(is_kept.then_some(record))
     }
 
     /// The mount has ended.
     pub(super) fn release(&self, number: u64) {
-        self.notify_keeper(&Packet::Release { number }, &[]);
+        self.notify_supervisor(&Packet::Release { number }, &[]);
     }
 
     /// Takes over the mounts of the previous process. Mounts whose image cannot be opened again are
@@ -160,7 +163,7 @@ impl Pool {
             companion,
             disk,
         } = kept;
-        let record = Record::load(record).context(|| "cannot read its record");
+        let record = MountRecord::load(record).context(|| "cannot read its record");
         match (record, companion) {
             (Ok(record), Some(hidden)) if record.disk.is_some() => {
                 self.take_over_disk(number, record, connection, hidden, disk)
@@ -183,7 +186,7 @@ impl Pool {
     fn take_over_fuse(
         self: &Arc<Self>,
         number: u64,
-        record: Result<Record, CommandError>,
+        record: Result<MountRecord, CommandError>,
         connection: OwnedFd,
         device: Option<String>,
         ledger: Option<OwnedFd>,
@@ -220,9 +223,9 @@ impl Pool {
                 let session = mounted.session.fuse();
                 let ledger = session.map_or(Ok(None), Session::ledger);
                 if let Some(ledger) = ledger.map_err(|error| failure(&error))? {
-                    // Before this process answers a request: the keeper still has the ledger of the
-                    // previous process, which would miss the changes of that request.
-                    self.notify_keeper(&Packet::Companion { number }, &[ledger.as_fd()]);
+                    // Before this process answers a request: the supervisor still has the ledger of
+                    // the previous process, which would miss the changes of that request.
+                    self.notify_supervisor(&Packet::Companion { number }, &[ledger.as_fd()]);
                 }
                 mount.arrive(number, mounted, Some(record))
             }
@@ -236,7 +239,7 @@ impl Pool {
     fn take_over_disk(
         self: &Arc<Self>,
         number: u64,
-        record: Record,
+        record: MountRecord,
         connection: OwnedFd,
         hidden: OwnedFd,
         files: Option<DiskFiles>,
@@ -272,7 +275,7 @@ impl Pool {
         // The opened disk has descriptors of its own.
         drop(files);
         if opened.is_err() {
-            // The keeper closes its connection too. The kernel waits for answers as long as any
+            // The supervisor closes its connection too. The kernel waits for answers as long as any
             // process has the connection.
             self.release(number);
         }
@@ -309,7 +312,7 @@ impl Pool {
     /// and inodes.
     pub(super) fn open_again(
         &self,
-        record: &Record,
+        record: &MountRecord,
         attempts: Attempts,
         upper_use: UpperUse<'_>,
     ) -> Result<Opened, CommandError> {
@@ -324,12 +327,12 @@ impl Pool {
         }
     }
 
-    /// Opens the content of a mount at the kernel door again. A writable disk must have all changes
-    /// that the previous process has acknowledged, because the kernel relies on them. So the disk
-    /// has stayed locked, and has a ledger.
+    /// Opens the content of a mount with the kernel driver again. A writable disk must have all
+    /// changes that the previous process has acknowledged, because the kernel relies on them. So
+    /// the disk has stayed locked, and has a ledger.
     fn open_disk_again(
         &self,
-        record: &Record,
+        record: &MountRecord,
         disk: &DiskRecord,
         files: Option<&DiskFiles>,
     ) -> Result<(mount::Args, kernel::Opened), CommandError> {
@@ -348,7 +351,7 @@ impl Pool {
     }
 }
 
-fn store(record: &Record) -> Result<OwnedFd, CommandError> {
+fn store(record: &MountRecord) -> Result<OwnedFd, CommandError> {
     record
         .store()
         .context(|| "cannot store the record of a mount")

@@ -2,7 +2,7 @@
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::super::{Place, ReadError};
+use super::super::{ReadError, Structure};
 use super::Journal;
 use super::cursor::LogBlock;
 use crate::checksum::BigEndianChecksum;
@@ -23,7 +23,7 @@ impl Journal<'_> {
         let mut checksum = BigEndianChecksum::NEW;
         let mut last_time = 0;
         while let Some(LogBlock { at, kind, bytes }) = cursor.next()? {
-            let wrong = |at| Place::Journal(at).damaged("its checksum is wrong");
+            let wrong = |at| Structure::Journal(at).damaged("its checksum is wrong");
             match kind {
                 journal_block::DESCRIPTOR => {
                     if !self.is_tail_right(&bytes) {

@@ -1,6 +1,6 @@
 //! The blocks of a journal that list other blocks: descriptor blocks and revoke blocks.
 
-use super::super::{Place, ReadError};
+use super::super::{ReadError, Structure};
 use super::Journal;
 use crate::format::{BLOCK_BYTES, JournalHeader, journal_flags, journal_incompatible};
 use crate::output::BlockBuffer;
@@ -75,7 +75,7 @@ impl Journal<'_> {
         let used = (word(HEADER) as usize).max(REVOKE_HEADER);
         let list = block[..self.end_of_list()].get(REVOKE_HEADER..used);
         let list =
-            list.ok_or_else(|| Place::Journal(at).damaged("its list of blocks is damaged"))?;
+            list.ok_or_else(|| Structure::Journal(at).damaged("its list of blocks is damaged"))?;
         let found = match self.has(journal_incompatible::BITS_64) {
             true => {
                 let (numbers, _) = list.as_chunks::<8>();

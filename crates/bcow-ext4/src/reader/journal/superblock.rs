@@ -2,7 +2,7 @@
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::super::{Extents, Place, ReadError, Reader};
+use super::super::{Extents, ReadError, Reader, Structure};
 use super::Journal;
 use crate::checksum::Checksum;
 use crate::format::{
@@ -25,7 +25,7 @@ impl<'r> Journal<'r> {
         extents: Extents,
         blocks: u64,
     ) -> Result<Option<Self>, ReadError> {
-        let damaged = |problem| Place::Journal(0).damaged(problem);
+        let damaged = |problem| Structure::Journal(0).damaged(problem);
         // So the log has at most as many blocks as the file system.
         if extents.overlap() {
             return Err(damaged("two blocks of the journal are in the same place"));

@@ -8,9 +8,9 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::{Kind, Pending, Reader, UpperObject};
-use crate::offline::body::{Body, Own, Piece, Source};
+use crate::offline::body::{Body, Own, Piece, PieceSource};
 use crate::offline::error::Problem;
-use crate::offline::sketched::{self, HostFile};
+use crate::offline::partial::{self, HostFile};
 use crate::upper::beneath::open_regular_beneath;
 use crate::upper::{Attribute, META, Marks, Metacopy, entry_name, is_whiteout};
 
@@ -148,14 +148,14 @@ impl Reader<'_> {
         lower_inode: Option<Inode>,
     ) -> Result<Body, Problem> {
         let size = u64::try_from(object.stat.st_size).unwrap_or(0);
-        if let Some(mark) = &object.marks.sketch {
+        if let Some(mark) = &object.marks.partial {
             let lower = self.lower_of(object, parent, lower_inode)?;
             let host = HostFile {
                 path: object.path,
                 inode: object.stat.st_ino,
                 size,
             };
-            return sketched::body(self.upper, mark, &host, lower);
+            return partial::body(self.upper, mark, &host, lower);
         }
         match object.marks.metacopy {
             Metacopy::None => Ok(Body {
@@ -171,14 +171,15 @@ impl Reader<'_> {
                 let lower = self.lower_of(object, parent, lower_inode)?;
                 Ok(Body::of_lower(lower))
             }
-            Metacopy::Sketch => Err(Problem::Sketch(
-                "its metacopy mark is that of a sketch, but it has no sketch mark".into(),
+            Metacopy::Partial => Err(Problem::Partial(
+                "its metacopy mark is that of a partial file, but it has no partial file mark"
+                    .into(),
             )),
         }
     }
 
-    /// The file of the image with the content of a metadata copy, or with the blocks that a sketch
-    /// does not store.
+    /// The file of the image with the content of a metadata copy, or with the blocks that a partial
+    /// file does not store.
     pub(super) fn lower_of(
         &self,
         object: &UpperObject<'_>,
@@ -205,13 +206,13 @@ impl Reader<'_> {
     ) -> Result<Vec<Piece>, Problem> {
         let whole = vec![Piece {
             end: size,
-            source: Source::Own,
+            source: PieceSource::Own,
         }];
         // A file with blocks for all its bytes counts as one run of data, and is not opened.
         if (object.stat.st_blocks as u64).saturating_mul(512) >= size {
             return Ok(whole);
         }
         let file = open_regular_beneath(self.upper.root(), object.path)?;
-        Ok(sketched::data_runs(&file, size)?)
+        Ok(partial::data_runs(&file, size)?)
     }
 }

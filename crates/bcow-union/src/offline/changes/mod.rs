@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use super::builder::{Builder, join};
 use super::error::{ChangesError, Problem, at};
-use super::splice::{Place, Store};
+use super::splice::{PiecePlace, Store};
 use crate::upper::beneath::open_directory_beneath;
 use crate::upper::{
     Attribute, META, Marks, Names, Redirect, UpperReader, is_whiteout, parse_entry_name, work,
@@ -86,7 +86,7 @@ impl Changes {
             Some((*nid, *node))
         });
         let index = changed.collect();
-        let place = Place::Upper {
+        let place = PiecePlace::Upper {
             root,
             _lock: upper.lock(),
         };
@@ -100,7 +100,7 @@ impl Changes {
         scope: Scope,
         lower: Arc<Filesystem>,
         device: Arc<dyn BlockDevice>,
-        place: Place,
+        place: PiecePlace,
         index: BTreeMap<u64, NodeId>,
     ) -> Result<Changes, ChangesError> {
         let layer = builder.take();

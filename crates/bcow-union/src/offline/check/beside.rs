@@ -46,11 +46,11 @@ impl Checker<'_> {
                     Some(NlinkDelta::Lower(_)) | None => false,
                 };
             if is_leak {
-                // If the entry is a sketch, its map is a leak too.
+                // If the entry is a partial file, its map is a leak too.
                 self.report_unreferenced(name, None);
-            } else if marks.sketch.is_some() && is_regular(&stat) {
-                // The sketch may have no name in the tree.
-                self.sketch(&path, &stat, &marks, None);
+            } else if marks.partial.is_some() && is_regular(&stat) {
+                // The partial file may have no name in the tree.
+                self.partial(&path, &stat, &marks, None);
             }
         }
         Ok(())
@@ -96,14 +96,14 @@ impl Checker<'_> {
                     let message = "not the name of a map";
                     self.report.warning("upper-unknown-file", &path, message);
                 }
-                Some(id) if self.sketches.contains_key(&id) => {}
+                Some(id) if self.partials.contains_key(&id) => {}
                 // If marks are damaged, the map may belong to one of those files.
                 Some(_) if !self.report.is_sound() => {
-                    let message = "no sketch with readable marks uses this map";
+                    let message = "no partial file with readable marks uses this map";
                     self.report.warning("upper-map-leak", &path, message);
                 }
                 Some(_) => {
-                    let message = "no sketch uses this map";
+                    let message = "no partial file uses this map";
                     let repair = Repair::Map(name);
                     self.report
                         .repairable("upper-map-leak", &path, message, repair);
@@ -206,21 +206,21 @@ impl Checker<'_> {
     }
 
     /// Reports an entry of the index without a name, and queues its removal. If the entry is a
-    /// sketch and `host_inode` is given (the entry is the file's only link), its map is removed
-    /// too.
+    /// partial file and `host_inode` is given (the entry is the file's only link), its map is
+    /// removed too.
     fn report_unreferenced(&mut self, name: Vec<u8>, host_inode: Option<u64>) {
         let path = [META.as_bytes(), b"/index/", &name].concat();
         let message = "it is unreachable: no name refers to it";
         let repair = Repair::Index(name);
         self.report
             .repairable("upper-index-leak", &path, message, repair);
-        let mut sketches = self.sketches.iter();
+        let mut partials = self.partials.iter();
         if let Some(host_inode) = host_inode
-            && let Some((id, _)) = sketches.find(|(_, (inode, _))| *inode == host_inode)
+            && let Some((id, _)) = partials.find(|(_, (inode, _))| *inode == host_inode)
         {
             let map = entry_name(*id).into_bytes();
             let dir = meta(self.upper, "maps").ok().flatten();
-            // A sketch has a map only after its first flush.
+            // A partial file has a map only after its first flush.
             let exists = |dir| rustix::fs::statat(dir, &map[..], AtFlags::SYMLINK_NOFOLLOW).is_ok();
             if dir.is_some_and(exists) {
                 self.report.repairs.push(Repair::Map(map));

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 pub use bcow::check::{Finding, Findings, Place, Severity};
 
-use super::sketched::{self, HostFile};
+use super::partial::{self, HostFile};
 use crate::upper::beneath::open_directory_beneath;
 use crate::upper::xattr::each_name;
 use crate::upper::{
@@ -43,8 +43,8 @@ pub struct Report {
     pub whiteouts: u64,
     /// The number of metadata copies: files of which all bytes are the image's.
     pub metadata_copies: u64,
-    /// The number of sketches.
-    pub sketches: u64,
+    /// The number of partial files.
+    pub partials: u64,
     /// The repairs that are possible.
     repairs: Vec<Repair>,
 }
@@ -52,7 +52,7 @@ pub struct Report {
 /// A repair that needs no guess.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Repair {
-    /// Remove this map, which no sketch uses.
+    /// Remove this map, which no partial file uses.
     Map(Vec<u8>),
     /// Remove this entry of the index, which has no name in the tree.
     Index(Vec<u8>),
@@ -145,7 +145,7 @@ fn examine(
         data,
         read: HashSet::new(),
         report: Report::default(),
-        sketches: HashMap::new(),
+        partials: HashMap::new(),
         indexed: HashMap::new(),
         pending: Vec::new(),
     };
@@ -178,7 +178,10 @@ pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, Upper
         done.push(match repair {
             Repair::Map(name) => {
                 remove(instance.maps(), name).map_err(host)?;
-                format!("removed {META}/maps/{}, which no sketch uses", shown(name))
+                format!(
+                    "removed {META}/maps/{}, which no partial file uses",
+                    shown(name)
+                )
             }
             Repair::Index(name) => {
                 remove(instance.index(), name).map_err(host)?;
@@ -221,8 +224,8 @@ struct Checker<'c> {
     /// Host inode numbers of files with several names whose data was read.
     read: HashSet<u64>,
     report: Report,
-    /// Sketches by number: host inode number and path.
-    sketches: HashMap<u64, (u64, Vec<u8>)>,
+    /// Partial files by number: host inode number and path.
+    partials: HashMap<u64, (u64, Vec<u8>)>,
     /// Entries of the index: the image's inode numbers by host inode number.
     indexed: HashMap<u64, u64>,
     /// Pending directories, with the directory of the image that each continues, if it is known.
@@ -379,14 +382,14 @@ impl Checker<'_> {
                 "is not a regular file",
             ),
             (
-                marks.sketch.is_some() && !is_regular,
+                marks.partial.is_some() && !is_regular,
                 "sketch",
                 "is not a regular file",
             ),
             (
-                marks.metacopy == Metacopy::Sketch && marks.sketch.is_none(),
+                marks.metacopy == Metacopy::Partial && marks.partial.is_none(),
                 "metacopy",
-                "has no sketch mark",
+                "has no partial file mark",
             ),
             (
                 marks.metacopy == Metacopy::None && self.shows_holes(marks, stat),
@@ -394,7 +397,7 @@ impl Checker<'_> {
                 "has no metacopy mark, so overlayfs would show its holes",
             ),
             (
-                marks.sketch.is_some() && marks.origin.is_none(),
+                marks.partial.is_some() && marks.origin.is_none(),
                 "sketch",
                 "has no origin in the image",
             ),
@@ -418,9 +421,9 @@ impl Checker<'_> {
         if self.data && is_regular {
             self.read(path, stat);
         }
-        if marks.sketch.is_some() && is_regular {
-            self.report.sketches += 1;
-            self.sketch(path, stat, marks, lower.as_ref());
+        if marks.partial.is_some() && is_regular {
+            self.report.partials += 1;
+            self.partial(path, stat, marks, lower.as_ref());
         } else if marks.metacopy == Metacopy::Whole && is_regular {
             self.report.metadata_copies += 1;
         }
@@ -515,40 +518,40 @@ impl Checker<'_> {
             return;
         }
         let size = u64::try_from(stat.st_size).unwrap_or(0);
-        if let Err(errno) = sketched::read_all(self.upper, path, size) {
+        if let Err(errno) = partial::read_all(self.upper, path, size) {
             let message = format!("it cannot be read: {errno}");
             self.report.error("upper-host", path, message);
         }
     }
 
-    /// Whether the file is a sketch that the host's file does not hold completely. A complete
-    /// sketch may lack the metacopy mark: during its promotion to a plain file, the marks are
+    /// Whether the file is a partial file that the host's file does not hold completely. A complete
+    /// partial file may lack the metacopy mark: during its promotion to a plain file, the marks are
     /// removed one after the other.
     fn shows_holes(&self, marks: &Marks, stat: &Stat) -> bool {
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         marks
-            .sketch
-            .is_some_and(|mark| !matches!(sketched::is_complete(self.upper, &mark, size), Ok(true)))
+            .partial
+            .is_some_and(|mark| !matches!(partial::is_complete(self.upper, &mark, size), Ok(true)))
     }
 
-    fn sketch(&mut self, path: &[u8], stat: &Stat, marks: &Marks, lower: Option<&Inode>) {
-        let Some(mark) = &marks.sketch else { return };
-        if let Some((inode, other)) = self.sketches.get(&mark.id) {
+    fn partial(&mut self, path: &[u8], stat: &Stat, marks: &Marks, lower: Option<&Inode>) {
+        let Some(mark) = &marks.partial else { return };
+        if let Some((inode, other)) = self.partials.get(&mark.id) {
             if *inode != stat.st_ino {
                 let other = String::from_utf8_lossy(other).into_owned();
-                let message = format!("it has the same number as the sketch {other:?}");
+                let message = format!("it has the same number as the partial file {other:?}");
                 self.report.error("upper-sketch-number", path, message);
             }
             // This is another name of the same file.
             return;
         }
-        self.sketches.insert(mark.id, (stat.st_ino, path.to_vec()));
+        self.partials.insert(mark.id, (stat.st_ino, path.to_vec()));
         let host = HostFile {
             path,
             inode: stat.st_ino,
             size: u64::try_from(stat.st_size).unwrap_or(0),
         };
-        if let Err(problem) = sketched::check(self.upper, mark, &host, lower) {
+        if let Err(problem) = partial::check(self.upper, mark, &host, lower) {
             self.report
                 .error("upper-sketch-map", path, problem.to_string());
         }

@@ -8,7 +8,7 @@ use bcow_ext4::{Extents, FileKind, Inode, InodeNumber, MappedExtent};
 
 use super::Reader;
 use crate::blocks::BLOCK_BYTES;
-use crate::offline::body::{Body, Own, Piece, Source};
+use crate::offline::body::{Body, Own, Piece, PieceSource};
 use crate::offline::error::Problem;
 
 impl Reader<'_> {
@@ -108,14 +108,17 @@ impl Reader<'_> {
         for run in extents.content.iter().filter(|run| run.is_written) {
             self.take_run(run, &view_extents, &mut pieces);
         }
-        pieces.push(inode.size, Source::Hole);
+        pieces.push(inode.size, PieceSource::Hole);
         let limit = inode.size.div_ceil(BLOCK_BYTES);
         let view_block_count: u64 = view_extents
             .content
             .iter()
             .map(|run| run.end().min(limit).saturating_sub(run.logical.into()))
             .sum();
-        let has_own = pieces.all.iter().any(|piece| piece.source == Source::Own);
+        let has_own = pieces
+            .all
+            .iter()
+            .any(|piece| piece.source == PieceSource::Own);
         let is_lower = !has_own
             && pieces.lower_block_count == view_block_count
             && lower.is_some_and(|lower| lower.size == inode.size);
@@ -133,7 +136,7 @@ impl Reader<'_> {
     /// of the file, and the disk does not store another content for it.
     fn take_run(&self, run: &MappedExtent, view_extents: &Extents, pieces: &mut Pieces) {
         let mut at = u64::from(run.logical);
-        pieces.push(at * BLOCK_BYTES, Source::Hole);
+        pieces.push(at * BLOCK_BYTES, PieceSource::Hole);
         while at < run.end() {
             let physical = run.physical + (at - u64::from(run.logical));
             let index = view_extents
@@ -143,7 +146,7 @@ impl Reader<'_> {
             let first = run_in_view.map_or(u64::MAX, |extent| extent.logical.into());
             if first > at {
                 at = run.end().min(first);
-                pieces.push(at * BLOCK_BYTES, Source::Own);
+                pieces.push(at * BLOCK_BYTES, PieceSource::Own);
                 continue;
             }
             let (physical_in_view, end) = run_in_view.map_or((0, run.end()), |extent| {
@@ -154,11 +157,11 @@ impl Reader<'_> {
                     let [start, end] =
                         [differing.start, differing.end].map(|block| at + (block - physical));
                     pieces.push_lower(start);
-                    pieces.push(end * BLOCK_BYTES, Source::Own);
+                    pieces.push(end * BLOCK_BYTES, PieceSource::Own);
                 }
                 pieces.push_lower(end);
             } else {
-                pieces.push(end * BLOCK_BYTES, Source::Own);
+                pieces.push(end * BLOCK_BYTES, PieceSource::Own);
             }
             at = end;
         }
@@ -180,7 +183,7 @@ struct Pieces {
 
 impl Pieces {
     /// Adds the bytes up to `end`, from `source`.
-    fn push(&mut self, end: u64, source: Source) {
+    fn push(&mut self, end: u64, source: PieceSource) {
         let end = end.min(self.size);
         if end <= self.at {
             return;
@@ -199,8 +202,8 @@ impl Pieces {
         let first = self.at / BLOCK_BYTES;
         self.lower_block_count += end.min(limit).saturating_sub(first);
         let end = end * BLOCK_BYTES;
-        self.push(end.min(self.lower_size), Source::Lower);
-        self.push(end, Source::Hole);
+        self.push(end.min(self.lower_size), PieceSource::Lower);
+        self.push(end, PieceSource::Hole);
     }
 }
 

@@ -1,0 +1,291 @@
+//! Reads which bytes of a partial file are stored in the upper and which are the image's.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+
+use bcow_erofs::reader::Inode;
+use rustix::fs::{OFlags, SeekFrom};
+use rustix::io::Errno;
+
+use super::body::{Body, Own, Piece, PieceSource};
+use super::error::Problem;
+use crate::blocks::{BLOCK_BYTES, BlockSet};
+use crate::partial::Damage;
+use crate::partial::journal::{Header, Replay, SECTOR_BYTES};
+use crate::upper::beneath::{is_not_regular_error, open_regular, open_regular_beneath};
+use crate::upper::{META, PartialMark, UpperReader, entry_name};
+
+/// Bytes of one read.
+const READ_BYTES: usize = 256 << 10;
+
+/// The host's file of a partial file.
+pub(super) struct HostFile<'a> {
+    /// The path below the upper.
+    pub(super) path: &'a [u8],
+    /// Inode number.
+    pub(super) inode: u64,
+    /// Size in bytes.
+    pub(super) size: u64,
+}
+
+/// The content of a partial file as pieces.
+pub(super) fn body(
+    upper: &UpperReader,
+    mark: &PartialMark,
+    host: &HostFile<'_>,
+    lower: Inode,
+) -> Result<Body, Problem> {
+    check_mark(mark, &lower).map_err(Problem::Partial)?;
+    let file = open_regular_beneath(upper.root(), host.path)?;
+    Ok(Body {
+        size: host.size,
+        own: Some(Own::Host {
+            path: host.path.to_vec(),
+            inode: host.inode,
+        }),
+        lower: Some(lower),
+        pieces: pieces(upper, mark, &file, host.size, &lower)?,
+    })
+}
+
+/// Checks the stored data of a partial file. The error describes the damage.
+pub(super) fn check(
+    upper: &UpperReader,
+    mark: &PartialMark,
+    host: &HostFile<'_>,
+    lower: Option<&Inode>,
+) -> Result<(), Problem> {
+    match lower {
+        Some(lower) => body(upper, mark, host, *lower).map(drop),
+        // The lower file is not known, so its number of blocks comes from the map.
+        None if mark.map_exists => read_map(upper, mark, None).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// Whether the host's file of `size` bytes holds all content of the partial file at its own
+/// offsets.
+pub(super) fn is_complete(
+    upper: &UpperReader,
+    mark: &PartialMark,
+    size: u64,
+) -> Result<bool, Problem> {
+    let covered = mark.lower_limit.min(size).div_ceil(BLOCK_BYTES);
+    if covered == 0 || !mark.map_exists {
+        return Ok(covered == 0);
+    }
+    Ok(read_map(upper, mark, None)?.contains_all(0..covered))
+}
+
+fn check_mark(mark: &PartialMark, lower: &Inode) -> Result<(), String> {
+    if !mark.has_supported_blocks() {
+        return Err(format!(
+            "its blocks are of 2^{} bytes, which this version does not know",
+            mark.block_shift
+        ));
+    }
+    if mark.lower_limit > lower.size {
+        Err(format!(
+            "its mark covers {} bytes of a file of the image that has {}",
+            mark.lower_limit, lower.size
+        ))
+    } else {
+        Ok(())
+    }
+}
+
+fn pieces(
+    upper: &UpperReader,
+    mark: &PartialMark,
+    file: &OwnedFd,
+    size: u64,
+    lower: &Inode,
+) -> Result<Vec<Piece>, Problem> {
+    let limit = mark.lower_limit.min(size);
+    let covered = limit.div_ceil(BLOCK_BYTES);
+    let present = if mark.map_exists {
+        read_map(upper, mark, Some(lower.size.div_ceil(BLOCK_BYTES)))?
+    } else {
+        BlockSet::default()
+    };
+    let stored = data_runs(file, size)?;
+    let mut pieces = Pieces {
+        all: Vec::new(),
+        limit,
+    };
+    let mut at = 0;
+    for run in present.runs(0..covered) {
+        pieces.not_stored(at, run.start * BLOCK_BYTES);
+        at = (run.end * BLOCK_BYTES).min(size);
+        pieces.stored(run.start * BLOCK_BYTES, at, &stored);
+    }
+    let end = (covered * BLOCK_BYTES).min(size);
+    pieces.not_stored(at, end);
+    pieces.stored(end, size, &stored);
+    Ok(pieces.all)
+}
+
+/// Collects pieces, in order.
+struct Pieces {
+    all: Vec<Piece>,
+    /// The visible bytes of the lower file.
+    limit: u64,
+}
+
+impl Pieces {
+    fn push(&mut self, end: u64, source: PieceSource) {
+        let start = self.all.last().map_or(0, |last| last.end);
+        match self.all.last_mut() {
+            _ if end <= start => {}
+            Some(last) if last.source == source => last.end = end,
+            _ => self.all.push(Piece { end, source }),
+        }
+    }
+
+    fn not_stored(&mut self, start: u64, end: u64) {
+        if start < self.limit {
+            self.push(end.min(self.limit), PieceSource::Lower);
+        }
+        if end > self.limit {
+            self.push(end, PieceSource::Hole);
+        }
+    }
+
+    /// Adds bytes of the host's file. `runs` are its data and holes.
+    fn stored(&mut self, start: u64, end: u64, runs: &[Piece]) {
+        let mut at = start;
+        let first = runs.partition_point(|run| run.end <= start);
+        for run in &runs[first..] {
+            if at >= end {
+                break;
+            }
+            at = run.end.min(end);
+            self.push(at, run.source);
+        }
+    }
+}
+
+/// Reads all data of the host's file at `path`, of `size` bytes.
+pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<(), Errno> {
+    let file = open_regular_beneath(upper.root(), path)?;
+    let mut buffer = vec![0; READ_BYTES];
+    let mut at = 0;
+    for run in data_runs(&file, size)? {
+        while at < run.end && run.source == PieceSource::Own {
+            let wanted = buffer.len().min((run.end - at) as usize);
+            match rustix::io::pread(&file, &mut buffer[..wanted], at) {
+                // The file ends before its size.
+                Ok(0) => return Err(Errno::IO),
+                Ok(read) => at += read as u64,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        at = run.end;
+    }
+    Ok(())
+}
+
+/// The runs of data and holes of a host file, up to `size`.
+pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> {
+    let mut runs = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data.min(size),
+            Err(Errno::NXIO) => size,
+            // A host without support for holes.
+            Err(Errno::INVAL) if at == 0 => 0,
+            Err(errno) => return Err(errno),
+        };
+        if data > at {
+            runs.push(Piece {
+                end: data,
+                source: PieceSource::Hole,
+            });
+        }
+        if data >= size {
+            break;
+        }
+        let hole = match rustix::fs::seek(file, SeekFrom::Hole(data)) {
+            Ok(hole) => hole.clamp(data + 1, size),
+            Err(Errno::INVAL) => size,
+            Err(errno) => return Err(errno),
+        };
+        runs.push(Piece {
+            end: hole,
+            source: PieceSource::Own,
+        });
+        at = hole;
+    }
+    Ok(runs)
+}
+
+/// Reads the map of a partial file over a lower file of `blocks` blocks. `None`: takes the number
+/// of blocks from the map.
+fn read_map(
+    upper: &UpperReader,
+    mark: &PartialMark,
+    blocks: Option<u64>,
+) -> Result<BlockSet, Problem> {
+    let name = entry_name(mark.id);
+    let damaged = |sector: u64, damage: &Damage| {
+        Problem::Partial(format!(
+            "{META}/maps/{name}: at byte {}: {damage}",
+            sector * SECTOR_BYTES as u64
+        ))
+    };
+    let missing = || damaged(0, &Damage::Missing);
+    let maps = upper
+        .meta_directory("maps")
+        .map_err(|error| Problem::Host(error.errno().unwrap_or(Errno::IO)))?
+        .ok_or_else(missing)?;
+    let file = match open_regular(maps.as_fd(), &name, OFlags::RDONLY) {
+        Err(Errno::NOENT) => return Err(missing()),
+        Err(errno) if is_not_regular_error(errno) => return Err(damaged(0, &Damage::NoFile)),
+        other => other?,
+    };
+    let mut file = std::io::BufReader::with_capacity(64 << 10, File::from(file));
+    let host =
+        |error: std::io::Error| Problem::Host(Errno::from_io_error(&error).unwrap_or(Errno::IO));
+    let mut sector = [0; SECTOR_BYTES];
+    if read_sector(&mut file, &mut sector).map_err(host)? < SECTOR_BYTES {
+        return Err(damaged(0, &Damage::Header));
+    }
+    let blocks = blocks.unwrap_or_else(|| {
+        let mut number = [0; 8];
+        number.copy_from_slice(&sector[24..32]);
+        u64::from_le_bytes(number)
+    });
+    let header = Header::decode(&sector, mark.id, blocks).map_err(|damage| damaged(0, &damage))?;
+    let mut replay = Replay::new(header);
+    loop {
+        match read_sector(&mut file, &mut sector).map_err(host)? {
+            SECTOR_BYTES => {
+                let taken = replay.sector(&sector);
+                taken.map_err(|(at, damage)| damaged(at, &damage))?;
+            }
+            left => {
+                let replayed = replay.finish(left > 0);
+                let replayed = replayed.map_err(|(at, damage)| damaged(at, &damage))?;
+                return Ok(replayed.present);
+            }
+        }
+    }
+}
+
+/// Fills a sector and returns the number of bytes read. It is less than a sector only at the end of
+/// the file.
+fn read_sector(file: &mut impl Read, sector: &mut [u8; SECTOR_BYTES]) -> std::io::Result<usize> {
+    let mut filled = 0;
+    while filled < SECTOR_BYTES {
+        match file.read(&mut sector[filled..]) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
