@@ -125,10 +125,7 @@ pub fn hidden_mount(mount: &MountedImage) -> Result<PathBuf, Errno> {
             return Ok(format!("/proc/{}/fd/{descriptor}", server.pid).into());
         }
     }
-    match mount.is_served() {
-        true => Err(Errno::ACCESS),
-        false => Err(Errno::NOTCONN),
-    }
+    if mount.is_served() { Err(Errno::ACCESS) } else { Err(Errno::NOTCONN) }
 }
 
 /// The reason why a mount does not answer, and a hint.
@@ -216,9 +213,10 @@ pub fn statistics(
 pub fn read(directory: &Path, json: &[u8]) -> Result<Document, CommandError> {
     let damaged = || format!("the statistics of {} are invalid", directory.display());
     let document: Document = serde_json::from_slice(json).context(damaged)?;
-    match document.schema == SCHEMA {
-        true => Ok(document),
-        false => Err(CommandError::new(damaged())
-            .caused_by_text(format!("unknown schema {:?}", document.schema))),
+    if document.schema == SCHEMA {
+        Ok(document)
+    } else {
+        Err(CommandError::new(damaged())
+            .caused_by_text(format!("unknown schema {:?}", document.schema)))
     }
 }

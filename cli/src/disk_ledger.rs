@@ -21,7 +21,6 @@ pub enum LedgerUse<'a> {
     Continue(&'a DiskFiles),
 }
 
-/// An open ledger.
 pub struct OpenLedger {
     /// Its memory file, for the next process.
     memory: OwnedFd,
@@ -29,7 +28,6 @@ pub struct OpenLedger {
 }
 
 impl LedgerUse<'_> {
-    /// Opens the ledger.
     pub fn open(self) -> Result<Option<OpenLedger>, CommandError> {
         let cannot = || "cannot make the ledger of the disk";
         let memory: OwnedFd = match self {

@@ -55,9 +55,6 @@ impl Interrupt {
 
     /// Fails if a signal has requested the end.
     pub fn check(&self) -> Result<(), CommandError> {
-        match self.0.load(Ordering::Relaxed) {
-            true => Err(interrupted()),
-            false => Ok(()),
-        }
+        if self.0.load(Ordering::Relaxed) { Err(interrupted()) } else { Ok(()) }
     }
 }

@@ -168,9 +168,10 @@ fn grow(disk: &Disk, asked: Asked, upper: &Path) -> Result<Option<u64>, CommandE
         .hint("leave out --size, or give a larger one"));
     }
     if asked.read_only {
-        return match size == old {
-            true => Ok(None),
-            false => Err(cannot().caused_by_text("it is to be mounted read-only")),
+        return if size == old {
+            Ok(None)
+        } else {
+            Err(cannot().caused_by_text("it is to be mounted read-only"))
         };
     }
     if size > disk.largest_size() {

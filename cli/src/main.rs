@@ -186,9 +186,10 @@ fn abort_on_panic() {
 
 /// The exit status in the numbering of the caller: mount(8) has its own.
 fn exit_code(status: u8) -> ExitCode {
-    match helper::is_called(std::env::args_os().next().as_deref()) {
-        true => ExitCode::from(helper::exit_status(status)),
-        false => ExitCode::from(status),
+    if helper::is_called(std::env::args_os().next().as_deref()) {
+        ExitCode::from(helper::exit_status(status))
+    } else {
+        ExitCode::from(status)
     }
 }
 

@@ -57,7 +57,6 @@ impl Metrics {
         Ok(Metrics { listener })
     }
 
-    /// The address.
     pub fn place(&self) -> &ListenAddress {
         self.listener.place()
     }

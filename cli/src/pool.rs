@@ -106,12 +106,10 @@ impl Directory {
         }
     }
 
-    /// The socket of a pool.
     pub fn socket(&self, name: &PoolName) -> PathBuf {
         self.0.join(format!("{name}{ENDING}"))
     }
 
-    /// The path.
     pub fn path(&self) -> &Path {
         &self.0
     }

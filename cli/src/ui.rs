@@ -18,9 +18,7 @@ pub enum ColorWhen {
     /// On a terminal, unless NO_COLOR is set.
     #[default]
     Auto,
-    /// Always.
     Always,
-    /// Never.
     Never,
 }
 
@@ -240,11 +238,7 @@ impl Ui {
     }
 
     fn paint(&self, text: &'static str, code: &'static str) -> impl fmt::Display {
-        let (before, after) = if self.color {
-            (code, "\x1b[0m")
-        } else {
-            ("", "")
-        };
+        let (before, after) = if self.color { (code, "\x1b[0m") } else { ("", "") };
         format!("{before}{text}{after}")
     }
 

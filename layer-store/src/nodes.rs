@@ -10,14 +10,11 @@ use crate::reference::Reference;
 /// The inode number of the root directory.
 pub const ROOT: u64 = 1;
 
-/// A directory of a layer.
 #[derive(Debug)]
 pub struct LayerDirectory {
-    /// The reference of the image.
     pub image: Reference,
     /// The digest in the name.
     pub digest: String,
-    /// The layer.
     pub layer: Layer,
     /// The description for the engine.
     pub info: Vec<u8>,
@@ -30,7 +27,6 @@ pub enum Kind {
     Root,
     /// The directory of an image.
     Image(Reference),
-    /// The directory of a layer.
     Layer(Arc<LayerDirectory>),
     /// The link to the mount, which it names.
     Diff(Arc<[u8]>),

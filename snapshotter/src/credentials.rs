@@ -159,7 +159,6 @@ pub struct Pull {
 }
 
 impl Pull {
-    /// The repository.
     pub fn repository(&self) -> &Repository {
         &self.repository
     }

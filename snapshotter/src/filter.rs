@@ -152,10 +152,7 @@ impl<'t> Parser<'t> {
             return self.quoted();
         }
         let field = self.while_char(|c| c.is_ascii_alphanumeric() || c == '_');
-        match field.is_empty() {
-            true => Err("a field is missing".to_owned()),
-            false => Ok(field),
-        }
+        if field.is_empty() { Err("a field is missing".to_owned()) } else { Ok(field) }
     }
 
     fn test(&mut self) -> Result<Test, String> {
@@ -181,10 +178,7 @@ impl<'t> Parser<'t> {
             _ => {}
         }
         let value = self.while_char(|c| c != ',' && !c.is_whitespace());
-        match value.is_empty() {
-            true => Err("a value is missing".to_owned()),
-            false => Ok(value),
-        }
+        if value.is_empty() { Err("a value is missing".to_owned()) } else { Ok(value) }
     }
 
     /// Reads a text up to the character that begins it.

@@ -48,7 +48,6 @@ impl ImageService {
         service == Some(IMAGE_SERVICE)
     }
 
-    /// Answers a request.
     pub async fn answer(self, request: http::Request<Body>) -> http::Response<Body> {
         if request.uri().path() == PULL_IMAGE {
             let answer = move |request: Request<Bytes>| {

@@ -65,7 +65,6 @@ pub struct Commit {
     pub parent: String,
 }
 
-/// `Kind`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Enumeration)]
 #[repr(i32)]
 pub enum Kind {
@@ -84,7 +83,6 @@ pub struct Timestamp {
     pub nanos: i32,
 }
 
-/// `Info`.
 #[derive(Clone, PartialEq, Message)]
 pub struct Info {
     #[prost(string, tag = "1")]

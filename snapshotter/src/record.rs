@@ -48,13 +48,11 @@ impl std::fmt::Display for Id {
 /// Labels of a snapshot.
 pub type Labels = BTreeMap<String, String>;
 
-/// The record of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotRecord {
     schema: String,
     /// The number.
     pub id: Id,
-    /// The kind.
     pub kind: Kind,
     /// The name by which containerd knows the snapshot.
     pub name: String,
@@ -113,9 +111,10 @@ pub struct RemoteLayer {
 impl RemoteLayer {
     /// The name by which bcow opens this layer with those below it.
     pub fn name(&self) -> String {
-        match self.is_whole() {
-            true => self.image.clone(),
-            false => format!("{}#layers={}", self.image, self.layers),
+        if self.is_whole() {
+            self.image.clone()
+        } else {
+            format!("{}#layers={}", self.image, self.layers)
         }
     }
 

@@ -27,9 +27,10 @@ impl Repository {
             _ => (HUB, image),
         };
         let path = path.split_once(':').map_or(path, |(path, _)| path);
-        let path = match server == HUB && !path.contains('/') {
-            true => format!("library/{path}"),
-            false => path.to_owned(),
+        let path = if server == HUB && !path.contains('/') {
+            format!("library/{path}")
+        } else {
+            path.to_owned()
         };
         let is_server = |server: &str| {
             let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-:[]".contains(&byte);

@@ -86,12 +86,13 @@ fn block_size(text: &str) -> Result<u64, String> {
 /// Attaches the device. Returns when the device is ready; in the foreground, when it is detached.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     heap::use_one_arena();
-    let readiness = match args.foreground {
-        true => None,
-        false => match daemon::started_by_launch() {
+    let readiness = if args.foreground {
+        None
+    } else {
+        match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
             None => return in_background(),
-        },
+        }
     };
     limits::adapt_for_service();
     let signals = Signals::block()?;

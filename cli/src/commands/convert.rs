@@ -533,10 +533,7 @@ struct Sending {
 
 impl Sending {
     fn new(name: S3Name, args: &Args) -> Result<Self, CommandError> {
-        let replace = match args.force {
-            true => Replace::Allowed,
-            false => Replace::Refused,
-        };
+        let replace = if args.force { Replace::Allowed } else { Replace::Refused };
         let place = ToS3::new(name, &args.stores.remote, replace)?;
         let scratch = remote::scratch();
         let cannot = || format!("cannot make a directory in {}", scratch.display());
@@ -549,13 +546,14 @@ impl Sending {
 
     /// What is written first, in a directory of its own.
     fn destination(&self, in_layers: bool) -> Destination {
-        match in_layers {
-            false => Destination::File(self.directory.path().join("image.bcow")),
-            true => Destination::Layout(Layout {
+        if !in_layers {
+            Destination::File(self.directory.path().join("image.bcow"))
+        } else {
+            Destination::Layout(Layout {
                 form: LayoutForm::Directory,
                 path: self.directory.path().join("layout"),
                 reference: None,
-            }),
+            })
         }
     }
 
@@ -617,10 +615,13 @@ fn missing_transport(source: &Name) -> CommandError {
     let path = source.shown();
     let text = path.display();
     let meant = match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => match path.join("oci-layout").is_file() {
-            true => format!("oci:{text}"),
-            false => format!("dir:{text}, or oci:{text} for an OCI layout"),
-        },
+        Ok(metadata) if metadata.is_dir() => {
+            if path.join("oci-layout").is_file() {
+                format!("oci:{text}")
+            } else {
+                format!("dir:{text}, or oci:{text} for an OCI layout")
+            }
+        }
         Ok(_) => match foreign_format::detect(path) {
             Some(ForeignFormat::Archive) => format!(
                 "tar:{text}, or for an image in an archive docker-archive:{text} or \
@@ -639,7 +640,6 @@ fn missing_transport(source: &Name) -> CommandError {
         .hint(format!("did you mean {meant}?"))
 }
 
-/// A report as JSON, with its schema.
 pub fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandError> {
     let mut object = serde_json::Map::new();
     object.insert("schema".into(), schema.into());

@@ -136,10 +136,11 @@ fn require_root(from: &From, expected: Root) -> Result<(), CommandError> {
         From::File(file) => (&file.name, file.merkle_root),
         From::Image(image) => (&image.name, image.merkle_root()),
     };
-    match found == expected.0 {
-        true => Ok(()),
-        false => Err(CommandError::new(format!("cannot copy {name}"))
-            .caused_by_text(format!("its root hash is {}, not {expected}", Root(found)))),
+    if found == expected.0 {
+        Ok(())
+    } else {
+        Err(CommandError::new(format!("cannot copy {name}"))
+            .caused_by_text(format!("its root hash is {}, not {expected}", Root(found))))
     }
 }
 
@@ -171,9 +172,10 @@ fn open(
             let shown = found.name.to_string();
             let file = CopyFile::new(shown, Arc::clone(&found.storage), true);
             let file = file.map_err(|error| failure(&error))?;
-            return match is_copied_alone(&file, destination)? {
-                true => Ok(From::File(file)),
-                false => with_files_below(file, &OpenImage::of_remote(found, &args.stores)?),
+            return if is_copied_alone(&file, destination)? {
+                Ok(From::File(file))
+            } else {
+                with_files_below(file, &OpenImage::of_remote(found, &args.stores)?)
             };
         }
         (_, None) => return Err(COPY_FROM.refuse(&args.source).into()),
@@ -185,9 +187,10 @@ fn open(
         }
     };
     let file = file.map_err(|error| failure(&error))?;
-    match is_copied_alone(&file, destination)? {
-        true => Ok(From::File(file)),
-        false => with_files_below(file, &OpenImage::open(&args.source, &args.stores)?),
+    if is_copied_alone(&file, destination)? {
+        Ok(From::File(file))
+    } else {
+        with_files_below(file, &OpenImage::open(&args.source, &args.stores)?)
     }
 }
 
@@ -253,9 +256,10 @@ fn to_file(
 ) -> Result<(), CommandError> {
     refuse_same(file, path)?;
     let header = bcow::header_of(&*file.storage);
-    let replacement = match header.is_some_and(|header| header.purpose == Use::Image) {
-        true => Replacement::Image,
-        false => Replacement::Disk,
+    let replacement = if header.is_some_and(|header| header.purpose == Use::Image) {
+        Replacement::Image
+    } else {
+        Replacement::Disk
     };
     let _replaced = replace::check(path, replacement, args.force)?;
     let progress = ui.progress();
@@ -302,10 +306,7 @@ fn to_s3(
     interrupt: &Interrupt,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    let replace = match args.force {
-        true => Replace::Allowed,
-        false => Replace::Refused,
-    };
+    let replace = if args.force { Replace::Allowed } else { Replace::Refused };
     let place = ToS3::new(name.clone(), &args.stores.remote, replace)?;
     let left_out = match from {
         From::File(_) => LeftOut::default(),
@@ -386,13 +387,14 @@ fn refuse_same(file: &CopyFile, path: &Path) -> Result<(), CommandError> {
         return Ok(());
     };
     let own = file.storage.identity();
-    match own.is_some() && own == Storage::identity(&other) {
-        true => Err(CommandError::new(format!(
+    if own.is_some() && own == Storage::identity(&other) {
+        Err(CommandError::new(format!(
             "cannot write {}: it is {}",
             path.display(),
             file.name
-        ))),
-        false => Ok(()),
+        )))
+    } else {
+        Ok(())
     }
 }
 

@@ -197,11 +197,7 @@ pub fn backing(
     if !is_by_name && let Some(problem) = lost_backing(&device) {
         let cannot = format!("cannot make {} a backing", name.display());
         let error = CommandError::new(cannot).caused_by_text(problem);
-        let first = if by_digest {
-            "leave out --by-digest, or "
-        } else {
-            ""
-        };
+        let first = if by_digest { "leave out --by-digest, or " } else { "" };
         return Err(error.hint(format!(
             "{first}store all its content in one file with `bcow seal --flatten`"
         )));

@@ -241,10 +241,7 @@ impl Report<'_> {
         let head = Value::Object(head).to_string();
         // The entries follow; they are not held in memory.
         write!(self.out, "{}", head.trim_end_matches('}'))?;
-        match self.args.summary {
-            true => Ok(()),
-            false => write!(self.out, ",\"entries\":["),
-        }
+        if self.args.summary { Ok(()) } else { write!(self.out, ",\"entries\":[") }
     }
 
     fn end(mut self, summary: &DiffSummary) -> Result<(), CommandError> {
@@ -343,9 +340,10 @@ impl Report<'_> {
             words.push(format!("device {}:{}->{}:{}", a.0, a.1, b.0, b.1));
         }
         if what.links {
-            words.push(match a.nlink == b.nlink {
-                true => "links with other names".to_owned(),
-                false => format!("links {}->{}", a.nlink, b.nlink),
+            words.push(if a.nlink == b.nlink {
+                "links with other names".to_owned()
+            } else {
+                format!("links {}->{}", a.nlink, b.nlink)
             });
         }
         match what.content {
@@ -378,9 +376,10 @@ impl Report<'_> {
     }
 
     fn bytes(&mut self, bytes: &[u8]) -> Result<(), CommandError> {
-        match self.quote {
-            true => self.out.write_bytes(names::quoted(bytes).as_bytes()),
-            false => self.out.write_bytes(bytes),
+        if self.quote {
+            self.out.write_bytes(names::quoted(bytes).as_bytes())
+        } else {
+            self.out.write_bytes(bytes)
         }
     }
 }

@@ -155,7 +155,6 @@ fn is_layer(image: &OpenImage) -> Result<bool, CommandError> {
     Ok(metadata(image)?.get("layer").is_some())
 }
 
-/// The metadata of an image.
 pub fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
     image
         .image()
@@ -165,10 +164,7 @@ pub fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
 
 fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(), CommandError> {
     let tree = image.tree()?;
-    let form = match is_layer(image)? {
-        true => TarForm::Layer,
-        false => TarForm::Tree,
-    };
+    let form = if is_layer(image)? { TarForm::Layer } else { TarForm::Tree };
     let interrupt = Interrupt::catch();
     let options = options(args, &interrupt);
     let progress = ui.progress();

@@ -77,10 +77,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => (&b"/"[..], Path::new(&args.path_or_directory)),
     };
     let interrupt = Interrupt::catch();
-    let image = match args.keep_going {
+    let image = if args.keep_going {
         // The content of a missing layer is unreadable, as that of a damaged block is.
-        true => OpenImage::open_without_content(&args.image, &args.layers, &args.stores, ui)?,
-        false => OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?,
+        OpenImage::open_without_content(&args.image, &args.layers, &args.stores, ui)?
+    } else {
+        OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?
     };
     let tree = image.tree()?;
     let start = tree.find(path, LastLink::Follow)?;
@@ -120,14 +121,8 @@ fn extract(
 ) -> Result<ExtractReport, CommandError> {
     let defaults = ExtractOptions::default();
     let options = ExtractOptions {
-        existing: match args.force {
-            true => Existing::Replace,
-            false => Existing::Refuse,
-        },
-        unreadable: match args.keep_going {
-            true => Unreadable::LeaveOut,
-            false => Unreadable::Fail,
-        },
+        existing: if args.force { Existing::Replace } else { Existing::Refuse },
+        unreadable: if args.keep_going { Unreadable::LeaveOut } else { Unreadable::Fail },
         owners: args.same_owner || (defaults.owners && !args.no_same_owner),
         xattrs: !args.no_xattrs,
         cancel: Some(interrupt.flag()),

@@ -201,7 +201,6 @@ struct Class {
     stored_bytes: u64,
     raw_blocks: u64,
     zstd_blocks: u64,
-    /// By the size of the blocks.
     #[serde(serialize_with = "values")]
     block_sizes: BTreeMap<u64, BlockSize>,
 }
@@ -508,11 +507,7 @@ impl Facts {
         }
         let window_bytes = self.storage.content.backing_bytes + self.storage.metadata.backing_bytes;
         if window_bytes > 0 {
-            let name = if self.disk.is_some() {
-                "backing"
-            } else {
-                "windows"
-            };
+            let name = if self.disk.is_some() { "backing" } else { "windows" };
             writeln!(out, "  {name:<16} {:>12}", Human(window_bytes))?;
         }
         for (name, bytes) in [

@@ -124,16 +124,12 @@ impl Listing<'_> {
                 continue;
             }
             let inode = self.tree.inode(entry.nid, &path)?;
-            let shown = match self.args.recursive {
-                true => &path,
-                false => &entry.name,
-            };
+            let shown = if self.args.recursive { &path } else { &entry.name };
             self.entry(&inode, &path, shown)?;
             if self.args.recursive && inode.kind == FileType::Directory {
                 let nid = inode.nid;
-                self.tree.read(&path, |_| match seen.insert(nid) {
-                    true => Ok(()),
-                    false => Err(ErofsError::DirectoryTwice { nid }),
+                self.tree.read(&path, |_| {
+                    if seen.insert(nid) { Ok(()) } else { Err(ErofsError::DirectoryTwice { nid }) }
                 })?;
                 stack.push((path, Children::new(inode)));
             }
@@ -180,9 +176,10 @@ impl Listing<'_> {
     }
 
     fn bytes(&mut self, name: &[u8]) -> Result<(), CommandError> {
-        match self.quote {
-            true => self.out.write_bytes(names::quoted(name).as_bytes()),
-            false => self.out.write_bytes(name),
+        if self.quote {
+            self.out.write_bytes(names::quoted(name).as_bytes())
+        } else {
+            self.out.write_bytes(name)
         }
     }
 
@@ -198,7 +195,6 @@ impl Listing<'_> {
     }
 }
 
-/// `directory/name`
 fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
     match directory {
         b"" => name.to_vec(),

@@ -263,9 +263,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Attempt::Free(_turn) => pooled::request(name, ui),
         };
     }
-    let readiness = match args.foreground {
-        true => None,
-        false => match daemon::started_by_launch() {
+    let readiness = if args.foreground {
+        None
+    } else {
+        match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
             None => {
                 return match bind::attempt(args, &options, ui)? {
@@ -273,7 +274,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                     Attempt::Free(_turn) => in_background(),
                 };
             }
-        },
+        }
     };
     limits::adapt_for_service();
     let signals = Signals::block(match readiness {

@@ -86,18 +86,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         .as_ref()
         .map_or("no backing".to_owned(), |(entry, _)| entry.name.to_string());
     // Nothing changes in the content of the same view, so there is nothing to compare.
-    let written = match args.reference_only || is_same_view {
-        true => {
-            rebase_reference(file.storage(), new, &options)
-                .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
-            0
-        }
-        false => {
-            let disk = Below::new(&args.stores, &options)?.open_disk(name.shown(), &file, None)?;
-            let cannot = || format!("cannot rebase {}", name.display());
-            rebase(disk, new, &TerminalMonitor::new(ui))
-                .map_err(|error| operation_failure(&error, cannot, cannot))?
-        }
+    let written = if args.reference_only || is_same_view {
+        rebase_reference(file.storage(), new, &options)
+            .map_err(|error| cannot_open_file(name.shown(), name.shown(), &error))?;
+        0
+    } else {
+        let disk = Below::new(&args.stores, &options)?.open_disk(name.shown(), &file, None)?;
+        let cannot = || format!("cannot rebase {}", name.display());
+        rebase(disk, new, &TerminalMonitor::new(ui))
+            .map_err(|error| operation_failure(&error, cannot, cannot))?
     };
     let kept = match written {
         0 => String::new(),
@@ -138,12 +135,13 @@ fn over_view(
         ) => (layout, identity) == (old_layout, old_identity),
         _ => false,
     };
-    match is_same {
-        true => Ok(Some((entry, view.device().clone()))),
-        false => Err(CommandError::new(format!(
+    if is_same {
+        Ok(Some((entry, view.device().clone())))
+    } else {
+        Err(CommandError::new(format!(
             "{shown} is not the image that the disk was made over"
         ))
         .caused_by_text("the disk has blocks of an ext4 over that image")
-        .hint("`bcow create --fs ext4 -b` makes a disk over another image")),
+        .hint("`bcow create --fs ext4 -b` makes a disk over another image"))
     }
 }

@@ -98,10 +98,7 @@ impl SealArgs {
 
 /// Seals.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let keep = match args.flatten {
-        true => Keep::All,
-        false => Keep::Own,
-    };
+    let keep = if args.flatten { Keep::All } else { Keep::Own };
     if let Some(output) = &args.output {
         return seal_into(
             &args.disk,
@@ -179,9 +176,12 @@ fn seal(
         options,
         &TerminalMonitor::new(ui),
     )
-    .map_err(|error| match keep == Keep::Own && image.has_windows() {
-        true => error.hint("`bcow seal --flatten` stores all content in one file"),
-        false => error,
+    .map_err(|error| {
+        if keep == Keep::Own && image.has_windows() {
+            error.hint("`bcow seal --flatten` stores all content in one file")
+        } else {
+            error
+        }
     })?;
     new.complete()?;
     ui.status(format_args!(

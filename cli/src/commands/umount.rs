@@ -47,16 +47,10 @@ pub struct Args {
 
 /// Unmounts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let when_busy = match args.lazy {
-        true => WhenBusy::Detach,
-        false => WhenBusy::Fail,
-    };
+    let when_busy = if args.lazy { WhenBusy::Detach } else { WhenBusy::Fail };
     let mount = mount_at(&args.directory, "umount")?;
     // Also for a mount that is read-only now: it may have been writable before.
-    let answer = match args.lazy {
-        true => Answer::NotServed,
-        false => ask_when_published(&mount),
-    };
+    let answer = if args.lazy { Answer::NotServed } else { ask_when_published(&mount) };
     if let (Driver::Kernel(_), Answer::Timeout) = (&mount.driver, &answer) {
         refuse_stopped(&args.directory, &mount)?;
     }
@@ -117,14 +111,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(unread) = unread {
         unread.require_nothing_written(&args.directory, &mount, ui)?;
     }
-    match args.lazy || !mount.is_writable || !matches!(answer, Answer::NotServed) {
-        true => Ok(()),
-        false => Err(CommandError::new(format!(
+    if args.lazy || !mount.is_writable || !matches!(answer, Answer::NotServed) {
+        Ok(())
+    } else {
+        Err(CommandError::new(format!(
             "{} is unmounted, but its process had been killed: changes that programs did not \
-             synchronize may be lost",
+         synchronize may be lost",
             args.directory.display()
         ))
-        .hint("a new mount with the same upper or disk recovers what programs synchronized")),
+        .hint("a new mount with the same upper or disk recovers what programs synchronized"))
     }
 }
 
@@ -313,10 +308,7 @@ fn require_complete(
         store.name
     ))
     .caused_by_text(cause);
-    Err(match store.is_volatile {
-        true => failure,
-        false => failure.hint(store.recovers),
-    })
+    Err(if store.is_volatile { failure } else { failure.hint(store.recovers) })
 }
 
 /// The failure of an unmount after which nothing says that all data is stored.

@@ -55,10 +55,13 @@ pub fn find(socket: &Path) -> Result<PoolAtSocket, CommandError> {
         match find_once(socket)? {
             // Its process may have ended, and another one takes over. Only a socket that refuses
             // connections is dead.
-            PoolAtSocket::Dead if is_listening(socket) => match Instant::now() < deadline {
-                true => std::thread::sleep(PAUSE),
-                false => return Ok(PoolAtSocket::Silent),
-            },
+            PoolAtSocket::Dead if is_listening(socket) => {
+                if Instant::now() < deadline {
+                    std::thread::sleep(PAUSE)
+                } else {
+                    return Ok(PoolAtSocket::Silent);
+                }
+            }
             found => return Ok(found),
         }
     }

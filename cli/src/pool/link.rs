@@ -27,7 +27,6 @@ const MAX_BYTES: usize = 64 << 10;
 /// Most descriptors of a packet.
 const MAX_DESCRIPTORS: usize = 2;
 
-/// A packet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "packet", rename_all = "kebab-case")]
 pub enum Packet {
@@ -37,7 +36,6 @@ pub enum Packet {
         since: u64,
         /// The processes that the pool had before.
         restarts: u64,
-        /// The supervisor.
         #[serde(rename = "keeper")]
         supervisor: u32,
         /// The log file: an absolute path.
@@ -134,7 +132,6 @@ impl Link {
         Some(link)
     }
 
-    /// Sends a packet.
     pub fn send(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let bytes = serde_json::to_vec(packet)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];

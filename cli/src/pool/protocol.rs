@@ -139,7 +139,6 @@ pub struct Answer {
     /// Messages for the user, before the result.
     #[serde(default)]
     pub messages: Vec<Message>,
-    /// The result.
     pub result: Outcome,
 }
 

@@ -23,7 +23,6 @@ const DISK_VERSION: u64 = 3;
 /// Most bytes of a record: it has the request of the client, and paths.
 const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 
-/// The record of a mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountRecord {
     version: u64,

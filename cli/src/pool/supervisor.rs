@@ -40,7 +40,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// The settings of a supervisor.
 pub struct Settings<'a> {
-    /// The name of the pool.
     pub name: PoolName,
     /// The socket of the pool.
     pub listener: &'a UnixListener,
@@ -103,7 +102,6 @@ enum End {
     Replaced,
     /// This signal has ended it before it handled signals. Another process has to end the mounts.
     Signalled(Signal),
-    /// It failed.
     Failed(String),
 }
 

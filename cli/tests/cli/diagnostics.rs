@@ -553,9 +553,10 @@ fn a_copy_restores_the_layers_of_a_layout() {
         if !bytes.starts_with(b"{") {
             // The layer loses both header slots, the stack some bytes.
             let mut bytes = bytes.clone();
-            match bytes.len() == good.iter().map(|(_, bytes)| bytes.len()).max().unwrap() {
-                true => bytes[..1024].fill(0),
-                false => bytes[1024..1100].fill(0),
+            if bytes.len() == good.iter().map(|(_, bytes)| bytes.len()).max().unwrap() {
+                bytes[..1024].fill(0)
+            } else {
+                bytes[1024..1100].fill(0)
             }
             fs::write(path, bytes).unwrap();
         }
@@ -705,10 +706,7 @@ fn verbose_commands_log_reads_checks_and_writes() {
 fn verbose_mount_logs_its_options() {
     let Some(place) = Place::new() else { return };
     let logged = said(&place.0, &["-v"], &["mount", "image.bcow", "mnt"]);
-    let how = match is_root() {
-        true => " by mount(2)",
-        false => " by fusermount3",
-    };
+    let how = if is_root() { " by mount(2)" } else { " by fusermount3" };
     for text in ["image.bcow: opened ", how, "ready at ", "no upper"] {
         assert!(logged.contains(text), "{text}: {logged}");
     }

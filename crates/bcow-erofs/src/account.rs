@@ -257,9 +257,10 @@ impl Walk<'_> {
             while below + 1 < hider {
                 let middle = below + (hider - below) / 2;
                 let there = self.look_up_name(middle, &path)?;
-                match there.is_some_and(|found| (found.layer, found.inode.nid) == key) {
-                    true => below = middle,
-                    false => hider = middle,
+                if there.is_some_and(|found| (found.layer, found.inode.nid) == key) {
+                    below = middle
+                } else {
+                    hider = middle
                 }
             }
             if let Some(hiding) = (hider <= self.layers.len()).then(|| hider - 1) {

@@ -206,10 +206,7 @@ impl Checker<'_> {
                 }
                 name => self.entry(dir, name, entry.nid, entry.kind),
             }
-            match self.full() {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
-            }
+            if self.full() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         });
         match result {
             Err(e) => self.error(&e, dir.index, b""),

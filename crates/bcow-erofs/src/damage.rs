@@ -33,9 +33,10 @@ pub fn unreadable_ranges(image: &Image) -> Vec<UnreadableRange> {
                     extent.mapping,
                     Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. }
                 );
-                let read = match is_stored {
-                    true => image.read_with(extent.offset, extent.length, &mut |_| {}),
-                    false => Ok(()),
+                let read = if is_stored {
+                    image.read_with(extent.offset, extent.length, &mut |_| {})
+                } else {
+                    Ok(())
                 };
                 (extent.offset + extent.length, read)
             }

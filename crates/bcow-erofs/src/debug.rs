@@ -74,9 +74,10 @@ fn dump(fs: &Filesystem, options: &DumpOptions, line: &mut dyn FnMut(&str)) {
                 pending.push((path, entry.nid));
             }
             // Children beyond the limit are not kept.
-            match pending.len() as u64 > options.max_names {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
+            if pending.len() as u64 > options.max_names {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
             }
         });
         if let Err(e) = result {

@@ -331,9 +331,10 @@ impl Extraction<'_> {
                 self.pass(extracted)?;
                 continue;
             }
-            let entered = match self.seen.insert(inode.nid) {
-                true => Ok(()),
-                false => Err(ErofsError::DirectoryTwice { nid: inode.nid }),
+            let entered = if self.seen.insert(inode.nid) {
+                Ok(())
+            } else {
+                Err(ErofsError::DirectoryTwice { nid: inode.nid })
             };
             if self.pass(read(&source, entered))?.is_none() {
                 continue;
@@ -369,9 +370,10 @@ impl Extraction<'_> {
 
     fn check_cancelled(&self) -> Result<(), ExtractError> {
         let flag = self.options.cancel.as_ref();
-        match flag.is_some_and(|flag| flag.load(Ordering::Relaxed)) {
-            true => Err(ExtractError::Cancelled),
-            false => Ok(()),
+        if flag.is_some_and(|flag| flag.load(Ordering::Relaxed)) {
+            Err(ExtractError::Cancelled)
+        } else {
+            Ok(())
         }
     }
 

@@ -241,9 +241,10 @@ impl LayerReader<'_> {
             if !matches!(entry.name, b"." | b"..") {
                 names.push((entry.name.into(), entry.nid));
             }
-            match names.len() as u64 > allowed {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
+            if names.len() as u64 > allowed {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
             }
         })?;
         if names.len() as u64 > allowed {

@@ -46,7 +46,6 @@ pub enum Ext4Error {
     /// An inode that ext4 cannot hold, or that contradicts the rest of the tree.
     #[error("inode {inode}: {problem}")]
     Inode {
-        /// The inode.
         inode: InodeNumber,
         /// What is wrong with it.
         problem: InodeProblem,
@@ -60,13 +59,10 @@ pub enum InodeProblem {
     /// The file is longer than ext4 allows.
     #[error("a file of {0} bytes is longer than ext4 allows")]
     FileBytes(u64),
-    /// Extents out of order, overlapping, empty, or behind the end of the file.
     #[error("extent {0} is out of order, empty, or behind the end of the file")]
     ExtentOrder(usize),
-    /// An extent outside the content areas.
     #[error("extent {0} lies outside the areas of content")]
     ExtentRange(usize),
-    /// An extent with blocks that another one has.
     #[error("extent {0} has blocks that are in use already")]
     ExtentShared(usize),
     /// The number of names is 0, or more than ext4 allows.
@@ -83,10 +79,8 @@ pub enum InodeProblem {
     /// A name refers to an inode that was not described.
     #[error("a directory has a name for it, but it was not described")]
     Missing,
-    /// A directory's parent is not described before it.
     #[error("the directory's parent {0} is not described before it")]
     Parent(InodeNumber),
-    /// Names say that the inode has another type, or is in another directory, than it says.
     #[error("the name in directory {0} says another type, or the directory another parent")]
     Contradiction(InodeNumber),
     /// A name that ext4 does not allow.
@@ -95,10 +89,8 @@ pub enum InodeProblem {
         .0.escape_ascii()
     )]
     Name(Vec<u8>),
-    /// A name occurs twice.
     #[error("the name \"{}\" occurs twice", .0.escape_ascii())]
     NameTwice(Vec<u8>),
-    /// A directory with more names than a hash tree can index.
     #[error("{0} names are more than an ext4 directory can index")]
     DirectoryEntries(usize),
     /// A link target that ext4 does not allow.
@@ -115,7 +107,6 @@ pub enum InodeProblem {
     /// An extended attribute with a name that ext4 does not allow.
     #[error("the attribute name \"{}\" has no prefix of ext4's, or is too long", .0.escape_ascii())]
     XattrName(Vec<u8>),
-    /// An extended attribute occurs twice.
     #[error("the attribute \"{}\" occurs twice", .0.escape_ascii())]
     XattrTwice(Vec<u8>),
     /// More extended attributes than an inode and one block can hold.

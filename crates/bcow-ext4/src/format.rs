@@ -14,7 +14,6 @@ pub const BLOCKS_PER_GROUP: u64 = 8 * BLOCK_BYTES as u64;
 pub const INODE_BYTES: usize = 256;
 /// Inodes of a block of the inode table.
 pub const INODES_PER_BLOCK: u32 = (BLOCK_BYTES / INODE_BYTES) as u32;
-/// Size of a group descriptor in bytes.
 pub const DESCRIPTOR_BYTES: usize = size_of::<GroupDescriptor>();
 /// Group descriptors of a block.
 pub const DESCRIPTORS_PER_BLOCK: u64 = (BLOCK_BYTES / DESCRIPTOR_BYTES) as u64;
@@ -31,7 +30,6 @@ pub const FAST_LINK_BYTES: usize = 60;
 pub mod inode_number {
     /// The root directory.
     pub const ROOT: u32 = 2;
-    /// The journal.
     pub const JOURNAL: u32 = 8;
     /// The first one that is not reserved.
     pub const FIRST: u32 = 11;
@@ -87,7 +85,6 @@ pub mod read_only_compatible {
     pub const METADATA_CHECKSUM: u32 = 0x400;
 }
 
-/// Flags of a group.
 pub mod group_flags {
     /// Inode bitmap and table are not initialized: no inode is in use.
     pub const INODES_UNUSED: u16 = 0x1;
@@ -97,7 +94,6 @@ pub mod group_flags {
     pub const TABLE_ZEROED: u16 = 0x4;
 }
 
-/// Flags of an inode.
 pub mod inode_flags {
     /// The directory has a hash tree.
     pub const INDEX: u32 = 0x1000;
@@ -204,7 +200,6 @@ const _: () = {
 /// Magic number of the superblock.
 pub const MAGIC: u16 = 0xef53;
 
-/// A group descriptor.
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Default)]
 #[repr(C)]
 pub struct GroupDescriptor {

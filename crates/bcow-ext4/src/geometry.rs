@@ -198,11 +198,7 @@ impl Geometry {
     /// Number of blocks of the superblock and the descriptors, or of their backup, at the start of
     /// a group.
     pub(crate) fn base_blocks(&self, group: u32) -> u64 {
-        if has_backup(group) {
-            1 + self.descriptor_blocks
-        } else {
-            0
-        }
+        if has_backup(group) { 1 + self.descriptor_blocks } else { 0 }
     }
 
     fn place_tables(&mut self) -> Option<()> {

@@ -41,7 +41,6 @@ impl NameHasher {
         }
     }
 
-    /// The hash of a name.
     pub fn hash(&self, name: &[u8]) -> NameHash {
         let mut state = self.0;
         let mut rest = name;

@@ -7,7 +7,6 @@ use crate::format::{BLOCK_BYTES, EXTRA_BYTES, INODE_BYTES, RawInode};
 use crate::node::{DeviceNumber, Node, Timestamp};
 use crate::xattr::IN_INODE_BYTES;
 
-/// The bytes of an inode.
 pub(crate) type InodeBytes = [u8; INODE_BYTES];
 
 /// Sectors of 512 bytes in a block: the unit in which inodes count their blocks.
@@ -35,7 +34,6 @@ pub(crate) struct Body {
     pub xattrs: [u8; IN_INODE_BYTES],
 }
 
-/// Encodes an inode. `seed` is that of the inode.
 pub(crate) fn encode(node: &Node<'_>, body: &Body, seed: Checksum) -> InodeBytes {
     let mut raw = RawInode::new_zeroed();
     let sectors = body.blocks * SECTORS;

@@ -68,10 +68,6 @@ mod checksum;
 mod directory;
 mod error;
 mod extents;
-#[allow(
-    missing_docs,
-    reason = "the fields have the names of the kernel's, written out"
-)]
 mod format;
 mod geometry;
 mod hash;

@@ -20,7 +20,6 @@ impl BlockRange {
     }
 }
 
-/// The number of an inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InodeNumber(pub(crate) u32);
 
@@ -28,7 +27,6 @@ impl InodeNumber {
     /// The root directory.
     pub const ROOT: InodeNumber = InodeNumber(inode_number::ROOT);
 
-    /// The inode with this number.
     pub fn new(number: u32) -> InodeNumber {
         InodeNumber(number)
     }
@@ -55,7 +53,6 @@ pub struct Timestamp {
     pub nanoseconds: u32,
 }
 
-/// A device number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceNumber {
     /// Major number, below 2^12.
@@ -108,7 +105,6 @@ pub enum Content<'a> {
         /// The places of its blocks, in ascending order; the rest are holes.
         extents: &'a [Extent],
     },
-    /// A directory.
     Directory {
         /// Its parent; the root's is the root.
         parent: InodeNumber,
@@ -119,11 +115,9 @@ pub enum Content<'a> {
     Symlink(&'a [u8]),
     /// A character device.
     CharDevice(DeviceNumber),
-    /// A block device.
     BlockDevice(DeviceNumber),
     /// A named pipe.
     Fifo,
-    /// A socket.
     Socket,
 }
 
@@ -169,17 +163,14 @@ pub struct DirEntry<'a> {
 pub enum FileKind {
     /// A regular file.
     Regular,
-    /// A directory.
     Directory,
     /// A symbolic link.
     Symlink,
     /// A character device.
     CharDevice,
-    /// A block device.
     BlockDevice,
     /// A named pipe.
     Fifo,
-    /// A socket.
     Socket,
 }
 

@@ -32,7 +32,6 @@ pub(crate) struct Output<'a> {
 }
 
 impl Output<'_> {
-    /// Writes a block.
     pub fn write(&mut self, block: u64, bytes: &BlockBuffer) -> Result<(), Ext4Error> {
         Ok(self.sink.write_at(block * BLOCK_BYTES as u64, bytes)?)
     }

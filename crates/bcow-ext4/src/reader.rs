@@ -370,12 +370,11 @@ impl Reader {
     fn descriptor(&self, group: u32) -> Result<GroupDescriptor, ReadError> {
         let group = u64::from(group);
         let nth = group / DESCRIPTORS_PER_BLOCK;
-        let block = match nth < self.first_meta_group {
-            true => 1 + nth,
-            false => {
-                let first = nth * DESCRIPTORS_PER_BLOCK;
-                first * BLOCKS_PER_GROUP + u64::from(has_backup(first as u32))
-            }
+        let block = if nth < self.first_meta_group {
+            1 + nth
+        } else {
+            let first = nth * DESCRIPTORS_PER_BLOCK;
+            first * BLOCKS_PER_GROUP + u64::from(has_backup(first as u32))
         };
         let buffer = self.block(block)?;
         let at = (group % DESCRIPTORS_PER_BLOCK) as usize * DESCRIPTOR_BYTES;
@@ -414,7 +413,6 @@ impl Reader {
 /// The inodes of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InodeTable {
-    /// The first inode.
     pub first: InodeNumber,
     /// Number of inodes.
     pub inodes: u32,

@@ -84,7 +84,6 @@ impl<'g> Space<'g> {
         self.bitmaps[group as usize].as_deref()
     }
 
-    /// Free blocks of a group.
     pub fn free_blocks(&self, group: u32) -> u32 {
         let blocks = self.geometry.group_range(group).count;
         match self.group(group) {

@@ -30,12 +30,10 @@ impl InodeTable {
         }
     }
 
-    /// Counts a directory.
     pub fn count_directory(&mut self, number: InodeNumber) {
         self.directories[((number.0 - 1) / self.inodes_per_group) as usize] += 1;
     }
 
-    /// Directories of a group.
     pub fn directories(&self, group: u32) -> u32 {
         self.directories[group as usize]
     }

@@ -53,7 +53,6 @@ pub struct Identity {
 pub struct Summary {
     /// Inodes in use, with the reserved ones.
     pub inodes: u32,
-    /// Free blocks.
     pub free_blocks: u64,
 }
 
@@ -274,11 +273,7 @@ impl<'a> Writer<'a> {
     ) -> Result<Body, Ext4Error> {
         let extents = extents::of_ranges(&written.ranges);
         let tree = extents::build(&extents, own.seed, &mut self.output)?;
-        let index = if written.has_index {
-            inode_flags::INDEX
-        } else {
-            0
-        };
+        let index = if written.has_index { inode_flags::INDEX } else { 0 };
         // From there on, ext4 does not count.
         let links = match subdirectories + 2 {
             links @ ..LINK_MAX => links as u16,

@@ -7,7 +7,6 @@ const READ_BYTES: u64 = 4 << 20;
 
 /// A piece of a device.
 pub enum Piece<'a> {
-    /// Data.
     Data {
         /// Offset of the first byte in the address space.
         offset: u64,

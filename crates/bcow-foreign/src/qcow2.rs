@@ -93,9 +93,10 @@ impl Qcow2Disk {
         offset: u64,
         request: impl FnOnce() -> io::Result<T>,
     ) -> Result<T, Error> {
-        let result = match self.broken.load(Ordering::Relaxed) {
-            true => Err(io::Error::other("the reader of the image failed before")),
-            false => guarded(request),
+        let result = if self.broken.load(Ordering::Relaxed) {
+            Err(io::Error::other("the reader of the image failed before"))
+        } else {
+            guarded(request)
         };
         result.map_err(|error| {
             if is_panic(&error) {
@@ -255,9 +256,10 @@ impl BlockDevice for Qcow2Disk {
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         let data = without_padding(offset, buf, self.bytes)?;
-        match data.is_empty() {
-            true => Ok(()),
-            false => self.call_imago(offset, || self.format.read(data, offset)),
+        if data.is_empty() {
+            Ok(())
+        } else {
+            self.call_imago(offset, || self.format.read(data, offset))
         }
     }
 

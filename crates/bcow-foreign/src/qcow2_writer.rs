@@ -155,10 +155,8 @@ impl<'f> Qcow2Writer<'f> {
         let l1_entries = self.l1.len() as u32;
         let l1 = std::mem::take(&mut self.l1);
         // An empty table needs a valid offset too.
-        let l1_offset = match l1.is_empty() {
-            true => CLUSTER,
-            false => self.append(&big_endian(&l1), CLUSTER)?,
-        };
+        let l1_offset =
+            if l1.is_empty() { CLUSTER } else { self.append(&big_endian(&l1), CLUSTER)? };
         let (table_offset, table_clusters) = self.write_refcounts()?;
         self.flush()?;
         let header = self.header(l1_entries, l1_offset, table_offset, table_clusters);
@@ -180,9 +178,10 @@ impl<'f> Qcow2Writer<'f> {
     /// Moves forward by whole clusters within the L2 table.
     fn advance(&mut self, bytes: u64) -> io::Result<()> {
         self.at += bytes;
-        match self.at.is_multiple_of(L2_ENTRIES * CLUSTER) {
-            true => self.end_table(),
-            false => Ok(()),
+        if self.at.is_multiple_of(L2_ENTRIES * CLUSTER) {
+            self.end_table()
+        } else {
+            Ok(())
         }
     }
 

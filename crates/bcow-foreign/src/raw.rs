@@ -47,7 +47,6 @@ impl RawDisk {
         self.bytes
     }
 
-    /// The file.
     pub fn file(&self) -> &File {
         &self.file
     }

@@ -158,11 +158,7 @@ pub fn decode_entry(
                     "absent or zero, but address, length or check is not zero",
                 ));
             }
-            Ok(if raw.kind == 0 {
-                Entry::Absent
-            } else {
-                Entry::Zero
-            })
+            Ok(if raw.kind == 0 { Entry::Absent } else { Entry::Zero })
         }
         2 => {
             check_block_length(context)?;
@@ -320,11 +316,12 @@ fn wrong(problem: impl Into<String>) -> EntryProblem {
 /// Checks that the backing of a window or fragment exists.
 fn check_backing(what: &str, backing: u32, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
     let count = context.header.backing_count;
-    match backing < count {
-        true => Ok(()),
-        false => Err(EntryProblem::Window(format!(
+    if backing < count {
+        Ok(())
+    } else {
+        Err(EntryProblem::Window(format!(
             "{what} onto backing {backing}, but the file has {count} backings"
-        ))),
+        )))
     }
 }
 

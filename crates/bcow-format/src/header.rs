@@ -459,11 +459,7 @@ fn require(
     name: &'static str,
     problem: impl FnOnce() -> String,
 ) -> Result<(), FormatError> {
-    if holds {
-        Ok(())
-    } else {
-        Err(field(name, problem()))
-    }
+    if holds { Ok(()) } else { Err(field(name, problem())) }
 }
 
 fn field(field: &'static str, problem: String) -> FormatError {

@@ -22,6 +22,8 @@
 //! # Ok::<(), FormatError>(())
 //! ```
 
+#![warn(missing_docs)]
+
 mod address;
 mod backing;
 mod checksum;

@@ -163,12 +163,13 @@ fn check_shown(entry: &Entry, backing_bytes: impl Fn(u32) -> u64) -> Result<(), 
         _ => "window",
     };
     let size = backing_bytes(backing);
-    match range.end <= size {
-        true => Ok(()),
-        false => Err(format!(
+    if range.end <= size {
+        Ok(())
+    } else {
+        Err(format!(
             "{what} onto bytes {}..{} of backing {backing}, which has {size}",
             range.start, range.end
-        )),
+        ))
     }
 }
 

@@ -37,10 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             Launch::Failed(code) => std::process::exit(code.into()),
         }
     }
-    let ground = match foreground {
-        true => Ground::Foreground,
-        false => Ground::Background,
-    };
+    let ground = if foreground { Ground::Foreground } else { Ground::Background };
     let signals = Signals::block(ground)?;
     // An image in memory is a block device too.
     let fs = Filesystem::open(Arc::new(std::fs::read(image)?))?;

@@ -43,7 +43,6 @@ pub enum Barriers {
     Off,
 }
 
-/// A disk to mount.
 pub struct DiskMount {
     /// The content.
     pub device: Device,

@@ -25,7 +25,6 @@ pub enum MountError {
     /// An option of writable mounts, given for a mount without an upper.
     #[error("mount option {0:?} needs an upper")]
     NoUpper(&'static str),
-    /// An option of read-only mounts, given for a mount with an upper.
     #[error("mount option {0:?} is for mounts without an upper")]
     OnlyWithoutUpper(&'static str),
     /// A known option that bcow does not support.
@@ -36,13 +35,10 @@ pub enum MountError {
         /// Why bcow does not support the option.
         reason: &'static str,
     },
-    /// An option that only root may use.
     #[error("mount option {0:?} is for root only")]
     RootOnly(&'static str),
-    /// The FUSE device cannot be opened.
     #[error("cannot open /dev/fuse")]
     NoDevice(#[source] io::Error),
-    /// The mountpoint cannot be used.
     #[error("cannot use mountpoint {}", path.display())]
     Mountpoint {
         /// The mountpoint as given.
@@ -50,16 +46,13 @@ pub enum MountError {
         /// The host's error.
         source: io::Error,
     },
-    /// The mountpoint is not a directory.
     #[error("mountpoint {} is not a directory", .0.display())]
     NotADirectory(PathBuf),
-    /// The mountpoint is the root directory.
     #[error("{} is the root directory", .0.display())]
     RootDirectory(PathBuf),
     /// A bcow mount is already at this mountpoint.
     #[error("a BCoW image is already mounted at {}", .0.display())]
     AlreadyMounted(PathBuf),
-    /// The kernel refused the mount.
     #[error("cannot mount at {}", path.display())]
     Refused {
         /// The mountpoint.
@@ -78,14 +71,12 @@ pub enum MountError {
     /// `fusermount3` cannot be run.
     #[error("cannot run fusermount3")]
     NoHelper(#[source] io::Error),
-    /// Reading from or writing to `/dev/fuse` failed.
     #[error("I/O on /dev/fuse failed")]
     Session(#[source] io::Error),
     /// The upper could not be flushed completely at the end of the mount, or before another process
     /// takes the mount over.
     #[error("cannot flush all writes to the upper {}", upper.display())]
     Close {
-        /// The upper.
         upper: PathBuf,
         /// The first error.
         source: io::Error,
@@ -98,7 +89,6 @@ pub enum MountError {
     CloseDisk {
         /// The file of the disk.
         disk: PathBuf,
-        /// The error.
         source: bcow::Error,
     },
     /// The option `rw` for a sealed disk, or for an image.
@@ -112,7 +102,6 @@ pub enum MountError {
         /// The first error.
         source: io::Error,
     },
-    /// A mounted disk cannot grow.
     #[error("cannot grow the disk that is mounted at {}", path.display())]
     GrowDisk {
         /// The mountpoint.
@@ -120,10 +109,8 @@ pub enum MountError {
         /// The host's error.
         source: io::Error,
     },
-    /// The start of a disk cannot be read.
     #[error("cannot read the disk")]
     ReadDisk(#[source] bcow::Error),
-    /// The disk failed a write or a flush while the kernel mounted its file system.
     #[error("cannot write to {} while the kernel mounts its file system", disk.display())]
     WriteDisk {
         /// The file of the disk.
@@ -151,7 +138,6 @@ pub enum MountError {
         /// The host's error.
         source: io::Error,
     },
-    /// The ledger of a disk cannot be read.
     #[error("cannot read the ledger of the disk: {0}")]
     Ledger(#[source] io::Error),
     /// No file system is mounted at this path.

@@ -65,7 +65,6 @@ pub enum TrustedNames {
 pub enum AccessKind {
     /// To read, or to test for existence.
     Read,
-    /// To write.
     Write,
     /// To execute a file or enter a directory.
     Execute,
@@ -111,13 +110,14 @@ impl ImageFs {
 
     /// Reads an inode.
     pub fn node(&self, id: NodeId) -> Result<Node, Errno> {
-        match self.is_whiteout(id) {
-            true => Ok(Node {
+        if self.is_whiteout(id) {
+            Ok(Node {
                 id,
                 inode: self.inode(id)?,
                 sectors: 0,
-            }),
-            false => self.node_of(self.image.nid(id)),
+            })
+        } else {
+            self.node_of(self.image.nid(id))
         }
     }
 
@@ -128,9 +128,10 @@ impl ImageFs {
     }
 
     fn inode(&self, id: NodeId) -> Result<Inode, Errno> {
-        match self.is_whiteout(id) {
-            true => Ok(OverlayLower::whiteout(self.inode(NodeId::ROOT)?)),
-            false => self.image.inode(self.image.nid(id)),
+        if self.is_whiteout(id) {
+            Ok(OverlayLower::whiteout(self.inode(NodeId::ROOT)?))
+        } else {
+            self.image.inode(self.image.nid(id))
         }
     }
 

@@ -463,10 +463,7 @@ impl Drop for KernelSession {
 impl KernelMount {
     /// Unmounts if the mount still exists. Safe to call several times.
     fn unmount(&self) -> Unmounted {
-        match self.lifetime.has_ended() {
-            true => Unmounted::Gone,
-            false => self.place.unmount(),
-        }
+        if self.lifetime.has_ended() { Unmounted::Gone } else { self.place.unmount() }
     }
 }
 

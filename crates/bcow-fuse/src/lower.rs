@@ -37,9 +37,10 @@ impl OverlayXattrs {
     pub fn here() -> Self {
         // The initial namespace maps all IDs to themselves (user_namespaces(7)).
         let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-        match map.split_whitespace().eq(["0", "0", "4294967295"]) {
-            true => OverlayXattrs::Trusted,
-            false => OverlayXattrs::User,
+        if map.split_whitespace().eq(["0", "0", "4294967295"]) {
+            OverlayXattrs::Trusted
+        } else {
+            OverlayXattrs::User
         }
     }
 
@@ -64,7 +65,6 @@ pub enum LowerError {
     /// A root directory cannot be read.
     #[error(transparent)]
     Read(#[from] ErofsError),
-    /// The root directories have more names than [`MAX_NAMES`].
     #[error("the root directories have more than {MAX_NAMES} names")]
     TooManyNames,
 }
@@ -182,13 +182,7 @@ fn each_in_root(
             return ControlFlow::Continue(());
         }
         is_within = each(entry.name, entry.nid, entry.kind);
-        match is_within {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
+        if is_within { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
-    match is_within {
-        true => Ok(()),
-        false => Err(LowerError::TooManyNames),
-    }
+    if is_within { Ok(()) } else { Err(LowerError::TooManyNames) }
 }

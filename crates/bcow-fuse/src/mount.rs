@@ -89,9 +89,10 @@ pub(crate) fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     if let Some(entry) = mountinfo::mounted_at(&canonical).ok().flatten()
         && let Some(driver) = entry.driver()
     {
-        match is_dead(&canonical, &entry, &driver) {
-            true => unmount(&canonical, WhenBusy::Detach)?,
-            false => return Err(MountError::AlreadyMounted(target.to_owned())),
+        if is_dead(&canonical, &entry, &driver) {
+            unmount(&canonical, WhenBusy::Detach)?
+        } else {
+            return Err(MountError::AlreadyMounted(target.to_owned()));
         }
     }
     let directory = rustix::fs::open(

@@ -181,9 +181,10 @@ fn owner(options: &[u8]) -> Option<(u32, u32)> {
     let is_for_all = options
         .split(|&byte| byte == b',')
         .any(|option| option == b"allow_other");
-    match is_for_all {
-        true => None,
-        false => Some((number(b"user_id=")?, number(b"group_id=")?)),
+    if is_for_all {
+        None
+    } else {
+        Some((number(b"user_id=")?, number(b"group_id=")?))
     }
 }
 

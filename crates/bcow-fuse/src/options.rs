@@ -468,9 +468,10 @@ mod tests {
             let mut options = parsed(&[list]).unwrap();
             options.settle(Writing::ToUpper).unwrap();
             assert_eq!(options.permissions(), Permissions::ByMode);
-            let expected = match read_only {
-                true => "ro,nosuid,nodev,default_permissions,subtype=bcow,fsname=bcow",
-                false => "rw,nosuid,nodev,default_permissions,subtype=bcow,fsname=bcow",
+            let expected = if read_only {
+                "ro,nosuid,nodev,default_permissions,subtype=bcow,fsname=bcow"
+            } else {
+                "rw,nosuid,nodev,default_permissions,subtype=bcow,fsname=bcow"
             };
             assert_eq!(options.for_helper().unwrap(), expected, "{list}");
         }

@@ -134,12 +134,11 @@ impl RequestThreads {
                 false
             }
         });
-        let left = match is_known {
-            true => self.waiting.fetch_sub(1, Ordering::SeqCst) - 1,
-            false => {
-                self.active.fetch_add(1, Ordering::SeqCst);
-                self.waiting.load(Ordering::SeqCst)
-            }
+        let left = if is_known {
+            self.waiting.fetch_sub(1, Ordering::SeqCst) - 1
+        } else {
+            self.active.fetch_add(1, Ordering::SeqCst);
+            self.waiting.load(Ordering::SeqCst)
         };
         self.begun.fetch_add(1, Ordering::SeqCst);
         if kind == Kind::Slow && left == 0 {
@@ -168,9 +167,10 @@ impl RequestThreads {
             return;
         }
         parked.called += 1;
-        match parked.count - usize::from(parked.has_watcher) >= parked.called {
-            true => self.others.notify_one(),
-            false => self.watcher.notify_one(),
+        if parked.count - usize::from(parked.has_watcher) >= parked.called {
+            self.others.notify_one()
+        } else {
+            self.watcher.notify_one()
         }
     }
 
@@ -262,9 +262,10 @@ impl RequestThreads {
     /// Sleeps until a request begins, a parked thread is called, or the mount ends.
     fn sleep<'a>(&self, parked: MutexGuard<'a, Parked>, seen: u64) -> MutexGuard<'a, Parked> {
         self.watcher_sleeps.store(true, Ordering::SeqCst);
-        let parked = match self.begun.load(Ordering::SeqCst) == seen {
-            true => wait(&self.watcher, parked),
-            false => parked,
+        let parked = if self.begun.load(Ordering::SeqCst) == seen {
+            wait(&self.watcher, parked)
+        } else {
+            parked
         };
         self.watcher_sleeps.store(false, Ordering::SeqCst);
         parked

@@ -43,7 +43,6 @@ pub struct MountedImage {
     /// Uid and gid of the only user who may enter the mount, without `allow_other`. The kernel
     /// refuses root too then.
     pub owner: Option<(u32, u32)>,
-    /// The driver.
     pub driver: Driver,
     /// The type of the file system, as the kernel lists it.
     pub file_system: String,

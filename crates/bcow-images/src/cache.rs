@@ -56,9 +56,10 @@ pub fn find(argument: Option<&Path>) -> Result<FoundCache, CommandError> {
 /// Logs that a default directory is not usable. Root of a user namespace cannot write to /var/cache
 /// as a rule, which is worth a warning only if no other directory is left.
 fn log(problem: &CacheProblem, is_last: bool) {
-    match is_last || is_first_user_namespace() {
-        true => tracing::warn!("{problem}"),
-        false => tracing::debug!("{problem}"),
+    if is_last || is_first_user_namespace() {
+        tracing::warn!("{problem}")
+    } else {
+        tracing::debug!("{problem}")
     }
 }
 

@@ -36,7 +36,6 @@ pub struct OpenChain {
 /// A disk, open for writing, and its locked file. Writable files below the disk are locked against
 /// writers as long as the disk is open, unless --force-share is given.
 pub struct WritableDisk {
-    /// The disk.
     pub disk: Disk,
     /// Its file. Dropped after the disk, which may write to the file until it is dropped.
     pub file: LockedFile,
@@ -84,7 +83,6 @@ pub fn lock_note(command: &str) -> String {
 pub struct NamedImage {
     /// The directory of its file, if that is on this machine.
     pub directory: Option<PathBuf>,
-    /// Its files.
     pub files: Vec<PathBuf>,
     /// Its URL, if it is on another machine.
     pub url: Option<String>,
@@ -433,7 +431,6 @@ pub fn open_writable(
 pub struct LockedImage {
     /// The disk.
     pub image: Arc<Image>,
-    /// Its file.
     pub file: LockedFile,
 }
 
@@ -502,21 +499,23 @@ pub fn open_for_repair(
     let mut open = File::options();
     let file = open.read(true).write(true).open(path).context(cannot)?;
     let writable = header_of(&file).is_some_and(|header| header.state == State::Writable);
-    let lock = match writable {
-        true => Some(
+    let lock = if writable {
+        Some(
             FileLock::exclusive(&file, &lock_note("fsck --repair"))
                 .map_err(|error| in_use(cannot(), path, &error, Access::Write))?,
-        ),
-        false => None,
+        )
+    } else {
+        None
     };
     // The previous holder of the lock may have replaced the file.
     let there = path.metadata().context(cannot)?;
     let opened = file.metadata().context(cannot)?;
-    match (there.dev(), there.ino()) == (opened.dev(), opened.ino()) {
-        true => Ok((Arc::new(file), lock)),
-        false => Err(CommandError::new(cannot())
+    if (there.dev(), there.ino()) == (opened.dev(), opened.ino()) {
+        Ok((Arc::new(file), lock))
+    } else {
+        Err(CommandError::new(cannot())
             .caused_by_text("another program has replaced it")
-            .hint("repeat the command")),
+            .hint("repeat the command"))
     }
 }
 

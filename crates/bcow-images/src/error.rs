@@ -9,7 +9,6 @@ use bcow_remote::{Problem, RemoteError};
 
 /// Exit statuses, documented in the help and in the user's guide.
 pub mod exit {
-    /// Done.
     pub const DONE: u8 = 0;
     /// The operation failed.
     pub const FAILED: u8 = 1;
@@ -175,7 +174,6 @@ impl CommandError {
         parts.join(": ")
     }
 
-    /// The hint.
     pub fn hint_text(&self) -> Option<&str> {
         self.hint.as_deref()
     }

@@ -1,6 +1,5 @@
 //! The forms of names: one table of transports, spellings and meanings.
 
-/// A form of names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum NameForm {
     /// A path without a transport.

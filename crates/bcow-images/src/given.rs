@@ -81,9 +81,10 @@ mod tests {
             _: &Digest,
             _: &RecordedFile,
         ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
-            match self.answers {
-                true => Ok(Some(Arc::new(MemoryStorage::default()))),
-                false => Err("no answer".into()),
+            if self.answers {
+                Ok(Some(Arc::new(MemoryStorage::default())))
+            } else {
+                Err("no answer".into())
             }
         }
     }

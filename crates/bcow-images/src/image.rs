@@ -32,7 +32,6 @@ pub use crate::tree::{LastLink, Tree};
 
 /// Takes the warnings of an image that opens with problems.
 pub trait Warnings {
-    /// A warning.
     fn warning(&self, text: &dyn Display);
 
     /// A hint for the warning before it.
@@ -68,7 +67,6 @@ pub struct OpenImage {
 pub struct ImagePart {
     /// The byte of the joined address space at which this image begins.
     pub start: u64,
-    /// The image.
     pub image: OpenImage,
     /// The form of its file system.
     form: TreeForm,
@@ -208,9 +206,10 @@ impl OpenImage {
             );
         }
         let base_name = base.name.clone();
-        let mut parts = match base.parts.is_empty() {
-            true => vec![base],
-            false => base.parts.into_iter().map(|part| part.image).collect(),
+        let mut parts = if base.parts.is_empty() {
+            vec![base]
+        } else {
+            base.parts.into_iter().map(|part| part.image).collect()
         };
         for layer in layers {
             // A layer refers to files of the images below it, which are looked up among these.
@@ -451,16 +450,17 @@ impl OpenImage {
     /// Fails if the image has another root hash or none.
     fn require_root(&self, root: Root) -> Result<(), CommandError> {
         let found = self.image().header().merkle.as_ref();
-        match found.is_some_and(|tree| tree.root == root.0) {
-            true => Ok(()),
-            false => Err(
+        if found.is_some_and(|tree| tree.root == root.0) {
+            Ok(())
+        } else {
+            Err(
                 CommandError::new(format!("cannot open {}", self.name.display())).caused_by_text(
                     format!(
                         "its root hash is {}, not {root}",
                         found.map_or("missing".to_owned(), |tree| Root(tree.root).to_string())
                     ),
                 ),
-            ),
+            )
         }
     }
 
@@ -625,13 +625,14 @@ impl OpenImage {
             (Ok(own), Ok(other)) => own == other,
             _ => false,
         };
-        match is_same && *reference == layout.reference && reference.is_some() {
-            true => Err(CommandError::new(format!(
+        if is_same && *reference == layout.reference && reference.is_some() {
+            Err(CommandError::new(format!(
                 "cannot write {}: the new image would take the name of the one that it is made of",
                 layout.shown()
             ))
-            .hint("give it another name: oci:DIR:REF")),
-            false => Ok(()),
+            .hint("give it another name: oci:DIR:REF"))
+        } else {
+            Ok(())
         }
     }
 
@@ -641,12 +642,13 @@ impl OpenImage {
             (Ok(file), Ok(path)) => file == path,
             _ => false,
         };
-        match self.files().iter().any(same) {
-            true => Err(
+        if self.files().iter().any(same) {
+            Err(
                 CommandError::new(format!("cannot write {}", path.display()))
                     .caused_by_text(format!("{} is made of it", self.name.display())),
-            ),
-            false => Ok(()),
+            )
+        } else {
+            Ok(())
         }
     }
 
@@ -715,10 +717,7 @@ fn given(images: &[OpenImage]) -> Given {
     }
     Given {
         files: images.iter().flat_map(OpenImage::files).collect(),
-        remote: match open.files.is_empty() {
-            true => None,
-            false => Some(Arc::new(open)),
-        },
+        remote: if open.files.is_empty() { None } else { Some(Arc::new(open)) },
     }
 }
 

@@ -25,7 +25,6 @@ pub struct Name {
     parts: NameParts,
 }
 
-/// The parts of a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NameParts {
     /// A path without a transport.
@@ -74,7 +73,6 @@ pub enum NameParts {
     Url(Url),
     /// The lowest layers of an image in a registry.
     Lowest {
-        /// The image.
         image: Reference,
         /// The number of layers, 1 or more.
         count: usize,
@@ -91,7 +89,6 @@ impl Name {
         Ok(Name::of(text, NameParts::parse(text)?))
     }
 
-    /// The name of the file at `path`.
     pub fn file(path: &Path) -> Name {
         Name::of(path.as_os_str(), NameParts::File(path.to_owned()))
     }
@@ -125,12 +122,10 @@ impl Name {
         &self.shown
     }
 
-    /// The parts of the name.
     pub fn parts(&self) -> &NameParts {
         &self.parts
     }
 
-    /// The form of the name.
     pub fn form(&self) -> NameForm {
         match &self.parts {
             NameParts::File(_) => NameForm::File,

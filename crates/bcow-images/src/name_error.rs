@@ -5,7 +5,6 @@ use std::fmt;
 /// A part of a name that is not as it must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Syntax {
-    /// The problem.
     pub problem: String,
     /// The correct spelling.
     pub hint: String,

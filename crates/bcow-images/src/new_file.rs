@@ -24,13 +24,14 @@ impl NewFile {
     /// Starts a file that becomes `destination`. It replaces a file of that name, but no BCoW file:
     /// a disk may be the only copy of its data, and an image may be the backing of disks.
     pub fn create(destination: &Path) -> Result<Self, CommandError> {
-        match replace::is_bcow(destination) {
-            false => NewFile::replace(destination),
-            true => Err(
+        if !replace::is_bcow(destination) {
+            NewFile::replace(destination)
+        } else {
+            Err(
                 CommandError::new(format!("cannot create {}", destination.display()))
                     .caused_by_text("the file exists, and is in BCoW format")
                     .hint("give another name, or remove the file first"),
-            ),
+            )
         }
     }
 

@@ -245,9 +245,12 @@ impl ToS3 {
         act(&S3Content {
             length: header.file_bytes,
             root: &Root(tree.root).to_string(),
-            read_at: &|offset, bytes| match cancel.load(Ordering::Relaxed) {
-                true => Err(io::ErrorKind::Interrupted.into()),
-                false => file.read_at(offset, bytes),
+            read_at: &|offset, bytes| {
+                if cancel.load(Ordering::Relaxed) {
+                    Err(io::ErrorKind::Interrupted.into())
+                } else {
+                    file.read_at(offset, bytes)
+                }
             },
         })
     }
@@ -260,9 +263,12 @@ impl ToS3 {
     ) -> Result<u64, CommandError> {
         let sent = |bytes| progress.advance(bytes);
         let written = self.upload.write(content, self.replace, &sent);
-        written.map_err(|error| match cancel.load(Ordering::Relaxed) {
-            true => failure(&ConvertError::Interrupted),
-            false => self.cannot_write(&error),
+        written.map_err(|error| {
+            if cancel.load(Ordering::Relaxed) {
+                failure(&ConvertError::Interrupted)
+            } else {
+                self.cannot_write(&error)
+            }
         })
     }
 

@@ -301,9 +301,10 @@ impl Places {
         let mut sharing: Vec<&ObjectRange> = sharing.filter(|place| place.end > start).collect();
         let has_inode =
             |place: &&ObjectRange| recorder.has_read(self.inodes[place.object as usize]);
-        match sharing.iter().any(has_inode) {
-            true => sharing.retain(has_inode),
-            false => sharing.truncate(1),
+        if sharing.iter().any(has_inode) {
+            sharing.retain(has_inode)
+        } else {
+            sharing.truncate(1)
         }
         let block =
             |place: &ObjectRange| (place.offset + (start - place.start)) / TRACE_BLOCK_BYTES;

@@ -161,7 +161,6 @@ pub enum Pinned {
     To(Root),
 }
 
-/// A remote image.
 pub struct RemoteImage {
     /// The name, without the query of a URL in messages.
     pub name: Name,
@@ -208,9 +207,10 @@ impl RemoteArgs {
 
     fn mirror_names(&self) -> Vec<String> {
         let variable = std::env::var("BCOW_MIRRORS").unwrap_or_default();
-        match self.mirrors.is_empty() {
-            true => variable.split_whitespace().map(str::to_owned).collect(),
-            false => self.mirrors.clone(),
+        if self.mirrors.is_empty() {
+            variable.split_whitespace().map(str::to_owned).collect()
+        } else {
+            self.mirrors.clone()
         }
     }
 
@@ -695,9 +695,10 @@ impl Keychain for Keys {
         }
         let docker =
             directory("DOCKER_CONFIG").or_else(|| Some(directory("HOME")?.join(".docker")));
-        match is_there(docker.map(|directory| directory.join("config.json")))? {
-            true => found(docker_credential::get_credential(server)),
-            false => Ok(None),
+        if is_there(docker.map(|directory| directory.join("config.json")))? {
+            found(docker_credential::get_credential(server))
+        } else {
+            Ok(None)
         }
     }
 }
@@ -811,9 +812,10 @@ pub fn cannot_open(name: &str, error: &RemoteError) -> CommandError {
 
 /// Adds the cause of a failure with the image `name`.
 pub fn explain(failure: CommandError, name: &str, error: &RemoteError) -> CommandError {
-    let failure = match error.place == name {
-        true => failure.caused_by_text(error.problem.to_string()),
-        false => failure.caused_by_text(error.to_string()),
+    let failure = if error.place == name {
+        failure.caused_by_text(error.problem.to_string())
+    } else {
+        failure.caused_by_text(error.to_string())
     };
     let failure = failure.of_problem(&error.problem);
     match hint(&error.problem) {

@@ -47,10 +47,7 @@ pub enum Force {
 
 impl From<bool> for Force {
     fn from(is_given: bool) -> Self {
-        match is_given {
-            true => Force::Given,
-            false => Force::NotGiven,
-        }
+        if is_given { Force::Given } else { Force::NotGiven }
     }
 }
 

@@ -86,7 +86,6 @@ pub struct Server {
     pub pid: u32,
     /// Its user.
     pub uid: u32,
-    /// Its state.
     pub state: ProcessState,
     /// Whether the process is in another mount namespace than this process, so that its paths may
     /// mean other files here.
@@ -115,7 +114,6 @@ impl Server {
     }
 }
 
-/// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProcessState {
     /// It executes or waits for requests.
@@ -392,9 +390,10 @@ fn read(path: &Path, memory: (u32, u32)) -> io::Result<Vec<Service>> {
     let mut json = Vec::new();
     File::open(path)?.take(MAX_BYTES).read_to_end(&mut json)?;
     let document: Document = serde_json::from_slice(&json)?;
-    match document.schema == SCHEMA {
-        true => Ok(document.services),
-        false => Err(io::ErrorKind::InvalidData.into()),
+    if document.schema == SCHEMA {
+        Ok(document.services)
+    } else {
+        Err(io::ErrorKind::InvalidData.into())
     }
 }
 

@@ -82,13 +82,14 @@ fn checked(
     session_token: Option<String>,
 ) -> Result<S3Credentials, String> {
     let is_header = |text: &String| text.bytes().all(|byte| byte.is_ascii_graphic());
-    match is_header(&key_id) && session_token.as_ref().is_none_or(is_header) {
-        true => Ok(S3Credentials {
+    if is_header(&key_id) && session_token.as_ref().is_none_or(is_header) {
+        Ok(S3Credentials {
             key_id,
             secret,
             session_token,
-        }),
-        false => Err("the key ID or the session token has characters that no header has".into()),
+        })
+    } else {
+        Err("the key ID or the session token has characters that no header has".into())
     }
 }
 

@@ -59,10 +59,7 @@ impl StoreArgs {
 
     /// Whether files that may change are locked while they are read.
     pub fn share(&self) -> Share {
-        match self.force_share {
-            true => Share::Force,
-            false => Share::Lock,
-        }
+        if self.force_share { Share::Force } else { Share::Lock }
     }
 
     /// The directories in which referenced files may be opened, in addition to the directory of the

@@ -24,7 +24,6 @@ pub enum NameUse {
 pub struct Takes {
     /// What the command does with the name.
     pub to: NameUse,
-    /// The forms of the names.
     pub forms: &'static [NameForm],
 }
 
@@ -59,18 +58,20 @@ impl Takes {
         if !self.takes(&name) {
             return Err(self.refuse(&name));
         }
-        match name
+        if name
             .registry()
             .is_some_and(|image| image.digest().is_some())
+            && matches!(self.to, NameUse::Write(_))
         {
-            true if matches!(self.to, NameUse::Write(_)) => Err(NameError {
+            Err(NameError {
                 message: format!(
                     "invalid destination {:?}: the digest of an image follows from its content",
                     name.text().to_string_lossy()
                 ),
                 hint: "write docker://SERVER/REPOSITORY[:TAG]".to_owned(),
-            }),
-            _ => Ok(name),
+            })
+        } else {
+            Ok(name)
         }
     }
 
@@ -157,14 +158,13 @@ impl Takes {
             None => return Ok(name),
             Some(Ending::Disk(disk)) => {
                 let disk = Name::of(name.text(), disk(path.clone()));
-                return match self.takes(&disk) {
-                    true => Ok(disk),
-                    false => {
-                        let mut refused = self.refuse(&disk);
-                        refused.hint =
-                            format!("bcow:{shown} is a BCoW file of that name; {}", refused.hint);
-                        Err(refused)
-                    }
+                return if self.takes(&disk) {
+                    Ok(disk)
+                } else {
+                    let mut refused = self.refuse(&disk);
+                    refused.hint =
+                        format!("bcow:{shown} is a BCoW file of that name; {}", refused.hint);
+                    Err(refused)
                 };
             }
             Some(Ending::Qemu(format)) => (

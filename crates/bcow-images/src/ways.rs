@@ -105,7 +105,6 @@ const WAYS: [[Way; 4]; 5] = {
     ]
 };
 
-/// The way from a content to a target.
 pub fn way(content: Content, target: Target) -> Way {
     WAYS[content as usize][target as usize]
 }

@@ -7,7 +7,6 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The FUSE device cannot be opened.
     #[error("cannot open /dev/fuse")]
     NoFuse(#[source] io::Error),
     /// A step on the way to a detached FUSE mount failed.
@@ -26,20 +25,16 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
-    /// No loop device is free, or `/dev` has no node of a free one.
     #[error("no loop device in /dev is free")]
     NoFreeDevice,
-    /// A loop device cannot be opened or attached.
     #[error("cannot {action} {}", device.display())]
     Loop {
         /// The step, to follow "cannot".
         action: &'static str,
-        /// The device.
         device: PathBuf,
         /// The kernel's error.
         source: io::Error,
     },
-    /// A file that holds a file system cannot be read.
     #[error("cannot read {}", path.display())]
     File {
         /// The file.
@@ -81,10 +76,7 @@ pub enum Error {
     },
     /// The loop device serves another file by now.
     #[error("{} is no longer the device of the mount", device.display())]
-    Replaced {
-        /// The device.
-        device: PathBuf,
-    },
+    Replaced { device: PathBuf },
 }
 
 fn messages(log: &[String]) -> String {

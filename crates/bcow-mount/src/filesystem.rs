@@ -23,16 +23,13 @@ const MAX_MESSAGES: usize = 8;
 pub enum Kind {
     /// ext4, or an ext2 or ext3, which the same driver mounts.
     Ext4,
-    /// XFS.
     Xfs,
-    /// Btrfs.
     Btrfs,
     /// EROFS, read-only.
     Erofs,
 }
 
 impl Kind {
-    /// All kinds.
     pub const ALL: [Kind; 4] = [Kind::Ext4, Kind::Xfs, Kind::Btrfs, Kind::Erofs];
 
     /// The kernel's name of it.

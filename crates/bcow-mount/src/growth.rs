@@ -57,9 +57,10 @@ fn grow_xfs(directory: &File, bytes: u64) -> rustix::io::Result<()> {
     let blocks = bytes.checked_div(geometry.block_bytes.into());
     let blocks = blocks.ok_or(Errno::INVAL)?;
     // The kernel refuses to shrink, and a size that it has already.
-    match blocks > geometry.blocks {
-        true => ioctl::grow_xfs(directory, blocks, geometry.most_inodes_percent),
-        false => Ok(()),
+    if blocks > geometry.blocks {
+        ioctl::grow_xfs(directory, blocks, geometry.most_inodes_percent)
+    } else {
+        Ok(())
     }
 }
 

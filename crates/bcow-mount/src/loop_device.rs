@@ -20,9 +20,7 @@ const MAX_RACES: u32 = 64;
 /// Whether a loop device can be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Reads only.
     ReadOnly,
-    /// Reads and writes.
     ReadWrite,
 }
 
@@ -133,13 +131,14 @@ impl LoopDevice {
             device: path.to_owned(),
             source: errno.into(),
         })?;
-        match backing_of(path).as_ref() == Some(name) {
-            true => Ok(LoopDevice {
+        if backing_of(path).as_ref() == Some(name) {
+            Ok(LoopDevice {
                 number,
                 path: path.to_owned(),
                 device,
-            }),
-            false => Err(replaced()),
+            })
+        } else {
+            Err(replaced())
         }
     }
 
@@ -219,9 +218,10 @@ fn sysfs(number: u32, attribute: &str) -> Option<String> {
 /// N of `loopN`.
 fn number_in(name: &str) -> Option<u32> {
     let digits = name.strip_prefix("loop")?;
-    match digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        true => digits.parse().ok(),
-        false => None,
+    if digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        digits.parse().ok()
+    } else {
+        None
     }
 }
 

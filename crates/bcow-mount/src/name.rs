@@ -20,10 +20,8 @@ impl HiddenName {
     /// The name for a disk that this process serves.
     pub fn of(disk: &Path) -> Self {
         let name = disk.file_name().unwrap_or_default().to_string_lossy();
-        let plain = |c: char| match c.is_ascii_alphanumeric() || "._-+@".contains(c) {
-            true => c,
-            false => '_',
-        };
+        let plain =
+            |c: char| if c.is_ascii_alphanumeric() || "._-+@".contains(c) { c } else { '_' };
         HiddenName {
             pid: std::process::id(),
             disk: name.chars().take(MAX_BYTES).map(plain).collect(),
@@ -35,12 +33,13 @@ impl HiddenName {
     pub fn parse(backing_file: &str) -> Option<Self> {
         let rest = backing_file.strip_prefix('/')?.strip_prefix(PREFIX)?;
         let (pid, disk) = rest.split_once(':')?;
-        match disk.contains('/') {
-            true => None,
-            false => Some(HiddenName {
+        if disk.contains('/') {
+            None
+        } else {
+            Some(HiddenName {
                 pid: pid.parse().ok()?,
                 disk: disk.to_owned(),
-            }),
+            })
         }
     }
 }

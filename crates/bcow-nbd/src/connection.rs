@@ -208,14 +208,13 @@ impl<'a> Worker<'a> {
             receiver.consume(header_bytes);
             receiver.read_exact(socket, &mut payload[..payload_bytes])?;
         }
-        let turned = match fast {
-            true => Turned::Kept(receiver),
-            false => {
-                if connection.turn.pass(receiver) == Next::AddWorker {
-                    connection.add_worker();
-                }
-                Turned::Passed
+        let turned = if fast {
+            Turned::Kept(receiver)
+        } else {
+            if connection.turn.pass(receiver) == Next::AddWorker {
+                connection.add_worker();
             }
+            Turned::Passed
         };
         let done = self.execute(&request, &payload[..payload_bytes], kind);
         self.payload = payload;
@@ -276,28 +275,25 @@ impl<'a> Worker<'a> {
         let client = &self.connection.client;
         let done = if self.needs_whole_buffer(request, piece) {
             let bytes = request.length;
-            match client.shared.memory.reserve(bytes, MEMORY_TIMEOUT) {
-                true => {
-                    // Release the memory also after an error.
-                    let sent = client.send(&mut self.replies);
-                    let done = sent.and_then(|()| {
-                        let replies = &mut self.replies;
-                        execute::run(client, request, payload, bytes as usize, replies)?;
-                        client.send(replies)
-                    });
-                    self.replies.release();
-                    client.shared.memory.release(bytes);
-                    done
-                }
-                false => {
-                    let failure = Failure::new(
-                        Errno::NoMemory,
-                        "the server has no free memory for this request",
-                    );
+            if client.shared.memory.reserve(bytes, MEMORY_TIMEOUT) {
+                // Release the memory also after an error.
+                let sent = client.send(&mut self.replies);
+                let done = sent.and_then(|()| {
                     let replies = &mut self.replies;
-                    replies.failed(request.cookie, request.offset, &failure);
-                    Ok(())
-                }
+                    execute::run(client, request, payload, bytes as usize, replies)?;
+                    client.send(replies)
+                });
+                self.replies.release();
+                client.shared.memory.release(bytes);
+                done
+            } else {
+                let failure = Failure::new(
+                    Errno::NoMemory,
+                    "the server has no free memory for this request",
+                );
+                let replies = &mut self.replies;
+                replies.failed(request.cookie, request.offset, &failure);
+                Ok(())
             }
         } else {
             execute::run(client, request, payload, piece, &mut self.replies)

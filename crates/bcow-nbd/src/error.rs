@@ -10,10 +10,8 @@ pub enum Error {
     /// The list of exports is empty.
     #[error("the server has no export")]
     NoExport,
-    /// Two exports have the same name.
     #[error("two exports have the name {0:?}")]
     SameName(String),
-    /// The name or the description of an export is longer than the protocol allows.
     #[error("the name or the description of export {0:?} is longer than 4096 bytes")]
     NameTooLong(String),
     /// The host refused an operation.
@@ -24,7 +22,6 @@ pub enum Error {
         /// The host's error.
         source: io::Error,
     },
-    /// Another server listens on this socket.
     #[error("cannot listen on {0}: another server listens there")]
     InUse(String),
     /// The path of the socket is an existing file of another type.
@@ -62,7 +59,6 @@ pub(crate) enum SessionEnd {
     /// The client violated the protocol in a way that has no error reply.
     #[error("{0}")]
     Protocol(&'static str),
-    /// The TLS handshake failed.
     #[error("TLS failed: {0}")]
     Tls(String),
     /// The client paused for too long in the middle of a message.

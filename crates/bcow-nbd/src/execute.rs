@@ -53,10 +53,7 @@ pub(crate) fn check(selection: &Selection, request: &Request) -> Result<(), Fail
         return Err(Failure::new(out_of_range(request.command), message));
     }
     if request.command == Command::Read && request.length > u64::from(MAX_PAYLOAD_BYTES) {
-        let errno = match structured {
-            true => Errno::Overflow,
-            false => Errno::Invalid,
-        };
+        let errno = if structured { Errno::Overflow } else { Errno::Invalid };
         return Err(Failure::new(errno, "a read is larger than 32 MiB"));
     }
     if request.command == Command::BlockStatus {
@@ -133,20 +130,14 @@ fn change(
                     "zeros with allocated space are not faster than a write".into(),
                 ));
             }
-            let space = match keep {
-                true => Space::Keep,
-                false => Space::Free,
-            };
+            let space = if keep { Space::Keep } else { Space::Free };
             device.write_zeroes(offset, length, space)?;
         }
         Command::Trim => device.discard(offset, length)?,
         Command::Flush => return device.flush(),
         _ => return Ok(()),
     }
-    match request.has(command_flag::FUA) {
-        true => device.flush(),
-        false => Ok(()),
-    }
+    if request.has(command_flag::FUA) { device.flush() } else { Ok(()) }
 }
 
 fn cache(device: &dyn BlockDevice, request: &Request) -> Result<(), bcow::Error> {
@@ -209,18 +200,12 @@ fn read(
     loop {
         let here = offset + at;
         let left = length - at;
-        let hole = match send_holes {
-            true => zeros(device, here, left),
-            false => Zeros::Not(left),
-        };
+        let hole = if send_holes { zeros(device, here, left) } else { Zeros::Not(left) };
         let (n, is_hole) = match hole {
             Zeros::These(n) => (n, true),
             Zeros::Not(n) => (n.min(piece as u64), false),
         };
-        let last = match at + n == length {
-            true => Last::Yes,
-            false => Last::No,
-        };
+        let last = if at + n == length { Last::Yes } else { Last::No };
         if is_hole {
             // Reads are limited to 32 MiB, so the length fits.
             replies.hole(cookie, offset, here, n as u32, last);
@@ -290,10 +275,7 @@ fn status(client: &Client, request: &Request, replies: &mut Replies) {
         }
     }
     for (index, (context, extents)) in found.iter().enumerate() {
-        let last = match index + 1 == count {
-            true => Last::Yes,
-            false => Last::No,
-        };
+        let last = if index + 1 == count { Last::Yes } else { Last::No };
         replies.status(request.cookie, request.offset, context.id(), extents, last);
     }
 }
@@ -303,10 +285,7 @@ fn extents(
     context: Context,
     request: &Request,
 ) -> Result<Vec<StatusExtent>, bcow::Error> {
-    let most = match request.has(command_flag::REQ_ONE) {
-        true => 1,
-        false => MAX_EXTENTS,
-    };
+    let most = if request.has(command_flag::REQ_ONE) { 1 } else { MAX_EXTENTS };
     let mut extents: Vec<StatusExtent> = Vec::new();
     let mut at = 0;
     for _ in 0..MAX_PIECES {

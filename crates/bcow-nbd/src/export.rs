@@ -42,7 +42,6 @@ pub struct Export {
     pub name: String,
     /// A description for users; may be empty, at most 4096 bytes.
     pub description: String,
-    /// The device.
     pub device: Device,
 }
 

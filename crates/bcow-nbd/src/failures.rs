@@ -45,9 +45,10 @@ impl fmt::Display for FailedRequest<'_> {
             f,
             "{command:?} of {length} bytes at byte {offset} failed: {error}"
         )?;
-        match *count > LOGGED_SINGLY {
-            true => write!(f, " (failed request number {count}; not all are logged)"),
-            false => Ok(()),
+        if *count > LOGGED_SINGLY {
+            write!(f, " (failed request number {count}; not all are logged)")
+        } else {
+            Ok(())
         }
     }
 }

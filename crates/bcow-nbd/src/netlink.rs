@@ -116,7 +116,6 @@ pub struct Driver {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
-    /// The driver is not loaded.
     #[error("the kernel's nbd driver is not loaded")]
     NotLoaded,
     /// The device is already attached, or is being detached.
@@ -125,10 +124,8 @@ pub enum DriverError {
     /// The device is not attached.
     #[error("/dev/nbd{0} is not attached")]
     NotAttached(u32),
-    /// Only root may configure devices.
     #[error("the kernel lets only root attach and detach devices")]
     NotPermitted,
-    /// Any other error.
     #[error(transparent)]
     Other(#[from] Error),
 }

@@ -157,9 +157,7 @@ pub mod chunk {
     pub const BLOCK_STATUS: u16 = 5;
     /// Extents of one metadata context, with 64-bit lengths.
     pub const BLOCK_STATUS_EXT: u16 = 6;
-    /// An error.
     pub const ERROR: u16 = (1 << 15) | 1;
-    /// An error with its offset.
     pub const ERROR_OFFSET: u16 = (1 << 15) | 2;
     /// Flag: the last chunk of the reply.
     pub const DONE: u16 = 1;
@@ -189,7 +187,6 @@ pub enum Errno {
     NoSpace = 28,
     /// The value is too large.
     Overflow = 75,
-    /// Not supported.
     NotSupported = 95,
     /// The server is stopping.
     Shutdown = 108,
@@ -210,7 +207,6 @@ pub enum Command {
     Trim,
     /// Read a range ahead.
     Cache,
-    /// Write zeros.
     WriteZeroes,
     /// Get the status of a range in the selected metadata contexts.
     BlockStatus,
@@ -272,7 +268,6 @@ impl Framing {
 pub struct Request {
     /// See [`command_flag`].
     pub flags: u16,
-    /// The command.
     pub command: Command,
     /// Identifies the request; the reply repeats it.
     pub cookie: u64,

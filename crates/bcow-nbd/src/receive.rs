@@ -63,9 +63,10 @@ impl Receiver {
             return Ok(true);
         }
         let begin = Instant::now();
-        let received = match self.spin.worth_it() {
-            true => self.spin_for_more(socket, begin)?,
-            false => self.receive(socket, Wait::Forever)?,
+        let received = if self.spin.worth_it() {
+            self.spin_for_more(socket, begin)?
+        } else {
+            self.receive(socket, Wait::Forever)?
         };
         self.spin.note(begin.elapsed());
         Ok(received > 0)

@@ -216,10 +216,7 @@ impl Replies {
             Last::No => 0,
         };
         let extended = self.framing == Framing::Extended;
-        let magic = match extended {
-            true => EXTENDED_REPLY_MAGIC,
-            false => STRUCTURED_REPLY_MAGIC,
-        };
+        let magic = if extended { EXTENDED_REPLY_MAGIC } else { STRUCTURED_REPLY_MAGIC };
         self.put(&magic.to_be_bytes());
         self.put(&flags.to_be_bytes());
         self.put(&kind.to_be_bytes());

@@ -19,7 +19,6 @@ use crate::tls::Tls;
 /// Stack size of a thread in bytes. Small, because a server may have a thousand threads.
 pub(crate) const STACK_BYTES: usize = 512 << 10;
 
-/// Options of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
     /// Limit of the clients at a time.

@@ -94,9 +94,10 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
         .map_err(|error| bad(path, error))?
         .collect::<Result<_, _>>()
         .map_err(|error| bad(path, error))?;
-    match found.is_empty() {
-        true => Err(bad(path, "the file has no certificate")),
-        false => Ok(found),
+    if found.is_empty() {
+        Err(bad(path, "the file has no certificate"))
+    } else {
+        Ok(found)
     }
 }
 

@@ -63,10 +63,7 @@ impl Turn {
             }
         }
         state.waiting -= 1;
-        let taken = match state.closed {
-            true => None,
-            false => state.receiver.take(),
-        };
+        let taken = if state.closed { None } else { state.receiver.take() };
         if taken.is_none() {
             self.leave(state);
         }

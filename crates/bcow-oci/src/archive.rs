@@ -41,12 +41,13 @@ impl Files {
     pub(crate) fn directory(path: &Path) -> Result<Files, ConvertError> {
         let name = path.display().to_string();
         let metadata = std::fs::metadata(path).map_err(|e| read_error("open", &name, e))?;
-        match metadata.is_dir() {
-            true => Ok(Files::Directory(path.to_owned())),
-            false => Err(ConvertError::layout(
+        if metadata.is_dir() {
+            Ok(Files::Directory(path.to_owned()))
+        } else {
+            Err(ConvertError::layout(
                 name,
                 "not a directory; for an image layout in a tar archive, use oci-archive:",
-            )),
+            ))
         }
     }
 

@@ -107,13 +107,14 @@ impl Blob {
             ));
         }
         let file = Arc::new(file);
-        let bytes = match metadata.is_file() {
-            true => Bytes::Range {
+        let bytes = if metadata.is_file() {
+            Bytes::Range {
                 file,
                 offset: 0,
                 length: metadata.len(),
-            },
-            false => Bytes::Stream(file),
+            }
+        } else {
+            Bytes::Stream(file)
         };
         Ok(Blob { name, bytes })
     }

@@ -45,10 +45,7 @@ impl<'c> Cancel<'c> {
 
     /// Fails a read if the operation is cancelled.
     pub(crate) fn check(self) -> io::Result<()> {
-        match self.is_set() {
-            // Not `ErrorKind::Interrupted`: readers retry after that error.
-            true => Err(io::Error::other(Cancelled)),
-            false => Ok(()),
-        }
+        // Not `ErrorKind::Interrupted`: readers retry after that error.
+        if self.is_set() { Err(io::Error::other(Cancelled)) } else { Ok(()) }
     }
 }

@@ -223,9 +223,10 @@ impl<S: ContentSink> ContentWriter<S> {
                         bytes[at as usize + first.len()..][..second.len()].copy_from_slice(second);
                         data.consume(count);
                     }
-                    let stored = match bytes.iter().all(|&b| b == 0) {
-                        true => None,
-                        false => Some(self.piece(&bytes, &[], false)?),
+                    let stored = if bytes.iter().all(|&b| b == 0) {
+                        None
+                    } else {
+                        Some(self.piece(&bytes, &[], false)?)
                     };
                     self.scratch = bytes;
                     stored.map(|stored| stored.start)
@@ -402,10 +403,7 @@ impl<S: ContentSink> ContentWriter<S> {
 /// Chunk size of a sparse file, as a shift from a block: small, so that holes remain holes, but
 /// large enough that the list of chunks is not larger than the data.
 fn sparse_shift(map: &SparseMap) -> u8 {
-    let allowed = match map.runs.is_empty() {
-        true => 1,
-        false => MAX_SPARSE_CHUNKS,
-    };
+    let allowed = if map.runs.is_empty() { 1 } else { MAX_SPARSE_CHUNKS };
     let chunk_blocks = map.size.div_ceil(BLOCK_BYTES).div_ceil(allowed).max(1);
     chunk_blocks.next_power_of_two().ilog2().min(31) as u8
 }

@@ -158,10 +158,7 @@ fn write(
         report.verified = true;
         tracing::info!("verified in {} ms", begun.elapsed().as_millis());
     }
-    match cancel.is_set() {
-        true => Err(ConvertError::Interrupted),
-        false => Ok(report),
-    }
+    if cancel.is_set() { Err(ConvertError::Interrupted) } else { Ok(report) }
 }
 
 /// Reads all layers, uppermost first; returns them lowest first.

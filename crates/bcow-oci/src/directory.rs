@@ -231,9 +231,10 @@ impl<S: ContentSink> Walk<'_, S> {
         let size = stat.st_size as u64;
         self.reading
             .count(size, || TarPlace::entry("", text.as_bytes()))?;
-        let map = match (stat.st_blocks as u64) * 512 < size {
-            true => data_runs(&fd, size, text)?,
-            false => None,
+        let map = if (stat.st_blocks as u64) * 512 < size {
+            data_runs(&fd, size, text)?
+        } else {
+            None
         };
         let mut data = FileData {
             file: File::from(fd),

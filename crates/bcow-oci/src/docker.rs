@@ -156,10 +156,7 @@ fn is_named(name: &str, reference: &str) -> bool {
         .rsplit('/')
         .next()
         .is_some_and(|last| last.contains(':'));
-    let wanted = match has_tag {
-        true => reference.to_owned(),
-        false => format!("{reference}:latest"),
-    };
+    let wanted = if has_tag { reference.to_owned() } else { format!("{reference}:latest") };
     name == wanted
         || name
             .strip_suffix(&wanted)

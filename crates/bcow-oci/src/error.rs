@@ -148,13 +148,14 @@ impl Exceeded {
 
 /// Compares a value of the input with its limit.
 pub(crate) fn check_limit(kind: LimitKind, value: u64, allowed: u64) -> Result<(), Exceeded> {
-    match value > allowed {
-        true => Err(Exceeded {
+    if value > allowed {
+        Err(Exceeded {
             kind,
             value,
             allowed,
-        }),
-        false => Ok(()),
+        })
+    } else {
+        Ok(())
     }
 }
 
@@ -522,13 +523,14 @@ impl ConvertError {
 
     /// A failure of the host to write.
     pub(crate) fn write(action: &'static str, path: &Path, source: io::Error) -> Self {
-        match is_cancellation(&source) {
-            true => ConvertError::Interrupted,
-            false => ConvertError::Write {
+        if is_cancellation(&source) {
+            ConvertError::Interrupted
+        } else {
+            ConvertError::Write {
                 action,
                 path: path.to_owned(),
                 source,
-            },
+            }
         }
     }
 

@@ -157,16 +157,18 @@ fn convert_image(
         cancel,
         bytes: AtomicU64::new(0),
         cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
-        existing: match writer.keeps_other_images() {
-            true => LayoutLayers::find(&layout.directory)?,
-            false => LayoutLayers::default(),
+        existing: if writer.keeps_other_images() {
+            LayoutLayers::find(&layout.directory)?
+        } else {
+            LayoutLayers::default()
         },
         layout: writer,
         open: OpenOptions::default(),
     };
-    let made = match layout.dedup_lower {
-        false => conversions.convert_all(&stop)?,
-        true => conversions.convert_over_lower()?,
+    let made = if !layout.dedup_lower {
+        conversions.convert_all(&stop)?
+    } else {
+        conversions.convert_over_lower()?
     };
     let entries: u64 = made.layers.iter().map(|layer| layer.info.entries).sum();
     check_limit(LimitKind::Entries, entries, options.limits.max_entries)
@@ -195,10 +197,7 @@ fn convert_image(
     let stack_report = stack.report();
     let stack_blob = stack.into_blob();
 
-    let subject = match layout.is_referrer {
-        true => Some(subject(image)?),
-        false => None,
-    };
+    let subject = if layout.is_referrer { Some(subject(image)?) } else { None };
     let config = config(image, &layers, options)?;
     let config_blob = writer.document(&config)?;
     let manifest = manifest::Manifest {
@@ -289,10 +288,7 @@ impl LayerConversions<'_> {
         let at_once = threads.min(distinct.len()).clamp(1, MAX_AT_ONCE);
         let layers = parallel::run(&begin, at_once, stop, |i| {
             // A layer with more than half of all bytes gets all threads.
-            let share = match length(i) > all / 2 {
-                true => threads,
-                false => threads.div_ceil(at_once),
-            };
+            let share = if length(i) > all / 2 { threads } else { threads.div_ceil(at_once) };
             self.layer(distinct[i], options_json(self.options), share, None)
         })?;
         Ok(DistinctLayers { layers, order })

@@ -33,6 +33,8 @@
 //! # Ok::<(), bcow_oci::ConvertError>(())
 //! ```
 
+#![warn(missing_docs)]
+
 mod archive;
 mod blob;
 mod builder;

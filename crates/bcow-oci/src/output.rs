@@ -334,9 +334,10 @@ mod tests {
         std::fs::write(&victim, b"precious").unwrap();
         for link in [true, false] {
             let partial = dir.path().join(".image.tag.partial");
-            match link {
-                true => std::os::unix::fs::symlink(&victim, &partial).unwrap(),
-                false => std::fs::hard_link(&victim, &partial).unwrap(),
+            if link {
+                std::os::unix::fs::symlink(&victim, &partial).unwrap()
+            } else {
+                std::fs::hard_link(&victim, &partial).unwrap()
             }
             let output = Output::resumed(&path, "tag").unwrap();
             std::io::Write::write_all(&mut output.file().unwrap(), b"new").unwrap();

@@ -80,10 +80,7 @@ pub(crate) fn run<T: Send, E: Stoppable + Send>(
             Err(error) => return Err(error),
         }
     }
-    match interrupted {
-        true => Err(E::interrupted()),
-        false => Ok(results),
-    }
+    if interrupted { Err(E::interrupted()) } else { Ok(results) }
 }
 
 #[cfg(test)]

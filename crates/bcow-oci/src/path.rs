@@ -30,10 +30,7 @@ pub(crate) fn components(path: &[u8]) -> Result<Vec<&[u8]>, TarProblem> {
     }
     let last = names.len().saturating_sub(1);
     for (i, name) in names.iter().enumerate() {
-        let prefix = match i == last && name.starts_with(WHITEOUT) {
-            true => WHITEOUT.len(),
-            false => 0,
-        };
+        let prefix = if i == last && name.starts_with(WHITEOUT) { WHITEOUT.len() } else { 0 };
         if name.len() - prefix > 255 {
             return Err(TarProblem::NameTooLong { bytes: name.len() });
         }

@@ -125,9 +125,10 @@ impl Prefetch {
             }
         }
         for place in plan.metadata_places() {
-            let is_needed = match place.is_blocks {
-                true => directories.contains(&place.node),
-                false => inodes.contains(&place.node),
+            let is_needed = if place.is_blocks {
+                directories.contains(&place.node)
+            } else {
+                inodes.contains(&place.node)
             };
             if is_needed {
                 let first = place.bytes.start / BLOCK_BYTES;

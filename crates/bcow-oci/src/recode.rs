@@ -58,9 +58,10 @@ pub fn recode(
         progress,
         metadata,
     };
-    match shows_others || options.prefetch.is_some() {
-        false => recoding.blocks(),
-        true => recoding.tree(),
+    if !(shows_others || options.prefetch.is_some()) {
+        recoding.blocks()
+    } else {
+        recoding.tree()
     }
 }
 

@@ -22,8 +22,5 @@ const INLINE_MAX_PLAIN: u16 = 2000;
 
 /// Longest inline tail of an image that holds all its content, in bytes.
 pub(crate) fn inline_max(plain: bool) -> u16 {
-    match plain {
-        true => INLINE_MAX_PLAIN,
-        false => INLINE_MAX,
-    }
+    if plain { INLINE_MAX_PLAIN } else { INLINE_MAX }
 }

@@ -70,10 +70,8 @@ impl Merged<'_> {
         let mut writer_options = self.options;
         writer_options.metadata_first = true;
         // The kernel mounts each plain layer as a device of the file system.
-        let devices = match writer_options.plain && !parts.is_empty() {
-            true => parts.len() as u16,
-            false => 0,
-        };
+        let devices =
+            if writer_options.plain && !parts.is_empty() { parts.len() as u16 } else { 0 };
         let mut writer = ImageWriter::create(file, writer_options).map_err(failed)?;
         let mut start = writer.begin_metadata().map_err(failed)?;
         let no_device = Device {

@@ -104,9 +104,10 @@ impl Address {
 
     /// Refuses plain HTTP, unless it is allowed.
     pub(crate) fn check(&self, transport: Transport) -> Result<(), Problem> {
-        match transport == Transport::PlainToo || self.is_encrypted() {
-            true => Ok(()),
-            false => Err(Problem::PlainHttp(self.to_string())),
+        if transport == Transport::PlainToo || self.is_encrypted() {
+            Ok(())
+        } else {
+            Err(Problem::PlainHttp(self.to_string()))
         }
     }
 
@@ -197,9 +198,10 @@ pub(crate) fn blob_beside(path: &str, hex: &str) -> String {
     let is_among_blobs = directory
         .strip_suffix(BLOBS)
         .is_some_and(|above| above.is_empty() || above.ends_with('/'));
-    match is_among_blobs {
-        true => format!("{directory}{hex}"),
-        false => format!("{directory}{BLOBS}{hex}"),
+    if is_among_blobs {
+        format!("{directory}{hex}")
+    } else {
+        format!("{directory}{BLOBS}{hex}")
     }
 }
 

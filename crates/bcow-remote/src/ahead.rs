@@ -39,17 +39,14 @@ const ATTEMPTS: u32 = 4;
 /// Whether the rest of the files is fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Complete {
-    /// Always.
     Always,
     /// While no read waits for a server.
     Idle,
-    /// Never.
     Never,
 }
 
 /// A range of a file that will be read soon.
 pub struct Part {
-    /// The file.
     pub file: Arc<RemoteFile>,
     /// Bytes of the file.
     pub range: Range<u64>,
@@ -71,20 +68,13 @@ pub struct Ahead {
 #[derive(Debug)]
 pub enum AheadEvent {
     /// All parts are present.
-    Fetched {
-        /// Their bytes.
-        bytes: u64,
-    },
+    Fetched { bytes: u64 },
     /// Some of the parts could not be fetched.
-    Missing {
-        /// Their bytes.
-        bytes: u64,
-    },
+    Missing { bytes: u64 },
     /// All files are present as a whole.
     Complete {
         /// Number of files.
         files: usize,
-        /// Their bytes.
         bytes: u64,
     },
     /// The rest of the files is not fetched.
@@ -221,9 +211,10 @@ impl Ahead {
 
     /// Waits after a failure. Returns the next pause.
     fn after(&self, error: RemoteError, pause: Duration, stop: &AtomicBool) -> Duration {
-        match pause == FIRST_PAUSE {
-            true => (self.report)(&AheadEvent::Failed(error)),
-            false => tracing::debug!("not fetched ahead: {error}"),
+        if pause == FIRST_PAUSE {
+            (self.report)(&AheadEvent::Failed(error))
+        } else {
+            tracing::debug!("not fetched ahead: {error}")
         }
         let end = Instant::now() + pause;
         while Instant::now() < end && !stop.load(Ordering::Relaxed) {

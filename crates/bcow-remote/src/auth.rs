@@ -33,7 +33,6 @@ const RENEW_BEFORE: Duration = Duration::from_secs(20);
 pub enum Credentials {
     /// A user name and a password.
     Password {
-        /// The user.
         user: String,
         /// The password, or a token in its place.
         password: String,
@@ -248,12 +247,13 @@ fn denied(explanation: &str) -> Fault {
 }
 
 fn require_secrecy(address: &Address) -> Result<(), Fault> {
-    match address.keeps_secrets() {
-        true => Ok(()),
-        false => Err(denied(&format!(
+    if address.keeps_secrets() {
+        Ok(())
+    } else {
+        Err(denied(&format!(
             "credentials are not sent to {} without encryption",
             address.server()
-        ))),
+        )))
     }
 }
 

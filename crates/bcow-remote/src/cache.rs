@@ -152,7 +152,6 @@ impl Cache {
         &self.0.path
     }
 
-    /// The limit, if there is one.
     pub fn limit(&self) -> Option<u64> {
         self.0.limit
     }

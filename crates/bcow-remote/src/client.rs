@@ -285,10 +285,11 @@ fn answer(
             left: body.content_length(),
             reader: body.into_reader(),
             longest_silence: limits.silence,
-            deadline: match limits.sending.is_zero() {
-                true => limits.deadline,
+            deadline: if limits.sending.is_zero() {
+                limits.deadline
+            } else {
                 // The time of the content does not count.
-                false => limits.deadline + elapsed,
+                limits.deadline + elapsed
             },
             traffic,
             running,

@@ -27,9 +27,10 @@ impl<In: Transport> Connector<In> for Deadlines {
 }
 
 fn check(timeout: NextTimeout) -> Result<(), Error> {
-    match timeout.after.is_zero() {
-        true => Err(Error::Timeout(timeout.reason)),
-        false => Ok(()),
+    if timeout.after.is_zero() {
+        Err(Error::Timeout(timeout.reason))
+    } else {
+        Ok(())
     }
 }
 

@@ -33,7 +33,6 @@ pub enum Problem {
     /// The connection is not safe: a wrong certificate, for example.
     #[error("TLS failed: {0}")]
     Tls(String),
-    /// The server does not answer in TLS.
     #[error("the server does not answer in TLS: it probably speaks plain HTTP")]
     NoTls,
     /// The server cannot be reached, and the cache does not have enough to open the file without
@@ -78,15 +77,12 @@ pub enum Problem {
     /// A file of this name exists, and the upload must not replace it.
     #[error("there is a file of this name already")]
     Exists,
-    /// The server refuses an upload.
     #[error("the server refuses it (status {status}){}", detail(.explanation))]
     Refused {
-        /// The status.
         status: u16,
         /// The reason that the server gives. Empty if it gives none.
         explanation: String,
     },
-    /// The content that was to be sent cannot be read.
     #[error("cannot read what is to be sent: {0}")]
     Content(String),
     /// The server sent a status that has no variant of its own.
@@ -95,7 +91,6 @@ pub enum Problem {
     /// The answer breaks the rules of HTTP, or does not fit the request.
     #[error("the server sent an invalid answer: {0}")]
     Answer(String),
-    /// More redirects than allowed.
     #[error("more than {0} redirects, one after the other")]
     Redirects(u32),
     /// The server sends whole files only, and a whole file cannot be used. The text says why.
@@ -104,7 +99,6 @@ pub enum Problem {
     /// There is no cache, or the cache does not keep the file.
     #[error("it is not kept in the cache: {0}")]
     NotKept(String),
-    /// The bytes of the server do not match the Merkle tree.
     #[error("the bytes that the server sent do not match the Merkle tree of the file")]
     WrongBytes,
     /// The bytes of a mirror have another digest.
@@ -116,7 +110,6 @@ pub enum Problem {
     /// The file is not a valid BCoW file.
     #[error("{0}")]
     Format(bcow::format::FormatError),
-    /// The file has no Merkle tree.
     #[error("the file has no Merkle tree, without which bytes from a server cannot be checked")]
     NoTree,
     /// The file has another root hash than the caller requires.
@@ -213,7 +206,6 @@ impl Problem {
         }
     }
 
-    /// The error at a place.
     pub(crate) fn at(self, place: impl Into<String>) -> RemoteError {
         RemoteError {
             place: place.into(),

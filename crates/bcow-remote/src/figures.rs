@@ -46,7 +46,6 @@ pub struct Figures {
 pub struct ServerFigures {
     /// `https://HOST[:PORT]`; or `other` for all servers after the first sixteen.
     pub server: String,
-    /// Requests.
     pub requests: u64,
     /// Bytes of the bodies of its answers.
     pub received_bytes: u64,
@@ -109,10 +108,12 @@ impl Counters {
     /// Counts a request to a server. Its answer counts with what this returns.
     pub(crate) fn request(&self, server: String) -> Arc<Traffic> {
         let mut servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
-        let server = match servers.iter().any(|known| known.server == server) {
-            false if servers.len() >= SERVERS => OTHER_SERVERS.to_owned(),
-            _ => server,
-        };
+        let server =
+            if !servers.iter().any(|known| known.server == server) && servers.len() >= SERVERS {
+                OTHER_SERVERS.to_owned()
+            } else {
+                server
+            };
         let known = servers.iter().find(|known| known.server == server);
         let traffic = known.cloned().unwrap_or_else(|| {
             let new = Arc::new(Traffic {

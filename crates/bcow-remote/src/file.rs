@@ -645,9 +645,10 @@ impl RemoteFile {
                 ..
             }) => (bytes, has_changed, body),
             Ok(RangeAnswer::Whole { body, .. }) => {
-                return match std::ptr::eq(source, &self.sources.origin) {
-                    true => self.take_from_whole(body, run, done, sink),
-                    false => Err(Problem::NoRanges("it is a mirror".to_owned()).permanent()),
+                return if std::ptr::eq(source, &self.sources.origin) {
+                    self.take_from_whole(body, run, done, sink)
+                } else {
+                    Err(Problem::NoRanges("it is a mirror".to_owned()).permanent())
                 };
             }
             // When the file was opened, it was long enough.
@@ -667,9 +668,10 @@ impl RemoteFile {
             body.read_exact(&mut bytes)?;
             left -= length as u64;
             if !self.matches(chunk, &bytes, &run.hashes[*done as usize]) {
-                return Err(match has_changed {
-                    true => Problem::Changed.transient(),
-                    false => Problem::WrongBytes.transient(),
+                return Err(if has_changed {
+                    Problem::Changed.transient()
+                } else {
+                    Problem::WrongBytes.transient()
                 });
             }
             sink(chunk, &self.keep(chunk, bytes.into(), run.purpose));
@@ -678,9 +680,10 @@ impl RemoteFile {
         if left == 0 {
             body.release();
         }
-        match *done > first {
-            true => Ok(()),
-            false => Err(Problem::Answer("it is shorter than a chunk".into()).transient()),
+        if *done > first {
+            Ok(())
+        } else {
+            Err(Problem::Answer("it is shorter than a chunk".into()).transient())
         }
     }
 }

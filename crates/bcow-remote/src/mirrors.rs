@@ -91,7 +91,6 @@ impl Sources {
         }
     }
 
-    /// Adds a mirror.
     pub(crate) fn add(&mut self, mirror: Arc<Mirror>, source: Source) {
         self.mirrors.push(OnMirror {
             mirror,

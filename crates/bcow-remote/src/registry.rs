@@ -75,9 +75,10 @@ impl FromStr for Reference {
         if !is_server {
             return Err("the server is not HOST[:PORT]");
         }
-        let repository = match server == DOCKER_IO && !path.contains('/') {
-            true => format!("library/{path}"),
-            false => path.to_owned(),
+        let repository = if server == DOCKER_IO && !path.contains('/') {
+            format!("library/{path}")
+        } else {
+            path.to_owned()
         };
         let is_part = |part: &str| {
             !part.is_empty()
@@ -523,9 +524,10 @@ fn check_whole(file: &RemoteFile, digest: &str) -> Result<(), RemoteError> {
         "sha256:{}",
         data_encoding::HEXLOWER.encode(&hasher.finalize())
     );
-    match found == digest {
-        true => Ok(()),
-        false => Err(failed(format!("the digest of the file is {found}"))),
+    if found == digest {
+        Ok(())
+    } else {
+        Err(failed(format!("the digest of the file is {found}")))
     }
 }
 

@@ -143,9 +143,10 @@ impl S3Upload {
             let why = format!("files in S3 have at most {MAX_BYTES} bytes");
             return Err(self.failed(Problem::Content(why)));
         }
-        let written = match content.length <= PART_BYTES {
-            true => self.whole(content, replace, sent),
-            false => self.in_parts(content, replace, sent),
+        let written = if content.length <= PART_BYTES {
+            self.whole(content, replace, sent)
+        } else {
+            self.in_parts(content, replace, sent)
         };
         written.map_err(|problem| self.failed(problem))
     }

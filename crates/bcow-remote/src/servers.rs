@@ -17,14 +17,12 @@ const LONGEST_QUIET: Duration = Duration::from_secs(60);
 /// Servers that are remembered without a request under way. Redirects can lead to any number.
 const IDLE_SERVERS: usize = 64;
 
-/// All servers.
 #[derive(Default)]
 pub(crate) struct Servers {
     /// By `SCHEME://HOST[:PORT]`. The lock is held for a lookup, never during a request.
     known: Mutex<HashMap<String, Arc<Server>>>,
 }
 
-/// One server.
 #[derive(Default)]
 pub(crate) struct Server {
     /// The lock is held to look at the queue and to change it, never during a request.
@@ -46,7 +44,6 @@ struct Queue {
 pub(crate) struct Permit(Arc<Server>);
 
 impl Servers {
-    /// The server with this origin.
     pub(crate) fn get(&self, origin: &str) -> Arc<Server> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(server) = known.get(origin) {

@@ -91,10 +91,7 @@ impl Weighter<MemoryKey, Arc<[u8]>> for ByLength {
 
 impl Shared {
     pub(crate) fn new(options: Options) -> Result<Self, Problem> {
-        let transport = match options.insecure {
-            true => Transport::PlainToo,
-            false => Transport::TlsOnly,
-        };
+        let transport = if options.insecure { Transport::PlainToo } else { Transport::TlsOnly };
         let mirrors = options.mirrors.iter().map(|mirror| {
             mirror.check(transport)?;
             Ok(Arc::new(Mirror::new(mirror.clone())))

@@ -77,10 +77,7 @@ impl Expected {
         let (mut least, mut most) = (1, file_bytes);
         while least < most {
             let middle = least + (most - least) / 2;
-            match with_tree(middle) < file_bytes {
-                true => least = middle + 1,
-                false => most = middle,
-            }
+            if with_tree(middle) < file_bytes { least = middle + 1 } else { most = middle }
         }
         (least > 0 && with_tree(least) == file_bytes).then(|| {
             Chunks::new(&MerkleTree {

@@ -43,7 +43,6 @@ pub enum Pushed {
     There,
     /// The registry took it from another repository.
     Mounted,
-    /// It was sent.
     Sent,
 }
 
@@ -190,9 +189,10 @@ impl Upload {
             if self.document(subject, ACCEPT)?.is_none() {
                 return Err(Problem::NoSubject);
             }
-            match self.store(bytes, media_type, digest)? {
-                true => Ok(()),
-                false => self.list_referrer(subject, entry),
+            if self.store(bytes, media_type, digest)? {
+                Ok(())
+            } else {
+                self.list_referrer(subject, entry)
             }
         };
         attached().map_err(|problem| self.at_manifest(problem, digest))
@@ -340,9 +340,10 @@ impl Upload {
                 return Ok(Pushed::Mounted);
             };
             let mut session = Session::new(&self.access, blob, location);
-            let result = match in_pieces {
-                true => session.in_pieces(&mut piece_bytes, report),
-                false => session.whole(),
+            let result = if in_pieces {
+                session.in_pieces(&mut piece_bytes, report)
+            } else {
+                session.whole()
             };
             let problem = match result {
                 Ok(()) => return Ok(Pushed::Sent),

@@ -39,9 +39,7 @@ pub enum On {
     Change,
     /// Writes and changes of length that extend the storage, as on a full disk.
     Growth,
-    /// Syncs.
     Sync,
-    /// Reads.
     Read,
 }
 
@@ -116,20 +114,12 @@ impl Storage for Faulty {
     }
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let grows = offset + bytes.len() as u64 > self.content.len()?;
-        self.step(if grows {
-            &[On::Change, On::Growth]
-        } else {
-            &[On::Change]
-        })?;
+        self.step(if grows { &[On::Change, On::Growth] } else { &[On::Change] })?;
         self.content.write_at(offset, bytes)
     }
     fn set_len(&self, bytes: u64) -> io::Result<()> {
         let grows = bytes > self.content.len()?;
-        self.step(if grows {
-            &[On::Change, On::Growth]
-        } else {
-            &[On::Change]
-        })?;
+        self.step(if grows { &[On::Change, On::Growth] } else { &[On::Change] })?;
         self.content.set_len(bytes)
     }
     fn sync(&self) -> io::Result<()> {

@@ -40,7 +40,6 @@ enum Operation {
 pub enum Fate {
     /// Nothing of it is kept.
     Lost,
-    /// All of it is kept.
     Kept,
     /// For each sector of a write, whether it is kept.
     Torn(Vec<bool>),
@@ -160,10 +159,7 @@ impl PowerCut {
         let count = operations.len();
         let of = |kept: &dyn Fn(usize) -> bool| -> Vec<Fate> {
             (0..count)
-                .map(|index| match kept(index) {
-                    true => Fate::Kept,
-                    false => Fate::Lost,
-                })
+                .map(|index| if kept(index) { Fate::Kept } else { Fate::Lost })
                 .collect()
         };
         let mut fates = Vec::new();

@@ -40,9 +40,10 @@ pub fn state_of(path: &Path) -> Result<MountState, HostError> {
             .map(|found| found.dev())
             .at("examine", path)
     };
-    match device(path)? == device(above)? {
-        true => Ok(MountState::NotMounted),
-        false => Ok(MountState::Served),
+    if device(path)? == device(above)? {
+        Ok(MountState::NotMounted)
+    } else {
+        Ok(MountState::Served)
     }
 }
 

@@ -21,7 +21,6 @@ pub struct Resolved {
     pub layers: Vec<ResolvedLayer>,
 }
 
-/// A layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResolvedLayer {
     /// The digest of its uncompressed tar.

@@ -129,9 +129,10 @@ fn beside() -> PathBuf {
 /// Checks the name of a pool, which becomes an option of mounts.
 pub fn parse_pool(text: &str) -> Result<String, String> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    match !text.is_empty() && !text.starts_with(['.', '-']) && text.chars().all(is_allowed) {
-        true => Ok(text.to_owned()),
-        false => Err("a name consists of letters, digits, '.', '_' and '-'".to_owned()),
+    if !text.is_empty() && !text.starts_with(['.', '-']) && text.chars().all(is_allowed) {
+        Ok(text.to_owned())
+    } else {
+        Err("a name consists of letters, digits, '.', '_' and '-'".to_owned())
     }
 }
 

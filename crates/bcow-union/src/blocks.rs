@@ -304,10 +304,8 @@ mod tests {
                     changed += u64::from(model[block as usize] != insert);
                     model[block as usize] = insert;
                 }
-                let count = match insert {
-                    true => set.insert(range.clone()),
-                    false => set.remove(range.clone()),
-                };
+                let count =
+                    if insert { set.insert(range.clone()) } else { set.remove(range.clone()) };
                 assert_eq!(count, changed, "{range:?}");
                 let inside = |block: u64| model[block as usize];
                 assert_eq!(set.len(), (0..3000).filter(|at| inside(*at)).count() as u64);

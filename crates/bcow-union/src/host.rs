@@ -165,7 +165,6 @@ fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Writes all of `data`.
 pub(crate) fn write_all(file: &dyn HostFile, offset: u64, data: &[u8]) -> io::Result<()> {
     let mut done = 0;
     while done < data.len() {

@@ -77,7 +77,6 @@ impl Image {
         self.ids.nid(node)
     }
 
-    /// The superblock.
     pub fn superblock(&self) -> &Superblock {
         self.fs.superblock()
     }
@@ -199,11 +198,7 @@ impl Image {
             filled += piece.len();
         })?;
         // Short only for a range beyond the end, for which callers do not ask.
-        if filled == buf.len() {
-            Ok(())
-        } else {
-            Err(Errno::IO)
-        }
+        if filled == buf.len() { Ok(()) } else { Err(Errno::IO) }
     }
 
     /// Offset of the next data or hole at or after `offset`, which lies inside the file. The end of

@@ -34,7 +34,6 @@ impl NodeIds {
         NodeIds { root }
     }
 
-    /// The node id of a nid.
     pub fn node(&self, nid: Nid) -> NodeId {
         match nid.0 {
             _ if nid == self.root => NodeId::ROOT,

@@ -28,7 +28,6 @@ pub const FEWEST_INODES: u64 = 4096;
 /// Default of [`UnionOptions::small_bytes`].
 pub const SMALL_BYTES: u64 = 64 << 10;
 
-/// The options of a union.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnionOptions {
     /// When whole copies become durable.

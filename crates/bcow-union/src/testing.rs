@@ -21,7 +21,6 @@ pub mod partial {
     pub use crate::partial::*;
 }
 
-/// The upper.
 pub mod upper {
     pub use crate::upper::*;
 }

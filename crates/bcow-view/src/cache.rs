@@ -35,7 +35,6 @@ pub struct ViewCache {
     options: OpenOptions,
 }
 
-/// A view in the cache.
 #[derive(Clone)]
 pub struct CachedView {
     view: Arc<Image>,
@@ -139,11 +138,12 @@ impl ViewCache {
         made.map_err(failed)?;
         let directory = File::open(&self.directory).map_err(failed)?;
         let metadata = directory.metadata().map_err(failed)?;
-        match metadata.is_dir() && is_safe(&metadata) {
-            true => Ok(directory),
-            false => Err(ViewError::WritableByOthers {
+        if metadata.is_dir() && is_safe(&metadata) {
+            Ok(directory)
+        } else {
+            Err(ViewError::WritableByOthers {
                 path: self.directory.clone(),
-            }),
+            })
         }
     }
 
@@ -260,9 +260,10 @@ impl ViewCache {
             });
         }
         let view = self.view(image, wanted.bytes)?;
-        match view.identity == wanted.identity {
-            true => Ok(view),
-            false => Err(ViewError::Identity),
+        if view.identity == wanted.identity {
+            Ok(view)
+        } else {
+            Err(ViewError::Identity)
         }
     }
 }

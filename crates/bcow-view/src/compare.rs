@@ -39,13 +39,10 @@ const FIRST_INODE: u32 = 11;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompareError {
-    /// The disk cannot be read.
     #[error(transparent)]
     Disk(ReadError),
-    /// The view cannot be read.
     #[error("the view: {0}")]
     View(#[source] ReadError),
-    /// The block map of the disk cannot be read.
     #[error("cannot read the block map")]
     Map(#[source] bcow::Error),
     /// The file system is not the one that the view had.
@@ -112,7 +109,6 @@ impl Compared {
         self.differing.inside(blocks)
     }
 
-    /// Compares the inode tables.
     fn tables(&mut self, stored: &Ranges, last: InodeNumber) -> Result<(), CompareError> {
         let mut group = 0;
         loop {

@@ -48,7 +48,6 @@ pub enum Remove {
 /// The result of an attempt to remove a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// It is removed.
     Removed,
     /// A process has it open.
     InUse,

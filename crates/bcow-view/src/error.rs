@@ -17,7 +17,6 @@ pub enum ViewError {
     /// The ext4 cannot be written.
     #[error(transparent)]
     Ext4(#[from] Ext4Error),
-    /// A file of the image that cannot be read.
     #[error("cannot read {path} in the image: {source}")]
     Unreadable {
         /// Its path. Bytes that a terminal would interpret are escaped.
@@ -48,16 +47,13 @@ pub enum ViewError {
         /// The least size in bytes, a multiple of 1 MiB.
         least: u64,
     },
-    /// More ends of files and shared blocks than a view holds.
     #[error("the image has more than {0} ends of files and shared blocks")]
     Fragments(usize),
     /// The image is no container image.
     #[error("a view shows the tree of a whole image: {0}")]
     NoImage(&'static str),
-    /// The image cannot be read.
     #[error("cannot read the image: {0}")]
     Image(#[source] bcow::Error),
-    /// Images that are shown as one cannot be read.
     #[error("cannot read the image and its layers: {0}")]
     Layers(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The file of the view cannot be written.
@@ -79,7 +75,6 @@ pub enum ViewError {
         /// The cause.
         source: io::Error,
     },
-    /// Other users could replace views.
     #[error("cannot keep views in {}: another user can write there", path.display())]
     WritableByOthers {
         /// Path of the directory.
@@ -91,7 +86,6 @@ pub enum ViewError {
         /// Path of the file.
         path: PathBuf,
     },
-    /// A disk needs a view of a layout that this version does not make.
     #[error("the disk needs a view of layout {wanted}; this version makes layout {made}")]
     Layout {
         /// The layout that the disk names.
@@ -99,7 +93,6 @@ pub enum ViewError {
         /// The layout of this version.
         made: u32,
     },
-    /// The view is not the one that the disk was made over.
     #[error("the view of the image is not the one that the disk was made over")]
     Identity,
     /// The ext4 of a view cannot be read.
@@ -118,8 +111,9 @@ pub enum ViewError {
 
 /// A size in MiB, or in bytes if it is not a multiple of 1 MiB.
 fn shown(bytes: u64) -> String {
-    match bytes.is_multiple_of(1 << 20) {
-        true => format!("{} MiB", bytes >> 20),
-        false => format!("{bytes} bytes"),
+    if bytes.is_multiple_of(1 << 20) {
+        format!("{} MiB", bytes >> 20)
+    } else {
+        format!("{bytes} bytes")
     }
 }

@@ -26,7 +26,6 @@ pub struct Options {
     pub seed: [u8; 32],
 }
 
-/// A view.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct View {
     /// Size of the ext4 in bytes.
@@ -53,10 +52,7 @@ fn least_size(bytes: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
     }
     while below + 1 < enough {
         let middle = below.midpoint(enough);
-        match fits(middle << 20) {
-            true => enough = middle,
-            false => below = middle,
-        }
+        if fits(middle << 20) { enough = middle } else { below = middle }
     }
     Some(enough << 20)
 }

@@ -36,11 +36,8 @@ pub struct Numbers {
 /// A name in the tree of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ViewName {
-    /// The directory.
     pub directory: InodeNumber,
-    /// The name in it.
     pub name: Vec<u8>,
-    /// The inode.
     pub inode: InodeNumber,
 }
 

@@ -207,7 +207,6 @@ impl Layout {
         }
     }
 
-    /// The fragments of `pieces` at their places.
     pub fn placed_fragments(&self, pieces: &Pieces) -> Vec<Fragment> {
         let blocks = self
             .fragments

@@ -93,9 +93,10 @@ pub enum Error {
 const WHOLE_FILE: [&str; 3] = ["get the length", "open", "sync"];
 
 fn at_byte(action: &str, offset: u64) -> String {
-    match WHOLE_FILE.contains(&action) {
-        true => String::new(),
-        false => format!(" at byte {offset}"),
+    if WHOLE_FILE.contains(&action) {
+        String::new()
+    } else {
+        format!(" at byte {offset}")
     }
 }
 

@@ -34,6 +34,8 @@
 //! # Ok::<(), bcow::Error>(())
 //! ```
 
+#![warn(missing_docs)]
+
 mod attributes;
 mod cache;
 pub mod chain;

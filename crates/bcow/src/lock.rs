@@ -115,10 +115,7 @@ fn refused(file: &File) -> LockError {
         .chars()
         .map(|c| if c.is_control() { '?' } else { c })
         .collect();
-    match note.is_empty() {
-        true => LockError::InUse,
-        false => LockError::Writer(note),
-    }
+    if note.is_empty() { LockError::InUse } else { LockError::Writer(note) }
 }
 
 #[cfg(test)]

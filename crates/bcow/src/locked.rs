@@ -86,13 +86,14 @@ impl LockedFile {
     pub fn continue_with(file: File, path: &Path, note: &str) -> Result<Self, LockFileError> {
         let path = path.canonicalize().map_err(LockFileError::Open)?;
         let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
-        match is_at(&file, &path).map_err(LockFileError::Open)? {
-            true => Ok(LockedFile {
+        if is_at(&file, &path).map_err(LockFileError::Open)? {
+            Ok(LockedFile {
                 file: Arc::new(file),
                 path,
                 _lock: lock,
-            }),
-            false => Err(LockFileError::Replaced),
+            })
+        } else {
+            Err(LockFileError::Replaced)
         }
     }
 

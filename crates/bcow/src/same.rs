@@ -19,9 +19,10 @@ pub fn known_same(a: &Image, a_offset: u64, b: &Image, b_offset: u64, length: u6
     let (Some(here), Some(there)) = (Run::at(a, a_offset), Run::at(b, b_offset)) else {
         return 0;
     };
-    match here.is_same_as(&there) {
-        true => here.length.min(there.length).min(length),
-        false => 0,
+    if here.is_same_as(&there) {
+        here.length.min(there.length).min(length)
+    } else {
+        0
     }
 }
 

@@ -177,11 +177,7 @@ impl ImageWriter {
         };
         let block_shift = shift_of(shift);
         let metadata_start = options.metadata_first.then_some(0);
-        let compression = if options.plain {
-            Compression::None
-        } else {
-            options.compression
-        };
+        let compression = if options.plain { Compression::None } else { options.compression };
         let placement = match &options.disk {
             _ if options.plain => Placement::Plain,
             Some(form) if form.is_writable() => Placement::Sectors,
@@ -370,11 +366,7 @@ impl ImageWriter {
             storage: &*self.storage,
             align,
             // A window stores no data here, so a plain file may be shorter than its address space.
-            at: if self.options.plain && self.windows.is_empty() {
-                size
-            } else {
-                end
-            },
+            at: if self.options.plain && self.windows.is_empty() { size } else { end },
         };
 
         let region_shift = self.region_shift(size);

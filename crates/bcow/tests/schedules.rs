@@ -219,11 +219,7 @@ impl Owner {
     fn step(&mut self, number: usize) {
         let length = self.shows.len();
         let mut random = thread_rng();
-        let kind = if number.is_multiple_of(2) {
-            0
-        } else {
-            random.gen_range(1..10)
-        };
+        let kind = if number.is_multiple_of(2) { 0 } else { random.gen_range(1..10) };
         match kind {
             0 => {
                 let sectors = length / SECTOR;
@@ -273,11 +269,7 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
     let mut shows = vec![0; SIZE as usize];
     disk.read_at(0, &mut shows).unwrap();
     let disk = Arc::new(disk);
-    let part = if thread_rng().gen_bool(0.5) {
-        BLOCK
-    } else {
-        BLOCK / 2
-    };
+    let part = if thread_rng().gen_bool(0.5) { BLOCK } else { BLOCK / 2 };
     let mut threads = Vec::new();
     for owner in 0..2u64 {
         let range = (owner * part) as usize..((owner + 1) * part) as usize;

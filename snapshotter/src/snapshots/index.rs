@@ -67,7 +67,6 @@ impl Index {
         }
     }
 
-    /// The record of a snapshot.
     pub fn get(&self, name: &str) -> Result<&SnapshotRecord, Error> {
         let entry = self.entries.get(name).filter(|entry| entry.is_made);
         entry
@@ -120,9 +119,10 @@ impl Index {
 
     /// Fails if there is a snapshot of this name.
     pub fn require_free(&self, name: &str) -> Result<(), Error> {
-        match self.entries.contains_key(name) {
-            true => Err(Error::Exists(name.to_owned())),
-            false => Ok(()),
+        if self.entries.contains_key(name) {
+            Err(Error::Exists(name.to_owned()))
+        } else {
+            Ok(())
         }
     }
 

@@ -92,7 +92,6 @@ impl Snapshots {
         Ok(snapshots)
     }
 
-    /// The record of a snapshot.
     pub fn stat(&self, name: &str) -> Result<SnapshotRecord, Error> {
         self.index.lock().get(name).cloned()
     }
@@ -259,11 +258,12 @@ impl Snapshots {
     pub fn remove(&self, name: &str) -> Result<(), Error> {
         let (record, _hold) = self.hold(&[name], &[name], |index| {
             let record = index.get(name)?.clone();
-            match index.has_children(name) {
-                true => Err(Error::State(format!(
+            if index.has_children(name) {
+                Err(Error::State(format!(
                     "cannot remove snapshot {name:?}: it has children"
-                ))),
-                false => Ok(record),
+                )))
+            } else {
+                Ok(record)
             }
         })?;
         self.place.remove(&record)?;
@@ -362,10 +362,8 @@ impl Snapshots {
         // files, as overlayfs shows them after the first change.
         let is_unpacking = is_writable && (is_unpacking(&record.name) || record.is_for_remap());
         let by_overlayfs = is_unpacking && self.is_for_overlayfs(record)?;
-        let access = match is_writable && !by_overlayfs {
-            true => Access::Write(&files),
-            false => Access::Read,
-        };
+        let access =
+            if is_writable && !by_overlayfs { Access::Write(&files) } else { Access::Read };
         let mut options = self.mount_options.clone();
         if !chain.is_remapped {
             options.extend(mapping);
@@ -374,17 +372,19 @@ impl Snapshots {
             options.extend(self.remote.mount_options(&remote.image));
         }
         // The mount for the unpacking of a layer is the only one with the layers below it.
-        let merged = match is_unpacking {
-            true => None,
-            false => chain.layers.last().map(|&id| self.place.merged(id)),
+        let merged = if is_unpacking {
+            None
+        } else {
+            chain.layers.last().map(|&id| self.place.merged(id))
         };
         let layers = mount::of_layers(&self.layers(chain), access, merged.as_deref(), &options);
         let layers = layers.ok_or_else(|| {
             Error::State(format!("snapshot {:?} has no layer below", record.name))
         })?;
-        match by_overlayfs {
-            true => self.place.unpacking(record).prepare(&layers),
-            false => Ok(vec![layers]),
+        if by_overlayfs {
+            self.place.unpacking(record).prepare(&layers)
+        } else {
+            Ok(vec![layers])
         }
     }
 
@@ -459,9 +459,10 @@ fn is_unpacking(name: &str) -> bool {
 }
 
 fn require_name(name: &str) -> Result<(), Error> {
-    match name.is_empty() {
-        true => Err(Error::Invalid("the name of a snapshot is empty".to_owned())),
-        false => Ok(()),
+    if name.is_empty() {
+        Err(Error::Invalid("the name of a snapshot is empty".to_owned()))
+    } else {
+        Ok(())
     }
 }
 

@@ -53,7 +53,6 @@ pub struct SnapshotterRoot {
 
 /// What a start finds.
 pub struct FoundSnapshots {
-    /// The records.
     pub records: Vec<SnapshotRecord>,
     /// A number above all numbers in use.
     pub next: u64,
@@ -154,12 +153,13 @@ impl SnapshotterRoot {
         paths.sort_by_key(|path| number(path));
         for path in paths {
             let record = self.read_record(&path).and_then(|record| {
-                match names.insert(record.name.clone()) {
-                    true => Ok(record),
-                    false => Err(BadRecord::Damaged(format!(
+                if names.insert(record.name.clone()) {
+                    Ok(record)
+                } else {
+                    Err(BadRecord::Damaged(format!(
                         "there is another snapshot with its name, {:?}",
                         record.name
-                    ))),
+                    )))
                 }
             });
             match record {
@@ -177,12 +177,13 @@ impl SnapshotterRoot {
         let bytes = fs::read(directory.join("record.json"));
         let bytes = bytes.map_err(|error| BadRecord::Damaged(error.to_string()))?;
         let record = SnapshotRecord::decode(&bytes)?;
-        match self.directory(record.id) == directory {
-            true => Ok(record),
-            false => Err(BadRecord::Damaged(format!(
+        if self.directory(record.id) == directory {
+            Ok(record)
+        } else {
+            Err(BadRecord::Damaged(format!(
                 "the record is of snapshot {}",
                 record.id
-            ))),
+            )))
         }
     }
 
@@ -353,7 +354,6 @@ impl SnapshotterRoot {
         Ok(sync(&self.root.join("snapshots"))?)
     }
 
-    /// Replaces the record of a snapshot.
     pub fn replace(&self, record: &SnapshotRecord) -> Result<(), Error> {
         let directory = self.directory(record.id);
         let (new, path) = (
@@ -555,10 +555,7 @@ fn remove_all(path: &Path) -> Result<(), HostError> {
     const ATTEMPTS: usize = 20;
     let is_directory = path.symlink_metadata().is_ok_and(|found| found.is_dir());
     for attempt in 1.. {
-        let removed = match is_directory {
-            true => fs::remove_dir_all(path),
-            false => fs::remove_file(path),
-        };
+        let removed = if is_directory { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         match removed {
             Err(error) if error.kind() == ErrorKind::NotFound => break,
             Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty && attempt < ATTEMPTS => {}

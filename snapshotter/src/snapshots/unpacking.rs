@@ -135,9 +135,10 @@ fn mount_layers(layers: &Mount, target: &Path) -> Result<(), Error> {
         .args(["-o", &layers.options.join(","), "-t", "mount.bcow"])
         .output()
         .map_err(|error| failed(&format!("mount.fuse3: {error}")))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(failed(String::from_utf8_lossy(&output.stderr).trim())),
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(failed(String::from_utf8_lossy(&output.stderr).trim()))
     }
 }
 

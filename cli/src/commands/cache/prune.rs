@@ -92,11 +92,7 @@ fn report(pruned: &Pruned, what: &str, ui: &Ui) {
         ui.status(format_args!(
             "{} in use {} kept",
             plural(pruned.in_use_files, what),
-            if pruned.in_use_files == 1 {
-                "is"
-            } else {
-                "are"
-            },
+            if pruned.in_use_files == 1 { "is" } else { "are" },
         ));
     }
 }

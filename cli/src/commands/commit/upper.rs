@@ -55,17 +55,19 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     };
     if let (false, Some(option)) = (is_file, args.seal.for_file()) {
         return Err(
-            CommandError::usage(format!("{option} is for a BCoW file")).hint(match is_tar {
-                true => "a layer archive is not compressed",
-                false => "--layer-compress is for the layers of an OCI image",
+            CommandError::usage(format!("{option} is for a BCoW file")).hint(if is_tar {
+                "a layer archive is not compressed"
+            } else {
+                "--layer-compress is for the layers of an OCI image"
             }),
         );
     }
     if (is_file || is_tar) && args.layer_compress.is_some() {
         return Err(
-            CommandError::usage("--layer-compress is for an OCI image").hint(match is_file {
-                true => "--compress is for a BCoW file",
-                false => "a layer archive is not compressed",
+            CommandError::usage("--layer-compress is for an OCI image").hint(if is_file {
+                "--compress is for a BCoW file"
+            } else {
+                "a layer archive is not compressed"
             }),
         );
     }

@@ -133,16 +133,15 @@ impl Cache<'_> {
         let metadata = path
             .metadata()
             .map_err(|error| cannot().caused_by_text(format!("{}: {error}", path.display())))?;
-        match metadata.is_file() {
-            true => Ok(CachedLayer {
+        if metadata.is_file() {
+            Ok(CachedLayer {
                 diff_id,
                 path,
                 file_bytes: metadata.len(),
                 is_new,
-            }),
-            false => {
-                Err(cannot().caused_by_text(format!("{} is not a regular file", path.display())))
-            }
+            })
+        } else {
+            Err(cannot().caused_by_text(format!("{} is not a regular file", path.display())))
         }
     }
 
@@ -226,10 +225,7 @@ impl NewDirectories {
             let parent = new.parent().filter(|parent| !parent.as_os_str().is_empty());
             sync(parent.unwrap_or(Path::new(".")))?;
         }
-        match directory.is_dir() {
-            true => Ok(()),
-            false => Err(ErrorKind::NotADirectory.into()),
-        }
+        if directory.is_dir() { Ok(()) } else { Err(ErrorKind::NotADirectory.into()) }
     }
 }
 

@@ -77,13 +77,14 @@ impl Report<'_> {
                 "{} differ in {}{}",
                 plural(self.bytes, "byte"),
                 plural(self.ranges, "range"),
-                match is_equal {
-                    true => String::new(),
-                    false => format!(
+                if is_equal {
+                    String::new()
+                } else {
+                    format!(
                         "; A has {}, B {}",
                         plural(sizes[0], "byte"),
                         Count(sizes[1])
-                    ),
+                    )
                 }
             ),
         };

@@ -263,11 +263,7 @@ fn check_file(
         "{}: checking {}, {}, with {} threads",
         target.name,
         path.display(),
-        if options.data {
-            "every byte"
-        } else {
-            "header and tables"
-        },
+        if options.data { "every byte" } else { "header and tables" },
         options.threads
     );
     let report = check::check(target.storage.clone(), options).context(cannot)?;

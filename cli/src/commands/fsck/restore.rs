@@ -51,12 +51,14 @@ pub fn run(
             }
         }
     }
-    match restoring.found {
-        true => Ok(restoring.lines),
-        false => Err(CommandError::new(format!(
-            "cannot restore {image}: {from} has no copy of it"
-        ))
-        .hint("`bcow inspect` shows the Merkle root of each; copies of an image have the same")),
+    if restoring.found {
+        Ok(restoring.lines)
+    } else {
+        Err(
+            CommandError::new(format!("cannot restore {image}: {from} has no copy of it")).hint(
+                "`bcow inspect` shows the Merkle root of each; copies of an image have the same",
+            ),
+        )
     }
 }
 

@@ -130,11 +130,7 @@ fn examine_open(
         }),
         None => None,
     };
-    let check = if args.data {
-        check::check_data
-    } else {
-        check::check
-    };
+    let check = if args.data { check::check_data } else { check::check };
     let report = check(upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
     Ok(CheckedUpper {
         report,

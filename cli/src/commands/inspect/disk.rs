@@ -31,7 +31,6 @@ pub struct DiskFacts {
     chain: Vec<ChainFile>,
 }
 
-/// A file of the chain.
 #[derive(Serialize)]
 struct ChainFile {
     name: String,

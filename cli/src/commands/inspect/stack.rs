@@ -20,7 +20,6 @@ use crate::plain;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
-/// A stack.
 #[derive(Serialize)]
 pub struct Stack {
     /// The lowest first.

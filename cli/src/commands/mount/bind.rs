@@ -186,12 +186,13 @@ fn check(mount: &MountedImage, upper: &Path, server: &Server, options: &MountOpt
     };
     let document = ask::read(&mount.path, &json).ok();
     let served = document.as_ref().and_then(upper_of).map(Path::new);
-    match served
+    if served
         .and_then(identity)
         .is_some_and(|served| Some(served) == identity(upper))
     {
-        true => Checked::Same,
-        false => Checked::Other,
+        Checked::Same
+    } else {
+        Checked::Other
     }
 }
 

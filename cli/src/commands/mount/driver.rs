@@ -136,8 +136,9 @@ fn kernel_for_new_uppers() -> &'static str {
     if !rustix::process::geteuid().is_root() {
         return "the kernel driver is for root only";
     }
-    match Path::new("/dev/loop-control").exists() {
-        true => "--driver kernel begins one with the kernel driver",
-        false => "the kernel driver needs /dev/loop-control",
+    if Path::new("/dev/loop-control").exists() {
+        "--driver kernel begins one with the kernel driver"
+    } else {
+        "the kernel driver needs /dev/loop-control"
     }
 }

@@ -111,11 +111,7 @@ pub fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
     if !is_called(name.as_deref()) {
         return Ok(Some(name.into_iter().chain(arguments).collect()));
     }
-    let caller = if rustix::process::geteuid().is_root() {
-        Caller::Root
-    } else {
-        Caller::Other
-    };
+    let caller = if rustix::process::geteuid().is_root() { Caller::Root } else { Caller::Other };
     match translate(arguments, caller)? {
         Request::Run(command) => Ok(Some(command)),
         Request::Help => {

@@ -392,7 +392,6 @@ fn lock_when_free(args: &Args, host: &Host<'_>) -> Result<LockedFile, CommandErr
     }
 }
 
-/// Mounts.
 pub fn mount(
     opened: Opened,
     args: &Args,

@@ -200,12 +200,13 @@ fn refuse_own_mounts(args: &Args, devices: &[String]) -> Result<(), CommandError
     for path in paths {
         // A path that does not exist yet will be on the file system of its nearest directory that
         // exists.
-        let existing = path
-            .ancestors()
-            .find_map(|path| match path.as_os_str().is_empty() {
-                true => std::fs::metadata(".").ok(),
-                false => std::fs::metadata(path).ok(),
-            });
+        let existing = path.ancestors().find_map(|path| {
+            if path.as_os_str().is_empty() {
+                std::fs::metadata(".").ok()
+            } else {
+                std::fs::metadata(path).ok()
+            }
+        });
         let Some(metadata) = existing else { continue };
         let device = metadata.dev();
         let device = format!(

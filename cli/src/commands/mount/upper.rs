@@ -218,10 +218,7 @@ pub fn owner_who_is_needed(union: &UnionFs) -> Option<u32> {
         () if is_in(root.gid) => root.permissions >> 3,
         () => root.permissions,
     };
-    match user.is_root() || class & WRITE != 0 {
-        true => None,
-        false => Some(root.uid),
-    }
+    if user.is_root() || class & WRITE != 0 { None } else { Some(root.uid) }
 }
 
 /// Warns that this user can change little in the mount. The hint is a command with which the user

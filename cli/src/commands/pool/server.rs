@@ -63,7 +63,6 @@ pub struct Settings {
     pub supervisor: u32,
 }
 
-/// A pool.
 pub struct Pool {
     settings: Settings,
     cache: BlockCache,
@@ -99,7 +98,6 @@ struct PoolState {
     published: Option<Published>,
 }
 
-/// A mount.
 struct PoolMount {
     service: Service,
     /// Its counters refer to the upper, which the end of the mount releases.

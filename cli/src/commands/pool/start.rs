@@ -67,12 +67,13 @@ pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> 
     if let Some(link) = Link::of_this_process() {
         return serve(args, parse, link);
     }
-    let readiness = match args.foreground {
-        true => None,
-        false => match daemon::started_by_launch() {
+    let readiness = if args.foreground {
+        None
+    } else {
+        match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
             None => return in_background(),
-        },
+        }
     };
     match keep(args, readiness, ui)? {
         0 => Ok(()),
@@ -191,9 +192,10 @@ fn serve_writeback() {
 }
 
 fn detach(args: &Args) -> Result<(), CommandError> {
-    match args.foreground {
-        true => Ok(()),
-        false => daemon::detach().map_err(|error| failure(&error)),
+    if args.foreground {
+        Ok(())
+    } else {
+        daemon::detach().map_err(|error| failure(&error))
     }
 }
 

@@ -27,7 +27,6 @@ pub struct Args {
 /// The statistics of a pool.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Document {
-    /// The schema.
     pub schema: String,
     /// The name of the pool.
     pub pool: String,
@@ -38,7 +37,6 @@ pub struct Document {
     /// The processes that the pool had before.
     #[serde(default)]
     pub restarts: u64,
-    /// Its memory.
     pub memory: Memory,
     /// The cache of decoded blocks of all mounts.
     pub cache: CacheFigures,
@@ -62,11 +60,9 @@ pub struct Memory {
 /// A mount of a pool.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Mount {
-    /// The image.
     pub image: String,
     /// The mountpoint.
     pub at: String,
-    /// The upper.
     pub upper: Option<String>,
     /// `ro` or `rw`.
     pub mode: String,

@@ -49,11 +49,12 @@ fn find_upper(path: &Path) -> Result<MountedImage, CommandError> {
     if let Some(server) = mount_of(path, |service| service.upper.as_ref()) {
         return visible(path, server);
     }
-    Err(match is_kernel_upper(path) {
-        true => CommandError::new(format!("the upper {shown} is not mounted"))
-            .hint("its next mount grows it: `bcow mount IMG DIR --upper UPPER -s SIZE`"),
-        false => CommandError::new(format!("cannot resize {shown}"))
-            .caused_by_text("it is a directory, and no mount or upper of the kernel driver"),
+    Err(if is_kernel_upper(path) {
+        CommandError::new(format!("the upper {shown} is not mounted"))
+            .hint("its next mount grows it: `bcow mount IMG DIR --upper UPPER -s SIZE`")
+    } else {
+        CommandError::new(format!("cannot resize {shown}"))
+            .caused_by_text("it is a directory, and no mount or upper of the kernel driver")
     })
 }
 

@@ -20,7 +20,6 @@ use crate::running::{self, Service};
 pub enum Access {
     /// Writable where the file is.
     AsFile,
-    /// Read-only.
     ReadOnly,
     /// Writable; all writes are dropped at the end.
     Snapshot,
@@ -196,9 +195,10 @@ impl SnapshotError {
                 (failure.caused_by(error), is_of_file)
             }
         };
-        match is_of_file {
-            true => failure.hint("TMPDIR names another directory for it"),
-            false => failure,
+        if is_of_file {
+            failure.hint("TMPDIR names another directory for it")
+        } else {
+            failure
         }
     }
 }

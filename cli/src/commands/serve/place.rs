@@ -46,9 +46,10 @@ pub fn listeners(
 fn resolve(address: &str) -> Result<Vec<SocketAddr>, CommandError> {
     let cannot = || format!("cannot listen on {address}");
     let found: Vec<SocketAddr> = address.to_socket_addrs().context(cannot)?.collect();
-    match found.is_empty() {
-        true => Err(CommandError::new(cannot()).caused_by_text("the name has no address")),
-        false => Ok(found),
+    if found.is_empty() {
+        Err(CommandError::new(cannot()).caused_by_text("the name has no address"))
+    } else {
+        Ok(found)
     }
 }
 

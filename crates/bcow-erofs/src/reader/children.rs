@@ -84,9 +84,10 @@ impl Children {
                     kind: entry.kind,
                 });
             }
-            match piece.len() < PIECE {
-                true => ControlFlow::Continue(()),
-                false => ControlFlow::Break(()),
+            if piece.len() < PIECE {
+                ControlFlow::Continue(())
+            } else {
+                ControlFlow::Break(())
             }
         })?;
         self.is_complete = piece.len() < PIECE;

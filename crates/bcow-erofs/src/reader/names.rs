@@ -48,9 +48,10 @@ impl PathIndex {
                 let mut is_full = false;
                 // A damaged block hides only its own names.
                 let _ = fs.read_dir(&inode, block * block_bytes, &mut |entry| {
-                    let next = match entry.next_cookie < (block + 1) * block_bytes {
-                        true => ControlFlow::Continue(()),
-                        false => ControlFlow::Break(()),
+                    let next = if entry.next_cookie < (block + 1) * block_bytes {
+                        ControlFlow::Continue(())
+                    } else {
+                        ControlFlow::Break(())
                     };
                     if entry.name == b"." || entry.name == b".." {
                         return next;

@@ -39,11 +39,7 @@ impl<'t> Iterator for Entries<'t> {
             return Some((name, *id));
         }
         self.dots = rest;
-        let id = if rest.is_empty() {
-            self.parent
-        } else {
-            self.own
-        };
+        let id = if rest.is_empty() { self.parent } else { self.own };
         Some((dot, id))
     }
 }

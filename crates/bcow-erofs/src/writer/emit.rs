@@ -87,10 +87,8 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         let attributes = &node.attributes;
         let inline = u16::from(placed.layout) == layout::INLINE;
         // Unused block addresses are zero, so that the output is deterministic.
-        let first_block = |used: bool, block: u32| match used {
-            true => plan.metadata_block + block,
-            false => 0,
-        };
+        let first_block =
+            |used: bool, block: u32| if used { plan.metadata_block + block } else { 0 };
         let (kind, size, union) = match &node.kind {
             NodeKind::Directory(_) => {
                 let PlacedDirectory {

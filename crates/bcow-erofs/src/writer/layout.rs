@@ -93,9 +93,10 @@ impl Layout {
         let end = self.blocks * BLOCK;
         let ends_with_inode = self.items.last().is_some_and(|item| {
             let placed = self.placed[item.node.index()];
-            let inode_bytes = match placed.extended {
-                true => size_of::<ExtendedInode>(),
-                false => size_of::<CompactInode>(),
+            let inode_bytes = if placed.extended {
+                size_of::<ExtendedInode>()
+            } else {
+                size_of::<CompactInode>()
             } as u64;
             let behind = u64::from(item.slot) * SLOT_BYTES as u64 + inode_bytes;
             !item.blocks && behind + size_of::<XattrHeader>() as u64 > end
@@ -202,9 +203,10 @@ impl Builder<'_, '_> {
             || attributes.gid > u16::MAX.into()
             || placed.nlink > u16::MAX.into()
             || size > u32::MAX.into();
-        let inode_bytes = match placed.extended {
-            true => size_of::<ExtendedInode>(),
-            false => size_of::<CompactInode>(),
+        let inode_bytes = if placed.extended {
+            size_of::<ExtendedInode>()
+        } else {
+            size_of::<CompactInode>()
         } as u64;
         let mut head = inode_bytes + u64::from(self.xattrs.bytes(attributes.xattrs.as_ref()));
         let mut tail = 0;

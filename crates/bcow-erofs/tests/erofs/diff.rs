@@ -98,9 +98,10 @@ fn two_trees() -> [Vec<u8>; 2] {
         put(&mut layer, "owned", owned);
         put(&mut layer, "times", times);
         let mut with_xattrs = file(b"x");
-        with_xattrs.attributes.xattrs = match is_b {
-            false => xattrs(&[(b"user.a", b"1"), (b"user.b", b"1"), (b"user.same", b"1")]),
-            true => xattrs(&[(b"user.b", b"2"), (b"user.c", b"1"), (b"user.same", b"1")]),
+        with_xattrs.attributes.xattrs = if !is_b {
+            xattrs(&[(b"user.a", b"1"), (b"user.b", b"1"), (b"user.same", b"1")])
+        } else {
+            xattrs(&[(b"user.b", b"2"), (b"user.c", b"1"), (b"user.same", b"1")])
         };
         put(&mut layer, "xattrs", with_xattrs);
         put(&mut layer, "link", symlink(if is_b { b"b" } else { b"a" }));
@@ -116,10 +117,7 @@ fn two_trees() -> [Vec<u8>; 2] {
         // smaller than a slash.
         put(&mut layer, "dir.txt", file(b"x"));
         put(&mut layer, "dir", directory());
-        let (mine, its) = match is_b {
-            false => ("dir/only-a", "kind"),
-            true => ("dir/only-b", "dir/z"),
-        };
+        let (mine, its) = if !is_b { ("dir/only-a", "kind") } else { ("dir/only-b", "dir/z") };
         put(&mut layer, mine, directory());
         put(&mut layer, &format!("{mine}/below"), file(b"x"));
         put(&mut layer, its, directory());
@@ -276,13 +274,12 @@ fn holes_of_every_form_read_as_zeros() {
     let image = |stored: bool, last: u8| {
         let mut space = Space::new(0);
         let mut layer = LayerTree::new();
-        let content = match stored {
-            true => {
-                let mut bytes = vec![0; 1_000_000];
-                bytes[999_999] = last;
-                space.file(&bytes)
-            }
-            false => space.chunked(1_000_000, 0, &BTreeMap::new()),
+        let content = if stored {
+            let mut bytes = vec![0; 1_000_000];
+            bytes[999_999] = last;
+            space.file(&bytes)
+        } else {
+            space.chunked(1_000_000, 0, &BTreeMap::new())
         };
         put(&mut layer, "f", node(NodeKind::Regular(content)));
         space.image(&layer.into_tree().unwrap())

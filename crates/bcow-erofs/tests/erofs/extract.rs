@@ -183,9 +183,10 @@ impl BlockDevice for Damaged {
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), bcow::Error> {
         let end = offset + buf.len() as u64;
-        match offset < self.bad.end && self.bad.start < end {
-            true => Err(unreadable()),
-            false => self.bytes.read_at(offset, buf),
+        if offset < self.bad.end && self.bad.start < end {
+            Err(unreadable())
+        } else {
+            self.bytes.read_at(offset, buf)
         }
     }
 }

@@ -96,9 +96,12 @@ fn kernel_dump(root: &Path) -> String {
             () if kind.is_fifo() => 'p',
             () => 's',
         };
-        let shown = |path: &Path| match path.as_os_str().is_empty() {
-            true => "/".to_owned(),
-            false => format!("/{}", escape(path.as_os_str().as_bytes())),
+        let shown = |path: &Path| {
+            if path.as_os_str().is_empty() {
+                "/".to_owned()
+            } else {
+                format!("/{}", escape(path.as_os_str().as_bytes()))
+            }
         };
         let (perm, nlink, uid, gid) = (stat.mode() & 0o7777, stat.nlink(), stat.uid(), stat.gid());
         write!(

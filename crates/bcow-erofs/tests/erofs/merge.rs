@@ -79,11 +79,8 @@ fn show(tree: &Tree) -> Vec<String> {
                 }
                 for (name, &child) in directory.children.iter().rev() {
                     let name = String::from_utf8_lossy(name);
-                    let path = if path.is_empty() {
-                        name.into_owned()
-                    } else {
-                        format!("{path}/{name}")
-                    };
+                    let path =
+                        if path.is_empty() { name.into_owned() } else { format!("{path}/{name}") };
                     pending.push((path, child));
                 }
             }

@@ -164,9 +164,10 @@ fn grow(entries: Vec<(Index, Vec<u8>, Attributes, Kind)>, inline_max: u16) -> (T
             Kind::Symlink(target) => NodeKind::Symlink(target.into()),
             Kind::Device(major, minor, is_block) => {
                 let number = DeviceNumber { major, minor };
-                match is_block {
-                    true => NodeKind::BlockDevice(number),
-                    false => NodeKind::CharDevice(number),
+                if is_block {
+                    NodeKind::BlockDevice(number)
+                } else {
+                    NodeKind::CharDevice(number)
                 }
             }
             Kind::Special(true) => NodeKind::Fifo,
@@ -175,10 +176,7 @@ fn grow(entries: Vec<(Index, Vec<u8>, Attributes, Kind)>, inline_max: u16) -> (T
         let is_directory = matches!(kind, NodeKind::Directory(_));
         let id = layer.add(Node { attributes, kind });
         layer.insert(parent, &name, id);
-        match is_directory {
-            true => directories.push(id),
-            false => files.push(id),
-        }
+        if is_directory { directories.push(id) } else { files.push(id) }
     }
     (layer.into_tree().unwrap(), space)
 }

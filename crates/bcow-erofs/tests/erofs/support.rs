@@ -375,11 +375,7 @@ pub fn expected_dump(tree: &Tree, space: &Space) -> String {
             NodeKind::Socket => ('s', Some(0)),
             other => panic!("{other:?} in a tree"),
         };
-        let shown = if path.is_empty() {
-            "/".into()
-        } else {
-            escape(&path)
-        };
+        let shown = if path.is_empty() { "/".into() } else { escape(&path) };
         let perm = a.permissions;
         write!(
             text,

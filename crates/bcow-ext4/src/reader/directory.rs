@@ -25,9 +25,7 @@ const INDEX: usize = 8;
 /// A name in a directory, and the inode with this name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
-    /// The name.
     pub name: Vec<u8>,
-    /// The inode.
     pub inode: InodeNumber,
 }
 
@@ -68,9 +66,10 @@ impl Reader {
                 }
             }
         }
-        match next >= blocks {
-            true => Ok(names),
-            false => Err(damaged("the directory has a hole")),
+        if next >= blocks {
+            Ok(names)
+        } else {
+            Err(damaged("the directory has a hole"))
         }
     }
 
@@ -93,36 +92,35 @@ impl Reader {
         // root, the record of `..` does. A checksum record at the end of the block is no criterion:
         // it can remain from a time when the block had names.
         let is_node = directory.flags & inode_flags::INDEX != 0
-            && match is_first {
-                true => record(&block[DOT_BYTES..]) == Some(BLOCK_BYTES - DOT_BYTES),
-                false => record(&block[..]) == Some(BLOCK_BYTES),
+            && if is_first {
+                record(&block[DOT_BYTES..]) == Some(BLOCK_BYTES - DOT_BYTES)
+            } else {
+                record(&block[..]) == Some(BLOCK_BYTES)
             };
         // A node of the hash tree has no names, except `.` and `..` in the root.
-        let (records, stored, found) = match is_node {
-            true => {
-                let head = if is_first { ROOT_HEAD } else { NODE_HEAD };
-                let (stored, found) = node_checksums(block, head, seed)
-                    .ok_or_else(|| damaged("a node of the directory's hash tree is damaged"))?;
-                let records = Records {
-                    end: if is_first { 2 * DOT_BYTES } else { 0 },
-                    limit: BLOCK_BYTES,
-                };
-                (records, stored, found)
-            }
-            false => {
-                let covered = BLOCK_BYTES - TAIL;
-                let stored = stored_checksum(block)
-                    .ok_or_else(|| damaged("a block of the directory has no checksum"))?;
-                let records = Records {
-                    end: covered,
-                    limit: covered,
-                };
-                (records, stored, seed.with(&block[..covered]))
-            }
+        let (records, stored, found) = if is_node {
+            let head = if is_first { ROOT_HEAD } else { NODE_HEAD };
+            let (stored, found) = node_checksums(block, head, seed)
+                .ok_or_else(|| damaged("a node of the directory's hash tree is damaged"))?;
+            let records = Records {
+                end: if is_first { 2 * DOT_BYTES } else { 0 },
+                limit: BLOCK_BYTES,
+            };
+            (records, stored, found)
+        } else {
+            let covered = BLOCK_BYTES - TAIL;
+            let stored = stored_checksum(block)
+                .ok_or_else(|| damaged("a block of the directory has no checksum"))?;
+            let records = Records {
+                end: covered,
+                limit: covered,
+            };
+            (records, stored, seed.with(&block[..covered]))
         };
-        match stored == found {
-            true => Ok(records),
-            false => Err(damaged("the checksum of a block of the directory is wrong")),
+        if stored == found {
+            Ok(records)
+        } else {
+            Err(damaged("the checksum of a block of the directory is wrong"))
         }
     }
 }

@@ -24,7 +24,6 @@ pub enum ReadError {
     /// An inode has content in a form that this version does not read.
     #[error("inode {inode} of the ext4: {what} cannot be read yet")]
     Unsupported {
-        /// The inode.
         inode: InodeNumber,
         /// The form.
         what: &'static str,
@@ -35,7 +34,6 @@ pub enum ReadError {
     /// A structure is damaged.
     #[error("the ext4 is damaged: {place}: {problem}")]
     Damaged {
-        /// The structure.
         place: Structure,
         /// What is wrong with it.
         problem: &'static str,
@@ -70,13 +68,11 @@ impl fmt::Display for Features {
 /// A structure of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Structure {
-    /// The superblock.
     Superblock,
     /// A group, by its index.
     Group(u32),
     /// An inode, or what belongs to it.
     Inode(InodeNumber),
-    /// A block.
     Block(u64),
     /// A block of the journal, counted from its start.
     Journal(u64),

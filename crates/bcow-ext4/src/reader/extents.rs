@@ -73,12 +73,13 @@ impl Reader {
                 FileKind::Symlink => inode.short_target().is_none(),
                 _ => false,
             };
-            return match has_content {
-                false => Ok(Extents::default()),
-                true => Err(ReadError::Unsupported {
+            return if !has_content {
+                Ok(Extents::default())
+            } else {
+                Err(ReadError::Unsupported {
                     inode: inode.number,
                     what: "content without an extent tree",
-                }),
+                })
             };
         }
         let mut walk = Walk {
@@ -147,10 +148,7 @@ impl Walk<'_> {
         let leaf: ExtentLeaf = zerocopy::transmute!(*entry);
         let stored = leaf.blocks.get();
         let is_written = stored <= WRITTEN_BLOCKS;
-        let blocks = match is_written {
-            true => stored,
-            false => stored - WRITTEN_BLOCKS,
-        };
+        let blocks = if is_written { stored } else { stored - WRITTEN_BLOCKS };
         let run = MappedExtent {
             logical: leaf.logical.get(),
             physical: u64::from(leaf.physical_high.get()) << 32

@@ -20,7 +20,6 @@ const CHECKSUM_HIGH: usize = 130;
 /// An inode that is in use.
 #[derive(Debug, Clone)]
 pub struct Inode {
-    /// The number.
     pub number: InodeNumber,
     /// The type.
     pub kind: FileKind,
@@ -105,10 +104,7 @@ impl Reader {
                 what,
             });
         }
-        let modified_extra = match extra >= WITH_MODIFIED {
-            true => raw.modified_extra.get(),
-            false => 0,
-        };
+        let modified_extra = if extra >= WITH_MODIFIED { raw.modified_extra.get() } else { 0 };
         let is_device = matches!(kind, FileKind::CharDevice | FileKind::BlockDevice);
         Ok(Inode {
             number,
@@ -140,9 +136,10 @@ fn check(seed: Checksum, bytes: &[u8; INODE_BYTES], raw: &RawInode) -> Result<()
     }
     let (low, high) = seed.with(&covered).halves();
     let is_high = !has_high || high == raw.checksum_high.get();
-    match low == raw.checksum_low.get() && is_high {
-        true => Ok(()),
-        false => Err("its checksum is wrong"),
+    if low == raw.checksum_low.get() && is_high {
+        Ok(())
+    } else {
+        Err("its checksum is wrong")
     }
 }
 

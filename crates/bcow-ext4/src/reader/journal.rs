@@ -61,7 +61,6 @@ struct Journal<'r> {
     features: u32,
     /// Whether each commit has the checksum of the blocks of its transaction: version 1.
     has_transaction_checksums: bool,
-    /// The seed of the checksums.
     seed: Checksum,
     /// The first block of the log, as a block of the journal.
     first: u64,
@@ -156,9 +155,10 @@ impl Journal<'_> {
         let (block, content) = self.block(at)?;
         if self.has_checksums() {
             let found = self.seed.with(&sequence.to_be_bytes()).with(&content[..]).0;
-            let is_same = match self.has(journal_incompatible::CHECKSUM_3) {
-                true => found == change.checksum,
-                false => found as u16 == change.checksum as u16,
+            let is_same = if self.has(journal_incompatible::CHECKSUM_3) {
+                found == change.checksum
+            } else {
+                found as u16 == change.checksum as u16
             };
             if !is_same {
                 return Err(damaged("its checksum is wrong"));

@@ -43,7 +43,6 @@ fn debugfs(image: &Path, commands: &str) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// A file with `blocks` blocks of one byte.
 fn content(byte: u8, blocks: u64) -> NamedTempFile {
     let file = NamedTempFile::new().expect("a file");
     fs::write(file.path(), vec![byte; (blocks * BLOCK) as usize]).expect("writes");
@@ -223,9 +222,10 @@ fn e2fsck(copy: &NamedTempFile) -> Verdict {
     assert!(output.status.success(), "{output:?}");
     // It repairs a journal that the kernel refuses.
     let text = String::from_utf8_lossy(&output.stdout);
-    match text.contains("was corrupt") || text.contains("checksum error") {
-        false => in_place(copy.as_file()),
-        true => None,
+    if !(text.contains("was corrupt") || text.contains("checksum error")) {
+        in_place(copy.as_file())
+    } else {
+        None
     }
 }
 

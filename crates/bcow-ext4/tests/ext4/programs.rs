@@ -127,13 +127,11 @@ enum Step {
 }
 
 fn name() -> impl Strategy<Value = Vec<u8>> {
-    let byte = any::<u8>().prop_map(|byte| {
-        if matches!(byte, 0 | b'/' | b'.') {
-            b'x'
-        } else {
-            byte
-        }
-    });
+    let byte = any::<u8>().prop_map(
+        |byte| {
+            if matches!(byte, 0 | b'/' | b'.') { b'x' } else { byte }
+        },
+    );
     prop_oneof![
         4 => proptest::collection::vec(byte.clone(), 1..20),
         1 => proptest::collection::vec(byte, 200..256),

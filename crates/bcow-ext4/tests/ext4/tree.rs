@@ -46,7 +46,6 @@ impl Tree {
         Tree(vec![inode(Kind::Directory(BTreeMap::new()))])
     }
 
-    /// Adds an inode to a directory.
     pub fn add(&mut self, directory: usize, name: impl AsRef<[u8]>, inode: Inode) -> usize {
         self.0.push(inode);
         self.link(directory, name, self.0.len() - 1);
@@ -93,11 +92,7 @@ pub fn directory() -> Inode {
 /// A file without holes.
 pub fn file(bytes: u64) -> Inode {
     let blocks = bytes.div_ceil(BLOCK) as u32;
-    let runs = if blocks == 0 {
-        vec![]
-    } else {
-        vec![(0, blocks)]
-    };
+    let runs = if blocks == 0 { vec![] } else { vec![(0, blocks)] };
     inode(Kind::File(bytes, runs))
 }
 

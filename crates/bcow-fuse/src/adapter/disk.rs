@@ -221,9 +221,10 @@ impl fuser::Filesystem for DiskFile {
         let flags = FopenFlags::FOPEN_DIRECT_IO
             | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
             | FopenFlags::FOPEN_NOFLUSH;
-        match self.lifetime.open() {
-            true => reply.opened(FileHandle(0), flags),
-            false => reply.error(fuser::Errno::EBUSY),
+        if self.lifetime.open() {
+            reply.opened(FileHandle(0), flags)
+        } else {
+            reply.error(fuser::Errno::EBUSY)
         }
     }
 
@@ -357,10 +358,11 @@ impl fuser::Filesystem for DiskFile {
         size: u32,
         reply: ReplyXattr,
     ) {
-        match is_stats(id(ino), name) {
-            true => reply::sized(self.stats.for_xattr(), size, reply),
+        if is_stats(id(ino), name) {
+            reply::sized(self.stats.for_xattr(), size, reply)
+        } else {
             // Not a failure of the mount: the kernel asks for attributes of its own.
-            false => reply.error(fuser::Errno::ENODATA),
+            reply.error(fuser::Errno::ENODATA)
         }
     }
 }

@@ -47,9 +47,10 @@ const GROUP_EXECUTES: u16 = 0o0010;
 /// How long the kernel may cache these attributes.
 pub(super) fn validity(attributes: &FileAttr) -> Duration {
     let is_set_id = attributes.perm & (SET_UID | SET_GID) != 0;
-    match attributes.kind != fuser::FileType::Directory && is_set_id {
-        true => Duration::ZERO,
-        false => FOREVER,
+    if attributes.kind != fuser::FileType::Directory && is_set_id {
+        Duration::ZERO
+    } else {
+        FOREVER
     }
 }
 
@@ -74,10 +75,7 @@ pub(super) fn drop_set_id(
     if is_empty && !owns(request, &attributes) || !given_away && may_keep_set_id(request) {
         return Ok(());
     }
-    let group = match is_in_group(request, attributes.gid) {
-        true => Group::Same,
-        false => Group::Another,
-    };
+    let group = if is_in_group(request, attributes.gid) { Group::Same } else { Group::Another };
     changes.permissions = Some(without_set_id(attributes.permissions, group));
     Ok(())
 }
@@ -96,10 +94,7 @@ pub(super) fn drop_set_id_of_content(
     if may_keep_set_id(request) {
         return Ok(());
     }
-    let group = match is_in_group(request, attributes.gid) {
-        true => Group::Same,
-        false => Group::Another,
-    };
+    let group = if is_in_group(request, attributes.gid) { Group::Same } else { Group::Another };
     let kept = without_set_id(attributes.permissions, group);
     if kept == attributes.permissions {
         return Ok(());
@@ -166,9 +161,10 @@ enum Group {
 /// as a member of the group.
 fn without_set_id(permissions: u16, group: Group) -> u16 {
     let kept = permissions & !SET_UID;
-    match kept & GROUP_EXECUTES == 0 && group == Group::Same {
-        true => kept,
-        false => kept & !SET_GID,
+    if kept & GROUP_EXECUTES == 0 && group == Group::Same {
+        kept
+    } else {
+        kept & !SET_GID
     }
 }
 

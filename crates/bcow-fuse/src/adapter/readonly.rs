@@ -198,12 +198,12 @@ impl fuser::Filesystem for ReadOnly {
     ) {
         let _running = self.begin(Operation::GetXattr, id(ino));
         let node = id(ino);
-        let value = match is_stats(node, name) {
-            true => self.stats.for_xattr(),
-            false => self
-                .fs
+        let value = if is_stats(node, name) {
+            self.stats.for_xattr()
+        } else {
+            self.fs
                 .xattr(node, name.as_bytes())
-                .map(|value| self.owners.shown_xattr(name.as_bytes(), value)),
+                .map(|value| self.owners.shown_xattr(name.as_bytes(), value))
         };
         reply::sized(value, size, reply);
     }

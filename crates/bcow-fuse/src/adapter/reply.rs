@@ -77,9 +77,10 @@ pub(super) fn found(result: Result<Option<FileAttr>, Errno>, reply: ReplyEntry) 
 /// ENOSYS means: open without a request from now on, keep the page cache, and send no request on
 /// close.
 pub(super) fn opened(unasked: bool, flags: FopenFlags, reply: ReplyOpen) {
-    match unasked {
-        true => reply.error(fuser::Errno::ENOSYS),
-        false => reply.opened(FileHandle(0), flags),
+    if unasked {
+        reply.error(fuser::Errno::ENOSYS)
+    } else {
+        reply.opened(FileHandle(0), flags)
     }
 }
 
@@ -147,10 +148,7 @@ pub(super) fn listing_plus(
 }
 
 fn flow(full: bool) -> ControlFlow<()> {
-    match full {
-        true => ControlFlow::Break(()),
-        false => ControlFlow::Continue(()),
-    }
+    if full { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
 }
 
 /// Replies to an lseek for data or holes.

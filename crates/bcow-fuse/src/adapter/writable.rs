@@ -105,9 +105,10 @@ impl Writable {
 
     /// Before a FALLOCATE or COPY_FILE_RANGE.
     fn drop_set_id_of_content(&self, request: &Request, node: NodeId) -> Result<(), Errno> {
-        match self.drops_set_id {
-            true => drop_set_id_of_content(&self.fs, &self.owners, request, node),
-            false => Ok(()),
+        if self.drops_set_id {
+            drop_set_id_of_content(&self.fs, &self.owners, request, node)
+        } else {
+            Ok(())
         }
     }
 
@@ -239,9 +240,10 @@ impl fuser::Filesystem for Writable {
             mtime: mtime.map(decoded_time),
             drop_privileges: false,
         };
-        let ready = match self.drops_set_id {
-            true => drop_set_id(&self.fs, &self.owners, request, node, &mut changes),
-            false => Ok(()),
+        let ready = if self.drops_set_id {
+            drop_set_id(&self.fs, &self.owners, request, node, &mut changes)
+        } else {
+            Ok(())
         };
         let set = ready.and_then(|()| self.fs.with_room(|fs| fs.set_attributes(node, &changes)));
         reply::attributes(set.map(|found| self.shown(found)), reply);
@@ -418,10 +420,7 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEmpty,
     ) {
         let _running = self.begin(Operation::Sync, id(ino));
-        let what = match data_only {
-            true => SyncScope::Data,
-            false => SyncScope::All,
-        };
+        let what = if data_only { SyncScope::Data } else { SyncScope::All };
         reply::empty(self.fs.sync(id(ino), what), reply);
     }
 
@@ -554,12 +553,12 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.begin(Operation::GetXattr, id(ino));
         let node = id(ino);
-        let value = match is_stats(node, name) {
-            true => self.stats.for_xattr(),
-            false => self
-                .fs
+        let value = if is_stats(node, name) {
+            self.stats.for_xattr()
+        } else {
+            self.fs
                 .xattr(node, name.as_bytes())
-                .map(|value| self.owners.shown_xattr(name.as_bytes(), value)),
+                .map(|value| self.owners.shown_xattr(name.as_bytes(), value))
         };
         reply::sized(value, size, reply);
     }

@@ -29,9 +29,10 @@ impl LoopMount {
 
     /// Unmounts if the mount still exists. Safe to call several times.
     pub fn unmount(&self) -> Unmounted {
-        match self.exists() {
-            true => unmount_in_use(self.device.as_deref()),
-            false => Unmounted::Gone,
+        if self.exists() {
+            unmount_in_use(self.device.as_deref())
+        } else {
+            Unmounted::Gone
         }
     }
 }
@@ -49,7 +50,6 @@ pub struct DiskHandover {
     pub connection: OwnedFd,
     /// The hidden mount.
     pub hidden: OwnedFd,
-    /// The mount.
     pub place: LoopMount,
     /// The flags of the protocol that the kernel and the first process agreed on.
     pub agreed: u64,

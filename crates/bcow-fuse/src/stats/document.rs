@@ -22,7 +22,6 @@ pub const SCHEMA: &str = "bcow.stats/1";
 /// The statistics of a mount.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Document {
-    /// [`SCHEMA`].
     pub schema: String,
     /// The image that is mounted.
     pub image: Image,
@@ -60,7 +59,6 @@ pub struct Document {
     pub operations: Vec<OperationFigures>,
 }
 
-/// An image.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Image {
     /// The source of the mount in the kernel's list.
@@ -87,7 +85,6 @@ pub struct Errors {
 /// Number of errors of one kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KindCount {
-    /// The kind.
     pub kind: String,
     /// The number.
     pub count: u64,
@@ -102,7 +99,6 @@ pub struct LastError {
     pub time: String,
     /// Number of occurrences.
     pub count: u64,
-    /// Its kind.
     pub kind: String,
     /// The inode number in the mount; 0 if the error has no inode.
     pub inode: u64,
@@ -112,11 +108,9 @@ pub struct LastError {
     pub action: String,
     /// Offset in the file, in bytes.
     pub offset: Option<u64>,
-    /// The cause.
     pub cause: String,
 }
 
-/// A process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Process {
     /// The process ID, in the PID namespace of the process itself.
@@ -285,7 +279,6 @@ pub struct Fills {
     pub background: u64,
     /// By requests that read the block.
     pub readers: u64,
-    /// By flushes.
     pub flushes: u64,
     /// By requests that write, while the background thread is behind.
     pub writers: u64,

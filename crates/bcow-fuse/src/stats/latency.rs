@@ -25,9 +25,7 @@ pub(crate) enum Operation {
     Symlink,
     /// Remove a name.
     Unlink,
-    /// Remove a directory.
     RemoveDirectory,
-    /// Rename.
     Rename,
     /// Create a hard link.
     Link,
@@ -47,7 +45,6 @@ pub(crate) enum Operation {
     GetXattr,
     /// Set or remove an extended attribute.
     SetXattr,
-    /// Open a directory.
     OpenDirectory,
     /// List a directory.
     ReadDirectory,

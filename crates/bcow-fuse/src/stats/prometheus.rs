@@ -221,9 +221,10 @@ impl Metrics {
             .iter()
             .map(|(label, value)| format!("{label}=\"{}\"", escaped(value)))
             .collect();
-        let _ = match labels.is_empty() {
-            true => writeln!(self.0, "{name} {value}"),
-            false => writeln!(self.0, "{name}{{{}}} {value}", labels.join(",")),
+        let _ = if labels.is_empty() {
+            writeln!(self.0, "{name} {value}")
+        } else {
+            writeln!(self.0, "{name}{{{}}} {value}", labels.join(","))
         };
     }
 }

@@ -16,9 +16,10 @@ fn set_id_bits_and_capabilities_go_when_a_file_is_changed_and_not_else() {
         };
         for mode in ["6777", "2767", "4766", "0777"] {
             for user in ["", "as_user "] {
-                let capability = match mode.ends_with("777") {
-                    true => &format!("setfattr -n security.capability -v {CAPABILITY} file"),
-                    false => "",
+                let capability = if mode.ends_with("777") {
+                    &format!("setfattr -n security.capability -v {CAPABILITY} file")
+                } else {
+                    ""
                 };
                 for change in [
                     "sh -c 'printf x >> file'",

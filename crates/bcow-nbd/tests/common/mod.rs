@@ -58,9 +58,10 @@ impl MemoryDisk {
     /// Marks blocks as stored or not stored.
     pub fn mark(&self, range: &std::ops::Range<usize>, stored: bool) {
         let mut map = self.stored.write().unwrap();
-        let blocks = match stored {
-            true => range.start / 4096..range.end.div_ceil(4096),
-            false => range.start.div_ceil(4096)..range.end / 4096,
+        let blocks = if stored {
+            range.start / 4096..range.end.div_ceil(4096)
+        } else {
+            range.start.div_ceil(4096)..range.end / 4096
         };
         for block in blocks {
             map[block] = stored;

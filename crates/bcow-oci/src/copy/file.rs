@@ -121,14 +121,15 @@ impl CopyFile {
             return Ok(());
         }
         let found = self.digest(cancel)?;
-        match found == *expected {
-            true => Ok(()),
-            false => Err(ConvertError::DigestMismatch {
+        if found == *expected {
+            Ok(())
+        } else {
+            Err(ConvertError::DigestMismatch {
                 place: self.name.clone(),
                 what: "digest",
                 expected: expected.clone(),
                 found,
-            }),
+            })
         }
     }
 

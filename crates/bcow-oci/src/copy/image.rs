@@ -290,10 +290,7 @@ impl CopyImage {
         let stack = (digest, file);
         for (index, (digest, part)) in below.into_iter().chain([stack]).enumerate() {
             part.check(&digest, None)?;
-            let media_type = match index == count {
-                true => STACK,
-                false => LAYER,
-            };
+            let media_type = if index == count { STACK } else { LAYER };
             let annotations = [(MERKLE_ROOT, part.root())].into();
             layers.push(annotated(media_type, &digest, part.bytes, &annotations));
             files.push((digest, part));

@@ -106,9 +106,10 @@ impl<'a> Sending<'a> {
     }
 
     fn failed(&self, source: io::Error) -> ConvertError {
-        match self.is_cancelled() {
-            true => ConvertError::Interrupted,
-            false => ConvertError::write("write", &self.name, source),
+        if self.is_cancelled() {
+            ConvertError::Interrupted
+        } else {
+            ConvertError::write("write", &self.name, source)
         }
     }
 }

@@ -333,9 +333,10 @@ impl ImageExport<'_> {
         let output = self.writer.new_blob()?;
         let file = BufWriter::with_capacity(CHUNK_BYTES, output.file()?);
         let mut encoder = Encoder::new(file, self.compression).map_err(failed)?;
-        let archive = match self.is_piped {
-            false => self.archive(fs, below, &mut encoder),
-            true => self.piped(fs, below, &mut encoder),
+        let archive = if !self.is_piped {
+            self.archive(fs, below, &mut encoder)
+        } else {
+            self.piped(fs, below, &mut encoder)
         };
         let (tar, diff_id, tar_bytes) = archive.map_err(|error| match error {
             ExportError::Write(error) => failed(error).into(),

@@ -94,12 +94,13 @@ fn linked_file(
         if is_lower_link {
             // Only the last name of a path can be such a link. As in a merge, its target is in the
             // layers below, or else in its own one.
-            return match todo.is_empty() {
-                true => match linked_file(&layers[..index], &target, links)? {
+            return if todo.is_empty() {
+                match linked_file(&layers[..index], &target, links)? {
                     None => linked_file(&layers[..=index], &target, links),
                     found => Ok(found),
-                },
-                false => Ok(None),
+                }
+            } else {
+                Ok(None)
             };
         }
         at.pop();
@@ -228,10 +229,7 @@ impl<'e> TreeExport<'e> {
     }
 
     fn check_cancel(&self) -> Result<(), ExportError> {
-        match self.cancel.is_set() {
-            true => Err(ExportError::Interrupted),
-            false => Ok(()),
-        }
+        if self.cancel.is_set() { Err(ExportError::Interrupted) } else { Ok(()) }
     }
 
     /// Writes hardlinks to lower layers before all other entries. A program that unpacks the layer
@@ -256,9 +254,10 @@ impl<'e> TreeExport<'e> {
                 target: target.strip_prefix(b"/").unwrap_or(&target).to_vec(),
                 attributes: file.unwrap_or(inode),
             };
-            match is_own {
-                true => drop(self.own_links.insert(path.to_vec(), link)),
-                false => links.push(link),
+            if is_own {
+                drop(self.own_links.insert(path.to_vec(), link))
+            } else {
+                links.push(link)
             }
         }
         // A link that replaces a directory above another link's target comes last.
@@ -518,11 +517,12 @@ impl<'e> TreeExport<'e> {
     /// Counts bytes of paths that are kept in memory.
     fn remember(&mut self, bytes: usize) -> Result<(), ExportError> {
         self.link_bytes += bytes;
-        match self.link_bytes > MAX_LINK_BYTES {
-            true => Err(ExportError::Hardlinks {
+        if self.link_bytes > MAX_LINK_BYTES {
+            Err(ExportError::Hardlinks {
                 allowed: MAX_LINK_BYTES,
-            }),
-            false => Ok(()),
+            })
+        } else {
+            Ok(())
         }
     }
 

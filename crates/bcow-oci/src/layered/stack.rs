@@ -126,16 +126,17 @@ fn read_trees(
         let layer = layers[i];
         let lower = lower_layers(layer, i, &by_digest)?;
         let place = |offset: u64, bytes: u64| {
-            let (place, offset) = match offset.checked_add(bytes)? <= layer.own_bytes {
-                true => (places[i], offset),
-                false => lower
+            let (place, offset) = if offset.checked_add(bytes)? <= layer.own_bytes {
+                (places[i], offset)
+            } else {
+                lower
                     .iter()
                     .find(|(window, _)| {
                         offset >= window.start && offset + bytes <= window.start + window.bytes
                     })
                     .map(|&(window, below)| {
                         (places[below], window.address + (offset - window.start))
-                    })?,
+                    })?
             };
             let (first, blocks) = (offset / BLOCK_BYTES, bytes / BLOCK_BYTES);
             let inside = offset.is_multiple_of(BLOCK_BYTES) && first + blocks <= place.blocks;

@@ -218,9 +218,10 @@ impl LayoutWriter {
     /// The same for the blob with this digest: continues what an interrupted copy left. In an
     /// archive, a blob begins with nothing.
     pub(crate) fn resumed_blob(&self, digest: &Digest) -> Result<Output, ConvertError> {
-        match self.keeps_other_images() {
-            true => Output::resumed_unnamed(&self.blobs, &digest.hex()),
-            false => self.new_blob(),
+        if self.keeps_other_images() {
+            Output::resumed_unnamed(&self.blobs, &digest.hex())
+        } else {
+            self.new_blob()
         }
     }
 
@@ -386,9 +387,12 @@ impl LayoutWriter {
     ) -> Result<(), ConvertError> {
         let name = PathBuf::from(upload.name());
         // The client of the registry replaces the error of a cancelled read.
-        let failed = |source| match self.cancel().is_set() {
-            true => ConvertError::Interrupted,
-            false => ConvertError::write("write", &name, source),
+        let failed = |source| {
+            if self.cancel().is_set() {
+                ConvertError::Interrupted
+            } else {
+                ConvertError::write("write", &name, source)
+            }
         };
         progress.phase("sending");
         progress.total(Some(blobs.iter().map(|blob| blob.size).sum()));

@@ -394,14 +394,13 @@ impl Finder {
             ..FinderResolver::new(self, depth)
         };
         let has_no_backings = alone.backings().next().is_none();
-        let image = match has_no_backings {
-            true => alone,
-            false => {
-                let directory = candidate.directory();
-                self.record_metadata(&alone, directory.as_deref());
-                Image::open_with_backings(file.clone(), &self.options, &below)
-                    .map_err(|error| checked.cannot_open(error.into()))?
-            }
+        let image = if has_no_backings {
+            alone
+        } else {
+            let directory = candidate.directory();
+            self.record_metadata(&alone, directory.as_deref());
+            Image::open_with_backings(file.clone(), &self.options, &below)
+                .map_err(|error| checked.cannot_open(error.into()))?
         };
         if image.size() != size {
             return Err(checked.differs(
@@ -457,9 +456,10 @@ impl CheckedFile {
     fn check_digest(&self, file: &dyn Storage, digest: &Digest) -> Result<(), LayerProblem> {
         let found = Digest::of_storage(file, digest.algorithm())
             .map_err(|error| self.cannot_open(error.into()))?;
-        match found == *digest {
-            true => Ok(()),
-            false => Err(self.differs("digest", found.to_string(), digest.to_string())),
+        if found == *digest {
+            Ok(())
+        } else {
+            Err(self.differs("digest", found.to_string(), digest.to_string()))
         }
     }
 

@@ -118,13 +118,14 @@ pub(super) fn check_digest(found: &Located, digest: &Digest) -> Result<(), Store
             source,
         ))
     })?;
-    match actual == *digest {
-        true => Ok(()),
-        false => Err(StoreError::Layout(ConvertError::DigestMismatch {
+    if actual == *digest {
+        Ok(())
+    } else {
+        Err(StoreError::Layout(ConvertError::DigestMismatch {
             place: found.path.display().to_string(),
             what: "digest",
             expected: digest.clone(),
             found: actual,
-        })),
+        }))
     }
 }

@@ -49,11 +49,12 @@ impl PaxHeader {
             || header.size.is_some()
             || !header.xattrs.is_empty()
             || header.sparse != SparseRecords::default();
-        match has_file_records {
-            true => Err(bad(
+        if has_file_records {
+            Err(bad(
                 "a global header with path, size, holes or attributes of a file",
-            )),
-            false => Ok(header),
+            ))
+        } else {
+            Ok(header)
         }
     }
 

@@ -233,16 +233,15 @@ impl Layered {
         let mut files = std::collections::BTreeMap::new();
         let mut pending = vec![self.layout()];
         while let Some(path) = pending.pop() {
-            match path.is_dir() {
-                true => pending.extend(
+            if path.is_dir() {
+                pending.extend(
                     std::fs::read_dir(&path)
                         .unwrap()
                         .map(|entry| entry.unwrap().path()),
-                ),
-                false => {
-                    let name = path.strip_prefix(self.layout()).unwrap().to_owned();
-                    files.insert(name, std::fs::read(&path).unwrap());
-                }
+                )
+            } else {
+                let name = path.strip_prefix(self.layout()).unwrap().to_owned();
+                files.insert(name, std::fs::read(&path).unwrap());
             }
         }
         files
@@ -257,9 +256,10 @@ pub fn layered_with(
 ) -> Result<Layered, ConvertError> {
     // In memory, because each file of a layout is synced, and most tests write one.
     let in_memory = Path::new("/dev/shm");
-    let dir = match in_memory.is_dir() {
-        true => tempfile::tempdir_in(in_memory),
-        false => tempfile::tempdir(),
+    let dir = if in_memory.is_dir() {
+        tempfile::tempdir_in(in_memory)
+    } else {
+        tempfile::tempdir()
     };
     let dir = dir.unwrap();
     let mut layout = LayoutOptions {

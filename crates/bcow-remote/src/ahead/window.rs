@@ -105,10 +105,7 @@ impl Window {
         is_read_waiting: impl Fn() -> bool,
     ) -> Option<Piece> {
         while !stop.load(Ordering::Relaxed) {
-            let pieces = match is_read_waiting() {
-                true => PIECES_BESIDE_READS,
-                false => PIECES,
-            };
+            let pieces = if is_read_waiting() { PIECES_BESIDE_READS } else { PIECES };
             let mut state = self.state();
             match self.try_take(&mut state, pieces) {
                 Taken::Piece(piece) => return Some(piece),

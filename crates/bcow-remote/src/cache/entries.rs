@@ -213,10 +213,7 @@ impl Cache {
             let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
             let name = String::from_utf8_lossy(name.to_bytes()).into_owned();
             found.push(Scanned {
-                kind: match is_file {
-                    true => EntryKind::of(&name),
-                    false => EntryKind::Unknown,
-                },
+                kind: if is_file { EntryKind::of(&name) } else { EntryKind::Unknown },
                 name,
                 held_bytes: stat.st_blocks as u64 * 512,
                 last_use: (stat.st_mtime as i64, stat.st_mtime_nsec as i64),

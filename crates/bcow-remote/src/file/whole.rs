@@ -123,12 +123,11 @@ impl RemoteFile {
             sink(chunk, &bytes);
             *done += 1;
         }
-        match *done > before {
-            true => Ok(()),
-            false => {
-                let why = "the cache does not keep the whole file".to_owned();
-                Err(Problem::NoRanges(why).transient())
-            }
+        if *done > before {
+            Ok(())
+        } else {
+            let why = "the cache does not keep the whole file".to_owned();
+            Err(Problem::NoRanges(why).transient())
         }
     }
 }

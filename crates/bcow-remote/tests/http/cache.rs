@@ -92,9 +92,10 @@ struct Fixed(PathBuf);
 
 impl Fixed {
     fn new(path: PathBuf) -> Self {
-        match rustix::process::geteuid().is_root() {
-            true => rustix::mount::mount_bind(&path, &path).expect("a mount of the file"),
-            false => rustix::fs::chmod(&path, rustix::fs::Mode::empty()).expect("a mode"),
+        if rustix::process::geteuid().is_root() {
+            rustix::mount::mount_bind(&path, &path).expect("a mount of the file")
+        } else {
+            rustix::fs::chmod(&path, rustix::fs::Mode::empty()).expect("a mode")
         }
         Fixed(path)
     }

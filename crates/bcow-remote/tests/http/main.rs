@@ -154,11 +154,7 @@ fn file_of_known_length_opens_with_requests_at_the_same_time() {
         let server = Server::start(move |asked| {
             if asked.range.is_some_and(|(first, _)| first == 0) {
                 let end = end_arrived.lock().expect("no panic");
-                let longest = if is_right {
-                    TIMEOUT / 2
-                } else {
-                    Duration::ZERO
-                };
+                let longest = if is_right { TIMEOUT / 2 } else { Duration::ZERO };
                 seen.fetch_add(end.recv_timeout(longest).is_ok().into(), Ordering::SeqCst);
             } else {
                 arrived.send(()).expect("the server runs");

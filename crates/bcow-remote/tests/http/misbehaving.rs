@@ -249,10 +249,7 @@ fn run_for(
         let is_bad = kind.is_of(asked)
             && (times == Times::Always || count.fetch_add(1, Ordering::SeqCst) == 0);
         let good = || of_server.answer(asked, kind);
-        match is_bad {
-            true => bad(asked, &good),
-            false => good(),
-        }
+        if is_bad { bad(asked, &good) } else { good() }
     });
     let outcome = operate(kind, &server, &good, timeout);
     let requests = server.asked().len();
@@ -428,11 +425,7 @@ fn unusual_forms_of_good_answers_are_understood() {
             }
         };
         // A wait for an end that never comes would take a third of this.
-        let timeout = if form == "endless chunks" {
-            60 * LONG
-        } else {
-            LONG
-        };
+        let timeout = if form == "endless chunks" { 60 * LONG } else { LONG };
         if let Some(error) = run_for(timeout, kind, Times::Always, bad, form) {
             panic!("{kind:?}, {form}: {}", error.text);
         }
@@ -505,11 +498,7 @@ fn broken_answers_are_errors_or_are_asked_for_again() {
                     _ => redirect("file:///etc/passwd"),
                 }
             };
-            let timeout = if form.contains("never") {
-                TIMEOUT
-            } else {
-                LONG
-            };
+            let timeout = if form.contains("never") { TIMEOUT } else { LONG };
             let error = run_for(timeout, kind, times, bad, form);
             // An upload that the registry has taken does not need the answer.
             let may_arrive = matches!(kind, BlobIsThere | EndUpload | Piece | PutManifest)
@@ -681,12 +670,13 @@ fn requests_of_a_read(pause: &'static str) -> usize {
     let (file, root) = image(1);
     let count = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&count);
-    let server = Server::start(move |asked| match Range.is_of(asked) {
-        true => {
+    let server = Server::start(move |asked| {
+        if Range.is_of(asked) {
             counted.fetch_add(1, Ordering::SeqCst);
             Reply::Answer(429, vec![("retry-after", pause.to_owned())], Vec::new())
+        } else {
+            Reply::File(file.clone())
         }
-        false => Reply::File(file.clone()),
     });
     let patient = Options {
         timeout: LONG / 6,
@@ -889,9 +879,12 @@ fn server_without_ranges_serves_what_the_cache_has_lost() {
 fn server_that_stops_to_send_ranges_is_read_without_a_cache() {
     let (file, root) = image(1);
     let bytes = Arc::clone(&file);
-    let server = Server::start(move |asked| match Range.is_of(asked) {
-        true => Reply::Whole(bytes.clone()),
-        false => Reply::File(bytes.clone()),
+    let server = Server::start(move |asked| {
+        if Range.is_of(asked) {
+            Reply::Whole(bytes.clone())
+        } else {
+            Reply::File(bytes.clone())
+        }
     });
     let remote = Remote::new(options(None)).expect("a client");
     let address = Address::parse(&server.url("/image.bcow")).expect("an address");

@@ -67,10 +67,13 @@ fn bearer_registry(tokens: &Server, blobs: &Server) -> Server {
     );
     let target = blobs.url("/blob?signature=1");
     Server::start(move |asked| match asked.header("authorization") {
-        Some(token) if token.starts_with("Bearer token-") => match asked.path.contains("/blobs/") {
-            true => Reply::Answer(307, vec![("location", target.clone())], Vec::new()),
-            false => Reply::Answer(200, Vec::new(), b"{}".to_vec()),
-        },
+        Some(token) if token.starts_with("Bearer token-") => {
+            if asked.path.contains("/blobs/") {
+                Reply::Answer(307, vec![("location", target.clone())], Vec::new())
+            } else {
+                Reply::Answer(200, Vec::new(), b"{}".to_vec())
+            }
+        }
         _ => unauthorized(challenge.clone()),
     })
 }
@@ -117,9 +120,10 @@ fn expired_token_is_renewed() {
             *used = (token, 0);
         }
         used.1 += 1;
-        match used.0.is_empty() || used.1 > 3 {
-            true => unauthorized(challenge.clone()),
-            false => Reply::File(bytes.clone()),
+        if used.0.is_empty() || used.1 > 3 {
+            unauthorized(challenge.clone())
+        } else {
+            Reply::File(bytes.clone())
         }
     });
     let registry = registry(&server, Arc::new(Alice), ":1");

@@ -82,10 +82,7 @@ pub fn answer(asked: &Asked, habits: Habits, state: &mut State) -> Reply {
     let empty = |status, headers| Reply::Answer(status, headers, Vec::new());
     let place = |number: usize, bytes: usize| {
         let place = format!("/v2/team/image/blobs/uploads/{number}?_state=a%2Fb");
-        let location = match habits.absolute {
-            true => format!("http://{host}{place}"),
-            false => place,
-        };
+        let location = if habits.absolute { format!("http://{host}{place}") } else { place };
         let range = format!("0-{}", bytes.saturating_sub(1));
         vec![("location", location), ("range", range)]
     };
@@ -160,12 +157,11 @@ pub fn answer(asked: &Asked, habits: Habits, state: &mut State) -> Reply {
             bytes.extend_from_slice(&asked.body);
             let bytes = bytes.clone();
             let wanted = parameter("digest").expect("a digest");
-            match digest(&bytes) == wanted {
-                true => {
-                    state.blobs.insert(wanted, bytes);
-                    empty(201, vec![])
-                }
-                false => empty(400, vec![]),
+            if digest(&bytes) == wanted {
+                state.blobs.insert(wanted, bytes);
+                empty(201, vec![])
+            } else {
+                empty(400, vec![])
             }
         }
         _ => empty(204, vec![]),
@@ -468,31 +464,31 @@ fn manifest_gets_its_tag_last_and_only_if_it_is_stored_rightly() {
         let upload = upload(&server, Arc::new(Stranger), None);
         let result = upload.manifest(text, media_type, &digest(text));
         let state = state.lock().expect("no panic");
-        match damages {
-            false => {
-                result.expect("written");
-                assert_eq!(state.manifests["1"], text);
-                let puts: Vec<_> = server
-                    .asked()
-                    .into_iter()
-                    .filter(|asked| asked.method == "PUT")
-                    .collect();
-                assert!(puts[0].path.contains(&digest(text)));
-                assert_eq!(puts[1].header("content-type"), Some(media_type));
-            }
-            true => {
-                result.expect_err("stored wrongly");
-                assert!(!state.manifests.contains_key("1"));
-            }
+        if !damages {
+            result.expect("written");
+            assert_eq!(state.manifests["1"], text);
+            let puts: Vec<_> = server
+                .asked()
+                .into_iter()
+                .filter(|asked| asked.method == "PUT")
+                .collect();
+            assert!(puts[0].path.contains(&digest(text)));
+            assert_eq!(puts[1].header("content-type"), Some(media_type));
+        } else {
+            result.expect_err("stored wrongly");
+            assert!(!state.manifests.contains_key("1"));
         }
     }
 }
 
 #[test]
 fn token_allows_to_push_and_to_read_the_other_repository() {
-    let tokens = Server::start(|asked| match asked.path.contains("push") {
-        true => Reply::Answer(200, vec![], br#"{"token": "to-push"}"#.to_vec()),
-        false => Reply::Answer(200, vec![], br#"{"token": "to-read"}"#.to_vec()),
+    let tokens = Server::start(|asked| {
+        if asked.path.contains("push") {
+            Reply::Answer(200, vec![], br#"{"token": "to-push"}"#.to_vec())
+        } else {
+            Reply::Answer(200, vec![], br#"{"token": "to-read"}"#.to_vec())
+        }
     });
     // The challenge of a registry names the scope of one request only.
     let challenge = format!(

@@ -14,10 +14,8 @@ thread_local! {
 /// A limit of the upper leaves no room for a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LimitReached {
-    /// The limit of bytes.
     #[error("the size limit of the upper is reached ({0} bytes)")]
     Bytes(u64),
-    /// The limit of inodes.
     #[error("the inode limit of the upper is reached ({0} inodes)")]
     Inodes(u64),
 }

@@ -64,7 +64,6 @@ impl Account {
         self.limit.is_some() || self.inode_limit.is_some()
     }
 
-    /// The limit of inodes.
     pub fn inode_limit(&self) -> Option<u64> {
         self.inode_limit
     }
@@ -128,7 +127,6 @@ impl Account {
         add(&self.inodes, 1);
     }
 
-    /// Releases inodes.
     pub fn release_inodes(&self, count: u64) {
         subtract(&self.inodes, count);
     }
@@ -167,10 +165,7 @@ fn take_up_to(used: &AtomicU64, limit: Option<u64>, wanted: u64, unit: u64) -> u
     let mut now = used.load(Ordering::Relaxed);
     loop {
         let room = limit.map_or(u64::MAX, |limit| limit.saturating_sub(now));
-        let taken = match wanted <= room {
-            true => wanted,
-            false => room - room % unit.max(1),
-        };
+        let taken = if wanted <= room { wanted } else { room - room % unit.max(1) };
         let after = now.saturating_add(taken);
         // Relaxed order suffices: the counter publishes no other memory.
         match used.compare_exchange_weak(now, after, Ordering::Relaxed, Ordering::Relaxed) {

@@ -126,9 +126,10 @@ impl Overhead {
         };
         // This happens under the lock. Otherwise a concurrent examination could release bytes that
         // are not counted yet.
-        match now > before {
-            true => room.use_bytes(now - before),
-            false => room.account().release(before - now),
+        if now > before {
+            room.use_bytes(now - before)
+        } else {
+            room.account().release(before - now)
         }
         Ok(())
     }

@@ -59,7 +59,6 @@ impl TrackedBlocks {
         added
     }
 
-    /// Removes blocks.
     fn remove(&mut self, blocks: Range<u64>) {
         let before = self.extents_around(&blocks);
         self.set.remove(blocks.clone());
@@ -158,11 +157,8 @@ impl TrackedBlocks {
             return 0;
         }
         let leaves = self.extents.div_ceil(EXTENTS_PER_BLOCK);
-        let index_blocks = if leaves > INLINE_EXTENTS {
-            leaves.div_ceil(EXTENTS_PER_BLOCK)
-        } else {
-            0
-        };
+        let index_blocks =
+            if leaves > INLINE_EXTENTS { leaves.div_ceil(EXTENTS_PER_BLOCK) } else { 0 };
         leaves + index_blocks
     }
 }
@@ -351,11 +347,8 @@ impl StoredBlocks {
 
     /// Releases the blocks of a reservation that were not written. The write ended at byte `end`.
     pub fn release_unwritten(&self, reserved: ReservedRange, end: u64) {
-        let kept = match end > reserved.start {
-            true => end.div_ceil(BLOCK_BYTES),
-            // Nothing was written, so the first block is released too.
-            false => 0,
-        };
+        // If nothing was written, the first block is released too.
+        let kept = if end > reserved.start { end.div_ceil(BLOCK_BYTES) } else { 0 };
         for blocks in reserved.new {
             self.drop_blocks(blocks.start.max(kept)..blocks.end);
         }
@@ -690,9 +683,10 @@ mod tests {
 
     impl HostFile for Unmeasured {
         fn stored_bytes(&self) -> io::Result<u64> {
-            match self.fails.load(Ordering::Relaxed) {
-                true => Err(rustix::io::Errno::IO.into()),
-                false => self.file.stored_bytes(),
+            if self.fails.load(Ordering::Relaxed) {
+                Err(rustix::io::Errno::IO.into())
+            } else {
+                self.file.stored_bytes()
             }
         }
         fn inode(&self) -> io::Result<u64> {

@@ -37,14 +37,12 @@ thread_local! {
 pub struct Subject {
     /// The image: its file, or its path in an OCI layout.
     pub image: String,
-    /// The mountpoint.
     pub mountpoint: String,
 }
 
 /// A failed operation.
 #[derive(Debug, Clone, Copy)]
 pub struct Failure<'a> {
-    /// The kind.
     pub kind: ErrorKind,
     /// Inode number in the mount.
     pub inode: u64,
@@ -52,7 +50,6 @@ pub struct Failure<'a> {
     pub action: &'static str,
     /// Offset in the file in bytes, for an error at a place in its content.
     pub offset: Option<u64>,
-    /// The cause.
     pub cause: &'a dyn std::error::Error,
 }
 
@@ -63,7 +60,6 @@ pub struct RecordedError {
     pub unix_seconds: u64,
     /// Number of occurrences.
     pub count: u64,
-    /// The kind.
     pub kind: ErrorKind,
     /// Inode number in the mount.
     pub inode: u64,
@@ -167,10 +163,8 @@ impl ErrorLog {
         // Outside the lock, because `paths` may read the image.
         let paths = paths();
         if must_log {
-            let severity = match failure.kind.is_shortage() {
-                true => Severity::Warning,
-                false => Severity::Error,
-            };
+            let severity =
+                if failure.kind.is_shortage() { Severity::Warning } else { Severity::Error };
             log::log(severity, &self.line(failure, &paths, &cause));
         }
         if !is_recorded {
@@ -311,9 +305,10 @@ pub fn place(inode: u64, paths: &[String]) -> String {
 pub fn escaped(path: &[u8]) -> String {
     let mut escaped = String::new();
     for char in String::from_utf8_lossy(path).chars() {
-        match char.is_control() {
-            true => escaped.extend(char.escape_default()),
-            false => escaped.push(char),
+        if char.is_control() {
+            escaped.extend(char.escape_default())
+        } else {
+            escaped.push(char)
         }
     }
     escaped

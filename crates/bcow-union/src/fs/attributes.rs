@@ -23,7 +23,6 @@ use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, Xattr
 pub(super) const CAPABILITIES: &[u8] = b"security.capability";
 
 impl UnionFs {
-    /// Attributes of a node.
     pub fn attributes(&self, id: NodeId) -> Result<Attributes, Errno> {
         self.attributes_of(&*self.node(id)?)
     }
@@ -144,10 +143,7 @@ impl UnionFs {
             node: node.id,
             kind: inode.kind,
             permissions: inode.permissions,
-            nlink: match node.is_removed.load(Ordering::Acquire) {
-                true => 0,
-                false => links_of(&inode),
-            },
+            nlink: if node.is_removed.load(Ordering::Acquire) { 0 } else { links_of(&inode) },
             uid: inode.uid,
             gid: inode.gid,
             size: inode.size,
@@ -226,9 +222,10 @@ impl UnionFs {
                 self.remove_capabilities(file)?;
             }
             owner.permissions = changes.permissions.unwrap_or(owner.permissions);
-            match node.id == NodeId::ROOT {
-                true => self.set_override(file, &owner)?,
-                false => self.write_override(file, &owner)?,
+            if node.id == NodeId::ROOT {
+                self.set_override(file, &owner)?
+            } else {
+                self.write_override(file, &owner)?
             }
         } else {
             if changes_owner {
@@ -317,9 +314,10 @@ impl UnionFs {
             self.remove_capabilities(&file)?;
         }
         self.recount_node(node, &file);
-        let permissions = match self.keeps_owner(node) {
-            true => self.read_override(node, &file)?.permissions,
-            false => (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16,
+        let permissions = if self.keeps_owner(node) {
+            self.read_override(node, &file)?.permissions
+        } else {
+            (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16
         };
         let kept = without_set_id(permissions);
         if kept != permissions {

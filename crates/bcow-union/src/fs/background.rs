@@ -58,7 +58,6 @@ impl Background {
         self.changed.notify_one();
     }
 
-    /// Requests the sync of the batch.
     pub(super) fn request_batch_sync(&self) {
         self.requests.lock().sync_batch = true;
         self.changed.notify_one();

@@ -26,12 +26,12 @@ pub(super) const MARKS_BYTES: u64 = 400;
 impl UnionFs {
     /// Reserves overhead bytes and inodes; `ENOSPC` at a limit.
     pub(super) fn room(&self, bytes: u64, inodes: u64) -> Result<Reservation<'_>, Errno> {
-        match self.account.is_limited() {
-            true => self
-                .account
+        if self.account.is_limited() {
+            self.account
                 .reserve(bytes, inodes)
-                .map_err(|_| Errno::NOSPC),
-            false => Ok(self.account.unreserved()),
+                .map_err(|_| Errno::NOSPC)
+        } else {
+            Ok(self.account.unreserved())
         }
     }
 
@@ -63,12 +63,11 @@ impl UnionFs {
     /// Room for a whiteout. A whiteout seldom makes its directory larger, and a removal must be
     /// possible at the limit: so it is refused (`ENOSPC`) only above the limit.
     pub(super) fn room_to_hide(&self) -> Result<Reservation<'_>, Errno> {
-        match self.account.is_above() {
-            true => {
-                self.account.no_space(0);
-                Err(Errno::NOSPC)
-            }
-            false => Ok(self.account.unreserved()),
+        if self.account.is_above() {
+            self.account.no_space(0);
+            Err(Errno::NOSPC)
+        } else {
+            Ok(self.account.unreserved())
         }
     }
 

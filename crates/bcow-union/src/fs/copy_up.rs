@@ -79,9 +79,10 @@ impl UnionFs {
             permissions: (stat.st_mode & 0o7777) as u16,
             ..owner_of_inode(inode)
         };
-        match of_upper == owner_of_inode(inode) {
-            true => Ok(()),
-            false => self.set_override(file, &of_upper),
+        if of_upper == owner_of_inode(inode) {
+            Ok(())
+        } else {
+            self.set_override(file, &of_upper)
         }
     }
 
@@ -128,10 +129,11 @@ impl UnionFs {
             let HostPlace::At { parent, name } = node.place() else {
                 return self.copy_up_nameless(node);
             };
-            let directory = match node.is_directory() {
+            let directory = if node.is_directory() {
                 // The directories above were copied up before.
-                true => self.open_upper(&parent, Access::Directory)?,
-                false => self.ensure_directory(&parent)?,
+                self.open_upper(&parent, Access::Directory)?
+            } else {
+                self.ensure_directory(&parent)?
             };
             let _names = parent.lock_names();
             if node.read_state().upper.is_some() {
@@ -362,9 +364,10 @@ impl UnionFs {
             if is_overlay_or_bcow_mark(&name) || name == CAPABILITIES {
                 continue;
             }
-            let stored = match inode.nid == self.image.root() {
-                true => xattr_names.stored_name_at_root(&name),
-                false => xattr_names.stored_name(&name),
+            let stored = if inode.nid == self.image.root() {
+                xattr_names.stored_name_at_root(&name)
+            } else {
+                xattr_names.stored_name(&name)
             };
             match Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any) {
                 // The host has no such attributes for symlinks.

@@ -105,7 +105,6 @@ impl UnionFs {
         Ok(Arc::clone(listing))
     }
 
-    /// Closes a handle.
     pub fn close_directory(&self, handle: u64) {
         let closed = self.listings.open.lock().remove(&handle);
         drop(closed);
@@ -236,9 +235,10 @@ impl UnionFs {
             });
             ControlFlow::Continue(())
         })?;
-        match self.listings.can_be_taken_over {
-            true => number_by_names(&mut names),
-            false => number(&mut names),
+        if self.listings.can_be_taken_over {
+            number_by_names(&mut names)
+        } else {
+            number(&mut names)
         }
         Ok(names)
     }
@@ -319,7 +319,6 @@ impl UnionFs {
     }
 }
 
-/// The names after a cookie.
 fn after(names: &[Name], cookie: u64) -> &[Name] {
     &names[names.partition_point(|name| name.next_cookie <= cookie)..]
 }

@@ -434,9 +434,10 @@ pub(super) enum Access {
 /// The file, if it has this inode number on the host; `ESTALE` otherwise.
 fn require_inode(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
     let file = found.ok_or(Errno::STALE)?;
-    match rustix::fs::fstat(&file)?.st_ino == host_inode {
-        true => Ok(file),
-        false => Err(Errno::STALE),
+    if rustix::fs::fstat(&file)?.st_ino == host_inode {
+        Ok(file)
+    } else {
+        Err(Errno::STALE)
     }
 }
 

@@ -169,9 +169,10 @@ impl UnionFs {
             Some(_) => Instance::open_again(upper, image_name, note, orphans::PREFIX)?,
         };
         let generation = inherited.as_ref().map_or(0, |before| before.generation + 1);
-        let ledger = match options.can_be_taken_over {
-            true => Some(Ledger::new(generation).map_err(|source| UpperError::Ledger { source })?),
-            false => None,
+        let ledger = if options.can_be_taken_over {
+            Some(Ledger::new(generation).map_err(|source| UpperError::Ledger { source })?)
+        } else {
+            None
         };
         let failed = |action| {
             move |errno: Errno| UpperError::Io {
@@ -244,7 +245,6 @@ impl UnionFs {
         self.ledger.as_ref().map(|ledger| ledger.descriptor())
     }
 
-    /// Path of the upper.
     pub fn upper_path(&self) -> &Path {
         self.upper.path()
     }

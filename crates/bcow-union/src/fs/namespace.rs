@@ -53,7 +53,6 @@ struct NewOwner {
 enum HostGroup {
     /// Only the host's directory shows it.
     Unknown,
-    /// That of this process.
     OfProcess,
     /// That of the directory.
     Inherited(u32),
@@ -210,9 +209,10 @@ impl UnionFs {
         // A directory inherits the ACL twice: as its access ACL and as its default ACL.
         let acl = owned.acl.as_ref().map_or(0, |acl| 2 * acl.len() as u64);
         let is_opaque = new_name.is_whited_out && matches!(new, New::Directory);
-        let attributes = match acl > 0 || self.uses_override() || is_opaque {
-            true => account::attributes_take(MARKS_BYTES + acl),
-            false => 0,
+        let attributes = if acl > 0 || self.uses_override() || is_opaque {
+            account::attributes_take(MARKS_BYTES + acl)
+        } else {
+            0
         };
         self.room(NAME_BYTES + own + attributes, 1)
     }
@@ -268,11 +268,7 @@ impl UnionFs {
         };
         Ok(NewOwner {
             uid: caller.uid,
-            gid: if inherits_group {
-                above.gid
-            } else {
-                caller.gid
-            },
+            gid: if inherits_group { above.gid } else { caller.gid },
             permissions,
             acl,
             host_group,

@@ -86,11 +86,10 @@ impl UnionFs {
         if node.has_orphan.swap(false, Ordering::AcqRel) {
             let name = orphan_name(node.id);
             // A name that cannot be removed is removed when the directory is emptied.
-            match node.is_directory() {
-                true => drop(self.upper.temporary_directory_at(name)),
-                false => {
-                    let _ = rustix::fs::unlinkat(self.upper.work(), &*name, AtFlags::empty());
-                }
+            if node.is_directory() {
+                drop(self.upper.temporary_directory_at(name))
+            } else {
+                let _ = rustix::fs::unlinkat(self.upper.work(), &*name, AtFlags::empty());
             }
         }
     }

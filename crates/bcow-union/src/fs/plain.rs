@@ -40,11 +40,7 @@ impl UnionFs {
             }
         }
         if written < data.len() {
-            let kept = if written > 0 {
-                offset + written as u64
-            } else {
-                0
-            };
+            let kept = if written > 0 { offset + written as u64 } else { 0 };
             stored.release_unwritten(reserved, kept);
         }
         match (written, result) {

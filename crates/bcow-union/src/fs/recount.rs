@@ -62,9 +62,10 @@ impl Count<'_> {
                 if !self.entry(&directory, name)? {
                     continue;
                 }
-                todo.push(match path.is_empty() {
-                    true => name.to_vec(),
-                    false => [&path, &b"/"[..], name].concat(),
+                todo.push(if path.is_empty() {
+                    name.to_vec()
+                } else {
+                    [&path, &b"/"[..], name].concat()
                 });
             }
         }

@@ -216,9 +216,10 @@ impl UnionFs {
             .upper
             .as_ref()
             .is_some_and(|upper| upper.indexed);
-        let is_last = match indexed {
-            true => self.count_names(node.lower, file)? <= 0,
-            false => Self::links_in_tree(node, rustix::fs::fstat(file)?.st_nlink) == 0,
+        let is_last = if indexed {
+            self.count_names(node.lower, file)? <= 0
+        } else {
+            Self::links_in_tree(node, rustix::fs::fstat(file)?.st_nlink) == 0
         };
         if !is_last {
             return Ok(());

@@ -239,9 +239,10 @@ impl UnionFs {
     fn copy_up_locked_if_needed(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
         // The guard of the state is dropped here: copy-up acquires the lock exclusively.
         let is_above = node.read_state().upper.is_some();
-        match is_above {
-            true => Ok(()),
-            false => self.copy_up_locked(end.parent, &end.directory, end.name, node),
+        if is_above {
+            Ok(())
+        } else {
+            self.copy_up_locked(end.parent, &end.directory, end.name, node)
         }
     }
 

@@ -28,7 +28,6 @@ pub struct Report {
     pub limit_bytes: Option<u64>,
     /// Counted bytes: with a limit all stored bytes, without one those of partial files.
     pub counted_bytes: u64,
-    /// Limit of inodes.
     pub limit_inodes: Option<u64>,
     /// Counted inodes; 0 without a limit, as they are not counted then.
     pub counted_inodes: u64,

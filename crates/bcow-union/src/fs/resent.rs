@@ -33,7 +33,6 @@ pub struct RequestId {
 pub enum New<'a> {
     /// An empty regular file.
     File,
-    /// A directory.
     Directory,
     /// A symbolic link to this target.
     Symlink(&'a [u8]),

@@ -121,10 +121,8 @@ impl Restoring<'_> {
         for record in records {
             let saved = self.saved.entry(NodeId(record.id)).or_default();
             if record.parent != 0 {
-                let certainty = match record.is_place {
-                    true => Certainty::Possible,
-                    false => Certainty::Recorded,
-                };
+                let certainty =
+                    if record.is_place { Certainty::Possible } else { Certainty::Recorded };
                 let place = (NodeId(record.parent), record.name.clone(), certainty);
                 match certainty {
                     Certainty::Recorded => saved.places.insert(0, place),
@@ -281,9 +279,10 @@ impl Restoring<'_> {
                 is_orphan,
             };
         }
-        let object = match is_orphan {
-            true => self.in_directory(self.union.upper.work(), orphan_name(id).as_bytes()),
-            false => None,
+        let object = if is_orphan {
+            self.in_directory(self.union.upper.work(), orphan_name(id).as_bytes())
+        } else {
+            None
         };
         RestoredNode {
             place: HostPlace::Nowhere,
@@ -330,12 +329,11 @@ impl Restoring<'_> {
 
     fn in_index(&self, nid: Nid) -> Option<UpperObject> {
         let name = index_name(nid);
-        match self.indexed.contains(&name) {
-            true => {
-                let found = self.in_directory(self.union.upper.index(), &name)?;
-                (self.union.origin(&found) == Ok(Some(nid))).then_some(found)
-            }
-            false => None,
+        if self.indexed.contains(&name) {
+            let found = self.in_directory(self.union.upper.index(), &name)?;
+            (self.union.origin(&found) == Ok(Some(nid))).then_some(found)
+        } else {
+            None
         }
     }
 

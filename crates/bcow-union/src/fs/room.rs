@@ -104,10 +104,7 @@ impl PendingFrees {
         }
         limits.is_last = is_late;
         while counts.freed == before && counts.freed < counts.removed && !counts.is_awaited {
-            let until = match counts.forgotten > counts.freed {
-                true => limits.at_last,
-                false => limits.soon,
-            };
+            let until = if counts.forgotten > counts.freed { limits.at_last } else { limits.soon };
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;

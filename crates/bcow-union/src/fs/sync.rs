@@ -53,10 +53,7 @@ impl UnionFs {
         let _syncing = name_is_new.then_some(syncing);
         let synced = self
             .sync_content(node, what, name_is_new)
-            .and_then(|()| match name_is_new {
-                true => self.sync_names_above(node),
-                false => Ok(()),
-            });
+            .and_then(|()| if name_is_new { self.sync_names_above(node) } else { Ok(()) });
         if synced.is_err() && name_is_new {
             node.name_is_new.store(true, Ordering::Release);
         }
@@ -105,10 +102,7 @@ impl UnionFs {
             if let Some(upto) = changed {
                 node.names_changed.synced(upto);
             }
-            match name_is_new {
-                true => self.sync_names_above(&node),
-                false => Ok(()),
-            }
+            if name_is_new { self.sync_names_above(&node) } else { Ok(()) }
         });
         if synced.is_err() {
             node.name_is_new.store(true, Ordering::Release);
@@ -173,10 +167,8 @@ impl UnionFs {
         let are_durable = batch.len() > 1 && rustix::fs::syncfs(&self.batch_host).is_ok();
         let mut result = Ok(());
         for node in batch {
-            let finished = match are_durable {
-                true => self.unmark(&node),
-                false => self.finish_batch_of(&node),
-            };
+            let finished =
+                if are_durable { self.unmark(&node) } else { self.finish_batch_of(&node) };
             match finished {
                 Ok(()) => self.table.drop_node(node),
                 // The file stays for the next batch; the other files are not delayed.

@@ -66,13 +66,14 @@ impl BlockDevice for Lower {
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), bcow::Error> {
         let is_big = offset < self.big.end && offset + buf.len() as u64 > self.big.start;
-        match self.broken.load(Ordering::Acquire) && is_big {
-            true => Err(bcow::Error::OutOfRange {
+        if self.broken.load(Ordering::Acquire) && is_big {
+            Err(bcow::Error::OutOfRange {
                 offset,
                 length: buf.len() as u64,
                 size: 0,
-            }),
-            false => self.bytes.read_at(offset, buf),
+            })
+        } else {
+            self.bytes.read_at(offset, buf)
         }
     }
 }

@@ -23,7 +23,6 @@ pub struct Caller {
 pub struct Attributes {
     /// Node id, which is also `st_ino`.
     pub node: NodeId,
-    /// Type.
     pub kind: FileType,
     /// Permission bits with the set-id and sticky bits (`0o7777`).
     pub permissions: u16,
@@ -48,7 +47,6 @@ pub struct Attributes {
     pub ctime: Timestamp,
 }
 
-/// A time to set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SetTime {
     /// The current time.
@@ -123,7 +121,6 @@ pub enum Allocate {
     ZeroKeep,
 }
 
-/// An entry of a directory.
 #[derive(Debug, Clone, Copy)]
 pub struct DirectoryEntry<'a> {
     /// Bytes of the name.
@@ -163,6 +160,5 @@ pub struct Figures {
     pub available: u64,
     /// Number of inodes.
     pub inodes: u64,
-    /// Free inodes.
     pub inodes_free: u64,
 }

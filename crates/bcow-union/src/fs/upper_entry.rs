@@ -13,11 +13,9 @@ pub(super) enum UpperEntry {
     Absent,
     /// A whiteout: the union has no such name.
     Whiteout,
-    /// The upper has this object.
     Object(Box<UpperObject>),
 }
 
-/// An object in the upper.
 pub(super) struct UpperObject {
     /// The object, open with `O_PATH`.
     pub(super) file: File,

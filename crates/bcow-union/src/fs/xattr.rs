@@ -82,12 +82,12 @@ impl UnionFs {
         }
         let file = self.open_upper(&node, Access::Path)?;
         let stored = Attribute::Path(file.as_fd()).list()?;
-        Ok(match node.id == NodeId::ROOT {
-            true => self
-                .upper
+        Ok(if node.id == NodeId::ROOT {
+            self.upper
                 .names()
-                .shown_list(&stored, Names::shown_name_at_root),
-            false => self.upper.names().shown_list(&stored, Names::shown_name),
+                .shown_list(&stored, Names::shown_name_at_root)
+        } else {
+            self.upper.names().shown_list(&stored, Names::shown_name)
         })
     }
 
@@ -263,15 +263,13 @@ impl UnionFs {
     fn stored_name(&self, node: &Node, name: &[u8]) -> Result<Vec<u8>, Errno> {
         check(name)?;
         let names = self.upper.names();
-        let stored = match node.id == NodeId::ROOT {
-            true => names.stored_name_at_root(name).into_owned(),
-            false => names.stored_name(name).into_owned(),
+        let stored = if node.id == NodeId::ROOT {
+            names.stored_name_at_root(name).into_owned()
+        } else {
+            names.stored_name(name).into_owned()
         };
-        match stored.len() > NAME_MAX {
-            // The escaped name is too long for the host.
-            true => Err(Errno::RANGE),
-            false => Ok(stored),
-        }
+        // The escaped name is too long for the host.
+        if stored.len() > NAME_MAX { Err(Errno::RANGE) } else { Ok(stored) }
     }
 }
 

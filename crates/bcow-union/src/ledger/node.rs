@@ -28,7 +28,6 @@ const NO_LOWER: u64 = u64::MAX;
 pub struct Flags(u8);
 
 impl Flags {
-    /// No flag.
     pub const NONE: Flags = Flags(0);
     /// The node lost its last name.
     pub const REMOVED: Flags = Flags(1);
@@ -43,7 +42,6 @@ impl Flags {
     }
 }
 
-/// A record of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeRecord {
     /// The node id.
@@ -121,12 +119,10 @@ impl std::ops::BitOr for Flags {
 }
 
 impl LedgerEntry {
-    /// The ledger.
     pub fn ledger(&self) -> &Arc<Ledger> {
         &self.ledger
     }
 
-    /// Records a node.
     pub fn new(ledger: &Arc<Ledger>, record: NodeRecord) -> Self {
         let spot = ledger.store(&record);
         LedgerEntry {
@@ -160,11 +156,7 @@ impl LedgerEntry {
     pub fn set_flags(&self, flags: Flags, are_set: bool) {
         let mut state = self.state.lock();
         let before = state.record.flags.0;
-        let after = if are_set {
-            before | flags.0
-        } else {
-            before & !flags.0
-        };
+        let after = if are_set { before | flags.0 } else { before & !flags.0 };
         if after != before {
             state.record.flags = Flags(after);
             self.ledger.rewrite(&state.record, state.spot);
@@ -282,7 +274,6 @@ impl Ledger {
     }
 }
 
-/// All records.
 pub(super) fn read_all(file: &File, start: u64) -> io::Result<Vec<NodeRecord>> {
     let mut bytes = vec![0; (file.metadata()?.len().saturating_sub(start)) as usize];
     file.read_exact_at(&mut bytes, start)?;

@@ -183,10 +183,7 @@ impl Chunks<'_> {
     fn below(&mut self, start: u64, end: u64, device: u64) -> Result<(), Problem> {
         let chunk = self.chunk_bytes();
         let first = start.div_ceil(chunk);
-        let last = match end == self.size {
-            true => end.div_ceil(chunk),
-            false => end / chunk,
-        };
+        let last = if end == self.size { end.div_ceil(chunk) } else { end / chunk };
         let at = device + (first * chunk).saturating_sub(start);
         if first >= last || !at.is_multiple_of(BLOCK_BYTES) {
             return self.own(start, end);
@@ -196,10 +193,8 @@ impl Chunks<'_> {
         }
         // The chunks that an earlier piece has taken stay as they are.
         let taken = self.open.map_or(0, |(_, open_end)| open_end);
-        let (first, at) = match taken > first {
-            true => (taken, at + (taken - first) * chunk),
-            false => (first, at),
-        };
+        let (first, at) =
+            if taken > first { (taken, at + (taken - first) * chunk) } else { (first, at) };
         self.close()?;
         if first < last {
             let start =

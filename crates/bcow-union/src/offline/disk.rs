@@ -30,11 +30,9 @@ const LOST_AND_FOUND: &[u8] = b"lost+found";
 
 /// A disk over the view of an image.
 pub struct DiskOverView {
-    /// The disk.
     pub disk: Arc<dyn BlockDevice>,
     /// The files of the disk in front of the view, in any order.
     pub above: Vec<Arc<Image>>,
-    /// The view.
     pub view: Arc<dyn BlockDevice>,
     /// Keeps writers away from the disk until it is dropped, if the disk itself does not.
     pub lock: Option<Arc<DiskReader>>,
@@ -56,9 +54,10 @@ impl Changes {
         let compared = Compared::new(disk.disk, &disk.above, disk.view, &numbers);
         let compared = Arc::new(compared.map_err(|error| here(error.into()))?);
         let origins = Origins::new(&lower, &numbers);
-        let lists = match compared.changed().is_empty() {
-            true => HashMap::new(),
-            false => origins.lists(compared.changed()).map_err(&here)?,
+        let lists = if compared.changed().is_empty() {
+            HashMap::new()
+        } else {
+            origins.lists(compared.changed()).map_err(&here)?
         };
         let mut reader = Reader {
             disk: &compared,
@@ -196,9 +195,10 @@ impl Reader<'_> {
                 continue;
             }
             let is_own = number == InodeNumber::ROOT && name == LOST_AND_FOUND;
-            let done = match is_own && self.is_empty_directory(inode).map_err(here)? {
-                true => Ok(()),
-                false => self.entry(at, &name, inode, Below::Nothing),
+            let done = if is_own && self.is_empty_directory(inode).map_err(here)? {
+                Ok(())
+            } else {
+                self.entry(at, &name, inode, Below::Nothing)
             };
             done.map_err(|problem| (name, problem))?;
         }
@@ -390,7 +390,6 @@ impl Reader<'_> {
 enum Below {
     /// Nothing, or what another entry of the layer hides.
     Nothing,
-    /// A directory.
     Directory,
     /// Something else.
     File,

@@ -7,7 +7,6 @@ use rustix::io::Errno;
 
 use crate::upper::{META, MarkError, ReadMarksError};
 
-/// An upper cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {}", show(path))]
 pub struct ChangesError {
@@ -49,7 +48,6 @@ pub enum Problem {
     /// The ext4 of the disk cannot be read.
     #[error(transparent)]
     Disk(ReadError),
-    /// The view of the image cannot be read.
     #[error("the view of the image: {0}")]
     View(#[source] ReadError),
     /// The inodes of the image cannot be numbered.
@@ -58,13 +56,10 @@ pub enum Problem {
     /// The disk cannot be compared with the view.
     #[error(transparent)]
     Compare(#[from] CompareError),
-    /// A directory of the disk has two names.
     #[error("the ext4 is damaged: directory {0} has two names")]
     DirectoryTwice(u32),
-    /// The files in total are larger than an image can address.
     #[error("the files of the upper are larger than an image can address (7 TiB)")]
     TooLarge,
-    /// The upper has more files than the caller allows.
     #[error("the upper has more than {allowed} files")]
     TooMany {
         /// The largest allowed number of files.

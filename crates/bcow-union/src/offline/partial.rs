@@ -16,7 +16,6 @@ use crate::partial::journal::{Header, Replay, SECTOR_BYTES};
 use crate::upper::beneath::{is_not_regular_error, open_regular, open_regular_beneath};
 use crate::upper::{META, PartialMark, UpperReader, entry_name};
 
-/// Bytes of one read.
 const READ_BYTES: usize = 256 << 10;
 
 /// The host's file of a partial file.

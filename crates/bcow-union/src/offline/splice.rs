@@ -243,7 +243,6 @@ pub enum SpliceError {
     /// The generated file system cannot be read.
     #[error(transparent)]
     Read(#[from] ErofsError),
-    /// The tail of a file of the image cannot be read.
     #[error("cannot read the end of a file of the image")]
     Tail(#[source] io::Error),
 }

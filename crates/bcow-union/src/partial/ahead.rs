@@ -52,11 +52,7 @@ impl Partial {
         let is_near = new.start <= ahead.next.saturating_add(NEAR_BLOCKS)
             && ahead.next <= new.start.saturating_add(NEAR_BLOCKS)
             && new.end > ahead.next;
-        ahead.in_order = if is_near {
-            ahead.in_order.saturating_add(1)
-        } else {
-            0
-        };
+        ahead.in_order = if is_near { ahead.in_order.saturating_add(1) } else { 0 };
         ahead.next = new.end;
         if ahead.in_order < IN_ORDER {
             return;

@@ -20,12 +20,10 @@ pub enum PartialError {
         /// The host's errno.
         errno: Errno,
     },
-    /// The lower file could not be read.
     #[error("cannot read the lower file at byte {offset}: {errno}")]
     Lower {
         /// The offset of the read, in bytes.
         offset: u64,
-        /// The errno.
         errno: Errno,
     },
     /// The upper's size limit leaves no room.
@@ -38,7 +36,6 @@ pub enum PartialError {
         file: PathBuf,
         /// The offset of the damage in the file, in bytes.
         offset: u64,
-        /// The damage.
         damage: Damage,
     },
     /// The mark on the host's file has a value that this version does not support.
@@ -86,7 +83,6 @@ pub enum Damage {
     /// The file does not begin with a valid header of a map.
     #[error("not a map of a partial file, or its header is damaged")]
     Header,
-    /// The map belongs to another partial file.
     #[error("the map belongs to partial file {found:016x}, not to {expected:016x}")]
     Other {
         /// The number of this partial file.
@@ -102,7 +98,6 @@ pub enum Damage {
         /// Blocks according to the map.
         found: u64,
     },
-    /// The map has an unknown version.
     #[error("unknown map version {0}")]
     Version(u8),
     /// The map has an unsupported block size: log2 of the bytes.
@@ -111,7 +106,6 @@ pub enum Damage {
     /// A record's checksum does not match, or its fields are invalid.
     #[error("a record of the map is damaged")]
     Record,
-    /// A record names a block beyond the end of the lower file.
     #[error("a record of the map names a block beyond the end of the lower file")]
     Range,
     /// Durable records are missing at the end of the map.

@@ -60,7 +60,6 @@ impl Written {
     }
 }
 
-/// An incomplete block.
 #[derive(Debug)]
 pub(super) struct IncompleteBlock {
     pub(super) written: Written,

@@ -150,7 +150,6 @@ pub fn encode(present: &BlockSet, header: &Header, first: u64) -> Vec<u8> {
 /// The result of a replay of all records.
 #[derive(Debug, Default)]
 pub struct Replayed {
-    /// Blocks that are present.
     pub present: BlockSet,
     /// The number of valid records before the first sector of zeros.
     pub records: u64,

@@ -355,11 +355,7 @@ impl Partial {
 /// The end of a range, if a file can have this size.
 fn end_of(offset: u64, length: u64) -> Result<u64, PartialError> {
     let end = offset.saturating_add(length);
-    if end <= MAX_BYTES {
-        Ok(end)
-    } else {
-        Err(PartialError::TooLarge { end })
-    }
+    if end <= MAX_BYTES { Ok(end) } else { Err(PartialError::TooLarge { end }) }
 }
 
 impl Partial {

@@ -108,11 +108,7 @@ impl Partial {
             return Ok(());
         }
         // A range that reaches the end of the file includes the rest of the last block.
-        let hole_end = if end == size {
-            end.next_multiple_of(BLOCK_BYTES)
-        } else {
-            end
-        };
+        let hole_end = if end == size { end.next_multiple_of(BLOCK_BYTES) } else { end };
         let mut hole = offset..hole_end;
         for edge in [offset, hole_end] {
             let block = edge / BLOCK_BYTES;
@@ -127,11 +123,7 @@ impl Partial {
                 continue;
             }
             self.write_zeros(&frame, part.start..part.end.min(size))?;
-            if edge == offset {
-                hole.start = part.end
-            } else {
-                hole.end = part.start
-            }
+            if edge == offset { hole.start = part.end } else { hole.end = part.start }
         }
         if hole.start >= hole.end {
             return Ok(());

@@ -105,10 +105,11 @@ impl Held<'_> {
         {
             let _no_change = write(&times.changing);
             let is_changed = times.changes.load(Ordering::SeqCst) != before;
-            let last = match is_changed {
+            let last = if is_changed {
                 // A change of the content sets both times.
-                true => lock(&times.changed).map(|at| (at, at)),
-                false => Some((first.modified, HiddenChange::shown(*self.hidden, first))),
+                lock(&times.changed).map(|at| (at, at))
+            } else {
+                Some((first.modified, HiddenChange::shown(*self.hidden, first)))
             };
             if let Some((modified, shown)) = last {
                 if now.modified != modified {

@@ -57,9 +57,10 @@ fn open_beneath(root: BorrowedFd<'_>, path: &[u8], flags: OFlags) -> Result<Owne
     let mut rest = path;
     loop {
         let dir = at.as_ref().map_or(root, |at| at.as_fd());
-        let part = match rest.len() > PART_BYTES {
-            true => rest[..PART_BYTES].iter().rposition(|&byte| byte == b'/'),
-            false => None,
+        let part = if rest.len() > PART_BYTES {
+            rest[..PART_BYTES].iter().rposition(|&byte| byte == b'/')
+        } else {
+            None
         };
         let Some(slash) = part else {
             return open_part(dir, rest, flags);
@@ -102,10 +103,7 @@ pub(crate) fn is_regular(stat: &Stat) -> bool {
 }
 
 pub(super) fn check_regular(stat: &Stat) -> Result<(), Errno> {
-    match is_regular(stat) {
-        true => Ok(()),
-        false => Err(Errno::INVAL),
-    }
+    if is_regular(stat) { Ok(()) } else { Err(Errno::INVAL) }
 }
 
 fn open_part(dir: BorrowedFd<'_>, path: &[u8], flags: OFlags) -> Result<OwnedFd, Errno> {

@@ -119,9 +119,10 @@ pub(super) fn same_device(
             rustix::fs::fstat(fd).map_err(|errno| UpperError::io(&path, "open it", errno))?;
         Ok::<_, UpperError>(stat.st_dev)
     };
-    match device(root)? == device(dir)? {
-        true => Ok(()),
-        false => Err(UpperError::AnotherFileSystem { path }),
+    if device(root)? == device(dir)? {
+        Ok(())
+    } else {
+        Err(UpperError::AnotherFileSystem { path })
     }
 }
 

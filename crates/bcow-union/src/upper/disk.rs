@@ -175,7 +175,6 @@ impl DiskInstance {
         &self.path
     }
 
-    /// The path of the disk.
     pub fn disk_path(&self) -> PathBuf {
         disk_path(&self.path)
     }
@@ -349,7 +348,6 @@ impl DiskReader {
         &self.path
     }
 
-    /// The path of the disk.
     pub fn disk_path(&self) -> PathBuf {
         disk_path(&self.path)
     }
@@ -429,8 +427,9 @@ fn refuse_other_driver(recorded: &Recorded, path: &Path) -> Result<(), UpperErro
 fn require_own(file: BorrowedFd<'_>, path: PathBuf) -> Result<(), UpperError> {
     let stat = rustix::fs::fstat(file).map_err(|errno| UpperError::io(&path, "open it", errno))?;
     let own = rustix::process::geteuid().as_raw();
-    match [own, 0].contains(&stat.st_uid) && stat.st_mode & OTHERS_WRITE == 0 {
-        true => Ok(()),
-        false => Err(UpperError::Foreign { path }),
+    if [own, 0].contains(&stat.st_uid) && stat.st_mode & OTHERS_WRITE == 0 {
+        Ok(())
+    } else {
+        Err(UpperError::Foreign { path })
     }
 }

@@ -13,7 +13,6 @@ use super::{Driver, Namespace, Ownership};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum UpperError {
-    /// The directory and its parent are missing.
     #[error("{}: no such directory, and its parent is missing too", path.display())]
     NoParent {
         /// The upper.
@@ -31,13 +30,11 @@ pub enum UpperError {
         /// The path that is not a directory.
         path: PathBuf,
     },
-    /// The file system is read-only.
     #[error("{}: the file system is read-only", path.display())]
     ReadOnly {
         /// The upper.
         path: PathBuf,
     },
-    /// The file system does not support extended attributes, so marks cannot be stored.
     #[error("{}: the file system does not support extended attributes", path.display())]
     NoAttributes {
         /// The upper.
@@ -62,7 +59,6 @@ pub enum UpperError {
         /// The directory on the other file system.
         path: PathBuf,
     },
-    /// The upper belongs to another image.
     #[error(
         "{}: the upper belongs to the image {} ({}), not to {} ({})",
         path.display(), .belongs.1, hex_start(&.belongs.0, &.image.0),
@@ -76,7 +72,6 @@ pub enum UpperError {
         /// The identity and the name of the image of this operation.
         image: Box<([u8; 32], String)>,
     },
-    /// The upper belongs to the other driver.
     #[error("{}: the upper belongs to the {} driver", path.display(), driver_name(*.driver))]
     OtherDriver {
         /// The upper.
@@ -90,7 +85,6 @@ pub enum UpperError {
         /// The upper.
         path: PathBuf,
     },
-    /// Another user could have written the disk, whose file system the kernel trusts.
     #[error("{}: another user can write it, and the kernel trusts its file system", path.display())]
     Foreign {
         /// The file or directory.
@@ -122,10 +116,8 @@ pub enum UpperError {
     UnknownSchema {
         /// The file with the schema.
         path: PathBuf,
-        /// The schema.
         schema: String,
     },
-    /// The record of the upper is damaged.
     #[error("{}: damaged: {problem}", path.display())]
     Record {
         /// The file.
@@ -144,7 +136,6 @@ pub enum UpperError {
         /// The namespace of its marks.
         namespace: Namespace,
     },
-    /// The upper's files have their owners on the host, and this user cannot set owners.
     #[error(
         "{}: its files have their owners on the host, and this user \
          cannot set owners",
@@ -161,7 +152,6 @@ pub enum UpperError {
     InUse {
         /// The upper.
         path: PathBuf,
-        /// The holder of the lock.
         holder: LockError,
     },
     /// The upper lies in an upper that another mount uses.
@@ -184,7 +174,6 @@ pub enum UpperError {
         /// The holder of that upper's lock.
         holder: LockError,
     },
-    /// The machine stopped while the upper was mounted with `--sync volatile`.
     #[error(
         "{}: mounted with --sync volatile when the machine stopped; \
          its content may be damaged",
@@ -194,7 +183,6 @@ pub enum UpperError {
         /// The upper.
         path: PathBuf,
     },
-    /// No thread could be started.
     #[error("cannot start a thread")]
     Thread {
         /// The cause.
@@ -296,7 +284,6 @@ pub enum MarkError {
         /// The value, escaped and truncated to 64 bytes.
         value: String,
     },
-    /// The file is a packed partial file of a development version.
     #[error(
         "it is a packed partial file, a form that this version does not read; \
          commit the upper with the version of bcow that wrote it"
@@ -307,9 +294,10 @@ pub enum MarkError {
 impl MarkError {
     pub(super) fn new(name: &'static str, value: &[u8]) -> MarkError {
         let shown = &value[..value.len().min(64)];
-        let mut text = match value.is_empty() {
-            true => "it is empty".to_string(),
-            false => shown.escape_ascii().to_string(),
+        let mut text = if value.is_empty() {
+            "it is empty".to_string()
+        } else {
+            shown.escape_ascii().to_string()
         };
         if shown.len() < value.len() {
             text.push_str("...");

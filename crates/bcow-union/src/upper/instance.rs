@@ -29,7 +29,6 @@ use crate::options::SyncPolicy;
 /// The image of an upper.
 #[derive(Debug, Clone, Copy)]
 pub struct ImageName<'a> {
-    /// Its identity.
     pub identity: [u8; 32],
     /// Its name in messages.
     pub name: &'a str,
@@ -141,9 +140,10 @@ impl Instance {
                 (record, Provenance::Existing)
             }
             None => {
-                let namespace = match marked_by_user(opening.root.as_fd()) {
-                    true => Namespace::User,
-                    false => found.namespace,
+                let namespace = if marked_by_user(opening.root.as_fd()) {
+                    Namespace::User
+                } else {
+                    found.namespace
                 };
                 let record = InstanceRecord {
                     schema: SCHEMA.into(),
@@ -164,10 +164,7 @@ impl Instance {
                 record.write(opening.meta.as_fd(), path)?;
                 work::make_durable(opening.root.as_fd())
                     .map_err(|errno| UpperError::io(path, "synchronize it", errno))?;
-                let begun = match is_empty {
-                    true => Provenance::Created,
-                    false => Provenance::Adopted,
-                };
+                let begun = if is_empty { Provenance::Created } else { Provenance::Adopted };
                 (record, begun)
             }
         };

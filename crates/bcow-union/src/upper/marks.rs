@@ -35,7 +35,6 @@ pub enum Mark {
 }
 
 impl Mark {
-    /// All marks.
     pub const ALL: [Mark; 7] = [
         Mark::Opaque,
         Mark::Redirect,
@@ -305,7 +304,6 @@ impl NlinkDelta {
         }
     }
 
-    /// Decodes a value.
     pub fn decode(value: &[u8]) -> Result<NlinkDelta, MarkError> {
         let bad = || MarkError::new("overlay.nlink", value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
@@ -397,11 +395,7 @@ impl PartialMark {
             && reserved.all(|at| bytes[at] == 0)
             && (9..=30).contains(&mark.block_shift)
             && i64::try_from(mark.lower_limit).is_ok();
-        if intact && within_limits {
-            Ok(mark)
-        } else {
-            Err(bad())
-        }
+        if intact && within_limits { Ok(mark) } else { Err(bad()) }
     }
 
     /// Whether this version of bcow reads blocks of this size.

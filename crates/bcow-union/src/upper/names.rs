@@ -94,9 +94,10 @@ impl Names {
 
     /// As [`Names::stored_name`], for the root.
     pub fn stored_name_at_root<'a>(&self, name: &'a [u8]) -> Cow<'a, [u8]> {
-        match self.namespace == Namespace::Trusted && name == ACCESS_ACL {
-            true => ROOT_ACCESS_ACL.into(),
-            false => self.stored_name(name),
+        if self.namespace == Namespace::Trusted && name == ACCESS_ACL {
+            ROOT_ACCESS_ACL.into()
+        } else {
+            self.stored_name(name)
         }
     }
 

@@ -64,17 +64,18 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
             continue;
         };
         let path = path.to_owned();
-        return Err(match is_inside {
-            true => UpperError::Inside {
+        return Err(if is_inside {
+            UpperError::Inside {
                 path,
                 outer: other,
                 holder,
-            },
-            false => UpperError::Around {
+            }
+        } else {
+            UpperError::Around {
                 path,
                 inner: other,
                 holder,
-            },
+            }
         });
     }
     Ok(())

@@ -32,13 +32,11 @@ pub struct Override {
 pub enum OverrideKind {
     /// A regular file.
     File,
-    /// A directory.
     Directory,
     /// A symbolic link.
     Symlink,
     /// A named pipe.
     Pipe,
-    /// A socket.
     Socket,
     /// A block device.
     Block {
@@ -129,14 +127,18 @@ impl Override {
         let mut next = || parts.next().ok_or_else(bad);
         let (uid, gid, mode) = (next()?, next()?, next()?);
         let kind = parts.next();
-        let number = |text: &str| match text.bytes().all(|byte| byte.is_ascii_digit()) {
-            true => text.parse::<u32>().map_err(|_| bad()),
-            false => Err(bad()),
+        let number = |text: &str| {
+            if text.bytes().all(|byte| byte.is_ascii_digit()) {
+                text.parse::<u32>().map_err(|_| bad())
+            } else {
+                Err(bad())
+            }
         };
         let octal = mode.bytes().all(|byte| matches!(byte, b'0'..=b'7'));
-        let mode = match octal {
-            true => u32::from_str_radix(mode, 8).map_err(|_| bad())?,
-            false => return Err(bad()),
+        let mode = if octal {
+            u32::from_str_radix(mode, 8).map_err(|_| bad())?
+        } else {
+            return Err(bad());
         };
         let kind = match kind {
             None | Some("") => None,

@@ -23,7 +23,6 @@ const OVERFLOW_ID: u32 = 65534;
 pub(super) enum Refused {
     /// Extended attributes.
     Attributes,
-    /// Whiteouts.
     Whiteouts(Errno),
     /// Another operation.
     Io(Errno),
@@ -99,10 +98,7 @@ fn ownership(file: BorrowedFd<'_>) -> Ownership {
     let overflow = (Uid::from_raw(OVERFLOW_ID), Gid::from_raw(OVERFLOW_ID));
     let given = rustix::process::geteuid().is_root()
         && rustix::fs::fchown(file, Some(overflow.0), Some(overflow.1)).is_ok();
-    match given {
-        true => Ownership::Native,
-        false => Ownership::Override,
-    }
+    if given { Ownership::Native } else { Ownership::Override }
 }
 
 fn whiteout(work: BorrowedFd<'_>) -> Result<(), Errno> {

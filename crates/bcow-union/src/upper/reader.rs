@@ -64,15 +64,16 @@ impl UpperReader {
             // The names that a mount would choose for a new upper.
             None => {
                 let is_users = marked_by_user(root.as_fd()) || !can_read_trusted;
-                match is_users {
-                    true => Names {
+                if is_users {
+                    Names {
                         namespace: Namespace::User,
                         ownership: Ownership::Override,
-                    },
-                    false => Names {
+                    }
+                } else {
+                    Names {
                         namespace: Namespace::Trusted,
                         ownership: Ownership::Native,
-                    },
+                    }
                 }
             }
         };

@@ -84,7 +84,6 @@ pub enum FileSystem {
 /// What the directory [`META`] says of its upper.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Recorded {
-    /// Nothing.
     Nothing,
     /// No record, but a disk: a mount with the kernel driver did not begin the upper completely.
     DiskOnly,

@@ -69,7 +69,6 @@ impl Attribute<'_> {
         }
     }
 
-    /// Sets `name`.
     pub fn set(&self, name: &[u8], value: &[u8], how: XattrMode) -> Result<(), Errno> {
         let path = self.path()?;
         let flags = match how {

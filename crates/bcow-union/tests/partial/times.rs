@@ -256,9 +256,10 @@ fn a_write_is_never_undone() {
                 let (timed, over) = (&timed, &over);
                 scope.spawn(move || {
                     for block in (0..100).cycle() {
-                        match reads {
-                            true => drop(timed.partial.read_at(block * B, &mut [0; 4096])),
-                            false => timed.partial.settle().unwrap(),
+                        if reads {
+                            drop(timed.partial.read_at(block * B, &mut [0; 4096]))
+                        } else {
+                            timed.partial.settle().unwrap()
                         }
                         if over.load(Ordering::Relaxed) {
                             break;

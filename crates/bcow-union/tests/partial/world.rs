@@ -405,10 +405,7 @@ impl FileState {
         let end = (at + length).min(self.bytes.len());
         if at < end {
             self.bytes[at..end].fill(0);
-            let to = match end == self.bytes.len() {
-                true => end.div_ceil(BLOCK),
-                false => end / BLOCK,
-            };
+            let to = if end == self.bytes.len() { end.div_ceil(BLOCK) } else { end / BLOCK };
             for block in at.div_ceil(BLOCK)..to {
                 self.data[block] = false;
             }
@@ -445,10 +442,7 @@ impl HostFile for Handle {
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize> {
         let mut state = self.world.call(Call::Store)?;
         // Return a short write now and then, like a disk that is nearly full.
-        let data = match data.len() > 5000 && state.calls % 5 == 0 {
-            true => &data[..4500],
-            false => data,
-        };
+        let data = if data.len() > 5000 && state.calls % 5 == 0 { &data[..4500] } else { data };
         state.ops.push(Op::Write(self.file, offset, data.to_vec()));
         state.files[self.file].write(offset as usize, data, true);
         Ok(data.len())

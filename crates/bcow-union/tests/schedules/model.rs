@@ -317,7 +317,6 @@ fn read_all(partial: &Partial) -> Vec<u8> {
     bytes
 }
 
-/// A random model.
 pub fn random(seed: u64) -> Model {
     const B: u64 = BLOCK_BYTES;
     let mut random = Random::new(seed);

@@ -61,12 +61,11 @@ pub fn change(union: &Union, random: &mut Random) {
                 RenameMode::NoReplace,
                 RenameMode::Exchange,
             ]);
-            let (to, to_name) = match random.one_in(2) {
-                true => (into, new),
-                false => {
-                    let (to, name, _) = random.pick(&files).clone();
-                    (to, name)
-                }
+            let (to, to_name) = if random.one_in(2) {
+                (into, new)
+            } else {
+                let (to, name, _) = random.pick(&files).clone();
+                (to, name)
             };
             let _ = fs.rename(parent, &name, to, &to_name, how);
         }

@@ -107,12 +107,11 @@ fn check_table(
     replaced: bool,
     report: &mut RegionReport,
 ) -> Result<Option<SubBlockTable>, Error> {
-    match replaced {
-        true => report.used.replaced.push(*stored),
-        false => {
-            report.tables += 1;
-            report.used.in_tables.push(*stored);
-        }
+    if replaced {
+        report.used.replaced.push(*stored)
+    } else {
+        report.tables += 1;
+        report.used.in_tables.push(*stored);
     }
     let backing_bytes = |index: u32| {
         let backing = subject.backings.get(index as usize);
@@ -192,9 +191,10 @@ fn check_block(
         Entry::Open(stored) => (stored, None),
         _ => return Ok(()),
     };
-    match is_logged {
-        true => report.used.logged.push(stored),
-        false => report.used.in_tables.push(stored),
+    if is_logged {
+        report.used.logged.push(stored)
+    } else {
+        report.used.in_tables.push(stored)
     }
     report.blocks += 1;
     report.open_blocks += u64::from(encoding.is_none());

@@ -156,10 +156,7 @@ pub fn restore(
         restored.written.push(0..HEADER_AREA_BYTES as u64);
     }
     for Damage { range, is_restored } in found {
-        let list = match is_restored {
-            true => &mut restored.written,
-            false => &mut restored.unrestored,
-        };
+        let list = if is_restored { &mut restored.written } else { &mut restored.unrestored };
         match list.last_mut() {
             Some(last) if last.end == range.start => last.end = range.end,
             _ => list.push(range),

@@ -187,15 +187,14 @@ impl Inner {
         used.iter().for_each(|range| free.remove(range.clone()));
         let own = self.place_free_list(&mut free, &mut end, change)?;
         let bytes = encode_free(&largest(&free));
-        header.free = match bytes.is_empty() {
-            true => Section::default(),
-            false => {
-                self.write_storage(own, &bytes)?;
-                Section {
-                    offset: own,
-                    bytes: bytes.len() as u32,
-                    crc: crc32c(&bytes),
-                }
+        header.free = if bytes.is_empty() {
+            Section::default()
+        } else {
+            self.write_storage(own, &bytes)?;
+            Section {
+                offset: own,
+                bytes: bytes.len() as u32,
+                crc: crc32c(&bytes),
             }
         };
         header.generation = old.generation + 1;

@@ -231,10 +231,13 @@ impl Inner {
         let old = old?;
         let first = (at - block.start) as u32;
         let end = first + buf.len() as u32;
-        let read_written = |range: Range<u32>, buf: &mut [u8]| match range.is_empty() {
+        let read_written = |range: Range<u32>, buf: &mut [u8]| {
             // The file may end before a part that was not written.
-            true => Ok(()),
-            false => self.read_stored(stored.at.0 + u64::from(range.start), buf),
+            if range.is_empty() {
+                Ok(())
+            } else {
+                self.read_stored(stored.at.0 + u64::from(range.start), buf)
+            }
         };
         let mut done = first;
         for gap in incomplete.written.gaps(block.length as u32) {

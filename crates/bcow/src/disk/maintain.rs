@@ -28,11 +28,7 @@ impl Disk {
     /// tables take much memory, this writes a checkpoint first, so that they can be released too.
     pub fn release_memory(&self) -> Result<(), Error> {
         let writes_checkpoint = lock(&self.inner.committer).logged_bytes > MAX_IDLE_BYTES;
-        let written = if writes_checkpoint {
-            self.checkpoint()
-        } else {
-            Ok(())
-        };
+        let written = if writes_checkpoint { self.checkpoint() } else { Ok(()) };
         self.inner.regions.clear_clean();
         written
     }

@@ -76,9 +76,10 @@ impl Disk {
         let image = Image::open_with_backings(Arc::clone(&storage), &options, resolver)?;
         let header = image.header().clone();
         check_writable(&header)?;
-        let backing = match header.features.has_incompatible(incompatible::BACKING) {
-            true => Some(backing_of(&image)?),
-            false => None,
+        let backing = if header.features.has_incompatible(incompatible::BACKING) {
+            Some(backing_of(&image)?)
+        } else {
+            None
         };
         let changes = match &ledger {
             Some(ledger) => Changes::read(ledger, &header)?,
@@ -117,11 +118,12 @@ fn truncate(storage: &dyn Storage, end: u64) -> Result<(), Error> {
     let length = storage
         .len()
         .map_err(|source| Error::io("get the length", 0, source))?;
-    match length > end {
-        true => storage
+    if length > end {
+        storage
             .set_len(end)
-            .map_err(|source| Error::io("truncate the file", end, source)),
-        false => Ok(()),
+            .map_err(|source| Error::io("truncate the file", end, source))
+    } else {
+        Ok(())
     }
 }
 

@@ -99,11 +99,7 @@ impl Inner {
         blocks: Blocks,
         change: &mut Change,
     ) -> Result<Blocks, Error> {
-        let grown = if resized.backing_has_data {
-            Entry::Zero
-        } else {
-            Entry::Absent
-        };
+        let grown = if resized.backing_has_data { Entry::Zero } else { Entry::Absent };
         let grows = resized.new > resized.old;
         let table = match blocks {
             // The added part of an absent region must not show the backing.

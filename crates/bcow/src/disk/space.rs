@@ -94,9 +94,10 @@ impl Space {
         if chunk.bytes < unit || (!chunk.stored && self.has_ready.load(Ordering::Relaxed)) {
             let mut pool = lock(&self.pool);
             let left = std::mem::take(&mut *chunk);
-            match left.stored {
-                true => pool.free.insert(left.range()),
-                false => pool.holes.insert(left.range()),
+            if left.stored {
+                pool.free.insert(left.range())
+            } else {
+                pool.holes.insert(left.range())
             }
             let cut = pool.cut(unit, most.max(CHUNK_BYTES));
             self.note_ready(&pool);
@@ -210,9 +211,10 @@ impl Pool {
         // The end of the last use of the file released all long ranges.
         let (mut stored, mut holes) = (Extents::default(), Extents::default());
         for range in free.iter() {
-            match range.end - range.start >= LEAST_HOLE_BYTES {
-                true => holes.insert(range),
-                false => stored.insert(range),
+            if range.end - range.start >= LEAST_HOLE_BYTES {
+                holes.insert(range)
+            } else {
+                stored.insert(range)
             }
         }
         Pool {

@@ -103,8 +103,5 @@ pub enum OperationError {
 /// Ends the operation if the monitor cancels it, else reports progress.
 fn step(monitor: &dyn Monitor, bytes: u64) -> Result<(), OperationError> {
     monitor.advance(bytes);
-    match monitor.is_cancelled() {
-        true => Err(OperationError::Cancelled),
-        false => Ok(()),
-    }
+    if monitor.is_cancelled() { Err(OperationError::Cancelled) } else { Ok(()) }
 }

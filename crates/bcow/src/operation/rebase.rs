@@ -84,9 +84,10 @@ fn keep_piece(
     let mut written = 0;
     for range in differing_sectors(at, old_bytes, new_bytes) {
         let bytes = &old_bytes[(range.start - at) as usize..(range.end - at) as usize];
-        match bytes.iter().all(|&byte| byte == 0) {
-            true => disk.write_zeroes(range.start, bytes.len() as u64, Space::Free),
-            false => disk.write_at(range.start, bytes),
+        if bytes.iter().all(|&byte| byte == 0) {
+            disk.write_zeroes(range.start, bytes.len() as u64, Space::Free)
+        } else {
+            disk.write_at(range.start, bytes)
         }
         .map_err(OperationError::Write)?;
         written += bytes.len() as u64;

@@ -100,10 +100,7 @@ impl ImageWriter {
             let filled = self.block.len() as u64;
             let to_end = self.position() + count >= size;
             if filled == 0 && (count >= length || to_end) {
-                let blocks = match to_end {
-                    true => count.div_ceil(length),
-                    false => count / length,
-                };
+                let blocks = if to_end { count.div_ceil(length) } else { count / length };
                 self.pipeline.absent(blocks)?;
                 let bytes = count.min(blocks * length);
                 self.block_start += bytes;

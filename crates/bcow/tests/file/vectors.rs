@@ -132,11 +132,7 @@ fn valid_vectors_have_their_map_and_content() {
         )
         .unwrap_or_else(|error| panic!("{name}: {error}"));
         let expected = fs::read_to_string(path.with_extension("map")).unwrap();
-        let slot = if expected.contains("slot=A") {
-            'A'
-        } else {
-            'B'
-        };
+        let slot = if expected.contains("slot=A") { 'A' } else { 'B' };
         assert_eq!(map_text(&image, slot), expected, "{name}");
 
         let verify = match image.header().merkle {

@@ -51,9 +51,10 @@ fn victim() {
         let tag = (seed as u32) << 16 | tag;
         let most = 1 << random.below(9);
         let count = 1 + random.below(most);
-        let at = match random.one_in(2) {
-            true => random.below(sectors - count),
-            false => random.below(1024),
+        let at = if random.one_in(2) {
+            random.below(sectors - count)
+        } else {
+            random.below(1024)
         };
         let offset = at * SECTOR_BYTES as u64;
         let mut say = |line: String| journal.write_all(line.as_bytes()).unwrap();
@@ -97,10 +98,7 @@ fn kill_one(path: &Path, seed: u64, random: &mut Random) {
         .unwrap();
     // The kill comes when the journal has this many bytes, independent of the speed of the machine.
     // Some kills come before the first byte, while the victim opens the file.
-    let said = match random.one_in(10) {
-        true => 0,
-        false => 1 + random.below(1500),
-    };
+    let said = if random.one_in(10) { 0 } else { 1 + random.below(1500) };
     let patience = Instant::now();
     while journal.metadata().unwrap().len() < said {
         assert!(patience.elapsed() < Duration::from_secs(60), "it hangs");

@@ -85,11 +85,11 @@ impl Storage for Mortal {
         // As a host that releases the space.
         let zeros = vec![0; bytes as usize];
         let end = self.content.len()?.min(offset + bytes);
-        match end > offset {
-            true => self
-                .content
-                .write_at(offset, &zeros[..(end - offset) as usize]),
-            false => Ok(()),
+        if end > offset {
+            self.content
+                .write_at(offset, &zeros[..(end - offset) as usize])
+        } else {
+            Ok(())
         }
     }
 }
@@ -225,10 +225,7 @@ fn processes(name: &str, layout: Layout, block_bytes: Option<u32>) {
     for process in 0..PROCESSES {
         let name = format!("{name}, process {process}");
         // Some end while they open the disk.
-        let life = match random.one_in(4) {
-            true => random.below(12),
-            false => random.below(120),
-        };
+        let life = if random.one_in(4) { random.below(12) } else { random.below(120) };
         let unanswered = match subject.open(life as i64) {
             Err(_) => None,
             Ok(disk) => {

@@ -187,12 +187,13 @@ struct Level {
 impl Level {
     /// The entry of a disk over this file. Only a sealed file can be named by digest.
     fn entry(&self, device: &dyn BlockDevice) -> BackingEntry {
-        let name = match self.is_sealed {
-            true => BackingName::Digest([7; 32]),
-            false => BackingName::FileName {
+        let name = if self.is_sealed {
+            BackingName::Digest([7; 32])
+        } else {
+            BackingName::FileName {
                 name: "below".into(),
                 identity: None,
-            },
+            }
         };
         let size = device.size();
         BackingEntry { name, size }
@@ -215,10 +216,7 @@ impl BlockDevice for Sparse {
         let length = length.min(4096 - offset % 4096);
         let sector = &self.0[offset as usize..][..length as usize];
         let is_hole = sector.iter().all(|byte| *byte == 0);
-        let (content, depth) = match is_hole {
-            true => (Content::Hole, 0),
-            false => (Content::Data, 1),
-        };
+        let (content, depth) = if is_hole { (Content::Hole, 0) } else { (Content::Data, 1) };
         Ok(Status {
             length,
             content,
@@ -371,12 +369,11 @@ impl Chain {
             Step::Checkpoint => self.disk().checkpoint().unwrap(),
             Step::Reopen { orderly } => {
                 let disk = self.disk.take().expect("the top is open");
-                match orderly {
-                    true => disk.close().unwrap(),
-                    false => {
-                        disk.flush().unwrap();
-                        drop(disk);
-                    }
+                if orderly {
+                    disk.close().unwrap()
+                } else {
+                    disk.flush().unwrap();
+                    drop(disk);
                 }
                 self.open();
             }
@@ -499,16 +496,13 @@ impl Chain {
             None => levels.into_iter().take(kept).collect(),
         };
         let backing = new.backing(new.levels.len());
-        match by_reference {
-            false => {
-                rebase(disk, backing, &()).unwrap();
-            }
-            true => {
-                let shown = new.levels.last().map_or(&[][..], |level| &level.content);
-                show_by_reference(&disk, &mut level.content, shown);
-                disk.close().unwrap();
-                rebase_reference(level.storage.clone(), backing, &OpenOptions::default()).unwrap();
-            }
+        if !by_reference {
+            rebase(disk, backing, &()).unwrap();
+        } else {
+            let shown = new.levels.last().map_or(&[][..], |level| &level.content);
+            show_by_reference(&disk, &mut level.content, shown);
+            disk.close().unwrap();
+            rebase_reference(level.storage.clone(), backing, &OpenOptions::default()).unwrap();
         }
         new.levels.push(level);
         *self = new;
@@ -520,12 +514,11 @@ impl Chain {
         let top = self.top();
         top.storage = storage;
         top.is_sealed = is_sealed;
-        match is_sealed {
-            true => {
-                let size = self.top().content.len() as u64;
-                self.push(&options(0, size));
-            }
-            false => self.open(),
+        if is_sealed {
+            let size = self.top().content.len() as u64;
+            self.push(&options(0, size));
+        } else {
+            self.open()
         }
     }
 
@@ -545,10 +538,7 @@ impl Chain {
         self.close();
         let image = self.open_top();
         let storage = Arc::new(MemoryStorage::default());
-        let keep = match flatten {
-            true => Keep::All,
-            false => Keep::Own,
-        };
+        let keep = if flatten { Keep::All } else { Keep::Own };
         let form = RewriteOptions::sealed(&image, keep);
         rewrite(&*image, storage.clone(), form, &()).unwrap();
         if flatten {
@@ -725,17 +715,14 @@ fn threads_on_the_same_blocks(with_ledger: bool) {
         disk.read_at(0, &mut seen).unwrap();
         assert!(seen.chunks(4096).all(one_value), "layout {layout}");
         let file = storage.clone();
-        let disk = match with_ledger {
-            false => {
-                disk.flush().unwrap();
-                drop(disk);
-                Disk::open(file, &open, &resolver).unwrap()
-            }
-            true => {
-                drop(disk);
-                let ledger = Arc::new(Ledger::open(noted).unwrap());
-                Disk::open_with_ledger(file, &open, &resolver, ledger).unwrap()
-            }
+        let disk = if !with_ledger {
+            disk.flush().unwrap();
+            drop(disk);
+            Disk::open(file, &open, &resolver).unwrap()
+        } else {
+            drop(disk);
+            let ledger = Arc::new(Ledger::open(noted).unwrap());
+            Disk::open_with_ledger(file, &open, &resolver, ledger).unwrap()
         };
         let mut again = vec![0; size as usize];
         disk.read_at(0, &mut again).unwrap();

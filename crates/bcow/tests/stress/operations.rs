@@ -586,11 +586,7 @@ fn zeros_of_a_disk_without_a_backing_stay_zeros_over_a_new_one() {
     for layout in [Layout::Space, Layout::Performance, Layout::Auto] {
         for way in ways {
             let storage = Arc::new(MemoryStorage::default());
-            let size = if matches!(way, Empty::Grown) {
-                4096
-            } else {
-                BYTES
-            };
+            let size = if matches!(way, Empty::Grown) { 4096 } else { BYTES };
             let disk = Disk::create_alone(storage.clone(), &create(size, layout)).unwrap();
             disk.write_at(100, &[1; 100]).unwrap();
             let (storage, disk) = emptied(storage, disk, way, BYTES);

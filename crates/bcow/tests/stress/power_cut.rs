@@ -275,9 +275,10 @@ impl<'a> Run<'a> {
     fn reopen(&mut self) {
         let orderly = self.random.one_in(2);
         let disk = self.disk.take().unwrap();
-        match orderly {
-            true => disk.close().unwrap(),
-            false => drop(disk),
+        if orderly {
+            disk.close().unwrap()
+        } else {
+            drop(disk)
         }
         self.open_again(orderly);
     }
@@ -333,10 +334,7 @@ impl<'a> Run<'a> {
         let most = 1 << self.random.below(u64::from(longest.ilog2()) + 1);
         let count = 1 + self.random.below(most) as usize;
         // Half of the ranges lie in one corner, so that they overlap.
-        let places = match self.random.one_in(2) {
-            true => sectors,
-            false => (sectors / 16).max(1),
-        };
+        let places = if self.random.one_in(2) { sectors } else { (sectors / 16).max(1) };
         let at = self.random.below(places as u64) as usize;
         let count = count.min(sectors - at);
         (at * whole, count * whole)

@@ -68,12 +68,13 @@ pub fn check(args: &Args, host: &Host<'_>) -> Result<Option<[u8; 32]>, CommandEr
 
 /// An upper that is gone would be begun again.
 fn require_upper(upper: &Path) -> Result<(), CommandError> {
-    match is_kernel_upper(upper) {
-        true => Ok(()),
-        false => Err(CommandError::new(format!(
+    if is_kernel_upper(upper) {
+        Ok(())
+    } else {
+        Err(CommandError::new(format!(
             "{} is not the upper of the mount any more",
             upper.display()
-        ))),
+        )))
     }
 }
 

@@ -253,11 +253,11 @@ impl Pool {
         if !place.exists() {
             // The loop device has closed the file: the mount has ended meanwhile. The disk may lack
             // changes that the previous process has acknowledged; they are in the ledger.
-            let closed = match disk.is_writable {
-                true => self
-                    .open_disk_again(&record, disk, files.as_ref())
-                    .and_then(|(_, opened)| opened.close()),
-                false => Ok(()),
+            let closed = if disk.is_writable {
+                self.open_disk_again(&record, disk, files.as_ref())
+                    .and_then(|(_, opened)| opened.close())
+            } else {
+                Ok(())
             };
             drop(files);
             self.release(number);
@@ -321,9 +321,10 @@ impl Pool {
         let args = self.parse(record.arguments.clone())?;
         let host = self.host(&[]);
         let opened = pooled::open_again(&args, host, attempts, upper_use, &Ui::collecting())?;
-        match hex(&opened.identity) == record.identity {
-            true => Ok(opened),
-            false => Err(another_image()),
+        if hex(&opened.identity) == record.identity {
+            Ok(opened)
+        } else {
+            Err(another_image())
         }
     }
 
@@ -344,9 +345,10 @@ impl Pool {
         let opened = pooled::open_disk_again(&args, self.host(&[]), files, &Ui::collecting())?;
         // The identity of a disk without an upper changes with its content.
         let is_image = record.service.upper.is_some() || !disk.is_writable;
-        match is_image && hex(&opened.identity()) != record.identity {
-            true => Err(another_image()),
-            false => Ok((args, opened)),
+        if is_image && hex(&opened.identity()) != record.identity {
+            Err(another_image())
+        } else {
+            Ok((args, opened))
         }
     }
 }

@@ -31,10 +31,7 @@ impl Journal<'_> {
         let wide = self.has(journal_incompatible::BITS_64);
         let with_checksum = self.has(journal_incompatible::CHECKSUM_3);
         // Tags with a checksum of version 2 have two unused bytes at the end.
-        let unused = match self.has(journal_incompatible::CHECKSUM_2) {
-            true => 2,
-            false => 0,
-        };
+        let unused = if self.has(journal_incompatible::CHECKSUM_2) { 2 } else { 0 };
         let length = match (with_checksum, wide) {
             (true, _) => 16,
             (_, true) => 12 + unused,
@@ -45,9 +42,10 @@ impl Journal<'_> {
         while let Some(tag) = rest.get(..length) {
             let word =
                 |at: usize| u32::from_be_bytes([tag[at], tag[at + 1], tag[at + 2], tag[at + 3]]);
-            let (flags, checksum) = match with_checksum {
-                true => (word(4), word(12)),
-                false => (word(4) & 0xffff, word(4) >> 16),
+            let (flags, checksum) = if with_checksum {
+                (word(4), word(12))
+            } else {
+                (word(4) & 0xffff, word(4) >> 16)
             };
             let high = if wide { word(8) } else { 0 };
             found.push(Change {
@@ -76,31 +74,25 @@ impl Journal<'_> {
         let list = block[..self.end_of_list()].get(REVOKE_HEADER..used);
         let list =
             list.ok_or_else(|| Structure::Journal(at).damaged("its list of blocks is damaged"))?;
-        let found = match self.has(journal_incompatible::BITS_64) {
-            true => {
-                let (numbers, _) = list.as_chunks::<8>();
-                numbers
-                    .iter()
-                    .map(|bytes| u64::from_be_bytes(*bytes))
-                    .collect()
-            }
-            false => {
-                let (numbers, _) = list.as_chunks::<4>();
-                let numbers = numbers.iter();
-                numbers
-                    .map(|bytes| u32::from_be_bytes(*bytes).into())
-                    .collect()
-            }
+        let found = if self.has(journal_incompatible::BITS_64) {
+            let (numbers, _) = list.as_chunks::<8>();
+            numbers
+                .iter()
+                .map(|bytes| u64::from_be_bytes(*bytes))
+                .collect()
+        } else {
+            let (numbers, _) = list.as_chunks::<4>();
+            let numbers = numbers.iter();
+            numbers
+                .map(|bytes| u32::from_be_bytes(*bytes).into())
+                .collect()
         };
         Ok(found)
     }
 
     /// The end of the list in a descriptor block or in a revoke block.
     fn end_of_list(&self) -> usize {
-        match self.has_checksums() {
-            true => BLOCK_BYTES - TAIL,
-            false => BLOCK_BYTES,
-        }
+        if self.has_checksums() { BLOCK_BYTES - TAIL } else { BLOCK_BYTES }
     }
 
     /// Compares a descriptor block or a revoke block with the checksum at its end.

@@ -92,9 +92,10 @@ impl<'r> Journal<'r> {
             && journal.end <= blocks
             && journal.first > 0
             && log.contains(&journal.start);
-        match is_whole {
-            true => Ok(Some(journal)),
-            false => Err(damaged("its block size or its bounds of the log are wrong")),
+        if is_whole {
+            Ok(Some(journal))
+        } else {
+            Err(damaged("its block size or its bounds of the log are wrong"))
         }
     }
 }

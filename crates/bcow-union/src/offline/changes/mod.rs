@@ -211,12 +211,11 @@ impl Reader<'_> {
             self.directory(next)?;
         }
         // A change through one name of an inode applies to all its names.
-        let found = match self.index.is_empty() {
-            true => Vec::new(),
-            false => {
-                let is_indexed = |nid: Nid| self.index.contains_key(&nid.0);
-                self.builder.names_of(&is_indexed)?
-            }
+        let found = if self.index.is_empty() {
+            Vec::new()
+        } else {
+            let is_indexed = |nid: Nid| self.index.contains_key(&nid.0);
+            self.builder.names_of(&is_indexed)?
         };
         for (path, nid) in found {
             if self.builder.shows_through(&path) {

@@ -366,9 +366,10 @@ impl Checker<'_> {
         let kind = file_type(stat);
         let is_directory = kind == rustix::fs::FileType::Directory;
         let is_regular = kind == rustix::fs::FileType::RegularFile;
-        match is_directory {
-            true => self.report.directories += 1,
-            false => self.report.files += 1,
+        if is_directory {
+            self.report.directories += 1
+        } else {
+            self.report.files += 1
         }
         let misplaced = [
             (

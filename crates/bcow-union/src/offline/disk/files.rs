@@ -19,10 +19,7 @@ impl Reader<'_> {
         }
         let below = self.origins.inode(number)?;
         let is_unchanged = below.is_some() && !self.disk.changed().contains(&number);
-        let node = match is_unchanged {
-            true => None,
-            false => self.changed_file(number, below)?,
-        };
+        let node = if is_unchanged { None } else { self.changed_file(number, below)? };
         self.files.insert(number, node);
         Ok(node)
     }
