@@ -12,7 +12,6 @@ mod copy_out;
 mod cpus;
 mod disk_ledger;
 mod heap;
-mod interrupt;
 mod kernel_upper;
 mod limits;
 mod metrics;
@@ -30,8 +29,8 @@ use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
 use bcow_images::{
-    cache, disks, error, foreign_format, image, names, new_file, plain, prefetch, push, record,
-    remote, replace, running, size, stores, views,
+    cache, disks, error, foreign_format, image, interrupt, names, new_file, plain, prefetch, push,
+    record, remote, replace, running, size, stores, views,
 };
 use clap::{CommandFactory, Parser, Subcommand};
 

@@ -5,7 +5,8 @@
 //! and makes the errors for all others. [`apparent`] looks at the source of a conversion, and
 //! [`way`] is the table of what converts to what. [`image`] and [`disks`] open images and disks,
 //! with the files below them, where [`stores`] and [`remote`] find them; [`push`] has the places
-//! that commands write to. [`error`] is the failure of a command.
+//! that commands write to. [`error`] is the failure of a command, and [`interrupt`] its end by a
+//! signal.
 //!
 //! ```
 //! use bcow_images::{Name, NameForm, NameUse, Takes};
@@ -33,6 +34,7 @@ pub mod foreign_format;
 mod form;
 pub mod given;
 pub mod image;
+pub mod interrupt;
 mod name;
 mod name_error;
 pub mod names;
