@@ -1,28 +1,22 @@
-//! Uppers of the kernel driver: an upper whose disk is over the view of an image.
+//! Uppers of the kernel driver that are open for writing: their disk is over the view of an image.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, hex, is_plain_name};
-use bcow::{CreateOptions, Disk, Image, OpenOptions};
+use bcow::{CreateOptions, Disk, OpenOptions};
 use bcow_fuse::kernel::DiskFiles;
 use bcow_mount::filesystem::{self, Kind};
-use bcow_union::{DiskInstance, DiskReader, Driver, FileSystem, ImageName, UpperError};
+use bcow_union::{DiskInstance, FileSystem, ImageName, UpperError};
 use bcow_view::CachedView;
+
+use bcow_images::kernel_upper::{cannot_open_disk, views};
 
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::error::CommandError;
 use crate::image::OpenImage;
-use crate::stores::open_hint;
-use crate::ui::Ui;
-use crate::upper::{cannot_use, refuse_lost, require_image, when_free};
+use crate::upper::cannot_use;
 use crate::views::{UserViews, cannot_view};
-
-/// Whether the directory is an upper of the kernel driver. If it cannot be examined, the command
-/// that opens it as an upper of the other driver names the problem.
-pub fn is_kernel_upper(path: &Path) -> bool {
-    matches!(bcow_union::driver_of(path), Ok(Some(Driver::Kernel)))
-}
 
 /// What the user asks of the file system of an upper.
 #[derive(Debug, Clone, Copy)]
@@ -42,45 +36,6 @@ pub struct WritableUpper {
     pub files: Option<DiskFiles>,
     /// Holds the locks. Dropped after the disk.
     pub instance: DiskInstance,
-}
-
-/// An upper that no process writes to while this lives.
-pub struct ReadUpper {
-    /// The disk, over the view of the image.
-    pub disk: Arc<Image>,
-    /// Holds the locks.
-    pub reader: DiskReader,
-}
-
-/// Opens the upper of `image` for reading.
-pub fn read(
-    image: &OpenImage,
-    upper: &Path,
-    options: &OpenOptions,
-    ui: &Ui,
-) -> Result<ReadUpper, CommandError> {
-    let reader = when_free(ui, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;
-    require_same_image(&reader, image)?;
-    refuse_lost(upper, reader.is_lost())?;
-    let disk = read_disk(&reader, image, options)?;
-    Ok(ReadUpper { disk, reader })
-}
-
-/// Refuses an upper of another image.
-pub fn require_same_image(reader: &DiskReader, image: &OpenImage) -> Result<(), CommandError> {
-    let record = reader.record();
-    require_image(reader.path(), record.identity(), &record.image_name, image)
-}
-
-/// Opens the disk of an upper over the view of its image, for reading.
-pub fn read_disk(
-    reader: &DiskReader,
-    image: &OpenImage,
-    options: &OpenOptions,
-) -> Result<Arc<Image>, CommandError> {
-    let views = cache(image, options)?;
-    bcow_view::read_instance(reader.disk(), image, &views, options)
-        .map_err(|error| cannot_open_disk(reader.path(), &error))
 }
 
 /// Opens the upper at `path` for writing, or begins one for `image`. `open` repeats the opening
@@ -115,7 +70,7 @@ pub fn open_or_begin(
         None => DiskInstance::open(path, named, note),
     });
     let mut instance = opened.map_err(|error| cannot_use(&error))?;
-    let views = cache(image, options)?;
+    let views = views(image, options)?;
     if instance.disk().is_none() {
         let size = asked.size.unwrap_or(bcow_view::DEFAULT_BYTES);
         make_disk(&mut instance, image, size, note, options)?;
@@ -261,24 +216,5 @@ fn entry_of(image: &OpenImage) -> BackingEntry {
             identity: Some(identity),
         },
         size: header.size,
-    }
-}
-
-fn cache(image: &OpenImage, options: &OpenOptions) -> Result<bcow_view::ViewCache, CommandError> {
-    let views = UserViews::new(options).cache();
-    views.map_err(|error| cannot_view(image.path(), &error))
-}
-
-fn cannot_open_disk(upper: &Path, error: &bcow::Error) -> CommandError {
-    let shown = upper.display();
-    let failure =
-        CommandError::new(format!("cannot open the disk of the upper {shown}")).caused_by(error);
-    let hint = match error.code() {
-        Some(_) => Some(format!("`bcow fsck {shown}` lists all damage")),
-        None => open_hint(upper, upper, error),
-    };
-    match hint {
-        Some(hint) => failure.hint(hint),
-        None => failure,
     }
 }

@@ -5,7 +5,6 @@
 //! failure.
 
 mod ask;
-mod changes;
 mod commands;
 mod conversion;
 mod copy_out;
@@ -17,20 +16,18 @@ mod limits;
 mod metrics;
 mod mount_users;
 mod named_mount;
-mod over_view;
 mod pool;
 mod remote_report;
 mod rewrite;
 mod stat;
 mod ui;
-mod upper;
 
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
 use bcow_images::{
-    cache, disks, error, foreign_format, image, interrupt, names, new_file, plain, prefetch, push,
-    record, remote, replace, running, size, stores, views,
+    cache, changes, disks, error, foreign_format, image, interrupt, names, new_file, plain,
+    prefetch, push, record, remote, replace, running, size, upper, views,
 };
 use clap::{CommandFactory, Parser, Subcommand};
 

@@ -251,6 +251,10 @@ impl Ui {
 }
 
 impl Warnings for Ui {
+    fn status(&self, text: &dyn fmt::Display) {
+        Ui::status(self, text);
+    }
+
     fn warning(&self, text: &dyn fmt::Display) {
         Ui::warning(self, text);
     }

@@ -14,9 +14,9 @@ use bcow_images::Name;
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, StoreArgs};
-use crate::kernel_upper::is_kernel_upper;
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser, WHOLE_IMAGE};
+use bcow_images::kernel_upper::is_kernel_upper;
 
 /// Check an image, a disk or an upper, and repair it
 ///

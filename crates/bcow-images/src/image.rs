@@ -30,8 +30,12 @@ use crate::size::{Count, plural};
 pub use crate::stores::{StoreArgs, cannot_open, cannot_open_file, refuse_what_is_no_file};
 pub use crate::tree::{LastLink, Tree};
 
-/// Takes the warnings of an image that opens with problems.
+/// Takes the messages of an operation for its user.
 pub trait Warnings {
+    /// Something that the user may want to know, such as the reason of a delay.
+    fn status(&self, text: &dyn Display);
+
+    /// A problem that does not end the operation.
     fn warning(&self, text: &dyn Display);
 
     /// A hint for the warning before it.

@@ -4,9 +4,10 @@
 //! [`Name::parse`] is the only parser. [`Takes`] says which forms an argument of a command takes,
 //! and makes the errors for all others. [`apparent`] looks at the source of a conversion, and
 //! [`way`] is the table of what converts to what. [`image`] and [`disks`] open images and disks,
-//! with the files below them, where [`stores`] and [`remote`] find them; [`push`] has the places
-//! that commands write to. [`error`] is the failure of a command, and [`interrupt`] its end by a
-//! signal.
+//! with the files below them, where [`stores`] and [`remote`] find them. [`upper`] and
+//! [`kernel_upper`] open the uppers of writable mounts for reading, and [`changes`] reads what they
+//! change. [`push`] has the places that commands write to. [`error`] is the failure of a command,
+//! and [`interrupt`] its end by a signal.
 //!
 //! ```
 //! use bcow_images::{Name, NameForm, NameUse, Takes};
@@ -26,6 +27,7 @@
 
 pub mod args;
 pub mod cache;
+pub mod changes;
 mod content;
 pub mod disks;
 pub mod error;
@@ -35,10 +37,12 @@ mod form;
 pub mod given;
 pub mod image;
 pub mod interrupt;
+pub mod kernel_upper;
 mod name;
 mod name_error;
 pub mod names;
 pub mod new_file;
+mod over_view;
 pub mod plain;
 pub mod prefetch;
 pub mod push;
@@ -51,6 +55,7 @@ pub mod size;
 pub mod stores;
 mod takes;
 pub mod tree;
+pub mod upper;
 mod url;
 pub mod views;
 mod ways;

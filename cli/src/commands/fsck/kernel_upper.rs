@@ -15,9 +15,9 @@ use super::report::{Checked, Counts, Outcome, Repairs, Upper, unread_content};
 use super::{Args, upper_image};
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
-use crate::kernel_upper::{read_disk, require_same_image};
 use crate::ui::Ui;
 use crate::upper::{cannot_use, when_free};
+use bcow_images::kernel_upper::{read_disk, require_same_image};
 
 /// The name of the disk's file in META.
 const DISK: &str = "disk.bcow";

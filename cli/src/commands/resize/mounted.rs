@@ -9,10 +9,10 @@ use super::Args;
 use crate::ask;
 use crate::commands::mount::failure;
 use crate::error::{CommandError, Context};
-use crate::kernel_upper::is_kernel_upper;
 use crate::running::{self, Server, Service};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
+use bcow_images::kernel_upper::is_kernel_upper;
 
 /// The mount with the kernel driver that the user means by `path`: its mountpoint, its upper or its
 /// disk. `None` for a disk that is not mounted.

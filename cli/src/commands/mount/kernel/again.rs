@@ -17,10 +17,10 @@ use super::{Asked, Opened, disk_path, open_asked, open_options, open_unchecked};
 use crate::disk_ledger::LedgerUse;
 use crate::disks::{cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context};
-use crate::kernel_upper::is_kernel_upper;
 use crate::running::Service;
 use crate::ui::Ui;
 use crate::upper::holder_of_note;
+use bcow_images::kernel_upper::is_kernel_upper;
 
 /// Opens the content of a mount, after the end of the process that has served it. The kernel has
 /// parsed its metadata, so that is not checked again.

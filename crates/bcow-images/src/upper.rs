@@ -8,9 +8,8 @@ use bcow::lock::LockError;
 use bcow_union::{Driver, UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
-use crate::image::OpenImage;
+use crate::image::{OpenImage, Warnings};
 use crate::running::{self, ProcessState};
-use crate::ui::Ui;
 
 /// How long to wait for a process that holds an upper or a disk and shows no sign that its mount
 /// ends: umount(8) returns before that process has noticed the unmount.
@@ -43,7 +42,7 @@ pub fn holder_of_note(note: &str) -> Option<u32> {
 /// Opens an upper with `open`. Tries again while another process holds the upper and may soon
 /// release it.
 pub fn when_free<T>(
-    ui: &Ui,
+    messages: &dyn Warnings,
     mut open: impl FnMut() -> Result<T, UpperError>,
 ) -> Result<T, UpperError> {
     let start = Instant::now();
@@ -55,7 +54,7 @@ pub fn when_free<T>(
         };
         if start.elapsed() > MESSAGE_AFTER && !is_reported {
             is_reported = true;
-            ui.status(format_args!(
+            messages.status(&format_args!(
                 "waiting for the end of another mount: {error}"
             ));
         }
@@ -97,9 +96,10 @@ pub fn is_closing(pid: u32) -> bool {
 pub fn open_reader_of(
     image: &OpenImage,
     upper: &Path,
-    ui: &Ui,
+    messages: &dyn Warnings,
 ) -> Result<UpperReader, CommandError> {
-    let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
+    let reader =
+        when_free(messages, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;
     refuse_lost(upper, reader.is_lost())?;
     Ok(reader)

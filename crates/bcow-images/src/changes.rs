@@ -10,12 +10,11 @@ use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
 use bcow_view::CompareError;
 
 use crate::error::CommandError;
-use crate::image::{OpenImage, StoreArgs};
+use crate::image::{OpenImage, StoreArgs, Warnings};
 use crate::kernel_upper::{self, is_kernel_upper};
 use crate::names;
 use crate::over_view;
 use crate::size::plural;
-use crate::ui::Ui;
 use crate::upper::open_reader_of;
 
 /// The changes in an upper to its image, or those in a disk that shows the image.
@@ -24,7 +23,7 @@ pub fn read(
     upper: &Path,
     stores: &StoreArgs,
     scope: Scope,
-    ui: &Ui,
+    messages: &dyn Warnings,
 ) -> Result<Changes, CommandError> {
     let most = Limits::default().max_entries;
     let lower = || -> Result<_, CommandError> { Ok(Arc::new(image.tree()?.into_filesystem())) };
@@ -32,7 +31,7 @@ pub fn read(
     let disk = match () {
         () if upper.is_file() => Some(over_view::open(image, upper, stores)?),
         () if is_kernel_upper(upper) => {
-            let found = kernel_upper::read(image, upper, &OpenOptions::default(), ui)?;
+            let found = kernel_upper::read(image, upper, &OpenOptions::default(), messages)?;
             Some(over_view::of_upper(found, upper)?)
         }
         () => None,
@@ -40,14 +39,14 @@ pub fn read(
     let changes = match disk {
         Some(disk) => Changes::of_disk(disk, lower()?, device, scope, most),
         None => {
-            let reader = open_reader_of(image, upper, ui)?;
+            let reader = open_reader_of(image, upper, messages)?;
             Changes::read(&reader, lower()?, device, scope, most)
         }
     };
     let changes = changes.map_err(|error| cannot_read(upper, image, &error))?;
     for (name, count) in &changes.dropped_xattrs {
         let name = names::quoted(name);
-        ui.warning(format_args!(
+        messages.warning(&format_args!(
             "left out extended attribute {name} of {}, which an image cannot store",
             plural(*count, "file")
         ));

@@ -1,0 +1,81 @@
+//! Uppers of the kernel driver that are open for reading: their disk is over the view of an image.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::{Image, OpenOptions};
+use bcow_union::{DiskReader, Driver};
+use bcow_view::ViewCache;
+
+use crate::error::CommandError;
+use crate::image::{OpenImage, Warnings};
+use crate::stores::open_hint;
+use crate::upper::{cannot_use, refuse_lost, require_image, when_free};
+use crate::views::{UserViews, cannot_view};
+
+/// Whether the directory is an upper of the kernel driver. If it cannot be examined, the command
+/// that opens it as an upper of the other driver names the problem.
+pub fn is_kernel_upper(path: &Path) -> bool {
+    matches!(bcow_union::driver_of(path), Ok(Some(Driver::Kernel)))
+}
+
+/// An upper that no process writes to while this lives.
+pub struct ReadUpper {
+    /// The disk, over the view of the image.
+    pub disk: Arc<Image>,
+    /// Holds the locks.
+    pub reader: DiskReader,
+}
+
+/// Opens the upper of `image` for reading.
+pub fn read(
+    image: &OpenImage,
+    upper: &Path,
+    options: &OpenOptions,
+    messages: &dyn Warnings,
+) -> Result<ReadUpper, CommandError> {
+    let reader =
+        when_free(messages, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;
+    require_same_image(&reader, image)?;
+    refuse_lost(upper, reader.is_lost())?;
+    let disk = read_disk(&reader, image, options)?;
+    Ok(ReadUpper { disk, reader })
+}
+
+/// Refuses an upper of another image.
+pub fn require_same_image(reader: &DiskReader, image: &OpenImage) -> Result<(), CommandError> {
+    let record = reader.record();
+    require_image(reader.path(), record.identity(), &record.image_name, image)
+}
+
+/// Opens the disk of an upper over the view of its image, for reading.
+pub fn read_disk(
+    reader: &DiskReader,
+    image: &OpenImage,
+    options: &OpenOptions,
+) -> Result<Arc<Image>, CommandError> {
+    let views = views(image, options)?;
+    bcow_view::read_instance(reader.disk(), image, &views, options)
+        .map_err(|error| cannot_open_disk(reader.path(), &error))
+}
+
+/// The cache with the view of `image`.
+pub fn views(image: &OpenImage, options: &OpenOptions) -> Result<ViewCache, CommandError> {
+    let views = UserViews::new(options).cache();
+    views.map_err(|error| cannot_view(image.path(), &error))
+}
+
+/// The error of a disk of the upper at `upper` that does not open.
+pub fn cannot_open_disk(upper: &Path, error: &bcow::Error) -> CommandError {
+    let shown = upper.display();
+    let failure =
+        CommandError::new(format!("cannot open the disk of the upper {shown}")).caused_by(error);
+    let hint = match error.code() {
+        Some(_) => Some(format!("`bcow fsck {shown}` lists all damage")),
+        None => open_hint(upper, upper, error),
+    };
+    match hint {
+        Some(hint) => failure.hint(hint),
+        None => failure,
+    }
+}
