@@ -1,22 +1,14 @@
 //! `bcow fsck`
 
-mod backing;
-mod image;
-mod kernel_upper;
-mod report;
-mod restore;
-mod tolerant;
-mod upper;
-mod upper_image;
+mod print;
 
-use bcow::check::CheckOptions;
+use bcow_fsck::{Fsck, RepairOptions};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser, WHOLE_IMAGE};
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, StoreArgs};
 use crate::ui::Ui;
-use bcow_images::args::{IMAGE, NameParser, WHOLE_IMAGE};
-use bcow_images::kernel_upper::is_kernel_upper;
 
 /// Check an image, a disk or an upper, and repair it
 ///
@@ -85,35 +77,6 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-impl Args {
-    /// Whether every byte is read. A restored file is read as a whole in any case.
-    fn data(&self) -> bool {
-        self.data || self.from.is_some() || self.is_pinned_file()
-    }
-
-    /// The number of threads that read and verify.
-    fn threads(&self) -> usize {
-        match self.jobs {
-            Some(jobs) => jobs.into(),
-            None => std::thread::available_parallelism().map_or(1, |n| n.get()),
-        }
-    }
-
-    fn check_options(&self) -> CheckOptions {
-        CheckOptions {
-            data: self.data(),
-            threads: self.threads(),
-        }
-    }
-
-    /// Whether --root-hash names the content of a file on this machine. The root in its header says
-    /// nothing about the content until all of it is hashed. Each read of an image on another
-    /// machine is verified.
-    fn is_pinned_file(&self) -> bool {
-        self.stores.remote.root_hash.is_some() && !self.image.is_remote()
-    }
-}
-
 /// Runs the check, prints the result, and returns the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     run_check(args, ui).map_err(|error| match error.exit() {
@@ -124,20 +87,30 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 }
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
-    let outcome = if !upper::is_upper(args.image.shown()) {
-        image::check(args, ui)?
-    } else if args.from.is_some() {
-        let usage = format!("{} is the upper of a writable mount", args.image.display());
-        return Err(CommandError::usage(usage).hint("--from restores images"));
-    } else if is_kernel_upper(args.image.shown()) {
-        kernel_upper::check(args, ui)?
-    } else {
-        upper::check(args, ui)?
+    let progress = ui.progress();
+    let fsck = Fsck {
+        image: &args.image,
+        lower: args.lower.as_ref(),
+        data: args.data,
+        repair: args.repair.then_some(RepairOptions {
+            from: args.from.as_ref(),
+        }),
+        jobs: args.jobs.map(usize::from),
+        layers: &args.layers,
+        stores: &args.stores,
+        messages: ui,
+        progress: &progress,
     };
+    let report = fsck.run()?;
+    drop(progress);
     if args.json {
-        ui.print_json(&outcome.document())?;
+        ui.print_json(&report.document())?;
     } else {
-        outcome.print(ui)?;
+        print::print(&report, ui)?;
     }
-    Ok(outcome.exit())
+    Ok(match report.verdict().errors {
+        0 if report.repairs.of_damage => exit::FSCK_REPAIRED,
+        0 => exit::DONE,
+        _ => exit::FSCK_ERRORS_LEFT,
+    })
 }

@@ -1,48 +1,44 @@
-//! `bcow fsck` of the upper of a mount with the FUSE driver.
+//! The check of the upper of a mount with the FUSE driver.
 
 use std::path::Path;
 use std::sync::Arc;
 
+use bcow_images::Name;
+use bcow_images::error::CommandError;
+use bcow_images::image::OpenImage;
+use bcow_images::upper::{cannot_use, require_same_image, when_free};
 use bcow_union::offline::check::{self, CheckedImage, Finding, Place, Report};
 use bcow_union::{Instance, META, UpperError, UpperReader};
 
-use super::report::{Checked, Outcome, Repairs, Upper};
-use super::{Args, upper_image};
-use crate::error::CommandError;
-use crate::image::OpenImage;
-use crate::ui::Ui;
-use crate::upper::{cannot_use, require_same_image, when_free};
-use bcow_images::Name;
-
-/// Whether `path` is the upper of a writable mount, with either driver.
-pub fn is_upper(path: &Path) -> bool {
-    path.join(META).is_dir()
-}
+use crate::report::{CheckedFile, FsckReport, Repairs, UpperFacts};
+use crate::{Fsck, upper_image};
 
 /// Checks an upper, and repairs it with --repair.
-pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
-    if args.jobs.is_some() {
+pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
+    if asked.jobs.is_some() {
         return Err(
             CommandError::usage("-j does not apply to an upper of the FUSE driver")
                 .hint("leave out -j"),
         );
     }
-    let progress = ui.progress();
+    let progress = asked.progress;
     progress.phase("checking");
     let mut image = None;
-    let mut found = examine(args, ui, &mut image)?;
+    let mut found = examine(asked, &mut image)?;
     let mut repaired = Vec::new();
-    if args.repair && found.report.is_repairable() {
+    if asked.repair.is_some() && found.report.is_repairable() {
         progress.phase("repairing");
         let note = format!("bcow fsck --repair, process {}", std::process::id());
-        let instance = when_free(ui, || Instance::open_existing(args.image.shown(), &note))
-            .map_err(|error| cannot_use(&error))?;
+        let instance = when_free(asked.messages, || {
+            Instance::open_existing(asked.image.shown(), &note)
+        })
+        .map_err(|error| cannot_use(&error))?;
         let upper = UpperReader::of(&instance).map_err(|error| cannot_use(&error))?;
         // The open has emptied the directory of temporary files. Removing links there changes link
         // counts. Also, the upper may have been mounted since the check. So the repairs come from a
         // second check.
         let work_was_emptied = found.report.has_leftover_work();
-        let again = examine_open(args, ui, &upper, &mut image)?;
+        let again = examine_open(asked, &upper, &mut image)?;
         repaired = check::repair(&instance, &again.report).map_err(|error| cannot_use(&error))?;
         if work_was_emptied {
             repaired.push(format!("emptied {META}/work"));
@@ -50,13 +46,13 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
         drop(upper);
         drop(instance);
         progress.phase("checking");
-        found = examine(args, ui, &mut image)?;
+        found = examine(asked, &mut image)?;
     }
     let report = found.report;
-    let checked = Checked {
-        name: args.image.to_string(),
+    let checked = CheckedFile {
+        name: asked.image.to_string(),
         findings: report.findings,
-        upper: Some(Upper::Fuse {
+        upper: Some(UpperFacts::Fuse {
             image: found.image,
             directories: report.directories,
             files: report.files,
@@ -66,14 +62,14 @@ pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
             // Of packed partial files, which this version does not read.
             dropped_records: 0,
         }),
-        ..Checked::default()
+        ..CheckedFile::default()
     };
     let repairs = Repairs {
         of_damage: !repaired.is_empty(),
         lines: repaired,
         ..Repairs::default()
     };
-    Ok(Outcome::of_upper(args, checked, repairs))
+    Ok(FsckReport::of_upper(asked, checked, repairs))
 }
 
 /// The result of a check.
@@ -87,8 +83,8 @@ struct CheckedUpper {
 type UsedImage = Option<Option<OpenImage>>;
 
 /// Opens the upper for reading and checks it.
-fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<CheckedUpper, CommandError> {
-    let upper = match when_free(ui, || UpperReader::open(args.image.shown())) {
+fn examine(asked: &Fsck<'_>, image: &mut UsedImage) -> Result<CheckedUpper, CommandError> {
+    let upper = match when_free(asked.messages, || UpperReader::open(asked.image.shown())) {
         Ok(upper) => upper,
         // Without the record, the marks cannot be interpreted, so nothing else is checked.
         Err(error @ UpperError::Record { .. }) => {
@@ -104,13 +100,12 @@ fn examine(args: &Args, ui: &Ui, image: &mut UsedImage) -> Result<CheckedUpper, 
         }
         Err(error) => return Err(cannot_use(&error)),
     };
-    examine_open(args, ui, &upper, image)
+    examine_open(asked, &upper, image)
 }
 
 /// Checks an open upper.
 fn examine_open(
-    args: &Args,
-    ui: &Ui,
+    asked: &Fsck<'_>,
     upper: &UpperReader,
     image: &mut UsedImage,
 ) -> Result<CheckedUpper, CommandError> {
@@ -121,7 +116,7 @@ fn examine_open(
             Some(&*image)
         }
         Some(None) => None,
-        None => image.insert(open_image(args, upper, ui)?).as_ref(),
+        None => image.insert(open_image(asked, upper)?).as_ref(),
     };
     let checked = match image {
         Some(image) => Some(CheckedImage {
@@ -130,7 +125,7 @@ fn examine_open(
         }),
         None => None,
     };
-    let check = if args.data { check::check_data } else { check::check };
+    let check = if asked.data { check::check_data } else { check::check };
     let report = check(upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
     Ok(CheckedUpper {
         report,
@@ -140,24 +135,15 @@ fn examine_open(
 
 /// Opens the image of the upper. `None` if the upper has no record, or if the recorded image is not
 /// usable.
-fn open_image(
-    args: &Args,
-    upper: &UpperReader,
-    ui: &Ui,
-) -> Result<Option<OpenImage>, CommandError> {
+fn open_image(asked: &Fsck<'_>, upper: &UpperReader) -> Result<Option<OpenImage>, CommandError> {
     let recorded = upper.record().map(|record| record.image_name.as_str());
-    let Some(name) = args
-        .lower
-        .as_ref()
-        .map(Name::shown)
-        .or(recorded.map(Path::new))
-    else {
-        if args.layers.layers.is_empty() {
+    let Some(name) = asked.lower.map(Name::shown).or(recorded.map(Path::new)) else {
+        if asked.layers.layers.is_empty() {
             return Ok(None);
         }
         let usage = "--layer needs the image of the upper: LOWER";
         return Err(CommandError::usage(usage));
     };
     let require_same = |image: &OpenImage| require_same_image(upper, image);
-    upper_image::open(args, name, require_same, "references to it are", ui)
+    upper_image::open(asked, name, require_same, "references to it are")
 }

@@ -1,4 +1,4 @@
-//! `bcow fsck` of an upper of the kernel driver: its record, its disk, and whether the disk opens
+//! The check of an upper of the kernel driver: its record, its disk, and whether the disk opens
 //! over the view of the image.
 //!
 //! The ext4 on the disk is not checked here: e2fsck(8) checks it, and e2fsck and the kernel replay
@@ -9,15 +9,14 @@ use std::path::Path;
 use bcow::check::{self, CheckOptions, Finding, Findings, Place, Repair};
 use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_fuse::kernel::{self, Kind};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::image::{OpenImage, Warnings};
+use bcow_images::kernel_upper::{read_disk, require_same_image};
+use bcow_images::upper::{cannot_use, when_free};
 use bcow_union::{DiskInstance, DiskReader, META, UpperError};
 
-use super::report::{Checked, Counts, Outcome, Repairs, Upper, unread_content};
-use super::{Args, upper_image};
-use crate::error::{CommandError, Context};
-use crate::image::OpenImage;
-use crate::ui::Ui;
-use crate::upper::{cannot_use, when_free};
-use bcow_images::kernel_upper::{read_disk, require_same_image};
+use crate::report::{CheckedFile, FsckReport, ReadCounts, Repairs, UpperFacts};
+use crate::{Fsck, unread_content, upper_image};
 
 /// The name of the disk's file in META.
 const DISK: &str = "disk.bcow";
@@ -26,7 +25,7 @@ const DISK: &str = "disk.bcow";
 #[derive(Default)]
 struct CheckedDisk {
     findings: Findings,
-    counts: Counts,
+    counts: ReadCounts,
     /// Size of the file system in bytes, if the upper is complete.
     size: Option<u64>,
     /// The image of the upper, if it was opened.
@@ -39,39 +38,40 @@ fn place(name: &str) -> Place {
 }
 
 /// Repairs the disk if asked, and checks the upper.
-pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
-    let progress = ui.progress();
+pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
+    let progress = asked.progress;
     let mut repairs = Repairs::default();
-    if args.repair {
+    if asked.repair.is_some() {
         progress.phase("repairing");
-        repairs.add(&repair(args.image.shown(), ui)?);
+        repairs.add(&repair(asked.image.shown(), asked.messages)?);
     }
     progress.phase("checking");
-    let found = examine(args, ui)?;
+    let found = examine(asked)?;
     // A repair often follows an accident, which may have damaged data too.
-    let is_unread = args.repair && !args.data && found.size.is_some() && found.findings.is_sound();
-    let checked = Checked {
-        name: args.image.to_string(),
+    let is_unread =
+        asked.repair.is_some() && !asked.data && found.size.is_some() && found.findings.is_sound();
+    let checked = CheckedFile {
+        name: asked.image.to_string(),
         findings: found.findings,
         counts: Some(found.counts),
-        upper: Some(Upper::Kernel {
+        upper: Some(UpperFacts::Kernel {
             image: found.image,
             fs: found.size.map(|_| "ext4"),
             size: found.size,
         }),
-        ..Checked::default()
+        ..CheckedFile::default()
     };
-    let mut outcome = Outcome::of_upper(args, checked, repairs);
+    let mut outcome = FsckReport::of_upper(asked, checked, repairs);
     if is_unread {
-        outcome.hints.push(unread_content(&args.image.display()));
+        outcome.hints.push(unread_content(&asked.image.display()));
     }
     Ok(outcome)
 }
 
 /// Repairs the file of the disk. An upper without a disk has nothing to repair.
-fn repair(upper: &Path, ui: &Ui) -> Result<Vec<Repair>, CommandError> {
+fn repair(upper: &Path, messages: &dyn Warnings) -> Result<Vec<Repair>, CommandError> {
     let note = format!("bcow fsck --repair, process {}", std::process::id());
-    let instance = match when_free(ui, || DiskInstance::open_existing(upper, &note)) {
+    let instance = match when_free(messages, || DiskInstance::open_existing(upper, &note)) {
         Ok(instance) => instance,
         // The check reports it.
         Err(UpperError::Record { .. }) => return Ok(Vec::new()),
@@ -83,10 +83,10 @@ fn repair(upper: &Path, ui: &Ui) -> Result<Vec<Repair>, CommandError> {
     }
 }
 
-fn examine(args: &Args, ui: &Ui) -> Result<CheckedDisk, CommandError> {
+fn examine(asked: &Fsck<'_>) -> Result<CheckedDisk, CommandError> {
     let mut found = CheckedDisk::default();
-    let upper = args.image.shown();
-    let reader = match when_free(ui, || DiskReader::open(upper)) {
+    let upper = asked.image.shown();
+    let reader = match when_free(asked.messages, || DiskReader::open(upper)) {
         Ok(reader) => reader,
         Err(error @ UpperError::Incomplete { .. }) => {
             // A disk without a record was never mounted.
@@ -109,12 +109,12 @@ fn examine(args: &Args, ui: &Ui) -> Result<CheckedDisk, CommandError> {
         found.findings.add(finding);
     }
     let options = CheckOptions {
-        data: args.data,
-        threads: args.threads(),
+        data: asked.data,
+        threads: asked.threads(),
     };
     let report = check::check(reader.disk(), &options)
         .context(|| format!("cannot check {}", reader.disk_path().display()))?;
-    found.counts = Counts {
+    found.counts = ReadCounts {
         tables: report.tables,
         blocks: report.blocks,
         bytes_read: report.bytes_read,
@@ -123,7 +123,7 @@ fn examine(args: &Args, ui: &Ui) -> Result<CheckedDisk, CommandError> {
     found.findings.append(of_disk);
     // A damaged file may not open at all.
     if found.findings.is_sound()
-        && let Some(image) = open_image(args, &reader, ui)?
+        && let Some(image) = open_image(asked, &reader)?
     {
         found.image = Some(image.path().to_string_lossy().into_owned());
         match read_disk(&reader, &image, &OpenOptions::default()) {
@@ -161,13 +161,9 @@ fn check_disk(disk: &Image, reader: &DiskReader, found: &mut CheckedDisk) {
 }
 
 /// Opens the image of the upper. `None` if the recorded image is not usable.
-fn open_image(
-    args: &Args,
-    reader: &DiskReader,
-    ui: &Ui,
-) -> Result<Option<OpenImage>, CommandError> {
+fn open_image(asked: &Fsck<'_>, reader: &DiskReader) -> Result<Option<OpenImage>, CommandError> {
     let recorded = Path::new(&reader.record().image_name);
     let require_same = |image: &OpenImage| require_same_image(reader, image);
     let unchecked = "what the disk shows of it is";
-    upper_image::open(args, recorded, require_same, unchecked, ui)
+    upper_image::open(asked, recorded, require_same, unchecked)
 }

@@ -1,4 +1,4 @@
-//! `bcow fsck` of an image or a disk: its file, the file system in it, and the files below it.
+//! The check of an image or a disk: its file, the file system in it, and the files below it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,25 +10,33 @@ use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
 use bcow_images::NameParts;
-use bcow_oci::store::{self, Opened, Places, StoreError};
+use bcow_images::args::WHOLE_IMAGE;
+use bcow_images::disks::{lock_for_reading, open_for_repair};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::image::{cannot_open, cannot_open_file, refuse_what_is_no_file};
+use bcow_images::names::quoted;
+use bcow_images::remote::{self, Pinned, RemoteImage};
+use bcow_oci::store::{self, Located, Opened, Places, StoreError};
 use bcow_oci::{Digest, LocalImage};
 
-use super::backing::BACKING_TABLE;
-use super::report::{Checked, Counts, Outcome, Repairs, unread_content};
-use super::tolerant::tolerant;
-use super::{Args, backing, restore};
-use crate::disks::{lock_for_reading, open_for_repair};
-use crate::error::{CommandError, Context};
-use crate::image::{cannot_open, cannot_open_file, refuse_what_is_no_file};
-use crate::names::quoted;
-use crate::remote::{self, Pinned, RemoteImage};
-use crate::ui::{Progress, Ui};
+use crate::backing::{self, BACKING_TABLE};
+use crate::report::{CheckedFile, FsckReport, ReadCounts, Repairs};
+use crate::tolerant::tolerant;
+use crate::{Fsck, restore, unread_content};
+
+/// The image that the user named, before its header is checked.
+enum Found {
+    /// On this machine.
+    Here { name: LocalImage, located: Located },
+    /// On another machine. It can be checked, but not repaired.
+    There(Box<RemoteImage>),
+}
 
 /// A file to check: the image, or a layer below it.
-struct Target {
+struct FileToCheck {
     /// The name of the file in JSON, in the log, and in the line with its verdict.
     name: String,
-    /// As [`Checked::label`].
+    /// As [`CheckedFile::label`].
     label: Option<String>,
     path: PathBuf,
     storage: Arc<dyn Storage>,
@@ -38,148 +46,151 @@ struct Target {
     digest_code: &'static str,
 }
 
+impl Found {
+    fn of(asked: &Fsck<'_>) -> Result<Self, CommandError> {
+        let (image, stores) = (asked.image, asked.stores);
+        match (image.parts(), image.local()) {
+            (NameParts::Url(_), _) if asked.repair.is_some() => Err(CommandError::usage(format!(
+                "cannot repair {image}: remote images are read-only"
+            ))
+            .hint("repair the file where it is, or a copy")),
+            (NameParts::Url(url), _) => {
+                let image = remote::open(url, &stores.remote, Pinned::AsAsked)?;
+                Ok(Found::There(Box::new(image)))
+            }
+            (_, Some(name)) => {
+                let located = store::locate(&name);
+                let located = located.map_err(|error| cannot_open(image.shown(), &error))?;
+                Ok(Found::Here { name, located })
+            }
+            (_, None) => Err(WHOLE_IMAGE.refuse(image).into()),
+        }
+    }
+
+    /// The name for messages: without the query of a URL.
+    fn shown<'a>(&'a self, asked: &Fsck<'a>) -> &'a Path {
+        match self {
+            Found::Here { .. } => asked.image.shown(),
+            Found::There(image) => image.name.shown(),
+        }
+    }
+
+    fn target(&self, asked: &Fsck<'_>) -> FileToCheck {
+        let shown = self.shown(asked);
+        let (path, storage, digest) = match self {
+            Found::Here { located, .. } => (
+                located.path.clone(),
+                located.file.clone() as Arc<dyn Storage>,
+                located.digest.clone(),
+            ),
+            Found::There(image) => (shown.to_owned(), tolerant(image.storage.clone()), None),
+        };
+        FileToCheck {
+            name: shown.display().to_string(),
+            label: None,
+            path,
+            storage,
+            digest,
+            digest_code: "blob-digest",
+        }
+    }
+}
+
 /// Repairs the image if asked, and checks it and the files below it.
-pub fn check(args: &Args, ui: &Ui) -> Result<Outcome, CommandError> {
-    refuse_options_of_uppers(args)?;
-    let stores = args.stores.directories()?;
-    refuse_what_is_no_file(&args.image)?;
-    let remote = open_remote(args)?;
-    // The files of a remote image are not looked up by this name.
-    let name = args.image.local();
-    let name = name.unwrap_or_else(|| LocalImage::File(args.image.shown().to_owned()));
+pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
+    refuse_options_of_uppers(asked)?;
+    let stores = asked.stores.directories()?;
+    refuse_what_is_no_file(asked.image)?;
+    let found = Found::of(asked)?;
     let places = Places {
         stores: &stores,
-        named: args.stores.backing_dirs()?,
-        remote: remote.as_ref().and_then(|remote| remote.files.as_ref()),
+        named: asked.stores.backing_dirs()?,
+        remote: match &found {
+            Found::Here { .. } => None,
+            Found::There(image) => image.files.as_ref(),
+        },
         ..Places::default()
     };
-    let (target, file) = locate(args, &name, remote.as_ref())?;
-    let progress = ui.progress();
-    // Another image must not be changed. A file without a readable header has no root yet.
-    if let Some(file) = file.as_ref().filter(|file| header_of(&***file).is_some()) {
-        require_root(args, file)?;
+    let mut repairs = Repairs::default();
+    if let Found::Here { name, located } = &found {
+        let file = &*located.file;
+        // Another image must not be changed. A file without a readable header has no root yet.
+        if header_of(file).is_some() {
+            require_root(asked, file)?;
+        }
+        repairs = repair(asked, name, &located.path, places)?;
+        require_root(asked, file)?;
+        lock_for_reading(asked.image.shown(), file, asked.stores.share())?;
     }
-    let repairs = repair(args, &name, &target.path, places, &progress)?;
-    progress.phase("checking");
-    if let Some(file) = &file {
-        require_root(args, file)?;
-        lock_for_reading(args.image.shown(), file, args.stores.share())?;
-    }
-    let checked = check_all(args, &name, target, remote.as_ref(), places, &progress)?;
-    let mut hints = hints(args, &checked);
+    asked.progress.phase("checking");
+    let checked = check_all(asked, &found, places)?;
+    let mut hints = hints(asked, &checked);
     if repairs.new_identity {
         hints.push(format!(
             "disks over this file do not open any more; its content has not changed, so \
              `bcow rebase --unsafe DISK -b {}` repairs each of them",
-            args.image.display()
+            asked.image.display()
         ));
     }
-    Ok(Outcome {
-        shown: args.image.shown().to_owned(),
+    Ok(FsckReport {
+        shown: asked.image.shown().to_owned(),
         checked,
         repairs,
-        data: args.data(),
+        data: asked.reads_data(),
         hints,
     })
 }
 
 /// Refuses the options that name the image of an upper.
-fn refuse_options_of_uppers(args: &Args) -> Result<(), CommandError> {
-    if args.lower.is_none() && args.layers.layers.is_empty() {
+fn refuse_options_of_uppers(asked: &Fsck<'_>) -> Result<(), CommandError> {
+    if asked.lower.is_none() && asked.layers.layers.is_empty() {
         return Ok(());
     }
     let usage = format!(
         "{} is not the upper of a writable mount",
-        args.image.display()
+        asked.image.display()
     );
     Err(CommandError::usage(usage).hint("LOWER and --layer name the image of an upper"))
 }
 
-/// Opens a remote image, which can be checked but not repaired. `None` for an image on
-/// this machine.
-fn open_remote(args: &Args) -> Result<Option<RemoteImage>, CommandError> {
-    match args.image.parts() {
-        NameParts::Url(_) if args.repair => Err(CommandError::usage(format!(
-            "cannot repair {}: remote images are read-only",
-            args.image
-        ))
-        .hint("repair the file where it is, or a copy")),
-        NameParts::Url(url) => remote::open(url, &args.stores.remote, Pinned::AsAsked).map(Some),
-        _ => Ok(None),
-    }
-}
-
-/// The file that IMG names, before its header is checked; and the open file, if it is on this
-/// machine.
-fn locate(
-    args: &Args,
-    name: &LocalImage,
-    remote: Option<&RemoteImage>,
-) -> Result<(Target, Option<Arc<std::fs::File>>), CommandError> {
-    let target = |shown: &Path, path, storage, digest| Target {
-        name: shown.display().to_string(),
-        label: None,
-        path,
-        storage,
-        digest,
-        digest_code: "blob-digest",
-    };
-    if let Some(remote) = remote {
-        let storage = tolerant(Arc::clone(&remote.storage));
-        let target = target(
-            remote.name.shown(),
-            remote.name.shown().to_owned(),
-            storage,
-            None,
-        );
-        return Ok((target, None));
-    }
-    let located = store::locate(name).map_err(|error| cannot_open(args.image.shown(), &error))?;
-    let storage = located.file.clone();
-    let target = target(args.image.shown(), located.path, storage, located.digest);
-    Ok((target, Some(located.file)))
-}
-
-/// Restores and repairs the file, as far as the options ask for this.
+/// Restores and repairs the file, as far as the user asks for this.
 fn repair(
-    args: &Args,
+    asked: &Fsck<'_>,
     name: &LocalImage,
     path: &Path,
     places: Places<'_>,
-    progress: &Progress,
 ) -> Result<Repairs, CommandError> {
     let mut repairs = Repairs::default();
-    if let Some(from) = &args.from {
-        progress.phase("restoring");
-        repairs.lines = restore::run(args, name, path, from, places)?;
+    let Some(repair) = asked.repair else {
+        return Ok(repairs);
+    };
+    if let Some(from) = repair.from {
+        asked.progress.phase("restoring");
+        repairs.lines = restore::run(asked, name, path, from, places)?;
         repairs.of_damage = !repairs.lines.is_empty();
     }
-    if args.repair {
-        progress.phase("repairing");
-        let (file, _lock) = open_for_repair(args.image.shown(), path)?;
-        let done = check::repair(file);
-        repairs.add(&done.context(|| format!("cannot repair {}", args.image.display()))?);
-    }
+    asked.progress.phase("repairing");
+    let (file, _lock) = open_for_repair(asked.image.shown(), path)?;
+    let done = check::repair(file);
+    repairs.add(&done.context(|| format!("cannot repair {}", asked.image.display()))?);
     Ok(repairs)
 }
 
 /// Checks the file, and then the files below it, in this order.
 fn check_all(
-    args: &Args,
-    name: &LocalImage,
-    target: Target,
-    remote: Option<&RemoteImage>,
+    asked: &Fsck<'_>,
+    found: &Found,
     places: Places<'_>,
-    progress: &Progress,
-) -> Result<Vec<Checked>, CommandError> {
-    let shown = remote.map_or(args.image.shown(), |remote| remote.name.shown());
-    let options = &args.check_options();
+) -> Result<Vec<CheckedFile>, CommandError> {
+    let shown = found.shown(asked);
+    let options = &asked.check_options();
+    let target = found.target(asked);
     let (path, storage) = (target.path.clone(), Arc::clone(&target.storage));
     let mut files = vec![check_file(shown, target, options)?];
     let opening = OpenOptions::default();
-    let opened = match remote {
-        Some(image) => store::open_remote(image.name.shown().to_owned(), storage, places, &opening),
-        None => store::open(name, places, &opening),
+    let opened = match found {
+        Found::Here { name, .. } => store::open(name, places, &opening),
+        Found::There(_) => store::open_remote(shown.to_owned(), storage, places, &opening),
     };
     let Some(opened) = with_layers(shown, opened, &files[0].findings)? else {
         return Ok(files);
@@ -189,25 +200,29 @@ fn check_all(
         .iter()
         .map(|problem| Finding::error(problem.code(), BACKING_TABLE, problem.to_string()))
         .collect();
-    if remote.is_none() {
-        for found in backing::check(&opened.image, &path, &args.stores)? {
+    if let Found::Here { .. } = found {
+        for of_chain in backing::check(&opened.image, &path, asked.stores)? {
             // Both lookups report a file by digest.
-            if !problems.iter().any(|known| known.message == found.message) {
-                problems.push(found);
+            if !problems
+                .iter()
+                .any(|known| known.message == of_chain.message)
+            {
+                problems.push(of_chain);
             }
         }
     }
     files[0].findings.extend(problems);
     let count = opened.below.len();
     for (index, layer) in opened.below.into_iter().enumerate() {
-        progress.phase(&format!("checking file {} of {count} below", index + 1));
-        let target = Target {
+        let phase = format!("checking file {} of {count} below", index + 1);
+        asked.progress.phase(&phase);
+        let target = FileToCheck {
             name: layer.name,
             label: Some(layer.label),
             path: layer.path,
-            storage: match remote {
-                Some(_) => tolerant(layer.storage),
-                None => layer.storage,
+            storage: match found {
+                Found::Here { .. } => layer.storage,
+                Found::There(_) => tolerant(layer.storage),
             },
             digest: Some(layer.digest),
             digest_code: "backing-entry",
@@ -235,15 +250,15 @@ fn with_layers(
 }
 
 /// Refuses a file whose header has another root hash than --root-hash.
-fn require_root(args: &Args, file: &std::fs::File) -> Result<(), CommandError> {
-    let Some(root) = args.stores.remote.root_hash else {
+fn require_root(asked: &Fsck<'_>, file: &std::fs::File) -> Result<(), CommandError> {
+    let Some(root) = asked.stores.remote.root_hash else {
         return Ok(());
     };
     let tree = header_of(file).and_then(|header| header.merkle);
     if tree.is_some_and(|tree| tree.root == root.0) {
         return Ok(());
     }
-    let cannot = CommandError::new(format!("cannot check {}", args.image.display()));
+    let cannot = CommandError::new(format!("cannot check {}", asked.image.display()));
     Err(cannot.caused_by_text(format!("its root hash is not {root}")))
 }
 
@@ -253,9 +268,9 @@ const MAX_FILES: usize = 1000;
 /// Checks one file, and the file system in it.
 fn check_file(
     image: &Path,
-    target: Target,
+    target: FileToCheck,
     options: &CheckOptions,
-) -> Result<Checked, CommandError> {
+) -> Result<CheckedFile, CommandError> {
     let path = &target.path;
     let cannot = || format!("cannot check {}", path.display());
     let begun = std::time::Instant::now();
@@ -299,7 +314,7 @@ fn check_file(
             findings.add(Finding::error(target.digest_code, "file", message));
         }
     }
-    let counts = Counts {
+    let counts = ReadCounts {
         tables: report.tables,
         blocks: report.blocks,
         bytes_read: report.bytes_read,
@@ -309,7 +324,7 @@ fn check_file(
     let read_files = options.data && !report.is_sound();
     findings.append(report.findings);
     let inodes = check_tree(path, target.storage.clone(), read_files, &mut findings)?;
-    Ok(Checked {
+    Ok(CheckedFile {
         name: target.name,
         label: target.label,
         findings,
@@ -323,7 +338,7 @@ fn check_file(
     })
 }
 
-/// Checks the file system in the file. Returns [`Checked::inodes`].
+/// Checks the file system in the file. Returns [`CheckedFile::inodes`].
 fn check_tree(
     path: &Path,
     storage: Arc<dyn Storage>,
@@ -392,17 +407,17 @@ fn check_tree(
 }
 
 /// Recovery commands. A test runs each of these commands.
-fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
-    let image = &args.image;
-    let is_damaged = |file: &&Checked| !file.findings.is_sound();
+fn hints(asked: &Fsck<'_>, files: &[CheckedFile]) -> Vec<String> {
+    let image = asked.image;
+    let is_damaged = |file: &&CheckedFile| !file.findings.is_sound();
     let mut damaged = files.iter().filter(is_damaged).peekable();
     if damaged.peek().is_none() {
         // A repair often follows an accident, which may have damaged data too.
-        let is_unread = args.repair && !args.data();
+        let is_unread = asked.repair.is_some() && !asked.reads_data();
         return Vec::from_iter(is_unread.then(|| unread_content(image)));
     }
     let mut findings = damaged.flat_map(|file| &*file.findings);
-    if !args.repair && findings.all(|finding| finding.repair.is_some()) {
+    if asked.repair.is_none() && findings.all(|finding| finding.repair.is_some()) {
         return vec![format!("`bcow fsck --repair {image}` repairs this")];
     }
     let top = &files[0];
@@ -440,7 +455,7 @@ fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
         ),
         NameParts::File(_) | NameParts::Bcow(_) => {
             hints.push("`bcow convert` creates the image again from its source".to_owned());
-            if args.from.is_none() && has_header {
+            if asked.copy().is_none() && has_header {
                 hints.push(format!(
                     "`bcow fsck --repair --from COPY {image}` restores it from another copy"
                 ));
@@ -458,7 +473,7 @@ fn hints(args: &Args, files: &[Checked]) -> Vec<String> {
                 )
             }));
             // A repair does not restore a missing file.
-            let can_restore = args.from.is_none() && !hints.is_empty();
+            let can_restore = asked.copy().is_none() && !hints.is_empty();
             hints.push(format!(
                 "`bcow convert SOURCE {image}` replaces damaged and missing files"
             ));

@@ -1,4 +1,4 @@
-//! `bcow fsck` of a disk over a backing: whether an opening of the disk finds the files below it.
+//! The check of a disk over a backing: whether an opening of the disk finds the files below it.
 
 use std::path::Path;
 
@@ -7,9 +7,9 @@ use bcow::check::{Finding, Severity};
 use bcow::format::Use;
 use bcow::{Image, OpenOptions};
 
-use crate::disks::Below;
-use crate::error::CommandError;
-use crate::image::StoreArgs;
+use bcow_images::disks::Below;
+use bcow_images::error::CommandError;
+use bcow_images::image::StoreArgs;
 
 /// The place of findings about files below that are missing or wrong: the table of the file above
 /// names these files.

@@ -1,42 +1,42 @@
-//! `bcow fsck --repair --from COPY`
+//! Restores the damaged bytes of an image from a copy of it.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use bcow::check::{RestoreError, restore};
 use bcow::{OpenOptions, Storage};
+use bcow_images::args::WHOLE_IMAGE;
+use bcow_images::disks::open_for_repair;
+use bcow_images::error::{CommandError, Context};
+use bcow_images::image::{cannot_open, refuse_what_is_no_file};
+use bcow_images::names::printable;
+use bcow_images::remote::{self, Pinned};
+use bcow_images::size::{Human, plural};
 use bcow_images::{Name, NameParts};
 use bcow_oci::LocalImage;
 use bcow_oci::store::{self, LayerProblem, Opened, Places};
 
-use super::Args;
-use crate::disks::open_for_repair;
-use crate::error::{CommandError, Context};
-use crate::image::{cannot_open, refuse_what_is_no_file};
-use crate::names::printable;
-use crate::remote::{self, Pinned};
-use crate::size::{Human, plural};
-use bcow_images::args::WHOLE_IMAGE;
+use crate::Fsck;
 
 /// Restores the image, and the files below it, from the files of `from`. Returns a line for each
 /// file that changed.
 pub fn run(
-    args: &Args,
+    asked: &Fsck<'_>,
     name: &LocalImage,
     path: &Path,
     from: &Name,
     places: Places<'_>,
 ) -> Result<Vec<String>, CommandError> {
-    let image = &args.image;
-    let copies = copies(from, args, places)?;
+    let image = asked.image;
+    let copies = copies(from, asked, places)?;
     let mut restoring = Restoring {
         from,
         copies,
-        threads: args.threads(),
+        threads: asked.threads(),
         lines: Vec::new(),
         found: false,
     };
-    let root = args.stores.remote.root_hash.map(|root| root.0);
+    let root = asked.stores.remote.root_hash.map(|root| root.0);
     restoring.file(&image.display().to_string(), path, root)?;
     // The names of the layers are readable as soon as the stack is whole again.
     if let Ok(opened) = store::open(name, places, &OpenOptions::default()) {
@@ -65,14 +65,14 @@ pub fn run(
 /// The files of the image that has the copies.
 fn copies(
     from: &Name,
-    args: &Args,
+    asked: &Fsck<'_>,
     places: Places<'_>,
 ) -> Result<Vec<Arc<dyn Storage>>, CommandError> {
     refuse_what_is_no_file(from)?;
     let options = OpenOptions::default();
     let (top, opened) = match (from.parts(), from.local()) {
         (NameParts::Url(url), _) => {
-            let remote = remote::open(url, &args.stores.remote, Pinned::Never)?;
+            let remote = remote::open(url, &asked.stores.remote, Pinned::Never)?;
             let places = Places {
                 remote: remote.files.as_ref(),
                 ..places
