@@ -6,8 +6,6 @@
 
 mod ask;
 mod commands;
-mod conversion;
-mod copy_out;
 mod cpus;
 mod disk_ledger;
 mod heap;
@@ -18,7 +16,7 @@ mod mount_users;
 mod named_mount;
 mod pool;
 mod remote_report;
-mod rewrite;
+mod sealing;
 mod stat;
 mod ui;
 
@@ -26,8 +24,8 @@ use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
 use bcow_images::{
-    cache, changes, disks, error, foreign_format, image, interrupt, names, new_file, plain,
-    prefetch, push, record, remote, replace, running, size, upper, views,
+    cache, changes, disks, error, image, interrupt, names, new_file, plain, prefetch, push, record,
+    remote, running, size, upper, views,
 };
 use clap::{CommandFactory, Parser, Subcommand};
 

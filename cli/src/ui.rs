@@ -5,11 +5,14 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
+use bcow_convert::Work;
+use bcow_oci::LeftOut;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use crate::error::CommandError;
 use crate::image::Warnings;
+use crate::interrupt::Interrupt;
 use crate::names::printable;
 
 /// When to use colour.
@@ -237,6 +240,27 @@ impl Ui {
         }
     }
 
+    /// Does the work of a command, with a progress bar. Catches signals from now on.
+    pub fn work<T>(
+        &self,
+        act: impl FnOnce(&Work<'_>) -> Result<T, CommandError>,
+    ) -> Result<T, CommandError> {
+        let interrupt = Interrupt::catch();
+        act(&Work {
+            messages: self,
+            progress: &self.progress(),
+            interrupt: &interrupt,
+        })
+    }
+
+    /// Says which parts of `source` a new image does not have.
+    pub fn note_left_out(&self, source: &dyn fmt::Display, left_out: &LeftOut) {
+        if !left_out.is_empty() {
+            let text = format!("note: not taken from {source}: {left_out}");
+            self.status(printable(&text));
+        }
+    }
+
     fn paint(&self, text: &'static str, code: &'static str) -> impl fmt::Display {
         let (before, after) = if self.color { (code, "\x1b[0m") } else { ("", "") };
         format!("{before}{text}{after}")
@@ -346,9 +370,9 @@ pub struct Progress<'u> {
 /// Warnings of one operation that are shown one by one; a hostile tarball could bring millions.
 const WARNINGS_SHOWN: u64 = 20;
 
-impl Progress<'_> {
+impl bcow_oci::Progress for Progress<'_> {
     /// Sets the number of bytes of the work, if it is known, and restarts the count.
-    pub fn total(&self, bytes: Option<u64>) {
+    fn total(&self, bytes: Option<u64>) {
         self.bar.reset();
         match bytes {
             Some(bytes) => {
@@ -362,21 +386,19 @@ impl Progress<'_> {
         }
     }
 
-    /// `bytes` more are done.
-    pub fn advance(&self, bytes: u64) {
+    fn advance(&self, bytes: u64) {
         if self.bar.length().is_none() && self.bar.position() == 0 {
             self.bar.set_style(style(COUNTER));
         }
         self.bar.inc(bytes);
     }
 
-    /// Names the current phase. Several phases may share one count.
-    pub fn phase(&self, name: &str) {
+    /// Several phases may share one count.
+    fn phase(&self, name: &str) {
         self.bar.set_message(printable(name).into_owned());
     }
 
-    /// A warning of the operation.
-    pub fn warning(&self, message: &str) {
+    fn warning(&self, message: &str) {
         let mut warned = self.warned.lock().unwrap_or_else(|e| e.into_inner());
         *warned += 1;
         if *warned <= WARNINGS_SHOWN {

@@ -1,22 +1,18 @@
 //! `bcow commit`
 
-mod upper;
+use std::path::{Path, PathBuf};
 
-use std::path::PathBuf;
-
-use bcow::operation::{CommitError, commit_into_backing};
-use bcow::{Keep, OpenOptions};
+use bcow::Keep;
+use bcow_convert::{CommitOutput, NewContent, UpperCommit, commit_disk, seal_into};
+use bcow_images::args::{COMMIT_DISK_TO, COMMIT_TO, IMAGE, NameParser};
+use bcow_images::{Name, NameForm};
 use bcow_oci::export::LayerCompression;
 
-use super::seal::{SealArgs, seal_into};
-use crate::disks::{Below, cannot_lock, lock_disk, lock_note};
 use crate::error::CommandError;
-use crate::image::{LayerArgs, StoreArgs, cannot_open_file};
-use crate::rewrite::{TerminalMonitor, operation_failure};
-use crate::size::Human;
+use crate::image::{LayerArgs, StoreArgs};
+use crate::sealing::{SealArgs, show_sealed};
+use crate::size::{Human, plural};
 use crate::ui::Ui;
-use bcow_images::Name;
-use bcow_images::args::{COMMIT_DISK_TO, COMMIT_TO, IMAGE, NameParser};
 
 /// Commit changes of a disk or a writable mount to a new layer or the backing
 ///
@@ -84,97 +80,130 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-/// The content of a new image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum NewContent {
-    /// The changes.
-    Layer,
-    /// The whole visible content, with the image below it.
-    Merged,
-    /// The whole visible content.
-    Whole,
-}
-
-impl Args {
-    fn new_content(&self) -> NewContent {
-        match (self.merge, self.flatten) {
-            (true, _) => NewContent::Merged,
-            (_, true) => NewContent::Whole,
-            _ => NewContent::Layer,
-        }
-    }
-}
-
 /// Commits.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(upper) = &args.upper {
-        return upper::run(args, upper, ui);
+        return commit_upper(args, upper, ui);
     }
     if !args.layers.layers.is_empty() {
         return Err(CommandError::usage("a disk has no layers")
             .hint("--layer is for an image, with --upper"));
     }
-    match &args.new {
-        Some(new) => match new.path() {
-            Some(path) => seal_into(&args.disk, path, Keep::Own, &args.seal, &args.stores, ui),
-            None => Err(COMMIT_DISK_TO.refuse(new).into()),
-        },
-        None => {
-            let jobs = args.seal.jobs().map(|_| "--jobs");
-            match args.seal.for_file().or(jobs) {
-                Some(option) => Err(CommandError::usage(format!("{option} is for NEW"))
-                    .hint("without NEW, the command writes into the backing as it is")),
-                None => into_backing(args, ui),
-            }
-        }
+    let (disk, stores) = (&args.disk, &args.stores);
+    if let Some(new) = &args.new {
+        let Some(path) = new.path() else {
+            return Err(COMMIT_DISK_TO.refuse(new).into());
+        };
+        let encoding = args.seal.encoding();
+        let sealed = ui.work(|work| seal_into(disk, path, Keep::Own, &encoding, stores, work))?;
+        show_sealed(path, &sealed, ui);
+        return Ok(());
     }
-}
-
-fn into_backing(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let name = &args.disk;
-    let file = lock_disk(name, "commit")?;
-    let below = Below::new(&args.stores, &OpenOptions::default())?;
-    let monitor = TerminalMonitor::new(ui);
-    let committed = commit_into_backing(&file, &below.policy(), &lock_note("commit"), &monitor)
-        .map_err(|error| failure(args, &below, error))?;
-    drop(monitor);
+    if let Some(option) = args.seal.for_file().or(args.seal.jobs.map(|_| "--jobs")) {
+        return Err(CommandError::usage(format!("{option} is for NEW"))
+            .hint("without NEW, the command writes into the backing as it is"));
+    }
+    let committed = ui.work(|work| commit_disk(disk, stores, work))?;
     ui.status(format_args!(
         "{}: {} committed into {}",
-        name.display(),
+        disk.display(),
         Human(committed.bytes),
         committed.backing.display()
     ));
     Ok(())
 }
 
-fn failure(args: &Args, below: &Below, error: CommitError) -> CommandError {
-    let name = &args.disk;
-    let cannot = || format!("cannot commit {}", name.display());
-    match error {
-        CommitError::Disk(error) => cannot_open_file(name.shown(), name.shown(), &error),
-        CommitError::BackingByDigest => CommandError::new(cannot())
-            .caused_by(&error)
-            .hint("`bcow commit DISK NEW` makes a layer on top of the backing"),
-        CommitError::Url(_) => CommandError::new(cannot())
-            .caused_by(&error)
-            .hint("`bcow commit DISK NEW` makes a layer on top of it, and `bcow copy` copies it"),
-        CommitError::View => CommandError::new(cannot())
-            .caused_by(&error)
-            .hint("`bcow commit DISK NEW` makes a layer of the disk on top of the view"),
-        CommitError::Chain(problem) => {
-            let problem = below.first_problem(&problem);
-            problem.cause_of(CommandError::new(cannot()))
-        }
-        CommitError::Lock { path, source } => cannot_lock(&path, &path, &source).hint(format!(
-            "`bcow commit {} NEW.bcow` makes a layer on top of the backing instead",
-            name.display()
+/// Makes a layer or an image of the changes in `upper`.
+fn commit_upper(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
+    let Some(new) = &args.new else {
+        return Err(
+            CommandError::usage("there is nothing to write the changes to").hint(
+                "name FILE.bcow, tar:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://...",
+            ),
+        );
+    };
+    let content = match (args.merge, args.flatten) {
+        (true, _) => NewContent::Merged,
+        (_, true) => NewContent::Whole,
+        _ => NewContent::Layer,
+    };
+    refuse_options(args, new.form(), content)?;
+    let commit = UpperCommit {
+        image: &args.disk,
+        upper,
+        new,
+        content,
+        encoding: args.seal.encoding(),
+        layer_compression: args.layer_compress.unwrap_or_default(),
+        layers: &args.layers,
+        stores: &args.stores,
+    };
+    let mut out = ui.output();
+    let committed = ui.work(|work| commit.run(out.stream(), work))?;
+    out.finish()?;
+    match committed {
+        CommitOutput::Archive(Some(path), report) => ui.status(format_args!(
+            "{}: layer of {}, {} of file content",
+            path.display(),
+            plural(report.entries, "entry"),
+            Human(report.content_bytes)
         )),
-        CommitError::Backing {
-            path,
-            source,
-            below: problem,
-        } => below.cannot_open_disk(&path, &source, problem.as_ref()),
-        CommitError::Operation(error) => operation_failure(&error, cannot, cannot),
-        error => CommandError::new(cannot()).caused_by(&error),
+        CommitOutput::Archive(None, _) => {}
+        CommitOutput::Layout(name, report) => {
+            let new = report.layers.last();
+            ui.status(format_args!(
+                "{name}: {}, the new one of {}, {}; manifest {}",
+                plural(report.layers.len() as u64, "layer"),
+                plural(new.map_or(0, |layer| layer.entries), "entry"),
+                Human(new.map_or(0, |layer| layer.stored_bytes)),
+                report.manifest
+            ));
+        }
+        CommitOutput::File(path, report) => {
+            let what = if content == NewContent::Layer { "layer" } else { "image" };
+            let over = match report.base_bytes {
+                0 => String::new(),
+                bytes => format!(", {} in {}", Human(bytes), args.disk.display()),
+            };
+            ui.status(format_args!(
+                "{}: {what} of {}, {} of file content stored{over}, file of {}",
+                path.display(),
+                plural(report.entries, "inode"),
+                Human(report.content_bytes),
+                Human(report.file_bytes)
+            ));
+        }
     }
+    Ok(())
+}
+
+/// Refuses options that do not apply to the form of the output.
+fn refuse_options(args: &Args, form: NameForm, content: NewContent) -> Result<(), CommandError> {
+    let is_file = matches!(form, NameForm::File | NameForm::Bcow);
+    let is_tar = form == NameForm::Tar;
+    if !is_file && content != NewContent::Layer {
+        return Err(
+            CommandError::usage("--merge and --flatten are for an image in one file")
+                .hint("`bcow export --to tar` writes the tree of an image"),
+        );
+    }
+    if let (false, Some(option)) = (is_file, args.seal.for_file()) {
+        return Err(
+            CommandError::usage(format!("{option} is for a BCoW file")).hint(if is_tar {
+                "a layer archive is not compressed"
+            } else {
+                "--layer-compress is for the layers of an OCI image"
+            }),
+        );
+    }
+    if (is_file || is_tar) && args.layer_compress.is_some() {
+        return Err(
+            CommandError::usage("--layer-compress is for an OCI image").hint(if is_file {
+                "--compress is for a BCoW file"
+            } else {
+                "a layer archive is not compressed"
+            }),
+        );
+    }
+    Ok(())
 }

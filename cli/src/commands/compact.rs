@@ -1,23 +1,13 @@
 //! `bcow compact`
 
-use std::fs::File;
-use std::path::Path;
-
-use bcow::format::{State, Use};
-use bcow::operation::RewriteOptions;
-use bcow::{Compression, Image};
+use bcow_convert::{Compress, Encoding, compact, parse_compression};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser, new_file, new_path};
 
-use super::create::new_path;
-use crate::conversion::{Compress, parse_compression};
-use crate::disks::{open_to_replace, require_backing_beside};
-use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs};
-use crate::new_file::NewFile;
-use crate::rewrite::{TerminalMonitor, threads, write_new};
+use crate::error::CommandError;
+use crate::image::StoreArgs;
 use crate::size::Human;
 use crate::ui::Ui;
-use bcow_images::args::{IMAGE, NameParser, new_file};
 
 /// Rewrite a disk without its unused space
 ///
@@ -48,66 +38,21 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-impl Args {
-    fn cannot_read(&self) -> String {
-        format!("cannot read {}", self.disk.display())
-    }
-}
-
 /// Compacts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let Some(output) = &args.output else {
-        let old = open_to_replace(&args.disk, &args.stores, "compact")?;
-        let path = old.file.path();
-        let new = NewFile::replace(path)?;
-        return write(args, &old.image, old.file.file(), new, path, ui);
+    let output = args.output.as_ref().map(new_path).transpose()?;
+    let encoding = Encoding {
+        compress: args.compress,
+        block_bytes: None,
+        jobs: args.jobs.map(usize::from),
+        verify: true,
     };
-    let output = new_path(output)?;
-    let opened = OpenImage::open(&args.disk, &args.stores)?;
-    let header = opened.image().header();
-    if (header.purpose, header.state) != (Use::Disk, State::Writable) {
-        return Err(
-            CommandError::new(format!("cannot compact {}", args.disk.display()))
-                .caused_by_text("it is not a writable disk")
-                .hint("a sealed file has no unused space"),
-        );
-    }
-    let path = opened.files().remove(0);
-    let file = File::open(path).context(|| args.cannot_read())?;
-    let new = NewFile::create_new(output)?;
-    require_backing_beside(opened.image(), output, &args.stores)?;
-    write(args, opened.image(), &file, new, output, ui)
-}
-
-/// Writes the disk `image`, which is in `file`, into a new file, which becomes `output`.
-fn write(
-    args: &Args,
-    image: &Image,
-    file: &File,
-    new: NewFile,
-    output: &Path,
-    ui: &Ui,
-) -> Result<(), CommandError> {
-    let compression = match args.compress {
-        Some(compress) => compress.for_blocks()?,
-        None => Compression::None,
-    };
-    let cannot_read = || args.cannot_read();
-    let mut options = RewriteOptions::compacted(image, compression).context(cannot_read)?;
-    options.threads = threads(args.jobs);
-    new.inner()
-        .take_attributes(file)
-        .context(|| format!("cannot write {}", output.display()))?;
-    let before = file.metadata().context(cannot_read)?;
-    let monitor = TerminalMonitor::new(ui);
-    let written = write_new(image, args.disk.shown(), &new, output, options, &monitor)?;
-    drop(monitor);
-    new.complete()?;
+    let compacted = ui.work(|work| compact(&args.disk, output, &encoding, &args.stores, work))?;
     ui.status(format_args!(
         "{}: file of {}, was {}",
-        output.display(),
-        Human(written.file_bytes()),
-        Human(before.len())
+        output.unwrap_or(args.disk.shown()).display(),
+        Human(compacted.file_bytes),
+        Human(compacted.before_bytes)
     ));
     Ok(())
 }

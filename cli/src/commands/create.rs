@@ -1,24 +1,19 @@
 //! `bcow create`
 
-use std::path::Path;
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, BlockShift, MAX_ADDRESS, SECTOR_BYTES, State};
-use bcow::operation::{NameError, name_backing};
-use bcow::{BlockDevice, CreateOptions, Disk, Image, Layout, OpenOptions};
-use bcow_images::{Name, NameParts};
-use bcow_oci::Digest;
-use bcow_oci::digest::Algorithm;
-use bcow_oci::store;
+use bcow::format::BlockShift;
+use bcow::{BlockDevice, CreateOptions, Disk, Layout, OpenOptions};
+use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser, new_file, new_path};
+use bcow_images::backing::backing;
 
-use crate::disks::{Below, lost_backing};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, cannot_open};
+use crate::image::StoreArgs;
 use crate::new_file::NewFile;
-use crate::size::{self, Human, plural};
+use crate::size::{self, Human, disk_size, plural};
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
-use bcow_images::args::{IMAGE, NameParser, new_file};
 
 /// Create a writable disk
 ///
@@ -158,147 +153,4 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         plural(size, "byte")
     ));
     Ok(())
-}
-
-/// The path of a new BCoW file.
-pub fn new_path(name: &Name) -> Result<&Path, CommandError> {
-    name.path()
-        .ok_or_else(|| new_file("create").refuse(name).into())
-}
-
-/// Returns `size`, if a disk can have this size.
-pub fn disk_size(size: u64) -> Result<u64, CommandError> {
-    if size.is_multiple_of(SECTOR_BYTES) {
-        return Ok(size);
-    }
-    let next = size.checked_next_multiple_of(SECTOR_BYTES);
-    let error = CommandError::usage(format!(
-        "a disk of {}: the size must be a multiple of {SECTOR_BYTES}",
-        plural(size, "byte")
-    ));
-    Err(match next.filter(|next| *next <= MAX_ADDRESS) {
-        Some(next) => error.hint(format!("the next multiple is {next}")),
-        None => error.hint(format!("the greatest size is {MAX_ADDRESS}")),
-    })
-}
-
-/// The entry of the backing `name` for the disk at `disk`, and the content of the backing.
-pub fn backing(
-    name: &Name,
-    by_digest: bool,
-    disk: &Path,
-    stores: &StoreArgs,
-    options: &OpenOptions,
-) -> Result<(BackingEntry, Arc<Image>), CommandError> {
-    let image = OpenImage::open_with(name, stores, options)?;
-    let device = image.image().clone();
-    let size = device.size();
-    let is_by_name = name.path().is_some() && !by_digest;
-    if !is_by_name && let Some(problem) = lost_backing(&device) {
-        let cannot = format!("cannot make {} a backing", name.display());
-        let error = CommandError::new(cannot).caused_by_text(problem);
-        let first = if by_digest { "leave out --by-digest, or " } else { "" };
-        return Err(error.hint(format!(
-            "{first}store all its content in one file with `bcow seal --flatten`"
-        )));
-    }
-    match name.parts() {
-        _ if name.is_remote() => Ok((by_url(&image, by_digest)?, device)),
-        NameParts::File(path) | NameParts::Bcow(path) if !by_digest => {
-            let entry = by_name(path, disk, stores, options, &image)?;
-            Ok((entry, device))
-        }
-        _ => {
-            let cannot = || format!("cannot make {} a backing", name.display());
-            if device.header().state != State::Sealed {
-                return Err(CommandError::new(cannot())
-                    .caused_by_text("it is writable, so its digest changes")
-                    .hint("leave out --by-digest, or make it immutable with `bcow seal`"));
-            }
-            let Some(local) = name.local() else {
-                return Err(IMAGE.refuse(name).into());
-            };
-            let located =
-                store::locate(&local).map_err(|error| cannot_open(name.shown(), &error))?;
-            let digest = match located.digest {
-                Some(digest) => digest,
-                None => Digest::of_storage(&*located.file, Algorithm::Sha256).context(cannot)?,
-            };
-            let digest = digest.sha256().ok_or_else(|| {
-                CommandError::new(cannot()).caused_by_text("its digest is not SHA-256")
-            })?;
-            let entry = BackingEntry {
-                name: BackingName::Digest(digest),
-                size,
-            };
-            Ok((entry, device))
-        }
-    }
-}
-
-/// The entry of a remote image, with its URL.
-fn by_url(image: &OpenImage, by_digest: bool) -> Result<BackingEntry, CommandError> {
-    let name = image.path().display();
-    let cannot = format!("cannot make {name} a backing");
-    if by_digest {
-        return Err(CommandError::usage(format!("{cannot} by its digest"))
-            .caused_by_text("it is on another machine")
-            .hint("leave out --by-digest: the disk records the root hash of the image"));
-    }
-    let header = image.image().header();
-    let (Some(url), Some(tree)) = (image.lasting_url(), &header.merkle) else {
-        return Err(CommandError::new(cannot)
-            .caused_by_text("a disk records only a URL without a user name, a query or a fragment")
-            .hint("give such a URL, or `bcow copy` the image to this machine"));
-    };
-    Ok(BackingEntry {
-        name: BackingName::Url {
-            url: url.to_owned(),
-            merkle_root: tree.root,
-        },
-        size: header.size,
-    })
-}
-
-/// The entry of the backing at `path`, with its file name.
-fn by_name(
-    path: &Path,
-    disk: &Path,
-    stores: &StoreArgs,
-    options: &OpenOptions,
-    image: &OpenImage,
-) -> Result<BackingEntry, CommandError> {
-    let below = Below::new(stores, options)?;
-    let named = name_backing(disk, path, image.image(), &below.policy());
-    named.map_err(|error| {
-        let cannot = CommandError::new(format!("cannot make {} a backing", path.display()));
-        match error {
-            NameError::OutOfReach { ref directory, .. } => cannot.caused_by(&error).hint(format!(
-                "make the disk in {0}, or allow that directory with --backing-dir {0}, \
-                     here and wherever the disk is used",
-                directory.display()
-            )),
-            NameError::Chain(problem) => below.first_problem(&problem).cause_of(cannot),
-            error => cannot.caused_by(&error),
-        }
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn size_that_is_no_multiple_gets_a_hint_that_a_disk_can_have() {
-        let hint = |size| disk_size(size).unwrap_err().hint_text().map(str::to_owned);
-        assert_eq!(hint(5000), Some("the next multiple is 8192".to_owned()));
-        let greatest = Some(format!("the greatest size is {MAX_ADDRESS}"));
-        assert_eq!(
-            hint(MAX_ADDRESS - 1),
-            Some(format!("the next multiple is {MAX_ADDRESS}"))
-        );
-        assert_eq!(hint(MAX_ADDRESS + 1), greatest);
-        assert_eq!(hint(u64::MAX), greatest);
-        assert_eq!(disk_size(8192).unwrap(), 8192);
-    }
 }

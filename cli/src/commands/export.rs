@@ -1,29 +1,18 @@
 //! `bcow export`
 
 use std::ffi::OsString;
-use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use bcow::BlockDevice;
-use bcow_erofs::reader::Filesystem;
+use bcow_convert::{ExportedPart, Output, export_archive, export_bytes, export_image, is_stream};
+use bcow_images::args::{EXPORT_TO, IMAGE, NameParser};
 use bcow_images::{Name, spellings};
-use bcow_oci::export::{
-    ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, TarForm, TarReport,
-    export_layout, export_tar,
-};
-use serde_json::Value;
+use bcow_oci::export::LayerCompression;
 
-use crate::conversion::{failure as convert_failure, note_left_out};
-use crate::copy_out::CopyOut;
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
-use crate::interrupt::{Interrupt, interrupted};
-use crate::names;
-use crate::new_file::NewFile;
 use crate::push::{Destination, Layout};
 use crate::size::{Human, plural};
-use crate::ui::{Progress, Ui};
-use bcow_images::args::{EXPORT_TO, IMAGE, NameParser};
+use crate::ui::Ui;
 
 /// Write the content of an image in another form
 ///
@@ -75,340 +64,95 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Form {
-    Erofs,
-    Raw,
-    Tar,
-    Oci(Layout),
+/// What is written, and where.
+enum To<'a> {
+    Image(Layout),
+    Tar(&'a Path),
+    Bytes(ExportedPart, &'a Path),
 }
 
-fn form(args: &Args) -> Result<Form, CommandError> {
-    let text = args.to.as_os_str();
-    let shown = text.to_string_lossy();
-    match &*shown {
-        "erofs" => return Ok(Form::Erofs),
-        "raw" => return Ok(Form::Raw),
-        "tar" => return Ok(Form::Tar),
-        _ => {}
-    }
-    if !shown.contains(':') {
-        return Err(
-            CommandError::usage(format!("unknown form {shown:?}")).hint(format!(
-                "use tar, erofs, raw, {}",
-                spellings(EXPORT_TO.forms)
-            )),
-        );
-    }
-    let to = EXPORT_TO.parse(text)?;
-    match Destination::of(&to, &EXPORT_TO, &args.stores.remote, &args.image)? {
-        Destination::Layout(layout) => Ok(Form::Oci(layout)),
-        _ => Err(EXPORT_TO.refuse(&to).into()),
-    }
-}
-
-/// Buffer of output that comes in small pieces, in bytes.
-const BUFFER_BYTES: usize = 1 << 20;
-
-/// Exports.
-pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let to = form(args)?;
-    let destination = match (&to, &args.output) {
-        (Form::Oci(_), None) => None,
-        (Form::Oci(_), Some(_)) => {
+fn destination(args: &Args) -> Result<To<'_>, CommandError> {
+    let shown = args.to.to_string_lossy();
+    if shown.contains(':') {
+        if args.output.is_some() {
             return Err(CommandError::usage(
                 "-o does not apply to an OCI image: --to names the layout",
             )
             .hint("leave out -o"));
         }
-        (_, Some(output)) => Some(output.as_path()),
-        (_, None) => {
-            return Err(CommandError::usage("missing output file")
-                .hint("name one with -o FILE; -o - is standard output"));
+        let to = EXPORT_TO.parse(&args.to)?;
+        return match Destination::of(&to, &EXPORT_TO, &args.stores.remote, &args.image)? {
+            Destination::Layout(layout) => Ok(To::Image(layout)),
+            _ => Err(EXPORT_TO.refuse(&to).into()),
+        };
+    }
+    let part = match &*shown {
+        "tar" => None,
+        "erofs" => Some(ExportedPart::Erofs),
+        "raw" => Some(ExportedPart::Whole),
+        _ => {
+            let forms = spellings(EXPORT_TO.forms);
+            return Err(CommandError::usage(format!("unknown form {shown:?}"))
+                .hint(format!("use tar, erofs, raw, {forms}")));
         }
     };
-    if destination.is_some() && args.compress.is_some() {
+    let Some(output) = &args.output else {
+        return Err(CommandError::usage("missing output file")
+            .hint("name one with -o FILE; -o - is standard output"));
+    };
+    if args.compress.is_some() {
         return Err(
             CommandError::usage("--compress applies only to the layers of an OCI image")
                 .hint("leave out --compress, or compress the output in a pipe, with -o -"),
         );
     }
+    Ok(match part {
+        None => To::Tar(output),
+        Some(part) => To::Bytes(part, output),
+    })
+}
+
+/// Exports.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let to = destination(args)?;
     let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
-    match (&to, destination) {
-        (Form::Tar, Some(output)) => archive(args, &image, output, ui),
-        (Form::Oci(layout), _) => oci(args, &image, layout, ui),
-        (form, Some(output)) => address_space(form, &image, output, ui),
-        (_, None) => Err(CommandError::usage("missing output file")),
-    }
-}
-
-fn options(args: &Args, interrupt: &Interrupt) -> ExportOptions {
-    let defaults = ExportOptions::default();
-    ExportOptions {
-        threads: args.jobs.map_or(defaults.threads, usize::from),
-        cancel: Some(interrupt.flag()),
-    }
-}
-
-/// Whether the image is a single layer (of `bcow commit --upper`).
-fn is_layer(image: &OpenImage) -> Result<bool, CommandError> {
-    Ok(metadata(image)?.get("layer").is_some())
-}
-
-pub fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
-    image
-        .image()
-        .metadata()
-        .context(|| format!("cannot read {}", image.path().display()))
-}
-
-fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(), CommandError> {
-    let tree = image.tree()?;
-    let form = if is_layer(image)? { TarForm::Layer } else { TarForm::Tree };
-    let interrupt = Interrupt::catch();
-    let options = options(args, &interrupt);
-    let progress = ui.progress();
-    progress.phase("exporting");
-    let write = |out: &mut dyn Write| export_tar(tree.filesystem(), form, out, &options, &progress);
-    let Some(report) = to_archive(image, output, ui, &progress, &write)? else {
-        return Ok(());
-    };
-    drop(progress);
-    let TarReport {
-        entries,
-        content_bytes,
-        ..
-    } = report;
-    ui.status(format_args!(
-        "{}: {} exported, {} of file content",
-        output.display(),
-        plural(entries, "entry"),
-        Human(content_bytes)
-    ));
-    Ok(())
-}
-
-/// Writes an archive to `output`, complete or not at all. `-` is standard output, without a report.
-pub fn to_archive(
-    image: &OpenImage,
-    output: &Path,
-    ui: &Ui,
-    progress: &Progress<'_>,
-    write: &dyn Fn(&mut dyn Write) -> Result<TarReport, ExportError>,
-) -> Result<Option<TarReport>, CommandError> {
-    if output == Path::new("-") {
-        let mut out = ui.output();
-        write(out.stream()).map_err(|error| match error {
-            ExportError::Write(error) => CommandError::standard_output(&error),
-            _ => export_failure(image, &error),
-        })?;
-        return out.finish().map(|()| None);
-    }
-    image.refuse_own_file(output)?;
-    let new = NewFile::create(output)?;
-    let cannot = || format!("cannot write {}", output.display());
-    let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
-    let report = write(&mut out).map_err(|error| match error {
-        ExportError::Write(error) => CommandError::new(cannot()).caused_by(&error),
-        _ => export_failure(image, &error),
-    })?;
-    out.flush().context(cannot)?;
-    drop(out);
-    progress.phase("syncing");
-    new.complete()?;
-    Ok(Some(report))
-}
-
-/// The trees of an image's layers.
-pub struct ImageLayers {
-    whole: Filesystem,
-    /// The layers of a stack, lowest first; empty for other images.
-    stack: Vec<Filesystem>,
-    is_layer: bool,
-}
-
-impl ImageLayers {
-    /// Opens the trees of all layers of a stack, or the one tree of another image.
-    pub fn of(image: &OpenImage, metadata: &Value) -> Result<Self, CommandError> {
-        Ok(ImageLayers {
-            whole: image.tree()?.into_filesystem(),
-            stack: layers_of_stack(image, metadata)?,
-            is_layer: metadata.get("layer").is_some(),
-        })
-    }
-
-    /// The layers to write.
-    pub fn layers(&self) -> Layers<'_> {
-        match (&self.stack[..], self.is_layer) {
-            ([], false) => Layers::Flattened(&self.whole),
-            ([], true) => Layers::Stack(vec![&self.whole]),
-            (stack, _) => Layers::Stack(stack.iter().collect()),
+    let jobs = args.jobs.map(usize::from);
+    let mut out = ui.output();
+    let (output, content) = match to {
+        To::Image(layout) => {
+            let compression = args.compress.unwrap_or_default();
+            let (report, left_out) =
+                ui.work(|work| export_image(&image, &layout, compression, jobs, work))?;
+            let stored = report.layers.iter().map(|layer| layer.stored_bytes).sum();
+            ui.status(format_args!(
+                "{}: {} exported, {}, manifest {}",
+                layout.without_reference(),
+                plural(report.layers.len() as u64, "layer"),
+                Human(stored),
+                report.manifest
+            ));
+            ui.note_left_out(&image.path().display(), &left_out);
+            return Ok(());
         }
-    }
-}
-
-fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
-    let metadata = metadata(image)?;
-    image.refuse_as_destination(layout)?;
-    let trees = ImageLayers::of(image, &metadata)?;
-    let layers = trees.layers();
-    let (annotations, left_out) = image.annotations()?;
-    let destination = LayoutExport {
-        directory: layout.path.clone(),
-        form: layout.form.clone(),
-        reference: layout.reference.clone(),
-        compression: args.compress.unwrap_or_default(),
-        annotations,
-    };
-    let interrupt = Interrupt::catch();
-    let options = options(args, &interrupt);
-    let progress = ui.progress();
-    progress.phase("exporting");
-    let report = export_layout(
-        &layers,
-        metadata.get("config"),
-        &destination,
-        &options,
-        &progress,
-    )
-    .map_err(|error| export_failure(image, &error))?;
-    drop(progress);
-    let stored = report.layers.iter().map(|layer| layer.stored_bytes).sum();
-    ui.status(format_args!(
-        "{}: {} exported, {}, manifest {}",
-        layout.without_reference(),
-        plural(report.layers.len() as u64, "layer"),
-        Human(stored),
-        report.manifest
-    ));
-    note_left_out(&image.path().display(), &left_out, ui);
-    Ok(())
-}
-
-/// The file systems of a stack's layers, lowest first; empty for other images.
-pub fn layers_of_stack(
-    image: &OpenImage,
-    metadata: &Value,
-) -> Result<Vec<Filesystem>, CommandError> {
-    // Not a stack: a merged commit, or a single layer, is exported as one tree.
-    if metadata.get("commit").is_some() || metadata.get("layer").is_some() {
-        return Ok(Vec::new());
-    }
-    let opened = image.opened();
-    let backings: Vec<String> = image
-        .image()
-        .backings()
-        .map(|b| b.name.to_string())
-        .collect();
-    let layers: Vec<String> = opened
-        .layers
-        .iter()
-        .map(|layer| layer.recorded.digest.to_string())
-        .collect();
-    // A layer that the metadata does not name would be missing from the new image.
-    let described = metadata["layers"].as_array().map_or(0, Vec::len);
-    let is_complete = described == layers.len() && backings.iter().all(|b| layers.contains(b));
-    if !backings.is_empty() && !is_complete {
-        return Err(
-            CommandError::new(format!("cannot export {}", image.path().display()))
-                .caused_by_text("its metadata does not name all its layers"),
-        );
-    }
-    opened
-        .layers
-        .iter()
-        .map(|layer| {
-            // Metadata can list a layer that is no backing, and is not searched for.
-            let file = layer.file.as_ref().ok_or_else(|| {
-                CommandError::new(format!("cannot export {}", image.path().display()))
-                    .caused_by_text(format!("its layer {} was not found", layer.recorded.digest))
-            })?;
-            Filesystem::open(file.image.clone())
-                .context(|| format!("cannot read the file system in {}", file.path.display()))
-        })
-        .collect()
-}
-
-/// The error for a failed export, except for errors of the output.
-pub fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
-    let failure = |path: &[u8], doing: &str| {
-        CommandError::new(format!(
-            "cannot {doing} {} in {}",
-            names::quoted(path),
-            image.path().display()
-        ))
-    };
-    match error {
-        ExportError::Interrupted => interrupted(),
-        ExportError::Read { path, source } => failure(path, "read").caused_by(source),
-        ExportError::Unrepresentable { path, problem } => {
-            failure(path, "export").caused_by_text(problem)
+        To::Tar(output) => {
+            let to = Output::named(output, out.stream());
+            let report = ui.work(|work| export_archive(&image, to, jobs, work))?;
+            let content = format!(
+                "{} exported, {} of file content",
+                plural(report.entries, "entry"),
+                Human(report.content_bytes)
+            );
+            (output, content)
         }
-        ExportError::Layout(error) => convert_failure(error),
-        _ => {
-            CommandError::new(format!("cannot export {}", image.path().display())).caused_by(error)
+        To::Bytes(part, output) => {
+            let to = Output::named(output, out.stream());
+            let bytes = ui.work(|work| export_bytes(&image, part, to, work))?;
+            (output, format!("{} exported", Human(bytes)))
         }
-    }
-}
-
-fn address_space(
-    form: &Form,
-    image: &OpenImage,
-    output: &Path,
-    ui: &Ui,
-) -> Result<(), CommandError> {
-    let end = match form {
-        Form::Erofs => erofs_bytes(image)?,
-        _ => image.image().size(),
     };
-    let interrupt = Interrupt::catch();
-    let progress = ui.progress();
-    progress.phase("exporting");
-    progress.total(Some(end));
-    let export = CopyOut {
-        device: &**image.image(),
-        name: image.path(),
-        end,
-        interrupt: &interrupt,
-        progress: &progress,
-    };
-    if output == Path::new("-") {
-        let mut out = ui.output();
-        export.stream(&mut out)?;
-        return out.finish();
+    out.finish()?;
+    if !is_stream(output) {
+        ui.status(format_args!("{}: {content}", output.display()));
     }
-    image.refuse_own_file(output)?;
-    let new = NewFile::create(output)?;
-    export.raw(&new, &|| format!("cannot write {}", output.display()))?;
-    progress.phase("syncing");
-    new.complete()?;
-    drop(progress);
-    ui.status(format_args!(
-        "{}: {} exported",
-        output.display(),
-        Human(end)
-    ));
     Ok(())
-}
-
-/// The length of the file system in the address space, in bytes.
-fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
-    let tree = image.tree()?;
-    let superblock = tree.filesystem().superblock();
-    let size = image.image().size();
-    if !superblock.devices.is_empty() {
-        // The superblock counts only the blocks of the first device; in the address space, the
-        // other devices follow it.
-        return Ok(size);
-    }
-    match superblock.blocks.checked_mul(superblock.block_bytes.into()) {
-        Some(bytes) if bytes <= size => Ok(bytes),
-        _ => Err(CommandError::new(format!(
-            "cannot export {}: its EROFS superblock claims {} of {}, the address space has {}",
-            image.path().display(),
-            plural(superblock.blocks, "block"),
-            plural(superblock.block_bytes.into(), "byte"),
-            plural(size, "byte")
-        ))),
-    }
 }

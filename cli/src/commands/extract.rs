@@ -8,6 +8,7 @@ use bcow_erofs::extract::{
     self, Attribute, Existing, ExtractError, ExtractOptions, ExtractReport, LeftOut, Unreadable,
 };
 use bcow_erofs::reader::Inode;
+use bcow_oci::Progress as _;
 use rustix::fs::Mode;
 
 use crate::error::CommandError;

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{rebase, rebase_reference};
 use bcow::{BlockDevice, Image, OpenOptions};
+use bcow_convert::operation_failure;
 use bcow_images::Name;
+use bcow_images::backing::backing;
 
-use super::create::backing;
 use crate::disks::{Below, lock_disk};
 use crate::error::CommandError;
 use crate::image::{StoreArgs, cannot_open_file};
-use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
@@ -93,8 +93,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     } else {
         let disk = Below::new(&args.stores, &options)?.open_disk(name.shown(), &file, None)?;
         let cannot = || format!("cannot rebase {}", name.display());
-        rebase(disk, new, &TerminalMonitor::new(ui))
-            .map_err(|error| operation_failure(&error, cannot, cannot))?
+        ui.work(|work| {
+            rebase(disk, new, work).map_err(|error| operation_failure(&error, cannot, cannot))
+        })?
     };
     let kept = match written {
         0 => String::new(),

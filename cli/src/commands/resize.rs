@@ -5,11 +5,10 @@ mod mounted;
 use bcow::{BlockDevice, OpenOptions};
 use bcow_images::Name;
 
-use super::create::disk_size;
 use crate::disks::open_writable;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
-use crate::size::{self, Human, plural};
+use crate::size::{self, Human, disk_size, plural};
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
 

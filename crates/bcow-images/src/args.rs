@@ -1,6 +1,7 @@
 //! The names that the arguments of the commands take: one table.
 
 use std::ffi::OsStr;
+use std::path::Path;
 
 use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
@@ -100,6 +101,12 @@ pub const fn new_file(command: &'static str) -> Takes {
         to: NameUse::Write(command),
         forms: &[File, Bcow],
     }
+}
+
+/// The path of a new BCoW file.
+pub fn new_path(name: &Name) -> Result<&Path, CommandError> {
+    name.path()
+        .ok_or_else(|| new_file("create").refuse(name).into())
 }
 
 /// Parses a value of the command line as a name.

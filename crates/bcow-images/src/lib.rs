@@ -26,6 +26,7 @@
 //! ```
 
 pub mod args;
+pub mod backing;
 pub mod cache;
 pub mod changes;
 mod content;

@@ -1,5 +1,6 @@
 //! `bcow cache verify`
 
+use bcow_oci::Progress as _;
 use bcow_remote::{Cache, CacheEntry, EntryKind, Root, Verified};
 use bcow_view::{Remove, ViewEntry};
 use serde::{Serialize, Serializer};

@@ -2,6 +2,7 @@
 
 use bcow::Storage;
 use bcow_images::Name;
+use bcow_oci::Progress as _;
 use bcow_remote::Warm;
 
 use crate::error::{CommandError, Context};

@@ -22,14 +22,13 @@ use super::ahead::{self, Fetching};
 use super::fuse::{Mounted, service};
 use super::host::Host;
 use super::{Args, DriverChoice, direct, failure, refuse_mounted};
-use crate::commands::create::disk_size;
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use crate::error::{CommandError, Context, exit};
 use crate::kernel_upper::{self, Asked, WritableUpper};
 use crate::record::Recording;
 use crate::running::Service;
-use crate::size::Human;
+use crate::size::{Human, disk_size};
 use crate::ui::Ui;
 use crate::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note, when_free};
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 19] = [
+const MAY_USE: [(&str, &[&str]); 20] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -63,6 +63,18 @@ const MAY_USE: [(&str, &[&str]); 19] = [
             "bcow",
         ],
     ),
+    (
+        "bcow-convert",
+        &[
+            "bcow-images",
+            "bcow-union",
+            "bcow-oci",
+            "bcow-foreign",
+            "bcow-remote",
+            "bcow-erofs",
+            "bcow",
+        ],
+    ),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
     // They run the program `bcow`.
@@ -72,6 +84,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
         "bcow-cli",
         &[
             "bcow-fsck",
+            "bcow-convert",
             "bcow-images",
             "bcow-oci",
             "bcow-fuse",
@@ -82,7 +95,6 @@ const MAY_USE: [(&str, &[&str]); 19] = [
             "bcow-remote",
             "bcow-view",
             "bcow-erofs",
-            "bcow-ext4",
             "bcow",
             "bcow-format",
         ],

@@ -1,69 +1,17 @@
-//! Long operations on disks: their progress, their cancellation, their errors; and disks in new
-//! files.
+//! Long operations on disks: their errors, and disks in new files.
 
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::operation::{Monitor, OperationError, Phase, RewriteOptions, rewrite};
+use bcow::operation::{OperationError, RewriteOptions, rewrite};
 use bcow::{BlockDevice, Compression, Written};
-use bcow_oci::ConvertOptions;
+use bcow_images::error::{CommandError, Context};
+use bcow_images::interrupt::interrupted;
+use bcow_images::new_file::NewFile;
 use serde_json::{Map, Value, json};
 
-use crate::conversion::source_date_epoch;
-use crate::error::{CommandError, Context};
-use crate::interrupt::{Interrupt, interrupted};
-use crate::new_file::NewFile;
-use crate::ui::{Progress, Ui};
-
-/// Shows the progress of an operation, and cancels it after a signal.
-pub struct TerminalMonitor<'u> {
-    progress: Progress<'u>,
-    interrupt: Interrupt,
-}
-
-impl<'u> TerminalMonitor<'u> {
-    /// Catches signals from now on.
-    pub fn new(ui: &'u Ui) -> Self {
-        TerminalMonitor {
-            interrupt: Interrupt::catch(),
-            progress: ui.progress(),
-        }
-    }
-
-    /// The progress, for what follows the operation.
-    pub fn progress(&self) -> &Progress<'u> {
-        &self.progress
-    }
-
-    /// The signals, for what follows the operation.
-    pub fn interrupt(&self) -> &Interrupt {
-        &self.interrupt
-    }
-}
-
-impl Monitor for TerminalMonitor<'_> {
-    fn phase(&self, phase: Phase, total: Option<u64>) {
-        self.progress.phase(match phase {
-            Phase::Commit => "committing",
-            Phase::Compare => "comparing",
-            Phase::Write => "writing",
-            Phase::Hash => "hashing",
-            Phase::Verify => "verifying",
-            _ => "syncing",
-        });
-        if total.is_some() {
-            self.progress.total(total);
-        }
-    }
-
-    fn advance(&self, bytes: u64) {
-        self.progress.advance(bytes);
-    }
-
-    fn is_cancelled(&self) -> bool {
-        self.interrupt.check().is_err()
-    }
-}
+use crate::options::source_date_epoch;
+use crate::work::Work;
 
 /// The error of an operation that reads `source` and writes `destination`.
 pub fn operation_failure(
@@ -80,29 +28,24 @@ pub fn operation_failure(
 
 /// Writes `source`, which the user calls `name`, into `new`, which becomes `destination`. Nothing
 /// is synced.
-pub fn write_new(
+pub(crate) fn write_new(
     source: &dyn BlockDevice,
     name: &Path,
     new: &NewFile,
     destination: &Path,
     options: RewriteOptions,
-    monitor: &TerminalMonitor<'_>,
+    work: &Work<'_>,
 ) -> Result<Written, CommandError> {
     let cannot_write = || format!("cannot write {}", destination.display());
     let file = new.file().try_clone().context(cannot_write)?;
-    rewrite(source, Arc::new(file), options, monitor).map_err(|error| {
+    rewrite(source, Arc::new(file), options, work).map_err(|error| {
         let cannot_read = || format!("cannot read {}", name.display());
         operation_failure(&error, cannot_read, cannot_write)
     })
 }
 
-/// The number of threads that `--jobs` selects.
-pub fn threads(jobs: Option<u16>) -> usize {
-    jobs.map_or(ConvertOptions::default().threads, usize::from)
-}
-
 /// The metadata of a sealed disk.
-pub fn metadata(
+pub(crate) fn metadata(
     compression: Compression,
     block_bytes: Option<u32>,
     source: Option<Value>,

@@ -1,14 +1,17 @@
 //! Writes the address space of a device to a file or a stream in another form.
 
+use std::io::Write;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use bcow::BlockDevice;
 use bcow_foreign::{ClusterCompression, Piece, Qcow2Writer, Stopped, pieces};
 
-use crate::error::{CommandError, Context};
-use crate::interrupt::Interrupt;
-use crate::new_file::NewFile;
-use crate::ui::{Output, Progress};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::interrupt::Interrupt;
+use bcow_images::new_file::NewFile;
+
+use crate::work::Work;
 
 /// Zeros inside of data become holes in pieces of this size.
 const HOLE_BYTES: usize = 64 << 10;
@@ -18,11 +21,10 @@ pub struct CopyOut<'a> {
     /// The source.
     pub device: &'a dyn BlockDevice,
     /// The user's name for the source.
-    pub name: &'a std::path::Path,
+    pub name: &'a Path,
     /// The number of bytes to write.
     pub end: u64,
-    pub interrupt: &'a Interrupt,
-    pub progress: &'a Progress<'a>,
+    pub work: &'a Work<'a>,
 }
 
 impl CopyOut<'_> {
@@ -44,10 +46,10 @@ impl CopyOut<'_> {
     }
 
     /// Writes the bytes as they are to standard output.
-    pub fn stream(&self, out: &mut Output) -> Result<(), CommandError> {
+    pub fn stream(&self, out: &mut dyn Write) -> Result<(), CommandError> {
         self.pieces(&mut |piece| match piece {
-            Piece::Data { bytes, .. } => out.write_bytes(bytes),
-            Piece::Zeros { length, .. } => write_zeros(length, self.interrupt, out),
+            Piece::Data { bytes, .. } => write_out(bytes, out),
+            Piece::Zeros { length, .. } => write_zeros(length, self.work.interrupt, out),
         })
     }
 
@@ -76,8 +78,8 @@ impl CopyOut<'_> {
         take: &mut dyn FnMut(Piece<'_>) -> Result<(), CommandError>,
     ) -> Result<(), CommandError> {
         let taken = pieces(self.device, self.end, &mut |piece| {
-            self.interrupt.check()?;
-            self.progress.advance(match &piece {
+            self.work.interrupt.check()?;
+            self.work.progress.advance(match &piece {
                 Piece::Data { bytes, .. } => bytes.len() as u64,
                 Piece::Zeros { length, .. } => *length,
             });
@@ -92,17 +94,22 @@ impl CopyOut<'_> {
     }
 }
 
+fn write_out(bytes: &[u8], out: &mut dyn Write) -> Result<(), CommandError> {
+    let written = out.write_all(bytes);
+    written.map_err(|error| CommandError::standard_output(&error))
+}
+
 /// Zeros for a stream, which has no holes.
 fn write_zeros(
     mut length: u64,
     interrupt: &Interrupt,
-    out: &mut Output,
+    out: &mut dyn Write,
 ) -> Result<(), CommandError> {
     static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
     while length > 0 {
         interrupt.check()?;
         let n = length.min(ZEROS.len() as u64);
-        out.write_bytes(&ZEROS[..n as usize])?;
+        write_out(&ZEROS[..n as usize], out)?;
         length -= n;
     }
     Ok(())

@@ -1,28 +1,27 @@
-//! Option values, the error and the progress of a conversion, for all commands that write images or
-//! disks.
+//! Values of options, for all commands that write images or disks.
 
-use std::fmt::Display;
-
-use bcow_oci::{Compression, LeftOut};
-
-use crate::error::CommandError;
-use crate::names::printable;
-use crate::size;
-use crate::ui::{Progress, Ui};
-
-pub use bcow_images::failure::failure;
+use bcow::Compression;
+use bcow_images::error::CommandError;
+use bcow_images::size;
+use bcow_oci::ConvertOptions;
 
 /// The value of `--compress`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compress {
+    /// No compression.
     None,
-    Zstd { level: i32 },
+    /// Zstandard with a level from 1 to 22.
+    Zstd {
+        /// The level.
+        level: i32,
+    },
+    /// Only for qcow2 files.
     Zlib,
 }
 
 impl Compress {
     /// The compression of the blocks of a BCoW file. Fails for zlib, which only qcow2 files have.
-    pub fn for_blocks(self) -> Result<Compression, CommandError> {
+    fn for_blocks(self) -> Result<Compression, CommandError> {
         match self {
             Compress::None => Ok(Compression::None),
             Compress::Zstd { level } => Ok(Compression::Zstd { level }),
@@ -37,9 +36,34 @@ impl Compress {
 #[derive(Debug, Clone, Copy)]
 pub struct BlockSize(pub Option<u32>);
 
+/// How a new BCoW file is written.
+#[derive(Debug, Clone, Copy)]
+pub struct Encoding {
+    /// Compression of the blocks, if the user chose one.
+    pub compress: Option<Compress>,
+    /// Block size in bytes, if the user chose one.
+    pub block_bytes: Option<u32>,
+    /// Threads that compress, if the user chose their number.
+    pub jobs: Option<usize>,
+    /// Whether the file is read back before it gets its name.
+    pub verify: bool,
+}
+
+impl Encoding {
+    /// Compression of the blocks; `default` if the user chose none.
+    pub(crate) fn compression(&self, default: Compression) -> Result<Compression, CommandError> {
+        self.compress.map_or(Ok(default), Compress::for_blocks)
+    }
+
+    pub(crate) fn threads(&self) -> usize {
+        self.jobs
+            .unwrap_or_else(|| ConvertOptions::default().threads)
+    }
+}
+
 /// The time to record in the output, in seconds since 1970, if SOURCE_DATE_EPOCH sets one
 /// (reproducible-builds.org).
-pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
+pub(crate) fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if text.is_empty() => Ok(None),
         Ok(text) => match text.parse() {
@@ -56,6 +80,11 @@ pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
             "SOURCE_DATE_EPOCH is not a number of seconds",
         )),
     }
+}
+
+/// A root hash as JSON documents have it.
+pub(crate) fn as_digest(hex: &str) -> String {
+    format!("sha256:{hex}")
 }
 
 /// Parses the value of `--compress`.
@@ -83,29 +112,6 @@ pub fn parse_block_size(text: &str) -> Result<BlockSize, String> {
             Ok(BlockSize(Some(bytes)))
         }
         _ => Err("block sizes are powers of two from 4K to 4M".to_owned()),
-    }
-}
-
-/// Says which parts of `source` a new image does not have.
-pub fn note_left_out(source: &dyn Display, left_out: &LeftOut, ui: &Ui) {
-    if !left_out.is_empty() {
-        let text = format!("note: not taken from {source}: {left_out}");
-        ui.status(printable(&text));
-    }
-}
-
-impl bcow_oci::Progress for Progress<'_> {
-    fn total(&self, bytes: Option<u64>) {
-        Progress::total(self, bytes);
-    }
-    fn advance(&self, bytes: u64) {
-        Progress::advance(self, bytes);
-    }
-    fn phase(&self, name: &str) {
-        Progress::phase(self, name);
-    }
-    fn warning(&self, message: &str) {
-        Progress::warning(self, message);
     }
 }
 

@@ -1,89 +1,114 @@
-//! `bcow commit` of the upper of a writable mount.
+//! The changes in the upper of a writable mount, as a layer or an image.
 
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use bcow::Compression;
 use bcow::chain::directory_of;
 use bcow::format::{Use, hex, is_plain_name};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::Tree as ErofsTree;
+use bcow_images::args::COMMIT_TO;
+use bcow_images::error::CommandError;
+use bcow_images::failure::failure;
+use bcow_images::image::{LayerArgs, OpenImage, StoreArgs};
+use bcow_images::push::{Destination, Layout};
+use bcow_images::replace::{self, Force, Replacement};
+use bcow_images::upper::Joined;
+use bcow_images::{Name, changes};
 use bcow_oci::commit::{Base, Commit, CommitReport};
 use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
-    ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, export_layout, export_tar,
+    KnownLayer, LayerCompression, Layers, LayoutExport, OciReport, TarForm, TarReport,
+    export_layout,
 };
 use bcow_oci::{Annotations, ConvertOptions, Digest, Limits, store};
 use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
-use super::{Args, NewContent};
-use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
-use crate::conversion::{failure as convert_failure, source_date_epoch};
-use crate::error::CommandError;
-use crate::image::OpenImage;
-use crate::interrupt::Interrupt;
-use crate::push::{Destination, Layout};
-use crate::replace::{self, Force, Replacement};
-use crate::size::{Human, plural};
-use crate::ui::Ui;
-use crate::upper::Joined;
-use bcow_images::args::COMMIT_TO;
+use crate::export::{Output, export_failure, export_options, layers_of_stack, to_archive};
+use crate::options::{Encoding, source_date_epoch};
+use crate::work::Work;
 
-/// Makes a layer or an image of the changes in `upper`.
-pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
-    let Some(new) = &args.new else {
-        return Err(
-            CommandError::usage("there is nothing to write the changes to").hint(
-                "name FILE.bcow, tar:FILE, oci:DIR[:REF], oci-archive:FILE[:REF] or docker://...",
-            ),
-        );
-    };
-    let destination = Destination::of(new, &COMMIT_TO, &args.stores.remote, &args.disk)?;
-    refuse_inside(upper, &destination)?;
-    if !matches!(destination, Destination::File(_)) && args.new_content() != NewContent::Layer {
-        return Err(
-            CommandError::usage("--merge and --flatten are for an image in one file")
-                .hint("`bcow export --to tar` writes the tree of an image"),
-        );
-    }
-    let (is_file, is_tar) = match destination {
-        Destination::File(_) => (true, false),
-        Destination::Tar(_) => (false, true),
-        _ => (false, false),
-    };
-    if let (false, Some(option)) = (is_file, args.seal.for_file()) {
-        return Err(
-            CommandError::usage(format!("{option} is for a BCoW file")).hint(if is_tar {
-                "a layer archive is not compressed"
-            } else {
-                "--layer-compress is for the layers of an OCI image"
-            }),
-        );
-    }
-    if (is_file || is_tar) && args.layer_compress.is_some() {
-        return Err(
-            CommandError::usage("--layer-compress is for an OCI image").hint(if is_file {
-                "--compress is for a BCoW file"
-            } else {
-                "a layer archive is not compressed"
-            }),
-        );
-    }
-    let image = OpenImage::open_with_layers(&args.disk, &args.layers, &args.stores)?;
-    let changes = crate::changes::read(&image, upper, &args.stores, Scope::Layer, ui)?;
-    let commit = UpperCommit {
-        args,
-        image: &image,
-        upper,
-        ui,
-    };
-    match destination {
-        Destination::Tar(output) => commit.archive(changes, output.as_deref()),
-        Destination::Layout(layout) => commit.layout(changes, &layout),
-        Destination::File(path) => commit.file(changes, &path),
-        _ => Err(COMMIT_TO.refuse(new).into()),
+/// A commit of an upper, as the user asks for it.
+pub struct UpperCommit<'a> {
+    /// The image of the upper.
+    pub image: &'a Name,
+    /// The upper, or a disk that shows the image.
+    pub upper: &'a Path,
+    /// What to write.
+    pub new: &'a Name,
+    /// The content of a BCoW file.
+    pub content: NewContent,
+    /// How a BCoW file is written.
+    pub encoding: Encoding,
+    /// Compression of the layers of an OCI image.
+    pub layer_compression: LayerCompression,
+    /// Layers on top of the image.
+    pub layers: &'a LayerArgs,
+    /// Where files below the image are looked up.
+    pub stores: &'a StoreArgs,
+}
+
+/// The content of a new image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NewContent {
+    /// The changes.
+    Layer,
+    /// The whole visible content, with the image below it.
+    Merged,
+    /// The whole visible content.
+    Whole,
+}
+
+/// What a commit of an upper wrote.
+pub enum CommitOutput {
+    /// A layer archive, in a file or on the stream.
+    Archive(Option<PathBuf>, TarReport),
+    /// An OCI image, with its name.
+    Layout(String, OciReport),
+    /// A BCoW file.
+    File(PathBuf, CommitReport),
+}
+
+impl UpperCommit<'_> {
+    /// Makes a layer or an image of the changes in the upper. A layer archive without a file goes to
+    /// the stream.
+    pub fn run(
+        &self,
+        stream: &mut dyn Write,
+        work: &Work<'_>,
+    ) -> Result<CommitOutput, CommandError> {
+        let remote = &self.stores.remote;
+        let destination = Destination::of(self.new, &COMMIT_TO, remote, self.image)?;
+        refuse_inside(self.upper, &destination)?;
+        let image = OpenImage::open_with_layers(self.image, self.layers, self.stores)?;
+        let changes = changes::read(&image, self.upper, self.stores, Scope::Layer, work.messages)?;
+        work.progress.phase("committing");
+        let commit = OpenCommit {
+            asked: self,
+            image: &image,
+            upper: self.upper,
+            work,
+        };
+        match destination {
+            Destination::Tar(path) => {
+                let output = match &path {
+                    Some(path) => Output::File(path),
+                    None => Output::Stream(stream),
+                };
+                let report = commit.archive(changes, output)?;
+                Ok(CommitOutput::Archive(path, report))
+            }
+            Destination::Layout(layout) => commit.layout(changes, &layout),
+            Destination::File(path) => {
+                let report = commit.file(changes, &path)?;
+                Ok(CommitOutput::File(path, report))
+            }
+            _ => Err(COMMIT_TO.refuse(self.new).into()),
+        }
     }
 }
 
@@ -107,14 +132,15 @@ fn refuse_inside(upper: &Path, destination: &Destination) -> Result<(), CommandE
     }
 }
 
-struct UpperCommit<'w> {
-    args: &'w Args,
-    image: &'w OpenImage,
-    upper: &'w Path,
-    ui: &'w Ui,
+/// A commit of an upper, with its open image.
+struct OpenCommit<'a> {
+    asked: &'a UpperCommit<'a>,
+    image: &'a OpenImage,
+    upper: &'a Path,
+    work: &'a Work<'a>,
 }
 
-impl UpperCommit<'_> {
+impl OpenCommit<'_> {
     /// The changes as a layer in overlayfs's form.
     fn layer(&self, changes: Changes) -> Result<(ErofsTree, Spliced), CommandError> {
         let tree = changes.layer.into_overlay().joined(self.upper)?;
@@ -122,42 +148,16 @@ impl UpperCommit<'_> {
         Ok((tree, spliced))
     }
 
-    fn export_options(&self, interrupt: &Interrupt) -> ExportOptions {
-        let defaults = ExportOptions::default();
-        ExportOptions {
-            threads: self.args.seal.jobs().unwrap_or(defaults.threads),
-            cancel: Some(interrupt.flag()),
-        }
-    }
-
-    fn archive(&self, changes: Changes, output: Option<&Path>) -> Result<(), CommandError> {
+    fn archive(&self, changes: Changes, output: Output<'_>) -> Result<TarReport, CommandError> {
         let (_, layer) = self.layer(changes)?;
-        let interrupt = Interrupt::catch();
-        let options = self.export_options(&interrupt);
-        let progress = self.ui.progress();
-        progress.phase("committing");
-        let write = |out: &mut dyn Write| {
-            export_tar(&layer.filesystem, TarForm::Layer, out, &options, &progress)
-        };
-        let output = output.unwrap_or(Path::new("-"));
-        let written = to_archive(self.image, output, self.ui, &progress, &write)?;
-        let Some(report) = written else {
-            return Ok(());
-        };
-        drop(progress);
-        self.ui.status(format_args!(
-            "{}: layer of {}, {} of file content",
-            output.display(),
-            plural(report.entries, "entry"),
-            Human(report.content_bytes)
-        ));
-        Ok(())
+        let (tree, jobs) = (&layer.filesystem, self.asked.encoding.jobs);
+        to_archive(self.image, tree, TarForm::Layer, output, jobs, self.work)
     }
 
-    fn layout(&self, changes: Changes, layout: &Layout) -> Result<(), CommandError> {
+    fn layout(&self, changes: Changes, layout: &Layout) -> Result<CommitOutput, CommandError> {
         self.image.refuse_as_destination(layout)?;
         let (_, layer) = self.layer(changes)?;
-        let metadata = metadata(self.image)?;
+        let metadata = self.image.metadata()?;
         let whole = self.image.tree()?;
         let below = layers_of_stack(self.image, &metadata)?;
         let layers = match &below[..] {
@@ -180,46 +180,30 @@ impl UpperCommit<'_> {
             directory: layout.path.clone(),
             form: layout.form.clone(),
             reference: layout.reference.clone(),
-            compression: self.args.layer_compress.unwrap_or_default(),
+            compression: self.asked.layer_compression,
         };
-        let interrupt = Interrupt::catch();
-        let options = self.export_options(&interrupt);
-        let progress = self.ui.progress();
-        progress.phase("committing");
-        let report = export_layout(&layers, config.as_ref(), &destination, &options, &progress)
+        let options = export_options(self.asked.encoding.jobs, self.work);
+        let progress = self.work.progress;
+        let report = export_layout(&layers, config.as_ref(), &destination, &options, progress)
             .map_err(|error| export_failure(self.image, &error))?;
-        drop(progress);
-        let new = report.layers.last();
-        self.ui.status(format_args!(
-            "{}: {}, the new one of {}, {}; manifest {}",
-            layout.without_reference(),
-            plural(report.layers.len() as u64, "layer"),
-            plural(new.map_or(0, |layer| layer.entries), "entry"),
-            Human(new.map_or(0, |layer| layer.stored_bytes)),
-            report.manifest
-        ));
-        Ok(())
+        Ok(CommitOutput::Layout(layout.without_reference(), report))
     }
 
-    fn file(&self, changes: Changes, path: &Path) -> Result<(), CommandError> {
-        let content = self.args.new_content();
+    fn file(&self, changes: Changes, path: &Path) -> Result<CommitReport, CommandError> {
+        let content = self.asked.content;
         let is_image = self.image.image().header().purpose == Use::Image;
         if !is_image && content != NewContent::Whole {
             return Err(
                 CommandError::new(format!("cannot write {}", path.display()))
                     .caused_by_text(format!(
                         "{} is a disk, which cannot be below an image",
-                        self.args.disk.display()
+                        self.asked.image.display()
                     ))
                     .hint("store everything in it (--flatten), or write the changes to tar:FILE"),
             );
         }
         self.image.refuse_own_file(path)?;
         let _replaced = replace::check(path, Replacement::Image, Force::NoOption)?;
-        let interrupt = Interrupt::catch();
-        let options = self.convert_options(&interrupt)?;
-        let progress = self.ui.progress();
-        progress.phase("committing");
         let store = changes.store.clone();
         let tree = match content {
             NewContent::Layer => changes.layer.into_overlay().joined(self.upper)?,
@@ -236,14 +220,13 @@ impl UpperCommit<'_> {
             base,
             described: self.described(content)?,
         };
-        let report = bcow_oci::commit::commit(commit, path, &options, &progress)
-            .map_err(|error| convert_failure(&error))?;
-        drop(progress);
-        self.report(&report, path);
+        let options = self.convert_options()?;
+        let report = bcow_oci::commit::commit(commit, path, &options, self.work.progress)
+            .map_err(|error| failure(&error))?;
         if report.base_bytes > 0 {
             self.warn_of_images_elsewhere(path);
         }
-        Ok(())
+        Ok(report)
     }
 
     /// Warns of each image below that bcow will not find from the directory of `path`.
@@ -264,7 +247,7 @@ impl UpperCommit<'_> {
                 true => "name its layout with --store",
                 false => "put it there, or name its place with --store",
             };
-            self.ui.warning(format_args!(
+            self.work.messages.warning(&format_args!(
                 "{} needs {}, which is not in the same directory: {remedy} wherever {0} is used",
                 path.display(),
                 image.path().display()
@@ -284,18 +267,17 @@ impl UpperCommit<'_> {
         merge(vec![below, changes.layer]).joined(self.upper)
     }
 
-    fn convert_options(&self, interrupt: &Interrupt) -> Result<ConvertOptions, CommandError> {
-        let defaults = ConvertOptions::default();
-        let seal = &self.args.seal;
+    fn convert_options(&self) -> Result<ConvertOptions, CommandError> {
+        let encoding = &self.asked.encoding;
         Ok(ConvertOptions {
-            compression: seal.compression()?,
-            block_bytes: seal.block_bytes(),
-            threads: seal.jobs().unwrap_or(defaults.threads),
-            verify: seal.verify(),
+            compression: encoding.compression(Compression::Zstd { level: 3 })?,
+            block_bytes: encoding.block_bytes,
+            threads: encoding.threads(),
+            verify: encoding.verify,
             source_date_epoch: source_date_epoch()?,
             tool_version: env!("CARGO_PKG_VERSION").to_owned(),
-            cancel: Some(interrupt.flag()),
-            ..defaults
+            cancel: Some(self.work.interrupt.flag()),
+            ..ConvertOptions::default()
         })
     }
 
@@ -323,31 +305,13 @@ impl UpperCommit<'_> {
             }
             NewContent::Merged | NewContent::Whole => {
                 all.insert("commit".into(), of);
-                let metadata = metadata(self.image)?;
+                let metadata = self.image.metadata()?;
                 if let Some(config) = metadata.get("config") {
                     all.insert("config".into(), config.clone());
                 }
             }
         }
         Ok(all)
-    }
-
-    fn report(&self, report: &CommitReport, path: &Path) {
-        let what = match self.args.new_content() {
-            NewContent::Layer => "layer",
-            NewContent::Merged | NewContent::Whole => "image",
-        };
-        let over = match report.base_bytes {
-            0 => String::new(),
-            bytes => format!(", {} in {}", Human(bytes), self.args.disk.display()),
-        };
-        self.ui.status(format_args!(
-            "{}: {what} of {}, {} of file content stored{over}, file of {}",
-            path.display(),
-            plural(report.entries, "inode"),
-            Human(report.content_bytes),
-            Human(report.file_bytes)
-        ));
     }
 }
 

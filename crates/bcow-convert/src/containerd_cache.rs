@@ -13,67 +13,52 @@ use std::path::{Path, PathBuf};
 use bcow::{Image, OpenOptions};
 use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK};
 use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Walk};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::failure::failure;
+use bcow_images::names::quoted;
 use bcow_oci::{
-    ConvertOptions, DiffId, LayoutForm, LayoutOptions, Source, convert_to_layout, diff_ids,
+    ConvertOptions, DiffId, LayoutForm, LayoutOptions, Progress, Source, convert_to_layout,
+    diff_ids,
 };
-use serde_json::json;
-
-use super::Args;
-use crate::conversion::failure;
-use crate::error::{CommandError, Context};
-use crate::names::quoted;
-use crate::size::{Human, plural};
-use crate::ui::Ui;
+use serde::Serialize;
 
 /// Writes the layers of `source` into `directory`, which is made if it is missing. An existing file
-/// is kept: containerd may have mounted it. If all files exist, no layer is read.
-pub fn run(
-    args: &Args,
+/// is kept: containerd may have mounted it. If all files exist, no layer is read. `layers` is the
+/// directory with layers that were converted before.
+pub(crate) fn convert(
     source: &Source,
     directory: &Path,
+    layers: Option<&Path>,
     options: &ConvertOptions,
-    ui: &Ui,
-) -> Result<(), CommandError> {
+    progress: &dyn Progress,
+) -> Result<CacheReport, CommandError> {
     let cache = Cache { directory };
     let layers = match cache.kept(source, options)? {
         Some(layers) => layers,
-        None => cache.write(args, source, options, ui)?,
+        None => cache.write(layers, source, options, progress)?,
     };
-    if args.json {
-        let layers: Vec<_> = layers
-            .iter()
-            .map(|layer| {
-                json!({
-                    "diff_id": layer.diff_id,
-                    "file": layer.path,
-                    "file_bytes": layer.file_bytes,
-                    "is_new": layer.is_new,
-                })
-            })
-            .collect();
-        return ui.print_json(&json!({
-            "schema": "bcow.convert-containerd-cache/1",
-            "layers": layers,
-        }));
-    }
-    let bytes = layers.iter().map(|layer| layer.file_bytes).sum();
-    let new = layers.iter().filter(|layer| layer.is_new).count();
-    ui.status(format_args!(
-        "containerd-cache:{}: {} of {} in all, {new} new",
-        directory.display(),
-        plural(layers.len() as u64, "layer"),
-        Human(bytes),
-    ));
-    Ok(())
+    Ok(CacheReport { layers })
+}
+
+/// The layers of an image in the cache.
+#[derive(Debug, Serialize)]
+pub struct CacheReport {
+    /// The lowest first.
+    pub layers: Vec<CachedLayer>,
 }
 
 /// The file of a layer in the cache.
-struct CachedLayer {
-    diff_id: DiffId,
-    path: PathBuf,
+#[derive(Debug, Serialize)]
+pub struct CachedLayer {
+    /// The layer.
+    pub diff_id: DiffId,
+    /// The path of its file.
+    #[serde(rename = "file")]
+    pub path: PathBuf,
     /// The size of this file. A kept file can differ from one that this version would write.
-    file_bytes: u64,
-    is_new: bool,
+    pub file_bytes: u64,
+    /// Whether this conversion wrote it.
+    pub is_new: bool,
 }
 
 /// A directory of the option `layer_content_caches`.
@@ -148,10 +133,10 @@ impl Cache<'_> {
     /// Converts all layers, and adds the files that the cache does not have.
     fn write(
         &self,
-        args: &Args,
+        layers: Option<&Path>,
         source: &Source,
         options: &ConvertOptions,
-        ui: &Ui,
+        progress: &dyn Progress,
     ) -> Result<Vec<CachedLayer>, CommandError> {
         let cannot = || self.cannot();
         // Declared before `scratch`, so it is dropped after `scratch`: while the scratch directory
@@ -166,13 +151,11 @@ impl Cache<'_> {
         let layout = LayoutOptions {
             directory: scratch.path().join("layout"),
             form: LayoutForm::Directory,
-            cache: args.cache.clone(),
+            cache: layers.map(Path::to_owned),
             ..LayoutOptions::default()
         };
-        let progress = ui.progress();
-        let report = convert_to_layout(source, &layout, options, &progress)
+        let report = convert_to_layout(source, &layout, options, progress)
             .map_err(|error| failure(&error))?;
-        drop(progress);
         let mut made = Vec::new();
         for layer in report.layers {
             let path = self.path(&layer.diff_id)?;

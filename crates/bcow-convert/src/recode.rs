@@ -2,31 +2,28 @@
 
 use std::path::Path;
 
+use bcow_images::error::CommandError;
+use bcow_images::failure::failure;
+use bcow_images::image::OpenImage;
+use bcow_images::push::Layout;
 use bcow_oci::export::ExportError;
 use bcow_oci::recode::recode;
-use bcow_oci::{ConvertOptions, LayoutOptions, LayoutReport, Report, convert_trees};
-use serde_json::Value;
+use bcow_oci::{ConvertOptions, LayoutOptions, LayoutReport, Progress, Report, convert_trees};
 
-use crate::commands::export::{ImageLayers, export_failure};
-use crate::conversion::failure;
-use crate::error::CommandError;
-use crate::image::OpenImage;
-use crate::push::Layout;
-use crate::ui::Ui;
+use crate::export::{ImageLayers, export_failure};
 
 /// Re-encodes `image` into the file `destination`.
 pub fn to_file(
     image: &OpenImage,
     destination: &Path,
     options: &ConvertOptions,
-    ui: &Ui,
+    progress: &dyn Progress,
 ) -> Result<Report, CommandError> {
     image.refuse_own_file(destination)?;
     let form = image.form()?;
-    let progress = ui.progress();
     let name = image.path().display().to_string();
     let (annotations, left_out) = image.annotations()?;
-    let mut report = recode(image.image(), form, &name, destination, options, &progress)
+    let mut report = recode(image.image(), form, &name, destination, options, progress)
         .map_err(|error| failure(&error))?;
     report.left_out = left_out;
     report.left_out.annotations = annotations.into_keys().collect();
@@ -40,12 +37,11 @@ pub fn to_layout(
     layout: &Layout,
     destination: &LayoutOptions,
     options: &ConvertOptions,
-    ui: &Ui,
+    progress: &dyn Progress,
 ) -> Result<LayoutReport, CommandError> {
     image.refuse_as_destination(layout)?;
-    let metadata: Value = image.metadata()?;
+    let metadata = image.metadata()?;
     let trees = ImageLayers::of(image, &metadata)?;
-    let progress = ui.progress();
     let config = metadata.get("config");
     let (annotations, left_out) = image.annotations()?;
     let layers = trees.layers();
@@ -55,7 +51,7 @@ pub fn to_layout(
         &annotations,
         destination,
         options,
-        &progress,
+        progress,
     );
     let mut report = report.map_err(|error| match error {
         ExportError::Layout(error) => failure(&error),
