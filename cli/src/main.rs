@@ -17,7 +17,6 @@ mod named_mount;
 mod pool;
 mod remote_report;
 mod sealing;
-mod stat;
 mod ui;
 
 use std::ffi::{OsStr, OsString};
@@ -25,7 +24,7 @@ use std::process::ExitCode;
 
 use bcow_images::{
     cache, changes, disks, error, image, interrupt, names, new_file, plain, prefetch, push, record,
-    remote, running, size, upper, views,
+    remote, running, size, stat, upper, views,
 };
 use clap::{CommandFactory, Parser, Subcommand};
 

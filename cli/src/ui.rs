@@ -11,7 +11,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use crate::error::CommandError;
-use crate::image::Warnings;
+use crate::image::Messages;
 use crate::interrupt::Interrupt;
 use crate::names::printable;
 
@@ -165,6 +165,7 @@ impl Ui {
     pub fn output(&self) -> Output {
         Output {
             stream: BufWriter::with_capacity(64 << 10, io::stdout()),
+            is_first: true,
         }
     }
 
@@ -274,7 +275,7 @@ impl Ui {
     }
 }
 
-impl Warnings for Ui {
+impl Messages for Ui {
     fn status(&self, text: &dyn fmt::Display) {
         Ui::status(self, text);
     }
@@ -292,6 +293,8 @@ impl Warnings for Ui {
 /// also when the reader went away (`bcow ls IMG | head`).
 pub struct Output {
     stream: BufWriter<io::Stdout>,
+    /// Whether the next item is the first one of a list.
+    is_first: bool,
 }
 
 impl Output {
@@ -313,6 +316,46 @@ impl Output {
     /// converts their errors.
     pub fn stream(&mut self) -> &mut dyn Write {
         &mut self.stream
+    }
+
+    /// Begins a JSON document with the fields of `head`, for a result that is not held in memory.
+    pub fn open_document(&mut self, head: &impl Serialize) -> Result<(), CommandError> {
+        let head = serde_json::to_string(head);
+        let head = head.map_err(|error| CommandError::standard_output(&error.into()))?;
+        write!(self, "{}", head.strip_suffix('}').unwrap_or(&head))
+    }
+
+    /// Begins a list in the JSON document.
+    pub fn open_list(&mut self, name: &str) -> Result<(), CommandError> {
+        self.is_first = true;
+        write!(self, ",\"{name}\":[")
+    }
+
+    /// Writes an item of the list, on a line of its own.
+    pub fn item(&mut self, item: &impl Serialize) -> Result<(), CommandError> {
+        let separator = if self.is_first { "" } else { "," };
+        self.is_first = false;
+        writeln!(self, "{separator}")?;
+        self.json(item)
+    }
+
+    pub fn close_list(&mut self) -> Result<(), CommandError> {
+        write!(self, "\n]")
+    }
+
+    /// Writes a further field of the JSON document.
+    pub fn field(&mut self, name: &str, value: &impl Serialize) -> Result<(), CommandError> {
+        write!(self, ",\"{name}\":")?;
+        self.json(value)
+    }
+
+    pub fn close_document(&mut self) -> Result<(), CommandError> {
+        writeln!(self, "}}")
+    }
+
+    fn json(&mut self, value: &impl Serialize) -> Result<(), CommandError> {
+        serde_json::to_writer(&mut self.stream, value)
+            .map_err(|error| CommandError::standard_output(&error.into()))
     }
 
     /// Writes a table with aligned columns; nothing without rows.
@@ -367,7 +410,7 @@ pub struct Progress<'u> {
     warned: Mutex<u64>,
 }
 
-/// Warnings of one operation that are shown one by one; a hostile tarball could bring millions.
+/// Messages of one operation that are shown one by one; a hostile tarball could bring millions.
 const WARNINGS_SHOWN: u64 = 20;
 
 impl bcow_oci::Progress for Progress<'_> {

@@ -9,18 +9,17 @@ use bcow_erofs::diff::{
     Change, Compare, ContentDifference, DiffError, DiffOptions, DiffSummary, Differences, Side,
     Stopped, XattrChange, diff,
 };
-use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::is_whiteout;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
-use bcow_union::offline::{Scope, lower_offset};
-use serde_json::{Map, Value, json};
+use bcow_union::offline::lower_offset;
+use serde::Serialize;
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::size::plural;
+use crate::stat::{self, InodeFacts};
 use crate::ui::{Output, Ui};
-use crate::upper::Joined;
-use crate::{names, stat};
+use crate::{changes, names};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 
@@ -128,19 +127,12 @@ fn compare_upper(
     upper: &Path,
     ui: &Ui,
 ) -> Result<bool, CommandError> {
-    let changes = crate::changes::read(image, upper, &args.stores, Scope::Touched, ui)?;
-    let before = merge(vec![changes.touched.clone()]).joined(upper)?;
-    let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
-    let trees = [(image.path(), before), (upper, after)].map(|(name, tree)| {
-        let spliced = changes.store.filesystem(&tree).joined(upper)?;
-        Ok::<_, CommandError>(Tree::new(name, spliced.filesystem))
-    });
-    let [a, b] = trees;
+    let [a, b] = changes::trees(image, upper, &args.stores, ui)?;
     let known_same = |here, there, length| match lower_offset(here) {
         Some(offset) if lower_offset(there) == Some(offset) => length,
         _ => 0,
     };
-    compare_trees(args, &a?, &b?, &known_same, ui)
+    compare_trees(args, &a, &b, &known_same, ui)
 }
 
 fn compare_trees(
@@ -164,7 +156,6 @@ fn compare_trees(
         b,
         quote: ui.stdout_is_terminal() && !args.null,
         out: ui.output(),
-        is_first: true,
     };
     report.begin(options.compare)?;
     let compared = diff(
@@ -212,13 +203,66 @@ fn in_words(summary: &DiffSummary) -> String {
     )
 }
 
+/// The beginning of the JSON document.
+#[derive(Serialize)]
+struct Head {
+    schema: &'static str,
+    a: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    a_hex: Option<String>,
+    b: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    b_hex: Option<String>,
+    compared: &'static str,
+}
+
+/// A path that differs, as JSON has it.
+#[derive(Serialize)]
+struct Difference {
+    status: &'static str,
+    path: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    path_hex: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    changes: Option<Vec<&'static str>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content_differs_at: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    a: Option<InodeFacts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    b: Option<InodeFacts>,
+}
+
+/// The number of differences of each kind, as JSON has them.
+#[derive(Serialize)]
+struct SummaryFacts {
+    added: u64,
+    removed: u64,
+    changed: u64,
+    retyped: u64,
+    same: u64,
+    compared_bytes: u64,
+}
+
+impl SummaryFacts {
+    fn of(summary: &DiffSummary) -> Self {
+        SummaryFacts {
+            added: summary.added,
+            removed: summary.removed,
+            changed: summary.changed,
+            retyped: summary.retyped,
+            same: summary.same,
+            compared_bytes: summary.compared_bytes,
+        }
+    }
+}
+
 struct Report<'a> {
     args: &'a Args,
     a: &'a Tree,
     b: &'a Tree,
     quote: bool,
     out: Output,
-    is_first: bool,
 }
 
 impl Report<'_> {
@@ -231,33 +275,29 @@ impl Report<'_> {
             Compare::Metadata => "metadata",
             Compare::Content => "content",
         };
-        let mut head = Map::new();
-        head.insert("schema".into(), "bcow.diff/1".into());
-        for (key, tree) in [("a", self.a), ("b", self.b)] {
-            let name = tree.image().as_os_str().as_encoded_bytes();
-            names::put_json(&mut head, key, name);
-        }
-        head.insert("compared".into(), compare.into());
-        let head = Value::Object(head).to_string();
+        let (a, b) = (
+            self.a.image().as_os_str().as_encoded_bytes(),
+            self.b.image().as_os_str().as_encoded_bytes(),
+        );
+        self.out.open_document(&Head {
+            schema: "bcow.diff/1",
+            a: names::text(a),
+            a_hex: names::text_hex(a),
+            b: names::text(b),
+            b_hex: names::text_hex(b),
+            compared: compare,
+        })?;
         // The entries follow; they are not held in memory.
-        write!(self.out, "{}", head.trim_end_matches('}'))?;
-        if self.args.summary { Ok(()) } else { write!(self.out, ",\"entries\":[") }
+        if self.args.summary { Ok(()) } else { self.out.open_list("entries") }
     }
 
     fn end(mut self, summary: &DiffSummary) -> Result<(), CommandError> {
         if self.args.json {
             if !self.args.summary {
-                write!(self.out, "\n]")?;
+                self.out.close_list()?;
             }
-            let summary = json!({
-                "added": summary.added,
-                "removed": summary.removed,
-                "changed": summary.changed,
-                "retyped": summary.retyped,
-                "same": summary.same,
-                "compared_bytes": summary.compared_bytes,
-            });
-            writeln!(self.out, ",\"summary\":{summary}}}")?;
+            self.out.field("summary", &SummaryFacts::of(summary))?;
+            self.out.close_document()?;
         } else if self.args.summary {
             writeln!(self.out, "{}", in_words(summary))?;
         }
@@ -273,31 +313,32 @@ impl Report<'_> {
     }
 
     fn as_json(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
-        let mut entry = Map::new();
-        entry.insert("status".into(), letter(change).into());
-        names::put_json(&mut entry, "path", path);
         let (before, after, what) = match change {
             Change::Added(b) => (None, Some(*b), None),
             Change::Removed(a) => (Some(*a), None, None),
             Change::Retyped(a, b) => (Some(*a), Some(*b), None),
             Change::Changed(a, b, what) => (Some(*a), Some(*b), Some(*what)),
         };
-        if let Some(what) = what {
-            entry.insert("changes".into(), changes(what).into());
-            if let Some(ContentDifference::At(at)) = what.content {
-                entry.insert("content_differs_at".into(), at.into());
-            }
-        }
-        for (key, tree, inode) in [("a", self.a, before), ("b", self.b, after)] {
-            let Some(inode) = inode else { continue };
-            let mut object = Map::new();
-            stat::put_json(&mut object, tree, inode, path)?;
-            object.insert("type".into(), type_word(tree, inode, path)?.into());
-            entry.insert(key.into(), object.into());
-        }
-        let separator = if self.is_first { "" } else { "," };
-        self.is_first = false;
-        write!(self.out, "{separator}\n{}", Value::Object(entry))
+        let facts = |tree: &Tree, inode: Option<&Inode>| {
+            let facts = inode.map(|inode| {
+                let mut facts = InodeFacts::of(tree, inode, path)?;
+                facts.kind = type_word(tree, inode, path)?;
+                Ok::<_, CommandError>(facts)
+            });
+            facts.transpose()
+        };
+        self.out.item(&Difference {
+            status: letter(change),
+            path: names::text(path),
+            path_hex: names::text_hex(path),
+            changes: what.map(changes_in_words),
+            content_differs_at: match what.and_then(|what| what.content) {
+                Some(ContentDifference::At(at)) => Some(at),
+                _ => None,
+            },
+            a: facts(self.a, before)?,
+            b: facts(self.b, after)?,
+        })
     }
 
     fn as_line(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
@@ -402,7 +443,7 @@ fn type_word(tree: &Tree, inode: &Inode, path: &[u8]) -> Result<&'static str, Co
 }
 
 /// The differences, in the words of the guide.
-fn changes(what: &Differences) -> Vec<&'static str> {
+fn changes_in_words(what: &Differences) -> Vec<&'static str> {
     [
         (what.permissions, "mode"),
         (what.uid, "uid"),

@@ -5,12 +5,13 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 
 use bcow_erofs::reader::{Children, ErofsError, FileType, Inode};
-use serde_json::{Map, Value};
+use serde::Serialize;
 
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
+use crate::names;
+use crate::stat::{self, InodeFacts};
 use crate::ui::{Output, Ui};
-use crate::{names, stat};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 
@@ -71,7 +72,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         tree: &tree,
         quote: ui.stdout_is_terminal() && !args.null,
         out: ui.output(),
-        first: true,
     };
     listing.begin()?;
     if start.kind == FileType::Directory {
@@ -87,20 +87,23 @@ struct Listing<'a> {
     tree: &'a Tree,
     quote: bool,
     out: Output,
-    first: bool,
 }
 
 impl Listing<'_> {
     fn begin(&mut self) -> Result<(), CommandError> {
         if self.args.json {
-            write!(self.out, "{{\"schema\":\"bcow.ls/1\",\"entries\":[")?;
+            self.out.open_document(&Head {
+                schema: "bcow.ls/1",
+            })?;
+            self.out.open_list("entries")?;
         }
         Ok(())
     }
 
     fn end(mut self) -> Result<(), CommandError> {
         if self.args.json {
-            writeln!(self.out, "\n]}}")?;
+            self.out.close_list()?;
+            self.out.close_document()?;
         }
         self.out.finish()
     }
@@ -139,10 +142,11 @@ impl Listing<'_> {
 
     fn entry(&mut self, inode: &Inode, path: &[u8], shown: &[u8]) -> Result<(), CommandError> {
         if self.args.json {
-            let value = self.as_json(inode, path)?;
-            let separator = if self.first { "" } else { "," };
-            self.first = false;
-            return write!(self.out, "{separator}\n{value}");
+            return self.out.item(&Entry {
+                path: names::text(path),
+                path_hex: names::text_hex(path),
+                inode: InodeFacts::of(self.tree, inode, path)?,
+            });
         }
         if !self.args.long {
             return self.name(shown);
@@ -186,13 +190,22 @@ impl Listing<'_> {
     fn target(&self, inode: &Inode, path: &[u8]) -> Result<Vec<u8>, CommandError> {
         self.tree.read(path, |fs| fs.read_link(inode))
     }
+}
 
-    fn as_json(&self, inode: &Inode, path: &[u8]) -> Result<Value, CommandError> {
-        let mut object = Map::new();
-        names::put_json(&mut object, "path", path);
-        stat::put_json(&mut object, self.tree, inode, path)?;
-        Ok(Value::Object(object))
-    }
+/// The beginning of the JSON document.
+#[derive(Serialize)]
+struct Head {
+    schema: &'static str,
+}
+
+/// An entry, as JSON has it.
+#[derive(Serialize)]
+struct Entry {
+    path: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    path_hex: Option<String>,
+    #[serde(flatten)]
+    inode: InodeFacts,
 }
 
 fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {

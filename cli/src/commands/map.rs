@@ -1,18 +1,16 @@
 //! `bcow map`
 
-use std::ops::Range;
-use std::sync::Arc;
-
-use bcow::{BlockDevice, Extent, FileIdentity, Image, Mapping, ShownBy};
-use serde_json::{Value, json};
+use bcow::{Extent, Mapping, ShownBy};
+use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
+use bcow_images::extents::ChainExtents;
+use serde::Serialize;
 
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
-use bcow_images::Name;
-use bcow_images::args::{IMAGE, NameParser};
 
 /// Show where the address space of an image is stored
 ///
@@ -73,256 +71,130 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Some(length) => args.start.saturating_add(length).min(size),
         None => size,
     };
-
-    let names: Vec<String> = image
-        .image()
-        .backings()
-        .map(|backing| backing.name.to_string())
-        .collect();
-    let chain = Chain::of(&image, args.depth);
-    let mut map = Map {
-        json: args.json,
-        chain: chain.names(&image),
-        names,
-        out: ui.output(),
-        first: true,
+    let below = image.chain().iter();
+    let chain = std::iter::once(image.path().display().to_string());
+    let chain = chain.chain(below.clone().map(|file| file.name.clone()));
+    let files = std::iter::once(image.image().clone()).chain(below.map(|file| file.image.clone()));
+    let depth = args.depth.map_or(usize::MAX, |depth| depth as usize);
+    let backings = image.image().backings();
+    let names = Names {
+        chain: chain.collect(),
+        backings: backings.map(|backing| backing.name.to_string()).collect(),
     };
-    map.begin(size)?;
-    let mut pending: Option<(usize, Extent)> = None;
-    let mut at = args.start;
-    while at < end {
-        let (file, extent) = chain
-            .map(&image, at)
-            .context(|| format!("cannot read the map of {}", image.path().display()))?;
-        at = extent.offset.saturating_add(extent.length);
-        if let Some((run_file, run)) = &mut pending
-            && *run_file == file
-            && (join(run, &extent) || (file > 0 && join_block(run, &extent)))
-        {
-            continue;
-        }
-        if let Some((file, run)) = pending.replace((file, extent)) {
-            map.extent(file, &run)?;
-        }
-    }
-    if let Some((file, run)) = pending {
-        map.extent(file, &run)?;
-    }
-    map.end()
-}
-
-/// The files of a disk, each below the one before.
-struct Chain(Vec<Arc<Image>>);
-
-impl Chain {
-    fn of(image: &OpenImage, depth: Option<u32>) -> Self {
-        let below = image.chain().iter().map(|file| file.image.clone());
-        let files = std::iter::once(image.image().clone()).chain(below);
-        Chain(
-            files
-                .take(depth.map_or(usize::MAX, |n| n as usize))
-                .collect(),
-        )
-    }
-
-    /// Names of the files; empty if there is only one file.
-    fn names(&self, image: &OpenImage) -> Vec<String> {
-        if image.chain().is_empty() {
-            return Vec::new();
-        }
-        let below = image.chain().iter().map(|file| file.name.clone());
-        std::iter::once(image.path().display().to_string())
-            .chain(below)
-            .collect()
-    }
-
-    /// The extent of `at`, in the file that has it: its place in the chain.
-    fn map(&self, image: &OpenImage, at: u64) -> Result<(usize, Extent), bcow::Error> {
-        let mut file = 0;
-        let mut extent = image.image().map(at)?;
-        // Below an absent entry, the file has the same bytes at the same address.
-        while let Mapping::Backing {
-            by: ShownBy::Absent,
-            offset,
-            bytes,
-            ..
-        } = extent.mapping
-            && offset == extent.offset
-            && bytes == extent.length
-            && let Some(below) = self.0.get(file + 1)
-            && identity_below(&self.0[file]) == below.identity()
-        {
-            file += 1;
-            let end = extent.offset + extent.length;
-            if at >= below.size() {
-                extent = Extent {
-                    offset: extent.offset.max(below.size()),
-                    length: end - extent.offset.max(below.size()),
-                    mapping: Mapping::Hole,
-                };
-                continue;
-            }
-            extent = cut(below.map(at)?, extent.offset..end);
-        }
-        Ok((file, extent))
-    }
-}
-
-fn identity_below(image: &Image) -> Option<FileIdentity> {
-    image.backing(0).and_then(|below| below.identity())
-}
-
-/// The part of an extent within `range`. A stored block keeps its full UBA and size.
-fn cut(extent: Extent, range: Range<u64>) -> Extent {
-    let offset = extent.offset.max(range.start);
-    let length = (extent.offset + extent.length).min(range.end) - offset;
-    let mapping = match extent.mapping {
-        Mapping::Backing {
-            by,
-            index,
-            offset: from,
-            bytes,
-        } => {
-            let skip = offset - extent.offset;
-            Mapping::Backing {
-                by,
-                index,
-                offset: from + skip,
-                bytes: bytes.saturating_sub(skip).min(length),
-            }
-        }
-        mapping => mapping,
-    };
-    Extent {
-        offset,
-        length,
-        mapping,
-    }
-}
-
-/// Extends the run by `next` if both have one mapping. Zeros, holes and windows are not stored in
-/// blocks, so they are shown as one range.
-fn join(run: &mut Extent, next: &Extent) -> bool {
-    match (&mut run.mapping, next.mapping) {
-        (Mapping::Zero, Mapping::Zero) | (Mapping::Hole, Mapping::Hole) => {}
-        (
-            Mapping::Backing {
-                by,
-                index,
-                offset,
-                bytes,
-            },
-            Mapping::Backing {
-                by: next_by,
-                index: next_index,
-                offset: next_offset,
-                bytes: next_bytes,
-            },
-        ) if *by == next_by
-            && *index == next_index
-            && *bytes == run.length
-            && offset.checked_add(*bytes) == Some(next_offset) =>
-        {
-            *bytes += next_bytes;
-        }
-        _ => return false,
-    }
-    run.length += next.length;
-    true
-}
-
-/// Extends the run by `next` if both are pieces of one stored block of a lower file, which smaller
-/// blocks of the files above divide.
-fn join_block(run: &mut Extent, next: &Extent) -> bool {
-    let is_stored = matches!(
-        run.mapping,
-        Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. }
-    );
-    let is_one = is_stored && run.mapping == next.mapping;
-    if is_one {
-        run.length += next.length;
-    }
-    is_one
-}
-
-struct Map {
-    json: bool,
-    /// Names of the files of a chain; empty if there is only one file.
-    chain: Vec<String>,
-    /// Names of the backings, by index.
-    names: Vec<String>,
-    out: Output,
-    first: bool,
-}
-
-impl Map {
-    fn begin(&mut self, size: u64) -> Result<(), CommandError> {
-        if self.json {
-            write!(
-                self.out,
-                "{{\"schema\":\"bcow.map/1\",\"size\":{size},\"extents\":["
-            )
-        } else {
-            let file = if self.chain.is_empty() { "" } else { "  FILE" };
-            writeln!(
-                self.out,
-                "{:>16} {:>12} {:<8} {:>16} {:>12}{file}",
-                "LBA", "LENGTH", "KIND", "UBA", "STORED"
-            )
-        }
-    }
-
-    fn extent(&mut self, file: usize, extent: &Extent) -> Result<(), CommandError> {
-        if self.json {
-            let separator = if self.first { "" } else { "," };
-            self.first = false;
-            let value = self.as_json(file, extent);
-            return write!(self.out, "{separator}\n{value}");
-        }
-        write!(
-            self.out,
-            "{:>16} {:>12} {:<8}",
-            extent.offset,
-            extent.length,
-            kind(&extent.mapping)
+    let mut out = ui.output();
+    if args.json {
+        let schema = "bcow.map/1";
+        out.open_document(&Head { schema, size })?;
+        out.open_list("extents")?;
+    } else {
+        let file = if names.has_chain() { "  FILE" } else { "" };
+        writeln!(
+            out,
+            "{:>16} {:>12} {:<8} {:>16} {:>12}{file}",
+            "LBA", "LENGTH", "KIND", "UBA", "STORED"
         )?;
+    }
+    for extent in ChainExtents::new(files.take(depth).collect(), args.start..end) {
+        let cannot = || format!("cannot read the map of {}", image.path().display());
+        let (file, extent) = extent.context(cannot)?;
+        let row = Row::new(&names, file, &extent);
+        if args.json {
+            out.item(&row)?;
+        } else {
+            row.print(&mut out)?;
+        }
+    }
+    if args.json {
+        out.close_list()?;
+        out.close_document()?;
+    }
+    out.finish()
+}
+
+/// The beginning of the JSON document.
+#[derive(Serialize)]
+struct Head {
+    schema: &'static str,
+    size: u64,
+}
+
+/// The names of the files that extents refer to.
+struct Names {
+    /// The disk and the files below it.
+    chain: Vec<String>,
+    /// By index.
+    backings: Vec<String>,
+}
+
+impl Names {
+    fn has_chain(&self) -> bool {
+        self.chain.len() > 1
+    }
+}
+
+/// An extent, as JSON has it.
+#[derive(Serialize)]
+struct Row<'n> {
+    offset: u64,
+    length: u64,
+    kind: &'static str,
+    /// For a disk with a backing: the file of the chain that has the data.
+    #[serde(flatten)]
+    file: Option<RowFile<'n>>,
+    #[serde(flatten)]
+    stored: Option<RowStored>,
+    #[serde(flatten)]
+    backing: Option<RowBacking<'n>>,
+}
+
+#[derive(Serialize)]
+struct RowFile<'n> {
+    #[serde(rename = "file")]
+    place: usize,
+    #[serde(rename = "file_name")]
+    name: &'n str,
+}
+
+#[derive(Serialize)]
+struct RowStored {
+    uba: u64,
+    stored_bytes: u32,
+    /// `None` for an open block.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    crc32c: Option<String>,
+}
+
+#[derive(Serialize)]
+struct RowBacking<'n> {
+    #[serde(rename = "backing")]
+    index: u32,
+    #[serde(rename = "backing_name")]
+    name: Option<&'n str>,
+    #[serde(rename = "backing_offset")]
+    offset: u64,
+    #[serde(rename = "backing_bytes")]
+    bytes: u64,
+}
+
+impl<'n> Row<'n> {
+    fn new(names: &'n Names, file: usize, extent: &Extent) -> Self {
+        let chain = names.chain.get(file).filter(|_| names.has_chain());
+        let mut row = Row {
+            offset: extent.offset,
+            length: extent.length,
+            kind: kind(&extent.mapping),
+            file: chain.map(|name| RowFile { place: file, name }),
+            stored: None,
+            backing: None,
+        };
         match extent.mapping {
             Mapping::Raw { stored } | Mapping::Compressed { stored } | Mapping::Open { stored } => {
-                write!(self.out, " {:>16} {:>12}", stored.at.0, stored.bytes)?;
-            }
-            Mapping::Zero | Mapping::Hole => write!(self.out, " {:>16} {:>12}", "-", "-")?,
-            Mapping::Backing { index, offset, .. } => {
-                write!(self.out, " {:>16} {:>12}", format!("{index}:{offset}"), "-")?;
-            }
-        }
-        match self.chain.get(file) {
-            Some(name) => writeln!(self.out, "  {file} {}", printable(name)),
-            None => writeln!(self.out),
-        }
-    }
-
-    fn end(mut self) -> Result<(), CommandError> {
-        if self.json {
-            writeln!(self.out, "\n]}}")?;
-        }
-        self.out.finish()
-    }
-
-    fn as_json(&self, file: usize, extent: &Extent) -> Value {
-        let mut value = json!({
-            "offset": extent.offset,
-            "length": extent.length,
-            "kind": kind(&extent.mapping),
-        });
-        if let Some(name) = self.chain.get(file) {
-            value["file"] = file.into();
-            value["file_name"] = name.as_str().into();
-        }
-        match extent.mapping {
-            Mapping::Raw { stored } | Mapping::Compressed { stored } => {
-                value["uba"] = stored.at.0.into();
-                value["stored_bytes"] = stored.bytes.into();
-                value["crc32c"] = format!("{:08x}", stored.crc).into();
+                let is_open = matches!(extent.mapping, Mapping::Open { .. });
+                row.stored = Some(RowStored {
+                    uba: stored.at.0,
+                    stored_bytes: stored.bytes,
+                    crc32c: (!is_open).then(|| format!("{:08x}", stored.crc)),
+                });
             }
             Mapping::Backing {
                 index,
@@ -330,18 +202,34 @@ impl Map {
                 bytes,
                 ..
             } => {
-                value["backing"] = index.into();
-                value["backing_name"] = self.names.get(index as usize).cloned().into();
-                value["backing_offset"] = offset.into();
-                value["backing_bytes"] = bytes.into();
-            }
-            Mapping::Open { stored } => {
-                value["uba"] = stored.at.0.into();
-                value["stored_bytes"] = stored.bytes.into();
+                row.backing = Some(RowBacking {
+                    index,
+                    name: names.backings.get(index as usize).map(String::as_str),
+                    offset,
+                    bytes,
+                });
             }
             Mapping::Zero | Mapping::Hole => {}
         }
-        value
+        row
+    }
+
+    fn print(&self, out: &mut Output) -> Result<(), CommandError> {
+        let dash = || "-".to_owned();
+        let (at, bytes) = match (&self.stored, &self.backing) {
+            (Some(stored), _) => (stored.uba.to_string(), stored.stored_bytes.to_string()),
+            (None, Some(backing)) => (format!("{}:{}", backing.index, backing.offset), dash()),
+            (None, None) => (dash(), dash()),
+        };
+        let (offset, length, kind) = (self.offset, self.length, self.kind);
+        write!(
+            out,
+            "{offset:>16} {length:>12} {kind:<8} {at:>16} {bytes:>12}"
+        )?;
+        match &self.file {
+            Some(file) => writeln!(out, "  {} {}", file.place, printable(file.name)),
+            None => writeln!(out),
+        }
     }
 }
 

@@ -12,10 +12,10 @@
 //! use bcow_convert::{ExportedPart, Output, Work, export_bytes};
 //! use bcow_images::args::IMAGE;
 //! use bcow_images::error::CommandError;
-//! use bcow_images::image::{OpenImage, StoreArgs, Warnings};
+//! use bcow_images::image::{OpenImage, StoreArgs, Messages};
 //! use bcow_images::interrupt::Interrupt;
 //!
-//! fn export(image: &str, messages: &dyn Warnings) -> Result<u64, CommandError> {
+//! fn export(image: &str, messages: &dyn Messages) -> Result<u64, CommandError> {
 //!     let image = OpenImage::open(&IMAGE.parse(image.as_ref())?, &StoreArgs::default())?;
 //!     let work = Work {
 //!         messages,

@@ -1,7 +1,7 @@
 //! The user of an operation.
 
 use bcow::operation::{Monitor, Phase};
-use bcow_images::image::Warnings;
+use bcow_images::image::Messages;
 use bcow_images::interrupt::Interrupt;
 use bcow_oci::Progress;
 
@@ -9,7 +9,7 @@ use bcow_oci::Progress;
 #[derive(Clone, Copy)]
 pub struct Work<'a> {
     /// Takes messages.
-    pub messages: &'a dyn Warnings,
+    pub messages: &'a dyn Messages,
     /// Takes the phases, and counts bytes.
     pub progress: &'a dyn Progress,
     /// Ends the operation early.

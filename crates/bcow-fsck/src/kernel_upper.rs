@@ -10,7 +10,7 @@ use bcow::check::{self, CheckOptions, Finding, Findings, Place, Repair};
 use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_fuse::kernel::{self, Kind};
 use bcow_images::error::{CommandError, Context};
-use bcow_images::image::{OpenImage, Warnings};
+use bcow_images::image::{Messages, OpenImage};
 use bcow_images::kernel_upper::{read_disk, require_same_image};
 use bcow_images::upper::{cannot_use, when_free};
 use bcow_union::{DiskInstance, DiskReader, META, UpperError};
@@ -69,7 +69,7 @@ pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
 }
 
 /// Repairs the file of the disk. An upper without a disk has nothing to repair.
-fn repair(upper: &Path, messages: &dyn Warnings) -> Result<Vec<Repair>, CommandError> {
+fn repair(upper: &Path, messages: &dyn Messages) -> Result<Vec<Repair>, CommandError> {
     let note = format!("bcow fsck --repair, process {}", std::process::id());
     let instance = match when_free(messages, || DiskInstance::open_existing(upper, &note)) {
         Ok(instance) => instance,

@@ -11,9 +11,9 @@
 //! use bcow_fsck::Fsck;
 //! use bcow_images::args::WHOLE_IMAGE;
 //! use bcow_images::error::CommandError;
-//! use bcow_images::image::{LayerArgs, StoreArgs, Warnings};
+//! use bcow_images::image::{LayerArgs, StoreArgs, Messages};
 //!
-//! fn errors(image: &str, messages: &dyn Warnings) -> Result<u64, CommandError> {
+//! fn errors(image: &str, messages: &dyn Messages) -> Result<u64, CommandError> {
 //!     let fsck = Fsck {
 //!         image: &WHOLE_IMAGE.parse(image.as_ref())?,
 //!         lower: None,
@@ -44,7 +44,7 @@ use std::path::Path;
 use bcow::check::CheckOptions;
 use bcow_images::Name;
 use bcow_images::error::CommandError;
-use bcow_images::image::{LayerArgs, StoreArgs, Warnings};
+use bcow_images::image::{LayerArgs, Messages, StoreArgs};
 use bcow_images::kernel_upper::is_kernel_upper;
 use bcow_oci::Progress;
 use bcow_union::META;
@@ -69,7 +69,7 @@ pub struct Fsck<'a> {
     /// Where files below are looked up.
     pub stores: &'a StoreArgs,
     /// Takes warnings.
-    pub messages: &'a dyn Warnings,
+    pub messages: &'a dyn Messages,
     /// Takes the phases of the check.
     pub progress: &'a dyn Progress,
 }

@@ -4,18 +4,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow::OpenOptions;
+use bcow_erofs::merge::merge;
 use bcow_ext4::ReadError;
 use bcow_oci::Limits;
 use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
 use bcow_view::CompareError;
 
 use crate::error::CommandError;
-use crate::image::{OpenImage, StoreArgs, Warnings};
+use crate::image::{Messages, OpenImage, StoreArgs, Tree};
 use crate::kernel_upper::{self, is_kernel_upper};
 use crate::names;
 use crate::over_view;
 use crate::size::plural;
-use crate::upper::open_reader_of;
+use crate::upper::{Joined, open_reader_of};
 
 /// The changes in an upper to its image, or those in a disk that shows the image.
 pub fn read(
@@ -23,7 +24,7 @@ pub fn read(
     upper: &Path,
     stores: &StoreArgs,
     scope: Scope,
-    messages: &dyn Warnings,
+    messages: &dyn Messages,
 ) -> Result<Changes, CommandError> {
     let most = Limits::default().max_entries;
     let lower = || -> Result<_, CommandError> { Ok(Arc::new(image.tree()?.into_filesystem())) };
@@ -52,6 +53,23 @@ pub fn read(
         ));
     }
     Ok(changes)
+}
+
+/// The trees of the directories that an upper changes: of its image, and with the changes.
+pub fn trees(
+    image: &OpenImage,
+    upper: &Path,
+    stores: &StoreArgs,
+    messages: &dyn Messages,
+) -> Result<[Tree; 2], CommandError> {
+    let changes = read(image, upper, stores, Scope::Touched, messages)?;
+    let before = merge(vec![changes.touched.clone()]).joined(upper)?;
+    let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
+    let tree = |name: &Path, tree| {
+        let spliced = changes.store.filesystem(tree).joined(upper)?;
+        Ok::<_, CommandError>(Tree::new(name, spliced.filesystem))
+    };
+    Ok([tree(image.path(), &before)?, tree(upper, &after)?])
 }
 
 fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> CommandError {

@@ -31,7 +31,7 @@ pub use crate::stores::{StoreArgs, cannot_open, cannot_open_file, refuse_what_is
 pub use crate::tree::{LastLink, Tree};
 
 /// Takes the messages of an operation for its user.
-pub trait Warnings {
+pub trait Messages {
     /// Something that the user may want to know, such as the reason of a delay.
     fn status(&self, text: &dyn Display);
 
@@ -128,7 +128,7 @@ impl OpenImage {
         name: &Name,
         layers: &LayerArgs,
         stores: &StoreArgs,
-        warnings: &dyn Warnings,
+        warnings: &dyn Messages,
     ) -> Result<Self, CommandError> {
         let options = OpenOptions::default();
         let check = |image: OpenImage| {
@@ -138,7 +138,7 @@ impl OpenImage {
         OpenImage::open_parts(name, &layers.layers, stores, &options, None, &check)
     }
 
-    fn warn_of_problems(&self, warnings: &dyn Warnings) {
+    fn warn_of_problems(&self, warnings: &dyn Messages) {
         const MAX_WARNINGS: usize = 10;
         for problem in self.problems.iter().take(MAX_WARNINGS) {
             warnings.warning(&problem.text);

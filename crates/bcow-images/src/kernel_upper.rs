@@ -8,7 +8,7 @@ use bcow_union::{DiskReader, Driver};
 use bcow_view::ViewCache;
 
 use crate::error::CommandError;
-use crate::image::{OpenImage, Warnings};
+use crate::image::{Messages, OpenImage};
 use crate::stores::open_hint;
 use crate::upper::{cannot_use, refuse_lost, require_image, when_free};
 use crate::views::{UserViews, cannot_view};
@@ -32,7 +32,7 @@ pub fn read(
     image: &OpenImage,
     upper: &Path,
     options: &OpenOptions,
-    messages: &dyn Warnings,
+    messages: &dyn Messages,
 ) -> Result<ReadUpper, CommandError> {
     let reader =
         when_free(messages, || DiskReader::open(upper)).map_err(|error| cannot_use(&error))?;

@@ -4,7 +4,6 @@
 use std::borrow::Cow;
 
 use bcow::format::hex;
-use serde_json::{Map, Value};
 
 /// A name for a terminal: unchanged if it is harmless, otherwise quoted so that a POSIX shell with
 /// `$'...'` reads the same bytes back, and so that no control character reaches the terminal.
@@ -82,13 +81,14 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Puts `name` under `key`. If the name is not UTF-8, the text has U+FFFD for the invalid bytes,
-/// and `key_hex` has all bytes in hexadecimal.
-pub fn put_json(object: &mut Map<String, Value>, key: &str, name: &[u8]) {
-    object.insert(key.to_owned(), String::from_utf8_lossy(name).into());
-    if std::str::from_utf8(name).is_err() {
-        object.insert(format!("{key}_hex"), hex(name).into());
-    }
+/// A name for JSON. If it is not UTF-8, the text has U+FFFD for the invalid bytes.
+pub fn text(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).into_owned()
+}
+
+/// All bytes of a name in hexadecimal, for JSON, if [`text`] does not have them.
+pub fn text_hex(name: &[u8]) -> Option<String> {
+    std::str::from_utf8(name).is_err().then(|| hex(name))
 }
 
 #[derive(Clone, Copy)]
@@ -158,12 +158,8 @@ mod tests {
 
     #[test]
     fn json_keeps_bytes_that_are_no_text() {
-        let mut object = Map::new();
-        put_json(&mut object, "name", b"ok\\");
-        put_json(&mut object, "odd", b"a\xff");
-        assert_eq!(
-            Value::Object(object).to_string(),
-            r#"{"name":"ok\\","odd":"a�","odd_hex":"61ff"}"#
-        );
+        assert_eq!((text(b"ok\\"), text_hex(b"ok\\")), ("ok\\".into(), None));
+        assert_eq!(text(b"a\xff"), "a\u{fffd}");
+        assert_eq!(text_hex(b"a\xff"), Some("61ff".into()));
     }
 }

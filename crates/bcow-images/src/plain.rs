@@ -1,6 +1,7 @@
 //! Images that the kernel reads by itself.
 
 use std::collections::HashMap;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use bcow::format::incompatible;
@@ -8,7 +9,9 @@ use bcow::{Image, Mapping};
 use bcow_oci::store::{Opened, StackLayer};
 
 use crate::error::{CommandError, Context};
-use crate::image::OpenImage;
+use crate::image::{Messages, OpenImage, cannot_open};
+use crate::names;
+use crate::size::{Count, plural};
 
 /// The files with which the kernel alone mounts an image: the file that begins with its EROFS, and
 /// those of its further devices, in the order of the devices. `None` if the image is not plain.
@@ -39,6 +42,58 @@ pub fn files(image: &OpenImage) -> Result<Option<Vec<PathBuf>>, CommandError> {
     };
     let paths = files.iter().map(|(_, path)| canonical(path));
     paths.collect::<Result<_, _>>().map(Some)
+}
+
+/// The limit of mount(2) on the length of its options: one page.
+const OPTIONS_BYTES: usize = 4096;
+
+/// The command line with which root mounts the image on `directory` with the kernel alone.
+pub fn mount_command(
+    image: &OpenImage,
+    directory: &Path,
+    messages: &dyn Messages,
+) -> Result<String, CommandError> {
+    let all = image.opened().require_all();
+    all.map_err(|error| cannot_open(image.path(), &error))?;
+    let Some(files) = files(image)? else {
+        return Err(CommandError::new(format!(
+            "the kernel cannot mount {} by itself",
+            image.path().display()
+        ))
+        .caused_by_text("the image is not stored plain")
+        .hint(
+            "`bcow mount` mounts every image; `bcow convert --plain` writes an image that the \
+             kernel mounts too",
+        ));
+    };
+    let quoted = |path: &Path| names::quoted(path.as_os_str().as_bytes());
+    let target = quoted(directory);
+    let (image, layers) = (&files[0], &files[1..]);
+    if layers.is_empty() {
+        return Ok(format!(
+            "mount -t erofs -o ro,loop {} {target}",
+            quoted(image)
+        ));
+    }
+    let likely = "ro".len() + layers.len() * ",device=/dev/loop1000".len();
+    if likely > OPTIONS_BYTES {
+        messages.warning(&format_args!(
+            "the options for {} exceed the {} bytes of mount(2): the command needs a mount(8) that \
+             uses fsconfig(2)",
+            plural(layers.len() as u64, "layer"),
+            Count(OPTIONS_BYTES as u64),
+        ));
+    }
+    // mount(8) creates a loop device for one file, but refuses files as further devices.
+    let device = |path: &Path| format!("\"$(losetup -rf --show {})\"", quoted(path));
+    let layers = layers
+        .iter()
+        .map(|layer| format!(",device={}", device(layer)));
+    let layers: String = layers.collect();
+    Ok(format!(
+        "mount -t erofs -o ro{layers} {} {target}",
+        device(image)
+    ))
 }
 
 /// The layers of a stack, by their windows in the address space.

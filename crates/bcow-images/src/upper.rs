@@ -8,7 +8,7 @@ use bcow::lock::LockError;
 use bcow_union::{Driver, UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, Warnings};
+use crate::image::{Messages, OpenImage};
 use crate::running::{self, ProcessState};
 
 /// How long to wait for a process that holds an upper or a disk and shows no sign that its mount
@@ -42,7 +42,7 @@ pub fn holder_of_note(note: &str) -> Option<u32> {
 /// Opens an upper with `open`. Tries again while another process holds the upper and may soon
 /// release it.
 pub fn when_free<T>(
-    messages: &dyn Warnings,
+    messages: &dyn Messages,
     mut open: impl FnMut() -> Result<T, UpperError>,
 ) -> Result<T, UpperError> {
     let start = Instant::now();
@@ -96,7 +96,7 @@ pub fn is_closing(pid: u32) -> bool {
 pub fn open_reader_of(
     image: &OpenImage,
     upper: &Path,
-    messages: &dyn Warnings,
+    messages: &dyn Messages,
 ) -> Result<UpperReader, CommandError> {
     let reader =
         when_free(messages, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bcow::BlockDevice;
 use bcow::operation::{CompareError, compare as compare_images};
-use serde_json::json;
+use serde::Serialize;
 
 use super::Args;
 use crate::error::CommandError;
@@ -28,11 +28,12 @@ pub fn compare(args: &Args, a: &OpenImage, b: &OpenImage, ui: &Ui) -> Result<boo
         bytes: 0,
     };
     if args.json {
-        write!(
-            report.out,
-            "{{\"schema\":\"bcow.diff-disk/1\",\"a_size\":{},\"b_size\":{},\"ranges\":[",
-            sizes[0], sizes[1]
-        )?;
+        report.out.open_document(&Head {
+            schema: "bcow.diff-disk/1",
+            a_size: sizes[0],
+            b_size: sizes[1],
+        })?;
+        report.out.open_list("ranges")?;
     }
     let cannot_read = |image: &OpenImage, error: &bcow::Error| {
         CommandError::new(format!("cannot read {}", image.path().display())).caused_by(error)
@@ -44,6 +45,26 @@ pub fn compare(args: &Args, a: &OpenImage, b: &OpenImage, ui: &Ui) -> Result<boo
         CompareError::Sink(error) => error,
     })?;
     report.end(sizes, ui)
+}
+
+/// The beginning of the JSON document.
+#[derive(Serialize)]
+struct Head {
+    schema: &'static str,
+    a_size: u64,
+    b_size: u64,
+}
+
+#[derive(Serialize)]
+struct DifferentRange {
+    offset: u64,
+    length: u64,
+}
+
+#[derive(Serialize)]
+struct BlocksSummary {
+    ranges: u64,
+    bytes: u64,
 }
 
 struct Report<'a> {
@@ -61,9 +82,8 @@ impl Report<'_> {
         match (self.args.summary, self.args.json) {
             (true, _) => Ok(()),
             (false, true) => {
-                let separator = if self.ranges == 1 { "" } else { "," };
-                let range = json!({ "offset": start, "length": length });
-                write!(self.out, "{separator}\n{range}")
+                let offset = start;
+                self.out.item(&DifferentRange { offset, length })
             }
             (false, false) => writeln!(self.out, "{start:>16} {length:>12}"),
         }
@@ -89,8 +109,11 @@ impl Report<'_> {
             ),
         };
         if self.args.json {
-            let summary = json!({ "ranges": self.ranges, "bytes": self.bytes });
-            writeln!(self.out, "\n],\"summary\":{summary}}}")?;
+            self.out.close_list()?;
+            let (ranges, bytes) = (self.ranges, self.bytes);
+            self.out
+                .field("summary", &BlocksSummary { ranges, bytes })?;
+            self.out.close_document()?;
         } else if self.args.summary {
             writeln!(self.out, "{words}")?;
         }

@@ -1,4 +1,4 @@
-//! The output of `bcow inspect` about a disk.
+//! The properties of a disk and of its chain.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,40 +9,35 @@ use bcow::{BlockDevice, Image};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::line;
-use crate::error::CommandError;
 use crate::image::OpenImage;
-use crate::names::printable;
-use crate::size::{Count, Human};
-use crate::ui::Output;
 
 /// The properties of a disk and of the files of its chain.
 #[derive(Serialize)]
 pub struct DiskFacts {
-    layout: Option<String>,
+    pub layout: Option<String>,
     /// The space of the record log; 0 for a sealed disk.
-    log_bytes: u64,
+    pub log_bytes: u64,
     /// The free bytes in the file according to its header. `None` if the free list is unreadable.
-    free_bytes: Option<u64>,
+    pub free_bytes: Option<u64>,
     /// The reason why a shared lock on a writable disk is refused: usually the note of its writer.
-    in_use: Option<String>,
-    identity: String,
+    pub in_use: Option<String>,
+    pub identity: String,
     /// The disk, its backing, the backing of that one, and so on.
-    chain: Vec<ChainFile>,
+    pub chain: Vec<ChainFileFacts>,
 }
 
 #[derive(Serialize)]
-struct ChainFile {
-    name: String,
-    path: Option<String>,
-    sealed: bool,
-    size: u64,
-    file_bytes: u64,
+pub struct ChainFileFacts {
+    pub name: String,
+    pub path: Option<String>,
+    pub sealed: bool,
+    pub size: u64,
+    pub file_bytes: u64,
 }
 
-impl ChainFile {
+impl ChainFileFacts {
     fn of(name: String, path: Option<String>, image: &Image) -> Self {
-        ChainFile {
+        ChainFileFacts {
             name,
             path,
             sealed: image.header().state == State::Sealed,
@@ -61,10 +56,10 @@ impl DiskFacts {
             return None;
         }
         let name = opened.path().display().to_string();
-        let top = ChainFile::of(name.clone(), Some(name), image);
+        let top = ChainFileFacts::of(name.clone(), Some(name), image);
         let below = opened.chain().iter().map(|file| {
             let path = file.path.as_ref().map(|path| path.display().to_string());
-            ChainFile::of(file.name.clone(), path, &file.image)
+            ChainFileFacts::of(file.name.clone(), path, &file.image)
         });
         let file = File::open(&opened.opened().path).ok();
         let metadata = image.metadata().unwrap_or(Value::Null);
@@ -80,41 +75,6 @@ impl DiskFacts {
             identity: hex(&image.identity_hash()),
             chain: std::iter::once(top).chain(below).collect(),
         })
-    }
-
-    pub fn print(&self, out: &mut Output) -> Result<(), CommandError> {
-        if let Some(layout) = &self.layout {
-            line(out, "layout", printable(layout))?;
-        }
-        if self.log_bytes > 0 {
-            line(
-                out,
-                "record log",
-                format_args!("room for {}", Human(self.log_bytes)),
-            )?;
-        }
-        if let Some(bytes) = self.free_bytes.filter(|_| self.log_bytes > 0) {
-            line(out, "free in the file", Human(bytes))?;
-        }
-        if let Some(text) = &self.in_use {
-            line(out, "in use", printable(text))?;
-        }
-        if self.chain.len() < 2 {
-            return Ok(());
-        }
-        writeln!(out, "\nChain, the disk first")?;
-        for (index, link) in self.chain.iter().enumerate() {
-            let state = if link.sealed { "sealed" } else { "writable" };
-            writeln!(
-                out,
-                "  {index:>2} {}: {state}, {} ({} bytes), file of {}",
-                printable(link.path.as_ref().unwrap_or(&link.name)),
-                Human(link.size),
-                Count(link.size),
-                Human(link.file_bytes)
-            )?;
-        }
-        Ok(())
     }
 }
 

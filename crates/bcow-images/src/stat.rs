@@ -3,7 +3,7 @@
 use bcow::format::hex;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
 use bcow_oci::rfc3339;
-use serde_json::{Map, Value, json};
+use serde::Serialize;
 
 use crate::error::CommandError;
 use crate::image::Tree;
@@ -66,45 +66,75 @@ pub fn full_time(time: Timestamp) -> String {
     }
 }
 
-/// Puts everything that an inode has into a JSON object; `path` is for messages.
-pub fn put_json(
-    object: &mut Map<String, Value>,
-    tree: &Tree,
-    inode: &Inode,
-    path: &[u8],
-) -> Result<(), CommandError> {
-    object.insert("type".into(), type_name(inode.kind).into());
-    object.insert("mode".into(), format!("{:04o}", inode.permissions).into());
-    object.insert("uid".into(), inode.uid.into());
-    object.insert("gid".into(), inode.gid.into());
-    object.insert("size".into(), inode.size.into());
-    object.insert("links".into(), inode.nlink.into());
-    object.insert("mtime".into(), full_time(inode.mtime).into());
-    object.insert("inode".into(), inode.ino.into());
-    if let Some(device) = inode.rdev {
-        object.insert(
-            "device".into(),
-            json!({ "major": device.major, "minor": device.minor }),
-        );
+/// An inode, as JSON has it.
+#[derive(Serialize)]
+pub struct InodeFacts {
+    /// As [`type_name`] says it.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    mode: String,
+    uid: u32,
+    gid: u32,
+    size: u64,
+    links: u32,
+    mtime: String,
+    inode: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<DeviceFacts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    target: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    target_hex: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    xattrs: Vec<XattrFacts>,
+}
+
+#[derive(Serialize)]
+struct DeviceFacts {
+    major: u32,
+    minor: u32,
+}
+
+#[derive(Serialize)]
+struct XattrFacts {
+    name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name_hex: Option<String>,
+    value_hex: String,
+}
+
+impl InodeFacts {
+    /// Everything that an inode has; `path` is for messages.
+    pub fn of(tree: &Tree, inode: &Inode, path: &[u8]) -> Result<Self, CommandError> {
+        let is_link = inode.kind == FileType::Symlink;
+        let target = is_link.then(|| tree.read(path, |fs| fs.read_link(inode)));
+        let target = target.transpose()?;
+        let xattrs = tree.read(path, |fs| fs.xattrs(inode))?;
+        Ok(InodeFacts {
+            kind: type_name(inode.kind),
+            mode: format!("{:04o}", inode.permissions),
+            uid: inode.uid,
+            gid: inode.gid,
+            size: inode.size,
+            links: inode.nlink,
+            mtime: full_time(inode.mtime),
+            inode: inode.ino,
+            device: inode.rdev.map(|device| DeviceFacts {
+                major: device.major,
+                minor: device.minor,
+            }),
+            target: target.as_deref().map(names::text),
+            target_hex: target.as_deref().and_then(names::text_hex),
+            xattrs: xattrs
+                .iter()
+                .map(|(name, value)| XattrFacts {
+                    name: names::text(name),
+                    name_hex: names::text_hex(name),
+                    value_hex: hex(value),
+                })
+                .collect(),
+        })
     }
-    if inode.kind == FileType::Symlink {
-        let target = tree.read(path, |fs| fs.read_link(inode))?;
-        names::put_json(object, "target", &target);
-    }
-    let xattrs = tree.read(path, |fs| fs.xattrs(inode))?;
-    if !xattrs.is_empty() {
-        let xattrs: Vec<Value> = xattrs
-            .iter()
-            .map(|(name, value)| {
-                let mut object = Map::new();
-                names::put_json(&mut object, "name", name);
-                object.insert("value_hex".into(), hex(value).into());
-                Value::Object(object)
-            })
-            .collect();
-        object.insert("xattrs".into(), xattrs.into());
-    }
-    Ok(())
 }
 
 #[cfg(test)]
