@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::CommandError;
 use crate::image::Messages;
 use crate::interrupt::Interrupt;
-use crate::names::printable;
+use crate::names::{printable, quoted};
 
 /// When to use colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -310,6 +310,15 @@ impl Output {
         self.stream
             .write_all(bytes)
             .map_err(|e| CommandError::standard_output(&e))
+    }
+
+    /// Writes a name, quoted for a terminal, or else its bytes.
+    pub fn name(&mut self, name: &[u8], quote: bool) -> Result<(), CommandError> {
+        if quote {
+            self.write_bytes(quoted(name).as_bytes())
+        } else {
+            self.write_bytes(name)
+        }
     }
 
     /// For libraries that write to the stream themselves; [`CommandError::standard_output`]

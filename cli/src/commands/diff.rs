@@ -343,7 +343,7 @@ impl Report<'_> {
 
     fn as_line(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
         write!(self.out, "{}\t", letter(change))?;
-        self.bytes(path)?;
+        self.out.name(path, self.quote)?;
         write!(self.out, "\t")?;
         match change {
             Change::Added(b) => write!(self.out, "{}", type_word(self.b, b, path)?)?,
@@ -397,14 +397,14 @@ impl Report<'_> {
         let mut separator = if words.is_empty() { "" } else { ", " };
         if let Some((a, b)) = &what.target {
             write!(self.out, "{separator}target ")?;
-            self.bytes(a)?;
+            self.out.name(a, self.quote)?;
             write!(self.out, "->")?;
-            self.bytes(b)?;
+            self.out.name(b, self.quote)?;
             separator = ", ";
         }
         for (name, change) in &what.xattrs {
             write!(self.out, "{separator}xattr ")?;
-            self.bytes(name)?;
+            self.out.name(name, self.quote)?;
             let change = match change {
                 XattrChange::Added => "added",
                 XattrChange::Removed => "removed",
@@ -414,14 +414,6 @@ impl Report<'_> {
             separator = ", ";
         }
         Ok(())
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) -> Result<(), CommandError> {
-        if self.quote {
-            self.out.write_bytes(names::quoted(bytes).as_bytes())
-        } else {
-            self.out.write_bytes(bytes)
-        }
     }
 }
 

@@ -164,27 +164,19 @@ impl Listing<'_> {
             inode.gid,
             stat::short_time(inode.mtime),
         )?;
-        self.bytes(shown)?;
+        self.out.name(shown, self.quote)?;
         if inode.kind == FileType::Symlink {
             let target = self.target(inode, path)?;
             write!(self.out, " -> ")?;
-            self.bytes(&target)?;
+            self.out.name(&target, self.quote)?;
         }
         writeln!(self.out)
     }
 
     fn name(&mut self, name: &[u8]) -> Result<(), CommandError> {
-        self.bytes(name)?;
+        self.out.name(name, self.quote)?;
         self.out
             .write_bytes(if self.args.null { b"\0" } else { b"\n" })
-    }
-
-    fn bytes(&mut self, name: &[u8]) -> Result<(), CommandError> {
-        if self.quote {
-            self.out.write_bytes(names::quoted(name).as_bytes())
-        } else {
-            self.out.write_bytes(name)
-        }
     }
 
     fn target(&self, inode: &Inode, path: &[u8]) -> Result<Vec<u8>, CommandError> {

@@ -74,8 +74,8 @@ pub enum CommitOutput {
 }
 
 impl UpperCommit<'_> {
-    /// Makes a layer or an image of the changes in the upper. A layer archive without a file goes to
-    /// the stream.
+    /// Makes a layer or an image of the changes in the upper. A layer archive without a file goes
+    /// to the stream.
     pub fn run(
         &self,
         stream: &mut dyn Write,
@@ -90,7 +90,6 @@ impl UpperCommit<'_> {
         let commit = OpenCommit {
             asked: self,
             image: &image,
-            upper: self.upper,
             work,
         };
         match destination {
@@ -136,27 +135,25 @@ fn refuse_inside(upper: &Path, destination: &Destination) -> Result<(), CommandE
 struct OpenCommit<'a> {
     asked: &'a UpperCommit<'a>,
     image: &'a OpenImage,
-    upper: &'a Path,
     work: &'a Work<'a>,
 }
 
 impl OpenCommit<'_> {
     /// The changes as a layer in overlayfs's form.
-    fn layer(&self, changes: Changes) -> Result<(ErofsTree, Spliced), CommandError> {
-        let tree = changes.layer.into_overlay().joined(self.upper)?;
-        let spliced = changes.store.filesystem(&tree).joined(self.upper)?;
-        Ok((tree, spliced))
+    fn layer(&self, changes: Changes) -> Result<Spliced, CommandError> {
+        let tree = changes.layer.into_overlay().joined(self.asked.upper)?;
+        changes.store.filesystem(&tree).joined(self.asked.upper)
     }
 
     fn archive(&self, changes: Changes, output: Output<'_>) -> Result<TarReport, CommandError> {
-        let (_, layer) = self.layer(changes)?;
+        let layer = self.layer(changes)?;
         let (tree, jobs) = (&layer.filesystem, self.asked.encoding.jobs);
         to_archive(self.image, tree, TarForm::Layer, output, jobs, self.work)
     }
 
     fn layout(&self, changes: Changes, layout: &Layout) -> Result<CommitOutput, CommandError> {
         self.image.refuse_as_destination(layout)?;
-        let (_, layer) = self.layer(changes)?;
+        let layer = self.layer(changes)?;
         let metadata = self.image.metadata()?;
         let whole = self.image.tree()?;
         let below = layers_of_stack(self.image, &metadata)?;
@@ -206,10 +203,10 @@ impl OpenCommit<'_> {
         let _replaced = replace::check(path, Replacement::Image, Force::NoOption)?;
         let store = changes.store.clone();
         let tree = match content {
-            NewContent::Layer => changes.layer.into_overlay().joined(self.upper)?,
+            NewContent::Layer => changes.layer.into_overlay().joined(self.asked.upper)?,
             NewContent::Merged | NewContent::Whole => self.merged(changes)?,
         };
-        let spliced = store.filesystem(&tree).joined(self.upper)?;
+        let spliced = store.filesystem(&tree).joined(self.asked.upper)?;
         let base = match content {
             NewContent::Whole => Vec::new(),
             NewContent::Layer | NewContent::Merged => self.bases(),
@@ -263,8 +260,8 @@ impl OpenCommit<'_> {
             tails: LOWER_START,
             max_inodes: Limits::default().max_entries,
         };
-        let below = read_layer(&lower, &options).joined(self.upper)?;
-        merge(vec![below, changes.layer]).joined(self.upper)
+        let below = read_layer(&lower, &options).joined(self.asked.upper)?;
+        merge(vec![below, changes.layer]).joined(self.asked.upper)
     }
 
     fn convert_options(&self) -> Result<ConvertOptions, CommandError> {

@@ -10,27 +10,19 @@ use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
 use bcow_images::NameParts;
-use bcow_images::args::WHOLE_IMAGE;
 use bcow_images::disks::{lock_for_reading, open_for_repair};
 use bcow_images::error::{CommandError, Context};
-use bcow_images::image::{cannot_open, cannot_open_file, refuse_what_is_no_file};
+use bcow_images::image::{cannot_open, cannot_open_file};
 use bcow_images::names::quoted;
-use bcow_images::remote::{self, Pinned, RemoteImage};
-use bcow_oci::store::{self, Located, Opened, Places, StoreError};
+use bcow_images::remote::Pinned;
+use bcow_oci::store::{Opened, Places, StoreError};
 use bcow_oci::{Digest, LocalImage};
 
 use crate::backing::{self, BACKING_TABLE};
+use crate::found::Found;
 use crate::report::{CheckedFile, FsckReport, ReadCounts, Repairs};
 use crate::tolerant::tolerant;
 use crate::{Fsck, restore, unread_content};
-
-/// The image that the user named, before its header is checked.
-enum Found {
-    /// On this machine.
-    Here { name: LocalImage, located: Located },
-    /// On another machine. It can be checked, but not repaired.
-    There(Box<RemoteImage>),
-}
 
 /// A file to check: the image, or a layer below it.
 struct FileToCheck {
@@ -46,73 +38,23 @@ struct FileToCheck {
     digest_code: &'static str,
 }
 
-impl Found {
-    fn of(asked: &Fsck<'_>) -> Result<Self, CommandError> {
-        let (image, stores) = (asked.image, asked.stores);
-        match (image.parts(), image.local()) {
-            (NameParts::Url(_), _) if asked.repair.is_some() => Err(CommandError::usage(format!(
-                "cannot repair {image}: remote images are read-only"
-            ))
-            .hint("repair the file where it is, or a copy")),
-            (NameParts::Url(url), _) => {
-                let image = remote::open(url, &stores.remote, Pinned::AsAsked)?;
-                Ok(Found::There(Box::new(image)))
-            }
-            (_, Some(name)) => {
-                let located = store::locate(&name);
-                let located = located.map_err(|error| cannot_open(image.shown(), &error))?;
-                Ok(Found::Here { name, located })
-            }
-            (_, None) => Err(WHOLE_IMAGE.refuse(image).into()),
-        }
-    }
-
-    /// The name for messages: without the query of a URL.
-    fn shown<'a>(&'a self, asked: &Fsck<'a>) -> &'a Path {
-        match self {
-            Found::Here { .. } => asked.image.shown(),
-            Found::There(image) => image.name.shown(),
-        }
-    }
-
-    fn target(&self, asked: &Fsck<'_>) -> FileToCheck {
-        let shown = self.shown(asked);
-        let (path, storage, digest) = match self {
-            Found::Here { located, .. } => (
-                located.path.clone(),
-                located.file.clone() as Arc<dyn Storage>,
-                located.digest.clone(),
-            ),
-            Found::There(image) => (shown.to_owned(), tolerant(image.storage.clone()), None),
-        };
-        FileToCheck {
-            name: shown.display().to_string(),
-            label: None,
-            path,
-            storage,
-            digest,
-            digest_code: "blob-digest",
-        }
-    }
-}
-
 /// Repairs the image if asked, and checks it and the files below it.
 pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
     refuse_options_of_uppers(asked)?;
     let stores = asked.stores.directories()?;
-    refuse_what_is_no_file(asked.image)?;
-    let found = Found::of(asked)?;
+    if asked.repair.is_some() && asked.image.is_remote() {
+        let usage = format!("cannot repair {}: remote images are read-only", asked.image);
+        return Err(CommandError::usage(usage).hint("repair the file where it is, or a copy"));
+    }
+    let found = Found::of(asked.image, &asked.stores.remote, Pinned::AsAsked)?;
     let places = Places {
         stores: &stores,
         named: asked.stores.backing_dirs()?,
-        remote: match &found {
-            Found::Here { .. } => None,
-            Found::There(image) => image.files.as_ref(),
-        },
+        remote: found.remote_files(),
         ..Places::default()
     };
     let mut repairs = Repairs::default();
-    if let Found::Here { name, located } = &found {
+    if let Found::Here { name, located, .. } = &found {
         let file = &*located.file;
         // Another image must not be changed. A file without a readable header has no root yet.
         if header_of(file).is_some() {
@@ -182,16 +124,22 @@ fn check_all(
     found: &Found,
     places: Places<'_>,
 ) -> Result<Vec<CheckedFile>, CommandError> {
-    let shown = found.shown(asked);
+    let shown = found.shown();
     let options = &asked.check_options();
-    let target = found.target(asked);
-    let (path, storage) = (target.path.clone(), Arc::clone(&target.storage));
-    let mut files = vec![check_file(shown, target, options)?];
-    let opening = OpenOptions::default();
-    let opened = match found {
-        Found::Here { name, .. } => store::open(name, places, &opening),
-        Found::There(_) => store::open_remote(shown.to_owned(), storage, places, &opening),
+    let (path, storage, digest) = match found {
+        Found::Here { located, .. } => (&*located.path, found.storage(), located.digest.clone()),
+        Found::There(_) => (shown, tolerant(found.storage()), None),
     };
+    let target = FileToCheck {
+        name: shown.display().to_string(),
+        label: None,
+        path: path.to_owned(),
+        storage: Arc::clone(&storage),
+        digest,
+        digest_code: "blob-digest",
+    };
+    let mut files = vec![check_file(shown, target, options)?];
+    let opened = found.open(storage, places);
     let Some(opened) = with_layers(shown, opened, &files[0].findings)? else {
         return Ok(files);
     };
@@ -201,7 +149,7 @@ fn check_all(
         .map(|problem| Finding::error(problem.code(), BACKING_TABLE, problem.to_string()))
         .collect();
     if let Found::Here { .. } = found {
-        for of_chain in backing::check(&opened.image, &path, asked.stores)? {
+        for of_chain in backing::check(&opened.image, path, asked.stores)? {
             // Both lookups report a file by digest.
             if !problems
                 .iter()
@@ -314,11 +262,7 @@ fn check_file(
             findings.add(Finding::error(target.digest_code, "file", message));
         }
     }
-    let counts = ReadCounts {
-        tables: report.tables,
-        blocks: report.blocks,
-        bytes_read: report.bytes_read,
-    };
+    let counts = ReadCounts::of(&report);
     // With --data, all blocks were read. If there was no error, no file is damaged. Otherwise a
     // second read finds out which files are damaged.
     let read_files = options.data && !report.is_sound();

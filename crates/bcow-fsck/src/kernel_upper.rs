@@ -114,16 +114,15 @@ fn examine(asked: &Fsck<'_>) -> Result<CheckedDisk, CommandError> {
     };
     let report = check::check(reader.disk(), &options)
         .context(|| format!("cannot check {}", reader.disk_path().display()))?;
-    found.counts = ReadCounts {
-        tables: report.tables,
-        blocks: report.blocks,
-        bytes_read: report.bytes_read,
-    };
+    found.counts = ReadCounts::of(&report);
     let of_disk = report.findings.of_file(&format!("{META}/{DISK}"));
     found.findings.append(of_disk);
     // A damaged file may not open at all.
+    let recorded = Some(&*reader.record().image_name);
+    let require_same = |image: &OpenImage| require_same_image(&reader, image);
+    let unchecked = "what the disk shows of it is";
     if found.findings.is_sound()
-        && let Some(image) = open_image(asked, &reader)?
+        && let Some(image) = upper_image::open(asked, recorded, require_same, unchecked)?
     {
         found.image = Some(image.path().to_string_lossy().into_owned());
         match read_disk(&reader, &image, &OpenOptions::default()) {
@@ -158,12 +157,4 @@ fn check_disk(disk: &Image, reader: &DiskReader, found: &mut CheckedDisk) {
         Ok(kind) => wrong(format!("it holds {}, not ext4", kind.name())),
         Err(error) => wrong(error.to_string()),
     }
-}
-
-/// Opens the image of the upper. `None` if the recorded image is not usable.
-fn open_image(asked: &Fsck<'_>, reader: &DiskReader) -> Result<Option<OpenImage>, CommandError> {
-    let recorded = Path::new(&reader.record().image_name);
-    let require_same = |image: &OpenImage| require_same_image(reader, image);
-    let unchecked = "what the disk shows of it is";
-    upper_image::open(asked, recorded, require_same, unchecked)
 }

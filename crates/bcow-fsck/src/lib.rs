@@ -30,6 +30,7 @@
 //! ```
 
 mod backing;
+mod found;
 mod image;
 mod kernel_upper;
 mod report;

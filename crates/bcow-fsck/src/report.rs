@@ -209,6 +209,14 @@ impl FsckReport {
 }
 
 impl ReadCounts {
+    pub(crate) fn of(report: &bcow::check::Report) -> Self {
+        ReadCounts {
+            tables: report.tables,
+            blocks: report.blocks,
+            bytes_read: report.bytes_read,
+        }
+    }
+
     fn plus(self, other: ReadCounts) -> ReadCounts {
         ReadCounts {
             tables: self.tables + other.tables,

@@ -5,18 +5,17 @@ use std::sync::Arc;
 
 use bcow::check::{RestoreError, restore};
 use bcow::{OpenOptions, Storage};
-use bcow_images::args::WHOLE_IMAGE;
+use bcow_images::Name;
 use bcow_images::disks::open_for_repair;
 use bcow_images::error::{CommandError, Context};
-use bcow_images::image::{cannot_open, refuse_what_is_no_file};
 use bcow_images::names::printable;
-use bcow_images::remote::{self, Pinned};
+use bcow_images::remote::Pinned;
 use bcow_images::size::{Human, plural};
-use bcow_images::{Name, NameParts};
 use bcow_oci::LocalImage;
 use bcow_oci::store::{self, LayerProblem, Opened, Places};
 
 use crate::Fsck;
+use crate::found::Found;
 
 /// Restores the image, and the files below it, from the files of `from`. Returns a line for each
 /// file that changed.
@@ -68,35 +67,14 @@ fn copies(
     asked: &Fsck<'_>,
     places: Places<'_>,
 ) -> Result<Vec<Arc<dyn Storage>>, CommandError> {
-    refuse_what_is_no_file(from)?;
-    let options = OpenOptions::default();
-    let (top, opened) = match (from.parts(), from.local()) {
-        (NameParts::Url(url), _) => {
-            let remote = remote::open(url, &asked.stores.remote, Pinned::Never)?;
-            let places = Places {
-                remote: remote.files.as_ref(),
-                ..places
-            };
-            let top = Arc::clone(&remote.storage);
-            let opened = store::open_remote(
-                remote.name.shown().to_owned(),
-                Arc::clone(&top),
-                places,
-                &options,
-            );
-            (top, opened)
-        }
-        (_, None) => return Err(WHOLE_IMAGE.refuse(from).into()),
-        (_, Some(local)) => {
-            let located = store::locate(&local);
-            let located = located.map_err(|error| cannot_open(from.shown(), &error))?;
-            let top: Arc<dyn Storage> = located.file;
-            (top, store::open(&local, places, &options))
-        }
+    let found = Found::of(from, &asked.stores.remote, Pinned::Never)?;
+    let places = Places {
+        remote: found.remote_files(),
+        ..places
     };
-    let mut files = vec![top];
+    let mut files = vec![found.storage()];
     // A damaged stack may still have intact blocks.
-    if let Ok(opened) = opened {
+    if let Ok(opened) = found.open(found.storage(), places) {
         files.extend(opened.below.into_iter().map(|layer| layer.storage));
     }
     Ok(files)

@@ -1,9 +1,7 @@
 //! The check of the upper of a mount with the FUSE driver.
 
-use std::path::Path;
 use std::sync::Arc;
 
-use bcow_images::Name;
 use bcow_images::error::CommandError;
 use bcow_images::image::OpenImage;
 use bcow_images::upper::{cannot_use, require_same_image, when_free};
@@ -116,7 +114,12 @@ fn examine_open(
             Some(&*image)
         }
         Some(None) => None,
-        None => image.insert(open_image(asked, upper)?).as_ref(),
+        None => {
+            let recorded = upper.record().map(|record| &*record.image_name);
+            let require_same = |image: &OpenImage| require_same_image(upper, image);
+            let opened = upper_image::open(asked, recorded, require_same, "references to it are")?;
+            image.insert(opened).as_ref()
+        }
     };
     let checked = match image {
         Some(image) => Some(CheckedImage {
@@ -131,19 +134,4 @@ fn examine_open(
         report,
         image: image.map(|image| image.path().to_string_lossy().into_owned()),
     })
-}
-
-/// Opens the image of the upper. `None` if the upper has no record, or if the recorded image is not
-/// usable.
-fn open_image(asked: &Fsck<'_>, upper: &UpperReader) -> Result<Option<OpenImage>, CommandError> {
-    let recorded = upper.record().map(|record| record.image_name.as_str());
-    let Some(name) = asked.lower.map(Name::shown).or(recorded.map(Path::new)) else {
-        if asked.layers.layers.is_empty() {
-            return Ok(None);
-        }
-        let usage = "--layer needs the image of the upper: LOWER";
-        return Err(CommandError::usage(usage));
-    };
-    let require_same = |image: &OpenImage| require_same_image(upper, image);
-    upper_image::open(asked, name, require_same, "references to it are")
 }

@@ -239,8 +239,8 @@ impl PrefetchFacts {
 }
 
 impl ImageFacts {
-    /// Reads the tables of the image, but not the data. Of a damaged image, this returns what can be
-    /// read, and the first failure.
+    /// Reads the tables of the image, but not the data. Of a damaged image, this returns what can
+    /// be read, and the first failure.
     pub fn examine(image: &OpenImage) -> (Self, Option<CommandError>) {
         let shown = image.path().display();
         let mut failure = None;
