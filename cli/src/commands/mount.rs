@@ -360,7 +360,7 @@ fn make(
 }
 
 /// Why an image is mounted with the FUSE driver.
-const DRIVER_OF_IMAGES: &str = "the driver of images";
+const DRIVER_OF_IMAGES: &str = "the default for images";
 
 /// Checks the command line. Returns the way of the mount, and its mount options.
 fn check(args: &Args) -> Result<(Way, MountOptions), CommandError> {
@@ -401,7 +401,7 @@ fn settle(args: &Args, options: &mut MountOptions) -> Result<(), CommandError> {
         .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))
 }
 
-/// A mount on its way, with either driver.
+/// What a mount with either driver needs while it is being made.
 struct Running<'a> {
     args: &'a Args,
     /// In the background: the pipe to the waiting command.

@@ -162,7 +162,7 @@ impl Connection {
     /// The supervisor of the pool, to wait for its end.
     pub fn supervisor(&self) -> Option<OwnedFd> {
         let supervisor = Pid::from_raw(i32::try_from(self.hello.supervisor?).ok()?)?;
-        // On some kernels there is no such descriptor. The supervisor ends as soon.
+        // A kernel without such descriptors: the supervisor still ends soon after the process.
         pidfd_open(supervisor, PidfdFlags::empty()).ok()
     }
 

@@ -47,7 +47,7 @@ pub enum Packet {
         number: u64,
         /// The device number of the mount.
         device: Option<String>,
-        /// Whether the mount is with the kernel driver.
+        /// Whether the kernel driver serves the mount.
         #[serde(default)]
         is_disk: bool,
     },
@@ -67,7 +67,7 @@ pub enum Packet {
         number: u64,
         /// The device number of the mount.
         device: Option<String>,
-        /// Whether the mount is with the kernel driver.
+        /// Whether the kernel driver serves the mount.
         #[serde(default)]
         is_disk: bool,
     },

@@ -39,7 +39,7 @@ pub struct MountRecord {
     pub identity: String,
     /// The entry for `bcow ps`.
     pub service: Service,
-    /// For a mount with the kernel driver.
+    /// Only for a mount with the kernel driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskRecord>,
 }
@@ -100,7 +100,7 @@ impl MountRecord {
         }
     }
 
-    /// Where a mount with the kernel driver is.
+    /// The mountpoint, the loop device and the hidden file of a mount with the kernel driver.
     pub fn place(&self, disk: &DiskRecord) -> io::Result<LoopMount> {
         let name = HiddenName::parse(&format!("/{}", disk.file));
         Ok(LoopMount {

@@ -1,9 +1,8 @@
 //! The supervisor of a pool: the parent of the process that serves the mounts.
 //!
-//! The supervisor holds the socket of the pool and the connections of its mounts to the kernel. So
-//! when the process ends, programs and clients wait, and the next process continues. The supervisor
-//! opens no image and answers no request. What it does not do cannot make it fail, so it does
-//! little.
+//! The supervisor has the socket of the pool and the connections of its mounts to the kernel open.
+//! So programs and clients wait when the serving process ends, and the next process continues. The
+//! supervisor opens no image and answers no request: it does little, so that little can fail.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
@@ -70,7 +69,7 @@ struct Kept {
     connection: OwnedFd,
     record: OwnedFd,
     device: Option<String>,
-    /// Whether the mount is with the kernel driver.
+    /// Whether the kernel driver serves the mount.
     is_disk: bool,
     /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
     companion: Option<OwnedFd>,

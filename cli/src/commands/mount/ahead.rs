@@ -1,5 +1,5 @@
-//! Fetches parts of a remote image before programs read them: first those of the
-//! image's list of what a start reads (spec section 13, `prefetch`), then the rest.
+//! Fetches parts of a remote image before programs read them: first the parts in the prefetch list
+//! of the image (spec section 13, `prefetch`), then the rest.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl Drop for Fetching {
     }
 }
 
-/// Starts to fetch the image, as far as its list and the options say. Failures are logged only.
+/// Starts to fetch the image, as its prefetch list and the options say. Failures are only logged.
 pub fn start(args: &Args, image: &OpenImage) -> Option<Fetching> {
     let files = args.stores.remote.files();
     if files.is_empty() {

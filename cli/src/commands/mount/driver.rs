@@ -1,4 +1,4 @@
-//! The driver of a mount: which one serves it, and why.
+//! Selects the driver of a mount, and gives the reason.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::disks::is_disk;
 use crate::error::CommandError;
 use crate::upper::cannot_use;
 
-/// The way of a mount.
+/// How a mount is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Way {
     /// The FUSE driver.
@@ -17,8 +17,8 @@ pub enum Way {
         /// Why this one.
         reason: String,
     },
-    /// The kernel driver, if the disk or image holds a file system for it. Else the FUSE driver, if
-    /// the user does not insist.
+    /// The kernel driver, if the content is a file system for it. Otherwise the FUSE driver, unless
+    /// the user asks for the kernel driver.
     Content,
     /// The kernel driver, with an upper.
     Upper {
@@ -48,7 +48,7 @@ pub fn select(args: &Args) -> Result<Way, CommandError> {
         (DriverChoice::Kernel, None) => Way::Upper { reason: asked() },
         (DriverChoice::Fuse, None) => Way::Fuse { reason: asked() },
         (DriverChoice::Auto, None) => Way::Fuse {
-            reason: format!("new uppers begin here; {}", kernel_for_new_uppers()),
+            reason: format!("the default for a new upper; {}", kernel_for_new_uppers()),
         },
     };
     match way {
@@ -114,7 +114,7 @@ fn refuse_what_only_fuse_has(args: &Args) -> Result<(), CommandError> {
     }
 }
 
-/// The error of an upper that belongs to `driver`, for a mount at the other one.
+/// The error for an upper that belongs to `driver`, in a mount with the other driver.
 fn other_driver(upper: &Path, driver: Driver) -> CommandError {
     let (belongs, other) = match driver {
         Driver::Fuse => ("FUSE", "kernel"),
@@ -137,7 +137,7 @@ fn kernel_for_new_uppers() -> &'static str {
         return "the kernel driver is for root only";
     }
     if Path::new("/dev/loop-control").exists() {
-        "--driver kernel begins one with the kernel driver"
+        "--driver kernel makes one with the kernel driver"
     } else {
         "the kernel driver needs /dev/loop-control"
     }

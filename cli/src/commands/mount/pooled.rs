@@ -81,8 +81,8 @@ pub enum Attempts {
     Several,
 }
 
-/// Opens again the image of a mount with the FUSE driver that the pool has made already: to take
-/// the mount over from another process, or to check that another process can.
+/// Opens again the image of a mount of the pool with the FUSE driver: to take the mount over from
+/// another process, or to check that another process can.
 pub fn open_again(
     args: &Args,
     host: PoolHost<'_>,
@@ -153,7 +153,7 @@ fn attempt_after<T>(
     }
 }
 
-/// The options of a mount with the FUSE driver, and why it is there.
+/// The options of a mount with the FUSE driver, and the reason for this driver.
 fn at_fuse(args: &Args) -> Result<(MountOptions, String), CommandError> {
     let (way, mut options) = check(args)?;
     match way {

@@ -169,7 +169,7 @@ impl Pool {
             .map(drop)
     }
 
-    /// Does the same at the signals that the supervisor passes on. They are counted apart: a
+    /// Does the same on the signals that the supervisor forwards. They are counted separately: a
     /// service manager sends each signal to both processes.
     pub fn listen_to_supervisor(self: &Arc<Self>) -> io::Result<()> {
         let pool = Arc::clone(self);
@@ -188,7 +188,7 @@ impl Pool {
             pool.has_supervisor.store(false, Ordering::Relaxed);
             let name = &pool.settings.name;
             let message = format!(
-                "pool {name}: its supervisor has died; no process takes over the mounts of this one"
+                "pool {name}: its supervisor has ended; no process can take over its mounts"
             );
             log::log(Severity::Warning, &message);
         };
