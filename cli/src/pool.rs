@@ -13,50 +13,21 @@ pub mod protocol;
 pub mod record;
 pub mod supervisor;
 
-use std::fmt;
 use std::fs::{DirBuilder, File};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use bcow_mounts::PoolName;
 use rustix::fs::FlockOperation;
 
 use crate::error::{CommandError, Context};
 
-/// Longest name of a pool in bytes.
-const MAX_NAME_BYTES: usize = 64;
 /// The ending of the names of sockets.
 const ENDING: &str = ".sock";
 /// Names another directory for the sockets.
 const VARIABLE: &str = "BCOW_POOLS";
 /// Access for the owner only.
 const PRIVATE: u32 = 0o700;
-
-/// The name of a pool: letters, digits, `.`, `_` and `-`.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct PoolName(String);
-
-/// Parses the name of a pool. It becomes the name of a file.
-pub fn parse_name(text: &str) -> Result<PoolName, String> {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    match text {
-        "" => Err("a name is missing".to_owned()),
-        _ if text.len() > MAX_NAME_BYTES => {
-            Err(format!("a name has at most {MAX_NAME_BYTES} characters"))
-        }
-        _ if text.starts_with(['.', '-']) || !text.chars().all(is_allowed) => Err(
-            "a name consists of letters, digits, '.', '_' and '-', and begins with none of '.' \
-             and '-'"
-                .to_owned(),
-        ),
-        _ => Ok(PoolName(text.to_owned())),
-    }
-}
-
-impl fmt::Display for PoolName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
 
 /// The directory with the sockets of the pools of this user.
 #[derive(Debug)]
@@ -120,7 +91,7 @@ impl Directory {
         for entry in std::fs::read_dir(&self.0)? {
             let file = entry?.file_name();
             let name = file.to_str().and_then(|file| file.strip_suffix(ENDING));
-            names.extend(name.and_then(|name| parse_name(name).ok()));
+            names.extend(name.and_then(|name| name.parse().ok()));
         }
         names.sort();
         Ok(names)
@@ -146,21 +117,5 @@ fn path() -> PathBuf {
         (None, _) if user.is_root() => "/run/bcow/pools".into(),
         (None, Some(path)) => PathBuf::from(path).join("bcow/pools"),
         (None, None) => format!("/tmp/bcow-{}", user.as_raw()).into(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_those_of_plain_files() {
-        for name in ["a", "tenant-1", "Web_2.old"] {
-            assert_eq!(parse_name(name), Ok(PoolName(name.to_owned())));
-        }
-        let long = "a".repeat(MAX_NAME_BYTES + 1);
-        for name in ["", ".", "..", ".a", "-a", "a/b", "a b", "ä", "a\n", &long] {
-            assert!(parse_name(name).is_err(), "{name:?}");
-        }
     }
 }

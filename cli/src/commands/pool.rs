@@ -9,8 +9,9 @@ mod stop;
 
 use std::ffi::OsString;
 
-use crate::commands::mount;
-use crate::error::CommandError;
+use bcow_mounts::MountArgs;
+
+use crate::error::{CommandError, exit};
 use crate::ui::Ui;
 
 /// Serve many mounts with one process
@@ -39,15 +40,16 @@ enum Command {
 }
 
 /// Parses the command line of a mount.
-pub type ParseMount = fn(Vec<OsString>) -> Result<mount::Args, clap::Error>;
+pub type ParseMount = fn(Vec<OsString>) -> Result<MountArgs, clap::Error>;
 
 /// Runs the subcommand. A pool parses the command lines of its mounts with `parse`.
-pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> {
+pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<u8, CommandError> {
     match &args.command {
-        Command::Start(args) => start::run(args, parse, ui),
+        Command::Start(args) => return start::run(args, parse, ui),
         Command::List(args) => list::run(args, ui),
         Command::Stats(args) => stats::run(args, ui),
         Command::Restart(args) => restart::run(args, ui),
         Command::Stop(args) => stop::run(args, ui),
     }
+    .map(|()| exit::DONE)
 }

@@ -6,16 +6,18 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use bcow_mounts::helper;
+use bcow_mounts::mount::{self, Attempt};
+use bcow_mounts::{Messages, MountArgs, PoolName};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
 
-use super::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request};
-use super::{Directory, PoolName};
+use super::Directory;
+use super::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request, View};
 use crate::error::{CommandError, Context};
-use crate::ui::Ui;
 
 /// How long a pool may take to say hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -106,6 +108,35 @@ fn connect(socket: &Path) -> rustix::io::Result<UnixStream> {
     Ok(connection.into())
 }
 
+/// Mounts in a pool.
+///
+/// The pool gets the command line of this process, and its working directory. It parses the command
+/// line, opens the files, and mounts. So the request needs no fields for the options of a mount,
+/// and the pool can open the files again after this process has ended.
+pub fn mount(name: &PoolName, args: &MountArgs, ui: &dyn Messages) -> Result<(), CommandError> {
+    let Attempt::Free(_turn) = mount::prepare(args, ui)? else {
+        return Ok(());
+    };
+    let helper::Request::Run(arguments) = helper::command_line()? else {
+        return Ok(());
+    };
+    let cannot = || format!("cannot mount in the pool {name}");
+    let directory = std::env::current_dir().context(cannot)?;
+    let request = Request::Mount {
+        arguments: arguments.iter().map(|one| (&**one).into()).collect(),
+        directory: directory.as_os_str().into(),
+        view: View::own().context(cannot)?,
+    };
+    require(name)?.ask(&request, ui).map(drop)
+}
+
+/// Waits until the process of a pool takes requests. Returns whether it does.
+pub fn answers(name: &PoolName) -> bool {
+    let directory = Directory::find().ok().flatten();
+    let found = directory.map(|directory| find(&directory.socket(name)));
+    matches!(found, Some(Ok(PoolAtSocket::Running(_))))
+}
+
 /// Connects to a pool that must run.
 pub fn require(name: &PoolName) -> Result<Connection, CommandError> {
     let cannot = || CommandError::new(format!("cannot use the pool {name}"));
@@ -129,7 +160,7 @@ pub fn require(name: &PoolName) -> Result<Connection, CommandError> {
 
 impl Connection {
     /// Sends a request, and waits for the answer. Shows the messages of the pool.
-    pub fn ask(&mut self, request: &Request, ui: &Ui) -> Result<Value, CommandError> {
+    pub fn ask(&mut self, request: &Request, ui: &dyn Messages) -> Result<Value, CommandError> {
         let cannot = || format!("cannot use the pool {}", self.hello.pool);
         let line = protocol::encode_request(request).context(cannot)?;
         if line.len() > protocol::MAX_REQUEST_BYTES {
@@ -151,7 +182,7 @@ impl Connection {
         })?;
         let answer: Answer = serde_json::from_slice(&line).context(cannot)?;
         for message in &answer.messages {
-            ui.show(message);
+            message.show(ui);
         }
         match answer.result {
             Outcome::Done(value) => Ok(value),

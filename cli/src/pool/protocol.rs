@@ -11,11 +11,12 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use bcow_mounts::Messages;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::CommandError;
-use crate::ui::Message;
+use crate::names::printable;
 
 /// The version of the protocol.
 pub const VERSION: u64 = 1;
@@ -133,6 +134,26 @@ impl View {
     }
 }
 
+/// A message for the user that is not an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Message {
+    Status(String),
+    Warning(String),
+    Hint(String),
+}
+
+impl Message {
+    /// Shows the message of another process.
+    pub fn show(&self, ui: &dyn Messages) {
+        match self {
+            Message::Status(text) => ui.status(&printable(text)),
+            Message::Warning(text) => ui.warning(text),
+            Message::Hint(text) => ui.hint(text),
+        }
+    }
+}
+
 /// The last line, from the pool.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Answer {
@@ -179,10 +200,7 @@ impl Failure {
         let error = CommandError::new(self.message).exit_with(self.exit.max(1));
         let causes = self.causes.into_iter();
         let error = causes.fold(error, CommandError::caused_by_text);
-        match self.hint {
-            Some(hint) => error.hint(hint),
-            None => error,
-        }
+        error.hint_if(self.hint)
     }
 }
 

@@ -18,12 +18,12 @@ use std::time::{Duration, Instant};
 use bcow_fuse::Handover;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::signals::Ground;
+use bcow_mounts::PoolName;
 use bcow_union::log::{self, Severity};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::PoolName;
 use super::link::{self, Link, Packet, Wait};
 use crate::error::{CommandError, Context};
 use crate::running;

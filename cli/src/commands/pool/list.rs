@@ -1,11 +1,12 @@
 //! `bcow pool list`
 
+use bcow_mounts::PoolName;
 use serde::Serialize;
 
 use crate::error::{CommandError, Context};
 use crate::names::printable;
+use crate::pool::Directory;
 use crate::pool::client::{self, PoolAtSocket};
-use crate::pool::{Directory, PoolName};
 use crate::ui::Ui;
 
 /// List the pools of this user

@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use bcow_mounts::PoolName;
+
 use crate::error::CommandError;
+use crate::pool::Directory;
 use crate::pool::client::{self, PoolAtSocket};
 use crate::pool::protocol::Request;
-use crate::pool::{self, Directory, PoolName};
 use crate::size::plural;
 use crate::ui::Ui;
 
@@ -23,7 +25,7 @@ const TAKES_OVER_WITHIN: Duration = Duration::from_secs(120);
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// First unmount the mounts that cannot be taken over, even if files are in use
     #[arg(short, long)]

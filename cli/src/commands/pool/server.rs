@@ -3,7 +3,9 @@
 mod restart;
 pub mod takeover;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -18,6 +20,11 @@ use bcow_fuse::kernel::DiskStopper;
 use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::{AnySession, MountStats};
+use bcow_images::image::Warnings;
+use bcow_mounts::mount::fuse::Mounted;
+use bcow_mounts::mount::host::{Host, InPool};
+use bcow_mounts::mount::pooled;
+use bcow_mounts::{Messages, MountArgs, PoolName, failure};
 use bcow_union::log::{self, Severity};
 use nix::sched::CloneFlags;
 use rustix::process::Pid;
@@ -25,19 +32,14 @@ use serde_json::{Value, json};
 
 use super::ParseMount;
 use super::stats::{Document, Memory, Mount, SCHEMA};
-use crate::commands::mount::fuse::Mounted;
-use crate::commands::mount::host::InPool;
-use crate::commands::mount::pooled::{self, PoolHost};
-use crate::commands::mount::{self, failure};
 use crate::error::{CommandError, Context};
 use crate::pool::link::{Link, Packet, Wait};
 use crate::pool::protocol::{
-    self, Answer, Bytes, Failure, Hello, MAX_REQUEST_BYTES, Outcome, Request, View,
+    self, Answer, Bytes, Failure, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View,
 };
 use crate::pool::record::{Asked, MountRecord};
-use crate::pool::{PoolName, supervisor};
+use crate::pool::supervisor;
 use crate::running::{self, Published, Service};
-use crate::ui::Ui;
 
 /// Requests at a time. Further clients are refused.
 const AT_ONCE: usize = 64;
@@ -231,7 +233,7 @@ impl Pool {
         self.link.send(packet, descriptors).is_ok()
     }
 
-    fn parse(&self, arguments: Vec<Bytes>) -> Result<mount::Args, CommandError> {
+    fn parse(&self, arguments: Vec<Bytes>) -> Result<MountArgs, CommandError> {
         let arguments = arguments.into_iter().map(Into::into).collect();
         (self.settings.parse)(arguments).map_err(|error| {
             CommandError::usage("the pool does not accept the command line of the mount")
@@ -240,15 +242,12 @@ impl Pool {
         })
     }
 
-    fn host<'a>(&self, devices: &'a [String]) -> PoolHost<'a> {
-        PoolHost {
-            cache: self.cache.clone(),
-            pool: InPool {
-                name: self.settings.name.to_string(),
-                threads: self.settings.threads,
-            },
-            devices,
-        }
+    fn host(&self) -> Host<'static> {
+        let pool = InPool {
+            name: self.settings.name.to_string(),
+            threads: self.settings.threads,
+        };
+        Host::of_pool(self.cache.clone(), pool)
     }
 
     /// Unmounts everything because of `reason`; the pool ends with its last mount. Returns the
@@ -340,10 +339,10 @@ impl Pool {
         self: &Arc<Self>,
         mount: MountInProgress<'_>,
         asked: Asked,
-        ui: &Ui,
+        ui: &dyn Messages,
     ) -> Result<u64, CommandError> {
         let args = self.parse(asked.arguments.clone())?;
-        let mounted = pooled::mount(&args, self.host(&self.devices()), ui)?;
+        let mounted = pooled::mount(&args, &self.host(), &self.devices(), ui)?;
         let number = {
             let mut state = self.state();
             state.next += 1;
@@ -575,6 +574,26 @@ impl Drop for MountInProgress<'_> {
     }
 }
 
+/// Messages for the client, which shows them.
+#[derive(Default)]
+pub struct Collected(RefCell<Vec<Message>>);
+
+impl Messages for Collected {
+    fn status(&self, text: &dyn Display) {
+        self.0.borrow_mut().push(Message::Status(text.to_string()));
+    }
+}
+
+impl Warnings for Collected {
+    fn warning(&self, text: &dyn Display) {
+        self.0.borrow_mut().push(Message::Warning(text.to_string()));
+    }
+
+    fn hint(&self, text: &str) {
+        self.0.borrow_mut().push(Message::Hint(text.to_owned()));
+    }
+}
+
 /// A connected client. Counts until it is dropped.
 struct Client {
     pool: Arc<Pool>,
@@ -596,9 +615,9 @@ impl Client {
         if send(connection, &hello).is_err() {
             return;
         }
-        let ui = Ui::collecting();
+        let messages = Collected::default();
         let mut mounted = None;
-        let result = self.answer(connection, &ui, &mut mounted);
+        let result = self.answer(connection, &messages, &mut mounted);
         let has = |field| matches!(&result, Ok(Some(value)) if value.get(field).is_some());
         let (is_stopped, is_restarted) = (has("in_use"), has("unmounted"));
         let outcome = match result {
@@ -607,7 +626,7 @@ impl Client {
             Err(error) => Outcome::Failed(Failure::from(&error)),
         };
         let answer = Answer {
-            messages: ui.take_messages(),
+            messages: messages.0.into_inner(),
             result: outcome,
         };
         let sent = protocol::line(&answer)
@@ -632,7 +651,7 @@ impl Client {
     fn answer(
         &self,
         connection: &UnixStream,
-        ui: &Ui,
+        ui: &dyn Messages,
         mounted: &mut Option<u64>,
     ) -> Result<Option<Value>, CommandError> {
         let name = &self.pool.settings.name;

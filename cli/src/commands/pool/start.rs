@@ -6,26 +6,26 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use bcow_fuse::daemon::{self, Readiness};
 use bcow_fuse::kernel::DiskFiles;
 use bcow_fuse::session::abort_on_panic;
 use bcow_fuse::signals::{Ground, Signals};
-use bcow_union::log;
+use bcow_mounts::cpus::{self, Cpus};
+use bcow_mounts::mount::{in_background, log_to};
+use bcow_mounts::{PoolName, failure};
 
 use super::ParseMount;
 use super::server::takeover::Kept;
 use super::server::{Pool, Settings, log_failure};
-use crate::commands::mount::{failure, in_background};
-use crate::cpus::Cpus;
-use crate::error::{CommandError, Context};
+use crate::error::{CommandError, Context, exit};
 use crate::limits;
+use crate::pool::Directory;
 use crate::pool::client::{self, PoolAtSocket};
 use crate::pool::link::{Link, Packet, Wait};
 use crate::pool::supervisor::{self, Supervisor};
-use crate::pool::{self, Directory, PoolName};
 use crate::ui::Ui;
 use crate::{heap, remote};
 
@@ -41,11 +41,11 @@ use crate::{heap, remote};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool: letters, digits, '.', '_' and '-'
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// CPUs for the pool, in the form of taskset(1): 0,2-5 [default: all CPUs that the process may
     /// use]
-    #[arg(long, value_name = "LIST", value_parser = crate::cpus::parse)]
+    #[arg(long, value_name = "LIST", value_parser = cpus::parse)]
     cpus: Option<Cpus>,
     /// Size of the cache of decoded blocks of all mounts together
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
@@ -63,9 +63,9 @@ pub struct Args {
 }
 
 /// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
-pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> {
+pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<u8, CommandError> {
     if let Some(link) = Link::of_this_process() {
-        return serve(args, parse, link);
+        return serve(args, parse, link).map(|()| exit::DONE);
     }
     let readiness = if args.foreground {
         None
@@ -75,11 +75,8 @@ pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> 
             None => return in_background(),
         }
     };
-    match keep(args, readiness, ui)? {
-        0 => Ok(()),
-        // The process of the pool has printed or logged the reason.
-        code => std::process::exit(code.into()),
-    }
+    // The process of the pool has printed or logged the reason of a failure.
+    keep(args, readiness, ui)
 }
 
 /// Keeps the process of the pool running. Returns the exit status of the pool.
@@ -88,7 +85,7 @@ fn keep(args: &Args, readiness: Option<Readiness>, ui: &Ui) -> Result<u8, Comman
     // Process lists show the two processes by their names.
     let _ = rustix::thread::set_name(c"bcow-supervisor");
     if let Some(path) = &args.log_file {
-        open_log(path)?;
+        log_to(path)?;
     }
     // Its children inherit this. While a process takes over, the kernel may need memory that only a
     // write to a mount with the kernel driver sets free.
@@ -113,10 +110,6 @@ fn keep(args: &Args, readiness: Option<Readiness>, ui: &Ui) -> Result<u8, Comman
     };
     // The name of the socket goes before the socket is closed: until then, it is that of this pool.
     supervisor.context(cannot)?.run(announce)
-}
-
-fn open_log(path: &Path) -> Result<(), CommandError> {
-    log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))
 }
 
 /// Serves the pool, as the process that a supervisor has started.
@@ -148,12 +141,10 @@ fn serve_given(
     // Before other threads exist.
     let signals = Signals::block(Ground::Background).map_err(|error| failure(&error))?;
     if let Some(path) = &given.log_file {
-        open_log(path)?;
+        log_to(path)?;
     }
     if let Some(cpus) = &args.cpus {
-        cpus.confine().map_err(|cause| {
-            CommandError::new("cannot restrict the process to --cpus").caused_by_text(cause)
-        })?;
+        cpus.confine()?;
     }
     // Before other threads exist.
     serve_writeback();

@@ -1,13 +1,14 @@
 //! `bcow pool stats`
 
 use bcow::CacheFigures;
+use bcow_mounts::PoolName;
 use serde::{Deserialize, Serialize};
 
 use crate::commands::stats::cache_line;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
+use crate::pool::client;
 use crate::pool::protocol::Request;
-use crate::pool::{self, PoolName, client};
 use crate::size::{Count, Human, plural};
 use crate::ui::Ui;
 
@@ -17,7 +18,7 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// Print JSON (schema bcow.pool-stats/1)
     #[arg(long)]

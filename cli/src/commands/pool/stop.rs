@@ -1,8 +1,10 @@
 //! `bcow pool stop`
 
+use bcow_mounts::PoolName;
+
 use crate::error::CommandError;
+use crate::pool::client;
 use crate::pool::protocol::Request;
-use crate::pool::{self, PoolName, client};
 use crate::size::plural;
 use crate::ui::Ui;
 
@@ -14,7 +16,7 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// First unmount all mounts of the pool, even if files are in use
     #[arg(short, long)]

@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 
 use bcow::format::hex;
 use bcow_fuse::{MountError, Unmounted, Unmounter};
+use bcow_mounts::failure;
+use bcow_mounts::mount::host::UpperUse;
+use bcow_mounts::mount::kernel;
+use bcow_mounts::mount::pooled::Attempts;
 use bcow_union::log::{self, Severity};
 use serde_json::{Value, json};
 
 use super::takeover::{THREADS, another_image};
 use super::{AnyStopper, OwnDirectory, Pool, log_failure};
-use crate::commands::mount::failure;
-use crate::commands::mount::host::UpperUse;
-use crate::commands::mount::pooled::{self, Attempts};
 use crate::error::CommandError;
 use crate::pool::record::MountRecord;
 use crate::running::Service;
@@ -218,7 +219,7 @@ impl Pool {
         }
         let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
         let args = self.parse(record.arguments.clone())?;
-        match pooled::check_disk(&args, self.host(&[]))? {
+        match kernel::again::check(&args, &self.host())? {
             Some(identity) if hex(&identity) != record.identity => Err(another_image()),
             _ => Ok(()),
         }

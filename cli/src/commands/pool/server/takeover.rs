@@ -11,16 +11,16 @@ use std::thread;
 use bcow::format::hex;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::{AnySession, Handover, KernelSession, Session};
+use bcow_mounts::mount::fuse::{Mounted, Opened};
+use bcow_mounts::mount::host::UpperUse;
+use bcow_mounts::mount::kernel;
+use bcow_mounts::mount::pooled::{self, Attempts};
+use bcow_mounts::{MountArgs, failure};
 
-use super::{MountInProgress, OwnDirectory, Pool, log_failure};
-use crate::commands::mount::fuse::{Mounted, Opened};
-use crate::commands::mount::host::UpperUse;
-use crate::commands::mount::pooled::{self, Attempts};
-use crate::commands::mount::{self, failure, kernel};
+use super::{Collected, MountInProgress, OwnDirectory, Pool, log_failure};
 use crate::error::{CommandError, Context};
 use crate::pool::link::Packet;
 use crate::pool::record::{Asked, DiskRecord, MountRecord};
-use crate::ui::Ui;
 
 /// Number of threads that take over mounts.
 pub(super) const THREADS: usize = 8;
@@ -282,8 +282,8 @@ impl Pool {
         match opened {
             Ok((args, opened)) => {
                 let service = record.service.clone();
-                let host = self.host(&[]);
-                let mounted = pooled::take_over_disk(opened, &args, host, handover, service)
+                let mounted = opened
+                    .take_over(&args, &self.host(), handover, service)
                     .map_err(|error| {
                         // The session has closed the connection.
                         self.release(number);
@@ -319,8 +319,8 @@ impl Pool {
         // If the directory is gone, a relative path leads to no image or to another one.
         let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
         let args = self.parse(record.arguments.clone())?;
-        let host = self.host(&[]);
-        let opened = pooled::open_again(&args, host, attempts, upper_use, &Ui::collecting())?;
+        let (host, messages) = (self.host(), Collected::default());
+        let opened = pooled::open_again(&args, &host, attempts, upper_use, &messages)?;
         if hex(&opened.identity) == record.identity {
             Ok(opened)
         } else {
@@ -336,13 +336,13 @@ impl Pool {
         record: &MountRecord,
         disk: &DiskRecord,
         files: Option<&DiskFiles>,
-    ) -> Result<(mount::Args, kernel::Opened), CommandError> {
+    ) -> Result<(MountArgs, kernel::Opened), CommandError> {
         let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
         let args = self.parse(record.arguments.clone())?;
         if disk.is_writable && files.is_none() {
             return Err(CommandError::new("the ledger of its disk is missing"));
         }
-        let opened = pooled::open_disk_again(&args, self.host(&[]), files, &Ui::collecting())?;
+        let opened = pooled::open_disk_again(&args, &self.host(), files, &Collected::default())?;
         // The identity of a disk without an upper changes with its content.
         let is_image = record.service.upper.is_some() || !disk.is_writable;
         if is_image && hex(&opened.identity()) != record.identity {
