@@ -8,24 +8,24 @@ mod commands;
 mod conversion;
 mod copy_out;
 mod interrupt;
-mod pool;
 mod rewrite;
 mod stat;
 mod ui;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::process::ExitCode;
 
+use bcow_images::global::GlobalArgs;
 use bcow_images::{
     cache, disks, error, foreign_format, image, names, new_file, plain, prefetch, push, remote,
     replace, running, size, views,
 };
 use bcow_mounts::helper::{self, Request};
-use bcow_mounts::{MountArgs, ask, changes, heap, kernel_upper, limits, named_mount, upper};
-use clap::{CommandFactory, Parser, Subcommand};
+use bcow_mounts::{ask, changes, heap, kernel_upper, limits, named_mount, upper};
+use clap::{Parser, Subcommand};
 
 use crate::error::{CommandError, exit};
-use crate::ui::{ColorWhen, Ui, UiOptions};
+use crate::ui::Ui;
 
 /// Block-mapped copy-on-write images for container layers
 ///
@@ -67,29 +67,9 @@ Results go to standard output. Messages, progress and errors go to standard erro
 )]
 struct Cli {
     #[command(flatten)]
-    global: Global,
+    global: GlobalArgs,
     #[command(subcommand)]
     command: Command,
-}
-
-#[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Global options")]
-struct Global {
-    /// Suppress messages and progress, but not warnings, errors and results
-    #[arg(short, long, global = true)]
-    quiet: bool,
-    /// Increase verbosity; repeat for debug output
-    #[arg(short, long, global = true, action = clap::ArgAction::Count, conflicts_with = "quiet")]
-    verbose: u8,
-    /// When to use colour: auto, always or never
-    #[arg(
-        long,
-        global = true,
-        value_name = "WHEN",
-        default_value = "auto",
-        hide_possible_values = true
-    )]
-    color: ColorWhen,
 }
 
 #[derive(Debug, Subcommand)]
@@ -135,7 +115,7 @@ fn main() -> ExitCode {
             return ExitCode::from(exit::DONE);
         }
         Err(error) => {
-            Ui::new(UiOptions::default()).error(&error);
+            Ui::new(&GlobalArgs::default()).error(&error);
             return exit_code(error.exit());
         }
     };
@@ -143,11 +123,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return exit_code(no_command(&error)),
     };
-    let ui = Ui::new(UiOptions {
-        quiet: cli.global.quiet,
-        verbose: cli.global.verbose,
-        color: cli.global.color,
-    });
+    let ui = Ui::new(&cli.global);
     ui.start_log();
     limits::adapt();
     match run(&cli.command, &ui) {
@@ -191,7 +167,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Diff(args) => return commands::diff::run(args, ui),
         // The background process of a mount, and that of a pool, have a status.
         Command::Mount(args) => return commands::mount::run(args, ui),
-        Command::Pool(args) => return commands::pool::run(args, parse_mount, ui),
+        Command::Pool(args) => return commands::pool::run(args, ui),
         Command::Convert(args) => commands::convert::run(args, ui),
         Command::Copy(args) => commands::copy::run(args, ui),
         Command::Create(args) => commands::create::run(args, ui),
@@ -219,14 +195,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::FetchBlob(args) => commands::fetch_blob::run(args, ui),
     }
     .map(|()| exit::DONE)
-}
-
-/// Parses the command line of a mount that a pool was asked for.
-fn parse_mount(arguments: Vec<OsString>) -> Result<MountArgs, clap::Error> {
-    match Cli::try_parse_from(arguments)?.command {
-        Command::Mount(args) => Ok(args.mount),
-        _ => Err(Cli::command().error(clap::error::ErrorKind::InvalidSubcommand, "not a mount")),
-    }
 }
 
 /// Prints the help, the version or the error of the command line. Returns the exit status.
@@ -259,6 +227,8 @@ fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     #[test]

@@ -5,6 +5,8 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
+use bcow::CacheFigures;
+use bcow_images::global::{ColorWhen, GlobalArgs};
 use bcow_mounts::Messages;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -12,27 +14,7 @@ use serde::Serialize;
 use crate::error::CommandError;
 use crate::image::Warnings;
 use crate::names::printable;
-
-/// When to use colour.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum ColorWhen {
-    /// On a terminal, unless NO_COLOR is set.
-    #[default]
-    Auto,
-    Always,
-    Never,
-}
-
-/// Options for messages.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct UiOptions {
-    /// Suppress messages and progress, but not warnings and errors.
-    pub quiet: bool,
-    /// Number of `-v` options.
-    pub verbose: u8,
-    /// Colour on standard error.
-    pub color: ColorWhen,
-}
+use crate::size::{Count, Human};
 
 /// The only way from a command to the terminal.
 pub struct Ui {
@@ -45,7 +27,7 @@ pub struct Ui {
 
 impl Ui {
     /// Examines the streams and the environment.
-    pub fn new(options: UiOptions) -> Self {
+    pub fn new(options: &GlobalArgs) -> Self {
         let stderr_is_terminal = io::stderr().is_terminal();
         let color = match options.color {
             ColorWhen::Always => true,
@@ -267,6 +249,17 @@ impl Output {
             .flush()
             .map_err(|e| CommandError::standard_output(&e))
     }
+}
+
+/// The use of a cache of decoded blocks.
+pub fn cache_line(cache: &CacheFigures) -> String {
+    format!(
+        "cache:       {} of {}; {} hits, {} misses",
+        Human(cache.held_bytes),
+        Human(cache.limit_bytes),
+        Count(cache.hits),
+        Count(cache.misses)
+    )
 }
 
 /// Work without a count.

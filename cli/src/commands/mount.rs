@@ -1,6 +1,7 @@
 //! `bcow mount`
 
 use bcow_mounts::{MountArgs, mount};
+use bcow_pool::client;
 
 use crate::error::{CommandError, exit};
 use crate::ui::Ui;
@@ -75,13 +76,13 @@ foreground."
 )]
 pub struct Args {
     #[command(flatten)]
-    pub mount: MountArgs,
+    mount: MountArgs,
 }
 
 /// Mounts. Returns the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     match &args.mount.pool {
-        Some(name) => crate::pool::client::mount(name, &args.mount, ui).map(|()| exit::DONE),
+        Some(name) => client::mount(name, &args.mount, ui).map(|()| exit::DONE),
         None => mount::run(&args.mount, ui),
     }
 }

@@ -2,6 +2,7 @@
 
 use bcow::{BlockDevice, OpenOptions};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
 use bcow_mounts::grow;
 
 use crate::disks::open_writable;
@@ -9,7 +10,6 @@ use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::size::{self, Human, disk_size, plural};
 use crate::ui::Ui;
-use bcow_images::args::{IMAGE, NameParser};
 
 /// Change the size of a disk
 ///

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use bcow_mounts::umount;
+use bcow_pool::client;
 
 use crate::error::CommandError;
-use crate::pool::client;
 use crate::ui::Ui;
 
 /// Unmount an image or a disk

@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 use bcow_fuse::stats::document::{Document, SCHEMA};
 use bcow_fuse::stats::{MAX_XATTR_BYTES, STATS_XATTR};
 use bcow_fuse::{Driver, MountedImage};
-use rustix::io::Errno;
-
 use bcow_images::error::{CommandError, Context};
 use bcow_images::running::{self, ProcessState};
+use rustix::io::Errno;
 
 /// How long a mount may take to return its statistics.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

@@ -5,6 +5,10 @@ use std::sync::Arc;
 
 use bcow::OpenOptions;
 use bcow_ext4::ReadError;
+use bcow_images::error::CommandError;
+use bcow_images::image::{OpenImage, StoreArgs};
+use bcow_images::names;
+use bcow_images::size::plural;
 use bcow_oci::Limits;
 use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
 use bcow_view::CompareError;
@@ -13,10 +17,6 @@ use crate::kernel_upper::{self, is_kernel_upper};
 use crate::messages::Messages;
 use crate::over_view;
 use crate::upper::open_reader_of;
-use bcow_images::error::CommandError;
-use bcow_images::image::{OpenImage, StoreArgs};
-use bcow_images::names;
-use bcow_images::size::plural;
 
 /// The changes in an upper to its image, or those in a disk that shows the image.
 pub fn read(

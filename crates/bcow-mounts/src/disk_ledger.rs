@@ -6,9 +6,8 @@ use std::sync::Arc;
 
 use bcow::Ledger;
 use bcow_fuse::kernel::DiskFiles;
-use rustix::fs::MemfdFlags;
-
 use bcow_images::error::{CommandError, Context};
+use rustix::fs::MemfdFlags;
 
 /// Where a disk has its ledger.
 #[derive(Debug, Clone, Copy)]

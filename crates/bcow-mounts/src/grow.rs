@@ -4,13 +4,13 @@ use std::path::Path;
 
 use bcow_fuse::growth::{self, GrowError};
 use bcow_fuse::{Driver, MountError, MountedImage};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::running::{self, Server, Service};
+use bcow_images::size::plural;
 
 use crate::ask;
 use crate::error::{because, failure};
 use crate::kernel_upper::is_kernel_upper;
-use bcow_images::error::{CommandError, Context};
-use bcow_images::running::{self, Server, Service};
-use bcow_images::size::plural;
 
 /// The mount with the kernel driver that the user means by `path`: its mountpoint, its upper or its
 /// disk. `None` for a disk that is not mounted.

@@ -9,9 +9,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
 use bcow_fuse::MountOptions;
-use clap::Args as _;
-
 use bcow_images::error::{CommandError, exit};
+use clap::Args as _;
 
 use crate::args::MountArgs;
 

@@ -6,6 +6,10 @@ use std::sync::Arc;
 use bcow::format::{BackingEntry, BackingName, hex, is_plain_name};
 use bcow::{CreateOptions, Disk, Image, OpenOptions};
 use bcow_fuse::kernel::DiskFiles;
+use bcow_images::error::CommandError;
+use bcow_images::image::OpenImage;
+use bcow_images::stores::open_hint;
+use bcow_images::views::{UserViews, cannot_view};
 use bcow_mount::filesystem::{self, Kind};
 use bcow_union::{DiskInstance, DiskReader, Driver, FileSystem, ImageName, UpperError};
 use bcow_view::CachedView;
@@ -13,10 +17,6 @@ use bcow_view::CachedView;
 use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::messages::Messages;
 use crate::upper::{cannot_use, refuse_lost, require_image, when_free};
-use bcow_images::error::CommandError;
-use bcow_images::image::OpenImage;
-use bcow_images::stores::open_hint;
-use bcow_images::views::{UserViews, cannot_view};
 
 /// Whether the directory is an upper of the kernel driver. If it cannot be examined, the command
 /// that opens it as an upper of the other driver names the problem.

@@ -12,11 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use bcow_images::error::{CommandError, Context};
 use bcow_nbd::{ListenAddress, Listener};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SocketFlags, accept_with};
-
-use bcow_images::error::{CommandError, Context};
 
 /// Limit of the duration of a connection.
 const CONNECTION_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 5000 });

@@ -288,22 +288,3 @@ pub fn in_background() -> Result<u8, CommandError> {
         Launch::Failed(code) => Ok(code),
     }
 }
-
-/// Reads that wait for a server do not delay reads of what is here.
-const REMOTE_THREADS: usize = 16;
-
-/// The number of threads that answer requests.
-fn threads(args: &MountArgs, is_writable: bool) -> usize {
-    match args.threads {
-        Some(threads) => threads.into(),
-        None if args.image.is_remote() => REMOTE_THREADS,
-        None => default_threads(is_writable),
-    }
-}
-
-/// With these numbers, one slow read does not delay the others, nor do two requests to an upper
-/// that wait for the disk. More threads only compete for the CPU.
-fn default_threads(is_writable: bool) -> usize {
-    let least = if is_writable { 4 } else { 2 };
-    std::thread::available_parallelism().map_or(least, |cpus| cpus.get().clamp(least, 16))
-}

@@ -4,7 +4,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use bcow_fuse::MountedImage;
-
 use bcow_images::names::printable;
 use bcow_images::running;
 

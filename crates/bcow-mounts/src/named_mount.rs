@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use bcow_fuse::{MountError, MountedImage};
-
-use crate::error::failure;
 use bcow_images::error::CommandError;
 use bcow_images::names;
 use bcow_images::running::{self, Service};
+
+use crate::error::failure;
 
 /// The mount at `directory`. If no mount is there, the hint names `command` for the mount that
 /// `directory` is inside, or of which it is the image, a layer or the upper.

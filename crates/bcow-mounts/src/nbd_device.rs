@@ -6,9 +6,8 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use bcow_nbd::netlink::{Driver, DriverError};
-
 use bcow_images::error::{CommandError, Context};
+use bcow_nbd::netlink::{Driver, DriverError};
 
 /// How long `detach` waits until the server has closed the disk and ended.
 const SERVER_EXIT_TIMEOUT: Duration = Duration::from_secs(60);

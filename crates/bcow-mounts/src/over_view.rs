@@ -6,12 +6,12 @@ use std::sync::Arc;
 use bcow::chain::directory_of;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BlockDevice, Image, OpenOptions};
-use bcow_union::offline::DiskOverView;
-
-use crate::kernel_upper::ReadUpper;
 use bcow_images::disks::{self, Below, NamedImage, OpenChain};
 use bcow_images::error::CommandError;
 use bcow_images::image::{OpenImage, StoreArgs};
+use bcow_union::offline::DiskOverView;
+
+use crate::kernel_upper::ReadUpper;
 
 /// Opens the disk at `path`, and finds the view of `image` below it. The disk is locked against
 /// writers.

@@ -2,7 +2,6 @@
 
 use bcow_fuse::stats::RemoteReport;
 use bcow_fuse::stats::document::{self, KindCount};
-
 use bcow_images::remote::{Activity, RemoteArgs};
 
 /// The counters; `None` as long as no remote image was opened.

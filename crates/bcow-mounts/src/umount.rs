@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::document::{Document, Process};
 use bcow_fuse::{Driver, Ended, Ending, MountError, MountedImage, WhenBusy};
+use bcow_images::error::CommandError;
+use bcow_images::names::printable;
+use bcow_images::running::{self, ProcessState, Server, Service};
 use rustix::io::Errno;
 
 use crate::ask::{self, Answer};
@@ -15,9 +18,6 @@ use crate::mount_users;
 use crate::named_mount::mount_at;
 use crate::pool_name::PoolName;
 use crate::upper::is_closing;
-use bcow_images::error::CommandError;
-use bcow_images::names::printable;
-use bcow_images::running::{self, ProcessState, Server, Service};
 
 /// How long the process may take to notice the unmount. It does not notice the unmount if the mount
 /// continues in another mount namespace.
@@ -64,7 +64,7 @@ pub fn unmount(
                     wait_for_mount(ending, &document.process, pool, answers, &mount)
                 }
                 (Some(_), None) => Waited::Ended,
-                (None, _) => wait_for(&document.process),
+                (None, _) => wait_for(&document.process, || !document.process.is_running()),
             }),
         };
         match waited {
@@ -376,7 +376,7 @@ fn wait_for_mount(
     answers: fn(&PoolName) -> bool,
     mount: &MountedImage,
 ) -> Waited {
-    match wait_for_release(ending, process) {
+    match wait_for(process, || ending.wait(Duration::ZERO)) {
         Waited::Ended if !process.is_running() => {}
         waited => return waited,
     }
@@ -401,18 +401,6 @@ fn is_listed(mount: &MountedImage) -> bool {
         .any(|server| server.services.iter().any(is_it))
 }
 
-fn wait_for_release(ending: &Ending, process: &Process) -> Waited {
-    while !ending.wait(NOTICES_WITHIN) {
-        if running::state(process.pid) == Some(ProcessState::Stopped) {
-            return Waited::Stopped;
-        }
-        if !is_closing(process.pid) {
-            return Waited::Continues;
-        }
-    }
-    Waited::Ended
-}
-
 /// Waits a limited time for the end of a process that has no data to store. The process may
 /// continue, for a mount at another place.
 fn wait_briefly(process: &Process) {
@@ -422,11 +410,11 @@ fn wait_briefly(process: &Process) {
     }
 }
 
-/// Waits for the end of a process that ends its mount. A process that is not visible counts as
+/// Waits until a process has ended its mount, or has ended. A process that is not visible counts as
 /// ended.
-fn wait_for(process: &Process) -> Waited {
+fn wait_for(process: &Process, has_ended: impl Fn() -> bool) -> Waited {
     let start = Instant::now();
-    while process.is_running() {
+    while !has_ended() {
         if start.elapsed() > NOTICES_WITHIN {
             if running::state(process.pid) == Some(ProcessState::Stopped) {
                 return Waited::Stopped;

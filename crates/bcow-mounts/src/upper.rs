@@ -5,12 +5,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bcow::lock::LockError;
-use bcow_union::{Driver, UpperError, UpperReader};
-
-use crate::messages::Messages;
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::OpenImage;
 use bcow_images::running::{self, ProcessState};
+use bcow_union::{Driver, UpperError, UpperReader};
+
+use crate::messages::Messages;
 
 /// How long to wait for a process that holds an upper or a disk and shows no sign that its mount
 /// ends: umount(8) returns before that process has noticed the unmount.

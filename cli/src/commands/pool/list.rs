@@ -1,12 +1,11 @@
 //! `bcow pool list`
 
-use bcow_mounts::PoolName;
+use bcow_pool::PoolName;
+use bcow_pool::client::{self, PoolAtSocket};
 use serde::Serialize;
 
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::names::printable;
-use crate::pool::Directory;
-use crate::pool::client::{self, PoolAtSocket};
 use crate::ui::Ui;
 
 /// List the pools of this user
@@ -44,7 +43,7 @@ struct Pool {
 }
 
 impl Pool {
-    fn of(name: &PoolName, found: PoolAtSocket) -> Self {
+    fn of((name, found): (PoolName, PoolAtSocket)) -> Self {
         let (state, hello) = match found {
             PoolAtSocket::Running(connection) => ("running", Some(connection.hello)),
             PoolAtSocket::Silent => ("silent", None),
@@ -68,7 +67,8 @@ impl Pool {
 
 /// Prints the pools.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let pools = find()?;
+    let pools = client::pools()?;
+    let pools: Vec<Pool> = pools.into_iter().map(Pool::of).collect();
     if args.json {
         return ui.print_json(&List {
             schema: "bcow.pools/1",
@@ -97,20 +97,4 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         )?;
     }
     out.finish()
-}
-
-fn find() -> Result<Vec<Pool>, CommandError> {
-    let Some(directory) = Directory::find()? else {
-        return Ok(Vec::new());
-    };
-    let cannot = || format!("cannot read {}", directory.path().display());
-    let mut pools = Vec::new();
-    for name in directory.names().context(cannot)? {
-        match client::find(&directory.socket(&name))? {
-            // It has ended meanwhile.
-            PoolAtSocket::Missing => {}
-            found => pools.push(Pool::of(&name, found)),
-        }
-    }
-    Ok(pools)
 }

@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use bcow::Error;
+use bcow_images::image::OpenImage;
+use bcow_images::prefetch::{List, Shown};
 use bcow_remote::{Ahead, AheadEvent, Complete, Part, RemoteFile};
 use bcow_union::log::{self, Severity};
 
 use crate::args::{CompleteWhen, MountArgs};
-use bcow_images::image::OpenImage;
-use bcow_images::prefetch::{List, Shown};
 
 /// Parts of a file with at most this many bytes between them are fetched with what is between: a
 /// request more would take longer.

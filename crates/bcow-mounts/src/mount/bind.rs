@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use bcow_fuse::options::Access;
 use bcow_fuse::stats::document::Document;
 use bcow_fuse::{Driver, MountOptions, MountedImage, WhenBusy};
+use bcow_images::error::CommandError;
+use bcow_images::running::{self, LOCK_IN_UPPER, ProcessState, Server, Service};
 
 use super::owners;
 use crate::args::MountArgs;
@@ -18,8 +20,6 @@ use crate::ask::{self, Answer};
 use crate::error::failure;
 use crate::messages::Messages;
 use crate::upper::RETRY_PAUSE;
-use bcow_images::error::CommandError;
-use bcow_images::running::{self, LOCK_IN_UPPER, ProcessState, Server, Service};
 
 /// How long to wait for another mount of the same upper that is being made.
 const TURN_WITHIN: Duration = Duration::from_secs(30);

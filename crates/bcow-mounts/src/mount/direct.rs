@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use bcow_fuse::options::Access;
 use bcow_fuse::{MountError, MountOptions};
+use bcow_images::image::OpenImage;
+use bcow_images::plain;
 
 use super::{Running, announce};
 use crate::args::MountArgs;
-use bcow_images::image::OpenImage;
-use bcow_images::plain;
 
 /// Permission bits with which other users can write, and the one that keeps them from replacing
 /// files of a directory.

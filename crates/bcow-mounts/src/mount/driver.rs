@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
+use bcow_images::disks::is_disk;
+use bcow_images::error::CommandError;
 use bcow_union::{Driver, SyncPolicy};
 
 use crate::args::{DriverChoice, MountArgs};
 use crate::upper::cannot_use;
-use bcow_images::disks::is_disk;
-use bcow_images::error::CommandError;
 
 /// The way of a mount.
 #[derive(Debug, Clone, PartialEq, Eq)]

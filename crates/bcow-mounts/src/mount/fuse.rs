@@ -1,6 +1,6 @@
 //! A mount with the FUSE driver, in a process of its own or in the process of a pool.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::OpenOptions;
@@ -10,6 +10,10 @@ use bcow_fuse::options::Access;
 use bcow_fuse::session::Content;
 use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{AnySession, Handover, ImageFs, MountOptions, MountStats, Session};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::image::OpenImage;
+use bcow_images::record::Recording;
+use bcow_images::running::{self, Service};
 
 use super::ahead::{self, Fetching};
 use super::host::{Host, UpperUse};
@@ -17,10 +21,6 @@ use super::{owners, refuse_mounted, upper};
 use crate::args::MountArgs;
 use crate::error::failure;
 use crate::messages::Messages;
-use bcow_images::error::{CommandError, Context};
-use bcow_images::image::OpenImage;
-use bcow_images::record::Recording;
-use bcow_images::running::{self, Service};
 
 /// A mount that programs can use as soon as its session is served.
 pub struct Mounted {
@@ -59,6 +59,27 @@ pub fn service(
         descriptor: None,
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
     })
+}
+
+/// What the statistics of a mount say about it, if its source is the image.
+pub fn about(
+    args: &MountArgs,
+    host: &Host<'_>,
+    identity: [u8; 32],
+    driver: ServedBy,
+    recording: Option<&Recording>,
+) -> About {
+    let file = PathBuf::from(args.image.absolute());
+    About {
+        image: file.clone().into(),
+        file,
+        identity,
+        cache: host.cache.clone(),
+        driver: Some(driver),
+        remote: crate::remote_report::of(&args.stores.remote),
+        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+        trace: recording.map(|recording| recording.destination().to_owned()),
+    }
 }
 
 /// Opens the image and the upper, and mounts.
@@ -113,23 +134,15 @@ pub fn open(
         None => image.tree()?.into_filesystem(),
         Some(recording) => image.tree_on(recording.device())?.into_filesystem(),
     };
-    let file = args.image.absolute();
-    options.set_default_source(file.clone());
+    options.set_default_source(args.image.absolute());
     let identity = image.identity();
+    let driver = ServedBy {
+        name: "fuse".to_owned(),
+        reason,
+    };
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
-        file: file.into(),
-        identity,
-        cache: host.cache.clone(),
-        driver: Some(ServedBy {
-            name: "fuse".to_owned(),
-            reason,
-        }),
-        remote: crate::remote_report::of(&args.stores.remote),
-        pool: host.pool.as_ref().map(|pool| pool.name.clone()),
-        trace: recording
-            .as_ref()
-            .map(|recording| recording.destination().to_owned()),
+        ..about(args, host, identity, driver, recording.as_ref())
     }));
     let mut owner_is_needed = None;
     let tree = Arc::new(tree);

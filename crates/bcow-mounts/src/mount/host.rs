@@ -3,11 +3,17 @@
 use std::os::fd::BorrowedFd;
 
 use bcow::BlockCache;
-use bcow_fuse::MountError;
 use bcow_fuse::signals::Signals;
+use bcow_images::error::CommandError;
+use bcow_union::UpperError;
 
-use super::threads;
 use crate::args::MountArgs;
+use crate::error::failure;
+use crate::messages::Messages;
+use crate::upper;
+
+/// The threads of a mount, unless the user asks for more.
+const MOST_THREADS: usize = 16;
 
 /// The process in which a mount is made.
 pub struct Host<'a> {
@@ -39,15 +45,36 @@ impl Host<'_> {
     }
 
     /// Lets signals interrupt the mount from now on.
-    pub fn let_signals_through(&self) -> Result<(), MountError> {
-        self.signals.map_or(Ok(()), Signals::let_through)
+    pub fn let_signals_through(&self) -> Result<(), CommandError> {
+        let through = self.signals.map_or(Ok(()), Signals::let_through);
+        through.map_err(|error| failure(&error))
+    }
+
+    /// As [`upper::when_free`]. Signals may interrupt a wait for the end of another mount.
+    pub fn when_free<T>(
+        &self,
+        ui: &dyn Messages,
+        mut open: impl FnMut() -> Result<T, UpperError>,
+    ) -> Result<T, UpperError> {
+        upper::when_free(ui, || {
+            // Only the call that blocked the signals can fail.
+            let _ = self.let_signals_through();
+            open()
+        })
     }
 
     /// Threads that answer the requests of a mount.
     pub fn threads(&self, args: &MountArgs, is_writable: bool) -> usize {
-        match (&self.pool, args.threads) {
-            (Some(pool), None) if pool.threads.is_some() => pool.threads.unwrap_or(1),
-            _ => threads(args, is_writable),
+        let of_pool = self.pool.as_ref().and_then(|pool| pool.threads);
+        // With the least, one slow read does not delay the others, nor do two requests to an upper
+        // that wait for the disk. More threads than CPUs only compete for them.
+        let least = if is_writable { 4 } else { 2 };
+        match args.threads.map(usize::from).or(of_pool) {
+            Some(threads) => threads,
+            // Reads that wait for a server do not delay reads of what is here.
+            None if args.image.is_remote() => MOST_THREADS,
+            None => std::thread::available_parallelism()
+                .map_or(least, |cpus| cpus.get().clamp(least, MOST_THREADS)),
         }
     }
 }

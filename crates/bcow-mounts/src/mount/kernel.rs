@@ -13,13 +13,19 @@ use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind};
 use bcow_fuse::options::Access;
-use bcow_fuse::stats::{About, ServedBy};
+use bcow_fuse::stats::ServedBy;
 use bcow_fuse::{AnySession, KernelSession, MountError, MountOptions, MountStats};
+use bcow_images::disks::{Below, cannot_lock, is_writable_disk, lock_note};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::record::Recording;
+use bcow_images::running::Service;
+use bcow_images::size::Human;
+use bcow_images::size::disk_size;
 use bcow_mount::{Writeback, filesystem};
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
-use super::fuse::{Mounted, service};
+use super::fuse::{Mounted, about, service};
 use super::host::Host;
 use super::{direct, refuse_mounted};
 use crate::args::{DriverChoice, MountArgs};
@@ -27,13 +33,7 @@ use crate::disk_ledger::{LedgerUse, OpenLedger};
 use crate::error::{because, failure, usage};
 use crate::kernel_upper::{self, Asked, WritableUpper};
 use crate::messages::Messages;
-use crate::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note, when_free};
-use bcow_images::disks::{Below, cannot_lock, is_writable_disk, lock_note};
-use bcow_images::error::{CommandError, Context};
-use bcow_images::record::Recording;
-use bcow_images::running::Service;
-use bcow_images::size::Human;
-use bcow_images::size::disk_size;
+use crate::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note};
 
 /// A disk to mount, and what keeps it open.
 pub struct Opened {
@@ -52,13 +52,13 @@ pub struct Opened {
     /// What the next process of a pool needs to continue with the disk.
     disk_files: Option<DiskFiles>,
     /// Dropped after the disk.
-    supervisor: Supervisor,
+    lock: DiskLock,
     fetching: Option<Fetching>,
     recording: Option<Recording>,
 }
 
-/// Holds the locks of a disk.
-enum Supervisor {
+/// The lock of a disk.
+enum DiskLock {
     /// A sealed file has none.
     None,
     Disk {
@@ -67,13 +67,13 @@ enum Supervisor {
     Upper(DiskInstance),
 }
 
-impl Supervisor {
+impl DiskLock {
     /// The open file of a disk that can change.
     fn file(&self) -> Option<&File> {
         match self {
-            Supervisor::None => None,
-            Supervisor::Disk { file } => Some(file.file()),
-            Supervisor::Upper(instance) => instance.disk_file(),
+            DiskLock::None => None,
+            DiskLock::Disk { file } => Some(file.file()),
+            DiskLock::Upper(instance) => instance.disk_file(),
         }
     }
 }
@@ -191,17 +191,9 @@ fn open_asked(
     let path =
         std::path::absolute(upper).context(|| format!("cannot use upper {}", upper.display()))?;
     let image = args.open_image(&options)?;
-    host.let_signals_through()
-        .map_err(|error| failure(&error))?;
+    host.let_signals_through()?;
     let note = note(args.directory());
-    let open = |open: &mut dyn FnMut() -> _| {
-        when_free(ui, || {
-            // A wait for the end of another mount may be interrupted. Only the call that blocked
-            // the signals can fail.
-            let _ = host.let_signals_through();
-            open()
-        })
-    };
+    let open = |open: &mut dyn FnMut() -> _| host.when_free(ui, open);
     let opened =
         kernel_upper::open_or_begin(&image, &path, asked, &note, &options, ledger_use, open)?;
     let WritableUpper {
@@ -229,7 +221,7 @@ fn open_asked(
             device,
             image.identity(),
             instance.disk_path(),
-            Supervisor::Upper(instance),
+            DiskLock::Upper(instance),
         )
     })
 }
@@ -351,7 +343,7 @@ fn open_writable(
     let device = Device::Writable(Arc::new(disk));
     Ok(Opened {
         disk_files,
-        ..Opened::new(device, identity, path, Supervisor::Disk { file })
+        ..Opened::new(device, identity, path, DiskLock::Disk { file })
     })
 }
 
@@ -367,7 +359,7 @@ fn open_sealed(args: &MountArgs, options: &OpenOptions) -> Result<Opened, Comman
         files,
         why_served,
         fetching: ahead::start(args, &image),
-        ..Opened::new(device, image.identity(), path, Supervisor::None)
+        ..Opened::new(device, image.identity(), path, DiskLock::None)
     })
 }
 
@@ -425,7 +417,7 @@ pub fn mount(
 
 impl Opened {
     /// A disk that is to be mounted as it is.
-    fn new(device: Device, identity: [u8; 32], path: PathBuf, supervisor: Supervisor) -> Self {
+    fn new(device: Device, identity: [u8; 32], path: PathBuf, lock: DiskLock) -> Self {
         Opened {
             device,
             identity,
@@ -435,7 +427,7 @@ impl Opened {
             why_served: None,
             grows_to: None,
             disk_files: None,
-            supervisor,
+            lock,
             fetching: None,
             recording: None,
         }
@@ -458,38 +450,31 @@ impl Opened {
     where
         S: FnOnce(DiskMount, Arc<MountStats>, usize) -> Result<KernelSession, CommandError>,
     {
-        let file = PathBuf::from(args.image.absolute());
-        let upper = match &self.supervisor {
-            Supervisor::Upper(instance) => Some(instance.path().to_owned()),
+        let upper = match &self.lock {
+            DiskLock::Upper(instance) => Some(instance.path().to_owned()),
             _ => None,
         };
-        let stats = Arc::new(MountStats::new(About {
-            image: file.clone().into(),
-            file: file.clone(),
-            identity: self.identity,
-            cache: host.cache.clone(),
-            driver: Some(ServedBy {
-                name: "kernel".to_owned(),
-                reason: self.reason,
-            }),
-            remote: crate::remote_report::of(&args.stores.remote),
-            pool: host.pool.as_ref().map(|pool| pool.name.clone()),
-            trace: self
-                .recording
-                .as_ref()
-                .map(|recording| recording.destination().to_owned()),
-        }));
+        let driver = ServedBy {
+            name: "kernel".to_owned(),
+            reason: self.reason,
+        };
+        let recording = self.recording.as_ref();
+        let about = about(args, host, self.identity, driver, recording);
+        let stats = Arc::new(MountStats::new(about));
         let is_sealed = matches!(self.device, Device::ReadOnly(_));
-        let supervisor = self.supervisor;
-        let open_file = supervisor.file().map(File::try_clone).transpose();
-        let open_file = open_file.context(|| format!("cannot open {} again", file.display()))?;
+        let lock = self.lock;
+        let open_file = lock.file().map(File::try_clone).transpose();
+        let open_file = open_file.context(|| {
+            let name = args.image.absolute();
+            format!("cannot open {} again", name.display())
+        })?;
         let release = move |has_all: bool| {
-            if let (true, Supervisor::Upper(instance)) = (has_all, &supervisor) {
+            if let (true, DiskLock::Upper(instance)) = (has_all, &lock) {
                 // A clean end: the host's kernel has all data. If the note stays, it only counts
                 // after a crash of the machine.
                 let _ = instance.forget_volatile();
             }
-            drop(supervisor);
+            drop(lock);
         };
         let disk = DiskMount {
             device: self.device,

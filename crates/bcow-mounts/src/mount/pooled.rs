@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use bcow_fuse::kernel::DiskFiles;
 use bcow_images::NameParts;
+use bcow_images::error::CommandError;
+use bcow_images::views;
 
 use super::driver::Way;
 use super::fuse::{self, Mounted, Opened};
@@ -13,8 +15,6 @@ use super::host::{Host, UpperUse};
 use super::{DRIVER_OF_IMAGES, Made, check, kernel, make, settle};
 use crate::args::MountArgs;
 use crate::messages::Messages;
-use bcow_images::error::CommandError;
-use bcow_images::views;
 
 /// Pauses between the attempts to open a remote image.
 const PAUSES: [Duration; 5] = [

@@ -5,19 +5,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
+use bcow_images::error::{CommandError, Context};
+use bcow_images::image::OpenImage;
+use bcow_images::names;
+use bcow_images::running;
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::{NodeId, UpperError};
 
 use super::host::{Host, UpperUse};
 use crate::args::MountArgs;
-use crate::error;
 use crate::helper;
 use crate::messages::Messages;
-use crate::upper::{name_holders, note, when_free};
-use bcow_images::error::{CommandError, Context};
-use bcow_images::image::OpenImage;
-use bcow_images::names;
-use bcow_images::running;
+use crate::upper::{name_holders, note};
 
 /// The union of `image`, with its file system `tree`, and the upper. `None` if the mount has no
 /// upper, or the upper is to be left alone.
@@ -42,12 +41,8 @@ pub fn open(
     let path =
         &std::path::absolute(path).context(|| format!("cannot use upper {}", path.display()))?;
     let note = note(args.directory());
-    host.let_signals_through()
-        .map_err(|error| error::failure(&error))?;
-    when_free(ui, || {
-        // A wait for the end of another mount may be interrupted. Only the call that blocked
-        // the signals can fail.
-        let _ = host.let_signals_through();
+    host.let_signals_through()?;
+    host.when_free(ui, || {
         let lower = LowerImage {
             fs: Arc::clone(tree),
             identity: image.identity(),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 19] = [
+const MAY_USE: [(&str, &[&str]); 20] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -67,6 +67,17 @@ const MAY_USE: [(&str, &[&str]); 19] = [
             "bcow",
         ],
     ),
+    (
+        "bcow-pool",
+        &[
+            "bcow-mounts",
+            "bcow-images",
+            "bcow-fuse",
+            "bcow-mount",
+            "bcow-union",
+            "bcow",
+        ],
+    ),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
     // They run the program `bcow`.
@@ -75,6 +86,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
     (
         "bcow-cli",
         &[
+            "bcow-pool",
             "bcow-mounts",
             "bcow-images",
             "bcow-oci",

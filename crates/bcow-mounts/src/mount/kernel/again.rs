@@ -8,6 +8,9 @@ use bcow::lock::LockError;
 use bcow::{Disk, LockFileError, LockedFile};
 use bcow_fuse::kernel::{Device, DiskFiles, DiskHandover};
 use bcow_fuse::{KernelSession, MountOptions};
+use bcow_images::disks::{cannot_lock, is_writable_disk, lock_note};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::running::Service;
 
 use super::super::driver::Way;
 use super::super::fuse::Mounted;
@@ -19,9 +22,6 @@ use crate::error::failure;
 use crate::kernel_upper::is_kernel_upper;
 use crate::messages::Messages;
 use crate::upper::holder_of_note;
-use bcow_images::disks::{cannot_lock, is_writable_disk, lock_note};
-use bcow_images::error::{CommandError, Context};
-use bcow_images::running::Service;
 
 /// Opens the content of a mount, after the end of the process that has served it. The kernel has
 /// parsed its metadata, so that is not checked again.

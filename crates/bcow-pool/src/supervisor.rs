@@ -15,21 +15,17 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use bcow_fuse::Handover;
-use bcow_fuse::kernel::{DiskFiles, DiskHandover};
 use bcow_fuse::signals::Ground;
+use bcow_images::error::{CommandError, Context};
+use bcow_images::running;
 use bcow_mounts::PoolName;
 use bcow_union::log::{self, Severity};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::link::{self, Link, Packet, Wait};
-use crate::error::{CommandError, Context};
-use crate::running;
-
-/// The exit status with which a process asks for another one in its place.
-pub const AGAIN: u8 = 75;
+use crate::given::{Kept, Receiver, take};
+use crate::link::{self, AGAIN, Link, Packet, Wait};
 
 /// A process that has run for less time than this has ended at once.
 const AT_ONCE: Duration = Duration::from_secs(10);
@@ -61,19 +57,6 @@ pub struct Supervisor<'a> {
     /// The signal that ends the pool. Each further process gets it too: the one before may have
     /// ended without having read it.
     ending: Option<String>,
-}
-
-/// A mount that a process can take over.
-struct Kept {
-    /// Of a disk. Closed before the hidden mount: when a mount has ended, its disk is not locked.
-    disk: Option<DiskFiles>,
-    connection: OwnedFd,
-    record: OwnedFd,
-    device: Option<String>,
-    /// Whether the mount is with the kernel driver.
-    is_disk: bool,
-    /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
-    companion: Option<OwnedFd>,
 }
 
 /// A running process of the pool.
@@ -237,20 +220,7 @@ impl<'a> Supervisor<'a> {
         };
         link.send(&socket, &[self.settings.listener.as_fd()])?;
         for (&number, kept) in &self.mounts {
-            let descriptors = [kept.connection.as_fd(), kept.record.as_fd()];
-            let mount = Packet::Mount {
-                number,
-                device: kept.device.clone(),
-                is_disk: kept.is_disk,
-            };
-            link.send(&mount, &descriptors)?;
-            if let Some(companion) = &kept.companion {
-                link.send(&Packet::Companion { number }, &[companion.as_fd()])?;
-            }
-            if let Some(disk) = &kept.disk {
-                let descriptors = [disk.file.as_fd(), disk.ledger.as_fd()];
-                link.send(&Packet::Disk { number }, &descriptors)?;
-            }
+            kept.send(link, number, Receiver::Process)?;
         }
         link.send(&Packet::Begin, &[])?;
         if let Some(signal) = &self.ending {
@@ -281,7 +251,13 @@ impl<'a> Supervisor<'a> {
                         }
                     }
                     Ok(Some((Packet::End { signal }, _))) => self.ending = Some(signal),
-                    Ok(Some((packet, descriptors))) => take(&mut self.mounts, packet, descriptors),
+                    Ok(Some((packet, descriptors))) => {
+                        if let Err(error) = take(&mut self.mounts, packet, descriptors) {
+                            let message =
+                                format!("the supervisor of a pool cannot hold a mount: {error}");
+                            log::log(Severity::Error, &message);
+                        }
+                    }
                     Ok(None) => is_open = false,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     Err(error) => {
@@ -338,20 +314,7 @@ impl<'a> Supervisor<'a> {
     /// Unmounts what no process serves any more. The last mounts first: one may be inside another.
     fn unmount_all(&mut self) {
         while let Some((_, kept)) = self.mounts.pop_last() {
-            drop(kept.disk);
-            if kept.is_disk {
-                let (connection, hidden) = (kept.connection, kept.companion);
-                DiskHandover::unmount_by_number(connection, hidden, kept.device.as_deref());
-                continue;
-            }
-            let handover = Handover {
-                connection: kept.connection,
-                target: PathBuf::new(),
-                device: kept.device,
-                agreed: 0,
-                ledger: None,
-            };
-            handover.unmount();
+            kept.unmount();
         }
     }
 }
@@ -360,48 +323,6 @@ impl<'a> Supervisor<'a> {
 fn end(link: &Link, signal: &str) {
     let signal = signal.to_owned();
     let _ = link.send(&Packet::End { signal }, &[]);
-}
-
-fn take(mounts: &mut BTreeMap<u64, Kept>, packet: Packet, mut descriptors: Vec<OwnedFd>) {
-    match packet {
-        Packet::Keep {
-            number,
-            device,
-            is_disk,
-        } => match (descriptors.pop(), descriptors.pop()) {
-            (Some(record), Some(connection)) => {
-                let kept = Kept {
-                    disk: None,
-                    connection,
-                    record,
-                    device,
-                    is_disk,
-                    companion: None,
-                };
-                mounts.insert(number, kept);
-            }
-            _ => log::log(
-                Severity::Error,
-                "the supervisor of a pool has too few descriptors for another mount",
-            ),
-        },
-        Packet::Companion { number } => {
-            if let Some(kept) = mounts.get_mut(&number) {
-                kept.companion = descriptors.pop();
-            }
-        }
-        Packet::Disk { number } => {
-            if let (Some(kept), Some(ledger), Some(file)) = (
-                mounts.get_mut(&number),
-                descriptors.pop(),
-                descriptors.pop(),
-            ) {
-                kept.disk = Some(DiskFiles { file, ledger });
-            }
-        }
-        Packet::Release { number } => drop(mounts.remove(&number)),
-        _ => {}
-    }
 }
 
 /// Judges how a process has ended.

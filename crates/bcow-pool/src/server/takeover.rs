@@ -10,116 +10,79 @@ use std::thread;
 
 use bcow::format::hex;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
-use bcow_fuse::{AnySession, Handover, KernelSession, Session};
+use bcow_fuse::{AnySession, Handover, Session};
+use bcow_images::error::{CommandError, Context};
 use bcow_mounts::mount::fuse::{Mounted, Opened};
 use bcow_mounts::mount::host::UpperUse;
 use bcow_mounts::mount::kernel;
 use bcow_mounts::mount::pooled::{self, Attempts};
 use bcow_mounts::{MountArgs, failure};
 
-use super::{Collected, MountInProgress, OwnDirectory, Pool, log_failure};
-use crate::error::{CommandError, Context};
-use crate::pool::link::Packet;
-use crate::pool::record::{Asked, DiskRecord, MountRecord};
+use super::{Collected, MountInProgress, Pool, log_failure};
+use crate::asked::{Asked, OwnDirectory};
+use crate::given::{Kept, Receiver};
+use crate::link::Packet;
+use crate::record::{DiskRecord, MountRecord};
 
 /// Number of threads that take over mounts.
 pub(super) const THREADS: usize = 8;
-
-/// A mount that this process takes over from the previous one.
-pub struct Kept {
-    /// The connection to the kernel.
-    pub connection: OwnedFd,
-    /// The stored [`MountRecord`].
-    pub record: OwnedFd,
-    /// The device number of the mount.
-    pub device: Option<String>,
-    /// Whether the mount is with the kernel driver.
-    pub is_disk: bool,
-    /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
-    pub companion: Option<OwnedFd>,
-    /// The file and the ledger of a disk.
-    pub disk: Option<DiskFiles>,
-}
 
 impl Pool {
     /// Gives the supervisor the data with which another process can take over this mount. Returns
     /// the record, or `None` if no other process can take over the mount.
     pub(super) fn keep(&self, number: u64, mounted: &Mounted, asked: Asked) -> Option<MountRecord> {
-        let kept = match &mounted.session {
-            AnySession::Fuse(session) => self.keep_fuse(number, session, mounted, asked),
-            AnySession::Kernel(session) => self.keep_kernel(number, session, mounted, asked),
-        };
-        kept.unwrap_or_else(|error| {
-            log_failure(&error);
-            None
-        })
+        self.try_keep(number, mounted, asked)
+            .unwrap_or_else(|error| {
+                log_failure(&error);
+                None
+            })
     }
 
-    fn keep_fuse(
+    fn try_keep(
         &self,
         number: u64,
-        session: &Session,
         mounted: &Mounted,
         asked: Asked,
     ) -> Result<Option<MountRecord>, CommandError> {
-        let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
-            return Ok(None);
+        let (identity, service) = (hex(&mounted.identity), mounted.service.clone());
+        let (record, kept) = match &mounted.session {
+            AnySession::Fuse(session) => {
+                let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
+                    return Ok(None);
+                };
+                let target = handover.target.into();
+                let record = MountRecord::new(asked, target, handover.agreed, identity, service);
+                let kept = Kept {
+                    disk: None,
+                    connection: handover.connection,
+                    record: store(&record)?,
+                    device: handover.device,
+                    is_disk: false,
+                    companion: handover.ledger,
+                };
+                (record, kept)
+            }
+            AnySession::Kernel(session) => {
+                let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
+                    return Ok(None);
+                };
+                let (target, _) = session.place();
+                let agreed = handover.agreed;
+                let record = MountRecord::new(asked, target.into(), agreed, identity, service)
+                    .at_kernel_driver(&handover);
+                let kept = Kept {
+                    disk: handover.disk,
+                    connection: handover.connection,
+                    record: store(&record)?,
+                    device: handover.place.device,
+                    is_disk: true,
+                    companion: Some(handover.hidden),
+                };
+                (record, kept)
+            }
         };
-        let record = MountRecord::new(
-            asked,
-            handover.target.into(),
-            handover.agreed,
-            hex(&mounted.identity),
-            mounted.service.clone(),
-        );
-        let stored = store(&record)?;
-        let keep = Packet::Keep {
-            number,
-            device: handover.device,
-            is_disk: false,
-        };
-        let mut is_kept =
-            self.notify_supervisor(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
-        if let Some(ledger) = &handover.ledger {
-            is_kept &= self.notify_supervisor(&Packet::Companion { number }, &[ledger.as_fd()]);
-        }
-        Ok(is_kept.then_some(record))
-    }
-
-    fn keep_kernel(
-        &self,
-        number: u64,
-        session: &KernelSession,
-        mounted: &Mounted,
-        asked: Asked,
-    ) -> Result<Option<MountRecord>, CommandError> {
-        let Some(handover) = session.hand_over().map_err(|error| failure(&error))? else {
-            return Ok(None);
-        };
-        let (target, _) = session.place();
-        let record = MountRecord::new(
-            asked,
-            target.into(),
-            handover.agreed,
-            hex(&mounted.identity),
-            mounted.service.clone(),
-        );
-        let record = record.at_kernel_driver(&handover);
-        let stored = store(&record)?;
-        let keep = Packet::Keep {
-            number,
-            device: handover.place.device.clone(),
-            is_disk: true,
-        };
-        let mut is_kept =
-            self.notify_supervisor(&keep, &[handover.connection.as_fd(), stored.as_fd()]);
-        is_kept &=
-            self.notify_supervisor(&Packet::Companion { number }, &[handover.hidden.as_fd()]);
-        if let Some(disk) = &handover.disk {
-            let files = [disk.file.as_fd(), disk.ledger.as_fd()];
-            is_kept &= self.notify_supervisor(&Packet::Disk { number }, &files);
-        }
-        Ok(is_kept.then_some(record))
+        let sent = kept.send(&self.link, number, Receiver::Supervisor);
+        Ok(sent.is_ok().then_some(record))
     }
 
     /// The mount has ended.
@@ -155,46 +118,33 @@ impl Pool {
     }
 
     fn take_over_one(self: &Arc<Self>, number: u64, kept: Kept) -> Result<(), CommandError> {
-        let Kept {
-            connection,
-            record,
-            device,
-            is_disk,
-            companion,
-            disk,
-        } = kept;
-        let record = MountRecord::load(record).context(|| "cannot read its record");
-        match (record, companion) {
-            (Ok(record), Some(hidden)) if record.disk.is_some() => {
-                self.take_over_disk(number, record, connection, hidden, disk)
+        let record = MountRecord::load(&kept.record).context(|| "cannot read its record");
+        let error = match (record, kept.companion.is_some()) {
+            (Ok(record), true) if record.disk.is_some() => {
+                return self.take_over_disk(number, record, kept);
             }
-            (record, companion) if is_disk => {
-                let error = match (record, &companion) {
-                    (Err(error), _) => error,
-                    (Ok(_), None) => CommandError::new("its hidden mount is missing"),
-                    (Ok(_), Some(_)) => CommandError::new("its record names no disk"),
-                };
-                self.release(number);
-                DiskHandover::unmount_by_number(connection, companion, device.as_deref());
-                let place = device.unwrap_or_default();
-                Err(self.not_taken_over(&place, &error))
-            }
-            (record, ledger) => self.take_over_fuse(number, record, connection, device, ledger),
-        }
+            (record, _) if !kept.is_disk => return self.take_over_fuse(number, record, kept),
+            (Err(error), _) => error,
+            (Ok(_), false) => CommandError::new("its hidden mount is missing"),
+            (Ok(_), true) => CommandError::new("its record names no disk"),
+        };
+        self.release(number);
+        let place = kept.device.clone().unwrap_or_default();
+        kept.unmount();
+        Err(self.not_taken_over(&place, &error))
     }
 
     fn take_over_fuse(
         self: &Arc<Self>,
         number: u64,
         record: Result<MountRecord, CommandError>,
-        connection: OwnedFd,
-        device: Option<String>,
-        ledger: Option<OwnedFd>,
+        kept: Kept,
     ) -> Result<(), CommandError> {
+        let ledger = kept.companion;
         let mut handover = Handover {
-            connection,
+            connection: kept.connection,
             target: PathBuf::new(),
-            device,
+            device: kept.device,
             agreed: 0,
             ledger: None,
         };
@@ -240,13 +190,12 @@ impl Pool {
         self: &Arc<Self>,
         number: u64,
         record: MountRecord,
-        connection: OwnedFd,
-        hidden: OwnedFd,
-        files: Option<DiskFiles>,
+        kept: Kept,
     ) -> Result<(), CommandError> {
-        let Some(disk) = &record.disk else {
+        let (Some(disk), Some(hidden)) = (&record.disk, kept.companion) else {
             return Ok(());
         };
+        let files = kept.disk;
         let target = PathBuf::from(OsString::from(record.target.clone()));
         let target = target.display().to_string();
         let place = record.place(disk).context(|| "cannot read its record")?;
@@ -264,7 +213,7 @@ impl Pool {
             return closed;
         }
         let handover = DiskHandover {
-            connection,
+            connection: kept.connection,
             hidden,
             place: place.clone(),
             agreed: record.agreed,
@@ -301,7 +250,7 @@ impl Pool {
 
     /// The error of a mount that this process cannot take over.
     fn not_taken_over(&self, place: &str, error: &CommandError) -> CommandError {
-        let name = &self.settings.name;
+        let name = &self.name;
         let lost = format!("pool {name}: cannot take over {place}, which is unmounted");
         let lost = CommandError::new(lost).caused_by_text(error.message());
         let causes = error.causes().iter().cloned();
@@ -317,8 +266,8 @@ impl Pool {
         upper_use: UpperUse<'_>,
     ) -> Result<Opened, CommandError> {
         // If the directory is gone, a relative path leads to no image or to another one.
-        let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
-        let args = self.parse(record.arguments.clone())?;
+        let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
+        let args = record.asked.args()?;
         let (host, messages) = (self.host(), Collected::default());
         let opened = pooled::open_again(&args, &host, attempts, upper_use, &messages)?;
         if hex(&opened.identity) == record.identity {
@@ -337,8 +286,8 @@ impl Pool {
         disk: &DiskRecord,
         files: Option<&DiskFiles>,
     ) -> Result<(MountArgs, kernel::Opened), CommandError> {
-        let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
-        let args = self.parse(record.arguments.clone())?;
+        let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
+        let args = record.asked.args()?;
         if disk.is_writable && files.is_none() {
             return Err(CommandError::new("the ledger of its disk is missing"));
         }

@@ -4,19 +4,18 @@
 //! closes the connection. Fields that a reader does not know are ignored. A change that an older
 //! reader would misunderstand gets a new [`VERSION`].
 
-use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use bcow_images::error::CommandError;
+use bcow_images::names::printable;
 use bcow_mounts::Messages;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::CommandError;
-use crate::names::printable;
+use crate::asked::Asked;
 
 /// The version of the protocol.
 pub const VERSION: u64 = 1;
@@ -58,11 +57,9 @@ pub struct Hello {
 pub enum Request {
     /// Mount an image.
     Mount {
-        /// The command line of `bcow mount`, from the name of the program on.
-        arguments: Vec<Bytes>,
-        /// The directory to which its paths are relative.
-        directory: Bytes,
-        /// What these paths mean.
+        #[serde(flatten)]
+        asked: Asked,
+        /// What its paths mean.
         view: View,
     },
     /// Return the statistics.
@@ -77,37 +74,6 @@ pub enum Request {
         /// Unmount first what another process cannot take over.
         force: bool,
     },
-}
-
-/// The names of the requests.
-const REQUESTS: [&str; 4] = ["mount", "stats", "stop", "restart"];
-
-/// A string of the host, which may be any bytes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Bytes {
-    /// UTF-8.
-    Text(String),
-    /// Other bytes.
-    Other(Vec<u8>),
-}
-
-impl From<&OsStr> for Bytes {
-    fn from(string: &OsStr) -> Self {
-        match string.to_str() {
-            Some(text) => Bytes::Text(text.to_owned()),
-            None => Bytes::Other(string.as_bytes().to_vec()),
-        }
-    }
-}
-
-impl From<Bytes> for OsString {
-    fn from(bytes: Bytes) -> Self {
-        match bytes {
-            Bytes::Text(text) => text.into(),
-            Bytes::Other(bytes) => OsString::from_vec(bytes),
-        }
-    }
 }
 
 /// What determines which file a path leads to.
@@ -154,21 +120,21 @@ impl Message {
     }
 }
 
-/// The last line, from the pool.
+/// The last line, from the pool; `T` is what the request returns.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Answer {
+pub struct Answer<T> {
     /// Messages for the user, before the result.
     #[serde(default)]
     pub messages: Vec<Message>,
-    pub result: Outcome,
+    pub result: Outcome<T>,
 }
 
 /// The result of a request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Outcome {
+pub enum Outcome<T> {
     /// What the request returns.
-    Done(Value),
+    Done(T),
     /// Why it failed.
     Failed(Failure),
 }
@@ -226,11 +192,6 @@ pub fn decode_request(line: &[u8]) -> Result<Request, CommandError> {
         }
         None => return Err(invalid().caused_by_text("it has no version")),
     }
-    match value["request"].as_str() {
-        Some(name) if REQUESTS.contains(&name) => {}
-        Some(name) => return Err(invalid().caused_by_text(format!("unknown request {name:?}"))),
-        None => return Err(invalid().caused_by_text("it has no name")),
-    }
     serde_json::from_value(value).map_err(|error| invalid().caused_by(&error))
 }
 
@@ -282,27 +243,31 @@ pub fn read_line(
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::{OsStr, OsString};
     use std::io::Write;
+    use std::os::unix::ffi::OsStrExt;
 
     use super::*;
 
     #[test]
     fn requests_keep_their_bytes() {
         let request = Request::Mount {
-            arguments: vec![
-                OsStr::new("bcow").into(),
-                OsStr::from_bytes(b"a\xff\n").into(),
-            ],
-            directory: OsStr::new("/ä").into(),
+            asked: Asked {
+                arguments: vec![
+                    OsStr::new("bcow").into(),
+                    OsStr::from_bytes(b"a\xff\n").into(),
+                ],
+                directory: OsStr::new("/ä").into(),
+            },
             view: View::own().unwrap(),
         };
         let line = encode_request(&request).unwrap();
         assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
         assert_eq!(decode_request(&line).unwrap(), request);
-        let Request::Mount { arguments, .. } = request else {
+        let Request::Mount { asked, .. } = request else {
             panic!("{request:?}");
         };
-        let bytes: OsString = arguments[1].clone().into();
+        let bytes: OsString = asked.arguments[1].clone().into();
         assert_eq!(bytes.as_bytes(), b"a\xff\n");
     }
 
@@ -311,8 +276,8 @@ mod tests {
         for (line, expected) in [
             (r#"{"version":7,"request":"stats"}"#, "version 7"),
             (r#"{"request":"stats"}"#, "it has no version"),
-            (r#"{"version":1,"request":"sing"}"#, "\"sing\""),
-            (r#"{"version":1}"#, "it has no name"),
+            (r#"{"version":1,"request":"sing"}"#, "`sing`"),
+            (r#"{"version":1}"#, "`request`"),
             (r#"{"version":1,"request":"stop"}"#, "force"),
             ("{", "EOF"),
         ] {

@@ -1,7 +1,7 @@
 //! The process of a pool: its mounts, and the requests of clients.
 
 mod restart;
-pub mod takeover;
+mod takeover;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -20,26 +20,25 @@ use bcow_fuse::kernel::DiskStopper;
 use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
 use bcow_fuse::signals::Signals;
 use bcow_fuse::{AnySession, MountStats};
+use bcow_images::error::{CommandError, Context};
 use bcow_images::image::Warnings;
+use bcow_images::running::{self, Published, Service};
 use bcow_mounts::mount::fuse::Mounted;
 use bcow_mounts::mount::host::{Host, InPool};
 use bcow_mounts::mount::pooled;
-use bcow_mounts::{Messages, MountArgs, PoolName, failure};
+use bcow_mounts::{Messages, PoolName, failure};
 use bcow_union::log::{self, Severity};
-use nix::sched::CloneFlags;
 use rustix::process::Pid;
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use super::ParseMount;
-use super::stats::{Document, Memory, Mount, SCHEMA};
-use crate::error::{CommandError, Context};
-use crate::pool::link::{Link, Packet, Wait};
-use crate::pool::protocol::{
-    self, Answer, Bytes, Failure, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View,
+use crate::asked::{Asked, OwnDirectory};
+use crate::given::Given;
+use crate::link::{AGAIN, Link, Packet, Wait};
+use crate::protocol::{
+    self, Answer, Failure, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View,
 };
-use crate::pool::record::{Asked, MountRecord};
-use crate::pool::supervisor;
-use crate::running::{self, Published, Service};
+use crate::record::MountRecord;
+use crate::stats::{Document, Memory, Mount, SCHEMA};
 
 /// Requests at a time. Further clients are refused.
 const AT_ONCE: usize = 64;
@@ -50,23 +49,16 @@ const ASKS_WITHIN: Duration = Duration::from_secs(10);
 /// Pause after a failed accept, which mostly means too few descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The options of a pool.
-pub struct Settings {
-    pub name: PoolName,
-    pub memory_bytes: u64,
-    /// Threads that answer the requests of one mount.
-    pub threads: Option<usize>,
-    pub parse: ParseMount,
-    /// Start time of the pool in seconds since 1970.
-    pub since: u64,
-    /// The processes that the pool had before.
-    pub restarts: u64,
-    /// The process that starts this one again.
-    pub supervisor: u32,
-}
-
 pub struct Pool {
-    settings: Settings,
+    name: PoolName,
+    /// Threads that answer the requests of one mount.
+    threads: Option<usize>,
+    /// Start time of the pool in seconds since 1970.
+    since: u64,
+    /// The processes that the pool had before.
+    restarts: u64,
+    /// The process that starts this one again.
+    supervisor: u32,
     cache: BlockCache,
     /// The socket to the supervisor.
     link: Link,
@@ -120,11 +112,21 @@ enum AnyStopper {
 }
 
 impl Pool {
-    /// A pool whose supervisor is at the other end of `link`.
-    pub fn new(settings: Settings, link: Link) -> Self {
+    /// A pool whose supervisor is at the other end of `link`, with a cache of `memory_bytes`.
+    pub fn new(
+        name: PoolName,
+        memory_bytes: u64,
+        threads: Option<usize>,
+        given: &Given,
+        link: Link,
+    ) -> Self {
         Pool {
-            cache: BlockCache::common(settings.memory_bytes),
-            settings,
+            name,
+            threads,
+            since: given.since,
+            restarts: given.restarts,
+            supervisor: given.supervisor,
+            cache: BlockCache::common(memory_bytes),
             link,
             has_supervisor: AtomicBool::new(true),
             clients: AtomicUsize::new(0),
@@ -188,7 +190,7 @@ impl Pool {
                 }
             }
             pool.has_supervisor.store(false, Ordering::Relaxed);
-            let name = &pool.settings.name;
+            let name = &pool.name;
             let message = format!(
                 "pool {name}: its supervisor has died; no process takes over the mounts of this one"
             );
@@ -233,19 +235,10 @@ impl Pool {
         self.link.send(packet, descriptors).is_ok()
     }
 
-    fn parse(&self, arguments: Vec<Bytes>) -> Result<MountArgs, CommandError> {
-        let arguments = arguments.into_iter().map(Into::into).collect();
-        (self.settings.parse)(arguments).map_err(|error| {
-            CommandError::usage("the pool does not accept the command line of the mount")
-                .caused_by_text(error.kind().to_string())
-                .hint("the pool may be of another version of bcow: start it again")
-        })
-    }
-
     fn host(&self) -> Host<'static> {
         let pool = InPool {
-            name: self.settings.name.to_string(),
-            threads: self.settings.threads,
+            name: self.name.to_string(),
+            threads: self.threads,
         };
         Host::of_pool(self.cache.clone(), pool)
     }
@@ -320,12 +313,12 @@ impl Pool {
         Hello {
             version: protocol::VERSION,
             program: env!("CARGO_PKG_VERSION").to_owned(),
-            pool: self.settings.name.to_string(),
+            pool: self.name.to_string(),
             pid: std::process::id(),
-            since: self.settings.since,
+            since: self.since,
             mounts: self.state().mounts.len(),
-            supervisor: self.has_supervisor().then_some(self.settings.supervisor),
-            restarts: self.settings.restarts,
+            supervisor: self.has_supervisor().then_some(self.supervisor),
+            restarts: self.restarts,
             lost: self.lost.load(Ordering::Relaxed),
         }
     }
@@ -341,7 +334,7 @@ impl Pool {
         asked: Asked,
         ui: &dyn Messages,
     ) -> Result<u64, CommandError> {
-        let args = self.parse(asked.arguments.clone())?;
+        let args = asked.args()?;
         let mounted = pooled::mount(&args, &self.host(), &self.devices(), ui)?;
         let number = {
             let mut state = self.state();
@@ -424,33 +417,34 @@ impl Pool {
         });
         Document {
             schema: SCHEMA.to_owned(),
-            pool: self.settings.name.to_string(),
+            pool: self.name.to_string(),
             pid: std::process::id(),
-            since_unix_seconds: self.settings.since,
-            restarts: self.settings.restarts,
+            since_unix_seconds: self.since,
+            restarts: self.restarts,
             mounts: mounts.collect(),
             memory: memory(),
             cache: self.cache.figures(),
-            threads: status("Threads:").unwrap_or(0),
+            threads: number("/proc/self/status", "Threads:").unwrap_or(0),
             requests: self.requests(),
         }
     }
 
-    fn stop(&self, force: bool) -> Result<Value, CommandError> {
+    /// Ends the pool. Returns the number of mounts that are in use.
+    fn stop(&self, force: bool) -> Result<u64, CommandError> {
         {
             let mut state = self.state();
             if state.is_restarting {
-                let name = &self.settings.name;
+                let name = &self.name;
                 return Err(CommandError::new(format!("cannot stop the pool {name}"))
                     .caused_by_text("it is restarting")
                     .passes_if(true));
             }
             let mounts = state.mounts.len() + state.in_progress;
             if mounts > 0 && !force {
-                let name = &self.settings.name;
+                let name = &self.name;
                 return Err(CommandError::new(format!(
                     "the pool {name} has {}",
-                    crate::size::plural(mounts as u64, "mount")
+                    bcow_images::size::plural(mounts as u64, "mount")
                 ))
                 .hint(format!(
                     "`bcow umount` unmounts them one by one, `bcow pool stop --force {name}` all \
@@ -461,7 +455,7 @@ impl Pool {
             state.is_ending = true;
             state.unanswered += 1;
         }
-        Ok(json!({ "in_use": self.end("bcow pool stop") }))
+        Ok(self.end("bcow pool stop"))
     }
 }
 
@@ -484,7 +478,7 @@ struct MountInProgress<'a>(&'a Arc<Pool>);
 impl<'a> MountInProgress<'a> {
     fn new(pool: &'a Arc<Pool>) -> Result<Self, CommandError> {
         let mut state = pool.state();
-        let cannot = || CommandError::new(format!("cannot use the pool {}", pool.settings.name));
+        let cannot = || CommandError::new(format!("cannot use the pool {}", pool.name));
         if state.is_ending {
             return Err(cannot().caused_by_text("it is ending"));
         }
@@ -594,6 +588,25 @@ impl Warnings for Collected {
     }
 }
 
+/// What a request returns to the client.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Done {
+    Mounted {
+        #[serde(skip)]
+        number: u64,
+    },
+    Statistics(Box<Document>),
+    Stopped {
+        /// Mounts that are in use.
+        in_use: u64,
+    },
+    Restarted {
+        /// Mounts that no process takes over.
+        unmounted: u64,
+    },
+}
+
 /// A connected client. Counts until it is dropped.
 struct Client {
     pool: Arc<Pool>,
@@ -616,34 +629,30 @@ impl Client {
             return;
         }
         let messages = Collected::default();
-        let mut mounted = None;
-        let result = self.answer(connection, &messages, &mut mounted);
-        let has = |field| matches!(&result, Ok(Some(value)) if value.get(field).is_some());
-        let (is_stopped, is_restarted) = (has("in_use"), has("unmounted"));
-        let outcome = match result {
-            Ok(None) => return,
-            Ok(Some(value)) => Outcome::Done(value),
-            Err(error) => Outcome::Failed(Failure::from(&error)),
+        let Some(result) = self.answer(connection, &messages).transpose() else {
+            return;
         };
         let answer = Answer {
             messages: messages.0.into_inner(),
-            result: outcome,
+            result: match &result {
+                Ok(done) => Outcome::Done(done),
+                Err(error) => Outcome::Failed(Failure::from(error)),
+            },
         };
         let sent = protocol::line(&answer)
             .map_err(io::Error::from)
             .and_then(|line| send(connection, &line));
-        if let (Err(_), Some(number)) = (sent, mounted) {
-            self.pool.unmount(number);
-        }
-        if is_restarted {
-            std::process::exit(supervisor::AGAIN.into());
-        }
-        if is_stopped {
-            self.pool.state().unanswered -= 1;
-            self.pool.changed.notify_all();
-            // The client waits until the process has ended and the connection is closed.
-            self.pool.wait_for_end();
-            thread::park();
+        match result {
+            Ok(Done::Mounted { number }) if sent.is_err() => self.pool.unmount(number),
+            Ok(Done::Restarted { .. }) => std::process::exit(AGAIN.into()),
+            Ok(Done::Stopped { .. }) => {
+                self.pool.state().unanswered -= 1;
+                self.pool.changed.notify_all();
+                // The client waits until the process has ended and the connection is closed.
+                self.pool.wait_for_end();
+                thread::park();
+            }
+            _ => {}
         }
     }
 
@@ -652,9 +661,8 @@ impl Client {
         &self,
         connection: &UnixStream,
         ui: &dyn Messages,
-        mounted: &mut Option<u64>,
-    ) -> Result<Option<Value>, CommandError> {
-        let name = &self.pool.settings.name;
+    ) -> Result<Option<Done>, CommandError> {
+        let name = &self.pool.name;
         let cannot = || CommandError::new(format!("cannot use the pool {name}"));
         if self.is_one_too_many {
             return Err(cannot().caused_by_text(format!("it answers {AT_ONCE} other requests")));
@@ -676,16 +684,15 @@ impl Client {
             )));
         }
         log_request(&request, peer.pid);
-        let value = match request {
-            Request::Stats => serde_json::to_value(self.pool.statistics())
-                .context(|| "cannot encode the statistics")?,
-            Request::Stop { force } => self.pool.stop(force)?,
-            Request::Restart { force } => self.pool.restart(force)?,
-            Request::Mount {
-                arguments,
-                directory,
-                view,
-            } => {
+        Ok(Some(match request {
+            Request::Stats => Done::Statistics(Box::new(self.pool.statistics())),
+            Request::Stop { force } => Done::Stopped {
+                in_use: self.pool.stop(force)?,
+            },
+            Request::Restart { force } => Done::Restarted {
+                unmounted: self.pool.restart(force)?,
+            },
+            Request::Mount { asked, view } => {
                 if view != View::own().context(|| cannot().message().to_owned())? {
                     return Err(cannot()
                         .caused_by_text(
@@ -696,60 +703,18 @@ impl Client {
                 }
                 // Before the directory, which can be inside a mount of the pool.
                 let mount = MountInProgress::new(&self.pool)?;
-                let place = OwnDirectory::enter(directory.clone(), Some(peer.pid))?;
-                let asked = Asked {
-                    arguments,
-                    directory,
-                };
+                let place = OwnDirectory::enter(asked.directory.clone(), Some(peer.pid))?;
                 let number = self.pool.mount(mount, asked, ui)?;
                 drop(place);
-                *mounted = Some(number);
-                json!({})
+                Done::Mounted { number }
             }
-        };
-        Ok(Some(value))
+        }))
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
         self.pool.clients.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// The working directory of this thread, and of those that it starts.
-struct OwnDirectory;
-
-impl OwnDirectory {
-    /// Separates the thread from the working directory of the process, and changes to `directory`,
-    /// that of the process `client`, if that runs.
-    fn enter(directory: Bytes, client: Option<Pid>) -> Result<Self, CommandError> {
-        let directory: std::ffi::OsString = directory.into();
-        let cannot = || format!("cannot change to {}", directory.display());
-        nix::sched::unshare(CloneFlags::CLONE_FS)
-            .map_err(io::Error::from)
-            .context(cannot)?;
-        let changed = std::env::set_current_dir(&directory).or_else(|error| {
-            // A directory above may be closed to the user. The link of the client leads to the
-            // directory itself.
-            let Some(client) = client else {
-                return Err(error);
-            };
-            let link = format!("/proc/{}/cwd", client.as_raw_nonzero());
-            match std::fs::read_link(&link) {
-                Ok(path) if path.as_os_str() == directory => std::env::set_current_dir(link),
-                _ => Err(error),
-            }
-        });
-        changed.context(cannot)?;
-        Ok(OwnDirectory)
-    }
-}
-
-impl Drop for OwnDirectory {
-    fn drop(&mut self) {
-        // The threads of the mount have the same directory, and must not keep it in use.
-        let _ = std::env::set_current_dir("/");
     }
 }
 
@@ -773,11 +738,7 @@ pub fn log_failure(error: &CommandError) {
     log::log(Severity::Error, &error.in_one_line());
 }
 
-/// A number from /proc/self/status.
-fn status(name: &str) -> Option<u64> {
-    number("/proc/self/status", name)
-}
-
+/// A number from a file of /proc.
 fn number(file: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let mut lines = text.lines();

@@ -1,26 +1,12 @@
-//! Pools: each is a process that serves many mounts of one user, with one cache of decoded blocks.
-//!
-//! A pool listens at a socket in a directory that only its user can enter. [`protocol`] defines
-//! the lines on that socket, and [`client`] sends requests. `bcow pool start` is the server.
-//!
-//! The [`supervisor`] starts the process of the pool, holds what the next process needs to take
-//! over its mounts ([`record`]), and starts that process when the first has ended. The two talk
-//! over a [`link`].
-
-pub mod client;
-pub mod link;
-pub mod protocol;
-pub mod record;
-pub mod supervisor;
+//! The directory with the sockets of the pools of a user.
 
 use std::fs::{DirBuilder, File};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use bcow_images::error::{CommandError, Context};
 use bcow_mounts::PoolName;
 use rustix::fs::FlockOperation;
-
-use crate::error::{CommandError, Context};
 
 /// The ending of the names of sockets.
 const ENDING: &str = ".sock";

@@ -16,11 +16,14 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::protocol::Bytes;
+use crate::asked::Bytes;
 
 /// Environment variable of a process that a supervisor has started. Its standard input is the
 /// socket.
 pub const MARK: &str = "BCOW_POOL_IS_KEPT";
+
+/// The exit status with which a process asks for another one in its place.
+pub const AGAIN: u8 = 75;
 
 /// Most bytes of a packet. All are much shorter.
 const MAX_BYTES: usize = 64 << 10;

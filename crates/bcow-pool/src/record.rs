@@ -9,12 +9,13 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use bcow_fuse::kernel::{DiskHandover, LoopMount};
+use bcow_images::running::Service;
 use bcow_mount::HiddenName;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::{Deserialize, Serialize};
 
-use super::protocol::{Bytes, MAX_REQUEST_BYTES};
-use crate::running::Service;
+use crate::asked::{Asked, Bytes};
+use crate::protocol::MAX_REQUEST_BYTES;
 
 /// The version of the record of a mount with the FUSE driver. A process refuses later ones.
 const VERSION: u64 = 1;
@@ -26,10 +27,8 @@ const MAX_BYTES: u64 = 2 * MAX_REQUEST_BYTES as u64;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountRecord {
     version: u64,
-    /// The command line of `bcow mount`, from the name of the program on.
-    pub arguments: Vec<Bytes>,
-    /// The directory to which its paths are relative.
-    pub directory: Bytes,
+    #[serde(flatten)]
+    pub asked: Asked,
     /// The canonical mountpoint.
     pub target: Bytes,
     /// The flags of the FUSE protocol that are in use.
@@ -55,15 +54,6 @@ pub struct DiskRecord {
     pub is_writable: bool,
 }
 
-/// The part of a [`MountRecord`] that the request for the mount has.
-#[derive(Debug, Clone)]
-pub struct Asked {
-    /// As [`MountRecord::arguments`].
-    pub arguments: Vec<Bytes>,
-    /// As [`MountRecord::directory`].
-    pub directory: Bytes,
-}
-
 impl MountRecord {
     /// The record of a mount that was asked for in this way.
     pub fn new(
@@ -75,8 +65,7 @@ impl MountRecord {
     ) -> Self {
         MountRecord {
             version: VERSION,
-            arguments: asked.arguments,
-            directory: asked.directory,
+            asked,
             target: (&*target).into(),
             agreed,
             identity,
@@ -126,8 +115,8 @@ impl MountRecord {
     }
 
     /// Reads a record that this process, or one before it, stored.
-    pub fn load(file: OwnedFd) -> io::Result<Self> {
-        let file = File::from(file);
+    pub fn load(file: &OwnedFd) -> io::Result<Self> {
+        let file = File::from(file.try_clone()?);
         let bytes = file.metadata()?.len();
         if bytes > MAX_BYTES {
             return Err(io::ErrorKind::FileTooLarge.into());
@@ -178,10 +167,7 @@ mod tests {
     fn records_come_back_as_often_as_needed() {
         let file = record().store().unwrap();
         for _ in 0..2 {
-            assert_eq!(
-                MountRecord::load(file.try_clone().unwrap()).unwrap(),
-                record()
-            );
+            assert_eq!(MountRecord::load(&file).unwrap(), record());
         }
         File::from(file).write_all(b"x").unwrap_err();
     }
@@ -209,7 +195,7 @@ mod tests {
             }),
         };
         let stored = record().at_kernel_driver(&handover).store().unwrap();
-        let loaded = MountRecord::load(stored).unwrap();
+        let loaded = MountRecord::load(&stored).unwrap();
         // A program that does not know such records must not serve the mount with the other driver.
         assert_eq!(loaded.version, 3);
         assert_eq!(loaded.agreed, 1 << 15);
@@ -229,7 +215,7 @@ mod tests {
             version: 4,
             ..record()
         };
-        let error = MountRecord::load(later.store().unwrap()).unwrap_err();
+        let error = MountRecord::load(&later.store().unwrap()).unwrap_err();
         assert!(error.to_string().contains("version 4"), "{error}");
     }
 }

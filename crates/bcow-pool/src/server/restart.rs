@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 
 use bcow::format::hex;
 use bcow_fuse::{MountError, Unmounted, Unmounter};
+use bcow_images::error::CommandError;
+use bcow_images::running::Service;
 use bcow_mounts::failure;
 use bcow_mounts::mount::host::UpperUse;
 use bcow_mounts::mount::kernel;
 use bcow_mounts::mount::pooled::Attempts;
 use bcow_union::log::{self, Severity};
-use serde_json::{Value, json};
 
 use super::takeover::{THREADS, another_image};
-use super::{AnyStopper, OwnDirectory, Pool, log_failure};
-use crate::error::CommandError;
-use crate::pool::record::MountRecord;
-use crate::running::Service;
+use super::{AnyStopper, Pool, log_failure};
+use crate::asked::OwnDirectory;
+use crate::record::MountRecord;
 
 /// Timeout for the end of busy mounts that are unmounted for a restart.
 const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -43,10 +43,10 @@ enum Stopped {
 }
 
 impl Pool {
-    /// Prepares the end of this process, so that another one takes over. Returns the answer for the
-    /// client.
-    pub(super) fn restart(&self, force: bool) -> Result<Value, CommandError> {
-        let name = &self.settings.name;
+    /// Prepares the end of this process, so that another one takes over. Returns the number of
+    /// mounts that it has unmounted.
+    pub(super) fn restart(&self, force: bool) -> Result<u64, CommandError> {
+        let name = &self.name;
         let cannot = || CommandError::new(format!("cannot restart the pool {name}"));
         if !self.has_supervisor() {
             return Err(cannot()
@@ -136,7 +136,7 @@ impl Pool {
         while ending().any(|number| state.mounts.contains_key(number)) {
             state = self.wait(state);
         }
-        Ok(json!({ "unmounted": unmounted }))
+        Ok(unmounted)
     }
 
     fn stoppers(&self) -> Vec<(u64, AnyStopper)> {
@@ -217,8 +217,8 @@ impl Pool {
                 .open_again(record, Attempts::One, UpperUse::None)
                 .map(drop);
         }
-        let _place = OwnDirectory::enter(record.directory.clone(), None).ok();
-        let args = self.parse(record.arguments.clone())?;
+        let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
+        let args = record.asked.args()?;
         match kernel::again::check(&args, &self.host())? {
             Some(identity) if hex(&identity) != record.identity => Err(another_image()),
             _ => Ok(()),

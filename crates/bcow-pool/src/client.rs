@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use bcow_images::error::{CommandError, Context};
 use bcow_mounts::helper;
 use bcow_mounts::mount::{self, Attempt};
 use bcow_mounts::{Messages, MountArgs, PoolName};
@@ -15,9 +16,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
 
-use super::Directory;
-use super::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request, View};
-use crate::error::{CommandError, Context};
+use crate::asked::Asked;
+use crate::directory::Directory;
+use crate::protocol::{self, Answer, Hello, MAX_ANSWER_BYTES, Outcome, Request, View};
 
 /// How long a pool may take to say hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -123,11 +124,44 @@ pub fn mount(name: &PoolName, args: &MountArgs, ui: &dyn Messages) -> Result<(),
     let cannot = || format!("cannot mount in the pool {name}");
     let directory = std::env::current_dir().context(cannot)?;
     let request = Request::Mount {
-        arguments: arguments.iter().map(|one| (&**one).into()).collect(),
-        directory: directory.as_os_str().into(),
+        asked: Asked {
+            arguments: arguments.iter().map(|one| (&**one).into()).collect(),
+            directory: directory.as_os_str().into(),
+        },
         view: View::own().context(cannot)?,
     };
     require(name)?.ask(&request, ui).map(drop)
+}
+
+/// The pools of this user that have a socket, by name. A killed pool may have left its socket.
+pub fn pools() -> Result<Vec<(PoolName, PoolAtSocket)>, CommandError> {
+    let Some(directory) = Directory::find()? else {
+        return Ok(Vec::new());
+    };
+    let cannot = || format!("cannot read {}", directory.path().display());
+    let mut pools = Vec::new();
+    for name in directory.names().context(cannot)? {
+        match find(&directory.socket(&name))? {
+            // It has ended meanwhile.
+            PoolAtSocket::Missing => {}
+            found => pools.push((name, found)),
+        }
+    }
+    Ok(pools)
+}
+
+/// Ends a pool. With `force`, first unmounts its mounts. Returns the number of mounts in use, with
+/// which the pool ends; if none is, the pool has ended.
+pub fn stop(name: &PoolName, force: bool, ui: &dyn Messages) -> Result<u64, CommandError> {
+    let mut connection = require(name)?;
+    let supervisor = connection.supervisor();
+    let answer = connection.ask(&Request::Stop { force }, ui)?;
+    let in_use = answer["in_use"].as_u64().unwrap_or(0);
+    if in_use == 0 {
+        connection.wait_for_end();
+        wait_for_supervisor(supervisor);
+    }
+    Ok(in_use)
 }
 
 /// Waits until the process of a pool takes requests. Returns whether it does.
@@ -180,7 +214,7 @@ impl Connection {
             };
             CommandError::new(cannot()).caused_by(&cause)
         })?;
-        let answer: Answer = serde_json::from_slice(&line).context(cannot)?;
+        let answer: Answer<Value> = serde_json::from_slice(&line).context(cannot)?;
         for message in &answer.messages {
             message.show(ui);
         }
