@@ -136,31 +136,22 @@ pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
         );
     };
     let pid = server.pid;
-    match server.state {
+    let where_it_is = || {
+        Some(format!(
+            "`cat /proc/{pid}/task/*/stack` as root shows where"
+        ))
+    };
+    let (does, hint) = match server.state {
         ProcessState::Stopped => (
-            format!("the mount does not answer: its process {pid} is stopped by a signal"),
+            "is stopped by a signal",
             Some(format!("`kill -CONT {pid}` resumes the process")),
         ),
-        ProcessState::Blocked => (
-            format!(
-                "the mount does not answer: its process {pid} waits for a disk or another file \
-                 system"
-            ),
-            Some(format!(
-                "`cat /proc/{pid}/task/*/stack` as root shows where"
-            )),
-        ),
-        ProcessState::Ending => (
-            format!("the mount does not answer: its process {pid} is ending"),
-            None,
-        ),
-        ProcessState::Running => (
-            format!("the mount does not answer: its process {pid} is busy or hangs"),
-            Some(format!(
-                "`cat /proc/{pid}/task/*/stack` as root shows where"
-            )),
-        ),
-    }
+        ProcessState::Blocked => ("waits for a disk or another file system", where_it_is()),
+        ProcessState::Ending => ("is ending", None),
+        ProcessState::Running => ("is busy or hangs", where_it_is()),
+    };
+    let why = format!("the mount does not answer: its process {pid} {does}");
+    (why, hint)
 }
 
 /// The reason why a mount returns no statistics.

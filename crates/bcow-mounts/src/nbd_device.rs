@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bcow_images::error::{CommandError, Context};
+use bcow_images::running;
 use bcow_nbd::netlink::{Driver, DriverError};
 
 /// How long `detach` waits until the server has closed the disk and ended.
@@ -221,9 +222,10 @@ pub fn detach(path: &Path, force: bool) -> Result<(), CommandError> {
     let unflushed = disconnect(flushed, force, || device.disconnect())?;
     // The end of a server of another program is not waited for.
     let name = std::fs::read_to_string(format!("/proc/{server}/comm")).unwrap_or_default();
-    let process = PathBuf::from(format!("/proc/{server}"));
-    let is_free =
-        || device.attaching_pid().is_none() && (name.trim() != "bcow" || !is_running(&process));
+    let is_free = || {
+        device.attaching_pid().is_none()
+            && (name.trim() != "bcow" || running::state(server).is_none())
+    };
     wait_until_free(is_free, SERVER_EXIT_TIMEOUT).map_err(|Timeout| {
         CommandError::new(format!("cannot detach {shown} completely"))
             .caused_by_text(format!(
@@ -268,14 +270,6 @@ fn wait_until_free(is_free: impl Fn() -> bool, timeout: Duration) -> Result<(), 
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok(())
-}
-
-/// Whether the process exists and is not a zombie.
-fn is_running(process: &Path) -> bool {
-    std::fs::read_to_string(process.join("stat")).is_ok_and(|stat| {
-        let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
-        !state.is_some_and(|rest| rest.starts_with('Z'))
-    })
 }
 
 #[cfg(test)]
@@ -366,11 +360,5 @@ mod tests {
             Err(CommandError::new("not permitted"))
         });
         assert_eq!(refused.unwrap_err().message(), "not permitted");
-    }
-
-    #[test]
-    fn this_process_is_running() {
-        assert!(is_running(Path::new("/proc/self")));
-        assert!(!is_running(Path::new("/proc/none")));
     }
 }

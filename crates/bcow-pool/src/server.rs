@@ -42,6 +42,8 @@ use crate::stats::{Document, Memory, Mount, SCHEMA};
 
 /// Requests at a time. Further clients are refused.
 const AT_ONCE: usize = 64;
+/// Mounts that are stopped or taken over at a time.
+const SIDE_BY_SIDE: usize = 8;
 /// Limit of the mounts of a pool: each has threads and descriptors.
 const MAX_MOUNTS: usize = 1000;
 /// How long a client may take to send its request.
@@ -716,6 +718,24 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.pool.clients.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+/// Does `work` for each item, for [`SIDE_BY_SIDE`] at a time.
+fn side_by_side<T: Send>(items: impl Iterator<Item = T> + Send, work: impl Fn(T) + Sync) {
+    let items = Mutex::new(items);
+    let work_on = || {
+        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+        while let Some(item) = next() {
+            work(item);
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..SIDE_BY_SIDE {
+            // If no thread can be started, the others do the work.
+            let _ = thread::Builder::new().spawn_scoped(scope, work_on);
+        }
+        work_on();
+    });
 }
 
 fn send(mut connection: &UnixStream, line: &[u8]) -> io::Result<()> {

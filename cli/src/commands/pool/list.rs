@@ -80,21 +80,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ui.status("no pool runs");
         return out.finish();
     }
-    let width = pools.iter().map(|pool| pool.name.len()).max();
-    let width = width.unwrap_or(0).max(4);
-    writeln!(out, "{:<width$}  PID      MOUNTS  STATE    SINCE", "NAME")?;
-    for pool in &pools {
-        let unknown = || "-".to_owned();
-        writeln!(
-            out,
-            "{:<width$}  {:<7}  {:<6}  {:<7}  {}",
-            printable(&pool.name),
-            pool.pid.map_or_else(unknown, |pid| pid.to_string()),
-            pool.mounts
-                .map_or_else(unknown, |mounts| mounts.to_string()),
-            pool.state,
-            pool.since.as_deref().unwrap_or("-"),
-        )?;
-    }
+    let known = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    let rows = pools.into_iter().map(|pool| {
+        [
+            printable(&pool.name).into_owned(),
+            known(pool.pid.map(|pid| pid.to_string())),
+            known(pool.mounts.map(|mounts| mounts.to_string())),
+            pool.state.to_owned(),
+            known(pool.since),
+        ]
+    });
+    out.table(["NAME", "PID", "MOUNTS", "STATE", "SINCE"], rows)?;
     out.finish()
 }

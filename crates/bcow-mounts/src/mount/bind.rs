@@ -72,8 +72,12 @@ pub fn attempt(
         let Some(device) = &service.device else {
             continue;
         };
+        let image = args.image.absolute();
+        let has_same_content =
+            image.to_string_lossy() == service.image && args.layer_names()? == service.layers;
         let has_same_owners = service.owners == owners(options);
-        if !has_same_content(args, &service)? || !has_same_owners || !can_give(&service, options) {
+        let is_writable_enough = service.mode == "rw" || options.asks_for_read_only();
+        if !(has_same_content && has_same_owners && is_writable_enough) {
             continue;
         }
         let bound = bcow_fuse::bind(device, args.directory(), options);
@@ -136,17 +140,6 @@ fn mounts_of(upper: &Path) -> Vec<(Server, Service)> {
 fn identity(path: &Path) -> Option<(u64, u64)> {
     let metadata = path.metadata().ok()?;
     Some((metadata.dev(), metadata.ino()))
-}
-
-/// Whether the command line names the image and the layers of the mount.
-fn has_same_content(args: &MountArgs, service: &Service) -> Result<bool, CommandError> {
-    let image = args.image.absolute();
-    Ok(image.to_string_lossy() == service.image && args.layer_names()? == service.layers)
-}
-
-/// Whether a mount can be as writable as the options ask.
-fn can_give(service: &Service, options: &MountOptions) -> bool {
-    service.mode == "rw" || options.asks_for_read_only()
 }
 
 /// What a bind mount shows.

@@ -19,8 +19,7 @@ use bcow_images::disks::{Below, cannot_lock, is_writable_disk, lock_note};
 use bcow_images::error::{CommandError, Context};
 use bcow_images::record::Recording;
 use bcow_images::running::Service;
-use bcow_images::size::Human;
-use bcow_images::size::disk_size;
+use bcow_images::size::{Human, disk_size};
 use bcow_mount::{Writeback, filesystem};
 use bcow_union::{DiskInstance, SyncPolicy};
 
@@ -81,28 +80,22 @@ impl DiskLock {
 /// Opens the disk, and returns it if the kernel shall mount it. Checks the metadata of an image,
 /// because the kernel parses it next, with fewer checks.
 pub fn open(args: &MountArgs, host: &Host<'_>) -> Result<Option<Opened>, CommandError> {
-    let opened = open_unchecked(args, host, new_ledger(host))?;
-    if let Some((opened, Kind::Erofs)) = &opened {
-        require_sound(args, &opened.device)?;
-    }
-    let Some((mut opened, kind)) = opened else {
+    let Some((mut opened, kind)) = open_unchecked(args, host, new_ledger(host))? else {
         return Ok(None);
     };
-    // After the check, which reads all metadata.
-    let recording = match (&opened.device, args.record.as_deref()) {
-        (_, None) => None,
-        (Device::ReadOnly(device), Some(path)) if kind == Kind::Erofs => {
-            Some(Recording::start(device.clone(), opened.identity, path)?)
-        }
-        _ => return Err(cannot_record()),
-    };
-    if let Some(recording) = &recording {
-        opened.device = Device::ReadOnly(recording.device());
+    if kind == Kind::Erofs {
+        require_sound(args, &opened.device)?;
     }
-    Ok(Some(Opened {
-        recording,
-        ..opened
-    }))
+    if let Some(path) = &args.record {
+        let (Device::ReadOnly(device), Kind::Erofs) = (&opened.device, kind) else {
+            return Err(cannot_record());
+        };
+        // After the check, which reads all metadata.
+        let recording = Recording::start(device.clone(), opened.identity, path)?;
+        opened.device = Device::ReadOnly(recording.device());
+        opened.recording = Some(recording);
+    }
+    Ok(Some(opened))
 }
 
 /// Opens the disk, and returns it with the kind of its file system if the kernel shall mount it.

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use bcow::format::hex;
@@ -15,8 +14,8 @@ use bcow_mounts::mount::kernel;
 use bcow_mounts::mount::pooled::Attempts;
 use bcow_union::log::{self, Severity};
 
-use super::takeover::{THREADS, another_image};
-use super::{AnyStopper, Pool, log_failure};
+use super::takeover::another_image;
+use super::{AnyStopper, Pool, log_failure, side_by_side};
 use crate::asked::OwnDirectory;
 use crate::record::MountRecord;
 
@@ -31,15 +30,6 @@ struct Staying {
     unmounter: Unmounter,
     service: Service,
     record: Option<MountRecord>,
-}
-
-/// How a mount was stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stopped {
-    /// No thread of this process changes anything any more.
-    Completely,
-    /// The mount has ended, and another thread closes its disk.
-    IsEnding,
 }
 
 impl Pool {
@@ -127,13 +117,12 @@ impl Pool {
         // durable before the process ends.
         let detached: Vec<u64> = others.iter().map(|(mount, _)| mount.number).collect();
         self.close_uppers(|number| detached.contains(&number));
-        let results = self.stop_mounts();
-        let ending = || {
-            let ending = results.iter().filter(|(_, how)| *how == Stopped::IsEnding);
-            ending.map(|(number, _)| number)
-        };
+        let ending = self.stop_mounts();
         let mut state = self.state();
-        while ending().any(|number| state.mounts.contains_key(number)) {
+        while ending
+            .iter()
+            .any(|number| state.mounts.contains_key(number))
+        {
             state = self.wait(state);
         }
         Ok(unmounted)
@@ -159,45 +148,27 @@ impl Pool {
     }
 
     /// Stops the requests to all mounts with an upper or a disk, and makes their data durable. The
-    /// process ends afterwards, and another one takes them over.
-    fn stop_mounts(&self) -> Vec<(u64, Stopped)> {
-        let stoppers = Mutex::new(self.stoppers());
-        let results = Mutex::new(Vec::new());
-        let stop = || {
-            let next = || {
-                let mut stoppers = stoppers.lock().unwrap_or_else(PoisonError::into_inner);
-                stoppers.pop()
+    /// process ends afterwards, and another one takes them over. Returns the mounts that have ended,
+    /// and whose disks another thread closes.
+    fn stop_mounts(&self) -> Vec<u64> {
+        let ending = Mutex::new(Vec::new());
+        // The last mounts first: one may be inside another.
+        side_by_side(self.stoppers().into_iter().rev(), |(number, stopper)| {
+            let stopped = match stopper {
+                AnyStopper::Upper(stopper) => stopper.stop().map(|()| true),
+                AnyStopper::Disk(stopper) => stopper.stop(),
             };
-            while let Some((number, stopper)) = next() {
-                let stopped = Pool::stop_one(&stopper);
-                let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
-                results.push((number, stopped));
+            match stopped {
+                Ok(true) => {}
+                Ok(false) => {
+                    let mut ending = ending.lock().unwrap_or_else(PoisonError::into_inner);
+                    ending.push(number);
+                }
+                // The next process takes the mount over all the same: it has the ledger.
+                Err(error) => log_failure(&failure(&error)),
             }
-        };
-        thread::scope(|scope| {
-            for _ in 1..THREADS {
-                // If no thread can be started, the others do the work.
-                let _ = thread::Builder::new().spawn_scoped(scope, stop);
-            }
-            stop();
         });
-        results.into_inner().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The next process takes the mount over also after an error: it has the ledger.
-    fn stop_one(stopper: &AnyStopper) -> Stopped {
-        let stopped = match stopper {
-            AnyStopper::Upper(stopper) => stopper.stop().map(|()| true),
-            AnyStopper::Disk(stopper) => stopper.stop(),
-        };
-        match stopped {
-            Ok(true) => Stopped::Completely,
-            Ok(false) => Stopped::IsEnding,
-            Err(error) => {
-                log_failure(&failure(&error));
-                Stopped::Completely
-            }
-        }
+        ending.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Why another process could not take over a mount; `None` if it could.

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 
 use bcow::format::hex;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
@@ -18,14 +17,11 @@ use bcow_mounts::mount::kernel;
 use bcow_mounts::mount::pooled::{self, Attempts};
 use bcow_mounts::{MountArgs, failure};
 
-use super::{Collected, MountInProgress, Pool, log_failure};
+use super::{Collected, MountInProgress, Pool, log_failure, side_by_side};
 use crate::asked::{Asked, OwnDirectory};
 use crate::given::{Kept, Receiver};
 use crate::link::Packet;
 use crate::record::{DiskRecord, MountRecord};
-
-/// Number of threads that take over mounts.
-pub(super) const THREADS: usize = 8;
 
 impl Pool {
     /// Gives the supervisor the data with which another process can take over this mount. Returns
@@ -94,26 +90,12 @@ impl Pool {
     /// unmounted.
     pub fn take_over(self: &Arc<Self>, mounts: BTreeMap<u64, Kept>) {
         self.state().next = mounts.last_key_value().map_or(0, |(number, _)| number + 1);
-        let mounts = Mutex::new(mounts);
-        let next = || {
-            let mut mounts = mounts.lock().unwrap_or_else(PoisonError::into_inner);
-            mounts.pop_first()
-        };
-        let take = || {
-            while let Some((number, kept)) = next() {
-                if let Err(error) = self.take_over_one(number, kept) {
-                    log_failure(&error);
-                    self.lost.fetch_add(1, Ordering::Relaxed);
-                    self.release(number);
-                }
+        side_by_side(mounts.into_iter(), |(number, kept)| {
+            if let Err(error) = self.take_over_one(number, kept) {
+                log_failure(&error);
+                self.lost.fetch_add(1, Ordering::Relaxed);
+                self.release(number);
             }
-        };
-        thread::scope(|scope| {
-            for _ in 1..THREADS {
-                // If no thread can be started, the others do the work.
-                let _ = thread::Builder::new().spawn_scoped(scope, take);
-            }
-            take();
         });
     }
 
