@@ -170,36 +170,24 @@ struct Store {
     name: String,
     /// Whether only the end of the mount makes data durable.
     is_volatile: bool,
-    /// The hint about data that programs synchronized.
-    recovers: &'static str,
 }
 
 impl Store {
     /// `None` for a mount without an upper and without a disk. The disk of a mount at the kernel
     /// driver may be read-only.
     fn of(document: &Document) -> Option<Self> {
-        match (&document.upper, &document.disk) {
-            (Some(upper), _) => Some(Store::upper(&upper.path, &upper.sync)),
-            (None, Some(disk)) => Some(match &disk.upper {
-                Some(upper) => Store::upper(upper, &disk.sync),
-                None => Store {
-                    name: format!("the disk {}", printable(&disk.path)),
-                    is_volatile: disk.sync == "volatile",
-                    recovers: "data that programs synchronized is on the disk; the next mount of \
-                               the disk recovers by itself",
-                },
-            }),
-            (None, None) => None,
-        }
-    }
-
-    fn upper(path: &str, sync: &str) -> Self {
-        Store {
-            name: format!("the upper {}", printable(path)),
+        let (kind, path, sync) = match (&document.upper, &document.disk) {
+            (Some(upper), _) => ("upper", &upper.path, &upper.sync),
+            (None, Some(disk)) => match &disk.upper {
+                Some(upper) => ("upper", upper, &disk.sync),
+                None => ("disk", &disk.path, &disk.sync),
+            },
+            (None, None) => return None,
+        };
+        Some(Store {
+            name: format!("the {kind} {}", printable(path)),
             is_volatile: sync == "volatile",
-            recovers: "data that programs synchronized is in the upper; the next mount of the \
-                       upper recovers by itself",
-        }
+        })
     }
 }
 
@@ -295,7 +283,11 @@ fn require_complete(
         store.name
     ))
     .caused_by_text(cause);
-    Err(if store.is_volatile { failure } else { failure.hint(store.recovers) })
+    let recovers = format!(
+        "data that programs synchronized is in {}, whose next mount recovers by itself",
+        store.name
+    );
+    Err(failure.hint_if((!store.is_volatile).then_some(recovers)))
 }
 
 /// The failure of an unmount after which nothing says that all data is stored.
