@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, BlockShift, MAX_ADDRESS, SECTOR_BYTES, State};
+use bcow::format::{BackingEntry, BackingName, BlockShift, State};
 use bcow::operation::{NameError, name_backing};
 use bcow::{BlockDevice, CreateOptions, Disk, Image, Layout, OpenOptions};
 use bcow_images::{Name, NameParts};
@@ -15,7 +15,7 @@ use crate::disks::{Below, lost_backing};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open};
 use crate::new_file::NewFile;
-use crate::size::{self, Human, plural};
+use crate::size::{self, Human, disk_size, plural};
 use crate::ui::Ui;
 use crate::views::{UserViews, cannot_view};
 use bcow_images::args::{IMAGE, NameParser, new_file};
@@ -166,22 +166,6 @@ pub fn new_path(name: &Name) -> Result<&Path, CommandError> {
         .ok_or_else(|| new_file("create").refuse(name).into())
 }
 
-/// Returns `size`, if a disk can have this size.
-pub fn disk_size(size: u64) -> Result<u64, CommandError> {
-    if size.is_multiple_of(SECTOR_BYTES) {
-        return Ok(size);
-    }
-    let next = size.checked_next_multiple_of(SECTOR_BYTES);
-    let error = CommandError::usage(format!(
-        "a disk of {}: the size must be a multiple of {SECTOR_BYTES}",
-        plural(size, "byte")
-    ));
-    Err(match next.filter(|next| *next <= MAX_ADDRESS) {
-        Some(next) => error.hint(format!("the next multiple is {next}")),
-        None => error.hint(format!("the greatest size is {MAX_ADDRESS}")),
-    })
-}
-
 /// The entry of the backing `name` for the disk at `disk`, and the content of the backing.
 pub fn backing(
     name: &Name,
@@ -282,23 +266,4 @@ fn by_name(
             error => cannot.caused_by(&error),
         }
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn size_that_is_no_multiple_gets_a_hint_that_a_disk_can_have() {
-        let hint = |size| disk_size(size).unwrap_err().hint_text().map(str::to_owned);
-        assert_eq!(hint(5000), Some("the next multiple is 8192".to_owned()));
-        let greatest = Some(format!("the greatest size is {MAX_ADDRESS}"));
-        assert_eq!(
-            hint(MAX_ADDRESS - 1),
-            Some(format!("the next multiple is {MAX_ADDRESS}"))
-        );
-        assert_eq!(hint(MAX_ADDRESS + 1), greatest);
-        assert_eq!(hint(u64::MAX), greatest);
-        assert_eq!(disk_size(8192).unwrap(), 8192);
-    }
 }

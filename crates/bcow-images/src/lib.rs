@@ -32,6 +32,7 @@ pub mod failure;
 pub mod foreign_format;
 mod form;
 pub mod given;
+pub mod global;
 pub mod image;
 mod name;
 mod name_error;

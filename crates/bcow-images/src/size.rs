@@ -2,6 +2,10 @@
 
 use std::fmt;
 
+use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
+
+use crate::error::CommandError;
+
 /// Parses a size in bytes: a number with an optional unit. Units are powers of 1024, spelt `K`,
 /// `KB` or `KiB`, as in qemu-img: block sizes are powers of two.
 pub fn parse(text: &str) -> Result<u64, String> {
@@ -86,6 +90,22 @@ pub fn plural(count: u64, word: &str) -> String {
     format!("{} {stem}{ending}", Count(count))
 }
 
+/// Returns `size`, if a disk can have this size.
+pub fn disk_size(size: u64) -> Result<u64, CommandError> {
+    if size.is_multiple_of(SECTOR_BYTES) {
+        return Ok(size);
+    }
+    let next = size.checked_next_multiple_of(SECTOR_BYTES);
+    let error = CommandError::usage(format!(
+        "a disk of {}: the size must be a multiple of {SECTOR_BYTES}",
+        plural(size, "byte")
+    ));
+    Err(match next.filter(|next| *next <= MAX_ADDRESS) {
+        Some(next) => error.hint(format!("the next multiple is {next}")),
+        None => error.hint(format!("the greatest size is {MAX_ADDRESS}")),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,5 +165,19 @@ mod tests {
         ] {
             assert_eq!(plural(count, word), text);
         }
+    }
+
+    #[test]
+    fn size_that_is_no_multiple_gets_a_hint_that_a_disk_can_have() {
+        let hint = |size| disk_size(size).unwrap_err().hint_text().map(str::to_owned);
+        assert_eq!(hint(5000), Some("the next multiple is 8192".to_owned()));
+        let greatest = Some(format!("the greatest size is {MAX_ADDRESS}"));
+        assert_eq!(
+            hint(MAX_ADDRESS - 1),
+            Some(format!("the next multiple is {MAX_ADDRESS}"))
+        );
+        assert_eq!(hint(MAX_ADDRESS + 1), greatest);
+        assert_eq!(hint(u64::MAX), greatest);
+        assert_eq!(disk_size(8192).unwrap(), 8192);
     }
 }

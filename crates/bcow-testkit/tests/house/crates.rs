@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 18] = [
+const MAY_USE: [(&str, &[&str]); 20] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -51,6 +51,33 @@ const MAY_USE: [(&str, &[&str]); 18] = [
             "bcow",
         ],
     ),
+    (
+        "bcow-mounts",
+        &[
+            "bcow-images",
+            "bcow-oci",
+            "bcow-fuse",
+            "bcow-mount",
+            "bcow-union",
+            "bcow-nbd",
+            "bcow-remote",
+            "bcow-view",
+            "bcow-erofs",
+            "bcow-ext4",
+            "bcow",
+        ],
+    ),
+    (
+        "bcow-pool",
+        &[
+            "bcow-mounts",
+            "bcow-images",
+            "bcow-fuse",
+            "bcow-mount",
+            "bcow-union",
+            "bcow",
+        ],
+    ),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
     // They run the program `bcow`.
@@ -59,6 +86,8 @@ const MAY_USE: [(&str, &[&str]); 18] = [
     (
         "bcow-cli",
         &[
+            "bcow-pool",
+            "bcow-mounts",
             "bcow-images",
             "bcow-oci",
             "bcow-fuse",

@@ -1,0 +1,84 @@
+//! The changes to an image: in an upper of either driver, or in a disk that shows the image.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::OpenOptions;
+use bcow_ext4::ReadError;
+use bcow_images::error::CommandError;
+use bcow_images::image::{OpenImage, StoreArgs};
+use bcow_images::names;
+use bcow_images::size::plural;
+use bcow_oci::Limits;
+use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
+use bcow_view::CompareError;
+
+use crate::kernel_upper::{self, is_kernel_upper};
+use crate::messages::Messages;
+use crate::over_view;
+use crate::upper::open_reader_of;
+
+/// The changes in an upper to its image, or those in a disk that shows the image.
+pub fn read(
+    image: &OpenImage,
+    upper: &Path,
+    stores: &StoreArgs,
+    scope: Scope,
+    ui: &dyn Messages,
+) -> Result<Changes, CommandError> {
+    let most = Limits::default().max_entries;
+    let lower = || -> Result<_, CommandError> { Ok(Arc::new(image.tree()?.into_filesystem())) };
+    let device = image.image().clone();
+    let disk = match () {
+        () if upper.is_file() => Some(over_view::open(image, upper, stores)?),
+        () if is_kernel_upper(upper) => {
+            let found = kernel_upper::read(image, upper, &OpenOptions::default(), ui)?;
+            Some(over_view::of_upper(found, upper)?)
+        }
+        () => None,
+    };
+    let changes = match disk {
+        Some(disk) => Changes::of_disk(disk, lower()?, device, scope, most),
+        None => {
+            let reader = open_reader_of(image, upper, ui)?;
+            Changes::read(&reader, lower()?, device, scope, most)
+        }
+    };
+    let changes = changes.map_err(|error| cannot_read(upper, image, &error))?;
+    for (name, count) in &changes.dropped_xattrs {
+        let name = names::quoted(name);
+        ui.warning(&format_args!(
+            "left out extended attribute {name} of {}, which an image cannot store",
+            plural(*count, "file")
+        ));
+    }
+    Ok(changes)
+}
+
+fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> CommandError {
+    let what = match &error.path[..] {
+        [] => "the root".to_owned(),
+        path => names::quoted(path),
+    };
+    let failure = CommandError::new(format!("cannot read {what} in {}", upper.display()))
+        .caused_by_text(error.problem.to_string());
+    match error.problem {
+        Problem::Image(_) => failure.hint(format!(
+            "`bcow fsck --data {}` lists all damage",
+            image.path().display()
+        )),
+        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Partial(_) => {
+            failure.hint(format!("`bcow fsck {}` lists all damage", upper.display()))
+        }
+        Problem::Compare(CompareError::Disk(ReadError::Journal(_))) => {
+            failure.hint("mount the disk and unmount it once: the kernel replays the journal")
+        }
+        Problem::Disk(_) | Problem::DirectoryTwice(_) | Problem::Compare(CompareError::Disk(_)) => {
+            failure.hint(
+                "e2fsck repairs such damage, for instance on a device of `bcow attach` or `bcow \
+                 serve`",
+            )
+        }
+        _ => failure,
+    }
+}
