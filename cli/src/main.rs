@@ -4,33 +4,24 @@
 //! one file for each, [`ui`] formats messages, progress and results, and [`error`] describes a
 //! failure.
 
-mod ask;
 mod commands;
-mod cpus;
-mod disk_ledger;
-mod heap;
-mod kernel_upper;
-mod limits;
-mod metrics;
-mod mount_users;
-mod named_mount;
-mod pool;
-mod remote_report;
 mod sealing;
 mod ui;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::process::ExitCode;
 
+use bcow_images::global::GlobalArgs;
 use bcow_images::{
-    cache, changes, disks, error, image, interrupt, names, new_file, plain, prefetch, push, record,
-    remote, running, size, stat, upper, views,
+    cache, changes, disks, error, image, interrupt, names, new_file, push, remote, running, size,
+    stat, views,
 };
-use clap::{CommandFactory, Parser, Subcommand};
+use bcow_mounts::helper::{self, Request};
+use bcow_mounts::{ask, heap, limits, named_mount};
+use clap::{Parser, Subcommand};
 
-use crate::commands::mount::helper;
 use crate::error::{CommandError, exit};
-use crate::ui::{ColorWhen, Ui, UiOptions};
+use crate::ui::Ui;
 
 /// Block-mapped copy-on-write images for container layers
 ///
@@ -72,29 +63,9 @@ Results go to standard output. Messages, progress and errors go to standard erro
 )]
 struct Cli {
     #[command(flatten)]
-    global: Global,
+    global: GlobalArgs,
     #[command(subcommand)]
     command: Command,
-}
-
-#[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Global options")]
-struct Global {
-    /// Suppress messages and progress, but not warnings, errors and results
-    #[arg(short, long, global = true)]
-    quiet: bool,
-    /// Increase verbosity; repeat for debug output
-    #[arg(short, long, global = true, action = clap::ArgAction::Count, conflicts_with = "quiet")]
-    verbose: u8,
-    /// When to use colour: auto, always or never
-    #[arg(
-        long,
-        global = true,
-        value_name = "WHEN",
-        default_value = "auto",
-        hide_possible_values = true
-    )]
-    color: ColorWhen,
 }
 
 #[derive(Debug, Subcommand)]
@@ -134,10 +105,13 @@ enum Command {
 fn main() -> ExitCode {
     abort_on_panic();
     let arguments = match helper::command_line() {
-        Ok(Some(arguments)) => arguments,
-        Ok(None) => return ExitCode::from(exit::DONE),
+        Ok(Request::Run(arguments)) => arguments,
+        Ok(Request::Help) => {
+            print!("{}", helper::USAGE);
+            return ExitCode::from(exit::DONE);
+        }
         Err(error) => {
-            Ui::new(UiOptions::default()).error(&error);
+            Ui::new(&GlobalArgs::default()).error(&error);
             return exit_code(error.exit());
         }
     };
@@ -145,11 +119,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return exit_code(no_command(&error)),
     };
-    let ui = Ui::new(UiOptions {
-        quiet: cli.global.quiet,
-        verbose: cli.global.verbose,
-        color: cli.global.color,
-    });
+    let ui = Ui::new(&cli.global);
     ui.start_log();
     limits::adapt();
     match run(&cli.command, &ui) {
@@ -191,6 +161,9 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         // fsck(8) and diff(1) have exit statuses of their own.
         Command::Fsck(args) => return commands::fsck::run(args, ui),
         Command::Diff(args) => return commands::diff::run(args, ui),
+        // The background process of a mount, and that of a pool, have a status.
+        Command::Mount(args) => return commands::mount::run(args, ui),
+        Command::Pool(args) => return commands::pool::run(args, ui),
         Command::Convert(args) => commands::convert::run(args, ui),
         Command::Copy(args) => commands::copy::run(args, ui),
         Command::Create(args) => commands::create::run(args, ui),
@@ -205,11 +178,9 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Cat(args) => commands::cat::run(args, ui),
         Command::Extract(args) => commands::extract::run(args, ui),
         Command::Export(args) => commands::export::run(args, ui),
-        Command::Mount(args) => commands::mount::run(args, ui),
         Command::Umount(args) => commands::umount::run(args, ui),
         Command::Cache(args) => commands::cache::run(args, ui),
         Command::Stats(args) => commands::stats::run(args, ui),
-        Command::Pool(args) => commands::pool::run(args, parse_mount, ui),
         Command::Ps(args) => commands::ps::run(args, ui),
         Command::Serve(args) => commands::serve::run(args, ui),
         Command::Attach(args) => commands::attach::run(args, ui),
@@ -220,14 +191,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::FetchBlob(args) => commands::fetch_blob::run(args, ui),
     }
     .map(|()| exit::DONE)
-}
-
-/// Parses the command line of a mount that a pool was asked for.
-fn parse_mount(arguments: Vec<OsString>) -> Result<commands::mount::Args, clap::Error> {
-    match Cli::try_parse_from(arguments)?.command {
-        Command::Mount(args) => Ok(args),
-        _ => Err(Cli::command().error(clap::error::ErrorKind::InvalidSubcommand, "not a mount")),
-    }
 }
 
 /// Prints the help, the version or the error of the command line. Returns the exit status.
@@ -260,6 +223,8 @@ fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     #[test]

@@ -5,54 +5,21 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
+use bcow::CacheFigures;
 use bcow_convert::Work;
+use bcow_images::global::{ColorWhen, GlobalArgs};
 use bcow_oci::LeftOut;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::error::CommandError;
 use crate::image::Messages;
 use crate::interrupt::Interrupt;
 use crate::names::{printable, quoted};
-
-/// When to use colour.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum ColorWhen {
-    /// On a terminal, unless NO_COLOR is set.
-    #[default]
-    Auto,
-    Always,
-    Never,
-}
-
-/// Options for messages.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct UiOptions {
-    /// Suppress messages and progress, but not warnings and errors.
-    pub quiet: bool,
-    /// Number of `-v` options.
-    pub verbose: u8,
-    /// Colour on standard error.
-    pub color: ColorWhen,
-}
-
-/// A message for the user that is not an error.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Message {
-    /// See [`Ui::status`].
-    Status(String),
-    /// See [`Ui::warning`].
-    Warning(String),
-    /// See [`Ui::hint`].
-    Hint(String),
-}
+use crate::size::{Count, Human};
 
 /// The only way from a command to the terminal.
 pub struct Ui {
-    /// Messages for another process, which shows them; `None` if they go to the terminal. The lock
-    /// is held to add or to take messages.
-    collected: Option<Mutex<Vec<Message>>>,
     quiet: bool,
     verbose: u8,
     color: bool,
@@ -62,7 +29,7 @@ pub struct Ui {
 
 impl Ui {
     /// Examines the streams and the environment.
-    pub fn new(options: UiOptions) -> Self {
+    pub fn new(options: &GlobalArgs) -> Self {
         let stderr_is_terminal = io::stderr().is_terminal();
         let color = match options.color {
             ColorWhen::Always => true,
@@ -79,50 +46,12 @@ impl Ui {
             ProgressDrawTarget::hidden()
         });
         Ui {
-            collected: None,
             quiet: options.quiet,
             verbose: options.verbose,
             color,
             stdout_is_terminal: io::stdout().is_terminal(),
             bars,
         }
-    }
-
-    /// Keeps messages for another process.
-    pub fn collecting() -> Self {
-        Ui {
-            collected: Some(Mutex::default()),
-            ..Ui::new(UiOptions {
-                quiet: true,
-                ..UiOptions::default()
-            })
-        }
-    }
-
-    /// The messages that were kept.
-    pub fn take_messages(&self) -> Vec<Message> {
-        let collected = self.collected.as_ref();
-        let messages = collected.map(|kept| kept.lock().unwrap_or_else(|e| e.into_inner()));
-        messages.map_or_else(Vec::new, |mut messages| std::mem::take(&mut *messages))
-    }
-
-    /// Shows a message that another process has kept.
-    pub fn show(&self, message: &Message) {
-        match message {
-            Message::Status(text) => self.status(printable(text)),
-            Message::Warning(text) => self.warning(text),
-            Message::Hint(text) => self.hint(text),
-        }
-    }
-
-    /// Keeps a message for another process. Returns whether this UI does that.
-    fn keep(&self, message: impl FnOnce() -> Message) -> bool {
-        let Some(collected) = &self.collected else {
-            return false;
-        };
-        let mut messages = collected.lock().unwrap_or_else(|e| e.into_inner());
-        messages.push(message());
-        true
     }
 
     /// Starts the log on standard error, with the verbosity of `-v` or `BCOW_LOG`.
@@ -181,16 +110,13 @@ impl Ui {
 
     /// A message for the user.
     pub fn status(&self, message: impl fmt::Display) {
-        if !self.keep(|| Message::Status(message.to_string())) && !self.quiet {
+        if !self.quiet {
             self.to_stderr(format_args!("{message}\n"));
         }
     }
 
     /// A problem that does not end the command.
     pub fn warning(&self, message: impl fmt::Display) {
-        if self.keep(|| Message::Warning(message.to_string())) {
-            return;
-        }
         let label = self.paint("warning:", "\x1b[1;33m");
         let message = message.to_string();
         self.to_stderr(format_args!("{label} {}\n", printable(&message)));
@@ -198,7 +124,7 @@ impl Ui {
 
     /// An action that the user can take.
     pub fn hint(&self, message: impl fmt::Display) {
-        if !self.keep(|| Message::Hint(message.to_string())) && !self.quiet {
+        if !self.quiet {
             let label = self.paint("hint:", "\x1b[1;36m");
             let message = message.to_string();
             self.to_stderr(format_args!("{label} {}\n", printable(&message)));
@@ -396,6 +322,17 @@ impl Output {
             .flush()
             .map_err(|e| CommandError::standard_output(&e))
     }
+}
+
+/// The use of a cache of decoded blocks.
+pub fn cache_line(cache: &CacheFigures) -> String {
+    format!(
+        "cache:       {} of {}; {} hits, {} misses",
+        Human(cache.held_bytes),
+        Human(cache.limit_bytes),
+        Count(cache.hits),
+        Count(cache.misses)
+    )
 }
 
 /// Work without a count.

@@ -127,17 +127,17 @@ class Mounts(KernelUpper):
         assert_refused(self, refused, "is being written by bcow mount, process")
         self.umount(self.where)
         refused = self.continue_("--driver", "fuse", check=False)
-        assert_refused(self, refused, "belongs to the kernel driver, and cannot be mounted at the "
-                       "FUSE driver", "--driver kernel", code=2)
+        assert_refused(self, refused, "belongs to the kernel driver, and cannot be mounted with "
+                       "the FUSE driver", "--driver kernel", code=2)
         fuse = self.upper_path("fuse")
         self.mount(self.image, self.where, "--upper", fuse)
         driver = self.stats(self.where)["door"]
         self.assertEqual(driver["name"], "fuse")
-        self.assertIn("new uppers begin here", driver["reason"])
+        self.assertIn("the default for a new upper", driver["reason"])
         self.umount(self.where)
         refused = self.begin(fuse, check=False)
-        assert_refused(self, refused, "belongs to the FUSE driver, and cannot be mounted at the "
-                       "kernel driver", "--driver fuse", code=2)
+        assert_refused(self, refused, "belongs to the FUSE driver, and cannot be mounted with "
+                       "the kernel driver", "--driver fuse", code=2)
         for arguments in (["inspect", self.upper], ["ls", self.upper],
                           ["extract", self.upper, self.path("out")]):
             refused = bcow(*arguments, check=False)
@@ -153,7 +153,7 @@ class Mounts(KernelUpper):
         for image, upper, options, reason, code in (
                 (self.image, self.upper, ["--size-limit", "1G"], "--size-limit is not", 2),
                 (self.image, self.upper, ["--inode-limit", "9"], "--inode-limit is not", 2),
-                (self.image, self.upper, ["--partial", "packed"], "only one form is left: sparse",
+                (self.image, self.upper, ["--sketch", "packed"], "only one form is left: sparse",
                  2),
                 (self.image, self.upper, ["--fillers", "2"], "--fillers is not", 2),
                 (self.image, self.upper, ["--sync", "batch=3"], "commit=SECONDS", 2),

@@ -556,7 +556,7 @@ class Restarts(PoolCase):
                          [os.path.realpath(stays)])
         self.bcow("pool", "stop", "--force", "pool")
 
-    @promise("A pool whose process fails at once, again and again, ends and unmounts")
+    @promise("If the serving process of a pool fails at once several times in a row, the pool unmounts")
     def test_pool_that_fails_again_and_again_ends(self):
         self.start()
         where = self.mount()
@@ -814,7 +814,7 @@ class KernelDriver(PoolCase):
         run("e2fsck", "-fn", raw, timeout=TIMEOUT)
         os.remove(raw)
 
-    @promise("A pool serves mounts with both drivers")
+    @promise("A pool can have mounts of both drivers")
     def test_a_pool_serves_both_drivers(self):
         places = {"image": self.mount("--driver", "kernel", image=self.plain),
                   "disk": self.mount(image=self.disk), "upper": self.change(),

@@ -1,7 +1,5 @@
 //! `bcow attach`
 
-mod device;
-
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -10,11 +8,12 @@ use std::time::Duration;
 use bcow::BlockCache;
 use bcow_fuse::daemon::{self, Launch, Readiness};
 use bcow_images::Name;
+use bcow_mounts::failure as daemon_failure;
+use bcow_mounts::nbd_device::{NbdDevice, driver_failure};
 use bcow_nbd::netlink::{Connect, Driver};
 use bcow_nbd::proto::Framing;
 use bcow_nbd::{Exports, Server, ServerOptions};
 
-use super::mount::failure as daemon_failure;
 use super::serve::failure as nbd_failure;
 use super::serve::open::{Access, DeviceOptions, Served};
 use super::serve::ready::Signals;
@@ -25,7 +24,6 @@ use crate::limits;
 use crate::running;
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
-pub use device::{NbdDevice, driver_failure};
 
 /// Attach an image or a disk as a block device of this machine (/dev/nbdN)
 ///

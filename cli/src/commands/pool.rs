@@ -2,15 +2,11 @@
 
 mod list;
 mod restart;
-mod server;
 mod start;
 mod stats;
 mod stop;
 
-use std::ffi::OsString;
-
-use crate::commands::mount;
-use crate::error::CommandError;
+use crate::error::{CommandError, exit};
 use crate::ui::Ui;
 
 /// Serve many mounts with one process
@@ -38,16 +34,14 @@ enum Command {
     Stop(stop::Args),
 }
 
-/// Parses the command line of a mount.
-pub type ParseMount = fn(Vec<OsString>) -> Result<mount::Args, clap::Error>;
-
-/// Runs the subcommand. A pool parses the command lines of its mounts with `parse`.
-pub fn run(args: &Args, parse: ParseMount, ui: &Ui) -> Result<(), CommandError> {
+/// Runs the subcommand. Returns the exit status.
+pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     match &args.command {
-        Command::Start(args) => start::run(args, parse, ui),
+        Command::Start(args) => return start::run(args, ui),
         Command::List(args) => list::run(args, ui),
         Command::Stats(args) => stats::run(args, ui),
         Command::Restart(args) => restart::run(args, ui),
         Command::Stop(args) => stop::run(args, ui),
     }
+    .map(|()| exit::DONE)
 }

@@ -1,16 +1,15 @@
 //! `bcow resize`
 
-mod mounted;
-
 use bcow::{BlockDevice, OpenOptions};
 use bcow_images::Name;
+use bcow_images::args::{IMAGE, NameParser};
+use bcow_mounts::grow;
 
 use crate::disks::open_writable;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::size::{self, Human, disk_size, plural};
 use crate::ui::Ui;
-use bcow_images::args::{IMAGE, NameParser};
 
 /// Change the size of a disk
 ///
@@ -71,10 +70,17 @@ impl Args {
 
 /// Resizes.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    if let Some(mount) = mounted::find(args.disk.shown())? {
-        return mounted::grow(args, &mount, ui);
-    }
     let shown = args.disk.display();
+    if let Some(mount) = grow::find(args.disk.shown())? {
+        let grown = grow::grow(&shown.to_string(), &mount, |old| args.new_size(old))?;
+        ui.status(format_args!(
+            "{shown}: disk of {} ({}), with its {}",
+            Human(grown.bytes),
+            plural(grown.bytes, "byte"),
+            grown.file_system
+        ));
+        return Ok(());
+    }
     let opened = open_writable(&args.disk, &args.stores, &OpenOptions::default(), "resize")?;
     let disk = opened.disk;
     let old = disk.size();

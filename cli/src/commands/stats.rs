@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bcow::CacheFigures;
 use bcow_fuse::stats::document::{
     DiskFigures, Document, Errors, KindCount, OperationFigures, Remote, SCHEMA, Upper,
 };
@@ -15,7 +14,7 @@ use crate::error::{CommandError, Context};
 use crate::named_mount::mount_at;
 use crate::names::printable;
 use crate::size::{Count, Human, plural};
-use crate::ui::{Output, Ui};
+use crate::ui::{Output, Ui, cache_line};
 
 /// Show the activity of a mount
 ///
@@ -143,17 +142,6 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     }
     print_errors(errors, out)?;
     print_operations(operations, out)
-}
-
-/// The use of a cache of decoded blocks.
-pub fn cache_line(cache: &CacheFigures) -> String {
-    format!(
-        "cache:       {} of {}; {} hits, {} misses",
-        Human(cache.held_bytes),
-        Human(cache.limit_bytes),
-        Count(cache.hits),
-        Count(cache.misses)
-    )
 }
 
 fn print_remote(remote: &Remote, out: &mut Output) -> Result<(), CommandError> {

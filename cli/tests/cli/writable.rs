@@ -355,7 +355,7 @@ fn failed_writable_mount_has_a_reason() {
         &[
             "mount",
             "--upper=upper",
-            "--partial=thin",
+            "--sketch=thin",
             "image.bcow",
             "mnt",
         ],
@@ -474,7 +474,7 @@ fn statistics_are_for_people_and_for_programs() {
     };
     let before_requests = text.split("\n\n").next().unwrap();
     // Behind it is why the mount is not with the kernel driver: that depends on the user.
-    assert!(text.contains("\ndriver:        fuse: new uppers begin here; "));
+    assert!(text.contains("\ndriver:        fuse: the default for a new upper; "));
     let no_numbers: String = without_chance(&place, before_requests)
         .lines()
         .map(|line| match line.split_once(':') {
@@ -719,8 +719,8 @@ fn fsck_of_an_upper_names_a_file_that_the_host_cannot_read() {
     if !is_root() {
         return;
     }
-    // `--partial=sparse` has no effect.
-    let mount = ["mount", "--upper=upper", "--partial=sparse"];
+    // `--sketch=sparse` has no effect.
+    let mount = ["mount", "--upper=upper", "--sketch=sparse"];
     place.0.ok(&[&mount[..], &["image.bcow", "mnt"]].concat());
     fs::write(place.file("new"), "new").unwrap();
     assert!(place.unmounted().contains("status 0"));

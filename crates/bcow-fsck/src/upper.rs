@@ -57,7 +57,7 @@ pub fn check(asked: &Fsck<'_>) -> Result<FsckReport, CommandError> {
             whiteouts: report.whiteouts,
             metadata_copies: report.metadata_copies,
             partials: report.partials,
-            // Of packed partial files, which this version does not read.
+            // Counted records of packed partial files, which this version does not read.
             dropped_records: 0,
         }),
         ..CheckedFile::default()

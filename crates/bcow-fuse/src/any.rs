@@ -1,4 +1,4 @@
-//! A mount with either driver behind one type, for a process that has mounts at both.
+//! One type for the mounts of both drivers, for a process that serves both kinds.
 
 use crate::error::MountError;
 use crate::kernel::KernelSession;
@@ -7,9 +7,9 @@ use crate::signals::Signals;
 
 /// A mount with either driver.
 pub enum AnySession {
-    /// With the FUSE driver.
+    /// Of the FUSE driver.
     Fuse(Session),
-    /// With the kernel driver.
+    /// Of the kernel driver.
     Kernel(KernelSession),
 }
 
@@ -52,7 +52,7 @@ impl AnySession {
         }
     }
 
-    /// The session, if it is one with the FUSE driver.
+    /// The session of a mount with the FUSE driver.
     pub fn fuse(&self) -> Option<&Session> {
         match self {
             AnySession::Fuse(session) => Some(session),
@@ -60,7 +60,7 @@ impl AnySession {
         }
     }
 
-    /// The session, if it is one with the kernel driver.
+    /// The session of a mount with the kernel driver.
     pub fn kernel(&self) -> Option<&KernelSession> {
         match self {
             AnySession::Fuse(_) => None,

@@ -52,8 +52,8 @@ pub struct Problem {
     may_pass: bool,
 }
 
-/// Whether the file at `path` is a disk or a partial file, and so no image, according to its
-/// header.
+/// Whether the file at `path` is a disk, or a packed partial file of a development version,
+/// according to its header. Such a file is no image.
 pub fn is_disk(path: &Path) -> bool {
     header_at(path).is_some_and(|header| header.purpose != Use::Image)
 }

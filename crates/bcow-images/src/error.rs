@@ -117,6 +117,12 @@ impl CommandError {
         self
     }
 
+    /// Adds an action, if there is one.
+    pub fn hint_if(mut self, hint: Option<impl Into<String>>) -> Self {
+        self.hint = hint.map(Into::into).or(self.hint);
+        self
+    }
+
     /// Records whether the cause may pass without any change by the user, for example because a
     /// server does not answer.
     pub fn passes_if(mut self, may_pass: bool) -> Self {

@@ -338,8 +338,8 @@ impl OpenImage {
         self.remote.as_ref()?.lasting_url.as_deref()
     }
 
-    /// The remote image that was opened. `None` for images that are shown as one, even
-    /// if they come from another machine.
+    /// The remote image that was opened. `None` for images that are shown as one, even if they come
+    /// from another machine.
     pub fn remote(&self) -> Option<&RemoteImage> {
         self.remote.as_ref()
     }
@@ -553,8 +553,7 @@ impl OpenImage {
         Ok(OpenImage::of(name, opened))
     }
 
-    /// Opens a remote image that the caller has found already, with all its layers and
-    /// backings.
+    /// Opens a remote image that the caller has already found, with all its layers and backings.
     pub fn of_remote(remote: RemoteImage, stores: &StoreArgs) -> Result<Self, CommandError> {
         OpenImage::open_remote(remote, &Given::default(), stores, &OpenOptions::default())?
             .require_complete()

@@ -37,6 +37,7 @@ pub mod failure;
 pub mod foreign_format;
 mod form;
 pub mod given;
+pub mod global;
 pub mod image;
 pub mod inspect;
 pub mod interrupt;

@@ -13,9 +13,9 @@ use serde_json::Value;
 
 use crate::image::OpenImage;
 
-/// The greatest number of ranges that are used of a list (spec section 13).
+/// The greatest number of ranges of a prefetch list that are used (spec section 13).
 const MAX_RANGES: usize = 1 << 16;
-/// Bytes of the sectors in which lists count.
+/// Bytes of the sectors in which a prefetch list counts.
 const SECTOR_BYTES: u64 = 4096;
 /// The greatest number of extents that are looked up, as a list may name the same ones repeatedly.
 const MAX_EXTENTS: usize = 1 << 20;
@@ -143,8 +143,8 @@ impl Lookup<'_> {
     }
 }
 
-/// The listed ranges of the address space, in bytes. `None` without a list, or with one that breaks
-/// the rules.
+/// The ranges of the address space in the prefetch list, in bytes. `None` without a list, or with
+/// an invalid one.
 fn ranges(metadata: &Value, size: u64) -> Option<Vec<Range<u64>>> {
     let list = metadata.get("prefetch")?.get("ranges")?.as_array()?;
     let range = |pair: &Value| {

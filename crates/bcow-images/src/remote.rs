@@ -286,8 +286,7 @@ impl RemoteArgs {
             .map_or_else(Vec::new, |client| client.files())
     }
 
-    /// The counters for the statistics of a mount; `None` as long as no remote image
-    /// was opened.
+    /// The counters for the statistics of a mount; `None` as long as no remote image was opened.
     pub fn activity(&self) -> Option<Activity> {
         Some(Activity(Arc::clone(self.client.0.get()?)))
     }

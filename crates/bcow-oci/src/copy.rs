@@ -1,8 +1,8 @@
 //! Copies images in BCoW form, byte for byte, between files, layouts and registries.
 //!
 //! A copy to a file, or to a layout in a directory, writes each file under a temporary name. After
-//! an interruption, the next copy finds the partial file by this name. It compares each chunk of
-//! the partial file with the Merkle tree, and reads only missing and wrong chunks from the source.
+//! an interruption, the next copy finds the `.partial` file by this name. It compares each chunk of
+//! this file with the Merkle tree, and reads only missing and wrong chunks from the source.
 //! A copy to an archive or a registry starts from the beginning. A blob that the layout or the
 //! registry has already is not copied.
 

@@ -31,11 +31,11 @@ pub(crate) struct Output {
     stays: bool,
 }
 
-/// Bytes of the destination's name in the name of a partial file. File systems limit a name to 255
-/// bytes.
+/// Bytes of the destination's name in the name of a `.partial` file. File systems limit a name to
+/// 255 bytes.
 const MAX_BASE_BYTES: usize = 100;
 
-/// The name of the partial file of a copy to `base`. `tag` distinguishes the contents.
+/// The name of the `.partial` file of a copy to `base`. `tag` distinguishes the contents.
 fn partial_name(base: &str, tag: &str) -> String {
     let mut end = base.len().min(MAX_BASE_BYTES);
     while !base.is_char_boundary(end) {
@@ -73,8 +73,8 @@ impl Output {
         Output::partial(directory.to_owned(), directory.to_owned(), &name)
     }
 
-    /// If another process writes the partial file, or another user owns it, the output begins with
-    /// nothing, and does not stay.
+    /// If another process writes the `.partial` file, or another user owns it, the output begins
+    /// empty, and is removed when this is dropped.
     fn partial(path: PathBuf, directory: PathBuf, name: &str) -> Result<Output, ConvertError> {
         let name = directory.join(name);
         let failed = |source| ConvertError::write("create", &name, source);
@@ -215,7 +215,7 @@ fn resolve(destination: &Path) -> Result<(PathBuf, PathBuf), ConvertError> {
     Ok((path, directory))
 }
 
-/// Opens or creates a partial file of this user, which this process then has alone. `None` if that
+/// Opens or creates a `.partial` file of this user, and locks it for this process. `None` if that
 /// is not possible.
 fn own_partial(name: &Path) -> io::Result<Option<File>> {
     // A pipe of this name must not make the open block.

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! fs        names, attributes, content; copy-up, promotion, durability
-//! partial file    files of which the upper stores only the written blocks; the image has the rest
+//! partial   files of which the upper stores only the written blocks; the image has the rest
 //! account   space and inodes of the upper, against its limits
 //! upper     the directory on the host, with the format of overlayfs's upper directory
 //! image     the file system in the image

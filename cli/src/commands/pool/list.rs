@@ -1,11 +1,11 @@
 //! `bcow pool list`
 
+use bcow_pool::PoolName;
+use bcow_pool::client::{self, PoolAtSocket};
 use serde::Serialize;
 
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::names::printable;
-use crate::pool::client::{self, PoolAtSocket};
-use crate::pool::{Directory, PoolName};
 use crate::ui::Ui;
 
 /// List the pools of this user
@@ -43,7 +43,7 @@ struct Pool {
 }
 
 impl Pool {
-    fn of(name: &PoolName, found: PoolAtSocket) -> Self {
+    fn of((name, found): (PoolName, PoolAtSocket)) -> Self {
         let (state, hello) = match found {
             PoolAtSocket::Running(connection) => ("running", Some(connection.hello)),
             PoolAtSocket::Silent => ("silent", None),
@@ -67,7 +67,8 @@ impl Pool {
 
 /// Prints the pools.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let pools = find()?;
+    let pools = client::pools()?;
+    let pools: Vec<Pool> = pools.into_iter().map(Pool::of).collect();
     if args.json {
         return ui.print_json(&List {
             schema: "bcow.pools/1",
@@ -79,37 +80,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ui.status("no pool runs");
         return out.finish();
     }
-    let width = pools.iter().map(|pool| pool.name.len()).max();
-    let width = width.unwrap_or(0).max(4);
-    writeln!(out, "{:<width$}  PID      MOUNTS  STATE    SINCE", "NAME")?;
-    for pool in &pools {
-        let unknown = || "-".to_owned();
-        writeln!(
-            out,
-            "{:<width$}  {:<7}  {:<6}  {:<7}  {}",
-            printable(&pool.name),
-            pool.pid.map_or_else(unknown, |pid| pid.to_string()),
-            pool.mounts
-                .map_or_else(unknown, |mounts| mounts.to_string()),
-            pool.state,
-            pool.since.as_deref().unwrap_or("-"),
-        )?;
-    }
+    let known = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    let rows = pools.into_iter().map(|pool| {
+        [
+            printable(&pool.name).into_owned(),
+            known(pool.pid.map(|pid| pid.to_string())),
+            known(pool.mounts.map(|mounts| mounts.to_string())),
+            pool.state.to_owned(),
+            known(pool.since),
+        ]
+    });
+    out.table(["NAME", "PID", "MOUNTS", "STATE", "SINCE"], rows)?;
     out.finish()
-}
-
-fn find() -> Result<Vec<Pool>, CommandError> {
-    let Some(directory) = Directory::find()? else {
-        return Ok(Vec::new());
-    };
-    let cannot = || format!("cannot read {}", directory.path().display());
-    let mut pools = Vec::new();
-    for name in directory.names().context(cannot)? {
-        match client::find(&directory.socket(&name))? {
-            // It has ended meanwhile.
-            PoolAtSocket::Missing => {}
-            found => pools.push(Pool::of(&name, found)),
-        }
-    }
-    Ok(pools)
 }

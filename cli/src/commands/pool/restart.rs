@@ -1,16 +1,9 @@
 //! `bcow pool restart`
 
-use std::time::{Duration, Instant};
+use bcow_pool::PoolName;
 
 use crate::error::CommandError;
-use crate::pool::client::{self, PoolAtSocket};
-use crate::pool::protocol::Request;
-use crate::pool::{self, Directory, PoolName};
-use crate::size::plural;
 use crate::ui::Ui;
-
-/// How long the new process may take. It waits for half a minute for servers that do not answer.
-const TAKES_OVER_WITHIN: Duration = Duration::from_secs(120);
 
 /// Replace the process of a pool, and keep its mounts
 ///
@@ -23,7 +16,7 @@ const TAKES_OVER_WITHIN: Duration = Duration::from_secs(120);
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// First unmount the mounts that cannot be taken over, even if files are in use
     #[arg(short, long)]
@@ -32,49 +25,5 @@ pub struct Args {
 
 /// Replaces the process.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let mut connection = client::require(&args.name)?;
-    let supervisor = connection.supervisor();
-    let before = connection.hello.restarts;
-    connection.ask(&Request::Restart { force: args.force }, ui)?;
-    connection.wait_for_end();
-    let cannot = || CommandError::new(format!("cannot restart the pool {}", args.name));
-    let ended = || {
-        cannot()
-            .caused_by_text("no process has taken over")
-            .hint("the system log, or the file of --log-file, has the reason")
-    };
-    let Some(directory) = Directory::find()? else {
-        return Err(ended());
-    };
-    let begun = Instant::now();
-    let hello = loop {
-        match client::find(&directory.socket(&args.name))? {
-            PoolAtSocket::Running(connection) if connection.hello.restarts > before => {
-                break connection.hello;
-            }
-            // The supervisor gives up, or another pool has the name now.
-            PoolAtSocket::Running(_) | PoolAtSocket::Dead | PoolAtSocket::Missing => {
-                client::wait_for_supervisor(supervisor);
-                return Err(ended());
-            }
-            // It opens the images again.
-            PoolAtSocket::Silent if begun.elapsed() < TAKES_OVER_WITHIN => {}
-            PoolAtSocket::Silent => {
-                return Err(cannot().caused_by_text("the new process does not answer yet"));
-            }
-        }
-    };
-    ui.status(format_args!(
-        "process {} serves the pool {}",
-        hello.pid, args.name
-    ));
-    match hello.lost {
-        0 => Ok(()),
-        lost => Err(CommandError::new(format!(
-            "{} of the pool {} could not be taken over",
-            plural(lost, "mount"),
-            args.name
-        ))
-        .hint("the system log, or the file of --log-file, has the reason")),
-    }
+    bcow_pool::restart(&args.name, args.force, ui)
 }

@@ -1,15 +1,14 @@
 //! `bcow pool stats`
 
-use bcow::CacheFigures;
-use serde::{Deserialize, Serialize};
+use bcow_pool::PoolName;
+use bcow_pool::client;
+use bcow_pool::protocol::Request;
+use bcow_pool::stats::Document;
 
-use crate::commands::stats::cache_line;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
-use crate::pool::protocol::Request;
-use crate::pool::{self, PoolName, client};
 use crate::size::{Count, Human, plural};
-use crate::ui::Ui;
+use crate::ui::{Ui, cache_line};
 
 /// Show the memory, the cache and the mounts of a pool
 ///
@@ -17,67 +16,12 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// Print JSON (schema bcow.pool-stats/1)
     #[arg(long)]
     json: bool,
 }
-
-/// The statistics of a pool.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Document {
-    pub schema: String,
-    /// The name of the pool.
-    pub pool: String,
-    /// Its process.
-    pub pid: u32,
-    /// Start time in seconds since 1970.
-    pub since_unix_seconds: u64,
-    /// The processes that the pool had before.
-    #[serde(default)]
-    pub restarts: u64,
-    pub memory: Memory,
-    /// The cache of decoded blocks of all mounts.
-    pub cache: CacheFigures,
-    /// Threads of the process.
-    pub threads: u64,
-    /// Requests that were answered at these mounts.
-    pub requests: u64,
-    /// The mounts, the oldest first.
-    pub mounts: Vec<Mount>,
-}
-
-/// The memory of a process in bytes, as the kernel counts it.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub struct Memory {
-    /// Memory in use, with what other processes use too.
-    pub resident_bytes: u64,
-    /// As above, but memory that several processes use counts in parts; 0 if it is unknown.
-    pub proportional_bytes: u64,
-}
-
-/// A mount of a pool.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Mount {
-    pub image: String,
-    /// The mountpoint.
-    pub at: String,
-    pub upper: Option<String>,
-    /// `ro` or `rw`.
-    pub mode: String,
-    /// The device number, in the form of the kernel.
-    pub device: Option<String>,
-    /// Start time in seconds since 1970.
-    pub since_unix_seconds: u64,
-    /// Requests that were answered.
-    pub requests: u64,
-    /// Errors since the mount.
-    pub errors: u64,
-}
-
-/// The schema of [`Document`].
-pub const SCHEMA: &str = "bcow.pool-stats/1";
 
 /// Prints the statistics.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {

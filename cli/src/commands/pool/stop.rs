@@ -1,8 +1,8 @@
 //! `bcow pool stop`
 
+use bcow_pool::{PoolName, client};
+
 use crate::error::CommandError;
-use crate::pool::protocol::Request;
-use crate::pool::{self, PoolName, client};
 use crate::size::plural;
 use crate::ui::Ui;
 
@@ -14,7 +14,7 @@ use crate::ui::Ui;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The name of the pool
-    #[arg(value_name = "NAME", value_parser = pool::parse_name)]
+    #[arg(value_name = "NAME")]
     name: PoolName,
     /// First unmount all mounts of the pool, even if files are in use
     #[arg(short, long)]
@@ -23,20 +23,14 @@ pub struct Args {
 
 /// Ends the pool.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let mut connection = client::require(&args.name)?;
-    let supervisor = connection.supervisor();
-    let answer = connection.ask(&Request::Stop { force: args.force }, ui)?;
-    match answer["in_use"].as_u64() {
-        None | Some(0) => {
-            connection.wait_for_end();
-            client::wait_for_supervisor(supervisor);
-        }
-        Some(count) => ui.status(format_args!(
+    let count = client::stop(&args.name, args.force, ui)?;
+    if count > 0 {
+        ui.status(format_args!(
             "{} of the pool {} {} in use; the pool ends when the last open file is closed",
             plural(count, "mount"),
             args.name,
             if count == 1 { "is" } else { "are" },
-        )),
+        ));
     }
     Ok(())
 }

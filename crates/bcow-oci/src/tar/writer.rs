@@ -515,7 +515,8 @@ mod tests {
             let data = if which == 0 { &data[..] } else { &[] };
             let xattrs: Vec<_> = xattrs.into_iter().collect();
             let mtime = Timestamp { seconds, nanoseconds };
-            let entry = TarHeader { path: &path, kind, permissions, uid, gid, mtime, xattrs: &xattrs };
+            let entry =
+                TarHeader { path: &path, kind, permissions, uid, gid, mtime, xattrs: &xattrs };
             let back = read_back(&archive(&entry, data));
             prop_assert_eq!(back.len(), 1);
             let (read, read_data) = &back[0];

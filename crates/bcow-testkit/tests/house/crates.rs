@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 20] = [
+const MAY_USE: [(&str, &[&str]); 22] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -75,6 +75,32 @@ const MAY_USE: [(&str, &[&str]); 20] = [
             "bcow",
         ],
     ),
+    (
+        "bcow-mounts",
+        &[
+            "bcow-images",
+            "bcow-oci",
+            "bcow-fuse",
+            "bcow-mount",
+            "bcow-union",
+            "bcow-nbd",
+            "bcow-remote",
+            "bcow-view",
+            "bcow-erofs",
+            "bcow",
+        ],
+    ),
+    (
+        "bcow-pool",
+        &[
+            "bcow-mounts",
+            "bcow-images",
+            "bcow-fuse",
+            "bcow-mount",
+            "bcow-union",
+            "bcow",
+        ],
+    ),
     ("bcow-testkit", &["bcow"]),
     ("bcow-tool", &[]),
     // They run the program `bcow`.
@@ -85,6 +111,8 @@ const MAY_USE: [(&str, &[&str]); 20] = [
         &[
             "bcow-fsck",
             "bcow-convert",
+            "bcow-pool",
+            "bcow-mounts",
             "bcow-images",
             "bcow-oci",
             "bcow-fuse",

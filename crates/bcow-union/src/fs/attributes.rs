@@ -360,7 +360,7 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
     }
 }
 
-/// The host's stat of a partial file's file, at a moment when its times are those of the last
+/// The stat of the host file of a partial file, at a moment when its times are those of the last
 /// change by a program.
 fn stat_partial(partial: &Partial, file: &File) -> Result<Stat, Errno> {
     partial.hold_times(|hidden| {

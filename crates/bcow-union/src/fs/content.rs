@@ -1,4 +1,4 @@
-//! Bytes of regular files: their location, and its changes by writes.
+//! The content of regular files: where the bytes are, and how a write moves them.
 //!
 //! A file is *lower* until its first write. Then a small file is copied whole and becomes *plain*;
 //! a larger file becomes a *partial file*. A partial file becomes plain (it is promoted) once all

@@ -4,7 +4,7 @@
 //! Each copy is completed in the work directory and moved into place with one rename. After a crash
 //! the object is either in the image only or complete in the upper. A regular file becomes a *copy
 //! of metadata*: a host file of the right size without blocks, with overlayfs's metacopy mark.
-//! [`super::content`] brings the bytes later.
+//! [`super::first_write`] copies the bytes later, or makes a partial file.
 
 use std::fs::File;
 use std::os::fd::AsFd;

@@ -5,7 +5,7 @@
 //!
 //! A request for a name goes through [`lookup`], which searches the upper first and the image
 //! second. An object that exists only in the image is copied up before it changes ([`copy_up`]),
-//! without its bytes. The first write brings the bytes ([`content`]).
+//! without its bytes. The first write copies the bytes, or makes a partial file ([`first_write`]).
 
 mod acl;
 mod attributes;

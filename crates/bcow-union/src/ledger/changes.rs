@@ -3,7 +3,7 @@
 //! The records are in two areas. A thread appends to the current one. A pass makes the other area
 //! current, flushes all partial files, and then empties the area that was current before. An append
 //! that is late by a pass is harmless: the flush has recorded the change. A written range stays
-//! true, because the bytes stay in the host's file until they are truncated, and truncated blocks
+//! valid, because the bytes stay in the host's file until they are truncated, and truncated blocks
 //! ignore it.
 
 use std::fs::File;

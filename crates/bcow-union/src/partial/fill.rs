@@ -12,8 +12,8 @@ use crate::host::write_all;
 /// The blocks that are read from the lower file before any of them is stored.
 const AT_ONCE: usize = 64;
 
-/// The bytes that an incomplete block had not been given when they were read from the lower file.
-/// The bytes of its written ranges are zeros.
+/// The bytes that an incomplete block lacked when they were read from the lower file. The bytes of
+/// its written ranges are zeros.
 pub(super) struct Rest {
     block: u64,
     bytes: Box<[u8; BLOCK_BYTES as usize]>,

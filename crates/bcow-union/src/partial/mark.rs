@@ -44,8 +44,8 @@ impl MarkState {
 }
 
 /// Refuses all writes to a partial file after a barrier has failed, or after another process of the
-/// mount has lost changes. The host's kernel may have dropped
-/// the dirty pages that it could not write, and the next fsync may not report the loss.
+/// mount has lost changes. The host's kernel may have dropped the dirty pages that it could not
+/// write, and the next fsync may not report the loss.
 #[derive(Default)]
 pub(super) struct Fence(OnceLock<Errno>);
 

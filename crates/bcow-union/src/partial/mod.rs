@@ -121,7 +121,7 @@ pub struct PartialStatus {
     pub present: u64,
     /// Blocks that were written in part and still need bytes of the lower file.
     pub incomplete: u64,
-    /// Bytes of the host's disk that the partial file's file takes.
+    /// Bytes that the host file takes on the host's disk.
     pub stored_bytes: u64,
 }
 

@@ -67,7 +67,7 @@ impl Partials {
         Self::with_options(instance, account, options)
     }
 
-    /// As [`Partial files::new`], with internal options.
+    /// As [`Partials::new`], with internal options.
     pub fn with_options(
         instance: &Instance,
         account: Arc<Account>,
@@ -121,7 +121,7 @@ impl Partials {
         self.open_on(&mark, Arc::new(UpperFile::new(host, self.namespace)), lower)
     }
 
-    /// As [`Partial files::create`], on any [`MarkedFile`].
+    /// As [`Partials::create`], on any [`MarkedFile`].
     pub fn create_on(
         &self,
         host: Arc<dyn MarkedFile>,
@@ -131,7 +131,7 @@ impl Partials {
         Ok(self.shared.register(partial))
     }
 
-    /// As [`Partial files::open`], on any [`MarkedFile`].
+    /// As [`Partials::open`], on any [`MarkedFile`].
     pub fn open_on(
         &self,
         mark: &PartialMark,

@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The driver of the mounts of an upper. It is settled when the upper begins.
+/// The driver of all mounts of an upper. The mount that creates the upper selects it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Driver {
-    /// A tree of files, which the process of the mount shows through FUSE.
+    /// The process of the mount. The upper is a tree of files.
     Fuse,
-    /// A disk with a file system of the kernel.
+    /// A file system of the kernel. The upper is a disk with this file system.
     Kernel,
 }
 

@@ -80,7 +80,7 @@ pub enum UpperError {
         driver: Driver,
     },
     /// The directory has files in it that an upper of the kernel driver would not show.
-    #[error("{}: not empty, so no upper of the kernel driver can begin there", path.display())]
+    #[error("{}: not empty, so it cannot become an upper of the kernel driver", path.display())]
     NotEmpty {
         /// The upper.
         path: PathBuf,

@@ -252,7 +252,7 @@ pub enum Metacopy {
     Partial,
 }
 
-/// The value of [`Metacopy::Partial file`]. It is shorter than `struct ovl_metacopy`, so overlayfs
+/// The value of [`Metacopy::Partial`]. It is shorter than `struct ovl_metacopy`, so overlayfs
 /// treats it as damage (`ovl_check_metacopy_xattr`, since Linux 6.6).
 const PARTIAL_METACOPY: [u8; 1] = [0xbc];
 
@@ -322,7 +322,7 @@ impl NlinkDelta {
     }
 }
 
-/// The value of [`Mark::Partial file`], an attribute of the partial file's host file.
+/// The value of [`Mark::Partial`], an attribute of the partial file's host file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartialMark {
     /// The partial file's number in this upper. It is also the name of its map.

@@ -138,10 +138,10 @@ fn packed_partial_of_an_earlier_version_is_refused_and_named() {
     at.set(name, &mark, XattrMode::Any).unwrap();
     // Such an upper does not say which form its partial files have.
     let record = union.host(".bcow/instance.json");
-    let forms = |text: &str| text.matches("\"partial files\":\"sparse\",").count();
+    let forms = |text: &str| text.matches("\"sketches\":\"sparse\",").count();
     let text = fs::read_to_string(&record).unwrap();
     assert_eq!(forms(&text), 1);
-    fs::write(&record, text.replace("\"partial files\":\"sparse\",", "")).unwrap();
+    fs::write(&record, text.replace("\"sketches\":\"sparse\",", "")).unwrap();
 
     let mounted = UnionFs::open(union.lower(), &union.upper(), "a test", &union.options);
     let expected = format!("{}: {MESSAGE}", union.host("large").display());

@@ -89,8 +89,8 @@ impl Inner {
         }
     }
 
-    /// Adds a range to the written ranges of an incomplete block. Ends the incomplete if no gap is
-    /// left.
+    /// Adds a range to the written ranges of an incomplete block. The block is complete if no gap
+    /// is left.
     pub(super) fn write_incomplete(
         &self,
         region: &Region,

@@ -186,7 +186,7 @@ impl Inner {
             let pieces: Vec<&[u8]> = pieces;
             let Entry::Open(stored) = state.blocks().entry(index) else {
                 return Err(Error::Inconsistent(format!(
-                    "the block at byte {} is incomplete to nowhere",
+                    "the block at byte {} is incomplete, but has no place in the file",
                     self.lba(region, block.start).0
                 )));
             };

@@ -12,7 +12,7 @@
 //! in front of its beginning are dropped.
 //!
 //! ```text
-//! 0    header: magic, version, start of the records, end of the incomplete part, lost writes
+//! 0    header: magic, version, start of the records, end of the missing records, lost writes
 //! 64   records of 40 bytes, each with a checksum; a part that fails it counts as absent
 //! ```
 
@@ -35,7 +35,7 @@ const HEADER_BYTES: u64 = 64;
 const RECORD_BYTES: usize = 40;
 /// Records that are read at a time.
 const AT_ONCE: u64 = 4096;
-/// End of the incomplete part of a ledger that no process may use any more.
+/// The end of the missing records in a ledger that no process may use any more.
 const REFUSED: u64 = u64::MAX;
 
 /// The ledger of a disk; see [`Disk::open_with_ledger`].

@@ -28,16 +28,16 @@ pub(super) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> Mute
         .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-const DRIVERS: usize = 16;
+const SHARDS: usize = 16;
 
 /// A gate that many operations pass at once, and that closes when no operation is inside. Each
-/// operation holds one driver shared; a change of the shared state (the size, the backing) closes
-/// all drivers. A thread always uses the same driver, so that operations of different threads do
-/// not touch the same cache line.
-pub(super) struct Gate<T>([Driver<T>; DRIVERS]);
+/// operation holds the lock of one shard shared; a change of the shared state (the size, the
+/// backing) holds the locks of all shards exclusively. A thread always uses the same shard, so that
+/// operations of different threads do not touch the same cache line.
+pub(super) struct Gate<T>([Shard<T>; SHARDS]);
 
 #[repr(align(128))]
-struct Driver<T>(RwLock<Arc<T>>);
+struct Shard<T>(RwLock<Arc<T>>);
 
 pub(super) type Pass<'a, T> = RwLockReadGuard<'a, Arc<T>>;
 
@@ -45,19 +45,19 @@ impl<T> Gate<T> {
     pub(super) fn new(inside: T) -> Self {
         let inside = Arc::new(inside);
         Gate(std::array::from_fn(|_| {
-            Driver(RwLock::new(Arc::clone(&inside)))
+            Shard(RwLock::new(Arc::clone(&inside)))
         }))
     }
 
     /// Waits while the gate is closed. A thread inside must not enter again.
     pub(super) fn enter(&self) -> Pass<'_, T> {
-        read(&self.0[thread_number() % DRIVERS].0)
+        read(&self.0[thread_number() % SHARDS].0)
     }
 
     /// Waits until no operation is inside.
     pub(super) fn close(&self) -> Closed<'_, T> {
         // In a fixed order, so that two closers do not deadlock.
-        Closed(self.0.iter().map(|driver| write(&driver.0)).collect())
+        Closed(self.0.iter().map(|shard| write(&shard.0)).collect())
     }
 }
 
@@ -72,8 +72,8 @@ impl<T> Closed<'_, T> {
     /// Replaces the state that later operations see.
     pub(super) fn replace(&mut self, inside: T) {
         let inside = Arc::new(inside);
-        for driver in &mut self.0 {
-            **driver = Arc::clone(&inside);
+        for shard in &mut self.0 {
+            **shard = Arc::clone(&inside);
         }
     }
 }

@@ -60,9 +60,9 @@ pub(super) struct Pending {
 /// A block that was written in part; the rest is still to be copied.
 #[derive(Debug, Clone)]
 pub(super) struct IncompleteBlock {
-    /// Identity of the incomplete block. The place of the block does not identify it: the place may
-    /// be released, and allocated to the next write of the same block, while a completion reads the
-    /// old data without the lock of the region.
+    /// The identity of this state of the block. The place of the block does not identify it: the
+    /// place may be released, and allocated to the next write of the same block, while a completion
+    /// reads the old data without the lock of the region.
     pub(super) id: IncompleteId,
     /// The entry from which the rest is copied.
     pub(super) source: Entry,
@@ -248,8 +248,8 @@ impl RegionState {
         }
     }
 
-    /// Adds a range to the written ranges of an incomplete block. Ends the incomplete if no gap is
-    /// left.
+    /// Adds a range to the written ranges of an incomplete block. The block is complete if no gap
+    /// is left.
     pub(super) fn wrote_incomplete(&mut self, index: u32, range: Range<u32>, length: u32) {
         if let Some(pending) = self.pending.get_mut(&index)
             && let Some(incomplete) = &mut pending.incomplete

@@ -1,0 +1,77 @@
+//! The ledger of a disk in a pool, with which the next process of the pool continues.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use bcow::Ledger;
+use bcow_fuse::kernel::DiskFiles;
+use bcow_images::error::{CommandError, Context};
+use rustix::fs::MemfdFlags;
+
+/// Where a disk has its ledger.
+#[derive(Debug, Clone, Copy)]
+pub enum LedgerUse<'a> {
+    /// Nowhere: no other process continues.
+    None,
+    /// In a new memory file.
+    New,
+    /// In that of a process that has ended. This process continues with its files.
+    Continue(&'a DiskFiles),
+}
+
+pub struct OpenLedger {
+    /// Its memory file, for the next process.
+    memory: OwnedFd,
+    ledger: Arc<Ledger>,
+}
+
+impl LedgerUse<'_> {
+    pub fn open(self) -> Result<Option<OpenLedger>, CommandError> {
+        let cannot = || "cannot make the ledger of the disk";
+        let memory: OwnedFd = match self {
+            LedgerUse::None => return Ok(None),
+            LedgerUse::New => rustix::fs::memfd_create("bcow-ledger", MemfdFlags::CLOEXEC)
+                .map_err(std::io::Error::from)
+                .context(cannot)?,
+            LedgerUse::Continue(files) => files.ledger.try_clone().context(cannot)?,
+        };
+        let storage = Arc::new(File::from(memory.try_clone().context(cannot)?));
+        let ledger = match self {
+            LedgerUse::Continue(_) => Ledger::open(storage).context(cannot)?,
+            _ => Ledger::create(storage).context(cannot)?,
+        };
+        Ok(Some(OpenLedger {
+            memory,
+            ledger: Arc::new(ledger),
+        }))
+    }
+
+    /// The file of the disk, if another process has kept it.
+    pub fn kept_file(self) -> Result<Option<File>, CommandError> {
+        match self {
+            LedgerUse::Continue(files) => files
+                .file
+                .try_clone()
+                .map(|file| Some(file.into()))
+                .context(|| "cannot continue with the disk"),
+            LedgerUse::None | LedgerUse::New => Ok(None),
+        }
+    }
+}
+
+impl OpenLedger {
+    /// The ledger, for the disk.
+    pub fn ledger(&self) -> Arc<Ledger> {
+        Arc::clone(&self.ledger)
+    }
+
+    /// What the next process needs to continue with the disk in `file`.
+    pub fn files(self, file: &File) -> Result<DiskFiles, CommandError> {
+        let file = file.try_clone().context(|| "cannot keep the disk open")?;
+        Ok(DiskFiles {
+            file: file.into(),
+            ledger: self.memory,
+        })
+    }
+}

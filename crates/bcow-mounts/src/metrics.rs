@@ -1,0 +1,304 @@
+//! A page for Prometheus: `GET /metrics`, and nothing else of HTTP.
+//!
+//! The duration of a connection, the length of a request and the number of clients are limited. The
+//! mount itself never waits for a client.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::ToSocketAddrs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bcow_images::error::{CommandError, Context};
+use bcow_nbd::{ListenAddress, Listener};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{SocketFlags, accept_with};
+
+/// Limit of the duration of a connection.
+const CONNECTION_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 5000 });
+/// Limit of a request in bytes.
+const REQUEST_BYTES: usize = 8 << 10;
+/// Limit of the connections at a time. Further connections are closed.
+const AT_ONCE: usize = 8;
+/// Pause after a failed accept, which mostly means too few descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A listening socket for metrics. Dropping it closes the socket.
+#[derive(Debug)]
+pub struct Metrics {
+    listener: Listener,
+}
+
+impl Metrics {
+    /// Listens at `unix:PATH` or `ADDR:PORT`.
+    pub fn listen(address: &str) -> Result<Self, CommandError> {
+        let cannot = || format!("cannot serve metrics at {address}");
+        let listener = match address.strip_prefix("unix:") {
+            Some(path) => {
+                // The process will change its directory.
+                let path = std::path::absolute(PathBuf::from(path)).context(cannot)?;
+                Listener::unix(&path).context(cannot)?
+            }
+            None => {
+                let mut found = address
+                    .to_socket_addrs()
+                    .context(cannot)
+                    .map_err(|error| error.hint("an address is HOST:PORT or unix:PATH"))?;
+                let first = found.next().ok_or_else(|| {
+                    CommandError::new(cannot()).caused_by_text("the name has no address")
+                })?;
+                Listener::tcp(first).context(cannot)?
+            }
+        };
+        Ok(Metrics { listener })
+    }
+
+    pub fn place(&self) -> &ListenAddress {
+        self.listener.place()
+    }
+
+    /// Answers requests from now on. `text` returns the metrics of the moment.
+    pub fn answer(
+        &self,
+        text: impl Fn() -> String + Send + Sync + 'static,
+    ) -> Result<(), CommandError> {
+        let cannot = || "cannot serve metrics".to_owned();
+        let socket = self.listener.as_fd().try_clone_to_owned().context(cannot)?;
+        std::thread::Builder::new()
+            .name("metrics".into())
+            .spawn(move || accept_all(&socket, &Arc::new(text)))
+            .context(cannot)?;
+        Ok(())
+    }
+}
+
+fn accept_all<F>(socket: &OwnedFd, text: &Arc<F>)
+where
+    F: Fn() -> String + Send + Sync + 'static,
+{
+    let busy = Arc::new(AtomicUsize::new(0));
+    loop {
+        let Ok(connection) = accept_with(socket, SocketFlags::CLOEXEC) else {
+            std::thread::sleep(PAUSE);
+            continue;
+        };
+        let place = Seat::take(&busy);
+        let Some(place) = place else { continue };
+        let text = Arc::clone(text);
+        // If no thread can be started, the connection closes.
+        let _ = std::thread::Builder::new()
+            .name("metrics".into())
+            .stack_size(256 << 10)
+            .spawn(move || {
+                let _place = place;
+                // A failed connection needs no report.
+                let _ = serve(connection, &*text);
+            });
+    }
+}
+
+/// One of the [`AT_ONCE`] places for connections.
+struct Seat(Arc<AtomicUsize>);
+
+impl Seat {
+    fn take(busy: &Arc<AtomicUsize>) -> Option<Self> {
+        let seat = Seat(Arc::clone(busy));
+        (busy.fetch_add(1, Ordering::Relaxed) < AT_ONCE).then_some(seat)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn serve(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
+    let deadline = Instant::now() + CONNECTION_TIMEOUT;
+    let mut stream = File::from(connection);
+    let mut request = Vec::new();
+    let mut piece = [0; 1024];
+    let status = loop {
+        if let Some(status) = status(&request) {
+            break status;
+        }
+        set_timeout(&stream, Timeout::Recv, deadline)?;
+        match stream.read(&mut piece)? {
+            0 => return Ok(()),
+            n => request.extend_from_slice(&piece[..n]),
+        }
+    };
+    let body = match status {
+        Status::Ok | Status::OkWithoutBody => text(),
+        _ => format!("{}\n", status.line()),
+    };
+    let head = format!(
+        "HTTP/1.1 {}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n\
+         Content-Length: {}\r\nConnection: close\r\n\r\n",
+        status.line(),
+        body.len(),
+    );
+    let mut reply = head.into_bytes();
+    if status != Status::OkWithoutBody {
+        reply.extend_from_slice(body.as_bytes());
+    }
+    let mut rest = &reply[..];
+    while !rest.is_empty() {
+        set_timeout(&stream, Timeout::Send, deadline)?;
+        match stream.write(rest)? {
+            0 => return Ok(()),
+            n => rest = &rest[n..],
+        }
+    }
+    Ok(())
+}
+
+fn set_timeout(stream: &File, direction: Timeout, deadline: Instant) -> io::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    Ok(set_socket_timeout(stream, direction, Some(left))?)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Status {
+    Ok,
+    OkWithoutBody,
+    BadRequest,
+    NotFound,
+    WrongMethod,
+    TooLong,
+}
+
+impl Status {
+    fn line(self) -> &'static str {
+        match self {
+            Status::Ok | Status::OkWithoutBody => "200 OK",
+            Status::BadRequest => "400 Bad Request",
+            Status::NotFound => "404 Not Found",
+            Status::WrongMethod => "405 Method Not Allowed",
+            Status::TooLong => "431 Request Header Fields Too Large",
+        }
+    }
+}
+
+/// The status of the reply to a request; `None` if the request is not complete.
+fn status(request: &[u8]) -> Option<Status> {
+    let ended = request.windows(4).any(|four| four == b"\r\n\r\n")
+        || request.windows(2).any(|two| two == b"\n\n");
+    if !ended {
+        return (request.len() > REQUEST_BYTES).then_some(Status::TooLong);
+    }
+    let line = request.split(|&byte| byte == b'\n').next().unwrap_or(b"");
+    let line = line.strip_suffix(b"\r").unwrap_or(line);
+    let words: Vec<&[u8]> = line.split(|&byte| byte == b' ').collect();
+    Some(match words[..] {
+        [method, target, version] if version.starts_with(b"HTTP/1.") => {
+            let path = target.split(|&byte| byte == b'?').next().unwrap_or(b"");
+            match (method, path) {
+                (b"GET", b"/metrics") => Status::Ok,
+                (b"HEAD", b"/metrics") => Status::OkWithoutBody,
+                (b"GET" | b"HEAD", _) => Status::NotFound,
+                _ => Status::WrongMethod,
+            }
+        }
+        _ => Status::BadRequest,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn only_one_page_exists() {
+        for (request, expected) in [
+            ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", Some(Status::Ok)),
+            ("GET /metrics?a=b HTTP/1.0\n\n", Some(Status::Ok)),
+            (
+                "HEAD /metrics HTTP/1.1\r\n\r\n",
+                Some(Status::OkWithoutBody),
+            ),
+            ("GET / HTTP/1.1\r\n\r\n", Some(Status::NotFound)),
+            ("GET /metricsx HTTP/1.1\r\n\r\n", Some(Status::NotFound)),
+            ("POST /metrics HTTP/1.1\r\n\r\n", Some(Status::WrongMethod)),
+            ("GET /metrics\r\n\r\n", Some(Status::BadRequest)),
+            ("\r\n\r\n", Some(Status::BadRequest)),
+            ("GET /metrics HTTP/1.1\r\nHost: x\r\n", None),
+            ("", None),
+        ] {
+            assert_eq!(status(request.as_bytes()), expected, "{request:?}");
+        }
+        assert_eq!(status(&[b'a'; REQUEST_BYTES + 1]), Some(Status::TooLong));
+    }
+
+    fn server() -> (Metrics, std::net::SocketAddr) {
+        let metrics = Metrics::listen("127.0.0.1:0").unwrap();
+        metrics.answer(|| "x 1\n".to_owned()).unwrap();
+        let ListenAddress::Tcp(address) = *metrics.place() else {
+            panic!("{:?}", metrics.place());
+        };
+        (metrics, address)
+    }
+
+    #[test]
+    fn a_request_in_pieces_is_answered_whole() {
+        let (_metrics, address) = server();
+        let mut client = TcpStream::connect(address).unwrap();
+        for piece in ["GET /met", "rics HTTP/1.1\r", "\nHost: a\r\n", "\r\n"] {
+            client.write_all(piece.as_bytes()).unwrap();
+            client.flush().unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        assert!(answer.contains("\r\nContent-Length: 4\r\n"), "{answer}");
+        assert!(answer.ends_with("\r\n\r\nx 1\n"), "{answer}");
+    }
+
+    #[test]
+    fn silent_and_endless_clients_do_not_block_other_clients() {
+        let (_metrics, address) = server();
+        let _silent: Vec<_> = (0..AT_ONCE)
+            .map(|_| TcpStream::connect(address).unwrap())
+            .collect();
+        let start = Instant::now();
+        // Silent clients occupy all places until their time has passed.
+        let wait_for_answer = || loop {
+            let mut client = TcpStream::connect(address).unwrap();
+            let mut answer = String::new();
+            let _ = client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
+            let read = client.read_to_string(&mut answer);
+            if read.is_ok() && answer.contains("200 OK") {
+                break;
+            }
+            assert!(start.elapsed() < 100 * CONNECTION_TIMEOUT, "{answer}");
+            std::thread::sleep(Duration::from_millis(50));
+        };
+        wait_for_answer();
+        let endless = [b'a'; 4 * REQUEST_BYTES];
+        let mut client = TcpStream::connect(address).unwrap();
+        // The server may close the connection during the write.
+        let _ = client.write_all(&endless);
+        wait_for_answer();
+    }
+
+    #[test]
+    fn socket_file_is_removed_on_drop() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics");
+        let address = format!("unix:{}", path.display());
+        let metrics = Metrics::listen(&address).unwrap();
+        assert!(path.exists());
+        assert!(Metrics::listen(&address).is_err());
+        drop(metrics);
+        assert!(!path.exists());
+    }
+}

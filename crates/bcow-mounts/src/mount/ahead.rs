@@ -1,0 +1,127 @@
+//! Fetches parts of a remote image before programs read them: first the parts in the prefetch list
+//! of the image (spec section 13, `prefetch`), then the rest.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use bcow::Error;
+use bcow_images::image::OpenImage;
+use bcow_images::prefetch::{List, Shown};
+use bcow_remote::{Ahead, AheadEvent, Complete, Part, RemoteFile};
+use bcow_union::log::{self, Severity};
+
+use crate::args::{CompleteWhen, MountArgs};
+
+/// Parts of a file with at most this many bytes between them are fetched with what is between: a
+/// request more would take longer.
+const GAP_BYTES: u64 = 64 << 10;
+
+/// Fetching in the background, which ends when this is dropped.
+pub struct Fetching(Arc<AtomicBool>);
+
+impl Drop for Fetching {
+    fn drop(&mut self) {
+        // A request that is on its way ends with the process.
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Starts to fetch the image, as far as its list and the options say. Failures are logged only.
+pub fn start(args: &MountArgs, image: &OpenImage) -> Option<Fetching> {
+    let files = args.stores.remote.files();
+    if files.is_empty() {
+        return None;
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    let name = image.path().display().to_string();
+    // Layers on top are files of this machine.
+    let shown = Shown::by(image.parts().first().map_or(image, |part| &part.image));
+    let when = args.complete;
+    let work = {
+        let (stop, name) = (Arc::clone(&stop), name.clone());
+        // The mount does not wait for the list.
+        move || fetch(&name, shown, files, when, &stop)
+    };
+    match thread::Builder::new().name("ahead".to_owned()).spawn(work) {
+        Ok(_) => Some(Fetching(stop)),
+        Err(error) => {
+            let message = format!("{name}: not fetched ahead: {error}");
+            log::log(Severity::Warning, &message);
+            None
+        }
+    }
+}
+
+fn fetch(
+    name: &str,
+    shown: Shown,
+    files: Vec<Arc<RemoteFile>>,
+    when: Option<CompleteWhen>,
+    stop: &AtomicBool,
+) {
+    let note = |error: &Error| {
+        let message = format!("{name}: its list of what a start reads is unused: {error}");
+        log::log(Severity::Warning, &message);
+    };
+    let list = match shown.image().metadata() {
+        Ok(metadata) => shown.list(&metadata),
+        Err(error) => {
+            note(&error);
+            None
+        }
+    };
+    let complete = match (when, &list) {
+        (Some(CompleteWhen::Always), _) => Complete::Always,
+        (Some(CompleteWhen::Idle), _) | (None, Some(_)) => Complete::Idle,
+        (Some(CompleteWhen::Never), _) | (None, None) => Complete::Never,
+    };
+    let parts = list.map_or(Ok(Vec::new()), |list| parts(&list, &files));
+    let ahead = Ahead {
+        parts: parts.inspect_err(note).unwrap_or_default(),
+        files,
+        complete,
+        report,
+    };
+    ahead.run(stop);
+}
+
+fn report(event: &AheadEvent) {
+    let severity = match event {
+        AheadEvent::Fetched { .. } | AheadEvent::Complete { .. } | AheadEvent::NotCompleted(_) => {
+            Severity::Notice
+        }
+        AheadEvent::Missing { .. } | AheadEvent::Failed(_) => Severity::Warning,
+    };
+    log::log(severity, &event.to_string());
+}
+
+/// The parts of `files` that hold the listed blocks.
+fn parts(list: &List, files: &[Arc<RemoteFile>]) -> Result<Vec<Part>, Error> {
+    let files: HashMap<[u8; 32], &Arc<RemoteFile>> =
+        files.iter().map(|file| (file.root().0, file)).collect();
+    let mut parts: Vec<Part> = Vec::new();
+    list.blocks(&mut |image, stored| {
+        let root = image.header().merkle.as_ref().map(|tree| tree.root);
+        // Files of this machine need no fetching.
+        let Some(&file) = root.and_then(|root| files.get(&root)) else {
+            return;
+        };
+        let range = stored.at.0..stored.at.0 + u64::from(stored.bytes);
+        match parts.last_mut() {
+            Some(last)
+                if Arc::ptr_eq(&last.file, file)
+                    && range.start >= last.range.start
+                    && range.start <= last.range.end + GAP_BYTES =>
+            {
+                last.range.end = last.range.end.max(range.end);
+            }
+            _ => parts.push(Part {
+                file: Arc::clone(file),
+                range,
+            }),
+        }
+    })?;
+    Ok(parts)
+}

@@ -1,0 +1,91 @@
+//! The process in which a mount is made: one of its own, or that of a pool.
+
+use std::os::fd::BorrowedFd;
+
+use bcow::BlockCache;
+use bcow_fuse::signals::Signals;
+use bcow_images::error::CommandError;
+use bcow_union::UpperError;
+
+use crate::args::MountArgs;
+use crate::error::failure;
+use bcow_images::image::Messages;
+use bcow_images::upper;
+
+/// The threads of a mount, unless the user asks for more.
+const MOST_THREADS: usize = 16;
+
+/// The process in which a mount is made.
+pub struct Host<'a> {
+    /// The cache of decoded blocks.
+    pub cache: BlockCache,
+    /// The signals that may interrupt the mount while it is being made.
+    pub signals: Option<&'a Signals>,
+    /// The pool, if the process has several mounts.
+    pub pool: Option<InPool>,
+}
+
+/// What a mount gets from its pool.
+#[derive(Debug, Clone)]
+pub struct InPool {
+    /// The name of the pool.
+    pub name: String,
+    /// Threads that answer the requests of one mount.
+    pub threads: Option<usize>,
+}
+
+impl Host<'_> {
+    /// The process of a pool.
+    pub fn of_pool(cache: BlockCache, pool: InPool) -> Self {
+        Host {
+            cache,
+            signals: None,
+            pool: Some(pool),
+        }
+    }
+
+    /// Lets signals interrupt the mount from now on.
+    pub fn let_signals_through(&self) -> Result<(), CommandError> {
+        let through = self.signals.map_or(Ok(()), Signals::let_through);
+        through.map_err(|error| failure(&error))
+    }
+
+    /// As [`upper::when_free`]. Signals may interrupt a wait for the end of another mount.
+    pub fn when_free<T>(
+        &self,
+        ui: &dyn Messages,
+        mut open: impl FnMut() -> Result<T, UpperError>,
+    ) -> Result<T, UpperError> {
+        upper::when_free(ui, || {
+            // Only the call that blocked the signals can fail.
+            let _ = self.let_signals_through();
+            open()
+        })
+    }
+
+    /// Threads that answer the requests of a mount.
+    pub fn threads(&self, args: &MountArgs, is_writable: bool) -> usize {
+        let of_pool = self.pool.as_ref().and_then(|pool| pool.threads);
+        // With the least, one slow read does not delay the others, nor do two requests to an upper
+        // that wait for the disk. More threads than CPUs only compete for them.
+        let least = if is_writable { 4 } else { 2 };
+        match args.threads.map(usize::from).or(of_pool) {
+            Some(threads) => threads,
+            // Reads that wait for a server do not delay reads of what is here.
+            None if args.image.is_remote() => MOST_THREADS,
+            None => std::thread::available_parallelism()
+                .map_or(least, |cpus| cpus.get().clamp(least, MOST_THREADS)),
+        }
+    }
+}
+
+/// What to do with the upper of a mount.
+#[derive(Debug, Clone, Copy)]
+pub enum UpperUse<'a> {
+    /// Open it for a new mount.
+    New,
+    /// Take it over from a process that has ended, with the ledger of that process.
+    TakeOver(BorrowedFd<'a>),
+    /// Leave it alone: this process, or another one, uses it.
+    None,
+}

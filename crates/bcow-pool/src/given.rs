@@ -1,0 +1,190 @@
+//! What a supervisor holds for the next process of its pool, and gives to it.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+
+use bcow_fuse::Handover;
+use bcow_fuse::kernel::{DiskFiles, DiskHandover};
+
+use crate::link::{Link, Packet, Wait};
+
+/// A mount that a process can take over.
+pub struct Kept {
+    /// The file and the ledger of a disk. Closed before the hidden mount: when a mount has ended,
+    /// its disk is not locked.
+    pub disk: Option<DiskFiles>,
+    /// The connection to the kernel.
+    pub connection: OwnedFd,
+    /// The stored [`MountRecord`](crate::record::MountRecord).
+    pub record: OwnedFd,
+    /// The device number of the mount.
+    pub device: Option<String>,
+    /// Whether the mount is with the kernel driver.
+    pub is_disk: bool,
+    /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
+    pub companion: Option<OwnedFd>,
+}
+
+/// Who gets a mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Receiver {
+    Supervisor,
+    /// The process of the pool.
+    Process,
+}
+
+impl Kept {
+    /// Sends the mount with this number, and its descriptors.
+    pub fn send(&self, link: &Link, number: u64, receiver: Receiver) -> io::Result<()> {
+        let (device, is_disk) = (self.device.clone(), self.is_disk);
+        let packet = match receiver {
+            Receiver::Supervisor => Packet::Keep {
+                number,
+                device,
+                is_disk,
+            },
+            Receiver::Process => Packet::Mount {
+                number,
+                device,
+                is_disk,
+            },
+        };
+        link.send(&packet, &[self.connection.as_fd(), self.record.as_fd()])?;
+        if let Some(companion) = &self.companion {
+            link.send(&Packet::Companion { number }, &[companion.as_fd()])?;
+        }
+        if let Some(disk) = &self.disk {
+            let descriptors = [disk.file.as_fd(), disk.ledger.as_fd()];
+            link.send(&Packet::Disk { number }, &descriptors)?;
+        }
+        Ok(())
+    }
+
+    /// Unmounts a mount that no process serves any more.
+    pub fn unmount(self) {
+        drop(self.disk);
+        if self.is_disk {
+            let device = self.device.as_deref();
+            DiskHandover::unmount_by_number(self.connection, self.companion, device);
+        } else {
+            let handover = Handover {
+                connection: self.connection,
+                target: PathBuf::new(),
+                device: self.device,
+                agreed: 0,
+                ledger: None,
+            };
+            handover.unmount();
+        }
+    }
+}
+
+/// Takes in a packet about one of `mounts`. Ignores other packets.
+pub fn take(
+    mounts: &mut BTreeMap<u64, Kept>,
+    packet: Packet,
+    descriptors: Vec<OwnedFd>,
+) -> io::Result<()> {
+    let mut descriptors = descriptors.into_iter();
+    let mut next = || {
+        let none = || io::Error::other("a descriptor is missing");
+        descriptors.next().ok_or_else(none)
+    };
+    match packet {
+        Packet::Keep {
+            number,
+            device,
+            is_disk,
+        }
+        | Packet::Mount {
+            number,
+            device,
+            is_disk,
+        } => {
+            let kept = Kept {
+                connection: next()?,
+                record: next()?,
+                device,
+                is_disk,
+                companion: None,
+                disk: None,
+            };
+            mounts.insert(number, kept);
+        }
+        Packet::Companion { number } => {
+            if let Some(kept) = mounts.get_mut(&number) {
+                // The ledger of an earlier process lacks changes.
+                kept.companion = None;
+                kept.companion = Some(next()?);
+            }
+        }
+        Packet::Disk { number } => {
+            if let Some(kept) = mounts.get_mut(&number) {
+                kept.disk = Some(DiskFiles {
+                    file: next()?,
+                    ledger: next()?,
+                });
+            }
+        }
+        Packet::Release { number } => drop(mounts.remove(&number)),
+        _ => {}
+    }
+    Ok(())
+}
+
+/// What the supervisor gives to a new process.
+pub struct Given {
+    /// The socket of the pool.
+    pub listener: UnixListener,
+    /// Start time of the pool in seconds since 1970.
+    pub since: u64,
+    /// The processes that the pool had before.
+    pub restarts: u64,
+    /// The process that starts this one again.
+    pub supervisor: u32,
+    /// The log file: an absolute path.
+    pub log_file: Option<PathBuf>,
+    /// The mounts of the previous process, by number.
+    pub mounts: BTreeMap<u64, Kept>,
+}
+
+impl Given {
+    /// Receives all that comes before [`Packet::Begin`].
+    pub fn receive(link: &Link) -> io::Result<Self> {
+        let mut given = None;
+        let mut mounts = BTreeMap::new();
+        loop {
+            let (packet, descriptors) = link
+                .receive(Wait::Yes)?
+                .ok_or(io::ErrorKind::UnexpectedEof)?;
+            match packet {
+                Packet::Socket {
+                    since,
+                    restarts,
+                    supervisor,
+                    log_file,
+                } => {
+                    let socket = descriptors.into_iter().next();
+                    let none = || io::Error::other("a descriptor is missing");
+                    given = Some(Given {
+                        listener: socket.ok_or_else(none)?.into(),
+                        since,
+                        restarts,
+                        supervisor,
+                        log_file: log_file.map(OsString::from).map(PathBuf::from),
+                        mounts: BTreeMap::new(),
+                    });
+                }
+                Packet::Begin => {
+                    let given = given.ok_or_else(|| io::Error::other("the socket is missing"))?;
+                    return Ok(Given { mounts, ..given });
+                }
+                packet => take(&mut mounts, packet, descriptors)?,
+            }
+        }
+    }
+}

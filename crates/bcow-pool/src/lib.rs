@@ -1,0 +1,33 @@
+//! Pools: each is a process that serves many mounts of one user, with one cache of decoded blocks.
+//!
+//! A pool listens at a socket in a directory that only its user can enter. [`protocol`] defines the
+//! lines on that socket, and [`client`] sends requests: [`client::mount`] asks for a mount, by its
+//! command line. [`start::run`] makes a pool, and [`restart()`] replaces its process.
+//!
+//! A pool has two processes. The supervisor starts the process that serves the mounts, holds what
+//! the next process needs to take them over, and starts that process when the first has ended. Both
+//! are this program again, so it must call [`start::run`] for the arguments `pool start ...`.
+//!
+//! ```
+//! use bcow_pool::protocol::{Request, decode_request, encode_request};
+//!
+//! let line = encode_request(&Request::Stop { force: true })?;
+//! assert_eq!(decode_request(&line).unwrap(), Request::Stop { force: true });
+//! # Ok::<(), serde_json::Error>(())
+//! ```
+
+mod asked;
+pub mod client;
+mod directory;
+mod given;
+mod link;
+pub mod protocol;
+mod record;
+mod restart;
+mod server;
+pub mod start;
+pub mod stats;
+mod supervisor;
+
+pub use bcow_mounts::PoolName;
+pub use restart::restart;

@@ -1,0 +1,304 @@
+//! The lines on the socket of a pool, each a JSON document.
+//!
+//! The pool sends a [`Hello`]; the client sends one request; the pool sends one [`Answer`], and
+//! closes the connection. Fields that a reader does not know are ignored. A change that an older
+//! reader would misunderstand gets a new [`VERSION`].
+
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use bcow_images::error::CommandError;
+use bcow_images::image::Messages;
+use bcow_images::names::printable;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::asked::Asked;
+
+/// The version of the protocol.
+pub const VERSION: u64 = 1;
+/// Longest request in bytes, with its newline.
+pub const MAX_REQUEST_BYTES: usize = 1 << 20;
+/// Longest answer in bytes, with its newline.
+pub const MAX_ANSWER_BYTES: usize = 16 << 20;
+
+/// The first line, from the pool.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Hello {
+    /// The version of the protocol that the pool has.
+    pub version: u64,
+    /// The version of bcow.
+    pub program: String,
+    /// The name of the pool.
+    pub pool: String,
+    /// The process of the pool.
+    pub pid: u32,
+    /// Start time of the pool in seconds since 1970.
+    pub since: u64,
+    /// Number of its mounts.
+    pub mounts: usize,
+    /// The process that starts the process of the pool again.
+    #[serde(default)]
+    #[serde(rename = "keeper")]
+    pub supervisor: Option<u32>,
+    /// The processes that the pool had before.
+    #[serde(default)]
+    pub restarts: u64,
+    /// The mounts of the process before that this one could not take over.
+    #[serde(default)]
+    pub lost: u64,
+}
+
+/// What a client asks for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case")]
+pub enum Request {
+    /// Mount an image.
+    Mount {
+        #[serde(flatten)]
+        asked: Asked,
+        /// What its paths mean.
+        view: View,
+    },
+    /// Return the statistics.
+    Stats,
+    /// Unmount everything, and end.
+    Stop {
+        /// Also if there are mounts.
+        force: bool,
+    },
+    /// Let another process take over the mounts.
+    Restart {
+        /// Unmount first what another process cannot take over.
+        force: bool,
+    },
+}
+
+/// What determines which file a path leads to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct View {
+    mount_namespace: String,
+    user_namespace: String,
+    root: (u64, u64),
+}
+
+impl View {
+    /// The view of this process.
+    pub fn own() -> io::Result<Self> {
+        let namespace = |name: &str| {
+            let link = std::fs::read_link(format!("/proc/self/ns/{name}"))?;
+            Ok::<_, io::Error>(link.to_string_lossy().into_owned())
+        };
+        let root = std::fs::metadata("/")?;
+        Ok(View {
+            mount_namespace: namespace("mnt")?,
+            user_namespace: namespace("user")?,
+            root: (root.dev(), root.ino()),
+        })
+    }
+}
+
+/// A message for the user that is not an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Message {
+    Status(String),
+    Warning(String),
+    Hint(String),
+}
+
+impl Message {
+    /// Shows the message of another process.
+    pub fn show(&self, ui: &dyn Messages) {
+        match self {
+            Message::Status(text) => ui.status(&printable(text)),
+            Message::Warning(text) => ui.warning(text),
+            Message::Hint(text) => ui.hint(text),
+        }
+    }
+}
+
+/// The last line, from the pool; `T` is what the request returns.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Answer<T> {
+    /// Messages for the user, before the result.
+    #[serde(default)]
+    pub messages: Vec<Message>,
+    pub result: Outcome<T>,
+}
+
+/// The result of a request.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome<T> {
+    /// What the request returns.
+    Done(T),
+    /// Why it failed.
+    Failed(Failure),
+}
+
+/// A [`CommandError`].
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Failure {
+    message: String,
+    #[serde(default)]
+    causes: Vec<String>,
+    hint: Option<String>,
+    exit: u8,
+}
+
+impl From<&CommandError> for Failure {
+    fn from(error: &CommandError) -> Self {
+        Failure {
+            message: error.message().to_owned(),
+            causes: error.causes().to_vec(),
+            hint: error.hint_text().map(str::to_owned),
+            exit: error.exit(),
+        }
+    }
+}
+
+impl Failure {
+    /// The error that the pool had.
+    pub fn into_error(self) -> CommandError {
+        let error = CommandError::new(self.message).exit_with(self.exit.max(1));
+        let causes = self.causes.into_iter();
+        let error = causes.fold(error, CommandError::caused_by_text);
+        error.hint_if(self.hint)
+    }
+}
+
+/// Encodes a request, with the version.
+pub fn encode_request(request: &Request) -> serde_json::Result<Vec<u8>> {
+    let mut value = serde_json::to_value(request)?;
+    value["version"] = VERSION.into();
+    line(&value)
+}
+
+/// Decodes a request. The error is for the client.
+pub fn decode_request(line: &[u8]) -> Result<Request, CommandError> {
+    let invalid = || CommandError::new("invalid request to the pool");
+    let value: Value = serde_json::from_slice(line).map_err(|error| invalid().caused_by(&error))?;
+    match value["version"].as_u64() {
+        Some(VERSION) => {}
+        Some(other) => {
+            return Err(CommandError::new(format!(
+                "the request has version {other} of the protocol, and the pool has version \
+                 {VERSION}"
+            ))
+            .hint("use the version of bcow that started the pool, or start the pool again"));
+        }
+        None => return Err(invalid().caused_by_text("it has no version")),
+    }
+    serde_json::from_value(value).map_err(|error| invalid().caused_by(&error))
+}
+
+/// Encodes a document as a line.
+pub fn line(document: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(document)?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// Reads a line of at most `most` bytes, without its newline. Without `timeout`, waits for ever.
+///
+/// The other side sends nothing after the line until it has an answer, so that this reads nothing
+/// of a next line.
+pub fn read_line(
+    mut stream: &UnixStream,
+    most: usize,
+    timeout: Option<Duration>,
+) -> io::Result<Vec<u8>> {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    let mut line = Vec::new();
+    let mut piece = [0; 4096];
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(left)?;
+        let count = match stream.read(&mut piece) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            Err(error) => return Err(error),
+        };
+        line.extend_from_slice(&piece[..count]);
+        if line.len() > most {
+            let text = format!("the line has more than {most} bytes");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+            return Ok(line);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::{OsStr, OsString};
+    use std::io::Write;
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    #[test]
+    fn requests_keep_their_bytes() {
+        let request = Request::Mount {
+            asked: Asked {
+                arguments: vec![
+                    OsStr::new("bcow").into(),
+                    OsStr::from_bytes(b"a\xff\n").into(),
+                ],
+                directory: OsStr::new("/ä").into(),
+            },
+            view: View::own().unwrap(),
+        };
+        let line = encode_request(&request).unwrap();
+        assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
+        assert_eq!(decode_request(&line).unwrap(), request);
+        let Request::Mount { asked, .. } = request else {
+            panic!("{request:?}");
+        };
+        let bytes: OsString = asked.arguments[1].clone().into();
+        assert_eq!(bytes.as_bytes(), b"a\xff\n");
+    }
+
+    #[test]
+    fn unknown_versions_and_requests_are_named() {
+        for (line, expected) in [
+            (r#"{"version":7,"request":"stats"}"#, "version 7"),
+            (r#"{"request":"stats"}"#, "it has no version"),
+            (r#"{"version":1,"request":"sing"}"#, "`sing`"),
+            (r#"{"version":1}"#, "`request`"),
+            (r#"{"version":1,"request":"stop"}"#, "force"),
+            ("{", "EOF"),
+        ] {
+            let error = decode_request(line.as_bytes()).unwrap_err();
+            let text = format!("{error}: {}", error.causes().join(": "));
+            assert!(text.contains(expected), "{text}");
+        }
+    }
+
+    #[test]
+    fn lines_have_a_limit_of_length_and_of_time() {
+        let read = |bytes: &[u8], timeout| {
+            let (mut ours, theirs) = UnixStream::pair().unwrap();
+            ours.write_all(bytes).unwrap();
+            let line = read_line(&theirs, 8, timeout);
+            drop(ours);
+            line.map_err(|error| error.kind())
+        };
+        let short = Some(Duration::from_millis(1));
+        assert_eq!(read(b"1234567\n", None), Ok(b"1234567".to_vec()));
+        assert_eq!(read(b"12345678\n", None), Err(io::ErrorKind::InvalidData));
+        assert_eq!(read(b"1234", short), Err(io::ErrorKind::TimedOut));
+    }
+}

@@ -1,0 +1,773 @@
+//! The process of a pool: its mounts, and the requests of clients.
+
+mod restart;
+mod takeover;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use bcow::BlockCache;
+use bcow_fuse::kernel::DiskStopper;
+use bcow_fuse::session::{Closer, Stopper, Unmounted, Unmounter};
+use bcow_fuse::signals::Signals;
+use bcow_fuse::{AnySession, MountStats};
+use bcow_images::error::{CommandError, Context};
+use bcow_images::image::Messages;
+use bcow_images::running::{self, Published, Service};
+use bcow_mounts::mount::fuse::Mounted;
+use bcow_mounts::mount::host::{Host, InPool};
+use bcow_mounts::mount::pooled;
+use bcow_mounts::{PoolName, failure};
+use bcow_union::log::{self, Severity};
+use rustix::process::Pid;
+use serde::Serialize;
+
+use crate::asked::{Asked, OwnDirectory};
+use crate::given::Given;
+use crate::link::{AGAIN, Link, Packet, Wait};
+use crate::protocol::{
+    self, Answer, Failure, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View,
+};
+use crate::record::MountRecord;
+use crate::stats::{Document, Memory, Mount, SCHEMA};
+
+/// Requests at a time. Further clients are refused.
+const AT_ONCE: usize = 64;
+/// Mounts that are stopped or taken over at a time.
+const SIDE_BY_SIDE: usize = 8;
+/// Limit of the mounts of a pool: each has threads and descriptors.
+const MAX_MOUNTS: usize = 1000;
+/// How long a client may take to send its request.
+const ASKS_WITHIN: Duration = Duration::from_secs(10);
+/// Pause after a failed accept, which mostly means too few descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+pub struct Pool {
+    name: PoolName,
+    /// Threads that answer the requests of one mount.
+    threads: Option<usize>,
+    /// Start time of the pool in seconds since 1970.
+    since: u64,
+    /// The processes that the pool had before.
+    restarts: u64,
+    /// The process that starts this one again.
+    supervisor: u32,
+    cache: BlockCache,
+    /// The socket to the supervisor.
+    link: Link,
+    has_supervisor: AtomicBool,
+    clients: AtomicUsize,
+    /// Mounts that this process could not take over.
+    lost: AtomicU64,
+    /// The lock is held to add, to remove and to list mounts; never during a request of a mount,
+    /// nor while a mount is made or ends.
+    state: Mutex<PoolState>,
+    /// Signals that a mount has ended, or that the pool is to end.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct PoolState {
+    /// By the order in which they were made.
+    mounts: BTreeMap<u64, PoolMount>,
+    next: u64,
+    /// Mounts that are being made.
+    in_progress: usize,
+    is_ending: bool,
+    /// Whether another process takes over.
+    is_restarting: bool,
+    /// Whether the mounts are being stopped for that. From now on no thread may wait for a mount of
+    /// this pool: the mounts do not answer, and the process could not end.
+    is_leaving: bool,
+    /// Clients that have ended the pool and have no answer yet.
+    unanswered: usize,
+    /// For `bcow ps`.
+    published: Option<Published>,
+}
+
+struct PoolMount {
+    service: Service,
+    /// Its counters refer to the upper, which the end of the mount releases.
+    stats: Weak<MountStats>,
+    unmounter: Unmounter,
+    closer: Option<Closer>,
+    /// Stops the mount for another process; `None` without an upper and without a disk.
+    stopper: Option<AnyStopper>,
+    /// What another process needs to take the mount over; `None` if none can. The supervisor has
+    /// it, with descriptors.
+    kept: Option<MountRecord>,
+}
+
+#[derive(Clone)]
+enum AnyStopper {
+    Upper(Stopper),
+    Disk(DiskStopper),
+}
+
+impl Pool {
+    /// A pool whose supervisor is at the other end of `link`, with a cache of `memory_bytes`.
+    pub fn new(
+        name: PoolName,
+        memory_bytes: u64,
+        threads: Option<usize>,
+        given: &Given,
+        link: Link,
+    ) -> Self {
+        Pool {
+            name,
+            threads,
+            since: given.since,
+            restarts: given.restarts,
+            supervisor: given.supervisor,
+            cache: BlockCache::common(memory_bytes),
+            link,
+            has_supervisor: AtomicBool::new(true),
+            clients: AtomicUsize::new(0),
+            lost: AtomicU64::new(0),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Releases the cache whenever no mount has received a request for some time.
+    pub fn watch_rest(self: &Arc<Self>) {
+        let pool = Arc::downgrade(self);
+        bcow_fuse::idle::watch_all(move || {
+            let pool = pool.upgrade()?;
+            let cache = pool.cache.clone();
+            Some((pool.requests(), move || cache.release()))
+        });
+    }
+
+    fn requests(&self) -> u64 {
+        let state = self.state();
+        let stats = state
+            .mounts
+            .values()
+            .filter_map(|entry| entry.stats.upgrade());
+        stats.map(|stats| stats.requests()).sum()
+    }
+
+    /// Ends the pool at SIGTERM and SIGINT, and at once at a second signal.
+    pub fn unmount_at_signals(self: &Arc<Self>, signals: Signals) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        let wait = move || {
+            pool.end(signals.wait());
+            signals.wait();
+            pool.end_now();
+        };
+        thread::Builder::new()
+            .name("signals".into())
+            .spawn(wait)
+            .map(drop)
+    }
+
+    /// Does the same on the signals that the supervisor forwards. They are counted separately: a
+    /// service manager sends each signal to both processes.
+    pub fn listen_to_supervisor(self: &Arc<Self>) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        let listen = move || {
+            let mut has_signal = false;
+            while let Ok(Some((packet, _))) = pool.link.receive(Wait::Yes) {
+                match packet {
+                    Packet::End { .. } if has_signal => pool.end_now(),
+                    Packet::End { signal } => {
+                        has_signal = true;
+                        pool.end(&signal);
+                    }
+                    _ => {}
+                }
+            }
+            pool.has_supervisor.store(false, Ordering::Relaxed);
+            let name = &pool.name;
+            let message = format!(
+                "pool {name}: its supervisor has ended; no process can take over its mounts"
+            );
+            log::log(Severity::Warning, &message);
+        };
+        thread::Builder::new()
+            .name("supervisor".into())
+            .spawn(listen)
+            .map(drop)
+    }
+
+    /// Ends the process, when the uppers are durable.
+    fn end_now(&self) -> ! {
+        self.close_uppers(|_| true);
+        // The kernel sees that the connections are closed, and fails the requests in flight.
+        std::process::exit(1);
+    }
+
+    fn close_uppers(&self, is_meant: impl Fn(u64) -> bool) {
+        let closers: Vec<Closer> = {
+            let state = self.state();
+            let mounts = state.mounts.iter();
+            let meant = mounts.filter(|(number, _)| is_meant(**number));
+            meant
+                .filter_map(|(_, entry)| entry.closer.clone())
+                .collect()
+        };
+        for closer in closers {
+            if let Err(error) = closer.close() {
+                log_failure(&failure(&error));
+            }
+        }
+    }
+
+    /// Reports to the supervisor that the pool takes requests.
+    pub fn report_ready(&self) {
+        self.notify_supervisor(&Packet::Ready, &[]);
+    }
+
+    /// Without a supervisor, this process serves its mounts to their end.
+    fn notify_supervisor(&self, packet: &Packet, descriptors: &[BorrowedFd<'_>]) -> bool {
+        self.link.send(packet, descriptors).is_ok()
+    }
+
+    fn host(&self) -> Host<'static> {
+        let pool = InPool {
+            name: self.name.to_string(),
+            threads: self.threads,
+        };
+        Host::of_pool(self.cache.clone(), pool)
+    }
+
+    /// Unmounts everything because of `reason`; the pool ends with its last mount. Returns the
+    /// number of mounts that are in use.
+    fn end(&self, reason: &str) -> u64 {
+        let mounts: Vec<(Unmounter, String)> = {
+            let mut state = self.state();
+            if state.is_leaving {
+                // The next process ends the pool.
+                let signal = reason.to_owned();
+                self.notify_supervisor(&Packet::End { signal }, &[]);
+                return 0;
+            }
+            state.is_ending = true;
+            self.changed.notify_all();
+            let mounts = state.mounts.values();
+            let place = |entry: &PoolMount| entry.service.at.join(", ");
+            mounts
+                .map(|entry| (entry.unmounter.clone(), place(entry)))
+                .collect()
+        };
+        let mut in_use = 0;
+        for (unmounter, place) in mounts {
+            let unmounted = unmounter.unmount();
+            in_use += u64::from(unmounted != Unmounted::Gone);
+            if let Some(warning) = unmounted.warning(reason, Path::new(&place)) {
+                log::log(Severity::Warning, &warning);
+            }
+        }
+        in_use
+    }
+
+    /// Waits until the pool is to end, and its last mount has ended.
+    pub fn wait_for_end(&self) {
+        let mut state = self.state();
+        while !state.has_ended() {
+            state = self.wait(state);
+        }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, PoolState>) -> MutexGuard<'a, PoolState> {
+        self.changed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes requests from now on.
+    pub fn accept(self: &Arc<Self>, listener: UnixListener) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        let accept = move || {
+            loop {
+                let Ok((connection, _)) = listener.accept() else {
+                    thread::sleep(PAUSE);
+                    continue;
+                };
+                let client = Client::new(&pool);
+                // If no thread can be started, the connection closes.
+                let _ = thread::Builder::new()
+                    .name("request".into())
+                    .spawn(move || client.serve(&connection));
+            }
+        };
+        thread::Builder::new()
+            .name("accept".into())
+            .spawn(accept)
+            .map(drop)
+    }
+
+    fn hello(&self) -> Hello {
+        Hello {
+            version: protocol::VERSION,
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            pool: self.name.to_string(),
+            pid: std::process::id(),
+            since: self.since,
+            mounts: self.state().mounts.len(),
+            supervisor: self.has_supervisor().then_some(self.supervisor),
+            restarts: self.restarts,
+            lost: self.lost.load(Ordering::Relaxed),
+        }
+    }
+
+    fn has_supervisor(&self) -> bool {
+        self.has_supervisor.load(Ordering::Relaxed)
+    }
+
+    /// Mounts, and serves the mount in a thread of its own. Returns its number.
+    fn mount(
+        self: &Arc<Self>,
+        mount: MountInProgress<'_>,
+        asked: Asked,
+        ui: &dyn Messages,
+    ) -> Result<u64, CommandError> {
+        let args = asked.args()?;
+        let mounted = pooled::mount(&args, &self.host(), &self.devices(), ui)?;
+        let number = {
+            let mut state = self.state();
+            state.next += 1;
+            state.next - 1
+        };
+        let kept = self.keep(number, &mounted, asked);
+        mount
+            .arrive(number, mounted, kept)
+            .inspect_err(|_| self.release(number))?;
+        if self.state().is_ending {
+            return Err(
+                CommandError::new("cannot serve the mount").caused_by_text("the pool is ending")
+            );
+        }
+        Ok(number)
+    }
+
+    /// The device numbers of the mounts.
+    fn devices(&self) -> Vec<String> {
+        let state = self.state();
+        let services = state.mounts.values().map(|entry| &entry.service);
+        services
+            .filter_map(|service| service.device.clone())
+            .collect()
+    }
+
+    /// Serves a mount to its end.
+    fn serve(&self, number: u64, session: AnySession) {
+        if let Err(error) = session.serve(|| self.release(number)) {
+            log_failure(&failure(&error));
+        }
+        {
+            let mut state = self.state();
+            state.mounts.remove(&number);
+            state.publish();
+        }
+        self.changed.notify_all();
+    }
+
+    /// Unmounts a mount that no user knows of.
+    fn unmount(self: &Arc<Self>, number: u64) {
+        // A restart waits for this: see `PoolState::is_leaving`.
+        let Ok(_unmounting) = MountInProgress::new(self) else {
+            return;
+        };
+        let unmounter = {
+            let state = self.state();
+            state
+                .mounts
+                .get(&number)
+                .map(|entry| entry.unmounter.clone())
+        };
+        if let Some(unmounter) = unmounter {
+            unmounter.unmount();
+        }
+    }
+
+    fn statistics(&self) -> Document {
+        let mounts: Vec<(Service, Weak<MountStats>)> = {
+            let state = self.state();
+            let mounts = state.mounts.values();
+            mounts
+                .map(|entry| (entry.service.clone(), Weak::clone(&entry.stats)))
+                .collect()
+        };
+        let mounts = mounts.into_iter().filter_map(|(service, stats)| {
+            let document = stats.upgrade()?.document();
+            let requests = document.operations.iter().map(|operation| operation.count);
+            Some(Mount {
+                requests: requests.sum(),
+                errors: document.errors.total,
+                image: service.image,
+                at: service.at.join(", "),
+                upper: service.upper,
+                mode: service.mode,
+                device: service.device,
+                since_unix_seconds: service.since,
+            })
+        });
+        Document {
+            schema: SCHEMA.to_owned(),
+            pool: self.name.to_string(),
+            pid: std::process::id(),
+            since_unix_seconds: self.since,
+            restarts: self.restarts,
+            mounts: mounts.collect(),
+            memory: memory(),
+            cache: self.cache.figures(),
+            threads: number("/proc/self/status", "Threads:").unwrap_or(0),
+            requests: self.requests(),
+        }
+    }
+
+    /// Ends the pool. Returns the number of mounts that are in use.
+    fn stop(&self, force: bool) -> Result<u64, CommandError> {
+        {
+            let mut state = self.state();
+            if state.is_restarting {
+                let name = &self.name;
+                return Err(CommandError::new(format!("cannot stop the pool {name}"))
+                    .caused_by_text("it is restarting")
+                    .passes_if(true));
+            }
+            let mounts = state.mounts.len() + state.in_progress;
+            if mounts > 0 && !force {
+                let name = &self.name;
+                return Err(CommandError::new(format!(
+                    "the pool {name} has {}",
+                    bcow_images::size::plural(mounts as u64, "mount")
+                ))
+                .hint(format!(
+                    "`bcow umount` unmounts them one by one, `bcow pool stop --force {name}` all \
+                     at once"
+                )));
+            }
+            // Before the lock is released: another client may be about to mount.
+            state.is_ending = true;
+            state.unanswered += 1;
+        }
+        Ok(self.end("bcow pool stop"))
+    }
+}
+
+impl PoolState {
+    fn has_ended(&self) -> bool {
+        self.is_ending && self.mounts.is_empty() && self.in_progress == 0 && self.unanswered == 0
+    }
+
+    /// Publishes the list of mounts for `bcow ps`.
+    fn publish(&mut self) {
+        let services = self.mounts.values().map(|entry| entry.service.clone());
+        // The old list stays until the new one can be read.
+        self.published = running::publish(services.collect());
+    }
+}
+
+/// A mount that is being made. Counts until it is dropped.
+struct MountInProgress<'a>(&'a Arc<Pool>);
+
+impl<'a> MountInProgress<'a> {
+    fn new(pool: &'a Arc<Pool>) -> Result<Self, CommandError> {
+        let mut state = pool.state();
+        let cannot = || CommandError::new(format!("cannot use the pool {}", pool.name));
+        if state.is_ending {
+            return Err(cannot().caused_by_text("it is ending"));
+        }
+        if state.is_restarting {
+            return Err(cannot().caused_by_text("it is restarting"));
+        }
+        if state.mounts.len() + state.in_progress >= MAX_MOUNTS {
+            return Err(cannot().caused_by_text(format!("it has {MAX_MOUNTS} mounts")));
+        }
+        state.in_progress += 1;
+        Ok(MountInProgress(pool))
+    }
+
+    /// For a mount that the process before has served. A pool that is ending takes it over too, to
+    /// end it as the others.
+    fn of_taken_over(pool: &'a Arc<Pool>) -> Self {
+        pool.state().in_progress += 1;
+        MountInProgress(pool)
+    }
+
+    /// Adds the mount to those of the pool, and serves it. If the pool is ending, the mount ends
+    /// too.
+    fn arrive(
+        self,
+        number: u64,
+        mounted: Mounted,
+        kept: Option<MountRecord>,
+    ) -> Result<(), CommandError> {
+        let Mounted {
+            session,
+            stats,
+            service,
+            fetching,
+            ..
+        } = mounted;
+        let name = "cannot serve the mount";
+        let unmounter = session.unmounter();
+        let is_ending = {
+            let mut state = self.0.state();
+            state.mounts.insert(
+                number,
+                PoolMount {
+                    service,
+                    stats: Arc::downgrade(&stats),
+                    unmounter: session.unmounter(),
+                    closer: session.closer(),
+                    stopper: stopper(&session),
+                    kept,
+                },
+            );
+            state.publish();
+            state.is_ending
+        };
+        // From now on only the session refers to the upper.
+        drop(stats);
+        let pool = Arc::clone(self.0);
+        let serve = move || {
+            let _fetching = fetching;
+            pool.serve(number, session);
+        };
+        let spawned = thread::Builder::new().name("mount".into()).spawn(serve);
+        spawned.map(drop).map_err(|error| {
+            // The session was dropped, which has unmounted.
+            let mut state = self.0.state();
+            state.mounts.remove(&number);
+            state.publish();
+            CommandError::new(name).caused_by(&error)
+        })?;
+        if is_ending {
+            unmounter.unmount();
+        }
+        Ok(())
+    }
+}
+
+fn stopper(session: &AnySession) -> Option<AnyStopper> {
+    match session {
+        AnySession::Fuse(session) => session.stopper().map(AnyStopper::Upper),
+        AnySession::Kernel(session) => session.stopper().map(AnyStopper::Disk),
+    }
+}
+
+impl Drop for MountInProgress<'_> {
+    fn drop(&mut self) {
+        self.0.state().in_progress -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+/// Messages for the client, which shows them.
+#[derive(Default)]
+pub struct Collected(RefCell<Vec<Message>>);
+
+impl Messages for Collected {
+    fn status(&self, text: &dyn Display) {
+        self.0.borrow_mut().push(Message::Status(text.to_string()));
+    }
+
+    fn warning(&self, text: &dyn Display) {
+        self.0.borrow_mut().push(Message::Warning(text.to_string()));
+    }
+
+    fn hint(&self, text: &str) {
+        self.0.borrow_mut().push(Message::Hint(text.to_owned()));
+    }
+}
+
+/// What a request returns to the client.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Done {
+    Mounted {
+        #[serde(skip)]
+        number: u64,
+    },
+    Statistics(Box<Document>),
+    Stopped {
+        /// Mounts that are in use.
+        in_use: u64,
+    },
+    Restarted {
+        /// Mounts that no process takes over.
+        unmounted: u64,
+    },
+}
+
+/// A connected client. Counts until it is dropped.
+struct Client {
+    pool: Arc<Pool>,
+    is_one_too_many: bool,
+}
+
+impl Client {
+    fn new(pool: &Arc<Pool>) -> Self {
+        let before = pool.clients.fetch_add(1, Ordering::Relaxed);
+        Client {
+            pool: Arc::clone(pool),
+            is_one_too_many: before >= AT_ONCE,
+        }
+    }
+
+    /// Answers one request. Errors of the connection concern only the client.
+    fn serve(self, connection: &UnixStream) {
+        let hello = protocol::line(&self.pool.hello()).unwrap_or_default();
+        if send(connection, &hello).is_err() {
+            return;
+        }
+        let messages = Collected::default();
+        let Some(result) = self.answer(connection, &messages).transpose() else {
+            return;
+        };
+        let answer = Answer {
+            messages: messages.0.into_inner(),
+            result: match &result {
+                Ok(done) => Outcome::Done(done),
+                Err(error) => Outcome::Failed(Failure::from(error)),
+            },
+        };
+        let sent = protocol::line(&answer)
+            .map_err(io::Error::from)
+            .and_then(|line| send(connection, &line));
+        match result {
+            Ok(Done::Mounted { number }) if sent.is_err() => self.pool.unmount(number),
+            Ok(Done::Restarted { .. }) => std::process::exit(AGAIN.into()),
+            Ok(Done::Stopped { .. }) => {
+                self.pool.state().unanswered -= 1;
+                self.pool.changed.notify_all();
+                // The client waits until the process has ended and the connection is closed.
+                self.pool.wait_for_end();
+                thread::park();
+            }
+            _ => {}
+        }
+    }
+
+    /// `None` if the client has left without a request.
+    fn answer(
+        &self,
+        connection: &UnixStream,
+        ui: &dyn Messages,
+    ) -> Result<Option<Done>, CommandError> {
+        let name = &self.pool.name;
+        let cannot = || CommandError::new(format!("cannot use the pool {name}"));
+        if self.is_one_too_many {
+            return Err(cannot().caused_by_text(format!("it answers {AT_ONCE} other requests")));
+        }
+        let peer = rustix::net::sockopt::socket_peercred(connection)
+            .map_err(|errno| cannot().caused_by(&io::Error::from(errno)))?;
+        let line = match protocol::read_line(connection, MAX_REQUEST_BYTES, Some(ASKS_WITHIN)) {
+            Ok(line) => line,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) => return Err(cannot().caused_by(&error)),
+        };
+        let request = protocol::decode_request(&line)?;
+        let is_owner = peer.uid == rustix::process::geteuid();
+        // Root may look at and end the pools of others, as with every process.
+        if !is_owner && (!peer.uid.is_root() || matches!(request, Request::Mount { .. })) {
+            return Err(cannot().caused_by_text(format!(
+                "it belongs to {}",
+                running::user_name(rustix::process::geteuid().as_raw())
+            )));
+        }
+        log_request(&request, peer.pid);
+        Ok(Some(match request {
+            Request::Stats => Done::Statistics(Box::new(self.pool.statistics())),
+            Request::Stop { force } => Done::Stopped {
+                in_use: self.pool.stop(force)?,
+            },
+            Request::Restart { force } => Done::Restarted {
+                unmounted: self.pool.restart(force)?,
+            },
+            Request::Mount { asked, view } => {
+                if view != View::own().context(|| cannot().message().to_owned())? {
+                    return Err(cannot()
+                        .caused_by_text(
+                            "it runs in another mount or user namespace, or with another root \
+                             directory, and opens the files of its mounts there",
+                        )
+                        .hint("start a pool in this namespace, or leave --pool out"));
+                }
+                // Before the directory, which can be inside a mount of the pool.
+                let mount = MountInProgress::new(&self.pool)?;
+                let place = OwnDirectory::enter(asked.directory.clone(), Some(peer.pid))?;
+                let number = self.pool.mount(mount, asked, ui)?;
+                drop(place);
+                Done::Mounted { number }
+            }
+        }))
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.pool.clients.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Does `work` for each item, for [`SIDE_BY_SIDE`] at a time.
+fn side_by_side<T: Send>(items: impl Iterator<Item = T> + Send, work: impl Fn(T) + Sync) {
+    let items = Mutex::new(items);
+    let work_on = || {
+        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+        while let Some(item) = next() {
+            work(item);
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..SIDE_BY_SIDE {
+            // If no thread can be started, the others do the work.
+            let _ = thread::Builder::new().spawn_scoped(scope, work_on);
+        }
+        work_on();
+    });
+}
+
+fn send(mut connection: &UnixStream, line: &[u8]) -> io::Result<()> {
+    connection.set_write_timeout(Some(ASKS_WITHIN))?;
+    connection.write_all(line)
+}
+
+fn log_request(request: &Request, client: Pid) {
+    let name = match request {
+        Request::Mount { .. } => "a mount",
+        Request::Stats => "the statistics",
+        Request::Stop { .. } => "the end of the pool",
+        Request::Restart { .. } => "another process",
+    };
+    tracing::info!("process {} asks for {name}", client.as_raw_nonzero());
+}
+
+/// No process reads standard error of a pool in the background.
+pub fn log_failure(error: &CommandError) {
+    log::log(Severity::Error, &error.in_one_line());
+}
+
+/// A number from a file of /proc.
+fn number(file: &str, name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let mut lines = text.lines();
+    let value = lines.find_map(|line| line.strip_prefix(name))?;
+    value.trim().trim_end_matches(" kB").parse().ok()
+}
+
+fn memory() -> Memory {
+    let kib = |file, name| number(file, name).unwrap_or(0) << 10;
+    Memory {
+        resident_bytes: kib("/proc/self/status", "VmRSS:"),
+        proportional_bytes: kib("/proc/self/smaps_rollup", "Pss:"),
+    }
+}

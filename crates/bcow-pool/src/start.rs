@@ -1,0 +1,236 @@
+//! The start of a pool: its supervisor, and the process that a supervisor starts.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bcow_fuse::daemon::{self, Readiness};
+use bcow_fuse::session::abort_on_panic;
+use bcow_fuse::signals::{Ground, Signals};
+use bcow_images::error::{CommandError, Context, exit};
+use bcow_images::image::Messages;
+use bcow_images::{remote, size};
+use bcow_mounts::cpus::{self, Cpus};
+use bcow_mounts::mount::{in_background, log_to};
+use bcow_mounts::{PoolName, failure, heap, limits};
+
+use crate::client::{self, PoolAtSocket};
+use crate::directory::Directory;
+use crate::given::Given;
+use crate::link::Link;
+use crate::server::{Pool, log_failure};
+use crate::supervisor::{self, Supervisor};
+
+/// The options of a pool.
+#[derive(Debug, clap::Args)]
+pub struct StartArgs {
+    /// The name of the pool: letters, digits, '.', '_' and '-'
+    #[arg(value_name = "NAME")]
+    name: PoolName,
+    /// CPUs for the pool, in the form of taskset(1): 0,2-5 [default: all CPUs that the process may
+    /// use]
+    #[arg(long, value_name = "LIST", value_parser = cpus::parse)]
+    cpus: Option<Cpus>,
+    /// Size of the cache of decoded blocks of all mounts together
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size::parse)]
+    memory: u64,
+    /// Threads that answer the requests of one mount, unless the mount has --threads [default: as
+    /// for `bcow mount`]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Run the pool in the foreground
+    #[arg(short, long)]
+    foreground: bool,
+    /// Also append log messages to FILE, with the time: for machines without a system log
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    log_file: Option<PathBuf>,
+}
+
+/// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
+pub fn run(args: &StartArgs, ui: &dyn Messages) -> Result<u8, CommandError> {
+    if let Some(link) = Link::of_this_process() {
+        return serve(args, link).map(|()| exit::DONE);
+    }
+    let readiness = if args.foreground {
+        None
+    } else {
+        match daemon::started_by_launch() {
+            Some(readiness) => Some(readiness),
+            None => return in_background(),
+        }
+    };
+    // The process of the pool has printed or logged the reason of a failure.
+    keep(args, readiness, ui)
+}
+
+/// Keeps the process of the pool running. Returns the exit status of the pool.
+fn keep(
+    args: &StartArgs,
+    readiness: Option<Readiness>,
+    ui: &dyn Messages,
+) -> Result<u8, CommandError> {
+    let cannot = || format!("cannot start the pool {}", args.name);
+    // Process lists show the two processes by their names.
+    let _ = rustix::thread::set_name(c"bcow-supervisor");
+    if let Some(path) = &args.log_file {
+        log_to(path)?;
+    }
+    // Its children inherit this. While a process takes over, the kernel may need memory that only a
+    // write to a mount with the kernel driver sets free.
+    serve_writeback();
+    let log_file = args.log_file.as_deref().map(std::path::absolute);
+    let (listener, _socket) = listen(&args.name)?;
+    let supervisor = Supervisor::new(supervisor::Settings {
+        name: args.name.clone(),
+        listener: &listener,
+        log_file: log_file.transpose().context(cannot)?,
+        ground: match readiness {
+            Some(_) => Ground::Background,
+            None => Ground::Foreground,
+        },
+    });
+    let announce = || match readiness {
+        Some(readiness) => readiness.announce().map_err(|error| failure(&error)),
+        None => {
+            ui.status(&format_args!("the pool {} takes requests", args.name));
+            Ok(())
+        }
+    };
+    // The name of the socket goes before the socket is closed: until then, it is that of this pool.
+    supervisor.context(cannot)?.run(announce)
+}
+
+/// Serves the pool, as the process that a supervisor has started.
+fn serve(args: &StartArgs, link: Link) -> Result<(), CommandError> {
+    // The supervisor passes on the signals of its terminal.
+    let _ = rustix::process::setsid();
+    let _ = rustix::thread::set_name(c"bcow");
+    heap::use_one_arena();
+    heap::map_large_buffers();
+    abort_on_panic();
+    let cannot = || format!("cannot start the pool {}", args.name);
+    let given = Given::receive(&link).context(cannot)?;
+    match given.restarts {
+        0 => serve_given(args, link, given),
+        _ => detach(args)
+            .and_then(|()| serve_given(args, link, given))
+            .inspect_err(log_failure),
+    }
+}
+
+fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), CommandError> {
+    let cannot = || format!("cannot start the pool {}", args.name);
+    limits::adapt_for_service();
+    // Before other threads exist.
+    let signals = Signals::block(Ground::Background).map_err(|error| failure(&error))?;
+    if let Some(path) = &given.log_file {
+        log_to(path)?;
+    }
+    if let Some(cpus) = &args.cpus {
+        cpus.confine()?;
+    }
+    // Before other threads exist.
+    serve_writeback();
+    remote::share_clients();
+    let threads = args.threads.map(usize::from);
+    let pool = Arc::new(Pool::new(
+        args.name.clone(),
+        args.memory,
+        threads,
+        &given,
+        link,
+    ));
+    pool.watch_rest();
+    pool.unmount_at_signals(signals).context(cannot)?;
+    pool.listen_to_supervisor().context(cannot)?;
+    pool.take_over(given.mounts);
+    pool.accept(given.listener).context(cannot)?;
+    if given.restarts == 0 {
+        detach(args)?;
+    }
+    pool.report_ready();
+    pool.wait_for_end();
+    Ok(())
+}
+
+/// Declares that the kernel may write the pages of a mount with the kernel driver back through any
+/// thread that another one waits for. An ordinary user has no such mounts.
+fn serve_writeback() {
+    if rustix::process::geteuid().is_root() {
+        let _ = bcow_mount::serve_writeback();
+    }
+}
+
+fn detach(args: &StartArgs) -> Result<(), CommandError> {
+    if args.foreground {
+        Ok(())
+    } else {
+        daemon::detach().map_err(|error| failure(&error))
+    }
+}
+
+/// The socket of this pool, which is removed at the end.
+struct Socket {
+    directory: Directory,
+    path: PathBuf,
+    inode: (u64, u64),
+}
+
+/// Listens at the socket of a pool that does not run.
+fn listen(name: &PoolName) -> Result<(UnixListener, Socket), CommandError> {
+    let cannot = || format!("cannot start the pool {name}");
+    let directory = Directory::make()?;
+    let path = directory.socket(name);
+    // Held until the socket takes connections: of two commands, one finds the pool of the other.
+    let _lock = directory.lock().context(cannot)?;
+    let running = |why: String| CommandError::new(cannot()).caused_by_text(why);
+    match client::find(&path)? {
+        PoolAtSocket::Running(connection) => {
+            let pid = connection.hello.pid;
+            return Err(running(format!("process {pid} runs it already"))
+                .hint(format!("`bcow pool stop {name}` ends it")));
+        }
+        PoolAtSocket::Silent => {
+            return Err(running("it runs already, but does not answer".to_owned()));
+        }
+        PoolAtSocket::Dead => std::fs::remove_file(&path).context(cannot)?,
+        PoolAtSocket::Missing => {}
+    }
+    let listener = UnixListener::bind(&path)
+        .map_err(|error| CommandError::new(cannot()).caused_by_text(at(&path, &error)))?;
+    let private = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&path, private).context(cannot)?;
+    let metadata = path.symlink_metadata().context(cannot)?;
+    let socket = Socket {
+        directory,
+        inode: (metadata.dev(), metadata.ino()),
+        path,
+    };
+    rustix::io::ioctl_fionbio(listener.as_fd(), false)
+        .map_err(io::Error::from)
+        .context(cannot)?;
+    Ok((listener, socket))
+}
+
+fn at(path: &std::path::Path, error: &io::Error) -> String {
+    format!("{}: {error}", path.display())
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let Ok(_lock) = self.directory.lock() else {
+            return;
+        };
+        let is_own = self
+            .path
+            .symlink_metadata()
+            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
+        if is_own {
+            // The next start of the pool removes it otherwise.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
