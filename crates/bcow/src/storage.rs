@@ -8,6 +8,8 @@ use std::sync::RwLock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
+use crate::Error;
+
 /// Bytes with random access for reads and writes, from several threads at once.
 pub trait Storage: Send + Sync {
     /// Length in bytes.
@@ -77,6 +79,34 @@ pub enum Version {
 pub struct FileIdentity {
     device: u64,
     inode: u64,
+}
+
+/// The operations of [`Storage`] with errors that name the operation and the place.
+impl dyn Storage + '_ {
+    pub(crate) fn read(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.read_at(offset, buf)
+            .map_err(|source| Error::io("read", offset, source))
+    }
+
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.write_at(offset, bytes)
+            .map_err(|source| Error::io("write", offset, source))
+    }
+
+    pub(crate) fn length(&self) -> Result<u64, Error> {
+        self.len()
+            .map_err(|source| Error::io("get the length", 0, source))
+    }
+
+    /// Sets the length. `action` says for the error whether that extends or truncates the file.
+    pub(crate) fn set_length(&self, action: &'static str, bytes: u64) -> Result<(), Error> {
+        self.set_len(bytes)
+            .map_err(|source| Error::io(action, bytes, source))
+    }
+
+    pub(crate) fn make_durable(&self) -> Result<(), Error> {
+        self.sync().map_err(|source| Error::io("sync", 0, source))
+    }
 }
 
 impl Storage for File {

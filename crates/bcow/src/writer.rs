@@ -23,7 +23,7 @@ use std::sync::Arc;
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES,
     MAX_ROOT_ENTRIES, MerkleShape, MerkleTree, SECTOR_BYTES, Section, State, Use, compatible,
-    crc32c, encode_root, incompatible, read_only_compatible,
+    encode_root, incompatible, read_only_compatible,
 };
 
 use crate::storage::Storage;
@@ -397,24 +397,15 @@ impl ImageWriter {
         };
         out.pad()?;
 
+        let state = if log == (0, 0) { State::Sealed } else { State::Writable };
         let mut header = Header {
-            generation: 1,
             features: self.features(),
-            purpose,
-            state: match log {
-                (0, 0) => State::Sealed,
-                _ => State::Writable,
-            },
-            region_shift,
-            size,
-            file_bytes: 0,
             root,
             metadata,
             backings,
             backing_count: self.windows.backing_count(),
-            merkle: None,
             log,
-            free: Section::default(),
+            ..Header::new(purpose, state, region_shift, size)
         };
         if header.state == State::Sealed {
             write_merkle(&mut header, &mut out, self.options.threads)?;
@@ -448,11 +439,7 @@ impl ImageWriter {
     }
 
     fn features(&self) -> Features {
-        let mut features = Features {
-            incompatible: 0,
-            read_only_compatible: 0,
-            compatible: 0,
-        };
+        let mut features = Features::default();
         match &self.options.disk {
             Some(form) if form.is_writable() => features.incompatible |= incompatible::RECORDS,
             _ => features.read_only_compatible |= read_only_compatible::MERKLE,
@@ -510,9 +497,7 @@ fn write_slots(storage: &dyn Storage, header: &mut Header) -> Result<(), Error> 
         header.generation = generation;
         slots.extend_from_slice(&header.encode());
     }
-    storage
-        .write_at(0, &slots)
-        .map_err(|source| Error::io("write", 0, source))
+    storage.write(0, &slots)
 }
 
 /// For a shift that is a constant of this module or was checked before.
@@ -530,9 +515,7 @@ struct Appender<'a> {
 
 impl Appender<'_> {
     fn bytes(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        self.storage
-            .write_at(self.at, bytes)
-            .map_err(|source| Error::io("write", self.at, source))?;
+        self.storage.write(self.at, bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
@@ -546,9 +529,7 @@ impl Appender<'_> {
     fn room(&mut self, bytes: u64) -> Result<(u64, u64), Error> {
         let offset = self.at.next_multiple_of(SECTOR_BYTES);
         self.at = offset + bytes;
-        self.storage
-            .set_len(self.at)
-            .map_err(|source| Error::io("grow the file", offset, source))?;
+        self.storage.set_length("grow the file", self.at)?;
         Ok((offset, bytes))
     }
 
@@ -569,11 +550,7 @@ impl Appender<'_> {
             return Ok(Section::default());
         }
         self.pad()?;
-        let section = Section {
-            offset: self.at,
-            bytes: bytes.len() as u32,
-            crc: crc32c(bytes),
-        };
+        let section = Section::of(self.at, bytes);
         self.bytes(bytes)?;
         Ok(section)
     }

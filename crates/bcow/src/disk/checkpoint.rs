@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use bcow_format::{
-    Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, Stored, Uba,
-    crc32c, encode_free, encode_table,
+    Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, encode_free,
+    encode_table,
 };
 
 use super::blocks::Blocks;
@@ -118,12 +118,7 @@ impl Inner {
                 Some(entry) => entry,
                 None => {
                     let bytes = encode_table(region, &table.to_table());
-                    let section = self.write_section(&bytes, change)?;
-                    Entry::Table(Stored {
-                        at: Uba(section.offset),
-                        bytes: section.bytes,
-                        crc: section.crc,
-                    })
+                    Entry::Table(self.write_section(&bytes, change)?.stored())
                 }
             },
         };
@@ -142,11 +137,7 @@ impl Inner {
         let piece = self.space.allocate_section(bytes.len() as u64)?;
         change.used.push(piece.start..piece.start + piece.bytes);
         self.write_storage(piece.start, bytes)?;
-        Ok(Section {
-            offset: piece.start,
-            bytes: bytes.len() as u32,
-            crc: crc32c(bytes),
-        })
+        Ok(Section::of(piece.start, bytes))
     }
 
     /// On an error, frees the space that was allocated for the change.
@@ -191,11 +182,7 @@ impl Inner {
             Section::default()
         } else {
             self.write_storage(own, &bytes)?;
-            Section {
-                offset: own,
-                bytes: bytes.len() as u32,
-                crc: crc32c(&bytes),
-            }
+            Section::of(own, &bytes)
         };
         header.generation = old.generation + 1;
         header.file_bytes = end;
@@ -283,17 +270,14 @@ impl Inner {
 
     fn write_slot(&self, slot: usize, header: &Header) -> Result<(), Error> {
         self.write_storage((slot * SLOT_BYTES) as u64, &header.encode())
-            .inspect_err(|error| {
-                self.refuse_writes(error);
-            })
+            .inspect_err(|error| self.refuse_writes(error))
     }
 
     /// Extends the file to `end` bytes, if it is shorter. The caller owns the last byte. This
     /// writes that byte instead of setting the length, because `set_len` could truncate what
     /// another thread writes behind it at the same time.
     pub(super) fn lengthen(&self, end: u64) -> Result<(), Error> {
-        let io = |source| Error::io("lengthen the file", end, source);
-        if end > 0 && self.file.storage.len().map_err(io)? < end {
+        if end > 0 && self.file.storage.length()? < end {
             self.write_storage(end - 1, &[0])?;
         }
         Ok(())

@@ -117,11 +117,9 @@ impl Inner {
     pub(super) fn close(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
         self.checkpoint_now(config)?;
         let committer = lock(&self.committer);
-        let io = |source| Error::io("truncate the file", committer.file_bytes, source);
         self.file
             .storage
-            .set_len(committer.file_bytes)
-            .map_err(io)?;
+            .set_length("truncate the file", committer.file_bytes)?;
         self.punch(&committer.free);
         self.barrier()
     }

@@ -219,8 +219,7 @@ impl Inner {
         self.write_other_slot(committer)?;
         // Nothing is pending, so all space that the header does not use is free.
         let end = committer.file_bytes;
-        let io = |source| Error::io("truncate the file", end, source);
-        self.file.storage.set_len(end).map_err(io)?;
+        self.file.storage.set_length("truncate the file", end)?;
         self.punch(&committer.free);
         committer.small_flushes = 0;
         self.space.reset(committer.free.clone(), end);

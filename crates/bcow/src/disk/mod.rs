@@ -254,11 +254,8 @@ impl Inner {
     /// Makes all written bytes durable. After a failure, the disk refuses all writes: the host may
     /// have dropped dirty pages, and the next sync may falsely succeed.
     fn barrier(&self) -> Result<(), Error> {
-        self.file.storage.sync().map_err(|source| {
-            let error = Error::io("sync", 0, source);
-            self.refuse_writes(&error);
-            error
-        })
+        let synced = self.file.storage.make_durable();
+        synced.inspect_err(|error| self.refuse_writes(error))
     }
 
     /// Refuses all later writes: the state of the file is unknown after this error.
@@ -270,10 +267,7 @@ impl Inner {
     }
 
     fn write_storage(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
-        self.file
-            .storage
-            .write_at(at, bytes)
-            .map_err(|source| Error::io("write", at, source))
+        self.file.storage.write(at, bytes)
     }
 
     /// Adds a region to the list of changed regions, which the next record covers.

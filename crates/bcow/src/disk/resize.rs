@@ -1,8 +1,6 @@
 //! Changes of the size of a disk.
 
-use bcow_format::{
-    BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES, Stored, Uba, crc32c,
-};
+use bcow_format::{BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES};
 
 use super::blocks::{Blocks, CHECKED_SHIFT, Table};
 use super::checkpoint::Change;
@@ -176,12 +174,7 @@ impl Inner {
         if bytes.iter().all(|byte| *byte == 0) {
             return Ok(Entry::Zero);
         }
-        let section = self.write_section(&bytes, change)?;
-        Ok(Entry::Raw(Stored {
-            at: Uba(section.offset),
-            bytes: section.bytes,
-            crc: crc32c(&bytes),
-        }))
+        Ok(Entry::Raw(self.write_section(&bytes, change)?.stored()))
     }
 }
 

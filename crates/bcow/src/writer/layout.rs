@@ -170,11 +170,7 @@ fn close(
 ) -> Result<(), Error> {
     if let Some((region, table)) = open.take() {
         let section = out.section(&encode_table(region, &table))?;
-        root[region as usize] = Entry::Table(Stored {
-            at: bcow_format::Uba(section.offset),
-            bytes: section.bytes,
-            crc: section.crc,
-        });
+        root[region as usize] = Entry::Table(section.stored());
     }
     Ok(())
 }

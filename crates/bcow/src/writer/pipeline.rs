@@ -310,7 +310,7 @@ impl Sink {
             self.buffer_at = at;
         }
         if bytes.len() >= WRITE_BYTES {
-            self.write(at, &bytes)?;
+            self.storage.write(at, &bytes)?;
             self.buffer_at = stored.end();
         } else {
             self.buffer.extend_from_slice(&bytes);
@@ -330,7 +330,7 @@ impl Sink {
         let Form::Raw(bytes) = encoded.form else {
             return Ok(BlockRun::Zeros(1));
         };
-        self.write(0, &bytes)?;
+        self.storage.write(0, &bytes)?;
         self.end = self.end.max(bytes.len() as u64);
         Ok(BlockRun::Block {
             stored: Stored {
@@ -345,16 +345,10 @@ impl Sink {
 
     fn flush(&mut self) -> Result<(), Error> {
         if !self.buffer.is_empty() {
-            self.write(self.buffer_at, &self.buffer)?;
+            self.storage.write(self.buffer_at, &self.buffer)?;
             self.buffer_at += self.buffer.len() as u64;
             self.buffer.clear();
         }
         Ok(())
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
-        self.storage
-            .write_at(at, bytes)
-            .map_err(|source| Error::io("write", at, source))
     }
 }
