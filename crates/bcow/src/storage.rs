@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::RwLock;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -180,17 +180,14 @@ impl MemoryStorage {
         self.bytes().clone()
     }
 
-    fn bytes(&self) -> std::sync::RwLockReadGuard<'_, Vec<u8>> {
-        // A panic of a lock holder leaves valid bytes, so poisoning is ignored.
-        self.0
-            .read()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    // A panic of a lock holder leaves valid bytes, so poisoning is ignored.
+
+    fn bytes(&self) -> RwLockReadGuard<'_, Vec<u8>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn bytes_mut(&self) -> std::sync::RwLockWriteGuard<'_, Vec<u8>> {
-        self.0
-            .write()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn bytes_mut(&self) -> RwLockWriteGuard<'_, Vec<u8>> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -11,14 +11,13 @@ use super::blocks::Blocks;
 use super::commit::punched;
 use super::committer::{Committer, Taken};
 use super::extents::Extents;
-use super::locks::write;
 use super::region::Region;
 use super::space::sectors;
 use super::{DiskConfig, Inner};
 use crate::Error;
 use crate::root::Root;
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, write};
 
 /// Spare entries in the place allocated for the free list: the allocation itself splits ranges.
 const FREE_SLACK: usize = 16;

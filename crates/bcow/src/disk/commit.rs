@@ -7,13 +7,12 @@ use bcow_format::{Entry, LogMapping, Record, Stored, crc32c, encode_record, reco
 use super::blocks::CHECKED_SHIFT;
 use super::committer::{Committer, Taken};
 use super::extents::Extents;
-use super::locks::{lock, wait, write};
 use super::region::Region;
 use super::space::sectors;
 use super::{Disk, DiskConfig, Inner};
 use crate::Error;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Condvar, Mutex};
+use crate::sync::{Arc, Condvar, Mutex, lock, wait, write};
 
 /// A region that is newer in the log than in its table stays in memory until the next checkpoint. A
 /// flush writes a checkpoint when these regions take more than this many bytes.

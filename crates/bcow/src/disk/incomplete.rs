@@ -10,12 +10,11 @@ use std::ops::Range;
 use bcow_format::Entry;
 
 use super::edit::Edit;
-use super::locks::{lock, wait};
 use super::region::{IncompleteBlock, Region};
 use super::{DiskConfig, Inner, RegionBlock, block_at};
 use crate::Error;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
+use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, lock, thread, wait};
 
 /// Length of the queue from which a writer completes its partly written block itself.
 const MAX_WAITING: usize = if SMALL { 1 } else { 1024 };

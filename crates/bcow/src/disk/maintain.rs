@@ -12,12 +12,12 @@ use super::checkpoint::{Change, section_range};
 use super::committer::{Committer, Taken};
 use super::create::backing_table;
 use super::extents::Extents;
-use super::locks::{Closed, lock};
+use super::locks::Closed;
 use super::regions::read_blocks;
 use super::space::sectors;
 use super::{Backing, Disk, DiskConfig, Inner};
 use crate::root::Root;
-use crate::sync::Arc;
+use crate::sync::{Arc, lock};
 use crate::{BlockDevice, Error};
 
 /// The maximum memory in bytes of the tables that differ from the file in an idle disk.

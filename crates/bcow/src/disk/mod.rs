@@ -60,7 +60,7 @@ use bcow_format::{BackingEntry, BlockShift, Entry, Header, Lba, MAX_ADDRESS};
 use crate::cache::FileId;
 use crate::checked::CheckedFile;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Mutex, lock};
 use crate::{BlockCache, BlockDevice, Error};
 use commit::Turns;
 use committer::Committer;
@@ -170,7 +170,7 @@ struct RegionBlock {
 impl Disk {
     /// The header as the newest checkpoint wrote it.
     pub fn header(&self) -> Header {
-        locks::lock(&self.inner.committer).header.clone()
+        lock(&self.inner.committer).header.clone()
     }
 
     /// The entry of the backing, if the disk has one.
@@ -182,7 +182,7 @@ impl Disk {
     /// The identity that a file over this one records (spec section 8). It changes with each flush
     /// that writes a record, and with each checkpoint.
     pub fn identity_hash(&self) -> [u8; 32] {
-        let committer = locks::lock(&self.inner.committer);
+        let committer = lock(&self.inner.committer);
         crate::identity(&committer.header, committer.sequence - 1)
     }
 
@@ -274,7 +274,7 @@ impl Inner {
     fn list(&self, region: &Arc<Region>, weight: u64) {
         if !region.listed.swap(true, Ordering::AcqRel) {
             let shard = region.index as usize % self.changed.len();
-            locks::lock(&self.changed[shard]).push(Arc::clone(region));
+            lock(&self.changed[shard]).push(Arc::clone(region));
             self.listed_bytes
                 .fetch_add(weight + size_of::<Region>() as u64, Ordering::Relaxed);
         }

@@ -13,7 +13,7 @@ use super::blocks::{Blocks, Table};
 use super::checkpoint::{Change, MAX_FREE};
 use super::committer::Committer;
 use super::extents::Extents;
-use super::locks::{Gate, lock};
+use super::locks::Gate;
 use super::regions::{Regions, read_blocks};
 use super::resume::Changes;
 use super::space::{Space, sectors};
@@ -22,7 +22,7 @@ use crate::checked::CheckedFile;
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Mutex, lock};
 use crate::{BackingResolver, BlockCache, Error, Image, OpenOptions, Verify};
 
 /// log2 of the largest block size: 16 MiB (spec section 5).

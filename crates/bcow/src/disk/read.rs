@@ -12,7 +12,7 @@ use crate::checked::{Piece, read_block};
 use crate::codec::Encoding;
 use crate::device::checked_range;
 use crate::sync::Arc;
-use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, ShownBy, Status};
+use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Status};
 
 /// Blocks of up to this size are read into a buffer on the stack, to verify the checksum.
 const SECTOR: usize = 4096;
@@ -366,31 +366,12 @@ impl Inner {
                 (block, state.blocks().entry(block.index))
             }
         };
-        let offset = start + block.start;
-        let mapping = match entry {
-            Entry::Absent => match config.backing {
-                Some(_) => Mapping::Backing {
-                    by: ShownBy::Absent,
-                    index: 0,
-                    offset,
-                    bytes: block.length,
-                },
-                None => Mapping::Hole,
-            },
-            Entry::Raw(stored) => Mapping::Raw { stored },
-            Entry::Zstd(stored) => Mapping::Compressed { stored },
-            Entry::Open(stored) => Mapping::Open { stored },
-            // A disk that is open for writing has no windows or fragments, and a block is never a
-            // table.
-            Entry::Zero | Entry::Table(_) | Entry::Window { .. } | Entry::Fragment { .. } => {
-                Mapping::Zero
-            }
-        };
-        Ok(Extent {
-            offset,
+        let piece = Piece {
+            start: start + block.start,
             length: block.length,
-            mapping,
-        })
+            entry,
+        };
+        Ok(Extent::of(&piece, config.backing.is_some()))
     }
 
     fn status(&self, config: &DiskConfig, range: Range<u64>) -> Result<Status, Error> {

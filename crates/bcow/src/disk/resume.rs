@@ -13,12 +13,11 @@ use super::blocks::CHECKED_SHIFT;
 use super::edit::Edit;
 use super::extents::{Extents, Ranges};
 use super::ledger::{Ledger, LedgerRecord, NewEntry};
-use super::locks::lock;
 use super::region::{IncompleteBlock, Region, RegionState};
 use super::space::sectors;
 use super::{DiskConfig, Inner, RegionBlock, block_at};
 use crate::Error;
-use crate::sync::Arc;
+use crate::sync::{Arc, lock};
 
 /// The changes of a ledger.
 #[derive(Default)]
