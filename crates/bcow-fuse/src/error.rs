@@ -165,6 +165,18 @@ pub enum MountError {
 }
 
 impl MountError {
+    /// Makes the error of `action`, words that follow "cannot", of the host's error.
+    pub(crate) fn process<E: Into<io::Error>>(action: &'static str) -> impl Fn(E) -> Self {
+        move |error| MountError::Process {
+            action,
+            source: error.into(),
+        }
+    }
+
+    pub(crate) fn no_thread() -> Self {
+        MountError::process("start a thread")(io::Error::from(io::ErrorKind::OutOfMemory))
+    }
+
     /// Advice for the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {

@@ -21,7 +21,7 @@ use std::os::fd::{AsFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
@@ -39,7 +39,7 @@ use crate::mount::{Unmounted, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
-use crate::process::{abort_on_panic, show_closing};
+use crate::process::{lock, show_closing};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 use service::Service;
@@ -84,12 +84,6 @@ pub struct KernelSession {
 /// lock; it is not held during the release.
 struct Release(Mutex<Option<OnClosed>>);
 
-/// Ends a [`KernelSession`] from another thread.
-#[derive(Debug, Clone)]
-pub(crate) struct KernelUnmounter {
-    mount: Arc<KernelMount>,
-}
-
 /// Makes the disk of a [`KernelSession`] durable from another thread, before the process ends.
 #[derive(Debug, Clone)]
 pub(crate) struct KernelCloser {
@@ -110,7 +104,7 @@ pub struct DiskStopper {
 
 /// The file system that the kernel has mounted.
 #[derive(Debug)]
-struct KernelMount {
+pub(crate) struct KernelMount {
     place: LoopMount,
     lifetime: Arc<Lifetime>,
 }
@@ -259,10 +253,7 @@ impl KernelSession {
             (Some(_), None) => return Ok(None),
             (_, files) => files.as_ref().map(DiskFiles::try_clone).transpose(),
         };
-        let disk = disk.map_err(|source| MountError::Process {
-            action: "duplicate a descriptor",
-            source,
-        })?;
+        let disk = disk.map_err(MountError::process("duplicate a descriptor"))?;
         let descriptors = self.service.descriptors().duplicate()?;
         self.is_shared.store(descriptors.is_some(), Relaxed);
         Ok(descriptors.map(|(connection, hidden)| DiskHandover {
@@ -310,10 +301,8 @@ impl KernelSession {
     }
 
     /// A handle that unmounts while the session is being served.
-    pub(crate) fn unmounter(&self) -> KernelUnmounter {
-        KernelUnmounter {
-            mount: Arc::clone(&self.mount),
-        }
+    pub(crate) fn unmounter(&self) -> Arc<KernelMount> {
+        Arc::clone(&self.mount)
     }
 
     /// A handle that makes the disk durable while the session is being served; `None` for content
@@ -330,30 +319,10 @@ impl KernelSession {
     /// If files are in use, the mount is detached and served until they are closed. A second signal
     /// flushes the disk and ends this process at once.
     pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
-        abort_on_panic();
-        let mount = Arc::clone(&self.mount);
-        let closer = self.closer();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                let name = signals.wait();
-                let unmounted = mount.unmount();
-                if let Some(warning) = unmounted.warning(name, &mount.place.target) {
-                    log::log(Severity::Warning, &warning);
-                }
-                signals.wait();
-                if let Some(closer) = closer
-                    && let Err(error) = closer.close()
-                {
-                    log::log(Severity::Error, &error.to_string());
-                }
-                // The kernel sees that the connection is closed, and fails the requests in flight.
-                std::process::exit(1);
-            })
-            .map_err(|source| MountError::Process {
-                action: "start a thread",
-                source,
-            })?;
+        let target = self.mount.place.target.clone();
+        let (mount, closer) = (self.unmounter(), self.closer());
+        let close = move || closer.map_or(Ok(()), |closer| closer.close());
+        signals.end_mount(target, move || mount.unmount(), close)?;
         self.serve(|| {})
     }
 
@@ -426,13 +395,6 @@ impl KernelSession {
     }
 }
 
-impl KernelUnmounter {
-    /// Unmounts. If the mount is in use, unmounts lazily.
-    pub(crate) fn unmount(&self) -> Unmounted {
-        self.mount.unmount()
-    }
-}
-
 impl KernelCloser {
     /// Makes the written data durable. The caller ends the process afterwards.
     pub(crate) fn close(&self) -> Result<(), MountError> {
@@ -461,18 +423,15 @@ impl Drop for KernelSession {
 }
 
 impl KernelMount {
-    /// Unmounts if the mount still exists. Safe to call several times.
-    fn unmount(&self) -> Unmounted {
+    /// Unmounts if the mount still exists; lazily, if it is in use. Safe to call several times.
+    pub(crate) fn unmount(&self) -> Unmounted {
         if self.lifetime.has_ended() { Unmounted::Gone } else { self.place.unmount() }
     }
 }
 
 impl Release {
     fn release(&self, has_all: bool) {
-        let release = {
-            let mut release = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            release.take()
-        };
+        let release = lock(&self.0).take();
         if let Some(release) = release {
             release(has_all);
         }

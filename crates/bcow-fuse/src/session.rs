@@ -4,21 +4,21 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 
 use bcow_union::errors::ErrorLog;
 use bcow_union::fs::UnionFs;
-use bcow_union::log::{self, Severity};
 
 use crate::adapter::readonly::ReadOnly;
 use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
-use crate::kernel::{KernelCloser, KernelUnmounter};
+use crate::kernel::{KernelCloser, KernelMount};
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
+use crate::process::lock;
 use crate::request_threads::RequestThreads;
 use crate::signals::Signals;
 use crate::stats::MountStats;
@@ -63,7 +63,6 @@ pub struct Session {
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
 /// time.
-#[derive(Clone)]
 struct Closing {
     union: Arc<UnionFs>,
     outcome: Arc<Outcome>,
@@ -129,7 +128,7 @@ pub struct Unmounter(Ends);
 #[derive(Debug, Clone)]
 enum Ends {
     Fuse(Arc<Mutex<Mount>>),
-    Kernel(KernelUnmounter),
+    Kernel(Arc<KernelMount>),
 }
 
 impl From<KernelCloser> for Closer {
@@ -138,9 +137,9 @@ impl From<KernelCloser> for Closer {
     }
 }
 
-impl From<KernelUnmounter> for Unmounter {
-    fn from(unmounter: KernelUnmounter) -> Self {
-        Unmounter(Ends::Kernel(unmounter))
+impl From<Arc<KernelMount>> for Unmounter {
+    fn from(mount: Arc<KernelMount>) -> Self {
+        Unmounter(Ends::Kernel(mount))
     }
 }
 
@@ -191,7 +190,7 @@ impl Session {
         let mut options = options.clone();
         options.settle(content.writing())?;
         let session = Self::on(content, stats, mount, connection, &options, threads)?;
-        let mount = session.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        let mount = lock(&session.mount);
         takeover::resend(mount.connection())?;
         drop(mount);
         Ok(session)
@@ -243,7 +242,7 @@ impl Session {
             Some(closing) if closing.union.ledger().is_none() => return Ok(None),
             Some(_) => self.ledger()?,
         };
-        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        let mount = lock(&self.mount);
         if !takeover::resend(mount.connection())? {
             return Ok(None);
         }
@@ -266,7 +265,7 @@ impl Session {
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
     /// lists the mount.
     pub fn place(&self) -> (PathBuf, Option<String>) {
-        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        let mount = lock(&self.mount);
         (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
@@ -312,37 +311,10 @@ impl Session {
     /// files are in use, the mount is detached and the process serves it until they are closed. A
     /// second signal closes the upper and ends this process at once.
     pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
-        abort_on_panic();
-        let unmounter = self.unmounter();
-        let union = self.union.clone();
-        let target = self
-            .mount
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .target()
-            .to_owned();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                let name = signals.wait();
-                if let Some(warning) = unmounter.unmount().warning(name, &target) {
-                    log::log(Severity::Warning, &warning);
-                }
-                signals.wait();
-                if let Some(union) = union
-                    && let Err(error) = union.close()
-                {
-                    let cause = std::error::Error::source(&error);
-                    let cause = cause.map_or_else(String::new, |cause| format!(": {cause}"));
-                    log::log(Severity::Error, &format!("{error}{cause}"));
-                }
-                // The kernel sees that the connection is closed, and fails the requests in flight.
-                std::process::exit(1);
-            })
-            .map_err(|source| MountError::Process {
-                action: "start a thread",
-                source,
-            })?;
+        let (target, _) = self.place();
+        let (unmounter, closer) = (self.unmounter(), self.closer());
+        let close = move || closer.map_or(Ok(()), |closer| closer.close());
+        signals.end_mount(target, move || unmounter.unmount(), close)?;
         self.serve()
     }
 }
@@ -436,17 +408,9 @@ impl Unmounter {
     /// Unmounts. If the mount is in use, unmounts lazily.
     pub fn unmount(&self) -> Unmounted {
         match &self.0 {
-            Ends::Fuse(mount) => mount
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .unmount(),
+            Ends::Fuse(mount) => lock(mount).unmount(),
             Ends::Kernel(mount) => mount.unmount(),
         }
-    }
-
-    /// Unmounts. If the mount is in use, unmounts lazily.
-    pub fn unmount_now(&self) {
-        self.unmount();
     }
 }
 

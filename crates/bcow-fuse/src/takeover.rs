@@ -56,10 +56,9 @@ pub(crate) fn resend(connection: BorrowedFd<'_>) -> Result<bool, MountError> {
         // The mount has ended if there is no such device.
         Ok(_) | Err(Errno::NODEV) => Ok(true),
         Err(Errno::INVAL) => Ok(false),
-        Err(errno) => Err(MountError::Process {
-            action: "let the kernel send requests again",
-            source: errno.into(),
-        }),
+        Err(errno) => Err(MountError::process("let the kernel send requests again")(
+            errno,
+        )),
     }
 }
 
@@ -85,10 +84,7 @@ pub(crate) fn session<F: fuser::Filesystem>(
 /// Another descriptor of the same open file.
 pub(crate) fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, MountError> {
     let duplicate = descriptor.try_clone_to_owned();
-    duplicate.map_err(|source| MountError::Process {
-        action: "duplicate a descriptor of the mount",
-        source,
-    })
+    duplicate.map_err(MountError::process("duplicate a descriptor of the mount"))
 }
 
 /// Makes `descriptor` refer to what `other` refers to.

@@ -161,7 +161,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        self.unmounter.unmount_now();
+        self.unmounter.unmount();
         if let Some(server) = self.server.take() {
             let _ = server.join();
         }
