@@ -25,7 +25,7 @@ use crate::overlay::Overlay;
 use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::verify::Verify;
-use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, ShownBy, Status};
+use crate::{BlockCache, BlockDevice, Error, Extent, Mapping, ShownBy, Status};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
@@ -533,17 +533,12 @@ impl BlockDevice for Image {
         let extent = self.map(range.start)?;
         let skip = range.start - extent.offset;
         let length = (extent.length - skip).min(range.end - range.start);
-        let status = |content, depth| Status {
-            length,
-            content,
-            depth,
-        };
         match extent.mapping {
             Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
-                Ok(status(Content::Data, 1))
+                Ok(Status::data(length))
             }
-            Mapping::Zero => Ok(status(Content::Zero, 1)),
-            Mapping::Hole => Ok(status(Content::Hole, 0)),
+            Mapping::Zero => Ok(Status::zeros(length)),
+            Mapping::Hole => Ok(Status::hole(length)),
             // The block of a fragment counts as data as a whole: callers work with whole sectors.
             Mapping::Backing {
                 by: ShownBy::Fragment,
@@ -552,7 +547,10 @@ impl BlockDevice for Image {
                 bytes,
             } => {
                 let below = self.backing_status(index, offset, 0, bytes, 1)?;
-                Ok(status(Content::Data, below.depth.max(2)))
+                Ok(Status {
+                    depth: below.depth.max(2),
+                    ..Status::data(length)
+                })
             }
             Mapping::Backing {
                 index,
@@ -600,11 +598,7 @@ impl Image {
         let (entry, device) = &self.backings[index as usize];
         let shown = bytes.min(entry.size.saturating_sub(offset));
         if skip >= shown {
-            return Ok(Status {
-                length,
-                content: Content::Hole,
-                depth: 0,
-            });
+            return Ok(Status::hole(length));
         }
         let length = length.min(shown - skip);
         let device = device.as_ref().ok_or_else(|| Error::MissingBacking {

@@ -13,7 +13,7 @@ use super::committer::{Committer, Taken};
 use super::extents::Extents;
 use super::region::Region;
 use super::space::sectors;
-use super::{DiskConfig, Inner};
+use super::{Inner, Operation};
 use crate::Error;
 use crate::root::Root;
 use crate::sync::atomic::Ordering;
@@ -36,14 +36,9 @@ pub(super) struct Change {
     pub(super) given_up: Extents,
 }
 
-impl Inner {
+impl Operation<'_> {
     /// Folds the log, and the blocks of a record that does not fit into it, into the tables.
-    pub(super) fn checkpoint(
-        &self,
-        config: &DiskConfig,
-        committer: &mut Committer,
-        taken: &Taken,
-    ) -> Result<(), Error> {
+    pub(super) fn checkpoint(self, committer: &mut Committer, taken: &Taken) -> Result<(), Error> {
         let mut change = Change::default();
         let mut root = self.regions.root();
         let mut changed = committer.logged.clone();
@@ -52,7 +47,7 @@ impl Inner {
         changed.dedup_by_key(|region| region.index);
         let header = committer.header.clone();
         let written = self
-            .write_tables(config, &changed, &mut root, &mut change)
+            .write_tables(&changed, &mut root, &mut change)
             .and_then(|()| self.prepare(committer, header, &root, taken.used(), &mut change));
         let prepared = self.or_free(written, &change)?;
         self.switch(committer, prepared)?;
@@ -76,15 +71,14 @@ impl Inner {
     }
 
     fn write_tables(
-        &self,
-        config: &DiskConfig,
+        self,
         regions: &[Arc<Region>],
         root: &mut Root,
         change: &mut Change,
     ) -> Result<(), Error> {
         for region in regions {
             let blocks = {
-                let state = self.regions.read(region, &self.file, &config.header)?;
+                let state = self.read_state(region)?;
                 for freed in state.freed_by_record() {
                     let range = sectors(freed.stored);
                     if freed.given_up {
@@ -98,7 +92,9 @@ impl Inner {
         }
         Ok(())
     }
+}
 
+impl Inner {
     /// Writes the entries of a region into the root table, or into a new sub-block table that the
     /// root table names.
     pub(super) fn write_table(

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use bcow_format::{BackingEntry, Entry, Header, SECTOR_BYTES, Section, incompatible};
 
+use super::blocks::Blocks;
 use super::checkpoint::{Change, section_range};
 use super::committer::{Committer, Taken};
 use super::create::backing_table;
@@ -15,7 +16,7 @@ use super::extents::Extents;
 use super::locks::Closed;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::{Backing, Disk, DiskConfig, Inner};
+use super::{Backing, Disk, DiskConfig, Inner, Operation};
 use crate::root::Root;
 use crate::sync::{Arc, lock};
 use crate::{BlockDevice, Error};
@@ -50,27 +51,26 @@ impl Disk {
         device: Arc<dyn BlockDevice>,
     ) -> Result<(), Error> {
         let bytes = entry.size;
-        self.change_backing(Some((entry, device)), |config, next| {
-            if config.backing.is_some() {
+        self.change_backing(Some((entry, device)), |operation, next| {
+            if operation.config.backing.is_some() {
                 return Err(Error::Unsupported("a second backing".into()));
             }
-            self.inner.keep_zeros(config, bytes, next)
+            operation.keep_zeros(bytes, next)
         })
     }
 
     fn change_backing(
         &self,
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
-        adapt: impl FnOnce(&DiskConfig, &mut NextState) -> Result<(), Error>,
+        adapt: impl FnOnce(Operation<'_>, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let inner = &self.inner;
         let table = backing.as_ref().map(|(entry, _)| backing_table(entry));
         let table = table.transpose()?;
-        inner.maintain(|config, _, next| {
-            adapt(config, next)?;
+        self.inner.maintain(|operation, _, next| {
+            adapt(operation, next)?;
             next.change.freed.push(section_range(&next.header.backings));
             next.header.backings = match &table {
-                Some(bytes) => inner.write_section(bytes, &mut next.change)?,
+                Some(bytes) => operation.write_section(bytes, &mut next.change)?,
                 None => Section::default(),
             };
             next.header.backing_count = backing.is_some().into();
@@ -86,8 +86,7 @@ impl Disk {
 
     /// Drops all stored data: the disk then reads as its backing, or as zeros.
     pub fn clear(&self) -> Result<(), Error> {
-        let inner = &self.inner;
-        inner.maintain(|_, committer, next| {
+        self.inner.maintain(|_, committer, next| {
             next.root = Root::absent(next.root.len());
             let mut used = Extents::default();
             used.insert(SECTOR_BYTES..committer.file_bytes);
@@ -102,9 +101,8 @@ impl Disk {
     /// Rebuilds the free list from the tables, which recovers leaked space. Returns the number of
     /// recovered bytes.
     pub fn rebuild_free_list(&self) -> Result<u64, Error> {
-        let inner = &self.inner;
         let mut found = 0;
-        inner.maintain(|config, committer, next| {
+        self.inner.maintain(|operation, committer, next| {
             let mut lost = Extents::default();
             lost.insert(SECTOR_BYTES..committer.file_bytes);
             for section in sections(&committer.header) {
@@ -117,7 +115,7 @@ impl Disk {
                 let entries = entry.stored().into_iter();
                 entries.map(sectors).for_each(|range| lost.remove(range));
                 if let Entry::Table(_) = entry {
-                    let blocks = read_blocks(&inner.file, &config.header, region, entry)?;
+                    let blocks = operation.read_blocks(region, entry)?;
                     let entries = blocks.iter().filter_map(|entry| entry.stored());
                     entries.map(sectors).for_each(|range| lost.remove(range));
                 }
@@ -143,7 +141,7 @@ impl Inner {
     /// the result durable with one checkpoint. No other operation runs meanwhile.
     pub(super) fn maintain(
         self: &Arc<Self>,
-        change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
+        change: impl FnOnce(Operation<'_>, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut closed = self.gate.close();
         let mut committer = lock(&self.committer);
@@ -158,16 +156,17 @@ impl Inner {
         self: &Arc<Self>,
         closed: &mut Closed<'_, DiskConfig>,
         committer: &mut Committer,
-        change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
+        change: impl FnOnce(Operation<'_>, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let config = Arc::clone(closed.get());
-        self.commit(&config, committer)?;
+        let operation = self.operation(&config);
+        operation.commit(committer)?;
         if let Some(ledger) = &self.ledger {
             // Nothing is pending, and the change may remove the blocks that its records name.
             ledger.drop_before(ledger.tail());
         }
         if committer.tail > 0 {
-            self.checkpoint(&config, committer, &Taken::default())?;
+            operation.checkpoint(committer, &Taken::default())?;
         }
         let mut next = NextState {
             header: committer.header.clone(),
@@ -178,7 +177,7 @@ impl Inner {
             }),
             change: Change::default(),
         };
-        let changed = change(&config, committer, &mut next);
+        let changed = change(operation, committer, &mut next);
         self.or_free(changed, &next.change)?;
         let NextState {
             header,
@@ -195,24 +194,6 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes all absent entries in the regions of the first `bytes` bytes entries for zeros.
-    fn keep_zeros(
-        &self,
-        config: &DiskConfig,
-        bytes: u64,
-        next: &mut NextState,
-    ) -> Result<(), Error> {
-        let shown = bytes.div_ceil(1 << self.region_shift);
-        for region in 0..shown.min(next.root.len() as u64) {
-            let entry = next.root[region as usize];
-            let mut blocks = read_blocks(&self.file, &config.header, region, entry)?;
-            if blocks.replace_all(Entry::Absent, Entry::Zero) {
-                self.write_table(region, &blocks, &mut next.root, &mut next.change)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Ends the change of a file after its checkpoint: makes both header slots equal, and releases
     /// the free space.
     fn truncate_to_content(&self, committer: &mut Committer) -> Result<(), Error> {
@@ -223,6 +204,26 @@ impl Inner {
         self.punch(&committer.free);
         committer.small_flushes = 0;
         self.space.reset(committer.free.clone(), end);
+        Ok(())
+    }
+}
+
+impl Operation<'_> {
+    /// The entries that a root entry names.
+    fn read_blocks(self, region: u64, entry: Entry) -> Result<Blocks, Error> {
+        read_blocks(&self.file, &self.config.header, region, entry)
+    }
+
+    /// Makes all absent entries in the regions of the first `bytes` bytes entries for zeros.
+    fn keep_zeros(self, bytes: u64, next: &mut NextState) -> Result<(), Error> {
+        let shown = bytes.div_ceil(1 << self.region_shift);
+        for region in 0..shown.min(next.root.len() as u64) {
+            let entry = next.root[region as usize];
+            let mut blocks = self.read_blocks(region, entry)?;
+            if blocks.replace_all(Entry::Absent, Entry::Zero) {
+                self.write_table(region, &blocks, &mut next.root, &mut next.change)?;
+            }
+        }
         Ok(())
     }
 }

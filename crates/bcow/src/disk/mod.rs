@@ -53,20 +53,22 @@ mod resume;
 mod space;
 mod write;
 
+use std::ops::{Deref, Range};
 use std::sync::OnceLock;
 
 use bcow_format::{BackingEntry, BlockShift, Entry, Header, Lba, MAX_ADDRESS};
 
 use crate::cache::FileId;
 use crate::checked::CheckedFile;
+use crate::device::checked_range;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex, RwLockReadGuard, lock};
 use crate::{BlockCache, BlockDevice, Error};
 use commit::Turns;
 use committer::Committer;
 use incomplete::Fills;
 use locks::{Gate, Pass};
-use region::{IncompleteIds, Region};
+use region::{IncompleteIds, Region, RegionState};
 use regions::Regions;
 use space::Space;
 
@@ -157,6 +159,21 @@ struct Backing {
     device: Arc<dyn BlockDevice>,
 }
 
+/// An operation on an open disk, whose size and backing do not change meanwhile.
+#[derive(Clone, Copy)]
+struct Operation<'a> {
+    disk: &'a Arc<Inner>,
+    config: &'a DiskConfig,
+}
+
+impl Deref for Operation<'_> {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        self.disk
+    }
+}
+
 /// A block of a region.
 #[derive(Debug, Clone, Copy)]
 struct RegionBlock {
@@ -212,7 +229,7 @@ impl Disk {
         // for the gate while `stop` waits for the filler.
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
-        self.inner.close(closed.get())
+        self.inner.operation(closed.get()).close()
     }
 
     /// Same as [`Disk::close`], for a disk to which other threads have references. Their later
@@ -220,7 +237,7 @@ impl Disk {
     pub fn close_for_exit(&self) -> Result<(), Error> {
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
-        let result = self.inner.close(closed.get());
+        let result = self.inner.operation(closed.get()).close();
         std::mem::forget(closed);
         result
     }
@@ -237,8 +254,8 @@ impl Inner {
         self.gate.enter()
     }
 
-    fn region(&self, config: &DiskConfig, index: u64) -> Arc<Region> {
-        self.regions.get(index, config.header.region_length(index))
+    fn operation<'a>(self: &'a Arc<Self>, config: &'a DiskConfig) -> Operation<'a> {
+        Operation { disk: self, config }
     }
 
     /// Fails with [`Error::WriteRefused`] after a failure that left the state of the file unknown.
@@ -282,6 +299,32 @@ impl Inner {
 
     fn lba(&self, region: &Region, at: u64) -> Lba {
         Lba(region.start(self.region_shift) + at)
+    }
+}
+
+impl Disk {
+    /// Runs an operation on this range of the address space.
+    fn access<T>(
+        &self,
+        offset: u64,
+        length: u64,
+        run: impl FnOnce(Operation<'_>, Range<u64>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let config = self.inner.enter();
+        let range = checked_range(offset, length, config.header.size)?;
+        run(self.inner.operation(&config), range)
+    }
+}
+
+impl Operation<'_> {
+    fn region(self, index: u64) -> Arc<Region> {
+        let length = self.config.header.region_length(index);
+        self.regions.get(index, length)
+    }
+
+    /// The state of a region, locked shared. Reads the table from the file if necessary.
+    fn read_state(self, region: &Region) -> Result<RwLockReadGuard<'_, RegionState>, Error> {
+        self.regions.read(region, &self.file, &self.config.header)
     }
 }
 

@@ -100,15 +100,15 @@ impl Disk {
         let config = DiskConfig::new(&header, backing);
         let (space, cache) = (Space::new(free, end), options.cache.clone());
         let inner = Inner::new(storage, &image, cache, config, committer, space, ledger)?;
+        let inner = Arc::new(inner);
         if replayed.tail > 0 {
             inner.fold_log(&image)?;
         }
         if inner.ledger.is_some() {
-            inner.resume(&changes, lists_all_free)?;
+            let config = inner.enter();
+            inner.operation(&config).resume(&changes, lists_all_free)?;
         }
-        Ok(Disk {
-            inner: Arc::new(inner),
-        })
+        Ok(Disk { inner })
     }
 }
 

@@ -8,6 +8,7 @@ use bcow_format::{BlockShift, Entry, Lba, LogMapping, Stored};
 
 use super::blocks::{Blocks, Table};
 use super::extents::Ranges;
+use super::{RegionBlock, block_at};
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -118,6 +119,11 @@ impl Replaced {
 }
 
 impl Region {
+    /// A block, if the blocks have `1 << shift` bytes.
+    pub(super) fn block(&self, index: u32, shift: u8) -> RegionBlock {
+        block_at(u64::from(index) << shift, shift, self.length)
+    }
+
     pub(super) fn new(index: u64, length: u64, blocks: Option<Blocks>) -> Self {
         Region {
             index,
