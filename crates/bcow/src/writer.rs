@@ -112,7 +112,6 @@ pub struct ImageWriter {
     /// log2 of the region size, which `finish` may reduce.
     region_shift: u8,
     layout: Layout,
-    metadata_start: Option<u64>,
     windows: Windows,
 }
 
@@ -123,10 +122,6 @@ pub struct Written {
     windows: Windows,
     /// The header as written.
     pub header: Header,
-    /// Stored bytes of blocks before the file system metadata.
-    pub content_stored_bytes: u64,
-    /// Stored bytes of blocks of the file system metadata.
-    pub metadata_stored_bytes: u64,
 }
 
 impl Written {
@@ -176,7 +171,6 @@ impl ImageWriter {
                 .get(),
         };
         let block_shift = shift_of(shift);
-        let metadata_start = options.metadata_first.then_some(0);
         let compression = if options.plain { Compression::None } else { options.compression };
         let placement = match &options.disk {
             _ if options.plain => Placement::Plain,
@@ -197,7 +191,6 @@ impl ImageWriter {
             first: None,
             region_shift,
             layout: Layout::default(),
-            metadata_start,
             windows,
         };
         writer.layout.begin(0, block_shift);
@@ -281,9 +274,7 @@ impl ImageWriter {
             self.block_shift = metadata_shift;
             self.layout.begin(self.block_start, metadata_shift);
         }
-        let start = self.position();
-        self.metadata_start = Some(start);
-        Ok(start)
+        Ok(self.position())
     }
 
     /// Adds a backing and returns its index. An image names backings by digest only; `finish`
@@ -413,10 +404,7 @@ impl ImageWriter {
             header.file_bytes = out.at;
         }
         write_slots(&*self.storage, &mut header)?;
-        let split = self.metadata_start.unwrap_or(size);
         Ok(Written {
-            content_stored_bytes: self.layout.stored_bytes(0, split),
-            metadata_stored_bytes: self.layout.stored_bytes(split, size),
             storage: self.storage,
             layout: self.layout,
             windows: self.windows,

@@ -4,8 +4,6 @@
 //! Each change closes the gate, writes all pending changes into the tables, and then writes one
 //! checkpoint with a changed header.
 
-use std::ops::Range;
-
 use bcow_format::{BackingEntry, Entry, Header, SECTOR_BYTES, Section, incompatible};
 
 use super::blocks::Blocks;
@@ -88,12 +86,7 @@ impl Disk {
     pub fn clear(&self) -> Result<(), Error> {
         self.inner.maintain(|_, committer, next| {
             next.root = Root::absent(next.root.len());
-            let mut used = Extents::default();
-            used.insert(SECTOR_BYTES..committer.file_bytes);
-            for section in sections(&committer.header) {
-                used.remove(section);
-            }
-            next.change.freed.extend(used.iter());
+            next.change.freed.extend(space_of_blocks(committer).iter());
             Ok(())
         })
     }
@@ -103,14 +96,8 @@ impl Disk {
     pub fn rebuild_free_list(&self) -> Result<u64, Error> {
         let mut found = 0;
         self.inner.maintain(|operation, committer, next| {
-            let mut lost = Extents::default();
-            lost.insert(SECTOR_BYTES..committer.file_bytes);
-            for section in sections(&committer.header) {
-                lost.remove(section);
-            }
-            for range in committer.free.iter() {
-                lost.remove(range);
-            }
+            let mut lost = space_of_blocks(committer);
+            committer.free.iter().for_each(|range| lost.remove(range));
             for (region, entry) in next.root.iter() {
                 let entries = entry.stored().into_iter();
                 entries.map(sectors).for_each(|range| lost.remove(range));
@@ -228,15 +215,20 @@ impl Operation<'_> {
     }
 }
 
-/// The ranges of the file that a header names, except the region tables.
-fn sections(header: &Header) -> impl Iterator<Item = Range<u64>> {
+/// The ranges of the file that the header does not name: those of blocks, tables and free space.
+fn space_of_blocks(committer: &Committer) -> Extents {
+    let mut space = Extents::default();
+    space.insert(SECTOR_BYTES..committer.file_bytes);
+    let header = &committer.header;
     let (log, log_bytes) = header.log;
-    [
-        log..log + log_bytes,
-        section_range(&header.metadata),
-        section_range(&header.backings),
-        section_range(&header.root),
-        section_range(&header.free),
-    ]
-    .into_iter()
+    space.remove(log..log + log_bytes);
+    for section in [
+        &header.metadata,
+        &header.backings,
+        &header.root,
+        &header.free,
+    ] {
+        space.remove(section_range(section));
+    }
+    space
 }

@@ -58,6 +58,15 @@ pub(super) struct Pending {
     pub(super) incomplete: Option<IncompleteBlock>,
 }
 
+impl Pending {
+    fn new(published: Entry, incomplete: Option<IncompleteBlock>) -> Self {
+        Pending {
+            published,
+            incomplete,
+        }
+    }
+}
+
 /// A block that was written in part; the rest is still to be copied.
 #[derive(Debug, Clone)]
 pub(super) struct IncompleteBlock {
@@ -227,14 +236,7 @@ impl RegionState {
                 (before.stored(), false)
             }
             None => {
-                let published = before;
-                self.pending.insert(
-                    index,
-                    Pending {
-                        published,
-                        incomplete,
-                    },
-                );
+                self.pending.insert(index, Pending::new(before, incomplete));
                 (None, true)
             }
         }
@@ -295,12 +297,13 @@ impl RegionState {
         };
         let shift = blocks.shift(region_shift);
         let first = mappings.len();
+        let mapping_of_all = |entry| LogMapping {
+            at: Lba(region_start),
+            shift: region_shift,
+            entry,
+        };
         if let Some((entry, _)) = self.whole {
-            mappings.push(LogMapping {
-                at: Lba(region_start),
-                shift: region_shift,
-                entry,
-            });
+            mappings.push(mapping_of_all(entry));
         }
         let complete: Vec<u32> = self
             .pending
@@ -313,11 +316,7 @@ impl RegionState {
             .flatten();
         if let Some(entry) = whole {
             mappings.truncate(first);
-            mappings.push(LogMapping {
-                at: Lba(region_start),
-                shift: region_shift,
-                entry,
-            });
+            mappings.push(mapping_of_all(entry));
         } else {
             for &index in &complete {
                 let entry = match finish(blocks.entry(index)) {
@@ -395,20 +394,11 @@ impl RegionState {
                 }
                 None => {
                     again += 1;
-                    let incomplete = None;
-                    self.pending.insert(
-                        index,
-                        Pending {
-                            published,
-                            incomplete,
-                        },
-                    );
+                    self.pending.insert(index, Pending::new(published, None));
                 }
             }
         }
-        if let Some(whole) = committing.whole {
-            self.whole = Some(whole);
-        }
+        self.whole = committing.whole.or(self.whole);
         again
     }
 }
