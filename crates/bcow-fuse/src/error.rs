@@ -1,7 +1,7 @@
 //! Errors of mounts: making, serving, growing and ending them.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A failure to make, serve, grow or end a mount. [`MountError::hint`] returns advice for errors
 /// that the user can correct.
@@ -170,6 +170,13 @@ impl MountError {
         move |error| MountError::Process {
             action,
             source: error.into(),
+        }
+    }
+
+    pub(crate) fn close_disk(disk: &Path) -> impl Fn(bcow::Error) -> Self {
+        move |source| MountError::CloseDisk {
+            disk: disk.to_owned(),
+            source,
         }
     }
 

@@ -40,6 +40,7 @@ use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
 use crate::process::{lock, show_closing};
+use crate::session::{Closer, Unmounter};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 use service::Service;
@@ -84,14 +85,6 @@ pub struct KernelSession {
 /// lock; it is not held during the release.
 struct Release(Mutex<Option<OnClosed>>);
 
-/// Makes the disk of a [`KernelSession`] durable from another thread, before the process ends.
-#[derive(Debug, Clone)]
-pub(crate) struct KernelCloser {
-    disk: Weak<Disk>,
-    outcome: Weak<Outcome>,
-    path: PathBuf,
-}
-
 /// Stops a [`KernelSession`] from another thread, for a process that takes it over.
 #[derive(Clone)]
 pub struct DiskStopper {
@@ -104,7 +97,7 @@ pub struct DiskStopper {
 
 /// The file system that the kernel has mounted.
 #[derive(Debug)]
-pub(crate) struct KernelMount {
+struct KernelMount {
     place: LoopMount,
     lifetime: Arc<Lifetime>,
 }
@@ -301,18 +294,26 @@ impl KernelSession {
     }
 
     /// A handle that unmounts while the session is being served.
-    pub(crate) fn unmounter(&self) -> Arc<KernelMount> {
-        Arc::clone(&self.mount)
+    pub(crate) fn unmounter(&self) -> Unmounter {
+        let mount = Arc::clone(&self.mount);
+        Unmounter::new(move || mount.unmount())
     }
 
     /// A handle that makes the disk durable while the session is being served; `None` for content
     /// that does not change.
-    pub(crate) fn closer(&self) -> Option<KernelCloser> {
-        Some(KernelCloser {
-            disk: Arc::downgrade(self.disk.as_ref()?),
-            outcome: Arc::downgrade(&self.outcome),
-            path: self.path.clone(),
-        })
+    pub(crate) fn closer(&self) -> Option<Closer> {
+        let disk = Arc::downgrade(self.disk.as_ref()?);
+        let outcome = Arc::downgrade(&self.outcome);
+        let path = self.path.clone();
+        Some(Closer::new(move || {
+            let (Some(disk), Some(outcome)) = (disk.upgrade(), outcome.upgrade()) else {
+                // The session has ended.
+                return Ok(());
+            };
+            let flushed = disk.flush();
+            outcome.report(flushed.as_ref().map(|_| ()).map_err(|_| Errno::IO));
+            flushed.map_err(MountError::close_disk(&path))
+        }))
     }
 
     /// Like [`KernelSession::serve`], but SIGTERM, SIGINT and, in the foreground, SIGHUP unmount.
@@ -366,10 +367,6 @@ impl KernelSession {
             // Statistics are being read.
             Err(disk) => disk.checkpoint(),
         };
-        let failed = |source| MountError::CloseDisk {
-            disk: self.path.clone(),
-            source,
-        };
         let lost = self.mount.lifetime.lost();
         let is_removed = self
             .file
@@ -384,7 +381,7 @@ impl KernelSession {
             (Err(_), None) => Err(Errno::IO),
             (Ok(()), None) => Ok(()),
         });
-        closed.map_err(failed)?;
+        closed.map_err(MountError::close_disk(&self.path))?;
         match lost {
             None => Ok(()),
             Some(errno) => Err(MountError::LostWrites {
@@ -392,22 +389,6 @@ impl KernelSession {
                 source: errno.into(),
             }),
         }
-    }
-}
-
-impl KernelCloser {
-    /// Makes the written data durable. The caller ends the process afterwards.
-    pub(crate) fn close(&self) -> Result<(), MountError> {
-        let (Some(disk), Some(outcome)) = (self.disk.upgrade(), self.outcome.upgrade()) else {
-            // The session has ended.
-            return Ok(());
-        };
-        let flushed = disk.flush();
-        outcome.report(flushed.as_ref().map(|_| ()).map_err(|_| Errno::IO));
-        flushed.map_err(|source| MountError::CloseDisk {
-            disk: self.path.clone(),
-            source,
-        })
     }
 }
 
@@ -424,7 +405,7 @@ impl Drop for KernelSession {
 
 impl KernelMount {
     /// Unmounts if the mount still exists; lazily, if it is in use. Safe to call several times.
-    pub(crate) fn unmount(&self) -> Unmounted {
+    fn unmount(&self) -> Unmounted {
         if self.lifetime.has_ended() { Unmounted::Gone } else { self.place.unmount() }
     }
 }
@@ -443,7 +424,9 @@ impl DiskStopper {
     /// follows has less to do and rarely fails.
     pub fn prepare(&self) -> Result<(), MountError> {
         match self.disk.upgrade() {
-            Some(disk) => disk.checkpoint().map_err(|error| self.failed(error)),
+            Some(disk) => disk
+                .checkpoint()
+                .map_err(MountError::close_disk(&self.path)),
             // The session has ended.
             None => Ok(()),
         }
@@ -463,14 +446,8 @@ impl DiskStopper {
         let has_all = closed.is_ok() && self.mount.lifetime.lost().is_none();
         self.release.release(has_all);
         self.outcome.report_handover();
-        closed.map(|()| true).map_err(|error| self.failed(error))
-    }
-
-    fn failed(&self, source: bcow::Error) -> MountError {
-        MountError::CloseDisk {
-            disk: self.path.clone(),
-            source,
-        }
+        closed.map_err(MountError::close_disk(&self.path))?;
+        Ok(true)
     }
 }
 

@@ -14,7 +14,6 @@ use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
-use crate::kernel::{KernelCloser, KernelMount};
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
@@ -52,7 +51,7 @@ impl From<Arc<UnionFs>> for Content {
 pub struct Session {
     // Dropped first. This closes our end of the connection, so that the unmount does not wait for
     // replies of this process.
-    fuse: Fuse,
+    fuse: Serve,
     mount: Arc<Mutex<Mount>>,
     /// The upper to close at the end.
     union: Option<Closing>,
@@ -68,50 +67,12 @@ struct Closing {
     outcome: Arc<Outcome>,
 }
 
-/// A connection to the kernel, on which no request was received yet.
-enum Connection {
-    /// Of a new mount.
-    New(OwnedFd),
-    /// Of a mount that another process has served, with these flags agreed on.
-    TakenOver { connection: OwnedFd, agreed: u64 },
-}
-
-impl Connection {
-    fn begin<F: fuser::Filesystem>(
-        self,
-        adapter: F,
-        config: fuser::Config,
-    ) -> io::Result<fuser::Session<F>> {
-        match self {
-            Connection::New(connection) => {
-                // The kernel itself refuses other users (see `Access`), so fuser need not.
-                let all = fuser::SessionACL::All;
-                fuser::Session::from_fd(adapter, connection, all, config)
-            }
-            Connection::TakenOver { connection, agreed } => {
-                takeover::session(adapter, connection, agreed, config)
-            }
-        }
-    }
-}
-
-enum Fuse {
-    ReadOnly(fuser::Session<ReadOnly>),
-    Writable(fuser::Session<Writable>),
-}
+/// Answers requests until the mount is gone.
+type Serve = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 /// Closes the upper or the disk of a session from another thread, before the process ends.
-#[derive(Debug, Clone)]
-pub struct Closer(Closes);
-
-#[derive(Debug, Clone)]
-enum Closes {
-    Upper {
-        union: Weak<UnionFs>,
-        outcome: Weak<Outcome>,
-    },
-    Disk(KernelCloser),
-}
+#[derive(Clone)]
+pub struct Closer(Arc<dyn Fn() -> Result<(), MountError> + Send + Sync>);
 
 /// Stops a [`Session`] with an upper from another thread, for a process that takes it over.
 #[derive(Debug, Clone)]
@@ -122,26 +83,8 @@ pub struct Stopper {
 }
 
 /// Ends a session from another thread.
-#[derive(Debug, Clone)]
-pub struct Unmounter(Ends);
-
-#[derive(Debug, Clone)]
-enum Ends {
-    Fuse(Arc<Mutex<Mount>>),
-    Kernel(Arc<KernelMount>),
-}
-
-impl From<KernelCloser> for Closer {
-    fn from(closer: KernelCloser) -> Self {
-        Closer(Closes::Disk(closer))
-    }
-}
-
-impl From<Arc<KernelMount>> for Unmounter {
-    fn from(mount: Arc<KernelMount>) -> Self {
-        Unmounter(Ends::Kernel(mount))
-    }
-}
+#[derive(Clone)]
+pub struct Unmounter(Arc<dyn Fn() -> Unmounted + Send + Sync>);
 
 impl Session {
     /// Mounts `content` at `target`. [`Session::serve`] will serve it with `threads` threads (at
@@ -159,14 +102,7 @@ impl Session {
         let mut options = options.clone();
         options.settle(content.writing())?;
         let (mount, connection) = mount::mount(target, &options)?;
-        Self::on(
-            content,
-            stats,
-            mount,
-            Connection::New(connection),
-            &options,
-            threads,
-        )
+        Self::on(content, stats, mount, (connection, None), &options, threads)
     }
 
     /// Takes over a mount whose process has ended. The content and the options must be those of
@@ -183,10 +119,7 @@ impl Session {
         let mount = Mount::of(handover.target, handover.device, handover.connection);
         // On failure, the content is dropped before the mount: an unmount needs a descriptor.
         let content = content.into();
-        let connection = Connection::TakenOver {
-            connection: duplicate(mount.connection())?,
-            agreed,
-        };
+        let connection = (duplicate(mount.connection())?, Some(agreed));
         let mut options = options.clone();
         options.settle(content.writing())?;
         let session = Self::on(content, stats, mount, connection, &options, threads)?;
@@ -196,12 +129,12 @@ impl Session {
         Ok(session)
     }
 
-    /// A session on a connection to the kernel.
+    /// A session on a connection to the kernel, for which another process has agreed on flags.
     fn on(
         content: Content,
         stats: Arc<MountStats>,
         mount: Mount,
-        connection: Connection,
+        (connection, before): (OwnedFd, Option<u64>),
         options: &MountOptions,
         threads: usize,
     ) -> Result<Self, MountError> {
@@ -211,22 +144,24 @@ impl Session {
         let agreed = Arc::default();
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
-        let (fuse, union) = match content {
+        let (fuse, union): (Serve, _) = match content {
             Content::Image(fs) => {
                 let adapter = ReadOnly::new(fs, stats, request_threads, options, seen);
-                (connection.begin(adapter, config).map(Fuse::ReadOnly), None)
+                let session = takeover::session(adapter, connection, before, config)?;
+                (Box::new(|| session.run()), None)
             }
             Content::Union(union) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&union), outcome.descriptor());
                 let (fs, gate) = (Arc::clone(&union), gate.clone());
                 let adapter = Writable::new(fs, stats, request_threads, options, gate, seen);
-                let fuse = connection.begin(adapter, config).map(Fuse::Writable);
-                (fuse, Some(Closing { union, outcome }))
+                let session = takeover::session(adapter, connection, before, config)?;
+                let closing = Closing { union, outcome };
+                (Box::new(|| session.run()), Some(closing))
             }
         };
         Ok(Session {
-            fuse: fuse.map_err(MountError::Session)?,
+            fuse,
             mount: Arc::new(Mutex::new(mount)),
             union,
             agreed,
@@ -271,17 +206,22 @@ impl Session {
 
     /// A handle that unmounts while the session is being served.
     pub fn unmounter(&self) -> Unmounter {
-        Unmounter(Ends::Fuse(Arc::clone(&self.mount)))
+        let mount = Arc::clone(&self.mount);
+        Unmounter::new(move || lock(&mount).unmount())
     }
 
     /// A handle that closes the upper while the session is being served; `None` without an upper.
     pub fn closer(&self) -> Option<Closer> {
-        self.union.as_ref().map(|closing| {
-            Closer(Closes::Upper {
-                union: Arc::downgrade(&closing.union),
-                outcome: Arc::downgrade(&closing.outcome),
-            })
-        })
+        let closing = self.union.as_ref()?;
+        let union = Arc::downgrade(&closing.union);
+        let outcome = Arc::downgrade(&closing.outcome);
+        Some(Closer::new(move || {
+            match (union.upgrade(), outcome.upgrade()) {
+                (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
+                // The session has ended.
+                _ => Ok(()),
+            }
+        }))
     }
 
     /// A handle that stops the session for a process that takes it over; `None` without an upper,
@@ -298,7 +238,7 @@ impl Session {
     /// Answers requests until the mount is gone. Then the written data is durable, as far as the
     /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
-        let served = self.fuse.run().map_err(MountError::Session);
+        let served = (self.fuse)().map_err(MountError::Session);
         let Some(union) = self.union else {
             return served;
         };
@@ -335,18 +275,14 @@ impl Closing {
 }
 
 impl Closer {
+    pub(crate) fn new(close: impl Fn() -> Result<(), MountError> + Send + Sync + 'static) -> Self {
+        Closer(Arc::new(close))
+    }
+
     /// Makes the written data durable, as the end of the session does. The caller ends the process
     /// afterwards.
     pub fn close(&self) -> Result<(), MountError> {
-        let (union, outcome) = match &self.0 {
-            Closes::Upper { union, outcome } => (union, outcome),
-            Closes::Disk(closer) => return closer.close(),
-        };
-        match (union.upgrade(), outcome.upgrade()) {
-            (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
-            // The session has ended.
-            _ => Ok(()),
-        }
+        (self.0)()
     }
 }
 
@@ -395,22 +331,14 @@ fn gate(content: &Content) -> Gate {
     }
 }
 
-impl Fuse {
-    fn run(self) -> io::Result<()> {
-        match self {
-            Fuse::ReadOnly(session) => session.run(),
-            Fuse::Writable(session) => session.run(),
-        }
-    }
-}
-
 impl Unmounter {
+    pub(crate) fn new(unmount: impl Fn() -> Unmounted + Send + Sync + 'static) -> Self {
+        Unmounter(Arc::new(unmount))
+    }
+
     /// Unmounts. If the mount is in use, unmounts lazily.
     pub fn unmount(&self) -> Unmounted {
-        match &self.0 {
-            Ends::Fuse(mount) => lock(mount).unmount(),
-            Ends::Kernel(mount) => mount.unmount(),
-        }
+        (self.0)()
     }
 }
 

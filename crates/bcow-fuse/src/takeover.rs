@@ -62,8 +62,24 @@ pub(crate) fn resend(connection: BorrowedFd<'_>) -> Result<bool, MountError> {
     }
 }
 
-/// A session on a connection on which the kernel has sent INIT before, and `agreed` is agreed on.
+/// A session on a connection to the kernel. If another process has served it, the kernel has sent
+/// INIT before, and the flags `agreed` are agreed on.
 pub(crate) fn session<F: fuser::Filesystem>(
+    filesystem: F,
+    connection: OwnedFd,
+    agreed: Option<u64>,
+    config: fuser::Config,
+) -> Result<fuser::Session<F>, MountError> {
+    // The kernel itself refuses other users (see `Access`), so fuser need not.
+    let all = fuser::SessionACL::All;
+    let session = match agreed {
+        None => fuser::Session::from_fd(filesystem, connection, all, config),
+        Some(agreed) => continued(filesystem, connection, agreed, config),
+    };
+    session.map_err(MountError::Session)
+}
+
+fn continued<F: fuser::Filesystem>(
     filesystem: F,
     connection: OwnedFd,
     agreed: u64,
@@ -162,7 +178,7 @@ mod tests {
         let fuse = session(
             Flags(Arc::clone(&seen)),
             connection.into(),
-            agreed,
+            Some(agreed),
             fuser::Config::default(),
         );
         assert_eq!(seen.load(Ordering::Relaxed), agreed);

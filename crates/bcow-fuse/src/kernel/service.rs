@@ -36,11 +36,8 @@ impl Service {
     pub(super) fn start(file: DiskFile, threads: usize) -> Result<Self, MountError> {
         let (hidden, connection) = HiddenMount::new()?;
         let ours = duplicate(connection.as_fd())?;
-        // The kernel itself refuses other users.
-        let all = fuser::SessionACL::All;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = fuser::Session::from_fd(file, connection, all, config(threads))
-            .map_err(MountError::Session)?;
+        let session = takeover::session(file, connection, None, config(threads))?;
         // Before the first request, which would be sent again otherwise.
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
         Service::run(session, hidden, ours, FLAGS.bits(), lifetime)
@@ -57,8 +54,7 @@ impl Service {
     ) -> Result<Self, MountError> {
         let ours = duplicate(connection.as_fd())?;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = takeover::session(file, connection, agreed, config(threads));
-        let session = session.map_err(MountError::Session)?;
+        let session = takeover::session(file, connection, Some(agreed), config(threads))?;
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
         Service::run(session, HiddenMount::of(hidden), ours, agreed, lifetime)
     }
