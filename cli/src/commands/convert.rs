@@ -153,6 +153,10 @@ pub struct Args {
     /// Write one file per layer to S3, and the stack file that merges the layers
     #[arg(long, hide_short_help = true)]
     layers: bool,
+    /// Write SRC, the archive of one layer, as a layer, with its whiteouts: it shows its files over
+    /// the layers on which it is mounted (`bcow mount LOWEST LAYER DIR`)
+    #[arg(long, hide_short_help = true)]
+    as_layer: bool,
     /// Do not read back and verify DST before it gets its name
     #[arg(long)]
     no_verify: bool,
@@ -335,6 +339,7 @@ fn target(args: &Args) -> Target {
         NameForm::S3 if args.layers => Target::Layers,
         NameForm::ContainerdCache => Target::ContainerdCache,
         NameForm::Raw | NameForm::Qcow2 => Target::Foreign,
+        _ if args.as_layer => Target::Layer,
         _ => Target::File,
     }
 }
@@ -345,6 +350,10 @@ fn refuse_destination_options(args: &Args) -> Result<(), CommandError> {
     let refused = |what: &str| CommandError::usage(format!("{what}, and not for {destination}"));
     if args.layers && form != NameForm::S3 {
         return Err(refused("--layers is only for s3://BUCKET/KEY")
+            .hint("oci:, oci-archive: and docker: always have one file per layer"));
+    }
+    if args.as_layer && !matches!(form, NameForm::File | NameForm::Bcow) {
+        return Err(refused("--as-layer is only for a file")
             .hint("oci:, oci-archive: and docker: always have one file per layer"));
     }
     if args.referrer && form != NameForm::Registry {
@@ -369,6 +378,7 @@ struct OptionRule(
 const OF_FILES: &[Way] = &[Way::Flatten, Way::Split, Way::SplitForContainerd];
 const OF_IMAGES: &[Way] = &[
     Way::Flatten,
+    Way::Layer,
     Way::Split,
     Way::SplitForContainerd,
     Way::Recode,
@@ -474,7 +484,9 @@ impl Conversion<'_> {
         let report = match source {
             Opened::Image(image) => recode::to_file(image, path, &self.options, self.ui)?,
             Opened::Files(source) => {
-                bcow_oci::convert(source, path, &self.options, &self.ui.progress())
+                let convert =
+                    if self.args.as_layer { bcow_oci::convert_layer } else { bcow_oci::convert };
+                convert(source, path, &self.options, &self.ui.progress())
                     .map_err(|error| failure(&error))?
             }
             Opened::ForeignDisk => return Err(self.no_way(source)),
