@@ -94,8 +94,8 @@ impl Edit<'_> {
         }
     }
 
-    /// Adds a range to the written ranges of an incomplete block. Ends the incomplete if no gap is
-    /// left.
+    /// Adds a range to the written ranges of an incomplete block. The block is complete if no gap
+    /// is left.
     pub(super) fn write_incomplete(&mut self, block: &RegionBlock, range: Range<u32>) {
         if self.disk.ledger.is_some() {
             let at = self.disk.lba(self.region, block.start).0;
