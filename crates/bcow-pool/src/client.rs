@@ -6,8 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use bcow_images::error::{CommandError, Context};
-use bcow_images::image::Messages;
+use bcow_images::error::{CommandError, Context, exit};
 use bcow_mounts::helper;
 use bcow_mounts::mount::{self, Attempt};
 use bcow_mounts::{MountArgs, PoolName};
@@ -221,7 +220,10 @@ impl Connection {
         }
         match answer.result {
             Outcome::Done(value) => Ok(value),
-            Outcome::Failed(failure) => Err(failure.into_error()),
+            Outcome::Failed(error) => {
+                let exit = error.exit().max(exit::FAILED);
+                Err(error.exit_with(exit))
+            }
         }
     }
 
