@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bcow_images::error::{CommandError, Context, exit};
+use bcow_images::image::Messages;
 use bcow_mounts::helper;
 use bcow_mounts::mount::{self, Attempt};
 use bcow_mounts::{MountArgs, PoolName};

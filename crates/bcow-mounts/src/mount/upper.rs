@@ -15,8 +15,8 @@ use bcow_union::{NodeId, UpperError};
 use super::host::{Host, UpperUse};
 use crate::args::MountArgs;
 use crate::helper;
-use crate::messages::Messages;
-use crate::upper::{cannot_use, note};
+use bcow_images::image::Messages;
+use bcow_images::upper::{cannot_use, note};
 
 /// The union of `image`, with its file system `tree`, and the upper. `None` if the mount has no
 /// upper, or the upper is to be left alone.
