@@ -144,12 +144,8 @@ pub fn require_image(
 
 /// The error for an upper that cannot be used.
 pub fn cannot_use(error: &UpperError) -> CommandError {
-    let mut failure = CommandError::new(format!("cannot use the upper {error}"));
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        failure = failure.caused_by_text(cause.to_string());
-        source = cause.source();
-    }
+    let failure = CommandError::new(format!("cannot use the upper {error}"));
+    let mut failure = failure.caused_by_source_of(error);
     if let Some((path, _)) = error.in_use() {
         failure = name_holders(failure, path).passes_if(true);
     }
