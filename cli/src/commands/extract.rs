@@ -214,12 +214,6 @@ fn failure(tree: &Tree, error: &ExtractError) -> CommandError {
         .caused_by(source)
         .hint("--no-xattrs leaves extended attributes out"),
         // The other messages show a path of the host as the user wrote it.
-        error => {
-            let failure = CommandError::new(error.to_string());
-            match std::error::Error::source(error) {
-                Some(source) => failure.caused_by(source),
-                None => failure,
-            }
-        }
+        error => CommandError::of(error),
     }
 }

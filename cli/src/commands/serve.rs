@@ -359,11 +359,7 @@ fn tls(args: &TlsArgs) -> Result<Option<Tls>, CommandError> {
 
 /// Converts an error of bcow-nbd. Escapes control characters in its text.
 pub fn failure(error: &bcow_nbd::Error) -> CommandError {
-    let failure = CommandError::new(names::printable(&error.to_string()).into_owned());
-    match std::error::Error::source(error) {
-        Some(source) => failure.caused_by(source),
-        None => failure,
-    }
+    CommandError::new(names::printable(&error.to_string())).caused_by_source_of(error)
 }
 
 #[cfg(test)]

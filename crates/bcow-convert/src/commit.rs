@@ -4,7 +4,6 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use bcow::Compression;
 use bcow::chain::directory_of;
 use bcow::format::{Use, hex, is_plain_name};
 use bcow_erofs::merge::merge;
@@ -24,7 +23,7 @@ use bcow_oci::export::{
     KnownLayer, LayerCompression, Layers, LayoutExport, OciReport, TarForm, TarReport,
     export_layout,
 };
-use bcow_oci::{Annotations, ConvertOptions, Digest, Limits, store};
+use bcow_oci::{Annotations, Digest, Limits, store};
 use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
@@ -217,7 +216,7 @@ impl OpenCommit<'_> {
             base,
             described: self.described(content)?,
         };
-        let options = self.convert_options()?;
+        let options = self.asked.encoding.convert_options(self.work)?;
         let report = bcow_oci::commit::commit(commit, path, &options, self.work.progress)
             .map_err(|error| failure(&error))?;
         if report.base_bytes > 0 {
@@ -262,20 +261,6 @@ impl OpenCommit<'_> {
         };
         let below = read_layer(&lower, &options).joined(self.asked.upper)?;
         merge(vec![below, changes.layer]).joined(self.asked.upper)
-    }
-
-    fn convert_options(&self) -> Result<ConvertOptions, CommandError> {
-        let encoding = &self.asked.encoding;
-        Ok(ConvertOptions {
-            compression: encoding.compression(Compression::Zstd { level: 3 })?,
-            block_bytes: encoding.block_bytes,
-            threads: encoding.threads(),
-            verify: encoding.verify,
-            source_date_epoch: source_date_epoch()?,
-            tool_version: env!("CARGO_PKG_VERSION").to_owned(),
-            cancel: Some(self.work.interrupt.flag()),
-            ..ConvertOptions::default()
-        })
     }
 
     /// The images below, each with its start in the address space below the changes. An image to

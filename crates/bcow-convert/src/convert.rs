@@ -27,7 +27,7 @@ use serde::Serialize;
 use crate::containerd_cache::{self, CacheReport};
 use crate::conversion::Conversion;
 use crate::disk::{self, DiskReport};
-use crate::options::{Compress, as_digest, source_date_epoch};
+use crate::options::{Compress, as_digest};
 use crate::recode;
 use crate::sending::Sending;
 use crate::work::Work;
@@ -177,22 +177,14 @@ impl Conversion<'_> {
         is_plain: bool,
         work: &Work<'_>,
     ) -> Result<ConvertOptions, CommandError> {
-        let defaults = ConvertOptions::default();
         Ok(ConvertOptions {
             platform,
-            compression: self.encoding.compression(defaults.compression)?,
             plain: is_plain,
-            block_bytes: self.encoding.block_bytes,
-            threads: self.encoding.threads(),
-            verify: self.encoding.verify,
             allow_truncated: self.allow_truncated,
             as_files: self.as_files,
             limits: self.limits.clone(),
             prefetch: self.prefetch.map(read_trace).transpose()?,
-            source_date_epoch: source_date_epoch()?,
-            tool_version: env!("CARGO_PKG_VERSION").to_owned(),
-            scratch: remote::scratch(),
-            cancel: Some(work.interrupt.flag()),
+            ..self.encoding.convert_options(work)?
         })
     }
 

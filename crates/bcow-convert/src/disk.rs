@@ -173,10 +173,7 @@ fn foreign_failure(error: &ForeignError) -> CommandError {
     let failure = CommandError::new("cannot open the disk").caused_by(error);
     match (error, error.hint()) {
         (_, Some(hint)) => failure.hint(hint),
-        (ForeignError::NotQcow2 { path }, None) => match format_hint(path) {
-            Some(hint) => failure.hint(hint),
-            None => failure,
-        },
+        (ForeignError::NotQcow2 { path }, None) => failure.hint_if(format_hint(path)),
         _ => failure,
     }
 }

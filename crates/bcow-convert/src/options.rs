@@ -2,8 +2,10 @@
 
 use bcow::Compression;
 use bcow_images::error::CommandError;
-use bcow_images::size;
+use bcow_images::{remote, size};
 use bcow_oci::ConvertOptions;
+
+use crate::work::Work;
 
 /// The value of `--compress`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +55,21 @@ impl Encoding {
     /// Compression of the blocks; `default` if the user chose none.
     pub(crate) fn compression(&self, default: Compression) -> Result<Compression, CommandError> {
         self.compress.map_or(Ok(default), Compress::for_blocks)
+    }
+
+    /// Options of a conversion that a signal ends.
+    pub(crate) fn convert_options(&self, work: &Work<'_>) -> Result<ConvertOptions, CommandError> {
+        let defaults = ConvertOptions::default();
+        Ok(ConvertOptions {
+            compression: self.compression(defaults.compression)?,
+            block_bytes: self.block_bytes,
+            threads: self.threads(),
+            verify: self.verify,
+            source_date_epoch: source_date_epoch()?,
+            scratch: remote::scratch(),
+            cancel: Some(work.interrupt.flag()),
+            ..defaults
+        })
     }
 
     pub(crate) fn threads(&self) -> usize {

@@ -337,10 +337,7 @@ impl Problem {
     pub fn cause_of(&self, failure: CommandError) -> CommandError {
         let failure = failure.caused_by_text(self.text.clone());
         let failure = failure.passes_if(self.may_pass);
-        match &self.hint {
-            Some(hint) => failure.hint(hint.clone()),
-            None => failure,
-        }
+        failure.hint_if(self.hint.clone())
     }
 }
 

@@ -91,6 +91,11 @@ impl CommandError {
         }
     }
 
+    /// An error of a library, with its own message.
+    pub fn of(error: &(dyn Error + 'static)) -> Self {
+        CommandError::new(error.to_string()).caused_by_source_of(error)
+    }
+
     /// An invalid command line.
     pub fn usage(message: impl Into<String>) -> Self {
         CommandError::new(message).exit_with(exit::USAGE)
@@ -107,6 +112,14 @@ impl CommandError {
             next = error.source();
         }
         self
+    }
+
+    /// Adds everything below `error` to the causes, but not `error` itself.
+    pub fn caused_by_source_of(self, error: &(dyn Error + 'static)) -> Self {
+        match error.source() {
+            Some(source) => self.caused_by(source),
+            None => self,
+        }
     }
 
     /// Adds a cause that is not an error of a library.

@@ -11,10 +11,7 @@ pub fn failure(error: &ConvertError) -> CommandError {
     if matches!(error, ConvertError::Interrupted) {
         return interrupted();
     }
-    let mut failure = CommandError::new(error.to_string());
-    if let Some(source) = std::error::Error::source(error) {
-        failure = failure.caused_by(source);
-    }
+    let failure = CommandError::of(error);
     if error.full_path().is_some_and(remote::is_scratch) {
         return failure.hint(format!(
             "free space in {}, the directory for temporary files, or set TMPDIR to another one",
@@ -22,9 +19,7 @@ pub fn failure(error: &ConvertError) -> CommandError {
         ));
     }
     let server_hint = RemoteError::below(error).and_then(|error| remote::hint(&error.problem));
-    if let Some(hint) = error.hint().or(server_hint.map(str::to_owned)) {
-        failure = failure.hint(hint);
-    }
+    let failure = failure.hint_if(error.hint().or(server_hint.map(str::to_owned)));
     match error {
         ConvertError::HoldsImage { .. }
         | ConvertError::PlatformSyntax(_)

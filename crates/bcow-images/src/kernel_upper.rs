@@ -74,8 +74,5 @@ pub fn cannot_open_disk(upper: &Path, error: &bcow::Error) -> CommandError {
         Some(_) => Some(format!("`bcow fsck {shown}` lists all damage")),
         None => open_hint(upper, upper, error),
     };
-    match hint {
-        Some(hint) => failure.hint(hint),
-        None => failure,
-    }
+    failure.hint_if(hint)
 }

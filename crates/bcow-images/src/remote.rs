@@ -594,15 +594,9 @@ fn cannot_convert(error: &ConvertError, failed: &str) -> CommandError {
         (Some(cause), _) => {
             let failure = failure.caused_by_text(cause.to_string());
             let failure = failure.of_problem(&cause.problem);
-            match hint(&cause.problem) {
-                Some(hint) => failure.hint(hint),
-                None => failure,
-            }
+            failure.hint_if(hint(&cause.problem))
         }
-        (None, error) => match error.hint() {
-            Some(hint) => failure.caused_by(error).hint(hint),
-            None => failure.caused_by(error),
-        },
+        (None, error) => failure.caused_by(error).hint_if(error.hint()),
     }
 }
 
@@ -817,10 +811,7 @@ pub fn explain(failure: CommandError, name: &str, error: &RemoteError) -> Comman
         failure.caused_by_text(error.to_string())
     };
     let failure = failure.of_problem(&error.problem);
-    match hint(&error.problem) {
-        Some(hint) => failure.hint(hint),
-        None => failure,
-    }
+    failure.hint_if(hint(&error.problem))
 }
 
 /// What the user can do about a problem.

@@ -172,10 +172,7 @@ pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
         },
         other => failure.caused_by(other),
     };
-    match error.hint() {
-        Some(hint) => failure.hint(hint),
-        None => failure,
-    }
+    failure.hint_if(error.hint())
 }
 
 /// The error for a file at `path`, part of the image that the user calls `name`, that does not open
@@ -192,10 +189,7 @@ pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError
         _ if name == path => failure.caused_by(error),
         _ => failure.caused_by_text(format!("{}: {error}", path.display())),
     };
-    match open_hint(name, path, error) {
-        Some(hint) => failure.hint(hint),
-        None => failure,
-    }
+    failure.hint_if(open_hint(name, path, error))
 }
 
 /// The hint for a file at `path`, part of the image or disk that the user calls `name`, that does

@@ -5,11 +5,7 @@ use bcow_images::error::{CommandError, exit};
 
 /// The library's error in the command's form.
 pub fn failure(error: &MountError) -> CommandError {
-    let mut failure = CommandError::new(error.to_string());
-    if let Some(source) = std::error::Error::source(error) {
-        failure = failure.caused_by(source);
-    }
-    failure.hint_if(error.hint())
+    CommandError::of(error).hint_if(error.hint())
 }
 
 /// As [`failure`], for an error of the command line.

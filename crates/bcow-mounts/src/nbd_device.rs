@@ -185,10 +185,7 @@ fn not_nbd(path: &Path) -> CommandError {
 
 /// The error for a failed request to the driver, with a hint.
 pub fn driver_failure(error: &DriverError) -> CommandError {
-    let mut failure = CommandError::new(error.to_string());
-    if let Some(source) = std::error::Error::source(error) {
-        failure = failure.caused_by(source);
-    }
+    let failure = CommandError::of(error);
     match error {
         DriverError::NotLoaded => failure.hint(NO_DRIVER),
         DriverError::NotPermitted => failure.hint("run the command as root"),
