@@ -9,9 +9,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bcow::{BlockDevice, Disk};
+use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
-
-use crate::process::lock;
 
 /// Time between a discard and the flush that returns its space to the host. Discards come in
 /// groups.
@@ -89,9 +88,9 @@ pub type OnClosed = Box<dyn FnOnce(bool) + Send>;
 #[derive(Debug, Default)]
 pub(crate) struct Lifetime {
     /// A leaf lock.
-    state: std::sync::Mutex<DiskState>,
+    state: Mutex<DiskState>,
     /// Signals the end, and the first discard since the last flush for discards.
-    changed: std::sync::Condvar,
+    changed: Condvar,
     discarded: AtomicBool,
     /// The first error of a write or a flush, after which the kernel may have lost data.
     lost: OnceLock<Errno>,
@@ -111,15 +110,11 @@ enum DiskState {
 }
 
 impl Lifetime {
-    fn lock(&self) -> std::sync::MutexGuard<'_, DiskState> {
-        lock(&self.state)
-    }
-
     /// Of a file that the loop device opened when another process served it. `lost` is the error
     /// after which that process may have lost data.
     pub(crate) fn taken_over(lost: Option<Errno>) -> Self {
         let lifetime = Lifetime::default();
-        *lifetime.lock() = DiskState::Open;
+        *lifetime.state.lock() = DiskState::Open;
         if let Some(errno) = lost {
             lifetime.lose(errno);
         }
@@ -129,7 +124,7 @@ impl Lifetime {
     /// Records that another process will serve the file, unless it was closed. Returns whether that
     /// is so.
     pub(crate) fn hand_over(&self) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_open = *state == DiskState::Open;
         if is_open {
             *state = DiskState::HandedOver;
@@ -140,10 +135,9 @@ impl Lifetime {
     /// Records that the file was closed. Never returns after [`Lifetime::hand_over`]: the kernel
     /// sends the request again, to the other process.
     pub(crate) fn release(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while *state == DiskState::HandedOver {
-            let waited = self.changed.wait(state);
-            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
         *state = DiskState::Ended;
         drop(state);
@@ -152,7 +146,7 @@ impl Lifetime {
 
     /// Records the opening. Only the first one is allowed: the file is for one loop device.
     pub(crate) fn open(&self) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_first = *state == DiskState::New;
         if is_first {
             *state = DiskState::Open;
@@ -162,7 +156,7 @@ impl Lifetime {
 
     /// Records the end of the service.
     pub(crate) fn end(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if *state != DiskState::HandedOver {
             *state = DiskState::Ended;
         }
@@ -181,36 +175,32 @@ impl Lifetime {
     }
 
     pub(crate) fn has_ended(&self) -> bool {
-        *self.lock() == DiskState::Ended
+        *self.state.lock() == DiskState::Ended
     }
 
     /// Records a discard. The file system does not flush after it, but the host gets the space back
     /// at a flush.
     pub(crate) fn discard(&self) {
         if !self.discarded.swap(true, Ordering::Relaxed) {
-            let _state = self.lock();
+            let _state = self.state.lock();
             self.changed.notify_all();
         }
     }
 
     /// Waits for the end. Calls `flush` some time after a discard.
     pub(crate) fn wait(&self, flush: impl Fn()) {
-        use std::sync::PoisonError;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while *state != DiskState::Ended {
             if !self.discarded.load(Ordering::Relaxed) {
-                let waited = self.changed.wait(state);
-                state = waited.unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
                 continue;
             }
-            let waited = self.changed.wait_timeout(state, DISCARD_PAUSE);
-            let timeout;
-            (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            let timeout = self.changed.wait_for(&mut state, DISCARD_PAUSE);
             if timeout.timed_out() && *state != DiskState::Ended {
                 drop(state);
                 self.discarded.store(false, Ordering::Relaxed);
                 flush();
-                state = self.lock();
+                state = self.state.lock();
             }
         }
     }

@@ -21,13 +21,14 @@ use std::os::fd::{AsFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
 use bcow_mount::{Access, HiddenName, LoopDevice};
 use bcow_union::errors::ErrorLog;
 use bcow_union::log::{self, Severity};
+use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use crate::adapter::disk::DiskFile;
@@ -39,7 +40,7 @@ use crate::mount::{Unmounted, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
-use crate::process::{lock, show_closing};
+use crate::process::show_closing;
 use crate::session::{Closer, Unmounter};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
@@ -412,7 +413,7 @@ impl KernelMount {
 
 impl Release {
     fn release(&self, has_all: bool) {
-        let release = lock(&self.0).take();
+        let release = self.0.lock().take();
         if let Some(release) = release {
             release(has_all);
         }

@@ -22,11 +22,11 @@
 //! threads: those that have received a request.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::process::lock;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// The time between two looks of the watcher. If all active threads are busy, a request waits at
 /// most twice as long until a parked thread, if there is one, becomes active. If several requests
@@ -149,7 +149,7 @@ impl RequestThreads {
         // The watcher sets `watcher_sleeps` before it reads `begun`; this thread changes `begun`
         // before it reads `watcher_sleeps`. So at least one of them sees the other's change.
         if self.watcher_sleeps.load(Ordering::SeqCst) {
-            let _parked = self.lock();
+            let _parked = self.parked.lock();
             self.watcher.notify_one();
         }
         Turn {
@@ -158,21 +158,17 @@ impl RequestThreads {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Parked> {
-        lock(&self.parked)
-    }
-
     /// Makes a parked thread active, if there is one.
     fn call_one(&self) {
-        let mut parked = self.lock();
+        let mut parked = self.parked.lock();
         if parked.called >= parked.count {
             return;
         }
         parked.called += 1;
         if parked.count - usize::from(parked.has_watcher) >= parked.called {
-            self.others.notify_one()
+            self.others.notify_one();
         } else {
-            self.watcher.notify_one()
+            self.watcher.notify_one();
         }
     }
 
@@ -196,7 +192,7 @@ impl RequestThreads {
 
     /// Waits until the thread is needed or the mount has ended.
     fn park(&self) {
-        let mut parked = self.lock();
+        let mut parked = self.parked.lock();
         parked.count += 1;
         while !self.ended.load(Ordering::SeqCst) {
             if parked.called > 0 {
@@ -204,12 +200,11 @@ impl RequestThreads {
                 break;
             }
             if parked.has_watcher {
-                parked = wait(&self.others, parked);
+                self.others.wait(&mut parked);
                 continue;
             }
             parked.has_watcher = true;
-            let is_needed;
-            (parked, is_needed) = self.watch(parked);
+            let is_needed = self.watch(&mut parked);
             parked.has_watcher = false;
             if is_needed {
                 break;
@@ -224,19 +219,17 @@ impl RequestThreads {
 
     /// Does the watcher's work. Returns `true` if this thread must become active, and `false` if
     /// [`RequestThreads::call_one`] has called a parked thread or the mount has ended.
-    fn watch<'a>(&self, mut parked: MutexGuard<'a, Parked>) -> (MutexGuard<'a, Parked>, bool) {
+    fn watch(&self, parked: &mut MutexGuard<'_, Parked>) -> bool {
         let mut seen = self.begun.load(Ordering::SeqCst);
         let mut quiet = 0;
         while parked.called == 0 && !self.ended.load(Ordering::SeqCst) {
             if quiet == QUIET_LOOKS {
-                parked = self.sleep(parked, seen);
+                self.sleep(parked, seen);
                 quiet = 0;
                 seen = self.begun.load(Ordering::SeqCst);
                 continue;
             }
-            let waited = self.watcher.wait_timeout(parked, INTERVAL);
-            let timeout;
-            (parked, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            let timeout = self.watcher.wait_for(parked, INTERVAL);
             if !timeout.timed_out() {
                 continue;
             }
@@ -247,30 +240,27 @@ impl RequestThreads {
                 // fewer threads are parked from now on.
                 let wanted = self.wanted.load(Ordering::SeqCst);
                 self.want(wanted * 2);
-                return (parked, true);
+                return true;
             }
             if begun == seen {
                 quiet += 1;
                 continue;
             }
             (seen, quiet) = (begun, 0);
-            if self.look(&mut parked, is_busy) {
-                return (parked, true);
+            if self.look(parked, is_busy) {
+                return true;
             }
         }
-        (parked, false)
+        false
     }
 
     /// Sleeps until a request begins, a parked thread is called, or the mount ends.
-    fn sleep<'a>(&self, parked: MutexGuard<'a, Parked>, seen: u64) -> MutexGuard<'a, Parked> {
+    fn sleep(&self, parked: &mut MutexGuard<'_, Parked>, seen: u64) {
         self.watcher_sleeps.store(true, Ordering::SeqCst);
-        let parked = if self.begun.load(Ordering::SeqCst) == seen {
-            wait(&self.watcher, parked)
-        } else {
-            parked
-        };
+        if self.begun.load(Ordering::SeqCst) == seen {
+            self.watcher.wait(parked);
+        }
         self.watcher_sleeps.store(false, Ordering::SeqCst);
-        parked
     }
 
     /// Counts a look. After [`LOOKS`] of them, changes the number of wanted threads if necessary.
@@ -302,7 +292,7 @@ impl RequestThreads {
 
     /// Releases all parked threads, because the mount has ended.
     fn end(&self) {
-        let _parked = self.lock();
+        let _parked = self.parked.lock();
         self.ended.store(true, Ordering::SeqCst);
         self.watcher.notify_all();
         self.others.notify_all();
@@ -319,12 +309,6 @@ impl Drop for Member {
     fn drop(&mut self) {
         self.request_threads.end();
     }
-}
-
-fn wait<'a>(condition: &Condvar, parked: MutexGuard<'a, Parked>) -> MutexGuard<'a, Parked> {
-    condition
-        .wait(parked)
-        .unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -349,7 +333,7 @@ mod tests {
 
     impl Queue {
         fn receive(&self) -> Option<Request> {
-            let mut requests = self.requests.lock().unwrap();
+            let mut requests = self.requests.lock();
             loop {
                 if let Some(request) = requests.0.pop() {
                     return Some(request);
@@ -357,7 +341,7 @@ mod tests {
                 if requests.1 {
                     return None;
                 }
-                requests = self.changed.wait(requests).unwrap();
+                self.changed.wait(&mut requests);
             }
         }
 
@@ -366,13 +350,13 @@ mod tests {
             let (begun, has_begun) = channel();
             let (ends, end) = channel();
             let request = Request { kind, begun, end };
-            self.requests.lock().unwrap().0.insert(0, request);
+            self.requests.lock().0.insert(0, request);
             self.changed.notify_one();
             (has_begun, ends)
         }
 
         fn end(&self) {
-            self.requests.lock().unwrap().1 = true;
+            self.requests.lock().1 = true;
             self.changed.notify_all();
         }
     }
@@ -406,7 +390,7 @@ mod tests {
     fn requests_one_at_a_time_leave_one_thread_waiting() {
         mount(3, |queue, request_threads| {
             // Each thread that is not parked yet may receive some of them.
-            while request_threads.lock().count < 3 {
+            while request_threads.parked.lock().count < 3 {
                 answered(queue, Kind::Brief);
             }
             assert!(request_threads.active.load(Ordering::SeqCst) <= 1);
@@ -417,7 +401,7 @@ mod tests {
     fn waiting_requests_do_not_delay_others() {
         for kind in [Kind::Brief, Kind::Slow] {
             mount(3, |queue, request_threads| {
-                while request_threads.lock().count < 3 {
+                while request_threads.parked.lock().count < 3 {
                     answered(queue, Kind::Brief);
                 }
                 // A request for each thread; no request ends before all have begun.
@@ -434,7 +418,7 @@ mod tests {
     #[test]
     fn request_after_a_pause_finds_a_watcher() {
         mount(1, |queue, request_threads| {
-            while request_threads.lock().count < 1 {
+            while request_threads.parked.lock().count < 1 {
                 answered(queue, Kind::Brief);
             }
             while !request_threads.watcher_sleeps.load(Ordering::SeqCst) {
@@ -449,7 +433,7 @@ mod tests {
     #[test]
     fn end_of_the_mount_releases_parked_threads() {
         mount(8, |queue, request_threads| {
-            while request_threads.lock().count < 8 {
+            while request_threads.parked.lock().count < 8 {
                 answered(queue, Kind::Brief);
             }
         });

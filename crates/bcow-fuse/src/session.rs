@@ -4,10 +4,11 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock, Weak};
+use std::sync::{Arc, Weak};
 
 use bcow_union::errors::ErrorLog;
 use bcow_union::fs::UnionFs;
+use parking_lot::{Mutex, RwLock};
 
 use crate::adapter::readonly::ReadOnly;
 use crate::adapter::writable::{Gate, Writable};
@@ -17,7 +18,6 @@ use crate::idle;
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
-use crate::process::lock;
 use crate::request_threads::RequestThreads;
 use crate::signals::Signals;
 use crate::stats::MountStats;
@@ -123,9 +123,7 @@ impl Session {
         let mut options = options.clone();
         options.settle(content.writing())?;
         let session = Self::on(content, stats, mount, connection, &options, threads)?;
-        let mount = lock(&session.mount);
-        takeover::resend(mount.connection())?;
-        drop(mount);
+        takeover::resend(session.mount.lock().connection())?;
         Ok(session)
     }
 
@@ -177,7 +175,7 @@ impl Session {
             Some(closing) if closing.union.ledger().is_none() => return Ok(None),
             Some(_) => self.ledger()?,
         };
-        let mount = lock(&self.mount);
+        let mount = self.mount.lock();
         if !takeover::resend(mount.connection())? {
             return Ok(None);
         }
@@ -200,14 +198,14 @@ impl Session {
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
     /// lists the mount.
     pub fn place(&self) -> (PathBuf, Option<String>) {
-        let mount = lock(&self.mount);
+        let mount = self.mount.lock();
         (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
     /// A handle that unmounts while the session is being served.
     pub fn unmounter(&self) -> Unmounter {
         let mount = Arc::clone(&self.mount);
-        Unmounter::new(move || lock(&mount).unmount())
+        Unmounter::new(move || mount.lock().unmount())
     }
 
     /// A handle that closes the upper while the session is being served; `None` without an upper.

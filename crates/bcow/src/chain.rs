@@ -10,7 +10,6 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fs::File;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -409,7 +408,7 @@ impl Level<'_> {
                 let (image, height) = digests
                     .find(backing, self.depth)
                     .ok_or_else(|| Some(ChainProblem::NoDigest { name: name.clone() }))?;
-                self.add(&name, None, &image);
+                self.list(self.position(), &name, None, &image);
                 (image, height)
             }
             BackingName::FileName { identity, .. } => {
@@ -440,7 +439,7 @@ impl Level<'_> {
                         expected: backing.size,
                     }));
                 }
-                self.add(&name, None, &image);
+                self.list(self.position(), &name, None, &image);
                 (image, height)
             }
             BackingName::View {
@@ -470,14 +469,9 @@ impl Level<'_> {
         image: &BackingEntry,
         wanted: &WantedView,
     ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
-        let below = Level {
-            opener: self.opener,
-            directory: self.directory,
-            depth: self.depth + 1,
-            height: Cell::new(0),
-        };
+        let below = self.below(self.directory);
         // The view is listed before the files below it.
-        let position = self.opener.found.borrow().files.len();
+        let position = self.position();
         let image = below.find(image)?;
         let found = self.opener.policy.views.find(&image, wanted);
         let FoundView { view, path } = found.map_err(|source| {
@@ -486,21 +480,32 @@ impl Level<'_> {
                 source,
             })
         })?;
-        let file = ChainFile {
-            name: name.to_owned(),
-            path: Some(path),
-            image: view.clone(),
-        };
-        self.opener.found.borrow_mut().files.insert(position, file);
+        self.list(position, name, Some(path), &view);
         Ok((view, below.height.get() + 1))
     }
 
-    fn add(&self, name: &str, path: Option<&Path>, image: &Arc<Image>) {
-        self.opener.found.borrow_mut().files.push(ChainFile {
+    /// Resolves the backings of a file in `directory` that this level has found.
+    fn below<'d>(&'d self, directory: &'d Path) -> Level<'d> {
+        Level {
+            opener: self.opener,
+            directory,
+            depth: self.depth + 1,
+            height: Cell::new(0),
+        }
+    }
+
+    /// The number of files that were found so far.
+    fn position(&self) -> usize {
+        self.opener.found.borrow().files.len()
+    }
+
+    fn list(&self, position: usize, name: &str, path: Option<PathBuf>, image: &Arc<Image>) {
+        let file = ChainFile {
             name: name.to_owned(),
-            path: path.map(Path::to_owned),
+            path,
             image: image.clone(),
-        });
+        };
+        self.opener.found.borrow_mut().files.insert(position, file);
     }
 
     fn find_named(&self, name: &str) -> Result<(Arc<Image>, PathBuf, u32), Option<ChainProblem>> {
@@ -509,32 +514,24 @@ impl Level<'_> {
         let directories: Vec<&Path> = own.chain(allowed).collect();
         for directory in &directories {
             let path = directory.join(name);
-            let failed = |error: io::Error| {
-                Some(ChainProblem::Open {
-                    name: name.to_owned(),
-                    path: path.clone(),
-                    source: Error::Io {
-                        action: "open",
-                        offset: 0,
-                        source: error,
-                    },
-                })
-            };
-            let no_file = |kind| {
-                Some(ChainProblem::NoFile {
-                    name: name.to_owned(),
-                    path: path.clone(),
-                    kind,
-                })
-            };
-            match open_named(directory, name) {
+            let name = name.to_owned();
+            match open_named(directory, &name) {
                 Ok(Named::File(file)) => {
-                    let (image, height) = self.open_file(name, &path, file)?;
+                    let (image, height) = self.open_file(&name, &path, file)?;
                     return Ok((image, path, height));
                 }
-                Ok(Named::Other(kind)) => return Err(no_file(kind)),
+                Ok(Named::Other(kind)) => {
+                    return Err(Some(ChainProblem::NoFile { name, path, kind }));
+                }
                 Err(Errno::NOENT) => {}
-                Err(error) => return Err(failed(error.into())),
+                Err(errno) => {
+                    let source = Error::Io {
+                        action: "open",
+                        offset: 0,
+                        source: errno.into(),
+                    };
+                    return Err(Some(ChainProblem::Open { name, path, source }));
+                }
             }
         }
         Err(Some(ChainProblem::Missing {
@@ -549,24 +546,20 @@ impl Level<'_> {
         path: &Path,
         file: File,
     ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
-        let failed = |source| {
-            Some(ChainProblem::Open {
+        let Some(identity) = Storage::identity(&file) else {
+            return Err(Some(ChainProblem::Open {
                 name: name.to_owned(),
                 path: path.to_owned(),
-                source,
-            })
-        };
-        let Some(identity) = Storage::identity(&file) else {
-            return Err(failed(Error::Unsupported("a file without a number".into())));
+                source: Error::Unsupported("a file without a number".into()),
+            }));
         };
         // In a separate statement, because the opening of files below borrows `found` again.
         let known = self.opener.found.borrow().known.get(&identity).cloned();
         match known {
             Some(Known::Open(image, height)) => return Ok((image, height)),
             Some(Known::Opening) => {
-                return Err(Some(ChainProblem::TooDeep {
-                    name: name.to_owned(),
-                }));
+                let name = name.to_owned();
+                return Err(Some(ChainProblem::TooDeep { name }));
             }
             Some(Known::Failed) => return Err(None),
             None => {}
@@ -590,40 +583,22 @@ impl Level<'_> {
         path: &Path,
         file: File,
     ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
-        let below = Level {
-            opener: self.opener,
-            directory: &directory_of(path),
-            depth: self.depth + 1,
-            height: Cell::new(0),
-        };
+        let directory = directory_of(path);
+        let below = self.below(&directory);
         // A file is listed before the files below it.
-        let position = self.opener.found.borrow().files.len();
+        let position = self.position();
         let file = Arc::new(file);
         let policy = &self.opener.policy;
         learn(&file, &policy.options, policy.digests, below.directory);
         let image =
             open_shared(&file, policy.share, &policy.options, &below).map_err(|problem| {
-                match problem {
-                    OpenProblem::InUse(source) => Some(ChainProblem::InUse {
-                        name: name.to_owned(),
-                        path: path.to_owned(),
-                        source,
-                    }),
-                    OpenProblem::Failed(source) => Some(ChainProblem::Open {
-                        name: name.to_owned(),
-                        path: path.to_owned(),
-                        source,
-                    }),
-                }
+                let (name, path) = (name.to_owned(), path.to_owned());
+                Some(match problem {
+                    OpenProblem::InUse(source) => ChainProblem::InUse { name, path, source },
+                    OpenProblem::Failed(source) => ChainProblem::Open { name, path, source },
+                })
             })?;
-        self.opener.found.borrow_mut().files.insert(
-            position,
-            ChainFile {
-                name: name.to_owned(),
-                path: Some(path.to_owned()),
-                image: image.clone(),
-            },
-        );
+        self.list(position, name, Some(path.to_owned()), &image);
         Ok((image, below.height.get() + 1))
     }
 }

@@ -8,8 +8,8 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::SystemTime;
 
 use bcow_union::NodeId;
@@ -20,6 +20,7 @@ use fuser::{
     ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
+use parking_lot::{RwLock, RwLockReadGuard};
 use rustix::io::Errno;
 
 use super::convert::{
@@ -134,10 +135,7 @@ impl Writable {
     fn begin(&self, operation: Operation, node: NodeId) -> Passing<'_> {
         Passing {
             _answering: Answering::begin(&self.request_threads, &self.stats, operation, node),
-            _passing: self
-                .gate
-                .as_ref()
-                .map(|gate| gate.read().unwrap_or_else(PoisonError::into_inner)),
+            _passing: self.gate.as_ref().map(|gate| gate.read()),
         }
     }
 }

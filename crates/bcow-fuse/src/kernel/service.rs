@@ -2,15 +2,15 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use bcow_mount::{HiddenMount, run_apart_with};
+use parking_lot::Mutex;
 
 use crate::adapter::disk::{DiskFile, FLAGS};
 use crate::disk::Lifetime;
 use crate::error::MountError;
-use crate::process::lock;
 use crate::takeover::{self, duplicate};
 
 pub(super) struct Service {
@@ -92,7 +92,7 @@ impl Service {
         &self,
         work: impl FnOnce(&HiddenMount) -> Result<T, bcow_mount::Error> + Send,
     ) -> Result<T, MountError> {
-        let hidden = self.descriptors.hidden();
+        let hidden = self.descriptors.hidden.lock();
         // Only `stop` takes the hidden mount.
         let Some(hidden) = &*hidden else {
             return Err(MountError::Session(io::ErrorKind::NotConnected.into()));
@@ -112,7 +112,7 @@ impl Service {
 
     /// Ends the service, when the file is closed.
     pub(super) fn stop(&mut self) -> Result<(), MountError> {
-        *self.descriptors.hidden() = None;
+        *self.descriptors.hidden.lock() = None;
         let Some(thread) = self.thread.take() else {
             return Ok(());
         };
@@ -125,13 +125,9 @@ impl Service {
 }
 
 impl Descriptors {
-    fn hidden(&self) -> MutexGuard<'_, Option<HiddenMount>> {
-        lock(&self.hidden)
-    }
-
     /// The number of the descriptor of the hidden mount.
     pub(super) fn number(&self) -> Option<RawFd> {
-        self.hidden().as_ref().map(HiddenMount::descriptor)
+        self.hidden.lock().as_ref().map(HiddenMount::descriptor)
     }
 
     /// See [`Descriptors::agreed`].
@@ -148,7 +144,7 @@ impl Descriptors {
     /// Duplicates of the connection and of the hidden mount, for another process; `None` if none
     /// can take them over, or the service has ended.
     pub(super) fn duplicate(&self) -> Result<Option<(OwnedFd, OwnedFd)>, MountError> {
-        let hidden = self.hidden();
+        let hidden = self.hidden.lock();
         let (Some(connection), Some(hidden)) = (&self.connection, &*hidden) else {
             return Ok(None);
         };
