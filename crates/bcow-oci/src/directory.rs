@@ -20,9 +20,9 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
 use rustix::io::Errno;
 
 use crate::blob::read_error;
-use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
+use crate::builder::{Budget, LayerBuilder, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, TarPlace};
+use crate::error::{ConvertError, TarPlace, Unplaced};
 use crate::layer::Reading;
 use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
@@ -59,7 +59,7 @@ impl<S: ContentSink> DirectoryIngest<'_, S> {
         attributes.xattrs = walk.xattrs(&fd, c".", root)?;
         walk.builder
             .directory(None, attributes)
-            .map_err(|e| e.at("", b"."))?;
+            .map_err(|e| e.at(TarPlace::entry("", b".")))?;
         walk.run(fd, root)?;
         Ok(walk.builder.finish(|_, _, _| ()))
     }
@@ -126,7 +126,7 @@ impl<S: ContentSink> Walk<'_, S> {
             [] => name.to_bytes().to_vec(),
             parent => [parent, b"/", name.to_bytes()].concat(),
         };
-        let failed = |e: PlaceError| e.at("", text.as_bytes());
+        let failed = |e: Unplaced| e.at(TarPlace::entry("", text.as_bytes()));
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind != FileType::Directory && stat.st_nlink > 1 {
             if let Some(first) = self.links.get(&stat.st_ino) {
@@ -308,7 +308,7 @@ impl<S: ContentSink> Walk<'_, S> {
         }
         self.builder
             .share_xattrs(xattrs)
-            .map_err(|e| e.at("", text.as_bytes()))
+            .map_err(|e| e.at(TarPlace::entry("", text.as_bytes())))
     }
 }
 

@@ -6,9 +6,9 @@ use bcow_erofs::tree::{
     Attributes, Blocks, Content, DeviceNumber, LayerTree, Node, NodeId, NodeKind,
 };
 
-use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
+use crate::builder::{Budget, LayerBuilder, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, LimitKind, TarPlace, TarProblem, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, TarProblem, Unplaced, check_limit};
 use crate::hidden::UpperLayers;
 use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
@@ -128,7 +128,7 @@ impl Layer<'_> {
     ) -> Result<(), ConvertError> {
         let layer = self.name;
         let path = std::mem::take(&mut entry.path);
-        let error = |e: PlaceError| e.at(layer, &path);
+        let error = |e: Unplaced| e.at(TarPlace::entry(layer, &path));
         check_limit(LimitKind::PathBytes, path.len() as u64, MAX_PATH_BYTES)
             .map_err(|exceeded| error(exceeded.into()))?;
         let names = components(&path).map_err(|p| error(p.into()))?;
@@ -252,7 +252,7 @@ impl Layer<'_> {
         let id = self
             .builder
             .node(slot, node)
-            .map_err(|e| e.at(self.name, path))?;
+            .map_err(|e| e.at(TarPlace::entry(self.name, path)))?;
         if hidden {
             self.dropped.insert(id, number);
         }
@@ -292,7 +292,8 @@ impl Layer<'_> {
             bytes if bytes > MAX_TARGET_BYTES => TarProblem::TargetTooLong { bytes },
             _ => return Ok(entry.link.as_slice().into()),
         };
-        Err(PlaceError::from(problem).at(self.name, path))
+        let place = TarPlace::entry(self.name, path);
+        Err(ConvertError::Tar { place, problem })
     }
 
     fn attributes(
@@ -305,7 +306,7 @@ impl Layer<'_> {
         let xattrs = self
             .builder
             .share_xattrs(xattrs)
-            .map_err(|e| e.at(self.name, path))?;
+            .map_err(|e| e.at(TarPlace::entry(self.name, path)))?;
         Ok(Attributes {
             permissions: entry.permissions,
             uid: entry.uid,

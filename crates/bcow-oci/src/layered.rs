@@ -30,15 +30,16 @@ use crate::conversion::{Conversion, Target};
 use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::hidden::UpperLayers;
-use crate::image::{Image, ImageConfig};
-use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
+use crate::image::{Image, ImageConfig, minimal_config};
+use crate::image_file::{ImagesByDigest, read_back, writer_options};
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
 use crate::layout::write::{
     LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
 use crate::lower::LowerIndex;
-use crate::metadata::{Metadata, insert_some, options_json, tool};
+use crate::metadata::{Metadata, options_json, tool};
+use crate::null::some_fields;
 use crate::options::{ConvertOptions, Progress};
 use crate::parallel;
 use crate::platform::Platform;
@@ -427,23 +428,17 @@ impl LayerConversions<'_> {
         let read = conversion.layer(input, &reading, &mut uppers)?;
         let diff_id = input.diff_id.clone().or(read.bytes.diff_id);
         let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
-        let mut described = Map::new();
-        let fields = [
-            ("diff_id", Some(json!(diff_id))),
-            ("tar_bytes", Some(json!(read.bytes.tar))),
-            ("tar_entries", Some(json!(read.entries))),
-        ];
-        insert_some(&mut described, fields);
-        let metadata = Metadata::of_layer(
-            options.clone(),
-            &tool(self.options),
-            Value::Object(described),
-        );
+        // The same archive, options and tool give the same text for any source.
+        let layer = json!({
+            "diff_id": diff_id,
+            "tar_bytes": read.bytes.tar,
+            "tar_entries": read.entries,
+        });
+        let described = Map::from_iter([("layer".to_owned(), layer)]);
+        let metadata = Metadata::new(&tool(self.options), options.clone(), described);
         let tree = uppers.into_layers().pop().unwrap_or_default();
-        let tree = tree.into_overlay().map_err(|source| {
-            let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
-            tree_error(std::slice::from_ref(&input.name), error)
-        })?;
+        let tree = tree.into_overlay();
+        let tree = tree.map_err(|problem| ConvertError::tree(&input.name, problem))?;
         let finished = conversion.finish(&tree, metadata)?;
         drop(tree);
         if self.options.verify {
@@ -475,8 +470,7 @@ fn distinct(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
 
 /// A layer's entry in the stack's metadata.
 fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
-    let mut source = Map::new();
-    let fields = [
+    let source = some_fields([
         ("digest", input.digest.as_ref().map(|d| json!(d))),
         ("media_type", input.media_type.as_ref().map(|m| json!(m))),
         // Without a digest, the compression of the archive is not recorded.
@@ -485,8 +479,7 @@ fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
             input.digest.as_ref().and(input.size).map(|n| json!(n)),
         ),
         ("tar_bytes", Some(json!(layer.info.tar_bytes))),
-    ];
-    insert_some(&mut source, fields);
+    ]);
     json!({
         "digest": layer.digest,
         "file_bytes": layer.file_bytes,
@@ -508,18 +501,6 @@ fn config(
         return Ok(bytes.clone());
     }
     let platform = options.platform.clone().unwrap_or_else(Platform::host);
-    let mut all = Map::from_iter([
-        ("architecture".to_owned(), json!(platform.architecture)),
-        ("os".to_owned(), json!(platform.os)),
-        ("config".to_owned(), json!({})),
-        (
-            "rootfs".to_owned(),
-            json!({
-                "type": "layers",
-                "diff_ids": layers.iter().map(|l| &l.info.diff_id).collect::<Vec<_>>(),
-            }),
-        ),
-    ]);
-    insert_some(&mut all, [("variant", platform.variant.map(|v| json!(v)))]);
-    json_bytes(&Value::Object(all), Path::new("config"))
+    let diff_ids: Vec<&DiffId> = layers.iter().map(|layer| &layer.info.diff_id).collect();
+    json_bytes(&minimal_config(platform, &diff_ids), Path::new("config"))
 }

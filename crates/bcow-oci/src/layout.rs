@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
 use crate::digest::{DiffId, Digest};
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit, check_size};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
@@ -421,20 +421,10 @@ fn document(
     let digest = digest(files, &descriptor.digest)?;
     let place = format!("{kind} {} in {}", digest.short(), files.name());
     let Some(blob) = files.blob(&digest, descriptor.size)? else {
-        return Err(ConvertError::MissingBlob {
-            place,
-            digest,
-            foreign: false,
-        });
+        return Err(ConvertError::missing_blob(place, &digest));
     };
     let bytes = blob.document(limit, Some(&digest))?;
-    if bytes.len() as u64 != descriptor.size {
-        return Err(ConvertError::SizeMismatch {
-            place,
-            expected: descriptor.size,
-            found: bytes.len() as u64,
-        });
-    }
+    check_size(&place, descriptor.size, bytes.len() as u64)?;
     Ok((place, bytes))
 }
 

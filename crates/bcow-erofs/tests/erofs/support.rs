@@ -10,7 +10,7 @@ use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
-use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteOptions, device_table};
+use bcow_erofs::writer::{ContentWindow, Plan, WriteOptions, device_table};
 use bcow_testkit::{has_program, lacks};
 
 pub const BLOCK: usize = 4096;
@@ -530,12 +530,13 @@ pub fn stack() -> Stack {
     for start in &mut starts {
         *start += to;
     }
-    let devices: Vec<Device> = starts
+    let devices: Vec<ContentWindow> = starts
         .iter()
         .zip(&layers)
-        .map(|(&start, image)| Device {
+        .map(|(&to, image)| ContentWindow {
+            from: 0,
+            to,
             blocks: (image.len() as u64 / BLOCK as u64) as u32,
-            start,
         })
         .collect();
     let mut primary = vec![0; BLOCK];
