@@ -1,20 +1,21 @@
 //! Writes one image: the content as the layers are read, then the file system's metadata, then a
 //! check.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::{ImageWriter, Written};
 use bcow_erofs::tree::{LayerTree, Tree};
 
-use crate::builder::Budget;
+use crate::builder::{Budget, LayerBuilder};
 use crate::content::{ContentStats, ContentWriter};
-use crate::directory::DirectoryIngest;
+use crate::directory::read_directory;
 use crate::ending::Ending;
 use crate::error::{ConvertError, TarPlace, TarProblem};
 use crate::hidden::UpperLayers;
 use crate::image_file::{ImageSink, image_error, writer_options};
-use crate::ingest::{LayerIngest, rescue};
+use crate::ingest::{LayerIngest, Rescue, rescue};
 use crate::layer::{LayerBytes, LayerInput, Reading, read_layer};
 use crate::lower::LowerIndex;
 use crate::metadata::Metadata;
@@ -137,9 +138,11 @@ impl<'c> Conversion<'c> {
                 recognise: !input.has_digest() && !options.as_files,
                 content: &mut self.content,
                 uppers,
-                budget: &mut self.budget,
+                builder: LayerBuilder::new(&mut self.budget),
                 warnings: &mut self.warnings,
                 hidden_bytes: &mut self.hidden_bytes,
+                dropped: HashMap::new(),
+                rescue: Rescue::default(),
             };
             let mut tar = TarReader::new(stream);
             let read = ingest.run(&mut tar);
@@ -187,13 +190,8 @@ impl<'c> Conversion<'c> {
         reading: &Reading<'_>,
     ) -> Result<LayerTree, ConvertError> {
         self.progress.phase(&path.display().to_string());
-        let ingest = DirectoryIngest {
-            content: &mut self.content,
-            budget: &mut self.budget,
-            warnings: &mut self.warnings,
-            reading,
-        };
-        ingest.run(path)
+        let (content, warnings) = (&mut self.content, &mut self.warnings);
+        read_directory(path, content, &mut self.budget, warnings, reading)
     }
 
     /// Writes the file system's metadata and the JSON section.

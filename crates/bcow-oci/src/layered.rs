@@ -66,13 +66,7 @@ pub fn convert_to_layout(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<LayoutReport, ConvertError> {
-    if layout.dedup_lower && options.plain {
-        return Err(ConvertError::Options(
-            "a plain layer cannot refer to content of the layers below".to_owned(),
-        ));
-    }
-    // Check the options before anything is read.
-    writer_options(options, 1)?;
+    check_options(layout, options)?;
     let input = Input::open(source, options, progress)?;
     refuse_to_replace(source, &input, layout)?;
     if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.form) {
@@ -95,6 +89,16 @@ pub fn convert_to_layout(
     writer.publish(blobs, &entry, progress)?;
     report.source = Some(source.to_string());
     Ok(report)
+}
+
+/// Checks the options before anything is read.
+fn check_options(layout: &LayoutOptions, options: &ConvertOptions) -> Result<(), ConvertError> {
+    if layout.dedup_lower && options.plain {
+        return Err(ConvertError::Options(
+            "a plain layer cannot refer to content of the layers below".to_owned(),
+        ));
+    }
+    writer_options(options, 1).map(drop)
 }
 
 /// Fails if the image would take its source's name in the layout, which would hide the source.

@@ -106,12 +106,12 @@ struct IndexDocument {
 }
 
 #[derive(Debug, Deserialize)]
-struct ManifestDocument {
+pub(crate) struct ManifestDocument {
     #[serde(rename = "mediaType", default)]
     media_type: Option<String>,
-    config: Descriptor,
+    pub config: Descriptor,
     #[serde(default, deserialize_with = "null_as_absent")]
-    layers: Vec<Descriptor>,
+    pub layers: Vec<Descriptor>,
     #[serde(default)]
     annotations: Option<Annotations>,
 }
@@ -142,23 +142,24 @@ pub(crate) fn find_bcow(
 ) -> Result<BcowManifest, ConvertError> {
     let chosen = choose(files, reference, None, Form::Bcow)?;
     let (_, place, manifest) = read_manifest(files, &chosen.descriptor)?;
-    let stacks: Vec<_> = manifest
-        .layers
-        .iter()
-        .filter(|layer| layer.media_type == STACK)
-        .collect();
-    let stack = match stacks[..] {
-        [] => None,
-        [stack] => Some((digest(files, &stack.digest)?, stack.size)),
-        _ => {
-            return Err(ConvertError::layout(
-                place,
-                format!("it has {} stacks", stacks.len()),
-            ));
-        }
+    let stack = match stack_of(&place, &manifest.layers)? {
+        Some(stack) => Some((digest(files, &stack.digest)?, stack.size)),
+        None => None,
     };
     let place = format!("{place} in {}", files.name());
     Ok(BcowManifest { place, stack })
+}
+
+/// The stack among the layers of a manifest, which is called `place` in messages.
+pub(crate) fn stack_of<'d>(
+    place: &str,
+    layers: &'d [Descriptor],
+) -> Result<Option<&'d Descriptor>, ConvertError> {
+    let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
+    match (stacks.next(), stacks.next()) {
+        (_, Some(_)) => Err(ConvertError::layout(place, "it has several stacks")),
+        (stack, None) => Ok(stack),
+    }
 }
 
 /// Reads the image of a manifest. The blobs of the image are in `files`. `of_index` is the platform

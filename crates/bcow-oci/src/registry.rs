@@ -10,7 +10,7 @@ use serde::Deserialize;
 use crate::blob::read_error;
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
-use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH, STACK};
+use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH};
 use crate::left_out::{Annotations, FromIndex};
 use crate::null::null_as_absent;
 use crate::platform::Platform;
@@ -219,13 +219,9 @@ fn check_form(name: &str, document: &Document) -> Result<(), ConvertError> {
 
 /// The stack among the layers of a manifest, which is called `place` in messages.
 fn bcow_stack(place: &str, layers: &[Descriptor]) -> Result<Option<RemoteStack>, ConvertError> {
-    let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
-    let Some(stack) = stacks.next() else {
+    let Some(stack) = layout::stack_of(place, layers)? else {
         return Ok(None);
     };
-    if stacks.next().is_some() {
-        return Err(ConvertError::layout(place, "it has several stacks"));
-    }
     Ok(Some(RemoteStack {
         digest: layout::parse_digest(place, &stack.digest)?,
         bytes: stack.size,

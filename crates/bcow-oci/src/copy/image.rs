@@ -6,7 +6,6 @@ use std::sync::atomic::AtomicBool;
 
 use bcow::Storage;
 use bcow::format::Use;
-use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::file::{CopyFile, Member};
@@ -19,7 +18,6 @@ use crate::image::{ImageConfig, minimal_config};
 use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::{FromIndex, LeftOut};
-use crate::null::null_as_absent;
 use crate::options::{Limits, Progress};
 use crate::platform::Platform;
 use crate::registry::BcowImage;
@@ -39,13 +37,6 @@ pub struct CopyImage {
     pub(super) config: (Digest, Vec<u8>),
     /// The layers, then the stack.
     pub(super) files: Vec<(Digest, CopyFile)>,
-}
-
-#[derive(Deserialize)]
-struct ManifestDocument {
-    config: Descriptor,
-    #[serde(default, deserialize_with = "null_as_absent")]
-    layers: Vec<Descriptor>,
 }
 
 impl CopyImage {
@@ -159,7 +150,7 @@ impl CopyImage {
         config: &dyn Fn(&Descriptor) -> Result<Vec<u8>, ConvertError>,
         open: &dyn Fn(String, &Descriptor, &Digest) -> Result<CopyFile, ConvertError>,
     ) -> Result<CopyImage, ConvertError> {
-        let document: ManifestDocument = layout::parse(&name, &manifest)?;
+        let document: layout::ManifestDocument = layout::parse(&name, &manifest)?;
         layout::check_layer_count(&name, document.layers.len())?;
         let count = document.layers.len().saturating_sub(1);
         let files = document
