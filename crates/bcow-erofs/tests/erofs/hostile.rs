@@ -16,16 +16,8 @@ fn small() -> Vec<u8> {
     let mut space = Space::new(2000);
     let mut layer = LayerTree::new();
     put(&mut layer, "d", directory());
-    put(
-        &mut layer,
-        "d/a",
-        node(NodeKind::Regular(space.file(&[b'a'; 5000]))),
-    );
-    put(
-        &mut layer,
-        "d/b",
-        node(NodeKind::Regular(space.file(b"bbb"))),
-    );
+    put(&mut layer, "d/a", regular(space.file(&[b'a'; 5000])));
+    put(&mut layer, "d/b", regular(space.file(b"bbb")));
     put(&mut layer, "d/link", symlink(b"a"));
     put(&mut layer, "e", directory());
     for i in 0..200 {
@@ -41,7 +33,7 @@ fn small() -> Vec<u8> {
     put(
         &mut layer,
         "chunked",
-        node(NodeKind::Regular(space.chunked(12_298, 0, &chunks))),
+        regular(space.chunked(12_298, 0, &chunks)),
     );
     let tree = layer.into_tree().unwrap();
     space.image(&tree)

@@ -225,7 +225,7 @@ fn a_visible_file_whose_content_was_dropped_is_refused() {
             blocks: Blocks::Dropped,
             tail: None,
         };
-        put(layer, path, node(NodeKind::Regular(content)))
+        put(layer, path, regular(content))
     };
     let mut lower = LayerTree::new();
     dropped(&mut lower, "a");
@@ -308,7 +308,7 @@ fn contents_that_contradict_themselves_are_refused() {
     for (size, blocks, tail) in bad {
         let mut layer = LayerTree::new();
         let content = Content { size, blocks, tail };
-        put(&mut layer, "f", node(NodeKind::Regular(content.clone())));
+        put(&mut layer, "f", regular(content.clone()));
         let e = layer.into_tree().map(|_| content).unwrap_err();
         assert!(matches!(e.problem, TreeProblem::Content(_)), "{e}");
     }

@@ -296,6 +296,10 @@ pub fn node(kind: NodeKind) -> Node {
     }
 }
 
+pub fn regular(content: Content) -> Node {
+    node(NodeKind::Regular(content))
+}
+
 pub fn directory() -> Node {
     Node {
         attributes: attributes(0o755, 0, 0, 0),
@@ -483,7 +487,7 @@ pub fn stack() -> Stack {
             let mut space = Space::new(256);
             let mut layer = LayerTree::new();
             let mut file = |name: &str, content: Content| {
-                put(&mut layer, name, node(NodeKind::Regular(content)));
+                put(&mut layer, name, regular(content));
             };
             file("same", space.file(&contents(seed)));
             file(&format!("large{seed}"), space.file(&contents(seed + 10)));
