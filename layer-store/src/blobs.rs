@@ -11,8 +11,10 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::SystemTime;
 
+use bcow_tool::host::entries;
 use bcow_tool::registry::{RegistryOptions, with_auth_file};
 use bcow_tool::{At, Tool};
+use data_encoding::HEXLOWER;
 use parking_lot::{Condvar, Mutex};
 use sha2::{Digest, Sha256};
 
@@ -108,12 +110,7 @@ impl Blobs {
                 }
             }
         }
-        let digits: String = hash
-            .finalize()
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        let found = format!("sha256:{digits}");
+        let found = format!("sha256:{}", HEXLOWER.encode(&hash.finalize()));
         if found != blob.digest || bytes != blob.size {
             return Err(Error::State(format!(
                 "the registry has sent {bytes} bytes with the digest {found} as the blob {} of {} \
@@ -136,8 +133,7 @@ impl Blobs {
             )));
         }
         let mut files = Vec::new();
-        for entry in fs::read_dir(&self.directory).at("list", &self.directory)? {
-            let path = entry.at("list", &self.directory)?.path();
+        for path in entries(&self.directory)? {
             if path.extension().is_none() {
                 let found = fs::metadata(&path).at("examine", &path)?;
                 files.push((found.modified().at("examine", &path)?, found.len(), path));
@@ -160,6 +156,8 @@ impl Blobs {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
+    use bcow_tool::resolved::sha256;
+
     use super::*;
     use crate::layer::tests::layer;
 
@@ -177,11 +175,7 @@ mod tests {
 
     fn of(text: &str) -> Layer {
         let mut layer = layer('a', '1');
-        let digits: String = Sha256::digest(text)
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        layer.blob.digest = format!("sha256:{digits}");
+        layer.blob.digest = format!("sha256:{}", sha256(text));
         layer.blob.size = text.len() as u64;
         layer
     }

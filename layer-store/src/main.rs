@@ -18,14 +18,13 @@ mod store;
 mod uses;
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File};
-use std::io::ErrorKind;
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bcow_tool::host::{lock, make_private};
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
 use bcow_tool::registry::{is_plain, with_auth_file};
@@ -33,7 +32,6 @@ use bcow_tool::tool::{Tool, parse_pool};
 use bcow_tool::{At, RegistryArgs};
 use clap::Parser;
 use nix::sys::signal::{SigSet, Signal};
-use rustix::fs::{FlockOperation, flock};
 
 use crate::answers::Answers;
 use crate::blobs::Blobs;
@@ -106,11 +104,8 @@ fn serve(args: &Args) -> Result<(), Error> {
     let cache = root.join("cache");
     args.registry.require_auth_file().map_err(Error::State)?;
     // Mounts would fail without the cache that their options name.
-    match DirBuilder::new().mode(0o700).create(&cache) {
-        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-            tracing::error!("cannot create {}: {error}", cache.display());
-        }
-        _ => {}
+    if let Err(error) = make_private(&cache) {
+        tracing::error!("{error}");
     }
     let options = args.registry.options(&cache).map_err(Error::State)?;
     let mut of_mounts: Vec<OsString> = with_auth_file(&options.of_commands, &options.auth_file)
@@ -163,11 +158,7 @@ impl Args {
 
 /// Creates the directory, and locks it. Returns its absolute path, and the lock.
 fn take_root(root: &Path) -> Result<(PathBuf, File), Error> {
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(root)
-        .at("create", root)?;
+    make_private(root)?;
     let root = fs::canonicalize(root).at("use", root)?;
     // It becomes a part of the options of mounts.
     match root.to_str() {
@@ -180,11 +171,9 @@ fn take_root(root: &Path) -> Result<(PathBuf, File), Error> {
             )));
         }
     }
-    let path = root.join("lock");
-    let lock = File::create(&path).at("create", &path)?;
-    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok((root, lock)),
-        Err(_) => Err(Error::State(format!(
+    match lock(&root)? {
+        Some(lock) => Ok((root, lock)),
+        None => Err(Error::State(format!(
             "another process uses {}",
             root.display()
         ))),

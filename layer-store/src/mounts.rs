@@ -7,11 +7,11 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bcow_tool::host::entries_if_any;
 use bcow_tool::registry::on_one_line;
 use bcow_tool::{At, HostError, MountState, Tool, state_of, unmount};
 use parking_lot::Mutex;
@@ -92,22 +92,16 @@ impl Mounts {
     pub fn sweep(&self, used: &HashSet<String>) -> Result<Option<Duration>, Error> {
         let mut pause: Option<Duration> = None;
         let mut wait = |time: Duration| pause = Some(pause.map_or(time, |other| other.min(time)));
-        let entries = match fs::read_dir(&self.directory) {
-            // Nothing was mounted yet.
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            entries => entries.at("list", &self.directory)?,
-        };
-        for entry in entries {
-            let entry = entry.at("list", &self.directory)?;
-            let Ok(name) = entry.file_name().into_string() else {
+        // Before the first mount there is no directory.
+        for path in entries_if_any(&self.directory)? {
+            let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
                 continue;
             };
-            if used.contains(&name) {
+            if used.contains(name) {
                 continue;
             }
-            let path = entry.path();
             let mut slots = self.slots.lock();
-            let slot = slots.get(&name).cloned().unwrap_or_default();
+            let slot = slots.get(name).cloned().unwrap_or_default();
             let Some(held) = slot.try_lock() else {
                 wait(GRACE);
                 continue;
@@ -123,7 +117,7 @@ impl Mounts {
                     drop(held);
                     // A lookup takes this from the list under the lock of the list.
                     if Arc::strong_count(&slot) <= 2 {
-                        slots.remove(&name);
+                        slots.remove(name);
                     }
                 }
                 Err(error) => {

@@ -9,12 +9,12 @@
 //! full; its record is written as soon as there is space.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
+use std::fs;
 use std::path::{Path, PathBuf};
 
+use bcow_tool::At;
+use bcow_tool::host::{entries_if_any, remove_if_any, replace, sync};
 use bcow_tool::resolved::sha256;
-use bcow_tool::{At, HostError};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
@@ -50,18 +50,21 @@ impl Uses {
     /// The records in `directory`. A record that cannot be read is reported and not used.
     pub fn open(directory: PathBuf) -> Self {
         let mut all = HashMap::new();
-        for path in entries(&directory) {
+        let paths = entries_if_any(&directory).unwrap_or_else(|error| {
+            tracing::error!("{error}");
+            Vec::new()
+        });
+        for path in paths {
             let used = match path.extension().and_then(|ending| ending.to_str()) {
                 // Of a process that ended while it was writing.
-                Some("new") => Ok(fs::remove_file(&path).at("remove", &path)),
+                Some("new") => remove_if_any(&path).map_err(Error::from),
                 Some("json") => read(&path).map(|record| {
                     let key = (record.reference.clone(), record.digest.clone());
                     all.insert(key, record);
-                    Ok(())
                 }),
-                _ => Ok(Ok(())),
+                _ => Ok(()),
             };
-            if let Err(error) = used.and_then(|removed| Ok(removed?)) {
+            if let Err(error) = used {
                 tracing::error!("{error}; the file is ignored");
             }
         }
@@ -120,12 +123,8 @@ impl Uses {
             records.all.insert(key, record);
             return Ok(false);
         }
-        let path = self.path(&record);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            removed => removed.at("remove", &path)?,
-        }
-        self.sync()?;
+        remove_if_any(&self.path(&record))?;
+        sync(&self.directory)?;
         records.unwritten.remove(&key);
         records.all.remove(&key);
         Ok(true)
@@ -155,34 +154,7 @@ impl Uses {
         let text = serde_json::to_vec_pretty(record)
             .map_err(|error| Error::State(format!("cannot write {}: {error}", path.display())))?;
         fs::create_dir_all(&self.directory).at("create", &self.directory)?;
-        let mut file = File::create(&new).at("create", &new)?;
-        let written = file.write_all(&text).and_then(|()| file.sync_all());
-        let written = written.and_then(|()| fs::rename(&new, &path));
-        if written.is_err() {
-            let _ = fs::remove_file(&new);
-        }
-        written.at("write", &path)?;
-        Ok(self.sync()?)
-    }
-
-    fn sync(&self) -> Result<(), HostError> {
-        let directory = File::open(&self.directory).at("open", &self.directory)?;
-        directory.sync_all().at("write", &self.directory)
-    }
-}
-
-/// The files of a directory; none if it cannot be listed.
-fn entries(directory: &Path) -> Vec<PathBuf> {
-    let list = fs::read_dir(directory).and_then(|list| {
-        let paths = list.map(|entry| Ok(entry?.path()));
-        paths.collect()
-    });
-    match list {
-        Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
-        list => list.unwrap_or_else(|error| {
-            tracing::error!("cannot list {}: {error}", directory.display());
-            Vec::new()
-        }),
+        Ok(replace(&path, &new, &text)?)
     }
 }
 
@@ -249,7 +221,7 @@ mod tests {
             uses.add(image, &a, &layer('a', '1')).unwrap();
         }
         // A directory has the name of the new file.
-        let json = entries(&path).remove(0);
+        let json = entries_if_any(&path).unwrap().remove(0);
         let obstacle = json.with_extension("new");
         fs::create_dir(&obstacle).unwrap();
         assert!(!uses.release(image, &a).unwrap());
@@ -259,6 +231,6 @@ mod tests {
         uses.write_rest();
         assert_eq!(read(&json).unwrap().uses, 1);
         assert!(uses.release(image, &a).unwrap());
-        assert!(entries(&path).is_empty());
+        assert!(entries_if_any(&path).unwrap().is_empty());
     }
 }

@@ -8,10 +8,9 @@
 //!
 //! Each file has the form of docker's config.json, with one registry. Only root can read it.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
-use std::fs::{self, OpenOptions};
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,7 +20,8 @@ use serde_json::json;
 use crate::error::Error;
 use crate::protocol::Auth;
 use crate::repository::Repository;
-use bcow_tool::{At, HostError};
+use bcow_tool::At;
+use bcow_tool::host::{entries_if_any, remove_if_any, replace, write_private};
 
 /// The begin of the names of the files of pulls. No name of a registry begins with a plus.
 const PULL: &str = "+pull-";
@@ -44,13 +44,9 @@ struct Pulls {
 impl Keyring {
     /// The credentials in `directory`.
     pub fn open(directory: PathBuf) -> Self {
-        let of_pulls = names(&directory).map(|names| {
-            let of_pulls = names.into_iter().filter(|name| name.starts_with(PULL));
-            of_pulls.collect::<Vec<_>>()
-        });
-        let removed = of_pulls.and_then(|names| {
-            let mut paths = names.iter().map(|name| directory.join(name));
-            paths.try_for_each(|path| remove(&path))
+        let removed = entries_if_any(&directory).and_then(|paths| {
+            let mut of_pulls = paths.iter().filter(|path| name(path).starts_with(PULL));
+            of_pulls.try_for_each(|path| remove_if_any(path))
         });
         if let Err(error) = removed {
             tracing::error!("{error}");
@@ -118,12 +114,7 @@ impl Keyring {
         let mut new = accepted.as_os_str().to_owned();
         new.push(".new");
         let new = PathBuf::from(new);
-        write_private(&new, &document)?;
-        fs::rename(&new, &path).at("create", &path)?;
-        fs::File::open(&self.directory)
-            .and_then(|directory| directory.sync_all())
-            .at("synchronize", &self.directory)?;
-        Ok(())
+        Ok(replace(&path, &new, &document)?)
     }
 
     /// Removes what is of no repository in `used`, and of no running pull.
@@ -134,9 +125,10 @@ impl Keyring {
         let mut kept = used();
         kept.extend(pulls.running.values().cloned());
         let kept: HashSet<String> = kept.iter().map(file_name).collect();
-        for name in names(&self.directory)? {
-            if !name.starts_with(PULL) && !kept.contains(&name) {
-                remove(&self.directory.join(name))?;
+        for path in entries_if_any(&self.directory)? {
+            let name = name(&path);
+            if !name.starts_with(PULL) && !kept.contains(&*name) {
+                remove_if_any(&path)?;
             }
         }
         Ok(())
@@ -173,10 +165,14 @@ impl Pull {
 impl Drop for Pull {
     fn drop(&mut self) {
         self.keyring.pulls.lock().running.remove(&self.number);
-        if let Err(error) = remove(&self.keyring.of_pull(self.number)) {
+        if let Err(error) = remove_if_any(&self.keyring.of_pull(self.number)) {
             tracing::warn!("{error}; the next start removes it");
         }
     }
+}
+
+fn name(path: &Path) -> Cow<'_, str> {
+    path.file_name().unwrap_or_default().to_string_lossy()
 }
 
 fn file_name(repository: &Repository) -> String {
@@ -215,32 +211,6 @@ fn is_for(repository: &Repository, address: &str) -> bool {
         || server_of(address) == server_of(repository.key())
 }
 
-fn write_private(path: &Path, bytes: &[u8]) -> Result<(), HostError> {
-    let mut options = OpenOptions::new();
-    let options = options.create(true).truncate(true).write(true).mode(0o600);
-    let mut file = options.open(path).at("create", path)?;
-    file.write_all(bytes)
-        .and_then(|()| file.sync_all())
-        .at("write", path)
-}
-
-/// The names of the files; none if the directory does not exist.
-fn names(directory: &Path) -> Result<Vec<String>, HostError> {
-    let list = match fs::read_dir(directory) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        list => list.at("list", directory)?,
-    };
-    let names = list.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
-    names.collect::<std::io::Result<_>>().at("list", directory)
-}
-
-fn remove(path: &Path) -> Result<(), HostError> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        removed => removed.at("remove", path),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
@@ -274,7 +244,7 @@ mod tests {
         let read = |path: Option<PathBuf>| fs::read_to_string(path.unwrap()).unwrap();
 
         drop(begin("1"));
-        assert_eq!(names(&path).unwrap(), [""; 0]);
+        assert!(entries_if_any(&path).unwrap().is_empty());
         assert_eq!(keyring.for_question(&app), None);
 
         let pull = begin("2");
@@ -285,7 +255,10 @@ mod tests {
         // Without a layer, until the pull ends.
         keyring.sweep(HashSet::new).unwrap();
         drop(pull);
-        assert_eq!(names(&path).unwrap(), ["h.org+team+app.json"]);
+        assert_eq!(
+            entries_if_any(&path).unwrap(),
+            [path.join("h.org+team+app.json")]
+        );
         let kept = keyring.for_mounts(&app).unwrap();
         assert_eq!(keyring.for_question(&app), Some(kept.clone()));
         assert_eq!(kept.metadata().unwrap().permissions().mode() & 0o777, 0o600);
@@ -300,9 +273,9 @@ mod tests {
         assert!(read(keyring.for_mounts(&app)).contains("\"3\""));
 
         keyring.sweep(|| HashSet::from([app.clone()])).unwrap();
-        assert_eq!(names(&path).unwrap().len(), 1);
+        assert_eq!(entries_if_any(&path).unwrap().len(), 1);
         keyring.sweep(HashSet::new).unwrap();
-        assert_eq!(names(&path).unwrap(), [""; 0]);
+        assert!(entries_if_any(&path).unwrap().is_empty());
     }
 
     #[test]
@@ -313,7 +286,10 @@ mod tests {
             fs::write(path.join(name), "{}").unwrap();
         }
         Keyring::open(path.clone());
-        assert_eq!(names(&path).unwrap(), ["pull-1.org+a.json"]);
+        assert_eq!(
+            entries_if_any(&path).unwrap(),
+            [path.join("pull-1.org+a.json")]
+        );
     }
 
     #[test]

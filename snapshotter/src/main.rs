@@ -20,14 +20,14 @@ mod snapshots;
 mod tool;
 mod usage;
 
-use std::fs::{self, DirBuilder, Permissions};
-use std::io::ErrorKind;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use bcow_tool::At;
+use bcow_tool::host::{make_private, remove_if_any};
 use bcow_tool::notify::notify;
 use bcow_tool::program::{end, start_log};
 use bcow_tool::tool::{Tool, parse_pool};
@@ -180,11 +180,7 @@ async fn listen(socket: &Path, service: SnapshotService) -> Result<(), Error> {
 /// connections.
 fn bind(socket: &Path) -> Result<UnixListener, Error> {
     if let Some(directory) = socket.parent().filter(|path| !path.as_os_str().is_empty()) {
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(directory)
-            .at("create", directory)?;
+        make_private(directory)?;
     }
     if std::os::unix::net::UnixStream::connect(socket).is_ok() {
         return Err(Error::State(format!(
@@ -195,10 +191,7 @@ fn bind(socket: &Path) -> Result<UnixListener, Error> {
     let mut new = socket.as_os_str().to_owned();
     new.push(".new");
     let new = PathBuf::from(new);
-    match fs::remove_file(&new) {
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        removed => removed.at("remove", &new)?,
-    }
+    remove_if_any(&new)?;
     let listener = UnixListener::bind(&new).at("listen at", &new)?;
     fs::set_permissions(&new, Permissions::from_mode(0o600)).at("protect", &new)?;
     fs::rename(&new, socket).at("listen at", socket)?;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use crate::protocol::Mount;
 use crate::record::Labels;
 
 /// The labels of a container's snapshot with the mappings of its user namespace, and the options of
@@ -10,17 +11,6 @@ const MAPPINGS: [(&str, &str); 2] = [
     ("containerd.io/snapshot/uidmapping", "uidmap"),
     ("containerd.io/snapshot/gidmapping", "gidmap"),
 ];
-
-/// A mount, in containerd's form.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mount {
-    /// The type of the file system. For `fuse3.NAME`, mount.fuse3(8) runs the helper NAME.
-    pub kind: &'static str,
-    /// The directory or image.
-    pub source: String,
-    /// Options, as in fstab(5).
-    pub options: Vec<String>,
-}
 
 /// Whether a mount can be written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +25,7 @@ pub enum Access<'p> {
 pub fn of_directory(directory: &Path, is_writable: bool) -> Mount {
     let access = if is_writable { "rw" } else { "ro" };
     Mount {
-        kind: "bind",
+        kind: "bind".to_owned(),
         source: text(directory),
         options: vec![access.to_owned(), "rbind".to_owned()],
     }
@@ -65,7 +55,8 @@ pub fn of_layers(
     }
     options.extend_from_slice(extra);
     Some(Mount {
-        kind: "fuse3.mount.bcow",
+        // mount.fuse3(8) runs the helper.
+        kind: "fuse3.mount.bcow".to_owned(),
         source: lowest.clone(),
         options,
     })
@@ -99,7 +90,7 @@ pub fn options_of_mapping(labels: &Labels) -> Result<Vec<String>, String> {
 /// hard link to a file of the layers below fails.
 pub fn of_unpacking(lower: &Path, upper: &Path, work: &Path) -> Vec<Mount> {
     let overlay = Mount {
-        kind: "overlay",
+        kind: "overlay".to_owned(),
         source: "overlay".to_owned(),
         options: options_of_overlay(lower, upper, work),
     };

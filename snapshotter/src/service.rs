@@ -179,11 +179,12 @@ fn create(snapshots: &Snapshots, kind: Kind, request: wire::Create) -> Result<wi
     let parent = non_empty(&request.parent);
     let labels = request.labels.into_iter().collect();
     let mounts = snapshots.create(kind, &request.key, parent, labels)?;
-    Ok(to_wire(mounts))
+    Ok(wire::Mounts { mounts })
 }
 
 fn mounts(snapshots: &Snapshots, request: wire::Key) -> Result<wire::Mounts, Error> {
-    snapshots.mounts(&request.key).map(to_wire)
+    let mounts = snapshots.mounts(&request.key)?;
+    Ok(wire::Mounts { mounts })
 }
 
 fn commit(snapshots: &Snapshots, request: wire::Commit) -> Result<wire::Empty, Error> {
@@ -285,17 +286,6 @@ fn listed(snapshots: &Snapshots, request: wire::List) -> Result<Vec<wire::Listed
         parts.push(part);
     }
     Ok(parts)
-}
-
-fn to_wire(mounts: Vec<crate::mount::Mount>) -> wire::Mounts {
-    let mounts = mounts.into_iter().map(|mount| wire::Mount {
-        kind: mount.kind.to_owned(),
-        source: mount.source,
-        options: mount.options,
-    });
-    wire::Mounts {
-        mounts: mounts.collect(),
-    }
 }
 
 fn info(record: SnapshotRecord) -> wire::Info {

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use crate::error::Error;
 use bcow_tool::At;
+use bcow_tool::host::entries_if_any;
 
 /// Bytes and inodes on the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -45,15 +46,8 @@ pub fn of(path: &Path) -> Result<Usage, Error> {
             usage.bytes += metadata.blocks() * BLOCK;
             usage.inodes += 1;
         }
-        if !metadata.is_dir() {
-            continue;
-        }
-        let entries = match path.read_dir() {
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            found => found.at("list", &path)?,
-        };
-        for entry in entries {
-            pending.push(entry.at("list", &path)?.path());
+        if metadata.is_dir() {
+            pending.extend(entries_if_any(&path)?);
         }
     }
     Ok(usage)

@@ -305,12 +305,12 @@ fn is_referable(image: &OpenImage) -> bool {
 
 /// An image that begins at byte `start` of the address space below the changes.
 fn base(start: u64, image: &OpenImage) -> Base<'_> {
-    Base::new(
+    Base {
         start,
-        image.image().clone(),
-        Box::new(|| digest(image)),
-        file_name(image),
-    )
+        image: image.image().clone(),
+        digest: Box::new(|| digest(image)),
+        name: file_name(image),
+    }
 }
 
 /// The file name by which other files name the image; `None` in a layout, where the digest names

@@ -6,7 +6,7 @@
 //! reported but not walked, so each byte of metadata is walked once. File data is read once, even
 //! if files share it.
 //!
-//! The code of a finding is one of [`CODES`]; its place is a path, `inode N`, `superblock` or
+//! The code of a finding begins with `erofs-`; its place is a path, `inode N`, `superblock` or
 //! `data`.
 
 use std::collections::BTreeMap;
@@ -24,47 +24,37 @@ pub struct CheckOptions {
     pub read_data: bool,
 }
 
-/// All codes and their meanings.
-pub const CODES: &[(&str, &str)] = &[
-    (DATA, "file data cannot be read from the device"),
-    (DEVICE, "metadata cannot be read from the device"),
-    (DEVICE_SIZE, "the file system is larger than its device"),
-    (DIRECTORY, "a directory's content is damaged"),
-    (
-        DIRECTORY_TWICE,
-        "a directory has two names, or contains itself",
-    ),
-    (
-        DIRENT_DOTS,
-        "`.` or `..` is missing or names something else",
-    ),
-    (DIRENT_ORDER, "names are not sorted, so lookups miss them"),
-    (DIRENT_TYPE, "an entry's type is not its inode's"),
-    (EXTENT_RANGE, "file content lies beyond the device"),
-    (INODE, "an inode is damaged"),
-    (INODE_COUNT, "the superblock's number of inodes is wrong"),
-    (LIMIT, "the check stopped early"),
-    (NLINK, "a link count is wrong"),
-    (OVERLAP, "two inodes or directories use the same bytes"),
-    (UNSUPPORTED, "something that this reader does not have"),
-    (XATTR, "extended attributes are damaged"),
-];
-
+/// File data cannot be read from the device.
 const DATA: &str = "erofs-data";
+/// Metadata cannot be read from the device.
 const DEVICE: &str = "erofs-device";
+/// The file system is larger than its device.
 const DEVICE_SIZE: &str = "erofs-device-size";
+/// A directory's content is damaged.
 const DIRECTORY: &str = "erofs-directory";
+/// A directory has two names, or contains itself.
 const DIRECTORY_TWICE: &str = "erofs-directory-twice";
+/// `.` or `..` is missing or names something else.
 const DIRENT_DOTS: &str = "erofs-dirent-dots";
+/// Names are not sorted, so lookups miss them.
 const DIRENT_ORDER: &str = "erofs-dirent-order";
+/// An entry's type is not its inode's.
 const DIRENT_TYPE: &str = "erofs-dirent-type";
+/// File content lies beyond the device.
 const EXTENT_RANGE: &str = "erofs-extent-range";
+/// An inode is damaged.
 const INODE: &str = "erofs-inode";
+/// The superblock's number of inodes is wrong.
 const INODE_COUNT: &str = "erofs-inode-count";
+/// The check stopped early.
 const LIMIT: &str = "erofs-limit";
+/// A link count is wrong.
 const NLINK: &str = "erofs-nlink";
+/// Two inodes or directories use the same bytes.
 const OVERLAP: &str = "erofs-overlap";
+/// Something that this reader does not have.
 const UNSUPPORTED: &str = "erofs-unsupported";
+/// Extended attributes are damaged.
 const XATTR: &str = "erofs-xattr";
 
 /// Limit on findings; more of them add no information.
@@ -141,12 +131,8 @@ impl Checker<'_> {
         let claimed = superblock.blocks * u64::from(superblock.block_bytes);
         if claimed > self.fs.device_bytes() {
             let device = self.fs.device_bytes();
-            self.report(
-                DEVICE_SIZE,
-                Severity::Error,
-                "superblock".into(),
-                format!("{claimed} bytes of file system on a device of {device} bytes"),
-            );
+            let message = format!("{claimed} bytes of file system on a device of {device} bytes");
+            self.report(Finding::error(DEVICE_SIZE, "superblock", message));
         }
         self.visit_root();
         while let Some(directory) = self.pending.pop() {
@@ -188,9 +174,8 @@ impl Checker<'_> {
         let (mut dot, mut dot_dot) = (false, false);
         let result = fs.read_dir(&dir.inode, 0, &mut |entry| {
             if !is_first && entry.name <= &last[..] {
-                let place = self.path(dir.index, entry.name);
-                let message = "the name does not sort behind the one before it".into();
-                self.report(DIRENT_ORDER, Severity::Error, place, message);
+                let message = "the name does not sort behind the one before it";
+                self.found(DIRENT_ORDER, dir.index, entry.name, message);
             }
             is_first = false;
             last.clear();
@@ -212,18 +197,16 @@ impl Checker<'_> {
             Err(e) => self.error(&e, dir.index, b""),
             Ok(()) if dot && dot_dot || self.full() => {}
             Ok(()) => {
-                let place = self.path(dir.index, b"");
-                let message = "the directory has no `.` or no `..`".into();
-                self.report(DIRENT_DOTS, Severity::Error, place, message);
+                let message = "the directory has no `.` or no `..`";
+                self.found(DIRENT_DOTS, dir.index, b"", message);
             }
         }
     }
 
     fn dot(&mut self, index: u32, name: &[u8], found: Nid, expected: Nid) {
         if found != expected {
-            let place = self.path(index, name);
             let message = format!("names inode {found} instead of {expected}");
-            self.report(DIRENT_DOTS, Severity::Error, place, message);
+            self.found(DIRENT_DOTS, index, name, message);
         }
     }
 
@@ -232,9 +215,8 @@ impl Checker<'_> {
             known.names = known.names.saturating_add(1);
             let known_kind = known.kind;
             if known_kind == FileType::Directory {
-                let place = self.path(dir.index, name);
                 let message = format!("directory {nid} has another name already");
-                self.report(DIRECTORY_TWICE, Severity::Error, place, message);
+                self.found(DIRECTORY_TWICE, dir.index, name, message);
             }
             self.entry_type(dir.index, name, kind, known_kind);
             return;
@@ -268,9 +250,8 @@ impl Checker<'_> {
 
     fn entry_type(&mut self, index: u32, name: &[u8], said: FileType, is: FileType) {
         if said != is {
-            let place = self.path(index, name);
             let message = format!("the entry says {said:?}, the inode {is:?}");
-            self.report(DIRENT_TYPE, Severity::Error, place, message);
+            self.found(DIRENT_TYPE, index, name, message);
         }
     }
 
@@ -342,9 +323,8 @@ impl Checker<'_> {
                 }
             };
             let ExtentSource::Device { offset } = extent.source else {
-                let place = self.path(index, name);
                 let message = format!("byte {} of the directory is in a hole", extent.offset);
-                self.report(DIRECTORY, Severity::Error, place, message);
+                self.found(DIRECTORY, index, name, message);
                 return false;
             };
             let is_inline = offset >= start && offset + extent.length <= end;
@@ -364,10 +344,9 @@ impl Checker<'_> {
     fn claim(&mut self, start: u64, seen: Seen, index: u32, name: &[u8]) -> bool {
         let before = self.seen.range(..seen.end).next_back();
         if before.is_some_and(|(_, other)| other.end > start) {
-            let place = self.path(index, name);
             let end = seen.end;
             let message = format!("bytes {start}..{end} of the device are used by something else");
-            self.report(OVERLAP, Severity::Error, place, message);
+            self.found(OVERLAP, index, name, message);
             return false;
         }
         self.seen.insert(start, seen);
@@ -394,15 +373,15 @@ impl Checker<'_> {
         }
         for (nid, says, names) in wrong {
             let message = format!("the link count is {says}, but the number of links is {names}");
-            self.report(NLINK, Severity::Error, format!("inode {nid}"), message);
+            self.report(Finding::error(NLINK, format!("inode {nid}"), message));
         }
         let claimed = self.fs.superblock().inodes;
         // If a part could not be read, the counts differ in any case.
         if inodes != claimed && self.findings.is_empty() {
             let message =
                 format!("the number of inodes is {inodes}, but the superblock says {claimed}");
-            let place = "superblock".into();
-            self.report(INODE_COUNT, Severity::Warning, place, message);
+            let finding = Finding::error(INODE_COUNT, "superblock", message);
+            self.report(finding.of(Severity::Warning));
         }
     }
 
@@ -430,7 +409,7 @@ impl Checker<'_> {
                 let piece = READ_BYTES.min(end - at);
                 if let Err(e) = self.fs.verify_range(at, piece) {
                     let message = format!("bytes {at}..{}: {e}", at + piece);
-                    self.report(DATA, Severity::Error, "data".into(), message);
+                    self.report(Finding::error(DATA, "data", message));
                 }
                 at += piece;
             }
@@ -452,16 +431,19 @@ impl Checker<'_> {
             ErofsError::Xattr { .. } => XATTR,
             _ => INODE,
         };
-        let place = self.path(index, name);
-        self.report(code, Severity::Error, place, e.to_string());
+        self.found(code, index, name, e.to_string());
     }
 
-    fn report(&mut self, code: &'static str, severity: Severity, place: String, message: String) {
+    /// Reports an error of a directory (`name` is empty) or of an entry in it.
+    fn found(&mut self, code: &'static str, index: u32, name: &[u8], message: impl Into<String>) {
+        self.report(Finding::error(code, self.path(index, name), message));
+    }
+
+    fn report(&mut self, finding: Finding) {
         if self.full() {
             return;
         }
-        self.findings
-            .push(Finding::error(code, place, message).of(severity));
+        self.findings.push(finding);
         if self.findings.len() == MAX_FINDINGS {
             let message = format!("more than {MAX_FINDINGS} findings, the rest was not looked at");
             self.findings

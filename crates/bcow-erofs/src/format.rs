@@ -93,25 +93,8 @@ pub const CHUNK_SHIFT_MASK: u16 = 0x1f;
 /// Bit of a chunk format: the chunk table has 8-byte indexes, not 4-byte block addresses.
 pub const CHUNK_INDEXES: u16 = 0x20;
 
-/// File types of directory entries.
-pub mod dirent_type {
-    /// Unknown type.
-    pub const UNKNOWN: u8 = 0;
-    /// Regular file.
-    pub const REGULAR: u8 = 1;
-    /// Directory.
-    pub const DIRECTORY: u8 = 2;
-    /// Character device.
-    pub const CHAR_DEVICE: u8 = 3;
-    /// Block device.
-    pub const BLOCK_DEVICE: u8 = 4;
-    /// Named pipe.
-    pub const FIFO: u8 = 5;
-    /// Socket.
-    pub const SOCKET: u8 = 6;
-    /// Symbolic link.
-    pub const SYMLINK: u8 = 7;
-}
+/// The type of an inode in a directory entry, if it is not recorded there.
+pub const UNKNOWN_TYPE: u8 = 0;
 
 /// Xattr name prefixes and their indexes.
 ///
@@ -302,7 +285,7 @@ pub struct Dirent {
     /// Byte offset of the name in the block. The offset of the first name is also the end of the
     /// entries.
     pub name_offset: U16,
-    /// See [`dirent_type`].
+    /// The number of the type: see [`crate::reader::FileType`].
     pub file_type: u8,
     /// Zero.
     pub reserved: u8,

@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::tree::{
-    Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, take_node,
-    validated_tree,
+    Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, TreeProblem,
+    take_node, validated_tree,
 };
 
 /// Limit on symbolic links in a hardlink's target path, as in the kernel.
@@ -100,7 +100,7 @@ impl Merged {
                     if self.is_directory(NodeId(known)) {
                         *self.children_mut(lower) = names;
                         let path = self.path(lower, &name);
-                        return Err(TreeError::DirectoryLinkedTwice { path });
+                        return Err(TreeProblem::DirectoryLinkedTwice.at(path));
                     }
                     names.insert(name, NodeId(known));
                     continue;
@@ -171,11 +171,8 @@ impl Merged {
                     NodeKind::LowerLink(target) => target.into_vec(),
                     other => unreachable!("{other:?} is not a link"),
                 };
-                return Err(TreeError::Link {
-                    path,
-                    target,
-                    reason: "neither this layer nor one below has such a file",
-                });
+                let reason = "neither this layer nor one below has such a file";
+                return Err(TreeProblem::Link { target, reason }.at(path));
             }
         }
         Ok(())

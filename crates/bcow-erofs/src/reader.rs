@@ -62,13 +62,7 @@ impl Filesystem {
             superblock,
         };
         let root = fs.inode(fs.root())?;
-        if root.kind != FileType::Directory {
-            return Err(ErofsError::WrongKind {
-                nid: root.nid,
-                expected: "directory",
-                found: root.kind,
-            });
-        }
+        root.require(FileType::Directory, "directory")?;
         Ok(fs)
     }
 

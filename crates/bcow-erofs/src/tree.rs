@@ -13,7 +13,7 @@ mod validate;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-pub use validate::TreeError;
+pub use validate::{TreeError, TreeProblem};
 pub(crate) use validate::{display_path, take_node, validated_tree};
 
 /// The index of a node in the arena of its tree.

@@ -294,23 +294,21 @@ impl<'t> Plan<'t> {
     }
 }
 
-/// An extra device, beside the one with the metadata, for a kernel mount with `device=` options.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Device {
-    /// Size in blocks of 4096 bytes.
-    pub blocks: u32,
-    /// Block of the address space where the device is mapped; not 0.
-    pub start: u32,
+/// Number of bytes of a device table.
+pub fn device_table_bytes(devices: u16) -> u64 {
+    let bytes = usize::from(devices) * size_of::<DeviceSlot>();
+    bytes.next_multiple_of(format::BLOCK_BYTES) as u64
 }
 
-/// The bytes of a device table, padded with zeros to a multiple of 4096 bytes.
-pub fn device_table(devices: &[Device]) -> Vec<u8> {
+/// The bytes of a device table, padded with zeros to a multiple of 4096 bytes. Each window is an
+/// extra device, beside the one with the metadata, for a kernel mount with `device=` options.
+pub fn device_table(devices: &[ContentWindow]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for device in devices {
         let slot = DeviceSlot {
             tag: [0; 64],
             blocks: device.blocks.into(),
-            mapped_block: device.start.into(),
+            mapped_block: device.to.into(),
             reserved: [0; 56],
         };
         bytes.extend_from_slice(slot.as_bytes());

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::cancel::{Cancel, is_cancellation};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
 use crate::repository::Repository;
 
 /// A source of bytes. Files are read by offset, so that clones do not disturb each other.
@@ -164,17 +164,8 @@ impl Blob {
             .map_err(|e| read_error("read", &self.name, e))?;
         check(bytes.len() as u64)?;
         if let Some(expected) = expected {
-            let mut hasher = crate::digest::Hasher::new(expected.algorithm());
-            hasher.update(&bytes);
-            let found = hasher.finish();
-            if found != *expected {
-                return Err(ConvertError::DigestMismatch {
-                    place: self.name.clone(),
-                    what: "digest",
-                    expected: expected.clone(),
-                    found,
-                });
-            }
+            let found = Digest::of_bytes(&bytes, expected.algorithm());
+            check_digest(&self.name, "digest", expected, &found)?;
         }
         Ok(bytes)
     }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs};
 
-use crate::error::{ConvertError, Exceeded, LimitKind, TarPlace, TarProblem, check_limit};
+use crate::error::{LimitKind, TarProblem, Unplaced, check_limit};
 use crate::path::components;
 use crate::warnings::Warnings;
 
@@ -32,37 +32,7 @@ pub(crate) struct Budget {
 /// Limit on the memory for names, link targets and distinct attributes.
 const MAX_NAME_BYTES: u64 = 512 << 20;
 
-/// Why an entry cannot be placed.
-#[derive(Debug)]
-pub(crate) enum PlaceError {
-    Problem(TarProblem),
-    Limit(Exceeded),
-}
-
-impl From<Exceeded> for PlaceError {
-    fn from(exceeded: Exceeded) -> Self {
-        PlaceError::Limit(exceeded)
-    }
-}
-
-impl From<TarProblem> for PlaceError {
-    fn from(problem: TarProblem) -> Self {
-        PlaceError::Problem(problem)
-    }
-}
-
-impl PlaceError {
-    /// The error of the entry `entry` of `layer`.
-    pub(crate) fn at(self, layer: &str, entry: &[u8]) -> ConvertError {
-        let place = TarPlace::entry(layer, entry);
-        match self {
-            PlaceError::Problem(problem) => ConvertError::Tar { place, problem },
-            PlaceError::Limit(exceeded) => exceeded.at(place),
-        }
-    }
-}
-
-type Result<T> = std::result::Result<T, PlaceError>;
+type Result<T> = std::result::Result<T, Unplaced>;
 
 /// A name in a directory of the tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

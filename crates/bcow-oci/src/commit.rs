@@ -11,25 +11,23 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockDevice, Error, Image, ImageWriter, Written};
-use bcow_erofs::tree::{Blocks, ChunkRun, Content, TailSource, Tree};
-use bcow_erofs::writer::{ContentWindow, MAX_INLINE, Plan, WriteOptions};
+use bcow::{BlockDevice, Error, Image, ImageWriter};
+use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tree};
+use bcow_erofs::writer::MAX_INLINE;
 use serde_json::{Map, Value, json};
 
 use crate::blob;
 use crate::cancel::Cancel;
-use crate::content::{ContentStats, ContentWriter, Data, StoreError};
+use crate::content::{ContentWriter, Data};
 use crate::digest::{Digest, hex};
-use crate::error::{ConvertError, TarPlace};
-use crate::image_file::{
-    ImageSink, ImagesByDigest, emit, image_error, plan_error, read_back, writer_options,
-};
-use crate::metadata::{Metadata, insert_some, options_json, tool};
+use crate::ending::Ending;
+use crate::error::{ConvertError, TarPlace, Unplaced};
+use crate::image_file::{ImageSink, ImagesByDigest, image_error, read_back, writer_options};
+use crate::metadata::{Metadata, options_json, tool};
+use crate::null::some_fields;
 use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
-use crate::prefetch::Prefetch;
-use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, REGION_BYTES, inline_max};
+use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, Shown, inline_max};
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
 
@@ -47,25 +45,21 @@ pub struct Base<'b> {
     pub digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
     /// The file name under which the image is looked up in the directory of the new image.
     pub name: Option<String>,
-    /// Number of referenced bytes.
-    referenced_bytes: u64,
 }
 
-impl<'b> Base<'b> {
-    /// An image that begins at byte `start` of the address space below.
-    pub fn new(
-        start: u64,
-        image: Arc<Image>,
-        digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
-        name: Option<String>,
-    ) -> Self {
-        Base {
-            start,
-            image,
-            digest,
-            name,
-            referenced_bytes: 0,
-        }
+impl Base<'_> {
+    /// The entry of this image in the JSON section.
+    fn described(&self, digest: &[u8; 32]) -> Value {
+        let header = self.image.header();
+        let root = header.merkle.as_ref().map(|tree| tree.root);
+        let root = root.map(|root| json!(Digest::from_sha256(root)));
+        some_fields([
+            ("digest", Some(json!(Digest::from_sha256(*digest)))),
+            ("file_bytes", Some(json!(header.file_bytes))),
+            ("merkle_root", root),
+            ("name", self.name.as_ref().map(|name| json!(name))),
+        ])
+        .into()
     }
 
     /// Whether `bytes` bytes at byte `at` of the address space below lie in this image.
@@ -74,14 +68,6 @@ impl<'b> Base<'b> {
             .and_then(|at| at.checked_add(bytes))
             .is_some_and(|end| end <= self.image.size())
     }
-}
-
-/// A [`Base`] whose content is referenced.
-struct ReferencedBase {
-    start: u64,
-    image: Arc<Image>,
-    digest: [u8; 32],
-    name: Option<String>,
 }
 
 /// The input of a commit.
@@ -144,6 +130,7 @@ pub fn commit(
     let mut store = ContentStore {
         content: ContentWriter::new(sink, tails, inline_max, options.limits.max_bytes),
         device: commit.device,
+        referenced_bytes: vec![0; commit.base.len()],
         base: commit.base,
         cancel: Cancel::new(options.cancel.as_deref()).or(&never),
         progress,
@@ -153,40 +140,54 @@ pub fn commit(
     // What a start reads is together, before all others.
     let first = prefetch.map_or(Vec::new(), |prefetch| prefetch.files(&tree));
     tree.replace_contents(&first, &mut |content| store.store(content))?;
-    let referenced_bytes = store.base.iter().map(|base| base.referenced_bytes).sum();
     let stats = store.content.stats();
     let (sink, tails) = store.content.into_parts();
     let mut metadata = Metadata::new(&tool(options), options_json(options), commit.described);
-    let base = store
-        .base
-        .into_iter()
-        .filter(|base| base.referenced_bytes > 0)
-        .map(|base| {
+    let base = store.base.into_iter().zip(&store.referenced_bytes);
+    let base = base
+        .filter(|(_, bytes)| **bytes > 0)
+        .map(|(base, _)| {
             let digest = (base.digest)().map_err(|error| {
                 blob::read_error("take the digest of", "the image below", error)
             })?;
-            Ok(ReferencedBase {
-                digest,
-                start: base.start,
-                image: base.image,
-                name: base.name,
-            })
+            Ok((base, digest))
         })
         .collect::<Result<Vec<_>, ConvertError>>()?;
-    let written = finish(
-        &tree,
-        sink.into_writer(),
-        &tails,
-        &base,
+    if base
+        .iter()
+        .any(|(base, _)| base.start >= BASE_FROM || base.image.size() >= BASE_FROM)
+    {
+        let why = "the image below is larger than 8 TiB".to_owned();
+        return Err(ConvertError::Options(why));
+    }
+    if !base.is_empty() {
+        let described = base.iter().map(|(base, digest)| base.described(digest));
+        metadata.backings(described.collect());
+    }
+    let shown = base.iter().map(|(base, digest)| Shown {
+        first_block: (BASE_FROM + base.start) / BLOCK_BYTES,
+        bytes: base.image.size(),
+        digest: *digest,
+        size: base.image.size(),
+    });
+    let ending = Ending {
+        tree: &tree,
+        tails: &tails,
+        shown: &shown.collect::<Vec<_>>(),
+        as_devices: false,
+        // Tails that remain in the images below have the length that they have there.
+        inline_max: if base.is_empty() { inline_max } else { MAX_INLINE },
         stats,
-        &mut metadata,
-        inline_max,
         prefetch,
-        destination,
-    )?;
+        path: destination,
+    };
+    let written = ending.write(sink.into_writer(), metadata)?;
     if options.verify {
         progress.phase("verify");
-        let below = ImagesByDigest(base.iter().map(|b| (b.digest, b.image.clone())).collect());
+        let below = base
+            .iter()
+            .map(|(base, digest)| (*digest, base.image.clone()));
+        let below = ImagesByDigest(below.collect());
         read_back(&written, output.file()?, &below, options.threads)?;
     }
     if store.cancel.is_set() {
@@ -198,7 +199,7 @@ pub fn commit(
         file_bytes: written.file_bytes(),
         content_bytes: stats.content_bytes - stats.deduplicated_bytes,
         deduplicated_bytes: stats.deduplicated_bytes,
-        base_bytes: referenced_bytes,
+        base_bytes: store.referenced_bytes.iter().sum(),
         size: written.size(),
         merkle_root: hex(&written.merkle_root()),
     };
@@ -206,99 +207,13 @@ pub fn commit(
     Ok(report)
 }
 
-#[allow(
-    clippy::too_many_arguments,
-    reason = "one caller; a struct would only rename them"
-)]
-fn finish(
-    tree: &Tree,
-    mut writer: ImageWriter,
-    tails: &dyn TailSource,
-    base: &[ReferencedBase],
-    stats: ContentStats,
-    metadata: &mut Metadata,
-    inline_max: u16,
-    prefetch: Option<&Prefetch>,
-    path: &Path,
-) -> Result<Written, ConvertError> {
-    let failed = |error| image_error(path, error);
-    let metadata_start = writer.begin_metadata().map_err(failed)?;
-    // Tails that remain in the images below have the length that they have there.
-    let inline_max = match base {
-        [] => inline_max,
-        _ => MAX_INLINE,
-    };
-    let options = WriteOptions {
-        metadata_start,
-        inline_max,
-    };
-    let mut plan = Plan::new(tree, &options).map_err(|error| plan_error(path, error))?;
-    let mut next = (metadata_start + plan.metadata_bytes()).next_multiple_of(REGION_BYTES);
-    let too_large = || ConvertError::Options("the image below is larger than 8 TiB".to_owned());
-    let block = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).map_err(|_| too_large());
-    let mut windows = Vec::new();
-    for base in base {
-        windows.push(ContentWindow {
-            from: FIRST_LOWER_BLOCK
-                .checked_add(block(base.start)?)
-                .ok_or_else(too_large)?,
-            to: block(next)?,
-            blocks: block(base.image.size())?,
-        });
-        next = (next + base.image.size()).next_multiple_of(REGION_BYTES);
-    }
-    plan = plan
-        .with_windows(windows.clone())
-        .map_err(|error| plan_error(path, error))?;
-    emit(&plan, tails, &mut writer, path)?;
-    for (base, window) in base.iter().zip(&windows) {
-        let size = base.image.size();
-        let backing = writer.add_backing(BackingEntry {
-            name: BackingName::Digest(base.digest),
-            size,
-        });
-        let found = writer.append_window(backing, 0, size).map_err(failed)?;
-        debug_assert_eq!(found, u64::from(window.to) * BLOCK_BYTES);
-    }
-    if !base.is_empty() {
-        metadata.backings(base.iter().map(ReferencedBase::described).collect());
-    }
-    metadata.content(plan.inodes(), stats, metadata_start);
-    if let Some(prefetch) = prefetch {
-        metadata.prefetch(prefetch.describe(tree, &plan)?);
-    }
-    let superblock = plan.superblock(writer.position() / BLOCK_BYTES);
-    writer
-        .finish(&superblock, &metadata.to_json())
-        .map_err(failed)
-}
-
-impl ReferencedBase {
-    /// The entry of this image in the JSON section.
-    fn described(&self) -> Value {
-        let header = self.image.header();
-        let root = header.merkle.as_ref().map(|tree| tree.root);
-        let mut all = Map::new();
-        let fields = [
-            ("digest", Some(json!(Digest::from_sha256(self.digest)))),
-            ("file_bytes", Some(json!(header.file_bytes))),
-            (
-                "merkle_root",
-                root.map(|root| json!(Digest::from_sha256(root))),
-            ),
-            ("name", self.name.as_ref().map(|name| json!(name))),
-        ];
-        insert_some(&mut all, fields);
-        Value::Object(all)
-    }
-}
-
 /// Stores contents in the image.
 struct ContentStore<'s> {
     content: ContentWriter<ImageSink>,
     device: &'s dyn BlockDevice,
-    /// The images whose content may be referenced.
+    /// The images whose content may be referenced, and the number of referenced bytes of each.
     base: Vec<Base<'s>>,
+    referenced_bytes: Vec<u64>,
     cancel: Cancel<'s>,
     progress: &'s dyn Progress,
 }
@@ -319,12 +234,12 @@ impl ContentStore<'_> {
         if self.cancel.is_set() {
             return Err(ConvertError::Interrupted);
         }
-        let failed = |error: StoreError| error.at(TarPlace::layer("the changes"));
+        let failed = |error: Unplaced| error.at(TarPlace::layer("the changes"));
         let runs = runs(content);
         let mut referenced = 0;
         for run in &runs {
             if let Some(base) = self.base_of(run) {
-                self.base[base].referenced_bytes += run.length;
+                self.referenced_bytes[base] += run.length;
                 referenced += 1;
             }
         }
@@ -345,7 +260,7 @@ impl ContentStore<'_> {
     }
 
     /// Stores all of the content.
-    fn copy(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, StoreError> {
+    fn copy(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, Unplaced> {
         let mut pieces: Vec<DeviceRun> = runs.to_vec();
         if let Some(tail) = content.tail {
             let length = u64::from(tail.length);
@@ -372,7 +287,7 @@ impl ContentStore<'_> {
     }
 
     /// References all of the content; only an inline tail is stored.
-    fn reference(&mut self, content: &Content) -> Result<Content, StoreError> {
+    fn reference(&mut self, content: &Content) -> Result<Content, Unplaced> {
         let mut referenced = content.clone();
         if let Some(tail) = content.tail {
             let mut bytes = vec![0; tail.length.into()];
@@ -389,7 +304,7 @@ impl ContentStore<'_> {
         &mut self,
         content: &Content,
         runs: &[DeviceRun],
-    ) -> Result<Content, StoreError> {
+    ) -> Result<Content, Unplaced> {
         let Blocks::Chunked { chunk_shift, .. } = content.blocks else {
             return self.copy(content, runs);
         };

@@ -11,9 +11,9 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
 
-use crate::error::{ConvertError, Exceeded, LimitKind, TarPlace, check_limit};
-use crate::lower::{LowerIndex, LowerPiece, UsedLayers};
-use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES};
+use crate::error::{ConvertError, Exceeded, LimitKind, Unplaced, check_limit};
+use crate::lower::{LowerIndex, LowerPiece};
+use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, Shown};
 use crate::tails::TailStore;
 use crate::tar::SparseMap;
 
@@ -43,37 +43,6 @@ pub(crate) trait Data {
     fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError>;
     /// Consumes `bytes` bytes.
     fn consume(&mut self, bytes: usize);
-}
-
-/// Why content cannot be stored.
-#[derive(Debug)]
-pub(crate) enum StoreError {
-    /// The content exceeds a limit.
-    Limit(Exceeded),
-    /// Reading or writing failed.
-    Other(Box<ConvertError>),
-}
-
-impl From<Exceeded> for StoreError {
-    fn from(exceeded: Exceeded) -> Self {
-        StoreError::Limit(exceeded)
-    }
-}
-
-impl From<ConvertError> for StoreError {
-    fn from(error: ConvertError) -> Self {
-        StoreError::Other(error.into())
-    }
-}
-
-impl StoreError {
-    /// The error of the entry at `place`.
-    pub(crate) fn at(self, place: TarPlace) -> ConvertError {
-        match self {
-            StoreError::Limit(exceeded) => exceeded.at(place),
-            StoreError::Other(error) => *error,
-        }
-    }
 }
 
 /// Statistics in bytes of file content.
@@ -137,11 +106,9 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// The lower layers that content refers to.
-    pub(crate) fn lower_used(&self) -> UsedLayers {
-        match &self.lower {
-            Some(lower) => lower.used(&self.lower_used),
-            None => UsedLayers::default(),
-        }
+    pub(crate) fn lower_used(&self) -> Vec<Shown> {
+        let lower = self.lower.as_ref();
+        lower.map_or(Vec::new(), |lower| lower.used(&self.lower_used))
     }
 
     pub(crate) fn stats(&self) -> ContentStats {
@@ -153,7 +120,7 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// Stores a file of `size` bytes without holes.
-    pub(crate) fn file(&mut self, size: u64, data: &mut dyn Data) -> Result<Content, StoreError> {
+    pub(crate) fn file(&mut self, size: u64, data: &mut dyn Data) -> Result<Content, Unplaced> {
         if size <= PIECE_BYTES as u64 {
             let (first, second) = data.window(size as usize)?;
             let stored = self.piece(first, second, true)?;
@@ -199,7 +166,7 @@ impl<S: ContentSink> ContentWriter<S> {
         &mut self,
         map: &SparseMap,
         data: &mut dyn Data,
-    ) -> Result<Content, StoreError> {
+    ) -> Result<Content, Unplaced> {
         let shift = sparse_shift(map);
         let chunk_bytes = BLOCK_BYTES << shift;
         if !map.runs.is_empty() {
@@ -254,7 +221,7 @@ impl<S: ContentSink> ContentWriter<S> {
         length: u64,
         pieces: &mut Pieces<'_>,
         data: &mut dyn Data,
-    ) -> Result<u32, StoreError> {
+    ) -> Result<u32, Unplaced> {
         let start = self.next_block(length)?;
         let mut written = 0;
         while let Some((at, count)) = pieces.next_part(chunk) {
@@ -273,7 +240,7 @@ impl<S: ContentSink> ContentWriter<S> {
 
     /// Stores a run of a file in one place, padded to whole blocks. A run up to [`PIECE_BYTES`] is
     /// looked up.
-    pub(crate) fn run(&mut self, length: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
+    pub(crate) fn run(&mut self, length: u64, data: &mut dyn Data) -> Result<u32, Unplaced> {
         if length > PIECE_BYTES as u64 {
             return self.verbatim(length, data);
         }
@@ -284,13 +251,13 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// Keeps the tail of a file apart, to be stored beside its inode.
-    pub(crate) fn tail(&mut self, bytes: &[u8]) -> Result<Tail, StoreError> {
+    pub(crate) fn tail(&mut self, bytes: &[u8]) -> Result<Tail, Unplaced> {
         self.stats.content_bytes += bytes.len() as u64;
         Ok(self.tails.push(bytes, &[])?)
     }
 
     /// Stores data without a lookup of its pieces.
-    fn verbatim(&mut self, size: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
+    fn verbatim(&mut self, size: u64, data: &mut dyn Data) -> Result<u32, Unplaced> {
         let start = self.next_block(size)?;
         let mut left = size;
         while left > 0 {
@@ -308,7 +275,7 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// Stores one piece, or finds it among those that are stored.
-    fn piece(&mut self, first: &[u8], second: &[u8], may_tail: bool) -> Result<Stored, StoreError> {
+    fn piece(&mut self, first: &[u8], second: &[u8], may_tail: bool) -> Result<Stored, Unplaced> {
         let length = first.len() + second.len();
         if length == 0 {
             return Ok(Stored {
@@ -380,7 +347,7 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// Number of the next block, if `bytes` more bytes fit.
-    fn next_block(&self, bytes: u64) -> Result<u32, StoreError> {
+    fn next_block(&self, bytes: u64) -> Result<u32, Unplaced> {
         let position = self.sink.position();
         debug_assert!(position.is_multiple_of(BLOCK_BYTES));
         let block = position / BLOCK_BYTES;
@@ -391,7 +358,7 @@ impl<S: ContentSink> ContentWriter<S> {
         };
         match u32::try_from(block) {
             Ok(block) if end < allowed => Ok(block),
-            _ => Err(StoreError::Limit(Exceeded {
+            _ => Err(Unplaced::Limit(Exceeded {
                 kind: LimitKind::AddressSpace,
                 value: end.saturating_mul(BLOCK_BYTES),
                 allowed: allowed * BLOCK_BYTES,

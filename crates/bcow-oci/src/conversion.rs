@@ -1,20 +1,21 @@
 //! Writes one image: the content as the layers are read, then the file system's metadata, then a
 //! check.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::{ImageWriter, Written};
 use bcow_erofs::tree::{LayerTree, Tree};
-use bcow_erofs::writer::{Plan, WriteOptions};
 
-use crate::builder::Budget;
+use crate::builder::{Budget, LayerBuilder};
 use crate::content::{ContentStats, ContentWriter};
-use crate::directory::DirectoryIngest;
+use crate::directory::read_directory;
+use crate::ending::Ending;
 use crate::error::{ConvertError, TarPlace, TarProblem};
 use crate::hidden::UpperLayers;
-use crate::image_file::{ImageSink, emit, image_error, plan_error, writer_options};
-use crate::ingest::{LayerIngest, rescue};
+use crate::image_file::{ImageSink, image_error, writer_options};
+use crate::ingest::{LayerIngest, Rescue, rescue};
 use crate::layer::{LayerBytes, LayerInput, Reading, read_layer};
 use crate::lower::LowerIndex;
 use crate::metadata::Metadata;
@@ -53,7 +54,6 @@ impl<'t> Target<'t> {
 /// An image that was written.
 pub(crate) struct Finished {
     pub written: Written,
-    pub entries: u64,
     pub stats: ContentStats,
 }
 
@@ -138,9 +138,11 @@ impl<'c> Conversion<'c> {
                 recognise: !input.has_digest() && !options.as_files,
                 content: &mut self.content,
                 uppers,
-                budget: &mut self.budget,
+                builder: LayerBuilder::new(&mut self.budget),
                 warnings: &mut self.warnings,
                 hidden_bytes: &mut self.hidden_bytes,
+                dropped: HashMap::new(),
+                rescue: Rescue::default(),
             };
             let mut tar = TarReader::new(stream);
             let read = ingest.run(&mut tar);
@@ -188,52 +190,28 @@ impl<'c> Conversion<'c> {
         reading: &Reading<'_>,
     ) -> Result<LayerTree, ConvertError> {
         self.progress.phase(&path.display().to_string());
-        let ingest = DirectoryIngest {
-            content: &mut self.content,
-            budget: &mut self.budget,
-            warnings: &mut self.warnings,
-            reading,
-        };
-        ingest.run(path)
+        let (content, warnings) = (&mut self.content, &mut self.warnings);
+        read_directory(path, content, &mut self.budget, warnings, reading)
     }
 
     /// Writes the file system's metadata and the JSON section.
-    pub(crate) fn finish(
-        self,
-        tree: &Tree,
-        mut metadata: Metadata,
-    ) -> Result<Finished, ConvertError> {
+    pub(crate) fn finish(self, tree: &Tree, metadata: Metadata) -> Result<Finished, ConvertError> {
         self.warnings.report(self.progress);
-        let path = self.path;
         let stats = self.content.stats();
-        let lower = self.content.lower_used();
+        let shown = self.content.lower_used();
         let (sink, tails) = self.content.into_parts();
-        let mut writer = sink.into_writer();
-        let metadata_start = writer.begin_metadata().map_err(|e| image_error(&path, e))?;
-        let write_options = WriteOptions {
-            metadata_start,
+        let ending = Ending {
+            tree,
+            tails: &tails,
+            shown: &shown,
+            as_devices: false,
             inline_max: self.inline_max,
-        };
-        let plan = Plan::new(tree, &write_options).map_err(|e| plan_error(&path, e))?;
-        let windows = lower.windows(metadata_start + plan.metadata_bytes());
-        let plan = plan
-            .with_windows(windows.content())
-            .map_err(|e| plan_error(&path, e))?;
-        emit(&plan, &tails, &mut writer, &path)?;
-        windows
-            .append(&mut writer)
-            .map_err(|e| image_error(&path, e))?;
-        let entries = plan.inodes();
-        metadata.content(entries, stats, metadata_start);
-        let superblock = plan.superblock(writer.position() / 4096);
-        let written = writer
-            .finish(&superblock, &metadata.into_json())
-            .map_err(|e| image_error(&path, e))?;
-        Ok(Finished {
-            written,
-            entries,
             stats,
-        })
+            prefetch: None,
+            path: &self.path,
+        };
+        let written = ending.write(sink.into_writer(), metadata)?;
+        Ok(Finished { written, stats })
     }
 }
 

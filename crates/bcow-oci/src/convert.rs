@@ -136,9 +136,9 @@ fn write(
     let metadata = Metadata::of_source(input.image(), options, layer_metadata);
     let tree = merge(layers).map_err(|e| tree_error(&names, e))?;
     let finished = conversion.finish(&tree, metadata)?;
+    report.entries = tree.len() as u64;
     drop(tree);
     let written = finished.written;
-    report.entries = finished.entries;
     report.content_bytes = finished.stats.content_bytes;
     report.deduplicated_bytes = finished.stats.deduplicated_bytes;
     report.size = written.size();

@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicBool;
 use serde::Serialize;
 
 use crate::digest::{Digest, hex};
-use crate::error::ConvertError;
+use crate::error::{ConvertError, check_digest};
 use crate::layout::IMAGE;
 use crate::layout::write::{LayoutForm, LayoutWriter, ManifestEntry, NewBlob};
 use crate::options::Progress;
@@ -163,14 +163,7 @@ fn store(
             let target = output.file()?;
             copied_bytes = file.complete(&target, writer.directory(), threads, cancel)?;
             let blob = writer.finish(output)?;
-            if blob.digest != *digest {
-                return Err(ConvertError::DigestMismatch {
-                    place: file.name.clone(),
-                    what: "digest",
-                    expected: digest.clone(),
-                    found: blob.digest.clone(),
-                });
-            }
+            check_digest(&file.name, "digest", digest, &blob.digest)?;
             blobs.push(blob);
         }
         reports.push(BlobReport::new(digest, file.bytes, copied_bytes));

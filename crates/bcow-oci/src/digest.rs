@@ -104,10 +104,13 @@ impl Digest {
 
     /// The SHA-256 digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Digest {
-        Digest {
-            algorithm: Algorithm::Sha256,
-            bytes: Sha256::digest(bytes).to_vec().into(),
-        }
+        Digest::of_bytes(bytes, Algorithm::Sha256)
+    }
+
+    pub(crate) fn of_bytes(bytes: &[u8], algorithm: Algorithm) -> Digest {
+        let mut hasher = Hasher::new(algorithm);
+        hasher.update(bytes);
+        hasher.finish()
     }
 }
 

@@ -20,49 +20,45 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
 use rustix::io::Errno;
 
 use crate::blob::read_error;
-use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
+use crate::builder::{Budget, LayerBuilder, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, TarPlace};
+use crate::error::{ConvertError, TarPlace, Unplaced};
 use crate::layer::Reading;
 use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
 use crate::warnings::Warnings;
 
-/// The context of a walk.
-pub(crate) struct DirectoryIngest<'i, S> {
-    pub content: &'i mut ContentWriter<S>,
-    pub budget: &'i mut Budget,
-    pub warnings: &'i mut Warnings,
-    pub reading: &'i Reading<'i>,
-}
-
-impl<S: ContentSink> DirectoryIngest<'_, S> {
-    /// Reads the tree below `root`.
-    pub(crate) fn run(self, root: &Path) -> Result<LayerTree, ConvertError> {
-        let failed = |e| read_error("open", &root.display().to_string(), e);
-        let fd = rustix::fs::open(
-            root,
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        )
-        .map_err(failed)?;
-        let stat = rustix::fs::fstat(&fd).map_err(failed)?;
-        let mut walk = Walk {
-            content: self.content,
-            builder: LayerBuilder::new(self.budget),
-            warnings: self.warnings,
-            reading: self.reading,
-            device: stat.st_dev,
-            links: HashMap::new(),
-        };
-        let mut attributes = attributes(&stat);
-        attributes.xattrs = walk.xattrs(&fd, c".", root)?;
-        walk.builder
-            .directory(None, attributes)
-            .map_err(|e| e.at("", b"."))?;
-        walk.run(fd, root)?;
-        Ok(walk.builder.finish(|_, _, _| ()))
-    }
+/// Reads the tree below `root`.
+pub(crate) fn read_directory<S: ContentSink>(
+    root: &Path,
+    content: &mut ContentWriter<S>,
+    budget: &mut Budget,
+    warnings: &mut Warnings,
+    reading: &Reading<'_>,
+) -> Result<LayerTree, ConvertError> {
+    let failed = |e| read_error("open", &root.display().to_string(), e);
+    let fd = rustix::fs::open(
+        root,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .map_err(failed)?;
+    let stat = rustix::fs::fstat(&fd).map_err(failed)?;
+    let mut walk = Walk {
+        content,
+        builder: LayerBuilder::new(budget),
+        warnings,
+        reading,
+        device: stat.st_dev,
+        links: HashMap::new(),
+    };
+    let mut attributes = attributes(&stat);
+    attributes.xattrs = walk.xattrs(&fd, c".", root)?;
+    walk.builder
+        .directory(None, attributes)
+        .map_err(|e| e.at(TarPlace::entry("", b".")))?;
+    walk.run(fd, root)?;
+    Ok(walk.builder.finish(|_, _, _| ()))
 }
 
 struct Walk<'w, S> {
@@ -126,7 +122,7 @@ impl<S: ContentSink> Walk<'_, S> {
             [] => name.to_bytes().to_vec(),
             parent => [parent, b"/", name.to_bytes()].concat(),
         };
-        let failed = |e: PlaceError| e.at("", text.as_bytes());
+        let failed = |e: Unplaced| e.at(TarPlace::entry("", text.as_bytes()));
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind != FileType::Directory && stat.st_nlink > 1 {
             if let Some(first) = self.links.get(&stat.st_ino) {
@@ -308,7 +304,7 @@ impl<S: ContentSink> Walk<'_, S> {
         }
         self.builder
             .share_xattrs(xattrs)
-            .map_err(|e| e.at("", text.as_bytes()))
+            .map_err(|e| e.at(TarPlace::entry("", text.as_bytes())))
     }
 }
 

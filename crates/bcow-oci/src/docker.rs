@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::archive::{Archive, Files};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
@@ -53,18 +53,11 @@ pub(crate) fn find(
             image.config
         )));
     };
+    let place = format!("{} in {}", image.config, files.name());
     if let Some(expected) = digest_in_name(&image.config) {
-        let found = Digest::of(&config);
-        if found != expected {
-            return Err(ConvertError::DigestMismatch {
-                place: format!("{} in {}", image.config, files.name()),
-                what: "digest",
-                expected,
-                found,
-            });
-        }
+        check_digest(&place, "digest", &expected, &Digest::of(&config))?;
     }
-    let config = ImageConfig::parse(&format!("{} in {}", image.config, files.name()), &config)?;
+    let config = ImageConfig::parse(&place, &config)?;
     let paths = image.layers.as_deref().unwrap_or_default();
     config.check_layers(&files.name(), paths.len())?;
     check_limit(LimitKind::Layers, paths.len() as u64, MAX_LAYERS)

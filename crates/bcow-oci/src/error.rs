@@ -146,6 +146,43 @@ impl Exceeded {
     }
 }
 
+/// A failure at an entry. The caller adds the place.
+#[derive(Debug)]
+pub(crate) enum Unplaced {
+    Problem(TarProblem),
+    Limit(Exceeded),
+    /// This has its own place.
+    Other(Box<ConvertError>),
+}
+
+impl Unplaced {
+    pub(crate) fn at(self, place: TarPlace) -> ConvertError {
+        match self {
+            Unplaced::Problem(problem) => ConvertError::Tar { place, problem },
+            Unplaced::Limit(exceeded) => exceeded.at(place),
+            Unplaced::Other(error) => *error,
+        }
+    }
+}
+
+impl From<TarProblem> for Unplaced {
+    fn from(problem: TarProblem) -> Self {
+        Unplaced::Problem(problem)
+    }
+}
+
+impl From<Exceeded> for Unplaced {
+    fn from(exceeded: Exceeded) -> Self {
+        Unplaced::Limit(exceeded)
+    }
+}
+
+impl From<ConvertError> for Unplaced {
+    fn from(error: ConvertError) -> Self {
+        Unplaced::Other(error.into())
+    }
+}
+
 /// Compares a value of the input with its limit.
 pub(crate) fn check_limit(kind: LimitKind, value: u64, allowed: u64) -> Result<(), Exceeded> {
     if value > allowed {
@@ -157,6 +194,37 @@ pub(crate) fn check_limit(kind: LimitKind, value: u64, allowed: u64) -> Result<(
     } else {
         Ok(())
     }
+}
+
+/// Fails if a digest is not the expected one.
+pub(crate) fn check_digest(
+    place: &str,
+    what: &'static str,
+    expected: &Digest,
+    found: &Digest,
+) -> Result<(), ConvertError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(ConvertError::DigestMismatch {
+        place: place.to_owned(),
+        what,
+        expected: expected.clone(),
+        found: found.clone(),
+    })
+}
+
+/// Fails if a size is not the expected one.
+pub(crate) fn check_size(place: &str, expected: u64, found: u64) -> Result<(), ConvertError> {
+    if found == expected {
+        return Ok(());
+    }
+    let place = place.to_owned();
+    Err(ConvertError::SizeMismatch {
+        place,
+        expected,
+        found,
+    })
 }
 
 /// A form of container images that was given as a root file system.
@@ -522,6 +590,21 @@ impl ConvertError {
     }
 
     /// A failure of the host to write.
+    /// A blob that its layout or registry does not have.
+    pub(crate) fn missing_blob(place: impl Into<String>, digest: &Digest) -> Self {
+        ConvertError::MissingBlob {
+            place: place.into(),
+            digest: digest.clone(),
+            foreign: false,
+        }
+    }
+
+    /// A tree that cannot be written.
+    pub(crate) fn tree(place: impl Into<String>, problem: bcow_erofs::tree::TreeError) -> Self {
+        let place = place.into();
+        ConvertError::Tree { place, problem }
+    }
+
     pub(crate) fn write(action: &'static str, path: &Path, source: io::Error) -> Self {
         if is_cancellation(&source) {
             ConvertError::Interrupted

@@ -1,5 +1,6 @@
 //! Tar ingestion for a fuzzer: bytes in memory, no disk, no threads.
 
+use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
@@ -7,12 +8,12 @@ use std::sync::atomic::AtomicU64;
 use bcow_erofs::merge::merge;
 use bcow_erofs::writer::{Plan, WriteOptions};
 
-use crate::builder::Budget;
+use crate::builder::{Budget, LayerBuilder};
 use crate::cancel::Cancel;
 use crate::content::{ContentSink, ContentWriter};
 use crate::error::ConvertError;
 use crate::hidden::UpperLayers;
-use crate::ingest::LayerIngest;
+use crate::ingest::{LayerIngest, Rescue};
 use crate::layer::{Format, Reading};
 use crate::options::Limits;
 use crate::stream::{ChunkStream, MemorySource};
@@ -110,9 +111,11 @@ fn ingest(
         recognise: true,
         content,
         uppers,
-        budget,
+        builder: LayerBuilder::new(budget),
         warnings: &mut Warnings::default(),
         hidden_bytes: &mut 0,
+        dropped: HashMap::new(),
+        rescue: Rescue::default(),
     }
     .run(&mut tar)?;
     if read.rescue.is_empty() {

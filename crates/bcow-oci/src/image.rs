@@ -1,13 +1,13 @@
 //! The image of a source other than `dir:`: a configuration and layers.
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, LeftOut};
-use crate::null::null_as_absent;
+use crate::null::{null_as_absent, some_fields};
 use crate::platform::Platform;
 use crate::text::plural;
 
@@ -104,6 +104,19 @@ impl ImageConfig {
             }
         }
     }
+}
+
+/// The configuration of an image that records none: the required fields.
+pub(crate) fn minimal_config(platform: Platform, diff_ids: &[&DiffId]) -> Value {
+    let rootfs = json!({"type": "layers", "diff_ids": diff_ids});
+    some_fields([
+        ("architecture", Some(json!(platform.architecture))),
+        ("os", Some(json!(platform.os))),
+        ("config", Some(json!({}))),
+        ("rootfs", Some(rootfs)),
+        ("variant", platform.variant.map(|variant| json!(variant))),
+    ])
+    .into()
 }
 
 /// The name of a layer in messages.

@@ -83,10 +83,10 @@ pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
             return ConvertError::layout("the layers", other);
         }
     };
-    ConvertError::Tree {
-        place: place.unwrap_or_else(|| "the merged layers".to_owned()),
+    ConvertError::tree(
+        place.unwrap_or_else(|| "the merged layers".to_owned()),
         problem,
-    }
+    )
 }
 
 /// An [`ImageWriter`] whose errors name the destination.

@@ -6,9 +6,9 @@ use bcow_erofs::tree::{
     Attributes, Blocks, Content, DeviceNumber, LayerTree, Node, NodeId, NodeKind,
 };
 
-use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
+use crate::builder::{LayerBuilder, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, LimitKind, TarPlace, TarProblem, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, TarProblem, Unplaced, check_limit};
 use crate::hidden::UpperLayers;
 use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
@@ -28,10 +28,14 @@ pub(crate) struct LayerIngest<'i, S> {
     pub recognise: bool,
     pub content: &'i mut ContentWriter<S>,
     pub uppers: &'i mut UpperLayers,
-    pub budget: &'i mut Budget,
+    pub builder: LayerBuilder<'i>,
     pub warnings: &'i mut Warnings,
     /// Apparent size of the hidden files so far.
     pub hidden_bytes: &'i mut u64,
+    /// Number in the archive of each dropped file; empty at the start.
+    pub dropped: HashMap<NodeId, u64>,
+    /// Empty at the start.
+    pub rescue: Rescue,
 }
 
 /// A layer that was read.
@@ -57,78 +61,36 @@ impl Rescue {
 
 impl<S: ContentSink> LayerIngest<'_, S> {
     /// Reads all entries.
-    pub(crate) fn run(self, tar: &mut TarReader<'_>) -> Result<Ingested, ConvertError> {
-        let name = self.name;
-        let mut layer = Layer {
-            name,
-            reading: self.reading,
-            recognise: self.recognise,
-            builder: LayerBuilder::new(self.budget),
-            uppers: self.uppers,
-            warnings: self.warnings,
-            hidden_bytes: self.hidden_bytes,
-            dropped: HashMap::new(),
-            rescue: Rescue::default(),
-        };
+    pub(crate) fn run(mut self, tar: &mut TarReader<'_>) -> Result<Ingested, ConvertError> {
         let mut entries = 0;
-        while let Some(entry) = tar.next_entry().map_err(|e| e.of(name))? {
-            layer.entry(entries, entry, tar, self.content)?;
+        while let Some(entry) = tar.next_entry().map_err(|e| e.of(self.name))? {
+            self.entry(entries, entry, tar)?;
             entries += 1;
         }
-        let (tree, rescue) = layer.finish();
+        let (dropped, uppers, mut rescue) = (self.dropped, self.uppers, self.rescue);
+        let tree = self.builder.finish(|builder, slot, id| {
+            if let Some(&number) = dropped.get(&id)
+                && !uppers.hides(builder, slot)
+            {
+                rescue.0.insert(number, id);
+            }
+        });
         Ok(Ingested {
             tree,
             entries,
             rescue,
         })
     }
-}
 
-/// Stores the content of the entries in `rescue`, from a second reading of the layer; returns its
-/// size.
-pub(crate) fn rescue<S: ContentSink>(
-    rescue: &Rescue,
-    name: &str,
-    tar: &mut TarReader<'_>,
-    tree: &mut LayerTree,
-    content: &mut ContentWriter<S>,
-) -> Result<u64, ConvertError> {
-    let (mut number, mut bytes) = (0, 0);
-    while let Some(entry) = tar.next_entry().map_err(|e| e.of(name))? {
-        if let Some(&id) = rescue.0.get(&number) {
-            let stored = store(name, &entry.path, &entry, tar, content)?;
-            tree.node_mut(id).kind = NodeKind::Regular(stored);
-            bytes += entry.stored;
-        }
-        number += 1;
-    }
-    Ok(bytes)
-}
-
-struct Layer<'i> {
-    name: &'i str,
-    reading: &'i Reading<'i>,
-    recognise: bool,
-    builder: LayerBuilder<'i>,
-    uppers: &'i mut UpperLayers,
-    warnings: &'i mut Warnings,
-    hidden_bytes: &'i mut u64,
-    /// Number in the archive of each dropped file.
-    dropped: HashMap<NodeId, u64>,
-    rescue: Rescue,
-}
-
-impl Layer<'_> {
-    fn entry<S: ContentSink>(
+    fn entry(
         &mut self,
         number: u64,
         mut entry: TarEntry,
         tar: &mut TarReader<'_>,
-        content: &mut ContentWriter<S>,
     ) -> Result<(), ConvertError> {
         let layer = self.name;
         let path = std::mem::take(&mut entry.path);
-        let error = |e: PlaceError| e.at(layer, &path);
+        let error = |e: Unplaced| e.at(TarPlace::entry(layer, &path));
         check_limit(LimitKind::PathBytes, path.len() as u64, MAX_PATH_BYTES)
             .map_err(|exceeded| error(exceeded.into()))?;
         let names = components(&path).map_err(|p| error(p.into()))?;
@@ -180,7 +142,7 @@ impl Layer<'_> {
                 if parents.is_empty() && self.recognise {
                     self.refuse_image(last, &entry, tar)?;
                 }
-                return self.regular(number, &path, &entry, &slot, attributes, tar, content);
+                return self.regular(number, &path, &entry, &slot, attributes, tar);
             }
             EntryKind::Symlink => NodeKind::Symlink(self.target(&path, &entry)?),
             EntryKind::CharDevice { major, minor } => NodeKind::CharDevice(device(major, minor)),
@@ -215,11 +177,7 @@ impl Layer<'_> {
         }
     }
 
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "one caller; a struct would only rename them"
-    )]
-    fn regular<S: ContentSink>(
+    fn regular(
         &mut self,
         number: u64,
         path: &[u8],
@@ -227,7 +185,6 @@ impl Layer<'_> {
         slot: &Slot,
         attributes: Attributes,
         tar: &mut TarReader<'_>,
-        content: &mut ContentWriter<S>,
     ) -> Result<(), ConvertError> {
         if let Some(map) = &entry.sparse {
             let holes = map.size.saturating_sub(entry.stored);
@@ -243,7 +200,7 @@ impl Layer<'_> {
                 tail: None,
             }
         } else {
-            store(self.name, path, entry, tar, content)?
+            store(self.name, path, entry, tar, self.content)?
         };
         let node = Node {
             attributes,
@@ -252,7 +209,7 @@ impl Layer<'_> {
         let id = self
             .builder
             .node(slot, node)
-            .map_err(|e| e.at(self.name, path))?;
+            .map_err(|e| e.at(TarPlace::entry(self.name, path)))?;
         if hidden {
             self.dropped.insert(id, number);
         }
@@ -268,31 +225,14 @@ impl Layer<'_> {
         }
     }
 
-    fn finish(self) -> (LayerTree, Rescue) {
-        let Layer {
-            builder,
-            uppers,
-            dropped,
-            mut rescue,
-            ..
-        } = self;
-        let tree = builder.finish(|builder, slot, id| {
-            if let Some(&number) = dropped.get(&id)
-                && !uppers.hides(builder, slot)
-            {
-                rescue.0.insert(number, id);
-            }
-        });
-        (tree, rescue)
-    }
-
     fn target(&self, path: &[u8], entry: &TarEntry) -> Result<Box<[u8]>, ConvertError> {
         let problem = match entry.link.len() {
             0 => TarProblem::EmptyTarget,
             bytes if bytes > MAX_TARGET_BYTES => TarProblem::TargetTooLong { bytes },
             _ => return Ok(entry.link.as_slice().into()),
         };
-        Err(PlaceError::from(problem).at(self.name, path))
+        let place = TarPlace::entry(self.name, path);
+        Err(ConvertError::Tar { place, problem })
     }
 
     fn attributes(
@@ -305,7 +245,7 @@ impl Layer<'_> {
         let xattrs = self
             .builder
             .share_xattrs(xattrs)
-            .map_err(|e| e.at(self.name, path))?;
+            .map_err(|e| e.at(TarPlace::entry(self.name, path)))?;
         Ok(Attributes {
             permissions: entry.permissions,
             uid: entry.uid,
@@ -314,6 +254,27 @@ impl Layer<'_> {
             xattrs,
         })
     }
+}
+
+/// Stores the content of the entries in `rescue`, from a second reading of the layer; returns its
+/// size.
+pub(crate) fn rescue<S: ContentSink>(
+    rescue: &Rescue,
+    name: &str,
+    tar: &mut TarReader<'_>,
+    tree: &mut LayerTree,
+    content: &mut ContentWriter<S>,
+) -> Result<u64, ConvertError> {
+    let (mut number, mut bytes) = (0, 0);
+    while let Some(entry) = tar.next_entry().map_err(|e| e.of(name))? {
+        if let Some(&id) = rescue.0.get(&number) {
+            let stored = store(name, &entry.path, &entry, tar, content)?;
+            tree.node_mut(id).kind = NodeKind::Regular(stored);
+            bytes += entry.stored;
+        }
+        number += 1;
+    }
+    Ok(bytes)
 }
 
 /// Stores an entry's data.

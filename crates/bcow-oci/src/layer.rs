@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use crate::blob::{Blob, BlobReader, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit, check_size};
 use crate::options::{Limits, Progress};
 use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
 
@@ -113,14 +113,8 @@ pub(crate) fn read_layer<R>(
     reading: &Reading<'_>,
     parse: impl FnOnce(ChunkStream<'_>) -> Result<R, ConvertError>,
 ) -> Result<(R, LayerBytes), ConvertError> {
-    if let (Some(expected), Some(found)) = (input.size, input.blob.length())
-        && expected != found
-    {
-        return Err(ConvertError::SizeMismatch {
-            place: input.name.clone(),
-            expected,
-            found,
-        });
+    if let (Some(expected), Some(found)) = (input.size, input.blob.length()) {
+        check_size(&input.name, expected, found)?;
     }
     let (chunks, received) = sync_channel(QUEUE);
     let (used, reusable) = channel();
@@ -259,15 +253,13 @@ fn produce(
             .unwrap_or_else(|| read_error("read", &input.name, e))
     })?;
     let stored = shared.count.get();
-    if let Some(expected) = input.size.filter(|&size| size != stored) {
-        return Err(Stop::from(ConvertError::SizeMismatch {
-            place: input.name.clone(),
-            expected,
-            found: stored,
-        }));
+    if let Some(expected) = input.size {
+        check_size(&input.name, expected, stored)?;
     }
     let found = raw.hasher.take().map(Hasher::finish);
-    check_digest(&input.name, "digest", input.digest.as_ref(), found.as_ref())?;
+    if let (Some(expected), Some(found)) = (&input.digest, found) {
+        check_digest(&input.name, "digest", expected, &found)?;
+    }
     decoded?;
     output.flush()?;
     let found = match (output.hasher.take(), &input.diff_id) {
@@ -310,25 +302,8 @@ fn check_diff_id(
             }
         }
     }
-    check_digest(output.name, "diffID", Some(expected), Some(&found))?;
+    check_digest(output.name, "diffID", expected, &found)?;
     Ok(found)
-}
-
-fn check_digest(
-    place: &str,
-    what: &'static str,
-    expected: Option<&Digest>,
-    found: Option<&Digest>,
-) -> Result<(), ConvertError> {
-    match (expected, found) {
-        (Some(expected), Some(found)) if expected != found => Err(ConvertError::DigestMismatch {
-            place: place.to_owned(),
-            what,
-            expected: expected.clone(),
-            found: found.clone(),
-        }),
-        _ => Ok(()),
-    }
 }
 
 fn decode(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> {

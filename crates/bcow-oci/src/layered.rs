@@ -29,16 +29,17 @@ use crate::cancel::Cancel;
 use crate::conversion::Target;
 use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
-use crate::image::{Image, ImageConfig};
-use crate::image_file::writer_options;
+use crate::hidden::UpperLayers;
+use crate::image::{Image, ImageConfig, minimal_config};
+use crate::image_file::{ImagesByDigest, read_back, writer_options};
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
 use crate::layout::write::{
     LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
 use crate::lower::LowerIndex;
-use crate::metadata::{Metadata, insert_some, options_json, tool};
-use crate::one_layer::write_layer;
+use crate::metadata::{Metadata, options_json, tool};
+use crate::null::some_fields;
 use crate::options::{ConvertOptions, Progress};
 use crate::parallel;
 use crate::platform::Platform;
@@ -65,13 +66,7 @@ pub fn convert_to_layout(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<LayoutReport, ConvertError> {
-    if layout.dedup_lower && options.plain {
-        return Err(ConvertError::Options(
-            "a plain layer cannot refer to content of the layers below".to_owned(),
-        ));
-    }
-    // Check the options before anything is read.
-    writer_options(options, 1)?;
+    check_options(layout, options)?;
     let input = Input::open(source, options, progress)?;
     refuse_to_replace(source, &input, layout)?;
     if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.form) {
@@ -94,6 +89,16 @@ pub fn convert_to_layout(
     writer.publish(blobs, &entry, progress)?;
     report.source = Some(source.to_string());
     Ok(report)
+}
+
+/// Checks the options before anything is read.
+fn check_options(layout: &LayoutOptions, options: &ConvertOptions) -> Result<(), ConvertError> {
+    if layout.dedup_lower && options.plain {
+        return Err(ConvertError::Options(
+            "a plain layer cannot refer to content of the layers below".to_owned(),
+        ));
+    }
+    writer_options(options, 1).map(drop)
 }
 
 /// Fails if the image would take its source's name in the layout, which would hide the source.
@@ -419,8 +424,28 @@ impl LayerConversions<'_> {
             inline_max: INLINE_MAX,
         };
         let reading = self.reading();
-        let layer = write_layer(input, target, options, self.options, &reading, lower)?;
-        Ok((self.layout.finish(output)?, layer.diff_id))
+        let mut uppers = UpperLayers::default();
+        let read = conversion.layer(input, &reading, &mut uppers)?;
+        let diff_id = input.diff_id.clone().or(read.bytes.diff_id);
+        let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
+        // The same archive, options and tool give the same text for any source.
+        let layer = json!({
+            "diff_id": diff_id,
+            "tar_bytes": read.bytes.tar,
+            "tar_entries": read.entries,
+        });
+        let described = Map::from_iter([("layer".to_owned(), layer)]);
+        let metadata = Metadata::new(&tool(self.options), options.clone(), described);
+        let tree = uppers.into_layers().pop().unwrap_or_default();
+        let tree = tree.into_overlay();
+        let tree = tree.map_err(|problem| ConvertError::tree(&input.name, problem))?;
+        let finished = conversion.finish(&tree, metadata)?;
+        drop(tree);
+        if self.options.verify {
+            let below = ImagesByDigest::default();
+            read_back(&finished.written, output.file()?, &below, threads)?;
+        }
+        Ok((self.layout.finish(output)?, diff_id))
     }
 }
 
@@ -445,8 +470,7 @@ fn distinct(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
 
 /// A layer's entry in the stack's metadata.
 fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
-    let mut source = Map::new();
-    let fields = [
+    let source = some_fields([
         ("digest", input.digest.as_ref().map(|d| json!(d))),
         ("media_type", input.media_type.as_ref().map(|m| json!(m))),
         // Without a digest, the compression of the archive is not recorded.
@@ -455,8 +479,7 @@ fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
             input.digest.as_ref().and(input.size).map(|n| json!(n)),
         ),
         ("tar_bytes", Some(json!(layer.info.tar_bytes))),
-    ];
-    insert_some(&mut source, fields);
+    ]);
     json!({
         "digest": layer.digest,
         "file_bytes": layer.file_bytes,
@@ -478,18 +501,6 @@ fn config(
         return Ok(bytes.clone());
     }
     let platform = options.platform.clone().unwrap_or_else(Platform::host);
-    let mut all = Map::from_iter([
-        ("architecture".to_owned(), json!(platform.architecture)),
-        ("os".to_owned(), json!(platform.os)),
-        ("config".to_owned(), json!({})),
-        (
-            "rootfs".to_owned(),
-            json!({
-                "type": "layers",
-                "diff_ids": layers.iter().map(|l| &l.info.diff_id).collect::<Vec<_>>(),
-            }),
-        ),
-    ]);
-    insert_some(&mut all, [("variant", platform.variant.map(|v| json!(v)))]);
-    json_bytes(&Value::Object(all), Path::new("config"))
+    let diff_ids: Vec<&DiffId> = layers.iter().map(|layer| &layer.info.diff_id).collect();
+    json_bytes(&minimal_config(platform, &diff_ids), Path::new("config"))
 }

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
 use crate::digest::{DiffId, Digest};
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit, check_size};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
@@ -106,12 +106,12 @@ struct IndexDocument {
 }
 
 #[derive(Debug, Deserialize)]
-struct ManifestDocument {
+pub(crate) struct ManifestDocument {
     #[serde(rename = "mediaType", default)]
     media_type: Option<String>,
-    config: Descriptor,
+    pub config: Descriptor,
     #[serde(default, deserialize_with = "null_as_absent")]
-    layers: Vec<Descriptor>,
+    pub layers: Vec<Descriptor>,
     #[serde(default)]
     annotations: Option<Annotations>,
 }
@@ -142,23 +142,24 @@ pub(crate) fn find_bcow(
 ) -> Result<BcowManifest, ConvertError> {
     let chosen = choose(files, reference, None, Form::Bcow)?;
     let (_, place, manifest) = read_manifest(files, &chosen.descriptor)?;
-    let stacks: Vec<_> = manifest
-        .layers
-        .iter()
-        .filter(|layer| layer.media_type == STACK)
-        .collect();
-    let stack = match stacks[..] {
-        [] => None,
-        [stack] => Some((digest(files, &stack.digest)?, stack.size)),
-        _ => {
-            return Err(ConvertError::layout(
-                place,
-                format!("it has {} stacks", stacks.len()),
-            ));
-        }
+    let stack = match stack_of(&place, &manifest.layers)? {
+        Some(stack) => Some((digest(files, &stack.digest)?, stack.size)),
+        None => None,
     };
     let place = format!("{place} in {}", files.name());
     Ok(BcowManifest { place, stack })
+}
+
+/// The stack among the layers of a manifest, which is called `place` in messages.
+pub(crate) fn stack_of<'d>(
+    place: &str,
+    layers: &'d [Descriptor],
+) -> Result<Option<&'d Descriptor>, ConvertError> {
+    let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
+    match (stacks.next(), stacks.next()) {
+        (_, Some(_)) => Err(ConvertError::layout(place, "it has several stacks")),
+        (stack, None) => Ok(stack),
+    }
 }
 
 /// Reads the image of a manifest. The blobs of the image are in `files`. `of_index` is the platform
@@ -421,20 +422,10 @@ fn document(
     let digest = digest(files, &descriptor.digest)?;
     let place = format!("{kind} {} in {}", digest.short(), files.name());
     let Some(blob) = files.blob(&digest, descriptor.size)? else {
-        return Err(ConvertError::MissingBlob {
-            place,
-            digest,
-            foreign: false,
-        });
+        return Err(ConvertError::missing_blob(place, &digest));
     };
     let bytes = blob.document(limit, Some(&digest))?;
-    if bytes.len() as u64 != descriptor.size {
-        return Err(ConvertError::SizeMismatch {
-            place,
-            expected: descriptor.size,
-            found: bytes.len() as u64,
-        });
-    }
+    check_size(&place, descriptor.size, bytes.len() as u64)?;
     Ok((place, bytes))
 }
 

@@ -47,6 +47,7 @@ pub mod copy;
 pub mod digest;
 mod directory;
 mod docker;
+mod ending;
 mod error;
 pub mod export;
 #[cfg(feature = "testing")]

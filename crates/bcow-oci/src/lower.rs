@@ -6,18 +6,17 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockDevice, Error, ImageWriter};
+use bcow::BlockDevice;
 use bcow_erofs::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode};
-use bcow_erofs::writer::ContentWindow;
 
-use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, INLINE_MAX, PIECE_BYTES, REGION_BYTES};
+use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, INLINE_MAX, PIECE_BYTES, REGION_BYTES, Shown};
 
 /// The pieces of the lower layers, by BLAKE3 hash.
 #[derive(Clone, Default)]
 pub(crate) struct LowerIndex {
     pieces: HashMap<[u8; 32], LowerPiece>,
-    layers: Vec<LowerLayer>,
+    /// Their windows show the own content and metadata of the layers.
+    layers: Vec<Shown>,
 }
 
 /// The location of a piece in the lower layers.
@@ -33,17 +32,6 @@ pub(crate) struct LowerPiece {
     pub tail: u16,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct LowerLayer {
-    digest: [u8; 32],
-    /// Size of the layer's address space in bytes.
-    size: u64,
-    /// Bytes of the address space before the first window: the layer's own content and metadata.
-    own_bytes: u64,
-    /// Block number of the layer's first block.
-    first_block: u32,
-}
-
 impl LowerIndex {
     /// Adds a layer. Reads the whole content of the layer itself, which ends at byte `content_end`.
     /// The windows of the layer, if it has any, start at `own_bytes`.
@@ -57,31 +45,28 @@ impl LowerIndex {
         own_bytes: u64,
         content_end: u64,
     ) -> Result<(), ErofsError> {
-        let first_block = self
-            .layers
-            .last()
-            .map_or(u64::from(FIRST_LOWER_BLOCK), |last| {
-                u64::from(last.first_block)
-                    + last.own_bytes.next_multiple_of(REGION_BYTES) / BLOCK_BYTES
-            });
-        let end = first_block + own_bytes.div_ceil(BLOCK_BYTES);
-        let (Ok(first_block), true) = (u32::try_from(first_block), end < u64::from(u32::MAX))
-        else {
-            return Ok(());
+        let behind = |last: &Shown| {
+            last.first_block + last.bytes.next_multiple_of(REGION_BYTES) / BLOCK_BYTES
         };
+        let last = self.layers.last();
+        let first_block = last.map_or(FIRST_LOWER_BLOCK.into(), behind);
+        let end = first_block + own_bytes.div_ceil(BLOCK_BYTES);
+        if end >= u64::from(u32::MAX) {
+            return Ok(());
+        }
         let layer = self.layers.len() as u32;
-        self.layers.push(LowerLayer {
+        self.layers.push(Shown {
+            first_block,
+            bytes: own_bytes,
             digest,
             size: image.size(),
-            own_bytes,
-            first_block,
         });
         let fs = Filesystem::open(image)?;
         let mut indexer = PieceIndexer {
             fs: &fs,
             content_end,
             layer,
-            first_block,
+            first_block: first_block as u32,
             buffer: Vec::new(),
             index: self,
         };
@@ -109,9 +94,9 @@ impl LowerIndex {
         self.pieces.get(key).copied()
     }
 
-    /// The layers with these indexes.
-    pub(crate) fn used(&self, layers: &BTreeSet<u32>) -> UsedLayers {
-        UsedLayers(layers.iter().map(|&i| self.layers[i as usize]).collect())
+    /// The layers with these indexes, the lowest first.
+    pub(crate) fn used(&self, layers: &BTreeSet<u32>) -> Vec<Shown> {
+        layers.iter().map(|&i| self.layers[i as usize]).collect()
     }
 }
 
@@ -182,56 +167,6 @@ impl PieceIndexer<'_> {
         };
         let key = *blake3::hash(&self.buffer).as_bytes();
         self.index.pieces.entry(key).or_insert(piece);
-        Ok(())
-    }
-}
-
-/// The lower layers that a layer refers to, lowest first.
-#[derive(Default)]
-pub(crate) struct UsedLayers(Vec<LowerLayer>);
-
-impl UsedLayers {
-    /// Places the windows in an address space whose own content ends at byte `end`.
-    pub(crate) fn windows(self, end: u64) -> LowerWindows {
-        let mut next = end;
-        let place = |layer: LowerLayer| {
-            let start = next.next_multiple_of(REGION_BYTES);
-            next = start + layer.own_bytes;
-            (layer, start)
-        };
-        LowerWindows(self.0.into_iter().map(place).collect())
-    }
-}
-
-/// Lower layers and the addresses of their windows.
-pub(crate) struct LowerWindows(Vec<(LowerLayer, u64)>);
-
-impl LowerWindows {
-    /// The windows in blocks, for the block addresses in the EROFS metadata.
-    pub(crate) fn content(&self) -> Vec<ContentWindow> {
-        let window = |&(layer, start): &(LowerLayer, u64)| ContentWindow {
-            from: layer.first_block,
-            // The EROFS writer refuses a window that ends behind the last block number.
-            to: u32::try_from(start / BLOCK_BYTES).unwrap_or(u32::MAX),
-            blocks: (layer.own_bytes / BLOCK_BYTES) as u32,
-        };
-        self.0.iter().map(window).collect()
-    }
-
-    /// Adds the lower layers as backings, and appends the windows.
-    pub(crate) fn append(&self, writer: &mut ImageWriter) -> Result<(), Error> {
-        for (layer, start) in &self.0 {
-            let backing = writer.add_backing(BackingEntry {
-                name: BackingName::Digest(layer.digest),
-                size: layer.size,
-            });
-            let found = writer.append_window(backing, 0, layer.own_bytes)?;
-            if found != *start {
-                return Err(Error::Unsupported(format!(
-                    "a window at byte {found}: the metadata expects the window at byte {start}"
-                )));
-            }
-        }
         Ok(())
     }
 }

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::content::ContentStats;
 use crate::digest::Digest;
 use crate::image::Image;
+use crate::null::some_fields;
 use crate::options::{Compression, ConvertOptions, LayerReport};
 
 /// A section that is being built.
@@ -18,30 +19,18 @@ impl Metadata {
         options: &ConvertOptions,
         layers: Vec<Value>,
     ) -> Self {
-        let mut all = Map::new();
         let created = options.source_date_epoch.and_then(crate::rfc3339);
-        let fields = [
+        let mut all = some_fields([
             ("tool", Some(json!(tool(options)))),
             ("created", created.map(|created| json!(created))),
             ("options", Some(options_json(options))),
-        ];
-        insert_some(&mut all, fields);
+        ]);
         all.insert("layers".into(), Value::Array(layers));
         if let Some(config) = image.and_then(|image| image.config.as_ref()) {
             all.insert("config_digest".into(), json!(Digest::of(&config.bytes)));
             all.insert("config".into(), config.document.clone());
         }
         Metadata(all)
-    }
-
-    /// The section of a layer on its own. The same archive, options and tool give the same text for
-    /// any source.
-    pub(crate) fn of_layer(options: Value, tool: &str, layer: Value) -> Self {
-        Metadata(Map::from_iter([
-            ("tool".to_owned(), json!(tool)),
-            ("options".to_owned(), options),
-            ("layer".to_owned(), layer),
-        ]))
     }
 
     /// A section with the fields `described`.
@@ -78,10 +67,6 @@ impl Metadata {
         self.0.insert("prefetch".into(), described);
     }
 
-    pub(crate) fn to_json(&self) -> Value {
-        Value::Object(self.0.clone())
-    }
-
     pub(crate) fn into_json(self) -> Value {
         Value::Object(self.0)
     }
@@ -108,23 +93,9 @@ pub(crate) fn options_json(options: &ConvertOptions) -> Value {
 /// A source layer's entry in the metadata of a flattened image. It does not depend on the
 /// compression of the layer in the source.
 pub(crate) fn flattened_layer(layer: &LayerReport) -> Value {
-    let mut all = Map::new();
-    let fields = [
+    some_fields([
         ("diff_id", layer.diff_id.as_ref().map(|d| json!(d))),
         ("tar_bytes", Some(json!(layer.bytes))),
-    ];
-    insert_some(&mut all, fields);
-    Value::Object(all)
-}
-
-/// Inserts the fields that have a value.
-pub(crate) fn insert_some<const N: usize>(
-    all: &mut Map<String, Value>,
-    fields: [(&str, Option<Value>); N],
-) {
-    for (key, value) in fields {
-        if let Some(value) = value {
-            all.insert(key.into(), value);
-        }
-    }
+    ])
+    .into()
 }

@@ -1,6 +1,7 @@
-//! Fields of JSON documents whose value is `null`.
+//! Fields of JSON documents that are absent or null.
 
 use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
 
 /// Reads a field whose value may be `null`, which means the same as an absent field. Programs in Go
 /// write empty lists in this way, and read it so.
@@ -10,4 +11,14 @@ where
     T: Default + Deserialize<'de>,
 {
     Ok(Option::deserialize(value)?.unwrap_or_default())
+}
+
+/// The fields that have a value.
+pub(crate) fn some_fields<const N: usize>(
+    fields: [(&str, Option<Value>); N],
+) -> Map<String, Value> {
+    let fields = fields.into_iter();
+    fields
+        .filter_map(|(key, value)| Some((key.to_owned(), value?)))
+        .collect()
 }

@@ -49,14 +49,7 @@ impl Output {
     pub(crate) fn create(destination: &Path) -> Result<Output, ConvertError> {
         let (path, directory) = resolve(destination)?;
         let failed = |source| ConvertError::write("create", destination, source);
-        let (file, name) = temporary(&path, &directory).map_err(failed)?;
-        Ok(Output {
-            path,
-            directory,
-            file,
-            name,
-            stays: false,
-        })
+        Output::temporary(path, directory).map_err(failed)
     }
 
     /// Opens the file that an interrupted copy to `destination` left, or creates one that stays if
@@ -87,24 +80,30 @@ impl Output {
                 stays: true,
             });
         }
-        let (file, name) = temporary(&path, &directory)
-            .map_err(|source| ConvertError::write("create", &path, source))?;
-        Ok(Output {
-            path,
-            directory,
-            file,
-            name,
-            stays: false,
-        })
+        Output::temporary(path.clone(), directory)
+            .map_err(|source| ConvertError::write("create", &path, source))
     }
 
     /// Creates a file in `directory`; [`Output::name_as`] gives it a name.
     pub(crate) fn unnamed(directory: &Path) -> Result<Output, ConvertError> {
-        let (file, name) = temporary(directory, directory)
-            .map_err(|source| ConvertError::write("create a file in", directory, source))?;
+        Output::temporary(directory.to_owned(), directory.to_owned())
+            .map_err(|source| ConvertError::write("create a file in", directory, source))
+    }
+
+    /// A file without a name. A file system without O_TMPFILE gives it a temporary name.
+    fn temporary(path: PathBuf, directory: PathBuf) -> io::Result<Output> {
+        let (file, name) = match nameless(&directory) {
+            Err(error) if is_lack_of_support(&error) => {
+                let name = temporary_name(&path, &directory);
+                let mut options = File::options();
+                options.read(true).write(true).create_new(true);
+                (options.open(&name)?, Some(name))
+            }
+            file => (file?, None),
+        };
         Ok(Output {
-            path: directory.to_owned(),
-            directory: directory.to_owned(),
+            path,
+            directory,
             file,
             name,
             stays: false,
@@ -237,20 +236,6 @@ fn own_partial(name: &Path) -> io::Result<Option<File>> {
     let is_named = named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino()));
     let is_own = own.uid() == rustix::process::geteuid().as_raw();
     Ok((is_named && is_own && own.is_file() && own.nlink() == 1).then_some(file))
-}
-
-/// A new file in `directory`, and its name if the file system requires one.
-fn temporary(path: &Path, directory: &Path) -> io::Result<(File, Option<PathBuf>)> {
-    match nameless(directory) {
-        Ok(file) => Ok((file, None)),
-        Err(error) if is_lack_of_support(&error) => {
-            let name = temporary_name(path, directory);
-            let mut options = File::options();
-            options.read(true).write(true).create_new(true);
-            Ok((options.open(&name)?, Some(name)))
-        }
-        Err(error) => Err(error),
-    }
 }
 
 fn nameless(directory: &Path) -> io::Result<File> {

@@ -20,8 +20,9 @@ use crate::cancel::Cancel;
 use crate::commit::{Commit, commit};
 use crate::digest::hex;
 use crate::error::ConvertError;
-use crate::image_file::{ImagesByDigest, image_error, read_back, tree_error, writer_options};
-use crate::metadata::{insert_some, options_json, tool};
+use crate::image_file::{ImagesByDigest, image_error, read_back, writer_options};
+use crate::metadata::{options_json, tool};
+use crate::null::some_fields;
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
 use crate::space::{BLOCK_BYTES, REGION_BYTES};
@@ -201,10 +202,7 @@ impl Recoding<'_> {
             TreeForm::Layer => tree.into_overlay(),
             TreeForm::Whole => tree.into_tree(),
         };
-        let tree = tree.map_err(|source| {
-            let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
-            tree_error(&[self.name.to_owned()], error)
-        })?;
+        let tree = tree.map_err(|problem| ConvertError::tree(self.name, problem))?;
         self.progress.phase("writing");
         let mut described = self.described();
         // The places change; a new list is made of the options.
@@ -287,11 +285,9 @@ fn flatten_layer(layer: &mut Value) {
     let Some(Value::Object(source)) = layer.get("source") else {
         return;
     };
-    let fields = [
+    *layer = some_fields([
         ("diff_id", layer.get("diff_id").cloned()),
         ("tar_bytes", source.get("tar_bytes").cloned()),
-    ];
-    let mut flat = Map::new();
-    insert_some(&mut flat, fields);
-    *layer = Value::Object(flat);
+    ])
+    .into();
 }

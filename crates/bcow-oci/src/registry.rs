@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-use crate::digest::{Digest, Hasher};
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
-use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH, STACK};
+use crate::blob::read_error;
+use crate::digest::Digest;
+use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
+use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH};
 use crate::left_out::{Annotations, FromIndex};
 use crate::null::null_as_absent;
 use crate::platform::Platform;
@@ -110,13 +111,8 @@ pub fn find_in_registry(
 ) -> Result<RegistryImage, ConvertError> {
     let name = repository.name();
     let read = |digest: Option<&Digest>| {
-        repository
-            .manifest(digest)
-            .map_err(|source| ConvertError::Read {
-                action: "read",
-                what: name.clone(),
-                source,
-            })
+        let manifest = repository.manifest(digest);
+        manifest.map_err(|source| read_error("read", &name, source))
     };
     let mut bytes = read(None)?;
     let mut of_index = None;
@@ -150,17 +146,9 @@ pub fn find_in_registry(
         let expected = layout::parse_digest(&name, &chosen.digest)?;
         of_index = chosen.platform();
         bytes = read(Some(&expected))?;
-        let mut hasher = Hasher::new(expected.algorithm());
-        hasher.update(&bytes);
-        let found = hasher.finish();
-        if found != expected {
-            return Err(ConvertError::DigestMismatch {
-                place: format!("manifest {} of {name}", expected.short()),
-                what: "digest",
-                expected,
-                found,
-            });
-        }
+        let found = Digest::of_bytes(&bytes, expected.algorithm());
+        let place = format!("manifest {} of {name}", expected.short());
+        check_digest(&place, "digest", &expected, &found)?;
     }
 }
 
@@ -168,11 +156,8 @@ pub fn find_in_registry(
 /// index.
 pub fn find_attached(image: &OrdinaryImage) -> Result<Option<BcowImage>, ConvertError> {
     let name = image.name();
-    let unreadable = |source| ConvertError::Read {
-        action: "read",
-        what: format!("what is attached to {name}"),
-        source,
-    };
+    let attached = format!("what is attached to {name}");
+    let unreadable = |source| read_error("read", &attached, source);
     let repository = &image.repository;
     let index = repository.referrers(&image.digest, IMAGE);
     let place = format!("referrers of {name}");
@@ -234,13 +219,9 @@ fn check_form(name: &str, document: &Document) -> Result<(), ConvertError> {
 
 /// The stack among the layers of a manifest, which is called `place` in messages.
 fn bcow_stack(place: &str, layers: &[Descriptor]) -> Result<Option<RemoteStack>, ConvertError> {
-    let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
-    let Some(stack) = stacks.next() else {
+    let Some(stack) = layout::stack_of(place, layers)? else {
         return Ok(None);
     };
-    if stacks.next().is_some() {
-        return Err(ConvertError::layout(place, "it has several stacks"));
-    }
     Ok(Some(RemoteStack {
         digest: layout::parse_digest(place, &stack.digest)?,
         bytes: stack.size,

@@ -24,3 +24,16 @@ const INLINE_MAX_PLAIN: u16 = 2000;
 pub(crate) fn inline_max(plain: bool) -> u16 {
     if plain { INLINE_MAX_PLAIN } else { INLINE_MAX }
 }
+
+/// An image whose first bytes a window shows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shown {
+    /// The block number of its first block in the contents of the tree.
+    pub first_block: u64,
+    /// Number of bytes in the window.
+    pub bytes: u64,
+    /// The digest by which the new image names it.
+    pub digest: [u8; 32],
+    /// Size of its address space in bytes.
+    pub size: u64,
+}

@@ -1,6 +1,6 @@
 //! Addresses of files: `https://HOST[:PORT]/PATH`.
 
-use std::fmt;
+use std::fmt::{self, Write};
 
 use ureq::http::Uri;
 use ureq::http::uri::Scheme;
@@ -203,6 +203,29 @@ pub(crate) fn blob_beside(path: &str, hex: &str) -> String {
     } else {
         format!("{directory}{BLOBS}{hex}")
     }
+}
+
+/// A part of a path, or a value of a query, in the one encoding that signatures are made of.
+pub(crate) fn encode(text: &str) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
+                encoded.push(byte.into());
+            }
+            // Writing to a String cannot fail.
+            _ => drop(write!(encoded, "%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+/// A query: `a=1&b=2`.
+pub(crate) fn query(fields: &[(&str, &str)]) -> String {
+    let fields = fields
+        .iter()
+        .map(|(name, value)| format!("{name}={}", encode(value)));
+    fields.collect::<Vec<_>>().join("&")
 }
 
 impl fmt::Display for Address {

@@ -5,9 +5,8 @@
 //! names, and only if the connection is encrypted or leads to this machine. No text of an error or
 //! of the log contains them.
 
-use std::fmt::Write;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use data_encoding::BASE64;
@@ -15,9 +14,10 @@ use serde::Deserialize;
 use serde_json::Value;
 use ureq::http::{HeaderMap, Method};
 
-use crate::address::Address;
-use crate::client::{Client, Content};
+use crate::address::{Address, query};
+use crate::client::{Answer, Client, Content};
 use crate::error::{Fault, Problem};
+use crate::lock::lock;
 use crate::retry_budget::RetryBudget;
 
 /// Largest size of the answer of a token server.
@@ -138,19 +138,36 @@ impl Auth {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, AuthState> {
-        // The state is replaced as a whole, and valid after a panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Sends a request with the authorization that the registry requires; once more if the registry
+    /// asks for another one. `send` gets the value of the header `Authorization`.
+    pub(crate) fn send(
+        &self,
+        client: &Client,
+        registry: &Address,
+        budget: &RetryBudget,
+        mut send: impl FnMut(Option<&str>) -> Result<Answer, Fault>,
+    ) -> Result<Answer, Fault> {
+        let sent = self.header(client, registry, budget)?;
+        let answer = send(sent.as_deref())?;
+        if answer.status != 401 {
+            return Ok(answer);
+        }
+        // The answer is read to its end first, so that the request for a token can use the same
+        // connection.
+        let challenge = answer.headers;
+        answer.body.finish();
+        self.accept_challenge(&challenge, sent.as_deref(), client, registry, budget)?;
+        send(self.header(client, registry, budget)?.as_deref())
     }
 
     /// The value of the header `Authorization`; `None` as long as the registry requires none.
-    pub(crate) fn header(
+    fn header(
         &self,
         client: &Client,
         registry: &Address,
         budget: &RetryBudget,
     ) -> Result<Option<String>, Fault> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         match &state.header {
             Some((_, Some(renewal))) if *renewal <= Instant::now() => {
                 self.renew(&mut state, client, registry, budget)?;
@@ -162,7 +179,7 @@ impl Auth {
 
     /// Reacts to the status 401 of a request with the header `sent`. After this,
     /// [`Auth::header`] has another value, or this fails.
-    pub(crate) fn accept_challenge(
+    fn accept_challenge(
         &self,
         headers: &HeaderMap,
         sent: Option<&str>,
@@ -170,7 +187,7 @@ impl Auth {
         registry: &Address,
         budget: &RetryBudget,
     ) -> Result<(), Fault> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         // Another thread may have got a token meanwhile.
         let present = state.header.as_ref().map(|(header, _)| header.as_str());
         if present.is_some() && present != sent {
@@ -289,7 +306,7 @@ fn fetch_token(
                 ("refresh_token", token.as_str()),
                 ("client_id", "bcow"),
             ]);
-            let form = encode(&fields);
+            let form = query(&fields);
             let kind = [("content-type", "application/x-www-form-urlencoded")];
             let content = Content::Bytes(form.as_bytes());
             client.send(Method::POST, realm, &kind, content, budget)?
@@ -301,7 +318,7 @@ fn fetch_token(
                 .collect();
             fields.extend(service);
             let address = realm
-                .with_query(&encode(&fields))
+                .with_query(&query(&fields))
                 .map_err(Problem::permanent)?;
             let authorization = match credentials {
                 Some(Credentials::Password { user, password }) => Some(basic(user, password)),
@@ -343,29 +360,6 @@ fn fetch_token(
     Ok((format!("Bearer {text}"), begun.checked_add(usable)))
 }
 
-/// A query: `a=1&b=2`.
-pub(crate) fn encode(fields: &[(&str, &str)]) -> String {
-    let mut query = String::new();
-    for (name, value) in fields {
-        if !query.is_empty() {
-            query.push('&');
-        }
-        query += name;
-        query.push('=');
-        for byte in value.bytes() {
-            match byte {
-                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
-                    query.push(byte.into());
-                }
-                // Writing to a String cannot fail.
-                _ => drop(write!(query, "%{byte:02X}")),
-            }
-        }
-    }
-    query
-}
-
-/// Parses a challenge: `Bearer realm="...",service="..."`.
 fn parse_challenge(text: &str) -> Option<Challenge> {
     let text = text.trim();
     let (scheme, mut rest) = text.split_once(' ').unwrap_or((text, ""));
@@ -461,7 +455,7 @@ mod tests {
 
     #[test]
     fn queries_are_encoded() {
-        let query = encode(&[
+        let query = query(&[
             ("scope", "repository:a/b:pull"),
             ("service", "x y&z=\u{e9}"),
         ]);

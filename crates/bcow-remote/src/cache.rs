@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{
@@ -27,6 +27,7 @@ use rustix::fs::{
 
 use sha2::{Digest, Sha256};
 
+use crate::lock::lock;
 use crate::tree::Hash;
 use eviction::{RecentRanges, RecentRangesByRoot};
 
@@ -365,7 +366,7 @@ impl CacheFile {
             if self.paused_until.swap(until, Ordering::Relaxed) == 0 {
                 tracing::warn!("{}: not cached: {error}", self.name.display());
             }
-            *self.last_failure() = Some(error.to_string());
+            *lock(&self.failure) = Some(error.to_string());
             return;
         }
         self.recent.mark(offset);
@@ -385,12 +386,7 @@ impl CacheFile {
 
     /// The cause of the last failed write.
     pub(crate) fn failure(&self) -> Option<String> {
-        self.last_failure().clone()
-    }
-
-    fn last_failure(&self) -> MutexGuard<'_, Option<String>> {
-        // A text is valid after a panic elsewhere.
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.failure).clone()
     }
 
     /// The limit of the cache.

@@ -395,6 +395,14 @@ impl AnswerBody {
         Ok(())
     }
 
+    /// The next bytes, which are the last ones.
+    pub(crate) fn into_bytes(mut self, count: u64) -> Result<Vec<u8>, Fault> {
+        let mut bytes = vec![0; count as usize];
+        self.read_exact(&mut bytes)?;
+        self.release();
+        Ok(bytes)
+    }
+
     /// Reads the rest, which may have at most `most` bytes.
     pub(crate) fn read_document(&mut self, most: u64) -> Result<Vec<u8>, Fault> {
         let mut bytes = Vec::new();

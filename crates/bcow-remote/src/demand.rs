@@ -1,7 +1,9 @@
 //! Reads of programs that wait for a server: fetching ahead gives way to them.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+use crate::lock::lock;
 
 /// The reads of all files of a process that wait for a server.
 #[derive(Default)]
@@ -18,14 +20,14 @@ pub(crate) struct Waiting<'d>(&'d Demand);
 impl Demand {
     /// Counts a read until the result is dropped.
     pub(crate) fn enter(&self) -> Waiting<'_> {
-        *self.reads() += 1;
+        *lock(&self.reads) += 1;
         Waiting(self)
     }
 
     /// Waits until no read waits for a server, and at most for `longest`; `false` if one still
     /// does.
     pub(crate) fn wait_for_none(&self, longest: Duration) -> bool {
-        let reads = self.reads();
+        let reads = lock(&self.reads);
         let waited = self
             .none_left
             .wait_timeout_while(reads, longest, |reads| *reads > 0);
@@ -35,18 +37,13 @@ impl Demand {
 
     /// Whether a read waits for a server.
     pub(crate) fn is_present(&self) -> bool {
-        *self.reads() > 0
-    }
-
-    fn reads(&self) -> MutexGuard<'_, usize> {
-        // A number is valid after a panic elsewhere.
-        self.reads.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.reads) > 0
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let mut reads = self.0.reads();
+        let mut reads = lock(&self.0.reads);
         *reads -= 1;
         if *reads == 0 {
             self.0.none_left.notify_all();

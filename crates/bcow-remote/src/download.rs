@@ -62,16 +62,6 @@ impl Download {
             digest: digest.to_owned(),
             mirrors,
             from_mirror: None,
-            ..Download::from_one(shared, source, length)
-        }
-    }
-
-    /// The blob of one server.
-    fn from_one(shared: Arc<Shared>, source: Source, length: u64) -> Self {
-        Download {
-            digest: String::new(),
-            mirrors: Vec::new(),
-            from_mirror: None,
             budget: shared.opening(),
             shared,
             source,
@@ -192,8 +182,8 @@ impl Download {
                 continue;
             }
             let place = source.address().to_string();
-            let blob = Download::from_one(Arc::clone(&self.shared), source, self.length);
-            match blob.into_file(&self.digest) {
+            let (shared, source) = (Arc::clone(&self.shared), Sources::new(source));
+            match Download::new(shared, source, &self.digest, self.length).into_file() {
                 Ok(file) => {
                     tracing::debug!("{place}: used in place of {}", self.source.address());
                     self.from_mirror = Some(file);
@@ -218,7 +208,7 @@ impl Download {
     }
 
     /// Stores the blob of a mirror, and checks its digest.
-    fn into_file(mut self, digest: &str) -> Result<File, NotKept> {
+    fn into_file(mut self) -> Result<File, NotKept> {
         let mut file =
             tempfile::tempfile_in(&self.shared.options.scratch).map_err(NotKept::Here)?;
         let mut hasher = Sha256::new();
@@ -232,7 +222,7 @@ impl Download {
         }
         self.complete().map_err(NotKept::Mirror)?;
         let found = format!("sha256:{}", HEXLOWER.encode(&hasher.finalize()));
-        if found != digest {
+        if found != self.digest {
             return Err(NotKept::Mirror(Problem::WrongDigest(found)));
         }
         file.rewind().map_err(NotKept::Here)?;

@@ -253,15 +253,7 @@ impl From<RemoteError> for std::io::Error {
 #[derive(Debug, Clone)]
 pub(crate) struct Fault {
     pub(crate) problem: Problem,
-    pub(crate) retry: Retry,
-}
-
-/// Whether to try again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Retry {
-    Never,
-    /// After a pause.
-    Soon,
+    pub(crate) is_transient: bool,
 }
 
 impl Problem {
@@ -269,7 +261,7 @@ impl Problem {
     pub(crate) fn permanent(self) -> Fault {
         Fault {
             problem: self,
-            retry: Retry::Never,
+            is_transient: false,
         }
     }
 
@@ -277,7 +269,7 @@ impl Problem {
     pub(crate) fn transient(self) -> Fault {
         Fault {
             problem: self,
-            retry: Retry::Soon,
+            is_transient: true,
         }
     }
 }

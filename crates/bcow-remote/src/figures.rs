@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::error::Problem;
+use crate::lock::lock;
 
 /// Servers that are counted each on its own. Redirects can lead to any number.
 const SERVERS: usize = 16;
@@ -107,7 +108,7 @@ impl Default for Counters {
 impl Counters {
     /// Counts a request to a server. Its answer counts with what this returns.
     pub(crate) fn request(&self, server: String) -> Arc<Traffic> {
-        let mut servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut servers = lock(&self.servers);
         let server =
             if !servers.iter().any(|known| known.server == server) && servers.len() >= SERVERS {
                 OTHER_SERVERS.to_owned()
@@ -157,16 +158,11 @@ impl Counters {
     /// A read begins to wait.
     pub(crate) fn wait(&self) -> Waiting<'_> {
         let number = self.next_wait.fetch_add(1, Ordering::Relaxed);
-        self.waiting().insert(number, Instant::now());
+        lock(&self.waiting).insert(number, Instant::now());
         Waiting {
             counters: self,
             number,
         }
-    }
-
-    fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Instant>> {
-        // The map is changed by single insertions and removals, and valid after a panic.
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of the running second, from 1 on.
@@ -190,14 +186,14 @@ impl Counters {
     /// The counters at this moment, except those of checked bytes.
     pub(crate) fn figures(&self) -> Figures {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let servers = lock(&self.servers);
         let servers = servers.iter().map(|traffic| ServerFigures {
             server: traffic.server.clone(),
             requests: get(&traffic.requests),
             received_bytes: get(&traffic.received_bytes),
         });
         let servers = servers.collect();
-        let waiting = self.waiting();
+        let waiting = lock(&self.waiting);
         Figures {
             servers,
             bytes_per_second: self.bytes_per_second(),
@@ -222,7 +218,7 @@ impl Counters {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.counters.waiting().remove(&self.number);
+        lock(&self.counters.waiting).remove(&self.number);
     }
 }
 

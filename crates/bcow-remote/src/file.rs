@@ -11,7 +11,7 @@ mod whole;
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, Header, choose_header};
 use bcow::{Storage, Version};
@@ -20,6 +20,7 @@ use crate::cache::CacheFile;
 use crate::error::{Fault, Problem, RemoteError};
 use crate::figures::Waiting;
 use crate::in_flight::{Claim, InFlight, Until};
+use crate::lock::lock;
 use crate::mirrors::Sources;
 use crate::retry_budget::RetryBudget;
 use crate::shared::{MemoryKey, Shared};
@@ -452,7 +453,7 @@ impl RemoteFile {
     /// The number of chunks of a request that begins with `chunk`, of which `wanted` are needed.
     fn request_length(&self, chunk: Chunk, wanted: u64) -> u64 {
         let start = self.chunks.start(chunk);
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut streams = lock(&self.streams);
         let known = streams
             .recent
             .iter()

@@ -1,10 +1,11 @@
 //! Which chunks are being fetched, so that each is fetched once however many threads need it.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Problem, RemoteError};
+use crate::lock::lock;
 use crate::tree::Chunk;
 
 /// The fetches of one file.
@@ -71,7 +72,7 @@ impl InFlight {
     /// Claims the chunks from `first` to before `end`, or as many of them, from the first on, as no
     /// other thread fetches.
     pub(crate) fn claim(&self, first: Chunk, end: Chunk) -> Claim<'_> {
-        let mut running = self.running();
+        let mut running = lock(&self.running);
         if let Some((_, before)) = running.range(..=first).next_back()
             && before.end > first
         {
@@ -100,17 +101,12 @@ impl InFlight {
         };
         Claim::Mine(flight, end)
     }
-
-    fn running(&self) -> MutexGuard<'_, BTreeMap<Chunk, Running>> {
-        // The map is changed by single insertions and removals, and valid after a panic.
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Flight<'_> {
     /// The chunks before `next` are present.
     pub(crate) fn arrived(&self, next: Chunk) {
-        self.outcome.state().arrived = Some(next);
+        lock(&self.outcome.state).arrived = Some(next);
         self.outcome.changed.notify_all();
     }
 
@@ -123,8 +119,8 @@ impl Flight<'_> {
         if std::mem::replace(&mut self.landed, true) {
             return;
         }
-        self.in_flight.running().remove(&self.first);
-        self.outcome.state().result = Some(result);
+        lock(&self.in_flight.running).remove(&self.first);
+        lock(&self.outcome.state).result = Some(result);
         self.outcome.changed.notify_all();
     }
 }
@@ -134,12 +130,6 @@ impl Drop for Flight<'_> {
     fn drop(&mut self) {
         let problem = Problem::Connection("the fetch was abandoned".into());
         self.end(Err(problem.at("a fetch")));
-    }
-}
-
-impl Outcome {
-    fn state(&self) -> MutexGuard<'_, FetchState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -153,7 +143,7 @@ impl Wait {
         let outcome = &self.outcome;
         let (state, timeout) = outcome
             .changed
-            .wait_timeout_while(outcome.state(), longest, is_busy)
+            .wait_timeout_while(lock(&outcome.state), longest, is_busy)
             .unwrap_or_else(PoisonError::into_inner);
         match &state.result {
             None => Ok(!timeout.timed_out()),

@@ -44,6 +44,7 @@ mod error;
 mod figures;
 mod file;
 mod in_flight;
+mod lock;
 mod mirrors;
 mod refusal;
 mod registry;

@@ -8,8 +8,8 @@ use bcow::Storage;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::address::{Address, Transport};
-use crate::auth::{Auth, Keychain, encode};
+use crate::address::{Address, Transport, query};
+use crate::auth::{Auth, Keychain};
 use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::download::Download;
 use crate::error::{Problem, RemoteError};
@@ -225,19 +225,8 @@ impl Registry {
 
     /// The manifest with a digest (`sha256:HEX`).
     pub fn manifest_with_digest(&self, digest: &str) -> Result<Vec<u8>, RemoteError> {
-        let place = || format!("manifest {digest} of {}", self.reference);
-        if !is_digest(digest) {
-            let problem = Problem::Answer("its digest is not sha256: and 64 digits".into());
-            return Err(problem.at(place()));
-        }
-        let cache = self.shared.options.cache.as_ref();
-        if let Some(bytes) = cache.and_then(|cache| cache.document(digest, MANIFEST_BYTES))
-            && sha256(&bytes) == digest
-        {
-            return Ok(bytes);
-        }
-        self.fetch_document("manifests", digest, &[("accept", ACCEPT)], MANIFEST_BYTES)
-            .map_err(|problem| problem.at(place()))
+        let accept = [("accept", ACCEPT)];
+        self.by_digest("manifest", digest, &accept, MANIFEST_BYTES)
     }
 
     /// The manifest that a tag leads to; without the registry, the one that it led to last.
@@ -251,7 +240,18 @@ impl Registry {
 
     /// The bytes of a small blob, which match the digest.
     pub(crate) fn document(&self, digest: &str, max_bytes: u64) -> Result<Vec<u8>, RemoteError> {
-        let place = || format!("blob {digest} of {}", self.reference);
+        self.by_digest("blob", digest, &[], max_bytes)
+    }
+
+    /// A document from the cache or the registry, which matches the digest.
+    fn by_digest(
+        &self,
+        kind: &str,
+        digest: &str,
+        headers: &[(&str, &str)],
+        max_bytes: u64,
+    ) -> Result<Vec<u8>, RemoteError> {
+        let place = || format!("{kind} {digest} of {}", self.reference);
         if !is_digest(digest) {
             let problem = Problem::Answer("its digest is not sha256: and 64 digits".into());
             return Err(problem.at(place()));
@@ -262,7 +262,7 @@ impl Registry {
         {
             return Ok(bytes);
         }
-        self.fetch_document("blobs", digest, &[], max_bytes)
+        self.fetch_document(kind, digest, headers, max_bytes)
             .map_err(|problem| problem.at(place()))
     }
 
@@ -274,7 +274,7 @@ impl Registry {
         headers: &[(&str, &str)],
         max_bytes: u64,
     ) -> Result<Vec<u8>, Problem> {
-        let path = format!("{kind}/{digest}");
+        let path = format!("{kind}s/{digest}");
         let check = |bytes: Vec<u8>| match sha256(&bytes) {
             found if found == digest => Ok(bytes),
             found => Err(Problem::Answer(format!(
@@ -362,7 +362,7 @@ impl Registry {
     /// registry does not make such lists, it is the one that writers keep. Nothing attached is an
     /// index without manifests.
     pub fn referrers(&self, digest: &str, artifact_type: &str) -> Result<Vec<u8>, RemoteError> {
-        let query = encode(&[("artifactType", artifact_type)]);
+        let query = query(&[("artifactType", artifact_type)]);
         let first = self.source(&format!("referrers/{digest}?{query}"))?;
         let kept = self.source(&format!("manifests/{}", referrers_tag(digest)))?;
         let place = format!("referrers of {digest} of {}", self.reference);

@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::{Fault, Problem, Retry};
+use crate::error::{Fault, Problem};
 use crate::figures::Counters;
 
 /// The first pause; each further one is twice as long.
@@ -128,16 +128,14 @@ impl RetryBudget {
         self.attempts += 1;
         self.counters.failed(&fault.problem);
         let problem = self.telling(fault.problem);
-        let pause = match fault.retry {
-            Retry::Never => return Err(problem),
-            Retry::Soon => {
-                let doubled = FIRST_PAUSE.saturating_mul(1 << (self.attempts - 1).min(10));
-                let longest = doubled.min(LONGEST_PAUSE);
-                // Half of the pause is random, so that clients that failed together come back one
-                // after the other.
-                longest / 2 + longest.mul_f64(random() / 2.0)
-            }
-        };
+        if !fault.is_transient {
+            return Err(problem);
+        }
+        let doubled = FIRST_PAUSE.saturating_mul(1 << (self.attempts - 1).min(10));
+        let longest = doubled.min(LONGEST_PAUSE);
+        // Half of the pause is random, so that clients that failed together come back one after the
+        // other.
+        let pause = longest / 2 + longest.mul_f64(random() / 2.0);
         let is_late = self
             .deadline
             .checked_duration_since(Instant::now())

@@ -3,9 +3,9 @@
 //! The secret key never leaves this process; a session token does, and only if the connection is
 //! encrypted or leads to this machine. No text of an error or of the log contains either.
 
-use std::fmt::{self, Write};
+use std::fmt;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use data_encoding::HEXLOWER;
@@ -13,9 +13,10 @@ use ring::hmac;
 use sha2::{Digest, Sha256};
 use ureq::http::Method;
 
-use crate::address::{Address, blob_beside};
+use crate::address::{Address, blob_beside, encode};
 use crate::client::{Answer, Client, Content};
 use crate::error::{Fault, Problem, printable};
+use crate::lock::lock;
 use crate::retry_budget::RetryBudget;
 
 /// The region that has no name in the address of AWS, and that other servers expect.
@@ -148,21 +149,6 @@ fn encode_path(path: &str) -> String {
     path.split('/').map(encode).collect::<Vec<_>>().join("/")
 }
 
-/// A part of a path, or a value of a query, in that encoding.
-pub(crate) fn encode(text: &str) -> String {
-    let mut encoded = String::new();
-    for byte in text.bytes() {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
-                encoded.push(byte.into());
-            }
-            // Writing to a String cannot fail.
-            _ => drop(write!(encoded, "%{byte:02X}")),
-        }
-    }
-    encoded
-}
-
 /// Signs the requests for one file.
 pub(crate) struct Signer {
     region: String,
@@ -189,21 +175,6 @@ struct Signed {
     headers: Vec<Header>,
     /// The credentials, for [`Signer::refused`].
     credentials: Option<S3Credentials>,
-}
-
-/// What the signature covers besides the headers.
-struct Sent<'s> {
-    method: &'s str,
-    address: &'s Address,
-    /// The SHA-256 of the content.
-    content: &'s str,
-}
-
-/// What to do after a server has refused a request.
-enum Refusal {
-    /// There are other credentials now.
-    Again,
-    Final(Fault),
 }
 
 impl Signer {
@@ -239,9 +210,9 @@ impl Signer {
                 return Ok(answer);
             }
             match self.refused(answer, signed.credentials.as_ref()) {
-                Refusal::Again if !is_second => is_second = true,
-                Refusal::Again => return Err(Signer::not_accepted()),
-                Refusal::Final(fault) => return Err(fault),
+                None if !is_second => is_second = true,
+                None => return Err(denied("the credentials were not accepted".to_owned())),
+                Some(fault) => return Err(fault),
             }
         }
     }
@@ -277,12 +248,7 @@ impl Signer {
         if let Some(token) = &credentials.session_token {
             all.push(("x-amz-security-token".into(), token.clone()));
         }
-        let sent = Sent {
-            method: request.method.as_str(),
-            address,
-            content: &content,
-        };
-        let authorization = authorization(&self.region, &credentials, &sent, &mut all, &time);
+        let authorization = self.authorization(&credentials, request, &content, &mut all, &time);
         all.push(("authorization".into(), authorization));
         Ok(Signed {
             headers: all,
@@ -290,11 +256,47 @@ impl Signer {
         })
     }
 
+    /// The value of the header `Authorization`. Sorts the headers, all of which are signed.
+    fn authorization(
+        &self,
+        credentials: &S3Credentials,
+        sent: &Request<'_>,
+        content: &str,
+        headers: &mut [Header],
+        time: &str,
+    ) -> String {
+        headers.sort();
+        let (region, method) = (&self.region, &sent.method);
+        let day = time.split('T').next().unwrap_or_default();
+        let scope = format!("{day}/{region}/{SERVICE}/aws4_request");
+        let canonical: String = headers
+            .iter()
+            .map(|(name, value)| format!("{name}:{}\n", value.trim()))
+            .collect();
+        let names: Vec<&str> = headers.iter().map(|(name, _)| name.as_str()).collect();
+        let names = names.join(";");
+        let uri = sent.address.uri();
+        let (path, query) = (uri.path(), uri.query().unwrap_or_default());
+        let request = format!("{method}\n{path}\n{query}\n{canonical}\n{names}\n{content}");
+        let request = HEXLOWER.encode(&Sha256::digest(request.as_bytes()));
+        let text = format!("{ALGORITHM}\n{time}\n{scope}\n{request}");
+        let mac = |key: &[u8], text: &str| {
+            let key = hmac::Key::new(hmac::HMAC_SHA256, key);
+            hmac::sign(&key, text.as_bytes())
+        };
+        let mut key = mac(format!("AWS4{}", credentials.secret).as_bytes(), day);
+        for part in [region.as_str(), SERVICE, "aws4_request"] {
+            key = mac(key.as_ref(), part);
+        }
+        let signature = HEXLOWER.encode(mac(key.as_ref(), &text).as_ref());
+        format!(
+            "{ALGORITHM} Credential={}/{scope}, SignedHeaders={names}, Signature={signature}",
+            credentials.key_id
+        )
+    }
+
     fn credentials(&self) -> Result<Option<S3Credentials>, Fault> {
-        let mut known = self
-            .credentials
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.credentials);
         if let Some(credentials) = &*known {
             return Ok(credentials.clone());
         }
@@ -303,8 +305,9 @@ impl Signer {
         Ok(read)
     }
 
-    /// Reacts to an answer with status 301, 400 or 403 to a request with these credentials.
-    fn refused(&self, mut answer: Answer, sent: Option<&S3Credentials>) -> Refusal {
+    /// Reacts to an answer with status 301, 400 or 403 to a request with these credentials. `None`:
+    /// there are other credentials now.
+    fn refused(&self, mut answer: Answer, sent: Option<&S3Credentials>) -> Option<Fault> {
         let status = answer.status;
         let region = answer.header("x-amz-bucket-region").map(printable);
         let fault = answer.refusal();
@@ -313,10 +316,7 @@ impl Signer {
         let text = String::from_utf8_lossy(&text);
         let code = element(&text, "Code");
         if code.is_some_and(|code| EXPIRED.contains(&code)) {
-            let mut known = self
-                .credentials
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut known = lock(&self.credentials);
             // Another thread may have read them meanwhile.
             if known.as_ref().is_some_and(|known| known.as_ref() == sent)
                 && let Ok(read) = self.keychain.credentials()
@@ -324,35 +324,27 @@ impl Signer {
                 *known = Some(read);
             }
             if known.as_ref().is_some_and(|known| known.as_ref() != sent) {
-                return Refusal::Again;
+                return None;
             }
         }
         if code == Some("RequestTimeout") {
-            return Refusal::Final(Problem::Busy(status).transient());
+            return Some(Problem::Busy(status).transient());
         }
-        let explanation = match (region, code, element(&text, "Message")) {
-            (Some(region), ..) if region != self.region => {
+        let explanation = match (region, explanation(&text)) {
+            (Some(region), _) if region != self.region => {
                 format!("the bucket is in the region {region}, not {}", self.region)
             }
-            (_, Some(code), Some(message)) => printable(&format!("{code}: {message}")),
-            (_, Some(code), None) => printable(code),
+            (_, Some(explanation)) => explanation,
             _ if sent.is_none() => "there are no credentials for S3".to_owned(),
-            _ => return Refusal::Final(fault),
+            _ => return Some(fault),
         };
-        Refusal::Final(
+        Some(
             Problem::Denied {
                 status,
                 explanation,
             }
             .permanent(),
         )
-    }
-}
-
-impl Signer {
-    /// The fault of credentials that were read again, and not accepted either.
-    fn not_accepted() -> Fault {
-        denied("the credentials were not accepted".to_owned())
     }
 }
 
@@ -371,50 +363,19 @@ pub(crate) fn element<'t>(text: &'t str, name: &str) -> Option<&'t str> {
     Some(content.trim())
 }
 
+/// What the document of an error says.
+pub(crate) fn explanation(text: &str) -> Option<String> {
+    let code = element(text, "Code")?;
+    Some(match element(text, "Message") {
+        Some(message) => printable(&format!("{code}: {message}")),
+        None => printable(code),
+    })
+}
+
 /// `20261123T130000Z`
 fn timestamp(unix_seconds: u64) -> String {
     let text = i64::try_from(unix_seconds).ok().and_then(bcow::rfc3339);
     text.unwrap_or_default().replace(['-', ':'], "")
-}
-
-/// The value of the header `Authorization`. Sorts the headers, all of which are signed.
-fn authorization(
-    region: &str,
-    credentials: &S3Credentials,
-    sent: &Sent<'_>,
-    headers: &mut [Header],
-    time: &str,
-) -> String {
-    headers.sort();
-    let day = time.split('T').next().unwrap_or_default();
-    let scope = format!("{day}/{region}/{SERVICE}/aws4_request");
-    let canonical: String = headers
-        .iter()
-        .map(|(name, value)| format!("{name}:{}\n", value.trim()))
-        .collect();
-    let names: Vec<&str> = headers.iter().map(|(name, _)| name.as_str()).collect();
-    let names = names.join(";");
-    let Sent {
-        method, content, ..
-    } = sent;
-    let uri = sent.address.uri();
-    let (path, query) = (uri.path(), uri.query().unwrap_or_default());
-    let request = format!("{method}\n{path}\n{query}\n{canonical}\n{names}\n{content}");
-    let request = HEXLOWER.encode(&Sha256::digest(request.as_bytes()));
-    let text = format!("{ALGORITHM}\n{time}\n{scope}\n{request}");
-    let mac = |key: &[u8], text: &str| {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, key);
-        hmac::sign(&key, text.as_bytes())
-    };
-    let mut key = mac(format!("AWS4{}", credentials.secret).as_bytes(), day);
-    for part in [region, SERVICE, "aws4_request"] {
-        key = mac(key.as_ref(), part);
-    }
-    let signature = HEXLOWER.encode(mac(key.as_ref(), &text).as_ref());
-    format!(
-        "{ALGORITHM} Credential={}/{scope}, SignedHeaders={names}, Signature={signature}",
-        credentials.key_id
-    )
 }
 
 #[cfg(test)]

@@ -12,12 +12,12 @@ use data_encoding::BASE64;
 use sha2::{Digest, Sha256};
 use ureq::http::Method;
 
-use crate::address::Address;
+use crate::address::{Address, encode};
 use crate::client::Answer;
 use crate::error::{Fault, Problem, RemoteError, printable};
 use crate::remote::Remote;
 use crate::retry_budget::RetryBudget;
-use crate::s3::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, encode};
+use crate::s3::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, explanation};
 use crate::shared::Shared;
 
 /// Bytes of a part, and of a file that is sent in one request, at most. Larger files have larger
@@ -195,7 +195,9 @@ impl S3Upload {
         let mut uploads = 0;
         loop {
             uploads += 1;
-            let begun = match self.unfinished(uploads > 1) {
+            // What the server has just forgotten is not looked for again.
+            let found = if uploads == 1 { self.unfinished() } else { None };
+            let begun = match found {
                 Some(begun) => begun,
                 None => self.begin(content)?,
             };
@@ -213,7 +215,7 @@ impl S3Upload {
                     });
             let ended = match result {
                 Ok((tag, bytes)) => {
-                    self.check(content, tag.as_deref())?;
+                    self.check(content, Some(&tag))?;
                     return Ok(bytes);
                 }
                 Err(ended) => ended,
@@ -298,13 +300,7 @@ impl S3Upload {
             ("x-amz-checksum-algorithm", ALGORITHM),
             (MARK, content.root),
         ];
-        let text = self.persist(|budget| {
-            let answer = self.send(Method::POST, &address, &headers, &[], budget)?;
-            match answer.status {
-                200 => document(answer),
-                _ => Err(refusal(answer)),
-            }
-        })?;
+        let text = self.text(Method::POST, &address, &headers)?;
         let id = element(&text, "UploadId").map(unescape);
         let id = id.ok_or_else(|| Problem::Answer("an upload without an ID".into()))?;
         Ok(Begun {
@@ -315,11 +311,7 @@ impl S3Upload {
 
     /// The last upload to this key that has not ended, with its parts. A server that does not list
     /// uploads has none.
-    fn unfinished(&self, is_again: bool) -> Option<Begun> {
-        // What the server has just forgotten is not looked for again.
-        if is_again {
-            return None;
-        }
+    fn unfinished(&self) -> Option<Begun> {
         let found = self.find_unfinished();
         found.unwrap_or_else(|problem| {
             tracing::debug!("{}: no earlier upload is continued: {problem}", self.name);
@@ -329,7 +321,7 @@ impl S3Upload {
 
     fn find_unfinished(&self) -> Result<Option<Begun>, Problem> {
         let query = format!("prefix={}&uploads=", encode(&self.key));
-        let text = self.list(&self.bucket.with_query(&query)?)?;
+        let text = self.text(Method::GET, &self.bucket.with_query(&query)?, &[])?;
         let uploads = elements(&text, "Upload")
             .filter(|upload| element(upload, "Key").map(unescape).as_ref() == Some(&self.key));
         let Some(id) = uploads
@@ -343,7 +335,7 @@ impl S3Upload {
         let mut after = String::new();
         for _ in 0..MAX_PAGES {
             let query = format!("{after}uploadId={}", encode(&id));
-            let text = self.list(&self.address.with_query(&query)?)?;
+            let text = self.text(Method::GET, &self.address.with_query(&query)?, &[])?;
             for part in elements(&text, "Part") {
                 let (Some(number), Some(tag), Some(bytes)) = (
                     element(part, "PartNumber").and_then(|number| number.parse().ok()),
@@ -377,9 +369,14 @@ impl S3Upload {
         Ok((is_own && !parts.is_empty()).then_some(Begun { id, parts }))
     }
 
-    fn list(&self, address: &Address) -> Result<String, Problem> {
+    fn text(
+        &self,
+        method: Method,
+        address: &Address,
+        headers: &[(&str, &str)],
+    ) -> Result<String, Problem> {
         self.persist(|budget| {
-            let answer = self.send(Method::GET, address, &[], &[], budget)?;
+            let answer = self.send(method.clone(), address, headers, &[], budget)?;
             match answer.status {
                 200 => document(answer),
                 _ => Err(refusal(answer)),
@@ -387,13 +384,13 @@ impl S3Upload {
         })
     }
 
-    /// Makes the file of its parts. Returns its tag, if this request has made it.
+    /// Makes the file of its parts. Returns its tag.
     fn complete(
         &self,
         id: &str,
         parts: &BTreeMap<u64, Part>,
         replace: Replace,
-    ) -> Result<Option<String>, Ended> {
+    ) -> Result<String, Ended> {
         let listed: String = parts
             .iter()
             .map(|(number, part)| {
@@ -437,7 +434,7 @@ impl S3Upload {
                 _ => Err(refusal(answer)),
             }
         })?;
-        Ok(Some(tag))
+        Ok(tag)
     }
 
     fn abort(&self, id: &str) {
@@ -487,14 +484,7 @@ impl S3Upload {
     /// What the server has under the name; `None` if it has nothing, or does not tell this user.
     fn head(&self) -> Result<Option<Head>, Problem> {
         self.persist(|budget| {
-            let request = Request {
-                method: Method::HEAD,
-                address: &self.address,
-                headers: &[],
-                bytes: &[],
-            };
-            let sent = self.signer.send(&self.shared.client, &request, budget);
-            let answer = match sent {
+            let answer = match self.send(Method::HEAD, &self.address, &[], &[], budget) {
                 Ok(answer) => answer,
                 Err(fault) if is_hidden(&fault.problem) => return Ok(None),
                 Err(fault) => return Err(fault),
@@ -531,13 +521,7 @@ impl S3Upload {
 
     /// Tries some times.
     fn persist<T>(&self, attempt: impl Fn(&RetryBudget) -> Result<T, Fault>) -> Result<T, Problem> {
-        let mut budget = self.shared.opening();
-        loop {
-            match attempt(&budget) {
-                Ok(value) => return Ok(value),
-                Err(fault) => budget.wait(fault)?,
-            }
-        }
+        self.shared.opening().run(attempt)
     }
 }
 
@@ -592,11 +576,11 @@ fn refusal(mut answer: Answer) -> Fault {
     let text = answer.body.read_document(EXPLANATION_BYTES);
     let text = text.unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
-    let explanation = match (element(&text, "Code"), element(&text, "Message")) {
-        (Some("NoSuchUpload"), _) => return fault,
-        (Some(code), Some(message)) => printable(&format!("{code}: {message}")),
-        (Some(code), None) => printable(code),
-        _ => return fault,
+    if element(&text, "Code") == Some("NoSuchUpload") {
+        return fault;
+    }
+    let Some(explanation) = explanation(&text) else {
+        return fault;
     };
     let problem = Problem::Refused {
         status,
@@ -627,13 +611,12 @@ fn unescape(text: &str) -> String {
         ("&#34;", "\""),
         ("&apos;", "'"),
         ("&#39;", "'"),
+        ("&lt;", "<"),
+        ("&gt;", ">"),
+        ("&amp;", "&"),
     ];
-    let more = [("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")];
-    let replaced = |text: String, (from, to): (&str, &str)| text.replace(from, to);
-    named
-        .into_iter()
-        .chain(more)
-        .fold(text.to_owned(), replaced)
+    let replaced = |text: String, (from, to)| text.replace(from, to);
+    named.into_iter().fold(text.to_owned(), replaced)
 }
 
 fn escape(text: &str) -> String {

@@ -4,10 +4,11 @@
 //! server, requests begin in the order in which they were made.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Fault, Problem};
+use crate::lock::lock;
 use crate::retry_budget::RetryBudget;
 
 /// Requests at one time to one server. More would compete for the same network.
@@ -45,12 +46,14 @@ pub(crate) struct Permit(Arc<Server>);
 
 impl Servers {
     pub(crate) fn get(&self, origin: &str) -> Arc<Server> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         if let Some(server) = known.get(origin) {
             return Arc::clone(server);
         }
         if known.len() >= IDLE_SERVERS {
-            known.retain(|_, server| Arc::strong_count(server) > 1 || server.queue().is_quiet());
+            known.retain(|_, server| {
+                Arc::strong_count(server) > 1 || lock(&server.queue).is_quiet()
+            });
         }
         let server = Arc::<Server>::default();
         known.insert(origin.to_owned(), Arc::clone(&server));
@@ -66,18 +69,13 @@ impl Queue {
 }
 
 impl Server {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        // Each change is a single insertion or removal, and valid after a panic.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits for the turn of a request. While the server wants no request, this waits as long as
     /// `budget` leaves time for one attempt. A request that comes later than that fails with the
     /// reason of the server.
     pub(crate) fn begin(self: &Arc<Self>, budget: &RetryBudget) -> Result<Permit, Fault> {
         let last_start = budget.last_start();
         let is_late = Instant::now() >= last_start;
-        let mut queue = self.queue();
+        let mut queue = lock(&self.queue);
         let ticket = queue.next;
         queue.next += 1;
         queue.waiting.push_back(ticket);
@@ -108,7 +106,7 @@ impl Server {
     /// The server wants no request for this time.
     pub(crate) fn wants_quiet(&self, time: Duration, problem: Problem) {
         let until = Instant::now() + time.min(LONGEST_QUIET);
-        let mut queue = self.queue();
+        let mut queue = lock(&self.queue);
         let is_longer = |(other, _): &(Instant, Problem)| *other < until;
         if queue.quiet.as_ref().is_none_or(is_longer) {
             queue.quiet = Some((until, problem));
@@ -118,7 +116,7 @@ impl Server {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.queue().running -= 1;
+        lock(&self.0.queue).running -= 1;
         self.0.changed.notify_all();
     }
 }
@@ -164,7 +162,7 @@ mod tests {
                     begun.lock().expect("no panic").push(n);
                     drop(permit);
                 });
-                while server.queue().waiting.len() <= n {
+                while lock(&server.queue).waiting.len() <= n {
                     std::thread::yield_now();
                 }
             }
@@ -183,7 +181,7 @@ mod tests {
         let over = budget(Duration::ZERO);
         let late = server.begin(&over).map(drop).expect_err("no time is left");
         assert!(matches!(late.problem, Problem::Busy(429)));
-        let until = server.queue().quiet.as_ref().map(|(until, _)| *until);
+        let until = lock(&server.queue).quiet.as_ref().map(|(until, _)| *until);
         assert!(until.is_some_and(|until| until <= Instant::now() + LONGEST_QUIET));
     }
 
@@ -199,6 +197,6 @@ mod tests {
         }
         assert!(servers.known.lock().expect("no panic").len() <= IDLE_SERVERS);
         assert!(Arc::ptr_eq(&kept, &servers.get("https://kept")));
-        assert!(servers.get("https://quiet").queue().is_quiet());
+        assert!(lock(&servers.get("https://quiet").queue).is_quiet());
     }
 }

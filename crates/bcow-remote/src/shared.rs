@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use quick_cache::sync::{Cache as MemoryCache, DefaultLifecycle};
@@ -16,6 +16,7 @@ use crate::client::Client;
 use crate::demand::Demand;
 use crate::error::Problem;
 use crate::figures::Figures;
+use crate::lock::lock;
 use crate::mirrors::Mirror;
 use crate::retry_budget::RetryBudget;
 use crate::tree::Chunk;
@@ -130,7 +131,7 @@ impl Shared {
         repository: &str,
         make: impl FnOnce() -> Auth,
     ) -> Arc<Auth> {
-        let mut accesses = self.accesses.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut accesses = lock(&self.accesses);
         let name = (server.to_owned(), repository.to_owned());
         if let Some(access) = accesses.get(&name).and_then(Weak::upgrade) {
             return access;

@@ -1,6 +1,6 @@
 //! Requests for the bytes of one file on a server. The callers verify the bytes.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use ureq::http::Method;
 
@@ -8,6 +8,7 @@ use crate::address::Address;
 use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
+use crate::lock::lock;
 use crate::refusal::{Refused, refused};
 use crate::retry_budget::RetryBudget;
 use crate::s3::{Request, Signer};
@@ -143,7 +144,7 @@ impl Source {
     /// Sends a GET request to the target of the last redirect. Without one, or if that request
     /// fails, sends the request to the server and follows its redirects.
     fn get(&self, headers: &[(&str, &str)], budget: &RetryBudget) -> Result<Answer, Fault> {
-        let target = self.redirect_target().clone();
+        let target = lock(&self.redirect_target).clone();
         if let Some(address) = target {
             match self.send(&address, headers, budget) {
                 // The signature of the address may have expired. The server redirects to a new one.
@@ -151,14 +152,14 @@ impl Source {
                 Ok(answer) => return Ok(answer),
                 Err(fault) => tracing::debug!("{address}: {}", fault.problem),
             }
-            *self.redirect_target() = None;
+            *lock(&self.redirect_target) = None;
         }
         let mut address = self.address.clone();
         for _ in 0..=MAX_REDIRECTS {
             let answer = self.send(&address, headers, budget)?;
             if !is_redirect(answer.status) {
                 if address != self.address && matches!(answer.status, 200 | 206) {
-                    *self.redirect_target() = Some(address);
+                    *lock(&self.redirect_target) = Some(address);
                 }
                 return Ok(answer);
             }
@@ -194,24 +195,11 @@ impl Source {
         let Some(auth) = auth else {
             return self.client.get(address, headers, budget);
         };
-        let send = |authorization: Option<&str>| {
+        auth.send(&self.client, &self.address, budget, |authorization| {
             let mut headers = headers.to_vec();
             headers.extend(authorization.map(|value| ("authorization", value)));
             self.client.get(address, &headers, budget)
-        };
-        let authorization = auth.header(&self.client, &self.address, budget)?;
-        let answer = send(authorization.as_deref())?;
-        if answer.status != 401 {
-            return Ok(answer);
-        }
-        // The answer is read to its end first, so that the request for a token can use the same
-        // connection.
-        let challenge = answer.headers;
-        answer.body.finish();
-        let sent = authorization.as_deref();
-        auth.accept_challenge(&challenge, sent, &self.client, &self.address, budget)?;
-        let authorization = auth.header(&self.client, &self.address, budget)?;
-        send(authorization.as_deref())
+        })
     }
 
     /// Requests a whole document of at most `max_bytes` bytes.
@@ -253,13 +241,6 @@ impl Source {
                 Refused { fault, .. } => Err(fault),
             },
         }
-    }
-
-    fn redirect_target(&self) -> MutexGuard<'_, Option<Address>> {
-        // No panic can leave the address half written.
-        self.redirect_target
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the version in an answer differs from that in the first answer. The result only

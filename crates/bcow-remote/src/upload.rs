@@ -14,8 +14,8 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use ureq::http::Method;
 
-use crate::address::Address;
-use crate::auth::{Auth, Keychain, encode};
+use crate::address::{Address, query};
+use crate::auth::{Auth, Keychain};
 use crate::cache::{MANIFEST_BYTES, sha256};
 use crate::client::Content;
 use crate::error::{Fault, Problem, RemoteError, printable};
@@ -287,7 +287,7 @@ impl Upload {
     fn begin(&self, digest: &str, budget: &RetryBudget) -> Result<Option<Address>, Fault> {
         let uploads = self.access.address("blobs/uploads/")?;
         if let Some(from) = &self.from {
-            let query = encode(&[("mount", digest), ("from", from)]);
+            let query = query(&[("mount", digest), ("from", from)]);
             let address = uploads.with_query(&query).map_err(Problem::permanent)?;
             match self
                 .access

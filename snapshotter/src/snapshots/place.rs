@@ -26,9 +26,9 @@
 //! either.
 
 use std::collections::HashSet;
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use super::unpacking::{self, Unpacking};
 use crate::error::Error;
 use crate::record::{BadRecord, Id, Kind, RemoteLayer, SnapshotRecord};
+use bcow_tool::host::{entries, entries_if_any, lock, make_private, replace, sync, write_private};
 use bcow_tool::{At, HostError};
 
 /// How long the process of a mount may take to notice the unmount, on a busy machine.
@@ -71,21 +72,9 @@ impl SnapshotterRoot {
     /// problems that do not concern all snapshots.
     pub fn open(root: &Path) -> Result<(Self, FoundSnapshots), Error> {
         require_plain(root)?;
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(root)
-            .at("create", root)?;
-        let path = root.join("lock");
-        let lock = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(0o600)
-            .open(&path)
-            .at("open", &path)?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| Error::State(format!("another process uses {}", root.display())))?;
+        make_private(root)?;
+        let lock = lock(root)?
+            .ok_or_else(|| Error::State(format!("another process uses {}", root.display())))?;
         let place = SnapshotterRoot {
             root: root.to_owned(),
             sweeping: parking_lot::Mutex::new(()),
@@ -213,14 +202,10 @@ impl SnapshotterRoot {
 
     /// The entries of a directory below ROOT. Reports a failure.
     fn listed(&self, name: &str) -> Vec<PathBuf> {
-        match entries(&self.root.join(name)) {
-            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
-            Err(error) => {
-                tracing::error!("{error}");
-                Vec::new()
-            }
-            Ok(paths) => paths,
-        }
+        entries_if_any(&self.root.join(name)).unwrap_or_else(|error| {
+            tracing::error!("{error}");
+            Vec::new()
+        })
     }
 
     /// Removes what a crash left in the directory of a snapshot.
@@ -354,7 +339,8 @@ impl SnapshotterRoot {
             (Some(_), Kind::Active) => make_directory(&new.join("upper"), 0o700)?,
             (Some(_), _) => {}
         }
-        write_record(&new.join("record.json"), record)?;
+        let path = new.join("record.json");
+        write_private(&path, &record.encode().at("write", &path)?)?;
         sync(new)?;
         let directory = self.directory(record.id);
         fs::rename(new, &directory).at("create", &directory)?;
@@ -367,13 +353,8 @@ impl SnapshotterRoot {
             directory.join("record.json.new"),
             directory.join("record.json"),
         );
-        let written = write_record(&new, record)
-            .and_then(|()| fs::rename(&new, &path).at("write", &path))
-            .and_then(|()| sync(&directory));
-        if written.is_err() {
-            let _ = fs::remove_file(&new);
-        }
-        Ok(written?)
+        let line = record.encode().at("write", &path)?;
+        Ok(replace(&path, &new, &line)?)
     }
 
     /// Lets `write` make the layer of a snapshot at the path that it gets, and keeps the layer.
@@ -515,39 +496,11 @@ fn make_directory(path: &Path, mode: u32) -> Result<(), HostError> {
     fs::set_permissions(path, Permissions::from_mode(mode)).at("create", path)
 }
 
-fn make_private(path: &Path) -> Result<(), HostError> {
-    match DirBuilder::new().mode(0o700).create(path) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-        made => made.at("create", path),
-    }
-}
-
 /// Logs a failure that does not prevent the rest.
 fn report<T>(result: Result<T, HostError>) {
     if let Err(error) = result {
         tracing::error!("{error}");
     }
-}
-
-fn write_record(path: &Path, record: &SnapshotRecord) -> Result<(), HostError> {
-    let line = record.encode().at("write", path)?;
-    let mut file = File::create(path).at("create", path)?;
-    file.write_all(&line)
-        .and_then(|()| file.sync_all())
-        .at("write", path)
-}
-
-/// Makes a file, or the names in a directory, durable.
-fn sync(path: &Path) -> Result<(), HostError> {
-    File::open(path)
-        .and_then(|file| file.sync_all())
-        .at("synchronize", path)
-}
-
-fn entries(directory: &Path) -> Result<Vec<PathBuf>, HostError> {
-    let list = fs::read_dir(directory).at("list", directory)?;
-    let paths = list.map(|entry| entry.map(|entry| entry.path()));
-    paths.collect::<Result<_, _>>().at("list", directory)
 }
 
 /// The number at the begin of a name: `7`, `7.bcow` or `7-files`.

@@ -10,12 +10,14 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use bcow_tool::host::make_private;
 use bcow_tool::{At, HostError, MountState, state_of, unmount};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, utimensat};
 use rustix::mount::{MountFlags, UnmountFlags, mount};
 
 use crate::error::Error;
-use crate::mount::{Mount, of_unpacking, options_of_overlay, text};
+use crate::mount::{of_unpacking, options_of_overlay, text};
+use crate::protocol::Mount;
 
 /// Largest size of a list of attributes, and of the value of one (xattr(7)).
 const MAX_XATTR_BYTES: usize = 64 << 10;
@@ -41,14 +43,14 @@ impl Unpacking {
                 mount_layers(layers, &self.lower)?;
             }
             MountState::NotMounted => {
-                make_directory(&self.lower)?;
+                make_private(&self.lower)?;
                 mount_layers(layers, &self.lower)?;
             }
         }
         if !self.is_prepared() {
             // overlayfs shows the attributes of the upper as those of the root.
             copy_attributes(&self.lower, &self.upper)?;
-            make_directory(&self.work)?;
+            make_private(&self.work)?;
         }
         Ok(of_unpacking(&self.lower, &self.upper, &self.work))
     }
@@ -94,7 +96,7 @@ pub fn is_supported(scratch: &Path) -> Result<bool, HostError> {
     let [lower, upper, work, target] =
         ["lower", "upper", "work", "target"].map(|name| scratch.join(name));
     for directory in [&lower, &upper, &work, &target] {
-        make_directory(directory)?;
+        make_private(directory)?;
     }
     let options = options_of_overlay(&lower, &upper, &work).join(",");
     let options = CString::new(options)
@@ -139,13 +141,6 @@ fn mount_layers(layers: &Mount, target: &Path) -> Result<(), Error> {
         Ok(())
     } else {
         Err(failed(String::from_utf8_lossy(&output.stderr).trim()))
-    }
-}
-
-fn make_directory(path: &Path) -> Result<(), HostError> {
-    match fs::create_dir(path) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-        made => made.at("create", path),
     }
 }
 

@@ -52,7 +52,7 @@ impl Filesystem {
     /// Reads a regular file from byte `offset` on. Returns the number of bytes, which is less than
     /// the length of `buf` only at the end of the file.
     pub fn read(&self, inode: &Inode, offset: u64, buf: &mut [u8]) -> Result<usize, ErofsError> {
-        regular(inode)?;
+        inode.require(FileType::Regular, "regular file")?;
         self.read_content(inode, offset, buf)
     }
 
@@ -66,7 +66,7 @@ impl Filesystem {
         length: u64,
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), ErofsError> {
-        regular(inode)?;
+        inode.require(FileType::Regular, "regular file")?;
         let end = offset.saturating_add(length);
         for extent in Extents::new(self, inode, offset, end) {
             let extent = extent?;
@@ -89,13 +89,7 @@ impl Filesystem {
 
     /// A symbolic link's target.
     pub fn read_link(&self, inode: &Inode) -> Result<Vec<u8>, ErofsError> {
-        if inode.kind != FileType::Symlink {
-            return Err(ErofsError::WrongKind {
-                nid: inode.nid,
-                expected: "symbolic link",
-                found: inode.kind,
-            });
-        }
+        inode.require(FileType::Symlink, "symbolic link")?;
         if inode.size == 0 || inode.size > LINK_MAX {
             return Err(ErofsError::Inode {
                 nid: inode.nid,
@@ -127,17 +121,6 @@ impl Filesystem {
             done += piece.len();
         }
         Ok(done)
-    }
-}
-
-fn regular(inode: &Inode) -> Result<(), ErofsError> {
-    match inode.kind {
-        FileType::Regular => Ok(()),
-        found => Err(ErofsError::WrongKind {
-            nid: inode.nid,
-            expected: "regular file",
-            found,
-        }),
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use zerocopy::FromBytes;
 
 use super::{DirectoryProblem, ErofsError, FileType, Filesystem, Inode, Nid};
-use crate::format::{BLOCK_BYTES, Dirent, NAME_MAX, dirent_type};
+use crate::format::{BLOCK_BYTES, Dirent, NAME_MAX, UNKNOWN_TYPE};
 
 const DIRENT: usize = size_of::<Dirent>();
 
@@ -30,7 +30,7 @@ impl Filesystem {
         dir: &Inode,
         name: &'n [u8],
     ) -> Result<Option<DirEntry<'n>>, ErofsError> {
-        directory(dir)?;
+        dir.require(FileType::Directory, "directory")?;
         if !valid_name(name) {
             return Ok(None);
         }
@@ -68,7 +68,7 @@ impl Filesystem {
         cookie: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), ErofsError> {
-        directory(dir)?;
+        dir.require(FileType::Directory, "directory")?;
         let mut buf = [0; BLOCK_BYTES];
         let block_bytes = self.block_bytes();
         let first = cookie / block_bytes;
@@ -113,16 +113,11 @@ impl Filesystem {
     fn target(&self, block: &Block<'_>, index: usize) -> Result<(Nid, FileType), ErofsError> {
         let dirent = block.dirent(index)?;
         let nid = Nid(dirent.nid.get());
-        let kind = match dirent.file_type {
-            dirent_type::REGULAR => FileType::Regular,
-            dirent_type::DIRECTORY => FileType::Directory,
-            dirent_type::CHAR_DEVICE => FileType::CharDevice,
-            dirent_type::BLOCK_DEVICE => FileType::BlockDevice,
-            dirent_type::FIFO => FileType::Fifo,
-            dirent_type::SOCKET => FileType::Socket,
-            dirent_type::SYMLINK => FileType::Symlink,
-            dirent_type::UNKNOWN => self.inode(nid)?.kind,
-            file_type => {
+        let file_type = dirent.file_type;
+        let kind = match FileType::from_dirent(file_type) {
+            Some(kind) => kind,
+            None if file_type == UNKNOWN_TYPE => self.inode(nid)?.kind,
+            None => {
                 return Err(block.damaged(DirectoryProblem::FileType {
                     entry: index,
                     file_type,
@@ -140,17 +135,6 @@ impl Filesystem {
         } else {
             start + self.block_bytes()
         }
-    }
-}
-
-fn directory(dir: &Inode) -> Result<(), ErofsError> {
-    match dir.kind {
-        FileType::Directory => Ok(()),
-        found => Err(ErofsError::WrongKind {
-            nid: dir.nid,
-            expected: "directory",
-            found,
-        }),
     }
 }
 

@@ -42,6 +42,18 @@ pub struct Inode {
 }
 
 impl Inode {
+    /// Fails if the inode is of another kind.
+    pub(super) fn require(&self, kind: FileType, expected: &'static str) -> Result<(), ErofsError> {
+        if self.kind == kind {
+            return Ok(());
+        }
+        Err(ErofsError::WrongKind {
+            nid: self.nid,
+            expected,
+            found: self.kind,
+        })
+    }
+
     /// `st_mode`: type and permissions.
     pub fn mode(&self) -> u32 {
         self.kind.mode_bits() | u32::from(self.permissions)

@@ -12,24 +12,34 @@ impl fmt::Display for Nid {
     }
 }
 
-/// The type of an inode.
+/// The type of an inode. The numbers are those in directory entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FileType {
     /// A regular file.
-    Regular,
+    Regular = 1,
     /// A directory.
-    Directory,
+    Directory = 2,
     /// A character device.
-    CharDevice,
+    CharDevice = 3,
     /// A block device.
-    BlockDevice,
+    BlockDevice = 4,
     /// A named pipe.
-    Fifo,
+    Fifo = 5,
     /// A Unix socket.
-    Socket,
+    Socket = 6,
     /// A symbolic link.
-    Symlink,
+    Symlink = 7,
 }
+
+const ALL: [FileType; 7] = [
+    FileType::Regular,
+    FileType::Directory,
+    FileType::CharDevice,
+    FileType::BlockDevice,
+    FileType::Fifo,
+    FileType::Socket,
+    FileType::Symlink,
+];
 
 impl FileType {
     /// The type bits of `st_mode`.
@@ -46,15 +56,11 @@ impl FileType {
     }
 
     pub(super) fn from_mode(mode: u16) -> Option<Self> {
-        Some(match mode & 0o170_000 {
-            0o010_000 => FileType::Fifo,
-            0o020_000 => FileType::CharDevice,
-            0o040_000 => FileType::Directory,
-            0o060_000 => FileType::BlockDevice,
-            0o100_000 => FileType::Regular,
-            0o120_000 => FileType::Symlink,
-            0o140_000 => FileType::Socket,
-            _ => return None,
-        })
+        let bits = u32::from(mode & 0o170_000);
+        ALL.into_iter().find(|kind| kind.mode_bits() == bits)
+    }
+
+    pub(super) fn from_dirent(file_type: u8) -> Option<Self> {
+        ALL.into_iter().find(|kind| *kind as u8 == file_type)
     }
 }

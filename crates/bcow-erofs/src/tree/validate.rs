@@ -5,66 +5,51 @@ use crate::format;
 
 /// A tree is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {problem}", display_path(.path))]
+pub struct TreeError {
+    /// Path of the entry.
+    pub path: Vec<u8>,
+    /// What is wrong with it.
+    pub problem: TreeProblem,
+}
+
+/// What is wrong with an entry of a tree.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum TreeError {
+pub enum TreeProblem {
     /// A name is empty, longer than 255 bytes, `.` or `..`, or contains `/` or NUL.
-    #[error("{}: bad file name: {reason}", display_path(.path))]
-    Name {
-        /// Path of the entry.
-        path: Vec<u8>,
-        /// What is wrong with the name.
-        reason: &'static str,
-    },
-    /// A directory has two names, or contains itself.
-    #[error("{}: the directory has a second name", display_path(.path))]
-    DirectoryLinkedTwice {
-        /// The second name found.
-        path: Vec<u8>,
-    },
-    /// A symbolic link's target is empty, too long, or contains a NUL.
-    #[error(
-        "{}: bad link target: its length in bytes is {length}; \
-         1 to 4095 bytes without NUL are allowed",
-        display_path(.path)
-    )]
-    Symlink {
-        /// Path of the link.
-        path: Vec<u8>,
-        /// Length of its target.
-        length: usize,
-    },
+    #[error("bad file name: {0}")]
+    Name(&'static str),
+    /// A directory has two names, or contains itself. The path is the second name found.
+    #[error("the directory has a second name")]
+    DirectoryLinkedTwice,
+    /// A symbolic link's target is empty, too long (this is its length), or contains a NUL.
+    #[error("bad link target: its length in bytes is {0}; 1 to 4095 bytes without NUL are allowed")]
+    Symlink(usize),
     /// The description of a file's content contradicts itself.
-    #[error("{}: bad content: {reason}", display_path(.path))]
-    Content {
-        /// Path of the file.
-        path: Vec<u8>,
-        /// What is wrong.
-        reason: &'static str,
-    },
+    #[error("bad content: {0}")]
+    Content(&'static str),
     /// The content of a visible file was dropped as hidden.
-    #[error("{}: the content was dropped, but the file is visible", display_path(.path))]
-    Dropped {
-        /// Path of the file.
-        path: Vec<u8>,
-    },
+    #[error("the content was dropped, but the file is visible")]
+    Dropped,
     /// Permissions, nanoseconds or a device number are out of range.
-    #[error("{}: {attribute} is out of range", display_path(.path))]
-    Attribute {
-        /// Path of the entry.
-        path: Vec<u8>,
-        /// The attribute.
-        attribute: &'static str,
-    },
+    #[error("{0} is out of range")]
+    Attribute(&'static str),
     /// A hardlink names a file that no layer has, or an object that cannot have hardlinks.
-    #[error("{}: hardlink to {}: {reason}", display_path(.path), display_path(.target))]
+    #[error("hardlink to {}: {reason}", display_path(.target))]
     Link {
-        /// Path of the link.
-        path: Vec<u8>,
         /// The target of the link.
         target: Vec<u8>,
         /// Why the link is invalid.
         reason: &'static str,
     },
+}
+
+impl TreeProblem {
+    pub(crate) fn at(self, path: Vec<u8>) -> TreeError {
+        let problem = self;
+        TreeError { path, problem }
+    }
 }
 
 /// A path in messages: control characters are escaped, and bytes that are not UTF-8 are replaced.
@@ -101,7 +86,7 @@ pub(crate) fn validated_tree(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
     walk.new_ids[0] = 0;
     check_attributes(&arena[0].attributes).map_err(|e| e.at(Vec::new()))?;
     if !matches!(arena[0].kind, NodeKind::Directory(_)) {
-        return Err(Problem::Content("the root is not a directory").at(Vec::new()));
+        return Err(TreeProblem::Content("the root is not a directory").at(Vec::new()));
     }
 
     // Directories by new id. A stack and not recursion: the input decides the depth.
@@ -173,13 +158,13 @@ impl Walk {
         dir: u32,
         name: &[u8],
         id: NodeId,
-    ) -> Result<Child, Problem> {
+    ) -> Result<Child, TreeProblem> {
         check_name(name)?;
         let known = self.new_ids[id.index()];
         let node = &arena[id.index()];
         if known != UNSEEN {
             return match node.kind {
-                NodeKind::Directory(_) => Err(Problem::DirectoryLinkedTwice),
+                NodeKind::Directory(_) => Err(TreeProblem::DirectoryLinkedTwice),
                 _ => Ok(Child::Known(known)),
             };
         }
@@ -219,36 +204,7 @@ pub(crate) fn take_node(node: &mut Node) -> Node {
     std::mem::replace(node, empty)
 }
 
-/// What is wrong with a node whose path is not yet known.
-enum Problem {
-    Name(&'static str),
-    DirectoryLinkedTwice,
-    Symlink(usize),
-    Content(&'static str),
-    Dropped,
-    Attribute(&'static str),
-    Link(Vec<u8>),
-}
-
-impl Problem {
-    fn at(self, path: Vec<u8>) -> TreeError {
-        match self {
-            Problem::Name(reason) => TreeError::Name { path, reason },
-            Problem::DirectoryLinkedTwice => TreeError::DirectoryLinkedTwice { path },
-            Problem::Symlink(length) => TreeError::Symlink { path, length },
-            Problem::Content(reason) => TreeError::Content { path, reason },
-            Problem::Dropped => TreeError::Dropped { path },
-            Problem::Attribute(attribute) => TreeError::Attribute { path, attribute },
-            Problem::Link(target) => TreeError::Link {
-                path,
-                target,
-                reason: "no layer below has such a file",
-            },
-        }
-    }
-}
-
-fn check_name(name: &[u8]) -> Result<(), Problem> {
+fn check_name(name: &[u8]) -> Result<(), TreeProblem> {
     let reason = match name {
         b"" => "it is empty",
         b"." | b".." => "it is reserved",
@@ -257,53 +213,56 @@ fn check_name(name: &[u8]) -> Result<(), Problem> {
         _ if name.contains(&0) => "there is a NUL in it",
         _ => return Ok(()),
     };
-    Err(Problem::Name(reason))
+    Err(TreeProblem::Name(reason))
 }
 
-fn check_attributes(attributes: &Attributes) -> Result<(), Problem> {
+fn check_attributes(attributes: &Attributes) -> Result<(), TreeProblem> {
     if attributes.permissions > 0o7777 {
-        return Err(Problem::Attribute("the permission bits"));
+        return Err(TreeProblem::Attribute("the permission bits"));
     }
     if attributes.mtime.nanoseconds >= 1_000_000_000 {
-        return Err(Problem::Attribute("the nanoseconds of the time"));
+        return Err(TreeProblem::Attribute("the nanoseconds of the time"));
     }
     Ok(())
 }
 
-fn check_node(node: &Node) -> Result<(), Problem> {
+fn check_node(node: &Node) -> Result<(), TreeProblem> {
     check_attributes(&node.attributes)?;
     match &node.kind {
         NodeKind::Directory(_) | NodeKind::Fifo | NodeKind::Socket | NodeKind::Whiteout => Ok(()),
         NodeKind::Regular(content) => check_content(content),
         NodeKind::Symlink(target) => {
             if target.is_empty() || target.len() > 4095 || target.contains(&0) {
-                return Err(Problem::Symlink(target.len()));
+                return Err(TreeProblem::Symlink(target.len()));
             }
             Ok(())
         }
         NodeKind::CharDevice(device) | NodeKind::BlockDevice(device) => {
             if device.major >= 1 << 12 || device.minor >= 1 << 20 {
-                return Err(Problem::Attribute("the device number"));
+                return Err(TreeProblem::Attribute("the device number"));
             }
             Ok(())
         }
-        NodeKind::LowerLink(target) => Err(Problem::Link(target.to_vec())),
+        NodeKind::LowerLink(target) => Err(TreeProblem::Link {
+            target: target.to_vec(),
+            reason: "no layer below has such a file",
+        }),
     }
 }
 
-fn check_content(content: &Content) -> Result<(), Problem> {
+fn check_content(content: &Content) -> Result<(), TreeProblem> {
     let block = format::BLOCK_BYTES as u64;
     let size = content.size;
     if size > i64::MAX as u64 {
-        return Err(Problem::Content("it is larger than 2^63 - 1 bytes"));
+        return Err(TreeProblem::Content("it is larger than 2^63 - 1 bytes"));
     }
     match &content.blocks {
-        Blocks::Dropped => Err(Problem::Dropped),
+        Blocks::Dropped => Err(TreeProblem::Dropped),
         Blocks::Flat { start } => {
             let blocks = match content.tail {
                 Some(tail) => {
                     if tail.length == 0 || u64::from(tail.length) != size % block {
-                        return Err(Problem::Content(
+                        return Err(TreeProblem::Content(
                             "the tail is not what is behind the blocks",
                         ));
                     }
@@ -315,10 +274,10 @@ fn check_content(content: &Content) -> Result<(), Problem> {
         }
         Blocks::Chunked { chunk_shift, runs } => {
             if content.tail.is_some() {
-                return Err(Problem::Content("a file in chunks has a tail"));
+                return Err(TreeProblem::Content("a file in chunks has a tail"));
             }
             if *chunk_shift > 31 {
-                return Err(Problem::Content("the chunk size is beyond 2^31 blocks"));
+                return Err(TreeProblem::Content("the chunk size is beyond 2^31 blocks"));
             }
             let blocks = size.div_ceil(block);
             let chunks = blocks.div_ceil(1 << chunk_shift);
@@ -327,7 +286,7 @@ fn check_content(content: &Content) -> Result<(), Problem> {
                 let end = run.first.checked_add(run.count);
                 let end = end.filter(|&end| end <= chunks && run.count > 0);
                 let Some(end) = end.filter(|_| run.first >= free_from) else {
-                    return Err(Problem::Content("its chunks overlap or pass its end"));
+                    return Err(TreeProblem::Content("its chunks overlap or pass its end"));
                 };
                 let stored = (end << chunk_shift).min(blocks) - (run.first << chunk_shift);
                 check_run(run.start, stored)?;
@@ -339,10 +298,10 @@ fn check_content(content: &Content) -> Result<(), Problem> {
 }
 
 /// Block addresses have 32 bits, and the last one means "hole".
-fn check_run(start: u32, blocks: u64) -> Result<(), Problem> {
+fn check_run(start: u32, blocks: u64) -> Result<(), TreeProblem> {
     match u64::from(start).checked_add(blocks) {
         Some(end) if end <= u64::from(format::NULL_BLOCK) => Ok(()),
         _ if blocks == 0 => Ok(()),
-        _ => Err(Problem::Content("its blocks lie beyond 16 TiB")),
+        _ => Err(TreeProblem::Content("its blocks lie beyond 16 TiB")),
     }
 }

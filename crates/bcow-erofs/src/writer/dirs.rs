@@ -5,7 +5,8 @@ use std::iter::Peekable;
 
 use zerocopy::IntoBytes;
 
-use crate::format::{BLOCK_BYTES, Dirent, dirent_type};
+use crate::format::{BLOCK_BYTES, Dirent};
+use crate::reader::FileType;
 use crate::tree::{Directory, NodeId, NodeKind};
 
 /// A directory's entries in byte order, including `.` and `..` at their sorted positions (`!` and
@@ -105,17 +106,16 @@ pub(super) fn write_block(entries: &[DirEntry<'_>], out: &mut Vec<u8>) {
     }
 }
 
-/// The type byte of an entry.
-pub(super) fn file_type(kind: &NodeKind) -> u8 {
-    match kind {
-        NodeKind::Directory(_) => dirent_type::DIRECTORY,
-        NodeKind::Regular(_) => dirent_type::REGULAR,
-        NodeKind::Symlink(_) => dirent_type::SYMLINK,
-        NodeKind::CharDevice(_) => dirent_type::CHAR_DEVICE,
-        NodeKind::BlockDevice(_) => dirent_type::BLOCK_DEVICE,
-        NodeKind::Fifo => dirent_type::FIFO,
-        NodeKind::Socket => dirent_type::SOCKET,
-        // A valid tree has neither.
-        NodeKind::Whiteout | NodeKind::LowerLink(_) => dirent_type::UNKNOWN,
-    }
+/// The type of an inode; a tree to be written has no nodes without one.
+pub(super) fn file_type(kind: &NodeKind) -> Option<FileType> {
+    Some(match kind {
+        NodeKind::Directory(_) => FileType::Directory,
+        NodeKind::Regular(_) => FileType::Regular,
+        NodeKind::Symlink(_) => FileType::Symlink,
+        NodeKind::CharDevice(_) => FileType::CharDevice,
+        NodeKind::BlockDevice(_) => FileType::BlockDevice,
+        NodeKind::Fifo => FileType::Fifo,
+        NodeKind::Socket => FileType::Socket,
+        NodeKind::Whiteout | NodeKind::LowerLink(_) => return None,
+    })
 }

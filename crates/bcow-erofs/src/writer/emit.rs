@@ -6,8 +6,9 @@ use super::dirs::{DirEntry, Entries, Packer, file_type, write_block};
 use super::layout::{Item, Placed, PlacedDirectory};
 use super::{EmitError, Plan};
 use crate::format::{
-    self, BLOCK_BYTES, CompactInode, ExtendedInode, NULL_BLOCK, SLOT_BYTES, layout,
+    self, BLOCK_BYTES, CompactInode, ExtendedInode, NULL_BLOCK, SLOT_BYTES, UNKNOWN_TYPE, layout,
 };
+use crate::reader::FileType;
 use crate::tree::{Blocks, Content, NodeId, NodeKind, TailSource};
 
 /// Approximate size of the pieces passed to the output.
@@ -89,7 +90,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         // Unused block addresses are zero, so that the output is deterministic.
         let first_block =
             |used: bool, block: u32| if used { plan.metadata_block + block } else { 0 };
-        let (kind, size, union) = match &node.kind {
+        let (size, union) = match &node.kind {
             NodeKind::Directory(_) => {
                 let PlacedDirectory {
                     bytes,
@@ -97,7 +98,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
                     ..
                 } = plan.layout.directory(id);
                 let used = !inline || bytes >= BLOCK_BYTES as u64;
-                (0o040_000, bytes, first_block(used, block))
+                (bytes, first_block(used, block))
             }
             NodeKind::Regular(content) => {
                 let tail = content.tail.map_or(0, |tail| tail.length.into());
@@ -109,26 +110,18 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
                     // No content is stored.
                     _ => 0,
                 };
-                (0o100_000, content.size, union)
+                (content.size, union)
             }
             NodeKind::Symlink(target) => {
                 let block = first_block(!inline, placed.extra);
-                (0o120_000, target.len() as u64, block)
+                (target.len() as u64, block)
             }
-            NodeKind::CharDevice(device) => (
-                0o020_000,
-                0,
-                format::encode_device(device.major, device.minor),
-            ),
-            NodeKind::BlockDevice(device) => (
-                0o060_000,
-                0,
-                format::encode_device(device.major, device.minor),
-            ),
-            NodeKind::Fifo => (0o010_000, 0, 0),
-            NodeKind::Socket => (0o140_000, 0, 0),
-            // A valid tree has neither.
-            NodeKind::Whiteout | NodeKind::LowerLink(_) => (0, 0, 0),
+            NodeKind::CharDevice(device) | NodeKind::BlockDevice(device) => {
+                (0, format::encode_device(device.major, device.minor))
+            }
+            NodeKind::Fifo | NodeKind::Socket | NodeKind::Whiteout | NodeKind::LowerLink(_) => {
+                (0, 0)
+            }
         };
         let xattr_bytes = plan.xattrs.bytes(attributes.xattrs.as_ref());
         let xattr_count = match xattr_bytes {
@@ -137,7 +130,8 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
             bytes => ((bytes - 12) / 4 + 1) as u16,
         };
         let form = u16::from(placed.layout) << 1;
-        let mode = kind | attributes.permissions;
+        let kind = file_type(&node.kind).map_or(0, FileType::mode_bits);
+        let mode = kind as u16 | attributes.permissions;
         // Node ids plus one: unique, and not 0. Only 32-bit stat uses this number.
         let ino = id.0.wrapping_add(1);
         if placed.extended {
@@ -243,7 +237,8 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
             block.push(DirEntry {
                 name,
                 nid: plan.layout.placed(child).nid.into(),
-                file_type: file_type(&plan.tree.node(child).kind),
+                file_type: file_type(&plan.tree.node(child).kind)
+                    .map_or(UNKNOWN_TYPE, |kind| kind as u8),
             });
         }
         each(self, &block, true)

@@ -25,6 +25,13 @@ pub(super) struct Placed {
     pub layout: u8,
 }
 
+impl Placed {
+    fn inode_bytes(&self) -> u64 {
+        let compact = size_of::<CompactInode>() as u64;
+        if self.extended { size_of::<ExtendedInode>() as u64 } else { compact }
+    }
+}
+
 /// Additional fields of a directory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PlacedDirectory {
@@ -93,12 +100,7 @@ impl Layout {
         let end = self.blocks * BLOCK;
         let ends_with_inode = self.items.last().is_some_and(|item| {
             let placed = self.placed[item.node.index()];
-            let inode_bytes = if placed.extended {
-                size_of::<ExtendedInode>()
-            } else {
-                size_of::<CompactInode>()
-            } as u64;
-            let behind = u64::from(item.slot) * SLOT_BYTES as u64 + inode_bytes;
+            let behind = u64::from(item.slot) * SLOT_BYTES as u64 + placed.inode_bytes();
             !item.blocks && behind + size_of::<XattrHeader>() as u64 > end
         });
         self.blocks += u64::from(ends_with_inode);
@@ -203,11 +205,7 @@ impl Builder<'_, '_> {
             || attributes.gid > u16::MAX.into()
             || placed.nlink > u16::MAX.into()
             || size > u32::MAX.into();
-        let inode_bytes = if placed.extended {
-            size_of::<ExtendedInode>()
-        } else {
-            size_of::<CompactInode>()
-        } as u64;
+        let inode_bytes = placed.inode_bytes();
         let mut head = inode_bytes + u64::from(self.xattrs.bytes(attributes.xattrs.as_ref()));
         let mut tail = 0;
         let mut form = layout::PLAIN;

@@ -7,14 +7,14 @@ use bcow_erofs::tree::*;
 
 /// A file of `size` bytes. No test reads them.
 fn file(size: u64) -> Node {
-    node(NodeKind::Regular(Content {
+    regular(Content {
         size,
         blocks: Blocks::Chunked {
             chunk_shift: 31,
             runs: Box::default(),
         },
         tail: None,
-    }))
+    })
 }
 
 fn marked(opaque: bool, implicit: bool) -> Node {

@@ -75,7 +75,7 @@ fn two_trees() -> [Vec<u8>; 2] {
         let mut space = Space::new(0);
         let mut layer = LayerTree::new();
         let is_b = which == 1;
-        let mut file = |content: &[u8]| node(NodeKind::Regular(space.file(content)));
+        let mut file = |content: &[u8]| regular(space.file(content));
         let mut big = vec![7; 700_000];
         if is_b {
             big[600_001] = 8;
@@ -251,11 +251,7 @@ fn content_of_a_file_with_many_names_is_read_once() {
         let mut layer = LayerTree::new();
         let mut content = vec![1; 100_000];
         content[99_999] = last;
-        let id = put(
-            &mut layer,
-            "f0",
-            node(NodeKind::Regular(space.file(&content))),
-        );
+        let id = put(&mut layer, "f0", regular(space.file(&content)));
         for i in 1..100 {
             link(&mut layer, &format!("f{i}"), id);
         }
@@ -281,7 +277,7 @@ fn holes_of_every_form_read_as_zeros() {
         } else {
             space.chunked(1_000_000, 0, &BTreeMap::new())
         };
-        put(&mut layer, "f", node(NodeKind::Regular(content)));
+        put(&mut layer, "f", regular(content));
         space.image(&layer.into_tree().unwrap())
     };
     let none = [""; 0];
@@ -298,7 +294,7 @@ fn two_files_of_a_pebibyte_that_are_holes_take_no_time() {
     let mut space = Space::new(0);
     let mut layer = LayerTree::new();
     let content = space.chunked(1 << 50, 30, &BTreeMap::new());
-    put(&mut layer, "hole", node(NodeKind::Regular(content)));
+    put(&mut layer, "hole", regular(content));
     let image = space.image(&layer.into_tree().unwrap());
     assert_eq!(lines(&image, &image, Compare::All), [""; 0]);
 }

@@ -45,10 +45,10 @@ fn small() -> Filesystem {
     let mut space = Space::new(0);
     let mut layer = LayerTree::new();
     put(&mut layer, "etc", directory());
-    let file = node(NodeKind::Regular(space.file(b"Welcome.\n")));
+    let file = regular(space.file(b"Welcome.\n"));
     let motd = put(&mut layer, "etc/motd", file);
     link(&mut layer, "same", motd);
-    let file = node(NodeKind::Regular(space.file(&[7; 10_000])));
+    let file = regular(space.file(&[7; 10_000]));
     put(&mut layer, "large", file);
     put(&mut layer, "link", symlink(b"etc/motd"));
     open(&space.image(&layer.into_tree().unwrap()))
@@ -219,7 +219,7 @@ fn a_damaged_file_ends_the_extraction_or_is_left_out() {
     let mut layer = LayerTree::new();
     for (name, byte) in [("a", 1), ("b", 2), ("c", 3)] {
         let content = space.file(&[byte; 10_000]);
-        put(&mut layer, name, node(NodeKind::Regular(content)));
+        put(&mut layer, name, regular(content));
     }
     let bytes = space.image(&layer.into_tree().unwrap());
     let start = bytes.windows(100).position(|run| run == [2; 100]).unwrap() as u64;

@@ -161,11 +161,7 @@ fn an_address_space_beyond_16_tib_is_refused() {
 /// A tree with one file, `f`, whose tail has 1500 bytes.
 fn with_tail(space: &mut Space) -> Tree {
     let mut layer = LayerTree::new();
-    put(
-        &mut layer,
-        "f",
-        node(NodeKind::Regular(space.file(&[1; 1500]))),
-    );
+    put(&mut layer, "f", regular(space.file(&[1; 1500])));
     layer.into_tree().unwrap()
 }
 

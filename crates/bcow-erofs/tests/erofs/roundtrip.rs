@@ -23,7 +23,7 @@ fn a_file_of_a_tebibyte_that_is_one_hole_is_small() {
     let mut space = Space::new(0);
     let mut layer = LayerTree::new();
     let content = space.chunked(1 << 40, 20, &BTreeMap::new());
-    put(&mut layer, "hole", node(NodeKind::Regular(content)));
+    put(&mut layer, "hole", regular(content));
     let tree = layer.into_tree().unwrap();
     let image = space.image(&tree);
     assert!(image.len() < 16384);
@@ -295,7 +295,7 @@ fn a_dump_reads_like_this() {
     let mut space = Space::new(100);
     let mut layer = LayerTree::new();
     put(&mut layer, "-d", directory());
-    let mut file = node(NodeKind::Regular(space.file(b"content")));
+    let mut file = regular(space.file(b"content"));
     file.attributes = attributes(0o4755, 1000, 70_000, -1);
     file.attributes.xattrs = xattrs(&[(b"user.b", b"\x00="), (b"user.a", b"")]);
     let id = put(&mut layer, "-d/a file", file);

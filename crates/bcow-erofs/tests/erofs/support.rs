@@ -10,7 +10,7 @@ use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
-use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteOptions, device_table};
+use bcow_erofs::writer::{ContentWindow, Plan, WriteOptions, device_table};
 use bcow_testkit::{has_program, lacks};
 
 pub const BLOCK: usize = 4096;
@@ -296,6 +296,10 @@ pub fn node(kind: NodeKind) -> Node {
     }
 }
 
+pub fn regular(content: Content) -> Node {
+    node(NodeKind::Regular(content))
+}
+
 pub fn directory() -> Node {
     Node {
         attributes: attributes(0o755, 0, 0, 0),
@@ -483,7 +487,7 @@ pub fn stack() -> Stack {
             let mut space = Space::new(256);
             let mut layer = LayerTree::new();
             let mut file = |name: &str, content: Content| {
-                put(&mut layer, name, node(NodeKind::Regular(content)));
+                put(&mut layer, name, regular(content));
             };
             file("same", space.file(&contents(seed)));
             file(&format!("large{seed}"), space.file(&contents(seed + 10)));
@@ -530,12 +534,13 @@ pub fn stack() -> Stack {
     for start in &mut starts {
         *start += to;
     }
-    let devices: Vec<Device> = starts
+    let devices: Vec<ContentWindow> = starts
         .iter()
         .zip(&layers)
-        .map(|(&start, image)| Device {
+        .map(|(&to, image)| ContentWindow {
+            from: 0,
+            to,
             blocks: (image.len() as u64 / BLOCK as u64) as u32,
-            start,
         })
         .collect();
     let mut primary = vec![0; BLOCK];

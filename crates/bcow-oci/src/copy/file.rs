@@ -12,7 +12,7 @@ use bcow::{Storage, header_of};
 use crate::blob::read_error;
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, Digest, hex};
-use crate::error::ConvertError;
+use crate::error::{ConvertError, check_digest};
 
 /// Length of the header slots, whose bytes the Merkle tree covers in part only.
 const SLOTS_BYTES: usize = 1024;
@@ -120,17 +120,7 @@ impl CopyFile {
         if self.is_checked {
             return Ok(());
         }
-        let found = self.digest(cancel)?;
-        if found == *expected {
-            Ok(())
-        } else {
-            Err(ConvertError::DigestMismatch {
-                place: self.name.clone(),
-                what: "digest",
-                expected: expected.clone(),
-                found,
-            })
-        }
+        check_digest(&self.name, "digest", expected, &self.digest(cancel)?)
     }
 
     /// The root of the Merkle tree, in hexadecimal.

@@ -6,20 +6,18 @@ use std::sync::atomic::AtomicBool;
 
 use bcow::Storage;
 use bcow::format::Use;
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::file::{CopyFile, Member};
 use crate::archive::{Archive, Files, Spool};
+use crate::blob::read_error;
 use crate::cancel::Cancel;
 use crate::digest::Digest;
-use crate::error::ConvertError;
-use crate::image::ImageConfig;
+use crate::error::{ConvertError, check_digest};
+use crate::image::{ImageConfig, minimal_config};
 use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::{FromIndex, LeftOut};
-use crate::metadata::insert_some;
-use crate::null::null_as_absent;
 use crate::options::{Limits, Progress};
 use crate::platform::Platform;
 use crate::registry::BcowImage;
@@ -39,13 +37,6 @@ pub struct CopyImage {
     pub(super) config: (Digest, Vec<u8>),
     /// The layers, then the stack.
     pub(super) files: Vec<(Digest, CopyFile)>,
-}
-
-#[derive(Deserialize)]
-struct ManifestDocument {
-    config: Descriptor,
-    #[serde(default, deserialize_with = "null_as_absent")]
-    layers: Vec<Descriptor>,
 }
 
 impl CopyImage {
@@ -93,11 +84,7 @@ impl CopyImage {
         let config = |descriptor: &Descriptor| layout::config_bytes(&files, descriptor);
         let open = |name: String, layer: &Descriptor, digest: &Digest| {
             let Some(blob) = files.blob(digest, layer.size)? else {
-                return Err(ConvertError::MissingBlob {
-                    place: name,
-                    digest: digest.clone(),
-                    foreign: false,
-                });
+                return Err(ConvertError::missing_blob(name, digest));
             };
             let (Some((file, offset)), Some(bytes)) = (blob.place(), blob.length()) else {
                 return Err(ConvertError::layout(name, "not a regular file"));
@@ -124,11 +111,8 @@ impl CopyImage {
     ) -> Result<CopyImage, ConvertError> {
         let config = |descriptor: &Descriptor| {
             let digest = layout::parse_digest(&repository.name(), &descriptor.digest)?;
-            let unreadable = |source| ConvertError::Read {
-                action: "read",
-                what: format!("config {} of {}", digest.short(), repository.name()),
-                source,
-            };
+            let what = format!("config {} of {}", digest.short(), repository.name());
+            let unreadable = |source| read_error("read", &what, source);
             let mut bytes = Vec::new();
             layout::check_config_length(&repository.name(), descriptor.size)?;
             let mut blob = repository
@@ -146,19 +130,10 @@ impl CopyImage {
                 file_bytes: layer.size,
                 merkle_root,
             };
-            let unreadable = |source| ConvertError::Read {
-                action: "read",
-                what: name.clone(),
-                source,
-            };
             match files.open(digest, &recorded) {
                 Ok(Some(storage)) => CopyFile::new(name, storage, true),
-                Ok(None) => Err(ConvertError::MissingBlob {
-                    place: name,
-                    digest: digest.clone(),
-                    foreign: false,
-                }),
-                Err(error) => Err(unreadable(std::io::Error::other(error))),
+                Ok(None) => Err(ConvertError::missing_blob(name, digest)),
+                Err(error) => Err(ConvertError::read_through(&name, error)),
             }
         };
         let from_index = image.from_index;
@@ -175,7 +150,7 @@ impl CopyImage {
         config: &dyn Fn(&Descriptor) -> Result<Vec<u8>, ConvertError>,
         open: &dyn Fn(String, &Descriptor, &Digest) -> Result<CopyFile, ConvertError>,
     ) -> Result<CopyImage, ConvertError> {
-        let document: ManifestDocument = layout::parse(&name, &manifest)?;
+        let document: layout::ManifestDocument = layout::parse(&name, &manifest)?;
         layout::check_layer_count(&name, document.layers.len())?;
         let count = document.layers.len().saturating_sub(1);
         let files = document
@@ -214,14 +189,7 @@ impl CopyImage {
         let bytes = config(&document.config)?;
         let expected = layout::parse_digest(&name, &document.config.digest)?;
         let found = Digest::of(&bytes);
-        if found != expected {
-            return Err(ConvertError::DigestMismatch {
-                place: format!("config of {name}"),
-                what: "digest",
-                expected,
-                found,
-            });
-        }
+        check_digest(&format!("config of {name}"), "digest", &expected, &found)?;
         Ok(CopyImage::new(name, manifest, (found, bytes), files))
     }
 
@@ -279,7 +247,7 @@ impl CopyImage {
         let metadata = metadata(&file)?;
         let config = match metadata.get("config") {
             Some(config @ Value::Object(_)) => config.clone(),
-            _ => made_config(),
+            _ => minimal_config(Platform::host(), &[]),
         };
         let what = std::path::Path::new(&name);
         let config = json_bytes(&config, what)?;
@@ -351,19 +319,4 @@ fn metadata(file: &CopyFile) -> Result<Value, ConvertError> {
         Some(_) => refuse("a single layer"),
         None => Ok(metadata),
     }
-}
-
-/// The configuration of an image that records none.
-fn made_config() -> Value {
-    let host = Platform::host();
-    let mut all = Map::new();
-    let fields = [
-        ("architecture", Some(json!(host.architecture))),
-        ("variant", host.variant.map(|variant| json!(variant))),
-        ("os", Some(json!(host.os))),
-        ("config", Some(json!({}))),
-        ("rootfs", Some(json!({"type": "layers", "diff_ids": []}))),
-    ];
-    insert_some(&mut all, fields);
-    Value::Object(all)
 }

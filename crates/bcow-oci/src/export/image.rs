@@ -10,8 +10,8 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::compress::{Encoder, LayerCompression};
-use super::tree::{Form, TreeExport};
-use super::{ExportError, ExportOptions, TarReport};
+use super::tree::TreeExport;
+use super::{ExportError, ExportOptions, TarForm, TarReport};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::error::ConvertError;
@@ -21,7 +21,7 @@ use crate::layout::write::{
 };
 use crate::layout::{OCI_CONFIG, OCI_MANIFEST};
 use crate::left_out::Annotations;
-use crate::metadata::insert_some;
+use crate::null::some_fields;
 use crate::options::Progress;
 use crate::parallel;
 use crate::platform::Platform;
@@ -74,10 +74,10 @@ impl<'e> Layers<'e> {
     }
 
     /// The form of the lowest layer.
-    fn lowest(&self) -> Form {
+    fn lowest(&self) -> TarForm {
         match self {
-            Layers::Flattened(_) | Layers::Base(..) => Form::Flattened,
-            Layers::Stack(_) | Layers::Known(_) => Form::Layer,
+            Layers::Flattened(_) | Layers::Base(..) => TarForm::Flattened,
+            Layers::Stack(_) | Layers::Known(_) => TarForm::Layer,
         }
     }
 }
@@ -278,8 +278,8 @@ pub(crate) fn config_with(
 
 struct ImageExport<'w> {
     writer: &'w LayoutWriter,
-    /// Form of the lowest layer; the others have [`Form::Layer`].
-    lowest: Form,
+    /// Form of the lowest layer; the others have [`TarForm::Layer`].
+    lowest: TarForm,
     compression: LayerCompression,
     /// Whether compression has a thread of its own.
     is_piped: bool,
@@ -376,10 +376,10 @@ impl ImageExport<'_> {
         };
         let form = match below {
             [] => self.lowest,
-            _ => Form::Layer,
+            _ => TarForm::Layer,
         };
-        let export = TreeExport::new(fs, form, self.cancel, self.progress);
-        let report = export.above(below).write(&mut hashed)?;
+        let export = TreeExport::new(fs, form, &mut hashed, self.cancel, self.progress);
+        let report = export.above(below).write()?;
         hashed.out.finish().map_err(ExportError::Write)?;
         Ok((report, hashed.hasher.finish(), hashed.bytes))
     }
@@ -491,14 +491,11 @@ impl ConfigTemplate {
             // An archive does not record its platform; the host's is the default.
             None => {
                 let host = Platform::host();
-                let mut config = Map::new();
-                let fields = [
+                some_fields([
                     ("architecture", Some(json!(host.architecture))),
                     ("variant", host.variant.map(|variant| json!(variant))),
                     ("os", Some(json!(host.os))),
-                ];
-                insert_some(&mut config, fields);
-                config
+                ])
             }
         };
         match config.get("rootfs") {

@@ -77,10 +77,5 @@ pub fn export_tar(
     progress: &dyn Progress,
 ) -> Result<TarReport, ExportError> {
     let cancel = Cancel::new(options.cancel.as_deref());
-    let form = match form {
-        TarForm::Tree => tree::Form::Tree,
-        TarForm::Flattened => tree::Form::Flattened,
-        TarForm::Layer => tree::Form::Layer,
-    };
-    tree::TreeExport::new(fs, form, cancel, progress).write(out)
+    tree::TreeExport::new(fs, form, out, cancel, progress).write()
 }

@@ -9,7 +9,7 @@ use bcow_erofs::reader::{
     Walk, XattrList,
 };
 
-use super::{ExportError, TarReport};
+use super::{ExportError, TarForm, TarReport};
 use crate::cancel::Cancel;
 use crate::options::Progress;
 use crate::tar::writer::{EntryError, Kind, MAX_PAX_BYTES, TarHeader, TarWriter};
@@ -30,37 +30,6 @@ const OPAQUE_WHITEOUT: &[u8] = b".wh..wh..opq";
 /// against sparse entries, because not all tools support them; but a file that is one large hole
 /// should not become as many zeros.
 const LAYER_HOLE_BYTES: u64 = 64 << 20;
-
-/// The purpose of the archive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
-    /// A tree of files for any tar program.
-    Tree,
-    /// The only layer of an image.
-    Flattened,
-    /// A layer, which the file system has in overlayfs form.
-    Layer,
-}
-
-/// The layers below a layer, as far as they are known.
-#[derive(Clone, Copy)]
-pub(super) enum Below<'e> {
-    /// Unknown, or there are none.
-    Unknown,
-    /// All of them, lowest first, in overlayfs form.
-    Layers(&'e [&'e Filesystem]),
-}
-
-impl Below<'_> {
-    /// The file that a hardlink of the layer above refers to by `path`. `None` if these layers are
-    /// unknown or have no such file. Symbolic links on the way are followed.
-    fn file(self, path: &[u8]) -> Result<Option<Inode>, ErofsError> {
-        match self {
-            Below::Unknown => Ok(None),
-            Below::Layers(layers) => linked_file(layers, path, &mut 0),
-        }
-    }
-}
 
 /// The file at `path` in the merged tree of `layers`. `links` counts the links on the way.
 fn linked_file(
@@ -141,8 +110,10 @@ fn find_in_layers(
 /// The export of one file system into an archive.
 pub(super) struct TreeExport<'e> {
     fs: &'e Filesystem,
-    form: Form,
-    below: Below<'e>,
+    tar: TarWriter<&'e mut dyn Write>,
+    form: TarForm,
+    /// All layers below, the lowest first, in overlayfs form; `None` if they are unknown.
+    below: Option<&'e [&'e Filesystem]>,
     cancel: Cancel<'e>,
     progress: &'e dyn Progress,
     /// The first path of each inode that has more names to come.
@@ -171,23 +142,19 @@ struct FirstName {
     left: u32,
 }
 
-/// Why copying content stopped.
-enum Stop {
-    Read(ErofsError),
-    Write(std::io::Error),
-}
-
 impl<'e> TreeExport<'e> {
     pub(super) fn new(
         fs: &'e Filesystem,
-        form: Form,
+        form: TarForm,
+        out: &'e mut dyn Write,
         cancel: Cancel<'e>,
         progress: &'e dyn Progress,
     ) -> Self {
         TreeExport {
             fs,
+            tar: TarWriter::new(out),
             form,
-            below: Below::Unknown,
+            below: None,
             cancel,
             progress,
             links: HashMap::new(),
@@ -200,26 +167,23 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Sets the layers below this layer.
-    pub(super) fn above(self, layers: &'e [&'e Filesystem]) -> Self {
-        TreeExport {
-            below: Below::Layers(layers),
-            ..self
-        }
+    pub(super) fn above(mut self, layers: &'e [&'e Filesystem]) -> Self {
+        self.below = Some(layers);
+        self
     }
 
     /// Writes the whole archive.
-    pub(super) fn write<W: Write>(mut self, out: W) -> Result<TarReport, ExportError> {
-        let mut tar = TarWriter::new(out);
-        if self.form == Form::Layer {
-            self.lower_links(&mut tar)?;
+    pub(super) fn write(mut self) -> Result<TarReport, ExportError> {
+        if self.form == TarForm::Layer {
+            self.lower_links()?;
         }
         let mut walk = Walk::new(self.fs);
         while let Some(inode) = walk.next().map_err(|e| read_error(walk.path(), e))? {
             self.check_cancel()?;
-            self.inode(walk.path(), &inode, &mut tar)?;
+            self.inode(walk.path(), &inode)?;
         }
-        self.write_own_links(&mut tar)?;
-        tar.finish().map_err(ExportError::Write)?;
+        self.write_own_links()?;
+        self.tar.finish().map_err(ExportError::Write)?;
         if self.report.sockets > 0 {
             let sockets = plural(self.report.sockets, "socket");
             self.progress
@@ -235,7 +199,7 @@ impl<'e> TreeExport<'e> {
     /// Writes hardlinks to lower layers before all other entries. A program that unpacks the layer
     /// processes its entries in order, and an entry for another name (a whiteout, a new file, an
     /// opaque directory) may remove the target of a link.
-    fn lower_links<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
+    fn lower_links(&mut self) -> Result<(), ExportError> {
         let mut links = Vec::new();
         let mut walk = Walk::new(self.fs);
         while let Some(inode) = walk.next().map_err(|e| read_error(walk.path(), e))? {
@@ -247,8 +211,12 @@ impl<'e> TreeExport<'e> {
             let target = self.fs.read_link(&inode).map_err(|e| read_error(path, e))?;
             self.remember(path.len() + target.len())?;
             // Programs that unpack layers may give the attributes of a link's header to the file.
-            let file = self.below.file(&target).map_err(|e| read_error(path, e))?;
-            let is_own = file.is_none() && matches!(self.below, Below::Layers(_));
+            let file = match self.below {
+                Some(layers) => linked_file(layers, &target, &mut 0),
+                None => Ok(None),
+            };
+            let file = file.map_err(|e| read_error(path, e))?;
+            let is_own = file.is_none() && self.below.is_some();
             let link = LowerLink {
                 path: path.to_vec(),
                 target: target.strip_prefix(b"/").unwrap_or(&target).to_vec(),
@@ -276,7 +244,7 @@ impl<'e> TreeExport<'e> {
         let mut firsts: HashMap<&[u8], &[u8]> = HashMap::new();
         for link in early.into_iter().chain(late) {
             self.check_name(&link.path)?;
-            self.parents(&link.path, tar)?;
+            self.parents(&link.path)?;
             let target = match firsts.get(&link.target[..]) {
                 Some(first) => first,
                 None => {
@@ -284,19 +252,13 @@ impl<'e> TreeExport<'e> {
                     &link.target[..]
                 }
             };
-            self.entry(
-                &link.path,
-                &link.attributes,
-                Kind::Hardlink { target },
-                &[],
-                tar,
-            )?;
+            self.entry(&link.path, &link.attributes, Kind::Hardlink { target }, &[])?;
         }
-        self.empty_early(tar)
+        self.empty_early()
     }
 
     /// Writes the hardlinks to files of this layer whose targets came later in the source.
-    fn write_own_links<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
+    fn write_own_links(&mut self) -> Result<(), ExportError> {
         let links = std::mem::take(&mut self.own_links);
         for link in links.values() {
             self.check_name(&link.path)?;
@@ -314,7 +276,7 @@ impl<'e> TreeExport<'e> {
             });
             let attributes = file.unwrap_or(link.attributes);
             let kind = Kind::Hardlink { target };
-            self.entry(&link.path, &attributes, kind, &[], tar)?;
+            self.entry(&link.path, &attributes, kind, &[])?;
         }
         Ok(())
     }
@@ -322,7 +284,7 @@ impl<'e> TreeExport<'e> {
     /// Writes opaque marks into the early directories below an opaque one, the deepest first. The
     /// mark of the opaque directory would remove the lower layers' entries from them, and change
     /// their times after their own entries. Their own marks do so while these times are restored.
-    fn empty_early<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
+    fn empty_early(&mut self) -> Result<(), ExportError> {
         let mut directories = Vec::new();
         for path in &self.early {
             let place = LayerObject::find(self.fs, path).map_err(|e| read_error(path, e))?;
@@ -332,14 +294,14 @@ impl<'e> TreeExport<'e> {
         }
         directories.sort_unstable_by(|a, b| b.cmp(a));
         for path in directories {
-            self.whiteout(&[&path, &b"/"[..], OPAQUE_WHITEOUT].concat(), tar)?;
+            self.whiteout(&[&path, &b"/"[..], OPAQUE_WHITEOUT].concat())?;
             self.emptied.insert(path);
         }
         Ok(())
     }
 
     fn is_lower_link(&self, path: &[u8], inode: &Inode) -> Result<bool, ExportError> {
-        Ok(self.form == Form::Layer
+        Ok(self.form == TarForm::Layer
             && inode.kind == FileType::Symlink
             && self.is_marked(path, inode, LINK)?)
     }
@@ -351,11 +313,7 @@ impl<'e> TreeExport<'e> {
 
     /// Writes the directories above `path` that the layer lists and that are not yet in the
     /// archive.
-    fn parents<W: Write>(
-        &mut self,
-        path: &[u8],
-        tar: &mut TarWriter<W>,
-    ) -> Result<(), ExportError> {
+    fn parents(&mut self, path: &[u8]) -> Result<(), ExportError> {
         let slashes = path.iter().enumerate().filter(|(_, b)| **b == b'/');
         for parent in std::iter::once(0).chain(slashes.map(|(at, _)| at)) {
             let parent = &path[..parent];
@@ -369,7 +327,7 @@ impl<'e> TreeExport<'e> {
             };
             if self.is_listed(parent, &inode)? {
                 let xattrs = self.xattrs(parent, &inode)?;
-                self.entry(parent, &inode, Kind::Directory, &xattrs, tar)?;
+                self.entry(parent, &inode, Kind::Directory, &xattrs)?;
             }
             self.remember(parent.len())?;
             self.early.insert(parent.to_vec());
@@ -385,7 +343,7 @@ impl<'e> TreeExport<'e> {
         if !self.is_marked(path, directory, IMPLICIT)? {
             return Ok(true);
         }
-        let Below::Layers(layers) = self.below else {
+        let Some(layers) = self.below else {
             return Ok(false);
         };
         let error = |e| read_error(path, e);
@@ -408,7 +366,7 @@ impl<'e> TreeExport<'e> {
     /// The extended attributes that go into the archive.
     fn xattrs(&self, path: &[u8], inode: &Inode) -> Result<XattrList, ExportError> {
         let mut xattrs = self.fs.xattrs(inode).map_err(|e| read_error(path, e))?;
-        if self.form == Form::Layer {
+        if self.form == TarForm::Layer {
             const MARKS: [&[u8]; 4] = [DEVICE, IMPLICIT, LINK, OPAQUE];
             xattrs.retain(|(name, _)| !MARKS.contains(&name.as_slice()));
         }
@@ -416,38 +374,29 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Writes the entries that stand for marks of the overlayfs form.
-    fn marks<W: Write>(
-        &mut self,
-        path: &[u8],
-        inode: &Inode,
-        tar: &mut TarWriter<W>,
-    ) -> Result<bool, ExportError> {
+    fn marks(&mut self, path: &[u8], inode: &Inode) -> Result<bool, ExportError> {
         if inode.kind == FileType::Directory {
             // Some programs refuse an archive with two entries of one name.
             if !self.early.contains(path) && self.is_listed(path, inode)? {
                 let xattrs = self.xattrs(path, inode)?;
-                self.entry(path, inode, Kind::Directory, &xattrs, tar)?;
+                self.entry(path, inode, Kind::Directory, &xattrs)?;
             }
             // The opaque mark comes before the contents of the directory.
             if !self.emptied.contains(path) && self.is_marked(path, inode, OPAQUE)? {
                 let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-                self.whiteout(&[path, slash, OPAQUE_WHITEOUT].concat(), tar)?;
+                self.whiteout(&[path, slash, OPAQUE_WHITEOUT].concat())?;
             }
             return Ok(true);
         }
         if is_whiteout(self.fs, inode).map_err(|e| read_error(path, e))? {
             let (parent, name) = path.split_at(path.len() - name_of(path).len());
-            self.whiteout(&[parent, WHITEOUT, name].concat(), tar)?;
+            self.whiteout(&[parent, WHITEOUT, name].concat())?;
             return Ok(true);
         }
         self.is_lower_link(path, inode)
     }
 
-    fn whiteout<W: Write>(
-        &mut self,
-        name: &[u8],
-        tar: &mut TarWriter<W>,
-    ) -> Result<(), ExportError> {
+    fn whiteout(&mut self, name: &[u8]) -> Result<(), ExportError> {
         let entry = TarHeader {
             path: name,
             kind: Kind::Regular { size: 0 },
@@ -457,42 +406,37 @@ impl<'e> TreeExport<'e> {
             mtime: Timestamp::default(),
             xattrs: &[],
         };
-        self.put(name, &entry, tar)
+        self.put(name, &entry)
     }
 
-    fn inode<W: Write>(
-        &mut self,
-        path: &[u8],
-        inode: &Inode,
-        tar: &mut TarWriter<W>,
-    ) -> Result<(), ExportError> {
+    fn inode(&mut self, path: &[u8], inode: &Inode) -> Result<(), ExportError> {
         self.check_name(path)?;
         if inode.kind == FileType::Socket {
             self.report.sockets += 1;
             return Ok(());
         }
-        if self.form == Form::Layer && self.marks(path, inode, tar)? {
+        if self.form == TarForm::Layer && self.marks(path, inode)? {
             return Ok(());
         }
         if let Some(first) = self.first_name(path, inode)? {
             let kind = Kind::Hardlink { target: &first };
-            return self.entry(path, inode, kind, &[], tar);
+            return self.entry(path, inode, kind, &[]);
         }
         let xattrs = self.xattrs(path, inode)?;
         let number = inode.rdev.unwrap_or(DeviceNumber { major: 0, minor: 0 });
         let kind = match inode.kind {
-            FileType::Regular => return self.regular(path, inode, &xattrs, tar),
+            FileType::Regular => return self.regular(path, inode, &xattrs),
             FileType::Directory => Kind::Directory,
             FileType::Symlink => {
                 let target = self.fs.read_link(inode).map_err(|e| read_error(path, e))?;
                 let kind = Kind::Symlink { target: &target };
-                return self.entry(path, inode, kind, &xattrs, tar);
+                return self.entry(path, inode, kind, &xattrs);
             }
             FileType::CharDevice => Kind::CharDevice(number),
             FileType::BlockDevice => Kind::BlockDevice(number),
             FileType::Fifo | FileType::Socket => Kind::Fifo,
         };
-        self.entry(path, inode, kind, &xattrs, tar)
+        self.entry(path, inode, kind, &xattrs)
     }
 
     /// Rejects a name that a reader of layers takes for a whiteout.
@@ -502,12 +446,12 @@ impl<'e> TreeExport<'e> {
         }
         const PROBLEM: &str = "its name begins with .wh., which makes a whiteout of it in a layer";
         match self.form {
-            Form::Tree => {
+            TarForm::Tree => {
                 let shown = quoted(&rooted(path));
                 self.progress.warning(&format!("{shown}: {PROBLEM}"));
                 Ok(())
             }
-            Form::Flattened | Form::Layer => Err(ExportError::Unrepresentable {
+            TarForm::Flattened | TarForm::Layer => Err(ExportError::Unrepresentable {
                 path: rooted(path),
                 problem: PROBLEM.to_owned(),
             }),
@@ -551,13 +495,12 @@ impl<'e> TreeExport<'e> {
         Ok(None)
     }
 
-    fn entry<W: Write>(
+    fn entry(
         &mut self,
         path: &[u8],
         inode: &Inode,
         kind: Kind<'_>,
         xattrs: &[(Vec<u8>, Vec<u8>)],
-        tar: &mut TarWriter<W>,
     ) -> Result<(), ExportError> {
         let name = match inode.kind {
             FileType::Directory if path.is_empty() => b"./".to_vec(),
@@ -573,16 +516,11 @@ impl<'e> TreeExport<'e> {
             mtime: inode.mtime,
             xattrs,
         };
-        self.put(path, &entry, tar)
+        self.put(path, &entry)
     }
 
-    fn put<W: Write>(
-        &mut self,
-        path: &[u8],
-        entry: &TarHeader<'_>,
-        tar: &mut TarWriter<W>,
-    ) -> Result<(), ExportError> {
-        tar.entry(entry).map_err(|error| match error {
+    fn put(&mut self, path: &[u8], entry: &TarHeader<'_>) -> Result<(), ExportError> {
+        self.tar.entry(entry).map_err(|error| match error {
             EntryError::Io(error) => ExportError::Write(error),
             EntryError::PaxBytes(bytes) => ExportError::Unrepresentable {
                 path: rooted(path),
@@ -596,17 +534,16 @@ impl<'e> TreeExport<'e> {
         Ok(())
     }
 
-    fn regular<W: Write>(
+    fn regular(
         &mut self,
         path: &[u8],
         inode: &Inode,
         xattrs: &[(Vec<u8>, Vec<u8>)],
-        tar: &mut TarWriter<W>,
     ) -> Result<(), ExportError> {
         let size = inode.size;
         let min_hole_bytes = match self.form {
-            Form::Tree => 1,
-            Form::Flattened | Form::Layer => LAYER_HOLE_BYTES,
+            TarForm::Tree => 1,
+            TarForm::Flattened | TarForm::Layer => LAYER_HOLE_BYTES,
         };
         let runs = runs(self.fs, inode, min_hole_bytes).map_err(|e| read_error(path, e))?;
         let whole = [Run {
@@ -617,16 +554,23 @@ impl<'e> TreeExport<'e> {
             Some(runs) => (Kind::Sparse { size, runs }, &runs[..]),
             None => (Kind::Regular { size }, &whole[..]),
         };
-        self.entry(path, inode, kind, xattrs, tar)?;
+        self.entry(path, inode, kind, xattrs)?;
         for run in data {
             let mut done = 0;
             while done < run.length {
                 self.check_cancel()?;
                 let piece = PIECE.min(run.length - done);
-                copy(self.fs, inode, run.offset + done, piece, tar).map_err(|stop| match stop {
-                    Stop::Read(error) => read_error(path, error),
-                    Stop::Write(error) => ExportError::Write(error),
-                })?;
+                let mut written = Ok(());
+                let mut sink = |bytes: &[u8]| {
+                    if written.is_ok() {
+                        written = self.tar.data(bytes);
+                    }
+                };
+                let read = self
+                    .fs
+                    .read_with(inode, run.offset + done, piece, &mut sink);
+                read.map_err(|e| read_error(path, e))?;
+                written.map_err(ExportError::Write)?;
                 self.progress.advance(piece);
                 self.report.content_bytes += piece;
                 done += piece;
@@ -634,24 +578,6 @@ impl<'e> TreeExport<'e> {
         }
         Ok(())
     }
-}
-
-/// Copies a run of a file's bytes into the archive.
-fn copy<W: Write>(
-    fs: &Filesystem,
-    inode: &Inode,
-    offset: u64,
-    length: u64,
-    tar: &mut TarWriter<W>,
-) -> Result<(), Stop> {
-    let mut written = Ok(());
-    fs.read_with(inode, offset, length, &mut |bytes| {
-        if written.is_ok() {
-            written = tar.data(bytes);
-        }
-    })
-    .map_err(Stop::Read)?;
-    written.map_err(Stop::Write)
 }
 
 /// The data runs of a file, if its holes have `min_hole_bytes` bytes in total. If there are more

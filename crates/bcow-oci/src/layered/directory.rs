@@ -18,7 +18,6 @@ use crate::conversion::{Conversion, Target};
 use crate::error::ConvertError;
 use crate::export::{ExportError, ExportOptions, TarForm, export_tar};
 use crate::image::Image;
-use crate::image_file::tree_error;
 use crate::input::single_layer;
 use crate::layer::Reading;
 use crate::layout::write::LayoutWriter;
@@ -97,15 +96,12 @@ fn scratch(
         bytes: &AtomicU64::new(0),
     };
     let tree = conversion.directory(path, &reading)?;
-    let tree = tree.into_tree().map_err(|source| {
-        let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
-        tree_error(&[path.display().to_string()], error)
-    })?;
-    let nothing = Metadata::of_layer(serde_json::Value::Null, "", serde_json::Value::Null);
+    let tree = tree.into_tree();
+    let tree = tree.map_err(|problem| ConvertError::tree(path.display().to_string(), problem))?;
+    let nothing = Metadata::new("", serde_json::Value::Null, serde_json::Map::new());
     conversion.finish(&tree, nothing)?;
-    let unreadable = |error: Box<dyn std::error::Error + Send + Sync>| ConvertError::Verify(error);
-    let image =
-        BcowImage::open_storage(std::sync::Arc::new(output.file()?), &OpenOptions::default())
-            .map_err(|e| unreadable(Box::new(e)))?;
-    Filesystem::open(image).map_err(|e| unreadable(Box::new(e)))
+    let file = std::sync::Arc::new(output.file()?);
+    let image = BcowImage::open_storage(file, &OpenOptions::default())
+        .map_err(|error| ConvertError::Verify(error.into()))?;
+    Filesystem::open(image).map_err(|error| ConvertError::Verify(error.into()))
 }

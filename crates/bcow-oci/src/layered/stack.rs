@@ -70,12 +70,11 @@ pub(crate) fn write(
         prefetch: options.prefetch.as_ref(),
         path: &path,
     };
-    let stack = merged.write(output.file()?, metadata)?;
-    let blob = layout.finish(output)?;
+    let written = merged.write(output.file()?, metadata)?;
     Ok(Stack {
-        blob,
-        written: stack.written,
-        entries: stack.entries,
+        blob: layout.finish(output)?,
+        written,
+        entries: tree.len() as u64,
     })
 }
 

@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{LayoutOptions, LayoutReport, convert_image};
+use super::{LayoutOptions, LayoutReport, check_options, convert_image};
 use crate::blob::Blob;
 use crate::error::ConvertError;
 use crate::export::image::{archives, config_with};
 use crate::export::{ExportError, ExportOptions, Layers};
 use crate::image::{Image, ImageConfig, layer_name};
-use crate::image_file::writer_options;
 use crate::layer::LayerInput;
 use crate::layout::write::LayoutWriter;
 use crate::left_out::{Annotations, LeftOut};
@@ -31,14 +30,7 @@ pub fn convert_trees(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<LayoutReport, ExportError> {
-    // Invalid options fail before any work.
-    writer_options(options, 1)?;
-    if layout.dedup_lower && options.plain {
-        return Err(ConvertError::Options(
-            "a plain layer cannot refer to content of the layers below".to_owned(),
-        )
-        .into());
-    }
+    check_options(layout, options)?;
     let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
     progress.phase("reading");
     let export = ExportOptions {

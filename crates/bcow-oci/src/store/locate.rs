@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use super::error::StoreError;
 use crate::archive::Files;
-use crate::blob::open_regular;
+use crate::blob::{open_regular, read_error};
 use crate::digest::Digest;
-use crate::error::ConvertError;
+use crate::error::{ConvertError, check_size};
 use crate::layout;
 use crate::name::LocalImage;
 
@@ -72,21 +72,14 @@ pub fn locate(name: &LocalImage) -> Result<Located, StoreError> {
                 directory: directory.clone(),
                 digest,
             },
-            _ => StoreError::Layout(ConvertError::MissingBlob {
-                place: format!("stack in {}", directory.display()),
-                digest,
-                foreign: false,
-            }),
+            _ => {
+                let place = format!("stack in {}", directory.display());
+                ConvertError::missing_blob(place, &digest).into()
+            }
         });
     };
-    if let (Some(expected), Some(found)) = (size, blob.length())
-        && expected != found
-    {
-        return Err(StoreError::Layout(ConvertError::SizeMismatch {
-            place: path.display().to_string(),
-            expected,
-            found,
-        }));
+    if let (Some(expected), Some(found)) = (size, blob.length()) {
+        check_size(&path.display().to_string(), expected, found)?;
     }
     let Some(file) = blob.file() else {
         return Err(StoreError::NoSuchBlob {
@@ -111,21 +104,10 @@ fn layout_around(path: &Path) -> Option<PathBuf> {
 }
 
 pub(super) fn check_digest(found: &Located, digest: &Digest) -> Result<(), StoreError> {
-    let actual = Digest::of_storage(&*found.file, digest.algorithm()).map_err(|source| {
-        StoreError::Layout(crate::blob::read_error(
-            "read",
-            &found.path.display().to_string(),
-            source,
-        ))
-    })?;
-    if actual == *digest {
-        Ok(())
-    } else {
-        Err(StoreError::Layout(ConvertError::DigestMismatch {
-            place: found.path.display().to_string(),
-            what: "digest",
-            expected: digest.clone(),
-            found: actual,
-        }))
-    }
+    let place = found.path.display().to_string();
+    let actual = Digest::of_storage(&*found.file, digest.algorithm())
+        .map_err(|source| read_error("read", &place, source))?;
+    Ok(crate::error::check_digest(
+        &place, "digest", digest, &actual,
+    )?)
 }

@@ -8,7 +8,9 @@ use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHead
 use super::number;
 use super::pax::PaxHeader;
 use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
-use crate::error::{ConvertError, Exceeded, LimitKind, TarPlace, TarProblem, check_limit};
+use crate::error::{
+    ConvertError, Exceeded, LimitKind, TarPlace, TarProblem, Unplaced, check_limit,
+};
 use crate::stream::{CHUNK_BYTES, ChunkStream};
 
 /// Largest size of the extension headers of one entry. Linux allows 64 KiB of extended attributes
@@ -66,15 +68,7 @@ pub(crate) enum End {
 #[derive(Debug)]
 pub(crate) struct TarError {
     pub entry: Option<Vec<u8>>,
-    pub cause: TarCause,
-}
-
-/// The error that stopped the reader.
-#[derive(Debug)]
-pub(crate) enum TarCause {
-    Problem(TarProblem),
-    Limit(Exceeded),
-    Stream(Box<ConvertError>),
+    pub cause: Unplaced,
 }
 
 impl TarError {
@@ -84,29 +78,7 @@ impl TarError {
             layer: layer.to_owned(),
             entry: self.entry,
         };
-        match self.cause {
-            TarCause::Problem(problem) => ConvertError::Tar { place, problem },
-            TarCause::Limit(exceeded) => exceeded.at(place),
-            TarCause::Stream(error) => *error,
-        }
-    }
-}
-
-impl From<Exceeded> for TarCause {
-    fn from(exceeded: Exceeded) -> Self {
-        TarCause::Limit(exceeded)
-    }
-}
-
-impl From<TarProblem> for TarCause {
-    fn from(problem: TarProblem) -> Self {
-        TarCause::Problem(problem)
-    }
-}
-
-impl From<ConvertError> for TarCause {
-    fn from(error: ConvertError) -> Self {
-        TarCause::Stream(error.into())
+        self.cause.at(place)
     }
 }
 
@@ -210,7 +182,7 @@ impl<'s> TarReader<'s> {
         }
     }
 
-    fn advance(&mut self) -> Result<Option<TarEntry>, TarCause> {
+    fn advance(&mut self) -> Result<Option<TarEntry>, Unplaced> {
         let at = self.input.position();
         if self.input.skip(self.data_left)? > 0 {
             return Err(truncated(at, "an entry's data").into());
@@ -259,7 +231,7 @@ impl<'s> TarReader<'s> {
         &mut self,
         header: &Header,
         extensions: &mut Extensions,
-    ) -> Result<Option<TarEntry>, TarCause> {
+    ) -> Result<Option<TarEntry>, Unplaced> {
         let fields = header.as_ustar();
         let size = unsigned(&fields.size, "size")?;
         // Before ustar, these type letters have no meaning.
@@ -306,10 +278,10 @@ impl<'s> TarReader<'s> {
         size: u64,
         extensions: &mut Extensions,
         allowed: u64,
-    ) -> Result<Vec<u8>, TarCause> {
+    ) -> Result<Vec<u8>, Unplaced> {
         extensions.bytes = extensions.bytes.saturating_add(size);
         if extensions.bytes > allowed.max(MAX_EXTENSION_BYTES) || size > allowed {
-            return Err(TarCause::Limit(Exceeded {
+            return Err(Unplaced::Limit(Exceeded {
                 kind: LimitKind::ExtensionBytes,
                 value: extensions.bytes,
                 allowed,
@@ -332,7 +304,7 @@ impl<'s> TarReader<'s> {
         header: &Header,
         size: u64,
         extensions: Extensions,
-    ) -> Result<TarEntry, TarCause> {
+    ) -> Result<TarEntry, Unplaced> {
         let fields = header.as_ustar();
         let has_pax = extensions.pax.is_some();
         let pax = extensions.pax.unwrap_or_else(|| self.global.clone());
@@ -401,7 +373,7 @@ impl<'s> TarReader<'s> {
     }
 
     /// Old GNU sparse files: four runs in the header, and 21 in each following block.
-    fn gnu_sparse(&mut self, header: &Header) -> Result<SparseMap, TarCause> {
+    fn gnu_sparse(&mut self, header: &Header) -> Result<SparseMap, Unplaced> {
         let gnu = header.as_gnu();
         let mut runs = Vec::new();
         collect_runs(&header.as_bytes()[386..482], &mut runs)?;
@@ -420,7 +392,7 @@ impl<'s> TarReader<'s> {
     }
 
     /// PAX sparse files, version 1.0: the data begins with the map, in whole blocks.
-    fn sparse_map_in_data(&mut self, size: u64) -> Result<SparseMap, TarCause> {
+    fn sparse_map_in_data(&mut self, size: u64) -> Result<SparseMap, Unplaced> {
         let mut map = MapReader::default();
         loop {
             if self.data_left < HEADER_SIZE as u64 {
@@ -439,7 +411,7 @@ impl<'s> TarReader<'s> {
     }
 
     /// The next 512 bytes; `None` at the end of the input.
-    fn block(&mut self, what: &'static str) -> Result<Option<[u8; HEADER_SIZE]>, TarCause> {
+    fn block(&mut self, what: &'static str) -> Result<Option<[u8; HEADER_SIZE]>, Unplaced> {
         let offset = self.input.position();
         let (first, second) = self.input.window(HEADER_SIZE)?;
         let read = first.len() + second.len();

@@ -515,12 +515,12 @@ mod tests {
             let data = if which == 0 { &data[..] } else { &[] };
             let xattrs: Vec<_> = xattrs.into_iter().collect();
             let mtime = Timestamp { seconds, nanoseconds };
-            let entry =
-                TarHeader { path: &path, kind, permissions, uid, gid, mtime, xattrs: &xattrs };
+            let path = &path[..];
+            let entry = TarHeader { path, kind, permissions, uid, gid, mtime, xattrs: &xattrs };
             let back = read_back(&archive(&entry, data));
             prop_assert_eq!(back.len(), 1);
             let (read, read_data) = &back[0];
-            prop_assert_eq!(&read.path, &path);
+            prop_assert_eq!(&read.path[..], path);
             prop_assert_eq!(read.kind, expected);
             if matches!(which, 1 | 2) {
                 prop_assert_eq!(&read.link, &target);

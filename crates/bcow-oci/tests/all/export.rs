@@ -106,6 +106,13 @@ impl Exported {
         convert_with(&source, &options())
     }
 
+    /// The conversion of the exported image is the same tree.
+    fn require_same(&self, expected: &Converted) {
+        let found = self.convert().unwrap().filesystem();
+        let differences = differences(&expected.filesystem(), &found, Compare::All);
+        assert!(differences.is_empty(), "{differences:?}");
+    }
+
     /// The list of GNU tar for a layer that is not compressed.
     fn list(&self, layer: usize) -> Vec<String> {
         let manifest = manifest(self.layout.path());
@@ -253,12 +260,7 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
     let layers = hard_layers();
     let expected = convert_layers(&layers).unwrap();
     let exported = stack(&layers).unwrap().export();
-    let found = exported.convert().unwrap();
-    let none: [String; 0] = [];
-    assert_eq!(
-        differences(&expected.filesystem(), &found.filesystem(), Compare::All),
-        none
-    );
+    exported.require_same(&expected);
     assert_eq!(exported.report.layers.len(), 3);
     assert_eq!(
         exported.names(1),
@@ -327,10 +329,7 @@ fn a_link_before_its_target_is_exported_behind_it() {
     assert_eq!(exported.names(1), ["k", "f", "z", "a", "b"]);
     assert!(exported.list(1)[3].starts_with("hrwsr-x--- "));
     assert!(exported.list(2)[0].starts_with("hrwsr-x--- "));
-    let none: [String; 0] = [];
-    let expected = convert_layers(&layers).unwrap().filesystem();
-    let found = exported.convert().unwrap().filesystem();
-    assert_eq!(differences(&expected, &found, Compare::All), none);
+    exported.require_same(&convert_layers(&layers).unwrap());
 }
 
 /// podman refuses a layer with two entries of one name.
@@ -362,10 +361,7 @@ fn directories_above_links_into_lower_layers_have_one_entry() {
             "x/y/new",
         ]
     );
-    let none: [String; 0] = [];
-    let expected = convert_layers(&layers).unwrap().filesystem();
-    let found = exported.convert().unwrap().filesystem();
-    assert_eq!(differences(&expected, &found, Compare::All), none);
+    exported.require_same(&convert_layers(&layers).unwrap());
 }
 
 #[test]
@@ -495,9 +491,7 @@ fn a_flattened_image_is_exported_as_one_layer() {
         2,
         LayerCompression::default(),
     );
-    let found = exported.convert().unwrap();
-    let none: [String; 0] = [];
-    assert_eq!(differences(&fs, &found.filesystem(), Compare::All), none);
+    exported.require_same(&expected);
     assert_eq!(exported.report.layers.len(), 1);
     let manifest = manifest(exported.layout.path());
     let written = json(&blob(exported.layout.path(), &manifest["config"]));
@@ -573,9 +567,7 @@ fn layers_store_small_holes_as_zeros_and_large_ones_as_holes() {
     let exported = exported(&Layers::Flattened(&fs), None, 1, LayerCompression::None);
     let bytes = exported.report.layers[0].tar_bytes;
     assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");
-    let found = exported.convert().unwrap();
-    let none: [String; 0] = [];
-    assert_eq!(differences(&fs, &found.filesystem(), Compare::All), none);
+    exported.require_same(&converted);
 }
 
 #[test]

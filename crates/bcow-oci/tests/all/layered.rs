@@ -39,6 +39,33 @@ fn image(seeds: &[u32]) -> Layout {
     Layout::of(&layers)
 }
 
+/// The layers of `image(&[1])`, but each under the other's diffID.
+fn swapped() -> Layout {
+    let mut swapped = Layout::new();
+    let (a, b) = (base(), upper(1));
+    let layers = [(LAYER, a.clone(), b.clone()), (LAYER, b, a)];
+    let descriptor = swapped.image("linux/amd64", &layers);
+    swapped.list(descriptor, None);
+    swapped
+}
+
+/// Options without the check of the source.
+fn trusting() -> ConvertOptions {
+    ConvertOptions {
+        verify: false,
+        ..options()
+    }
+}
+
+/// Options for a layout that is there, or that becomes one.
+fn into(directory: impl Into<PathBuf>, reference: Option<&str>) -> LayoutOptions {
+    LayoutOptions {
+        directory: directory.into(),
+        reference: reference.map(str::to_owned),
+        ..LayoutOptions::default()
+    }
+}
+
 fn layered(source: &Source, change: impl FnOnce(&mut LayoutOptions)) -> Layered {
     layered_with(source, &options(), change).unwrap()
 }
@@ -107,11 +134,7 @@ fn existing_layers_of_the_layout_are_not_converted_again() {
     let (one, two) = (image(&[1]), image(&[1, 2]));
     let layered = layered(&one.source(None), |_| {});
     let before = layered.files();
-    let layout = LayoutOptions {
-        directory: layered.layout(),
-        reference: Some("two".into()),
-        ..LayoutOptions::default()
-    };
+    let layout = into(layered.layout(), Some("two"));
     let report = convert_to_layout(&two.source(None), &layout, &options(), &()).unwrap();
     let made: Vec<LayerOrigin> = report.layers.iter().map(|l| l.made).collect();
     assert_eq!(
@@ -189,9 +212,8 @@ fn the_cache_returns_what_was_stored() {
 fn convert_with_cache(source: &Source, cache: &Path, warnings: &Warnings) -> LayoutReport {
     let target = tempfile::tempdir().unwrap();
     let layout = LayoutOptions {
-        directory: target.path().join("layout"),
         cache: Some(cache.to_owned()),
-        ..LayoutOptions::default()
+        ..into(target.path().join("layout"), None)
     };
     convert_to_layout(source, &layout, &options(), warnings).unwrap()
 }
@@ -305,45 +327,23 @@ fn a_contradiction_in_the_source_is_found_even_if_the_layer_exists() {
     let dir = tempfile::tempdir().unwrap();
     let cached = |layout: &mut LayoutOptions| layout.cache = Some(dir.path().to_owned());
     layered(&good.source(None), cached);
-    // The same layers, but each under the other's diffID.
-    let mut swapped = Layout::new();
-    let (a, b) = (base(), upper(1));
-    let layers = [(LAYER, a.clone(), b.clone()), (LAYER, b, a)];
-    let descriptor = swapped.image("linux/amd64", &layers);
-    swapped.list(descriptor, None);
+    let swapped = swapped();
     let source = swapped.source(None);
     for _ in 0..2 {
         let error = layered_with(&source, &options(), cached).err().unwrap();
         assert!(error.to_string().contains("diffID"), "{error}");
     }
     // Without verification, the contradiction is not found.
-    let trusting = ConvertOptions {
-        verify: false,
-        ..options()
-    };
-    assert!(layered_with(&source, &trusting, cached).is_ok());
+    assert!(layered_with(&source, &trusting(), cached).is_ok());
 }
 
 #[test]
 fn a_source_that_was_not_checked_is_checked_later() {
     let layered = layered(&image(&[1]).source(None), |_| {});
-    let into = |reference: &str| LayoutOptions {
-        directory: layered.layout(),
-        reference: Some(reference.into()),
-        ..LayoutOptions::default()
-    };
-    // The same layers, but each under the other's diffID.
-    let mut swapped = Layout::new();
-    let (a, b) = (base(), upper(1));
-    let layers = [(LAYER, a.clone(), b.clone()), (LAYER, b, a)];
-    let descriptor = swapped.image("linux/amd64", &layers);
-    swapped.list(descriptor, None);
+    let into = |reference: &str| into(layered.layout(), Some(reference));
+    let swapped = swapped();
     let source = swapped.source(None);
-    let trusting = ConvertOptions {
-        verify: false,
-        ..options()
-    };
-    convert_to_layout(&source, &into("trusted"), &trusting, &()).unwrap();
+    convert_to_layout(&source, &into("trusted"), &trusting(), &()).unwrap();
     let Err(error) = convert_to_layout(&source, &into("checked"), &options(), &()) else {
         panic!("the contradiction is not found");
     };
@@ -357,9 +357,9 @@ fn a_source_that_was_not_checked_is_checked_later() {
         layers.iter().filter(|layer| claim(layer)).count()
     };
     let again = image(&[1]);
-    let report = convert_to_layout(&again.source(None), &into("again"), &trusting, &()).unwrap();
+    let report = convert_to_layout(&again.source(None), &into("again"), &trusting(), &()).unwrap();
     assert_eq!(claims(&report.manifest), 2);
-    let report = convert_to_layout(&source, &into("trusted"), &trusting, &()).unwrap();
+    let report = convert_to_layout(&source, &into("trusted"), &trusting(), &()).unwrap();
     assert_eq!(claims(&report.manifest), 0);
 }
 
@@ -369,13 +369,9 @@ fn an_image_does_not_replace_its_own_source() {
     let tar = base();
     let descriptor = source.image("linux/amd64", &[(LAYER, tar.clone(), tar)]);
     source.list(descriptor, Some("name"));
-    let into = |reference: &str| LayoutOptions {
-        directory: source.path().to_owned(),
-        reference: Some(reference.into()),
-        ..LayoutOptions::default()
-    };
     let convert = |from: Option<&str>, to: &str| {
-        convert_to_layout(&source.source(from), &into(to), &options(), &())
+        let layout = into(source.path(), Some(to));
+        convert_to_layout(&source.source(from), &layout, &options(), &())
     };
     let error = convert(None, "name").unwrap_err();
     assert!(
@@ -413,11 +409,7 @@ fn a_damaged_layer_in_the_layout_is_replaced() {
     let before = layered.files();
     let path = layered.blobs().join(layered.report.layers[0].digest.hex());
     flip(&path, 200_000);
-    let layout = LayoutOptions {
-        directory: layered.layout(),
-        reference: Some("test".into()),
-        ..LayoutOptions::default()
-    };
+    let layout = into(layered.layout(), Some("test"));
     let warnings = Warnings::default();
     convert_to_layout(&source, &layout, &options(), &warnings).unwrap();
     assert_eq!(warnings.0.into_inner().unwrap().len(), 1);
@@ -432,10 +424,8 @@ fn several_converters_share_a_cache_and_a_layout() {
     let reports: Vec<_> = std::thread::scope(|scope| {
         let convert = |i: usize| {
             let layout = LayoutOptions {
-                directory: directory.clone(),
-                reference: Some(format!("image{i}")),
                 cache: Some(cache.clone()),
-                ..LayoutOptions::default()
+                ..into(&directory, Some(&format!("image{i}")))
             };
             convert_to_layout(&images[i].source(None), &layout, &options(), &()).unwrap()
         };
@@ -470,9 +460,8 @@ fn content_of_lower_layers_is_referenced_on_request() {
     assert_eq!([needs(0), needs(1), needs(2)], [0, 1, 2]);
     // Over the same lower layers, the layer is found; over others, it is converted again.
     let layout = LayoutOptions {
-        directory: tied.layout(),
         dedup_lower: true,
-        ..LayoutOptions::default()
+        ..into(tied.layout(), None)
     };
     let again = convert_to_layout(&source, &layout, &options(), &()).unwrap();
     assert!(again.layers.iter().all(|l| l.made == LayerOrigin::Layout));
@@ -518,11 +507,7 @@ fn a_directory_that_is_not_a_layout_is_not_written() {
     let image = image(&[]);
     let source = image.source(None);
     let to = |directory: PathBuf| {
-        let layout = LayoutOptions {
-            directory,
-            ..LayoutOptions::default()
-        };
-        convert_to_layout(&source, &layout, &options(), &())
+        convert_to_layout(&source, &into(directory, None), &options(), &())
             .unwrap_err()
             .to_string()
     };

@@ -8,10 +8,11 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 use crate::file::Pace;
+use crate::lock::lock;
 
 /// Bytes of a piece at first, and at most. A piece is one request.
 const FIRST_PIECE_BYTES: u64 = 256 << 10;
@@ -106,7 +107,7 @@ impl Window {
     ) -> Option<Piece> {
         while !stop.load(Ordering::Relaxed) {
             let pieces = if is_read_waiting() { PIECES_BESIDE_READS } else { PIECES };
-            let mut state = self.state();
+            let mut state = lock(&self.state);
             match self.try_take(&mut state, pieces) {
                 Taken::Piece(piece) => return Some(piece),
                 Taken::End => return None,
@@ -151,7 +152,7 @@ impl Window {
 
     /// Returns a piece that was fetched, or given up.
     pub(super) fn done(&self, piece: &Piece, pace: Option<Pace>) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.in_flight_bytes -= piece.bytes();
         if let Some(pace) = pace {
             state.latency = state.latency.min(pace.latency);
@@ -160,11 +161,6 @@ impl Window {
             }
         }
         self.freed.notify_all();
-    }
-
-    fn state(&self) -> MutexGuard<'_, WindowState> {
-        // Each change is complete before the lock is released.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -193,7 +189,7 @@ mod tests {
 
     /// What the window gives until it is full, or at its end.
     fn taken(window: &Window, pieces: u64) -> Vec<Piece> {
-        let mut state = window.state();
+        let mut state = lock(&window.state);
         let next = || match window.try_take(&mut state, pieces) {
             Taken::Piece(piece) => Some(piece),
             Taken::Full | Taken::End => None,

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::{Duration, SystemTime};
 
-use bcow::format::{HEADER_AREA_BYTES, choose_header};
+use bcow::header_of;
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
 
 use super::names::RECORD_PREFIX;
@@ -135,12 +135,7 @@ impl Cache {
             origin.truncate(length);
             entry.origin = String::from_utf8(origin).ok();
         }
-        let mut slots = [0; HEADER_AREA_BYTES];
-        if std::os::unix::fs::FileExt::read_exact_at(&file, &mut slots, 0).is_ok()
-            && let Ok(header) = choose_header(&slots)
-        {
-            entry.file_bytes = Some(header.file_bytes);
-        }
+        entry.file_bytes = header_of(&file).map(|header| header.file_bytes);
         let lock = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
         entry.is_in_use = lock.is_err();
         entry

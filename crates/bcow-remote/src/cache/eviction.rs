@@ -11,13 +11,14 @@ use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
-use bcow::format::{HEADER_AREA_BYTES, choose_header};
+use bcow::header_of;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 
 use super::entries::{Removal, Scanned};
 use super::{Cache, EntryKind};
+use crate::lock::lock;
 use crate::tree::Hash;
 
 /// The unit of eviction from a file that is in use.
@@ -48,7 +49,7 @@ const MAX_RANGES: u64 = 64 << 10;
 impl RecentRangesByRoot {
     /// The recent ranges of a file. All readers of the file in this process share them.
     pub(super) fn of(&self, root: &Hash) -> Arc<RecentRanges> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.0);
         if let Some(found) = all.get(root).and_then(Weak::upgrade) {
             return found;
         }
@@ -272,10 +273,7 @@ fn held_bytes(file: &File) -> io::Result<u64> {
 /// The offset of the Merkle tree according to the header in the cache file. The value is not
 /// reliable: the header is not verified here.
 fn tree_offset(file: &File) -> Option<u64> {
-    use std::os::unix::fs::FileExt;
-    let mut slots = [0; HEADER_AREA_BYTES];
-    file.read_exact_at(&mut slots, 0).ok()?;
-    Some(choose_header(&slots).ok()?.merkle?.offset)
+    Some(header_of(file)?.merkle?.offset)
 }
 
 /// Frees the disk space of a range of a file. The range then reads as zeros.

@@ -3,10 +3,11 @@
 //! the server a second time.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::error::RemoteError;
+use crate::lock::lock;
 use crate::tree::Chunk;
 
 /// How long a failure is remembered.
@@ -24,7 +25,7 @@ pub(super) struct Failures {
 impl Failures {
     /// Remembers that these chunks did not arrive.
     pub(super) fn add(&self, chunks: Range<Chunk>, error: &RemoteError) {
-        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut recent = lock(&self.recent);
         recent.retain(|(at, ..)| at.elapsed() < LIFETIME);
         if recent.len() < MAX_FAILURES {
             recent.push((Instant::now(), chunks, error.clone()));
@@ -34,7 +35,7 @@ impl Failures {
     /// The error of the last read of this chunk, if it has just failed. The next read of the chunk
     /// asks the server again.
     pub(super) fn repeated(&self, chunk: Chunk) -> Option<RemoteError> {
-        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut recent = lock(&self.recent);
         if recent.is_empty() {
             return None;
         }

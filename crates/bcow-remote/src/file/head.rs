@@ -99,12 +99,10 @@ fn read_head(
 fn head_of_part(
     length: u64,
     total: Option<u64>,
-    mut body: AnswerBody,
+    body: AnswerBody,
     pin: Option<Hash>,
 ) -> Result<Head, Fault> {
-    let mut bytes = vec![0; length as usize];
-    body.read_exact(&mut bytes)?;
-    body.release();
+    let bytes = body.into_bytes(length)?;
     let (header, slots) = parse_head(&bytes, pin)?;
     if let Some(total) = total {
         let is_whole = header.check_file_length(total);

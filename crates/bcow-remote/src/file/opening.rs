@@ -65,17 +65,10 @@ fn fetch_once(shared: &Shared, sources: &Sources, range: &Range<u64>) -> Option<
     tracing::debug!("{}: fetching {range:?} to open it", sources.address());
     let answer = source.range(range.start, range.end, &budget);
     let fetched = answer.and_then(|answer| match answer {
-        RangeAnswer::Part {
-            bytes, mut body, ..
-        } => {
-            let mut part = vec![0; bytes as usize];
-            body.read_exact(&mut part)?;
-            body.release();
-            Ok(Some(Early {
-                start: range.start,
-                bytes: part,
-            }))
-        }
+        RangeAnswer::Part { bytes, body, .. } => Ok(Some(Early {
+            start: range.start,
+            bytes: body.into_bytes(bytes)?,
+        })),
         RangeAnswer::Whole { .. } => Ok(None),
     });
     fetched.unwrap_or_else(|fault| {

@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::{MAX_BYTES, Purpose, RemoteFile};
 use crate::error::{Problem, RemoteError};
+use crate::lock::lock;
 use crate::tree::Chunk;
 
 /// Attempts at a chunk that is fetched, and then not in the cache: another process may evict it.
@@ -68,7 +69,7 @@ impl RemoteFile {
                 }
                 let end = count.min(first + run);
                 if let Err(error) = self.warm_run(level, first, end, warm) {
-                    let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut failed = lock(&failed);
                     failed.get_or_insert(error);
                     // The other threads end after their runs.
                     next.store(runs, Ordering::Relaxed);

@@ -1,11 +1,12 @@
 //! Parts of a file from a server that sends whole files only.
 
-use std::sync::{Arc, PoisonError, TryLockError};
+use std::sync::{Arc, TryLockError};
 
 use super::{FEWEST_BYTES, RemoteFile, Run};
 use crate::cache::CacheFile;
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem};
+use crate::lock::lock;
 use crate::tree::Chunk;
 
 /// Bytes of one read of what no chunk of the run has.
@@ -74,7 +75,7 @@ impl RemoteFile {
             (Some(_), Err(TryLockError::Poisoned(alone))) => Some(alone.into_inner()),
             (Some(_), Err(TryLockError::WouldBlock)) => {
                 drop(body);
-                drop(self.whole.lock().unwrap_or_else(PoisonError::into_inner));
+                drop(lock(&self.whole));
                 return self.take_from_cache(run, done, sink);
             }
         };

@@ -45,37 +45,26 @@ impl Access {
         if !address.same_server(&self.base) {
             return client.send(method, address, headers, content, budget);
         }
-        let with = |authorization: Option<&str>, content: Content<'_>| {
+        let mut content = Some(content);
+        self.auth.send(client, &self.base, budget, |authorization| {
+            // A stream cannot be sent twice.
+            let again = match &content {
+                Some(Content::Nothing) => Some(Content::Nothing),
+                Some(Content::Bytes(bytes)) => Some(Content::Bytes(bytes)),
+                _ => None,
+            };
+            let Some(content) = std::mem::replace(&mut content, again) else {
+                let explanation = "while a blob was sent".to_owned();
+                return Err(Problem::Denied {
+                    status: 401,
+                    explanation,
+                }
+                .transient());
+            };
             let mut headers = headers.to_vec();
             headers.extend(authorization.map(|value| ("authorization", value)));
             client.send(method.clone(), address, &headers, content, budget)
-        };
-        // A stream cannot be sent twice.
-        let again = match &content {
-            Content::Nothing => Some(Content::Nothing),
-            Content::Bytes(bytes) => Some(Content::Bytes(bytes)),
-            Content::Stream(..) => None,
-        };
-        let authorization = self.auth.header(client, &self.base, budget)?;
-        let answer = with(authorization.as_deref(), content)?;
-        if answer.status != 401 {
-            return Ok(answer);
-        }
-        let challenge = answer.headers;
-        answer.body.finish();
-        let sent = authorization.as_deref();
-        self.auth
-            .accept_challenge(&challenge, sent, client, &self.base, budget)?;
-        let Some(content) = again else {
-            let explanation = "while a blob was sent".to_owned();
-            return Err(Problem::Denied {
-                status: 401,
-                explanation,
-            }
-            .transient());
-        };
-        let authorization = self.auth.header(client, &self.base, budget)?;
-        with(authorization.as_deref(), content)
+        })
     }
 
     /// For requests that are worth waiting for.

@@ -6,10 +6,9 @@ use std::io::{self, Read};
 use ureq::http::Method;
 
 use super::access::Access;
-use crate::address::Address;
-use crate::auth::encode;
+use crate::address::{Address, query};
 use crate::client::{Answer, Content};
-use crate::error::{Fault, Problem, Retry};
+use crate::error::{Fault, Problem};
 use crate::refusal::refusal;
 use crate::retry_budget::RetryBudget;
 
@@ -184,9 +183,12 @@ impl<'s> Session<'s> {
         ];
         let address = self.location.clone();
         let sent = self.stream(Method::PATCH, &address, &headers, (self.at, bytes), &budget);
-        let answer = sent.map_err(|fault| match fault.retry {
-            Retry::Never => Piece::Ended(Ended::Failed(fault.problem)),
-            _ => Piece::Broken(fault),
+        let answer = sent.map_err(|fault| {
+            if fault.is_transient {
+                Piece::Broken(fault)
+            } else {
+                Piece::Ended(ended(fault))
+            }
         })?;
         let failed = match answer.status {
             200..=204 => {
@@ -250,9 +252,10 @@ fn is_throttled(answer: &Answer) -> bool {
 }
 
 fn ended(fault: Fault) -> Ended {
-    match fault.retry {
-        Retry::Never => Ended::Failed(fault.problem),
-        _ => Ended::Lost(fault.problem),
+    if fault.is_transient {
+        Ended::Lost(fault.problem)
+    } else {
+        Ended::Failed(fault.problem)
     }
 }
 
@@ -277,7 +280,7 @@ pub(super) fn location(answer: &Answer, address: &Address) -> Result<Address, Fa
 }
 
 fn with_digest(location: &Address, digest: &str) -> Result<Address, Ended> {
-    let query = encode(&[("digest", digest)]);
+    let query = query(&[("digest", digest)]);
     location.with_query(&query).map_err(Ended::Failed)
 }
 

@@ -3,15 +3,18 @@
 
 mod cache;
 mod misbehaving;
+mod patience;
 mod referrers;
 mod registry;
 mod server;
 mod upload;
+mod without_ranges;
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, Read, Write};
+use std::net::TcpListener;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Barrier, LazyLock, Mutex};
 use std::time::Duration;
 
 use bcow::{Image, ImageWriter, MemoryStorage, OpenOptions, Storage, WriterOptions};
@@ -23,8 +26,24 @@ use server::{Asked, Reply, Server, ranged};
 /// Longest wait for a server in these tests.
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
+/// The time for an operation that ends before it, also on a slow machine.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Where many tests read the image.
+const AT: usize = 1 << 20;
+
+/// The image of most tests.
+static IMAGE: LazyLock<(Arc<Vec<u8>>, Root)> = LazyLock::new(|| new_image(1));
+
 /// A sealed image of about three megabytes that do not compress, and its root hash.
 fn image(seed: u64) -> (Arc<Vec<u8>>, Root) {
+    match seed {
+        1 => IMAGE.clone(),
+        seed => new_image(seed),
+    }
+}
+
+fn new_image(seed: u64) -> (Arc<Vec<u8>>, Root) {
     let storage = Arc::new(MemoryStorage::default());
     let mut writer =
         ImageWriter::on_storage(storage.clone(), WriterOptions::default()).expect("a writer");
@@ -68,6 +87,11 @@ fn open(server: &Server, options: Options, root: Option<Root>) -> Result<RemoteF
 fn good(file: &Arc<Vec<u8>>) -> Server {
     let file = Arc::clone(file);
     Server::start(move |_| Reply::File(file.clone()))
+}
+
+/// Whether a request is for the bytes from this place on.
+fn starts_at(asked: &Asked, place: usize) -> bool {
+    asked.range.is_some_and(|(first, _)| first == place)
 }
 
 fn read_all(file: &RemoteFile) -> io::Result<Vec<u8>> {
@@ -152,7 +176,7 @@ fn file_of_known_length_opens_with_requests_at_the_same_time() {
         let seen = Arc::clone(&in_time);
         // The beginning is sent when the request for the end is there.
         let server = Server::start(move |asked| {
-            if asked.range.is_some_and(|(first, _)| first == 0) {
+            if starts_at(asked, 0) {
                 let end = end_arrived.lock().expect("no panic");
                 let longest = if is_right { TIMEOUT / 2 } else { Duration::ZERO };
                 seen.fetch_add(end.recv_timeout(longest).is_ok().into(), Ordering::SeqCst);
@@ -280,58 +304,13 @@ fn chunk_is_fetched_once_however_many_processes_need_it() {
 }
 
 #[test]
-fn process_that_hangs_while_it_fetches_does_not_hold_up_others() {
-    let (file, root) = image(1);
-    let bytes = Arc::clone(&file);
-    // What the server does with requests: 1 hangs with the next one, which sets 2.
-    let state = Arc::new(AtomicUsize::new(0));
-    let of_server = Arc::clone(&state);
-    let server = Server::start(move |_| {
-        let order = Ordering::SeqCst;
-        if of_server.compare_exchange(1, 2, order, order).is_ok() {
-            while of_server.load(Ordering::SeqCst) == 2 {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        }
-        Reply::File(bytes.clone())
-    });
-    let cache = cache_directory();
-    let of_process = |seconds| Options {
-        timeout: Duration::from_secs(seconds),
-        ..options(Some(&cache))
-    };
-    let reads = |remote: &RemoteFile| {
-        let mut buf = vec![0; 1000];
-        remote.read_at(1 << 20, &mut buf).is_ok() && buf == file[1 << 20..(1 << 20) + 1000]
-    };
-    let first = open(&server, of_process(3600), Some(root)).expect("opens");
-    // It waits a quarter of this for another process.
-    let second = open(&server, of_process(8), Some(root)).expect("opens");
-    state.store(1, Ordering::SeqCst);
-    std::thread::scope(|scope| {
-        let by_first = scope.spawn(|| reads(&first));
-        while state.load(Ordering::SeqCst) == 1 && !by_first.is_finished() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let by_second = reads(&second);
-        let was_hanging = state.swap(0, Ordering::SeqCst) == 2;
-        let by_first = by_first.join().expect("no panic");
-        assert_eq!((by_second, was_hanging, by_first), (true, true, true));
-    });
-}
-
-#[test]
 fn pinned_file_opens_only_with_its_root() {
     let (file, _) = image(1);
     let (_, other) = image(2);
-    let error = match open(&good(&file), options(None), Some(other)) {
-        Ok(_) => panic!("another file was accepted"),
-        Err(error) => error,
-    };
-    assert!(
-        matches!(error.problem, Problem::WrongRoot { .. }),
-        "{error}"
-    );
+    let opened = open(&good(&file), options(None), Some(other));
+    let error = opened.map(drop).expect_err("another file");
+    let is_expected = matches!(error.problem, Problem::WrongRoot { .. });
+    assert!(is_expected, "{error}");
 }
 
 #[test]
@@ -340,10 +319,8 @@ fn forged_root_in_the_header_is_found_at_the_first_chunk() {
     let (mut file, root) = image(1);
     let (other, _) = image(2);
     Arc::make_mut(&mut file)[1024..].copy_from_slice(&other[1024..]);
-    let error = match open(&good(&file), options(None), Some(root)) {
-        Ok(_) => panic!("a forged file was accepted"),
-        Err(error) => error,
-    };
+    let opened = open(&good(&file), options(None), Some(root));
+    let error = opened.map(drop).expect_err("a forged file");
     assert!(matches!(error.problem, Problem::WrongBytes), "{error}");
 }
 
@@ -379,9 +356,7 @@ fn damage_on_the_way_is_fetched_again() {
     let count = AtomicUsize::new(0);
     let server = Server::start(move |asked| {
         let mut sent = bytes.to_vec();
-        if asked.range.is_some_and(|(first, _)| first == 1 << 20)
-            && count.fetch_add(1, Ordering::SeqCst) == 0
-        {
+        if starts_at(asked, AT) && count.fetch_add(1, Ordering::SeqCst) == 0 {
             sent[1 << 20] ^= 1;
         }
         Reply::File(Arc::new(sent))
@@ -408,16 +383,6 @@ fn shortened_file_is_an_error() {
 }
 
 #[test]
-fn truncated_file_does_not_open() {
-    let (file, root) = image(1);
-    let server = good(&Arc::new(file[..file.len() - 1].to_vec()));
-    let error = open(&server, options(None), Some(root))
-        .map(drop)
-        .expect_err("truncated");
-    assert!(matches!(error.problem, Problem::Format(_)), "{error}");
-}
-
-#[test]
 fn wrong_ranges_are_refused() {
     let found = error_of_read(|asked, file| {
         let shifted = Asked {
@@ -438,28 +403,6 @@ fn wrong_ranges_are_refused() {
         });
         assert!(matches!(found, Problem::Answer(_)), "{range}: {found}");
     }
-}
-
-#[test]
-fn answers_that_are_not_http_are_refused() {
-    for text in [
-        "",
-        "\r\n\r\n",
-        "SSH-2.0-x\r\n",
-        "HTTP/1.1 206 x\r\ncontent-length: -5\r\n\r\n",
-    ] {
-        let found = error_of_read(move |_, _| Reply::Raw(text.as_bytes().to_vec()));
-        assert!(
-            matches!(found, Problem::Answer(_) | Problem::Connection(_)),
-            "{text:?}: {found}"
-        );
-    }
-    let endless = format!("HTTP/1.1 206 x\r\n{}", "a: b\r\n".repeat(100_000));
-    let found = error_of_read(move |_, _| Reply::Raw(endless.clone().into_bytes()));
-    assert!(
-        matches!(found, Problem::Answer(_) | Problem::Connection(_)),
-        "{found}"
-    );
 }
 
 #[test]
@@ -493,43 +436,6 @@ fn shorter_ranges_than_requested_are_enough() {
 }
 
 #[test]
-fn silent_server_is_an_error_after_the_timeout() {
-    let found = error_of_read(|_, _| Reply::Stall(Vec::new()));
-    assert!(matches!(found, Problem::Timeout(_)), "{found}");
-    let found = error_of_read(|asked, file| {
-        let whole = ranged(asked, file, "\"one\"");
-        Reply::Stall(whole[..500].to_vec())
-    });
-    assert!(matches!(found, Problem::Timeout(_)), "{found}");
-}
-
-#[test]
-fn busy_server_is_asked_again() {
-    let (file, _) = image(1);
-    let bytes = Arc::clone(&file);
-    let server = Server::start(move |asked| match asked.number % 3 {
-        0 => Reply::Answer(503, Vec::new(), b"busy".to_vec()),
-        1 => Reply::Answer(429, vec![("retry-after", "0".to_owned())], Vec::new()),
-        _ => Reply::File(bytes.clone()),
-    });
-    let remote = open(&server, options(None), None).expect("opens");
-    assert!(read_all(&remote).expect("reads") == **file);
-}
-
-#[test]
-fn statuses_have_errors_of_their_own() {
-    let status = |status| error_of_read(move |_, _| Reply::Answer(status, Vec::new(), Vec::new()));
-    assert!(matches!(status(401), Problem::Denied { status: 401, .. }));
-    assert!(matches!(status(403), Problem::Denied { status: 403, .. }));
-    assert!(matches!(status(404), Problem::NotFound(404)));
-    assert!(matches!(status(400), Problem::Status(400)));
-    assert!(matches!(status(500), Problem::Busy(500)));
-    let long = || vec![("retry-after", "3600".to_owned())];
-    let found = error_of_read(move |_, _| Reply::Answer(429, long(), Vec::new()));
-    assert!(matches!(found, Problem::Busy(429)), "{found}");
-}
-
-#[test]
 fn redirect_is_followed_once_and_renewed_when_it_expires() {
     let (file, _) = image(1);
     let bytes = Arc::clone(&file);
@@ -553,19 +459,6 @@ fn redirect_is_followed_once_and_renewed_when_it_expires() {
 }
 
 #[test]
-fn redirects_without_end_or_to_other_schemes_are_refused() {
-    for location in ["/image.bcow", "file:///etc/passwd", "ftp://127.0.0.1/", ""] {
-        let found = error_of_read(move |_, _| {
-            Reply::Answer(302, vec![("location", location.to_owned())], Vec::new())
-        });
-        assert!(
-            matches!(found, Problem::Redirects(_) | Problem::Answer(_)),
-            "{location:?}: {found}"
-        );
-    }
-}
-
-#[test]
 fn plain_http_needs_permission() {
     let (file, _) = image(1);
     let server = good(&file);
@@ -584,93 +477,16 @@ fn plain_http_needs_permission() {
 }
 
 #[test]
-fn server_without_ranges_sends_the_whole_file_into_the_cache() {
+fn what_is_no_bcow_file_or_is_truncated_does_not_open() {
     let (file, root) = image(1);
-    let bytes = Arc::clone(&file);
-    let server = Server::start(move |_| Reply::Whole(bytes.clone()));
-    let error = open(&server, options(None), None)
-        .map(drop)
-        .expect_err("no cache");
-    assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
-
-    let cache = cache_directory();
-    let limited = Options {
-        whole_bytes: file.len() as u64 - 1,
-        ..options(Some(&cache))
-    };
-    let error = open(&server, limited, None)
-        .map(drop)
-        .expect_err("too long");
-    assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
-
-    let before = server.asked().len();
-    let remote = open(&server, options(Some(&cache)), None).expect("opens");
-    assert!(read_all(&remote).expect("reads") == **file);
-    assert_eq!(server.asked().len(), before + 1);
-    // The next reader needs no server.
-    let server = Server::start(|_| Reply::Raw(Vec::new()));
-    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
-    assert!(read_all(&remote).expect("reads") == **file);
-}
-
-#[test]
-fn slow_network_is_no_error_and_a_trickle_is_one() {
-    let (file, _) = image(1);
-    let cache = cache_directory();
-    // Longer than the timeout, but never without bytes for as long.
-    let whole = server::answer(200, &[], &file);
-    let server = Server::start(move |_| Reply::Slow(whole.clone(), 20, TIMEOUT / 12));
-    let remote = open(&server, options(Some(&cache)), None).expect("opens");
-    assert!(read_all(&remote).expect("reads") == **file);
-
-    let found = error_of_read(|asked, file| {
-        let part = ranged(asked, file, "\"one\"")[..3000].to_vec();
-        Reply::Slow(part, 100, TIMEOUT / 20)
-    });
-    assert!(matches!(found, Problem::Timeout(_)), "{found}");
-}
-
-#[test]
-fn endless_body_is_read_to_the_length_in_the_header_and_not_at_all_if_that_is_too_long() {
-    let (file, _) = image(1);
-    let head = b"HTTP/1.1 200 x\r\nconnection: close\r\n\r\n".to_vec();
-    let sent = [head, file.repeat(10)].concat();
-    let endless = move |_: &Asked| Reply::Raw(sent.clone());
-    // The time that a slow machine takes for the many bytes is no failure.
-    let patient = |cache| Options {
-        timeout: Duration::from_secs(60),
-        ..options(Some(cache))
-    };
-    let cache = cache_directory();
-    let server = Server::start(endless.clone());
-    let limited = Options {
-        whole_bytes: 2 << 20,
-        ..patient(&cache)
-    };
-    let error = open(&server, limited, None)
-        .map(drop)
-        .expect_err("too long");
-    assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
-    let left = || {
-        std::fs::read_dir(cache.path())
-            .expect("a directory")
-            .count()
-    };
-    assert_eq!(left(), 0, "a half-made file is left in the cache");
-
-    let server = Server::start(endless);
-    let remote = Remote::new(patient(&cache)).expect("a client");
-    let address = Address::parse(&server.url("/image.bcow")).expect("an address");
-    let opened = remote.open(&address, None).expect("opens");
-    assert!(read_all(&opened).expect("reads") == **file);
-    let received = remote.figures().servers[0].received_bytes;
-    assert!(received < file.len() as u64 + (1 << 20), "{received} bytes");
-}
-
-#[test]
-fn what_is_no_bcow_file_does_not_open() {
-    for bytes in [vec![0; 100_000], b"<html>".to_vec(), Vec::new()] {
-        let error = open(&good(&Arc::new(bytes)), options(None), None)
+    let truncated = file[..file.len() - 1].to_vec();
+    for (bytes, pin) in [
+        (vec![0; 100_000], None),
+        (b"<html>".to_vec(), None),
+        (Vec::new(), None),
+        (truncated, Some(root)),
+    ] {
+        let error = open(&good(&Arc::new(bytes)), options(None), pin)
             .map(drop)
             .expect_err("no image");
         assert!(matches!(error.problem, Problem::Format(_)), "{error}");
@@ -799,4 +615,58 @@ fn requests_ask_for_the_bytes_as_they_are() {
         assert_eq!(asked.header("accept-encoding"), Some("identity"));
         assert!(asked.header("authorization").is_none());
     }
+}
+
+#[test]
+fn damaged_header_is_fetched_again() {
+    for damages in [1, usize::MAX] {
+        let (file, root) = image(1);
+        for pin in [None, Some(root)] {
+            let bytes = Arc::clone(&file);
+            let count = AtomicUsize::new(0);
+            let server = Server::start(move |asked| {
+                let mut sent = bytes.to_vec();
+                if starts_at(asked, 0) && count.fetch_add(1, Ordering::SeqCst) < damages {
+                    sent[..1024].fill(b'x');
+                }
+                Reply::File(Arc::new(sent))
+            });
+            match open(&server, options(None), pin) {
+                Ok(remote) => assert!(damages == 1 && read_all(&remote).expect("reads") == **file),
+                Err(error) => {
+                    assert!(damages > 1, "{error}");
+                    assert!(matches!(error.problem, Problem::Format(_)), "{error}");
+                    let heads = server.asked().iter().filter(|a| starts_at(a, 0)).count();
+                    assert_eq!(heads, 2);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn plain_http_at_an_encrypted_address_is_named() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let server = listener.local_addr().expect("an address");
+    std::thread::spawn(move || {
+        for stream in listener.incoming().take(3) {
+            let mut stream = stream.expect("a connection");
+            // Of a greeting in TLS, an HTTP server understands nothing.
+            stream
+                .write_all(&server::answer(400, &[], b""))
+                .expect("sent");
+            let _ = stream.read_to_end(&mut Vec::new());
+        }
+    });
+    let strict = Options {
+        insecure: false,
+        ..options(None)
+    };
+    let remote = Remote::new(strict).expect("a client");
+    let address = format!("https://{server}/image.bcow");
+    let address = Address::parse(&address).expect("an address");
+    let error = remote.open(&address, None).map(drop).expect_err("no TLS");
+    // Without certificates on the machine, no connection is made.
+    let is_named = matches!(error.problem, Problem::NoTls | Problem::Certificates(_));
+    assert!(is_named, "{error}");
 }

@@ -2,43 +2,25 @@
 //! that names the server, after a bounded number of requests and bytes.
 
 use std::io::{Read, Write};
-use std::net::TcpListener;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, mpsc};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bcow::Storage;
-use bcow_remote::{
-    Address, Options, Problem, Reference, Registry, Remote, RemoteError, Root, Upload,
-};
+use bcow_remote::{Options, Reference, Registry, Remote, RemoteError, Upload};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use crate::registry::{DIGEST, Stranger};
 use crate::server::{Asked, Reply, Server, answer, ranged};
 use crate::upload::{self, Habits, LARGE, State, digest, noise};
-use crate::{TIMEOUT, cache_directory, good, open, options, read_all};
+use crate::{AT, LONG, TIMEOUT, image, options, starts_at};
 
 /// Requests of one operation, at most. An upload begins five times, and asks for its place each
 /// time.
 const MANY: usize = 64;
-/// The bytes that one operation receives, at most: those of the image, twice.
-const MANY_BYTES: u64 = 7 << 20;
 const MANIFEST: &[u8] = br#"{"schemaVersion": 2}"#;
 const LIST: &[u8] = br#"{"manifests": [{"artifactType": "a/b", "digest": "sha256:1"}]}"#;
-
-/// The time for an operation that ends before it, also on a slow machine.
-const LONG: Duration = Duration::from_secs(60);
-
-/// The image of these tests.
-static IMAGE: LazyLock<(Arc<Vec<u8>>, Root)> = LazyLock::new(|| crate::image(1));
-
-fn image(seed: u64) -> (Arc<Vec<u8>>, Root) {
-    match seed {
-        1 => IMAGE.clone(),
-        seed => crate::image(seed),
-    }
-}
 
 /// A kind of request, which a server answers badly. It answers all others well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,9 +56,6 @@ const KINDS: [Kind; 12] = [
     GetManifest,
 ];
 
-/// Where the tests read the image.
-const AT: usize = 1 << 20;
-
 impl Kind {
     fn is_of(self, asked: &Asked) -> bool {
         let is = |method: &str, path: &str| asked.method == method && asked.path.contains(path);
@@ -85,8 +64,8 @@ impl Kind {
             Token => is("GET", "/token"),
             Referrers => is("GET", "/referrers/"),
             Blob => is("GET", "/blobs/sha256:b") && asked.header("authorization").is_some(),
-            Head => asked.range.is_some_and(|(first, _)| first == 0),
-            Range => asked.range.is_some_and(|(first, _)| first == AT),
+            Head => starts_at(asked, 0),
+            Range => starts_at(asked, AT),
             BlobIsThere => is("HEAD", "/blobs/"),
             BeginUpload => is("POST", "/blobs/uploads/"),
             Piece => is("PATCH", "/blobs/uploads/"),
@@ -437,6 +416,7 @@ fn broken_answers_are_errors_or_are_asked_for_again() {
     let forms = [
         "nothing",
         "garbage",
+        "empty lines",
         "half a head",
         "half a body",
         "1xx without end",
@@ -448,6 +428,7 @@ fn broken_answers_are_errors_or_are_asked_for_again() {
         "an unknown encoding",
         "damaged gzip",
         "a redirect to itself",
+        "a redirect to nothing",
         "a redirect without a target",
         "a redirect to a file",
     ];
@@ -469,6 +450,7 @@ fn broken_answers_are_errors_or_are_asked_for_again() {
                 match form {
                     "nothing" => Reply::Raw(Vec::new()),
                     "garbage" => Reply::Raw(b"SSH-2.0-x\r\n\r\n".to_vec()),
+                    "empty lines" => Reply::Raw(b"\r\n\r\n".to_vec()),
                     "half a head" => Reply::Raw(good()[..20].to_vec()),
                     "half a body" => {
                         let good = good();
@@ -494,6 +476,7 @@ fn broken_answers_are_errors_or_are_asked_for_again() {
                     "an unknown encoding" => encoded("br"),
                     "damaged gzip" => encoded("gzip"),
                     "a redirect to itself" => redirect(&asked.path),
+                    "a redirect to nothing" => redirect(""),
                     "a redirect without a target" => Reply::Answer(302, vec![], Vec::new()),
                     _ => redirect("file:///etc/passwd"),
                 }
@@ -573,7 +556,9 @@ fn odd_tokens_open_the_registry_or_are_errors() {
         (r#"{"token": "", "access_token": ""}"#, false),
         (r#"{"token": 7}"#, false),
         ("{}", false),
+        (r#"{"token": "a\r\nb: c"}"#, false),
         ("[]", false),
+        ("", false),
         ("good", false),
     ] {
         let bad = move |_: &Asked, _: &dyn Fn() -> Reply| {
@@ -619,304 +604,4 @@ fn place_of_an_upload_may_be_relative_and_must_be_there() {
         text.contains("does not name its place (Location)"),
         "{text}"
     );
-}
-
-#[test]
-fn registry_that_limits_requests_gets_pieces_of_full_length() {
-    let state = Arc::<Mutex<State>>::default();
-    let lengths = Arc::new(Mutex::new(Vec::new()));
-    let (shared, seen) = (Arc::clone(&state), Arc::clone(&lengths));
-    let server = Server::start(move |asked| {
-        if asked.method == "PATCH" {
-            let mut lengths = seen.lock().expect("no panic");
-            lengths.push(asked.body.len());
-            if lengths.len() <= 6 {
-                let status = [429, 503][lengths.len() % 2];
-                return Reply::Answer(status, vec![], Vec::new());
-            }
-        }
-        let mut state = shared.lock().expect("no panic");
-        upload::answer(asked, Habits::default(), &mut state)
-    });
-    let bytes = noise(LARGE);
-    let here = upload::upload(&server, Arc::new(Stranger), None);
-    upload::send(&here, &bytes).0.expect("sent");
-    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
-    assert_eq!(*lengths.lock().expect("no panic"), [LARGE; 7]);
-}
-
-#[test]
-fn access_is_known_before_anything_is_sent() {
-    let (server, state) = upload::start(Habits::default(), |_| None);
-    let here = upload::upload(&server, Arc::new(Stranger), None);
-    here.require_access().expect("allowed");
-    assert_eq!(upload::methods(&server), ["POST", "DELETE"]);
-    assert!(state.lock().expect("no panic").blobs.is_empty());
-    for status in [401, 403, 405] {
-        let habits = Habits {
-            refuses: Some(status),
-            ..Habits::default()
-        };
-        let (server, _) = upload::start(habits, |_| None);
-        let here = upload::upload(&server, Arc::new(Stranger), None);
-        let error = here.require_access().expect_err("refused").to_string();
-        assert!(error.contains(&server.address), "{error}");
-        assert_eq!(upload::methods(&server), ["POST"]);
-    }
-}
-
-/// Reads of an open file, and the number of requests that they make at a busy server.
-fn requests_of_a_read(pause: &'static str) -> usize {
-    let (file, root) = image(1);
-    let count = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&count);
-    let server = Server::start(move |asked| {
-        if Range.is_of(asked) {
-            counted.fetch_add(1, Ordering::SeqCst);
-            Reply::Answer(429, vec![("retry-after", pause.to_owned())], Vec::new())
-        } else {
-            Reply::File(file.clone())
-        }
-    });
-    let patient = Options {
-        timeout: LONG / 6,
-        ..options(None)
-    };
-    let remote = open(&server, patient, Some(root)).expect("opens");
-    let error = remote.read_at(AT as u64, &mut [0; 100]);
-    let error = error.expect_err("the server is busy");
-    let found = RemoteError::below(&error).expect("an error of this crate");
-    assert!(matches!(found.problem, Problem::Busy(429)), "{error}");
-    count.load(Ordering::SeqCst)
-}
-
-#[test]
-fn busy_server_is_asked_after_its_pause_and_the_clients_own() {
-    // Own pauses of 0.1 s, 0.2 s, 0.4 s ... 5 s in 10 s, each at least half as long.
-    let requests = requests_of_a_read("0");
-    assert!((2..=10).contains(&requests), "{requests} requests");
-    // One more when the time is nearly over.
-    assert_eq!(requests_of_a_read("60"), 2);
-}
-
-#[test]
-fn server_that_stalls_delays_no_read_from_another() {
-    const READS: usize = 20;
-    let (file, root) = image(1);
-    // Requests that hang, and whether they go on.
-    let stalled = Arc::new((Mutex::new((0, false)), Condvar::new()));
-    let (shared, bytes) = (Arc::clone(&stalled), Arc::clone(&file));
-    let first = Server::start(move |asked| {
-        if asked.range.is_some_and(|(first, _)| first >= AT) {
-            let (state, changed) = &*shared;
-            let mut state = state.lock().expect("no panic");
-            state.0 += 1;
-            changed.notify_all();
-            drop(changed.wait_while(state, |state| !state.1));
-        }
-        Reply::File(bytes.clone())
-    });
-    let second = good(&file);
-    let remote = Remote::new(Options {
-        // No request is given up.
-        timeout: 60 * LONG,
-        ..options(None)
-    })
-    .expect("a client");
-    let open = |server: &Server| {
-        let address = Address::parse(&server.url("/image.bcow")).expect("an address");
-        remote.open(&address, Some(root.into())).expect("opens")
-    };
-    let healthy = open(&second);
-    let stalls = {
-        stalled.0.lock().expect("no panic").1 = true;
-        let opened = open(&first);
-        *stalled.0.lock().expect("no panic") = (0, false);
-        opened
-    };
-    std::thread::scope(|scope| {
-        for n in 0..READS {
-            let stalls = &stalls;
-            scope.spawn(move || stalls.read_at((AT + n * 90_000) as u64, &mut [0; 100]));
-        }
-        let (state, changed) = &*stalled;
-        let state = state.lock().expect("no panic");
-        drop(
-            changed
-                .wait_while(state, |state| state.0 < 16)
-                .expect("no panic"),
-        );
-        let (healthy, (has_read, read)) = (&healthy, mpsc::channel());
-        scope.spawn(move || {
-            let mut buf = [0; 100];
-            let result = healthy.read_at(AT as u64, &mut buf).map(|()| buf);
-            has_read.send(result).expect("the test waits");
-        });
-        let read = read.recv_timeout(LONG);
-        stalled.0.lock().expect("no panic").1 = true;
-        changed.notify_all();
-        let read = read.expect("an answer before the other server goes on");
-        assert!(read.expect("reads") == file[AT..AT + 100]);
-    });
-}
-
-#[test]
-fn repeated_read_gets_the_error_of_the_first_and_the_next_one_asks_again() {
-    let (file, root) = image(1);
-    let count = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&count);
-    let server = Server::start(move |asked| {
-        if Range.is_of(asked) && counted.fetch_add(1, Ordering::SeqCst) == 0 {
-            return Reply::Answer(400, vec![], Vec::new());
-        }
-        Reply::File(file.clone())
-    });
-    let remote = open(&server, options(None), Some(root)).expect("opens");
-    let read = || remote.read_at(AT as u64, &mut [0; 100]);
-    read().expect_err("refused");
-    read().expect_err("the same");
-    assert_eq!(count.load(Ordering::SeqCst), 1);
-    read().expect("asked again");
-}
-
-#[test]
-fn damaged_header_is_fetched_again() {
-    for damages in [1, usize::MAX] {
-        let (file, root) = image(1);
-        for pin in [None, Some(root)] {
-            let bytes = Arc::clone(&file);
-            let count = AtomicUsize::new(0);
-            let server = Server::start(move |asked| {
-                let mut sent = bytes.to_vec();
-                if Head.is_of(asked) && count.fetch_add(1, Ordering::SeqCst) < damages {
-                    sent[..1024].fill(b'x');
-                }
-                Reply::File(Arc::new(sent))
-            });
-            match open(&server, options(None), pin) {
-                Ok(remote) => assert!(damages == 1 && read_all(&remote).expect("reads") == **file),
-                Err(error) => {
-                    assert!(damages > 1, "{error}");
-                    assert!(matches!(error.problem, Problem::Format(_)), "{error}");
-                    let heads = server.asked().iter().filter(|a| Head.is_of(a)).count();
-                    assert_eq!(heads, 2);
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn server_without_ranges_serves_what_the_cache_has_lost() {
-    let (file, root) = image(1);
-    let whole = || {
-        let bytes = Arc::clone(&file);
-        Server::start(move |_| Reply::Whole(bytes.clone()))
-    };
-    let cache = cache_directory();
-    let server = whole();
-    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
-    let path = cache.path().join(format!("{root}.bcow"));
-    let damage = |at: usize, bytes: usize| {
-        let mut held = std::fs::read(&path).expect("reads");
-        held[at..at + bytes].fill(7);
-        std::fs::write(&path, held).expect("written");
-    };
-    let reads = |at: usize| {
-        let mut buf = vec![0; 5000];
-        remote.read_at(at as u64, &mut buf).expect("reads");
-        assert!(buf == file[at..at + 5000]);
-    };
-    // One chunk, and all of the content: each time the file is fetched once.
-    damage(AT, 1);
-    let before = server.asked().len();
-    reads(AT);
-    assert_eq!(server.asked().len(), before + 1);
-    damage(16384, file.len() - 100_000);
-    std::thread::scope(|scope| {
-        for n in 0..8 {
-            let reads = &reads;
-            scope.spawn(move || reads((1 << 20) + (n + 1) * 200_000));
-        }
-    });
-    let requests = server.asked().len();
-    assert!(std::fs::read(&path).expect("reads") == **file);
-    reads(2 << 20);
-    assert_eq!(server.asked().len(), requests);
-    drop(remote);
-
-    // A limit below the length is known when the file is opened.
-    let small = cache_directory();
-    let limited = Options {
-        cache: options(Some(&small))
-            .cache
-            .map(|cache| cache.with_limit(1 << 20).expect("a limit")),
-        ..options(None)
-    };
-    let error = open(&whole(), limited, Some(root))
-        .map(drop)
-        .expect_err("too small");
-    let text = error.to_string();
-    assert!(text.contains("the limit of the cache is 1048576"), "{text}");
-
-    // Another file evicts a part of this one.
-    let shared = cache_directory();
-    let limited = || Options {
-        cache: options(Some(&shared))
-            .cache
-            .map(|cache| cache.with_limit(4 << 20).expect("a limit")),
-        ..options(None)
-    };
-    let (other, other_root) = image(2);
-    let servers = (whole(), good(&other));
-    let remote = open(&servers.0, limited(), Some(root)).expect("opens");
-    let second = open(&servers.1, limited(), Some(other_root)).expect("opens");
-    assert!(read_all(&second).expect("reads") == **other);
-    assert!(read_all(&remote).expect("reads") == **file);
-}
-
-#[test]
-fn server_that_stops_to_send_ranges_is_read_without_a_cache() {
-    let (file, root) = image(1);
-    let bytes = Arc::clone(&file);
-    let server = Server::start(move |asked| {
-        if Range.is_of(asked) {
-            Reply::Whole(bytes.clone())
-        } else {
-            Reply::File(bytes.clone())
-        }
-    });
-    let remote = Remote::new(options(None)).expect("a client");
-    let address = Address::parse(&server.url("/image.bcow")).expect("an address");
-    let opened = remote.open(&address, Some(root.into())).expect("opens");
-    let mut buf = vec![0; 5000];
-    opened.read_at(AT as u64, &mut buf).expect("reads");
-    assert!(buf == file[AT..AT + 5000]);
-    let received = remote.figures().servers[0].received_bytes;
-    assert!(received < MANY_BYTES, "{received} bytes");
-}
-
-#[test]
-fn plain_http_at_an_encrypted_address_is_named() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let server = listener.local_addr().expect("an address");
-    std::thread::spawn(move || {
-        for stream in listener.incoming().take(3) {
-            let mut stream = stream.expect("a connection");
-            // Of a greeting in TLS, an HTTP server understands nothing.
-            stream.write_all(&answer(400, &[], b"")).expect("sent");
-            let _ = stream.read_to_end(&mut Vec::new());
-        }
-    });
-    let strict = Options {
-        insecure: false,
-        ..options(None)
-    };
-    let remote = Remote::new(strict).expect("a client");
-    let address = format!("https://{server}/image.bcow");
-    let address = Address::parse(&address).expect("an address");
-    let error = remote.open(&address, None).map(drop).expect_err("no TLS");
-    // Without certificates on the machine, no connection is made.
-    let is_named = matches!(error.problem, Problem::NoTls | Problem::Certificates(_));
-    assert!(is_named, "{error}");
 }

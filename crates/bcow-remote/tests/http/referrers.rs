@@ -163,21 +163,7 @@ fn only_a_registry_without_lists_has_the_list_of_a_tag() {
     let text = || Reply::Answer(200, vec![], b"text".to_vec());
     let number = || Reply::Answer(200, vec![], br#"{"manifests": 7}"#.to_vec());
     let cut = || Reply::Raw(b"HTTP/1.1 200 x\r\ncontent-length: 9\r\n\r\n{".to_vec());
-    let failed: [&dyn Fn() -> Reply; 13] = [
-        &|| status(400),
-        &|| status(401),
-        &|| status(403),
-        &|| status(410),
-        &|| status(429),
-        &|| status(500),
-        &|| status(502),
-        &|| status(503),
-        &|| status(504),
-        &long,
-        &text,
-        &number,
-        &cut,
-    ];
+    let failed: [&dyn Fn() -> Reply; 5] = [&|| status(400), &long, &text, &number, &cut];
     for reply in failed {
         let error = is_absent(reply).expect_err("no list").to_string();
         assert!(error.contains("referrers of sha256:"), "{error}");

@@ -172,28 +172,6 @@ fn refused_credentials_are_an_error_without_secrets() {
 }
 
 #[test]
-fn token_server_of_a_stranger_and_broken_tokens_are_errors() {
-    for (status, body) in [
-        (401, ""),
-        (200, ""),
-        (200, "{}"),
-        (200, r#"{"token": ""}"#),
-        (200, r#"{"token": "a\r\nb: c"}"#),
-        (200, r#"{"token": 7}"#),
-    ] {
-        let tokens =
-            Server::start(move |_| Reply::Answer(status, Vec::new(), body.as_bytes().to_vec()));
-        let challenge = format!(r#"Bearer realm="{}""#, tokens.url("/token"));
-        let server = Server::start(move |_| unauthorized(challenge.clone()));
-        let error = registry(&server, Arc::new(Stranger), ":1")
-            .manifest()
-            .expect_err("no token");
-        let expected = matches!(error.problem, Problem::Denied { .. } | Problem::Answer(_));
-        assert!(expected, "{body:?}: {error}");
-    }
-}
-
-#[test]
 fn manifest_must_have_its_digest_and_comes_from_the_cache() {
     let text = b"{\"schemaVersion\": 2}".to_vec();
     let right = "sha256:b2d27b2f6cf9a2a8a1c1f9f5c5e7a7e0dbf3ee5f6a1b4fd0d6bb1b0e2a3c4d5e";

@@ -590,3 +590,47 @@ fn list_of_referrers_that_is_invalid_is_left_alone() {
         assert_eq!(held.manifests[&tag], list.as_bytes());
     }
 }
+
+#[test]
+fn registry_that_limits_requests_gets_pieces_of_full_length() {
+    let state = Arc::<Mutex<State>>::default();
+    let lengths = Arc::new(Mutex::new(Vec::new()));
+    let (shared, seen) = (Arc::clone(&state), Arc::clone(&lengths));
+    let server = Server::start(move |asked| {
+        if asked.method == "PATCH" {
+            let mut lengths = seen.lock().expect("no panic");
+            lengths.push(asked.body.len());
+            if lengths.len() <= 6 {
+                let status = [429, 503][lengths.len() % 2];
+                return Reply::Answer(status, vec![], Vec::new());
+            }
+        }
+        let mut state = shared.lock().expect("no panic");
+        answer(asked, Habits::default(), &mut state)
+    });
+    let bytes = noise(LARGE);
+    let here = upload(&server, Arc::new(Stranger), None);
+    send(&here, &bytes).0.expect("sent");
+    assert!(state.lock().expect("no panic").blobs[&digest(&bytes)] == **bytes);
+    assert_eq!(*lengths.lock().expect("no panic"), [LARGE; 7]);
+}
+
+#[test]
+fn access_is_known_before_anything_is_sent() {
+    let (server, state) = start(Habits::default(), |_| None);
+    let here = upload(&server, Arc::new(Stranger), None);
+    here.require_access().expect("allowed");
+    assert_eq!(methods(&server), ["POST", "DELETE"]);
+    assert!(state.lock().expect("no panic").blobs.is_empty());
+    for status in [401, 403, 405] {
+        let habits = Habits {
+            refuses: Some(status),
+            ..Habits::default()
+        };
+        let (server, _) = start(habits, |_| None);
+        let here = upload(&server, Arc::new(Stranger), None);
+        let error = here.require_access().expect_err("refused").to_string();
+        assert!(error.contains(&server.address), "{error}");
+        assert_eq!(methods(&server), ["POST"]);
+    }
+}
