@@ -272,11 +272,11 @@ class Space(UnionCase):
             os.unlink(self.at("next"))
             os.unlink(self.at("filler-too"))
 
-    @promise("`--size-limit` limits what the upper stores, counted in blocks of 4 KiB: data, "
-             "directories, maps, and those link targets and attributes that do not fit into an "
-             "inode. A write fails with ENOSPC, and changes nothing, if none of it fits. If only a "
-             "part fits, the write stores that part and returns its length. Removing files or data "
-             "makes room again.")
+    @promise("`--size-limit` limits the bytes that the upper takes on the host, as `du` counts "
+             "them: data, directories, maps, and those link targets and attributes that do not fit "
+             "into an inode. A write fails with ENOSPC, and changes nothing, if none of it fits. "
+             "If only a part fits, the write stores that part and returns its length. Removing "
+             "files or data makes room again.")
     def test_a_limit(self):
         limit = 4 << 20
         self.mount.options.append(f"--size-limit={limit}")

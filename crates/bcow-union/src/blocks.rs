@@ -106,11 +106,6 @@ impl BlockSet {
         })
     }
 
-    /// The number of `blocks` that are in the set.
-    pub fn count(&self, blocks: Range<u64>) -> u64 {
-        self.runs(blocks).map(|run| run.end - run.start).sum()
-    }
-
     /// Adds `blocks` and returns the number of them that were not in the set.
     pub fn insert(&mut self, blocks: Range<u64>) -> u64 {
         let before = self.len;
@@ -320,7 +315,6 @@ mod tests {
                 assert_eq!(listed, model);
                 let count = model[range.start as usize..range.end as usize].iter();
                 let count = count.filter(|inside| **inside).count() as u64;
-                assert_eq!(set.count(range.clone()), count);
                 assert_eq!(
                     set.contains_all(range.clone()),
                     count == range.end - range.start

@@ -1,47 +1,85 @@
 //! The space that an upper uses, and its limits.
+//!
+//! The host decides how much space a file takes: the account adds up the allocated sizes
+//! (`st_blocks`) that the host reports. A change first reserves space ([`Account::reserve`],
+//! [`Account::reserve_write`]). After the change, each file and directory that it touched is
+//! measured ([`Account::measure`]), and then the reservation ends.
 
 mod error;
-mod limits;
-mod maps;
-mod overhead;
 mod reservation;
-mod stored;
+mod write;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io;
+use std::sync::PoisonError;
 
-use parking_lot::Mutex;
+use bcow::sync::atomic::{AtomicU64, Ordering};
+use bcow::sync::{Mutex, MutexGuard};
 
-pub use error::{ChargeError, LimitReached, NoSpace};
-pub use limits::Limits;
-pub use overhead::{
-    HostInodes, Overhead, attribute_bytes, attributes_take, stored_attributes, target_takes,
-};
+use crate::blocks::BLOCK_BYTES;
+
+pub use error::LimitReached;
 pub use reservation::Reservation;
-pub use stored::{DataBlocks, StoredBlocks};
 
-/// Counts the bytes and inodes that an upper stores, against its limits. Bytes are counted in whole
-/// blocks of 4 KiB: blocks with data of files, and blocks beside the data ([`Overhead`]).
+/// Number of shards of a table. Measurements in different shards do not wait for each other.
+const SHARDS: usize = 64;
+
+/// Limits of an upper; `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Limits {
+    /// Upper bound of the stored bytes.
+    pub bytes: Option<u64>,
+    /// Upper bound of the inodes.
+    pub inodes: Option<u64>,
+}
+
+/// Counts the bytes and inodes that an upper stores, against its limits. Counts nothing if there is
+/// no limit.
 ///
-/// Space is charged before it is used. A change that does not fit is refused before it has any
-/// effect. A charge never takes the sum above the limit, also with concurrent threads.
+/// A measurement replaces the last one of the same file. So it can be repeated or come late, and a
+/// failed change needs no correction.
 #[derive(Debug, Default)]
 pub struct Account {
-    limit: Option<u64>,
-    inode_limit: Option<u64>,
+    limits: Limits,
+    /// Sum of the measured and the reserved bytes. A measurement precedes the end of the
+    /// reservation, so for a moment the sum can be too high, but not too low.
     used: AtomicU64,
+    /// Sum of the measured and the reserved inodes.
     inodes: AtomicU64,
-    /// Bytes that inodes take beside their data.
-    pub(crate) overhead: Overhead,
-    /// Bytes of the maps of partial files, by the partial file's id. A leaf lock.
-    maps: Mutex<HashMap<u64, u64>>,
-    /// Charged bytes of files that are not tracked now, by inode number: only files for which a new
-    /// scan can give another number. A leaf lock, held for a lookup.
-    charged: Mutex<HashMap<u64, u64>>,
+    /// Number of reservations of bytes or inodes.
+    reservations: AtomicU64,
+    /// Stored bytes by the number of the host's inode.
+    files: Table,
+    /// Stored bytes of the maps of partial files, by the partial file's id. A map has an entry from
+    /// the creation of its partial file, before the first flush creates its file.
+    maps: Table,
+}
+
+/// The last measurement of each file.
+#[derive(Debug)]
+struct Table {
+    /// A shard's lock is held while one of its files is measured, so that the last measurement
+    /// determines the figure, and until the sums have changed accordingly. A leaf lock.
+    shards: [Mutex<HashMap<u64, u64>>; SHARDS],
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Table {
+            shards: std::array::from_fn(|_| Mutex::default()),
+        }
+    }
+}
+
+impl Table {
+    fn shard(&self, number: u64) -> MutexGuard<'_, HashMap<u64, u64>> {
+        let shard = &self.shards[(number % SHARDS as u64) as usize];
+        shard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Account {
-    /// The account of an upper that may store `limit` bytes. Without a limit it only counts.
+    /// The account of an upper that may store `limit` bytes.
     #[cfg(any(test, feature = "testing"))]
     pub fn new(limit: Option<u64>) -> Self {
         Self::with_limits(Limits {
@@ -53,138 +91,107 @@ impl Account {
     /// The account of an upper with these limits.
     pub fn with_limits(limits: Limits) -> Self {
         Account {
-            limit: limits.bytes,
-            inode_limit: limits.inodes,
+            limits,
             ..Account::default()
         }
     }
 
-    /// Whether there is a limit. Only then all that the upper stores is counted.
+    /// Whether there is a limit.
     pub fn is_limited(&self) -> bool {
-        self.limit.is_some() || self.inode_limit.is_some()
+        self.limits != Limits::default()
     }
 
-    pub fn inode_limit(&self) -> Option<u64> {
-        self.inode_limit
+    pub fn limits(&self) -> Limits {
+        self.limits
     }
 
-    /// Number of counted inodes.
+    /// Stored and reserved bytes.
+    pub fn used(&self) -> u64 {
+        self.used.load(Ordering::Acquire)
+    }
+
+    /// Number of counted and reserved inodes.
     pub fn inodes(&self) -> u64 {
-        self.inodes.load(Ordering::Relaxed)
+        self.inodes.load(Ordering::Acquire)
+    }
+
+    /// Bytes that can still be reserved; `None` without a limit.
+    pub fn left(&self) -> Option<u64> {
+        Some(self.limits.bytes?.saturating_sub(self.used()))
     }
 
     /// Inodes that can still be created; `None` without a limit.
     pub fn inodes_left(&self) -> Option<u64> {
-        Some(self.inode_limit?.saturating_sub(self.inodes()))
+        Some(self.limits.inodes?.saturating_sub(self.inodes()))
     }
 
-    /// Whether the counted bytes exceed the limit.
-    pub fn is_above(&self) -> bool {
-        self.limit.is_some_and(|limit| self.used() > limit)
+    /// Sets the bytes of the host's inode `inode` to the result of `stored`, which reads them from
+    /// the host. The first measurement of an inode also counts the inode.
+    pub fn measure(&self, inode: u64, stored: impl FnOnce() -> io::Result<u64>) -> io::Result<()> {
+        self.set(&self.files, inode, stored)
     }
 
-    /// The limit in bytes.
-    pub fn limit(&self) -> Option<u64> {
-        self.limit
+    /// As [`Account::measure`], for the map of partial file `id`. A map that is smaller than a
+    /// block, or does not exist yet, counts as one block.
+    pub(crate) fn measure_map(
+        &self,
+        id: u64,
+        stored: impl FnOnce() -> io::Result<u64>,
+    ) -> io::Result<()> {
+        self.set(&self.maps, id, || Ok(stored()?.max(BLOCK_BYTES)))
     }
 
-    /// Bytes that were charged or added and not released.
-    pub fn used(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+    /// Releases the bytes and the inode of a removed file. It may be called more than once, but not
+    /// after the host could have given the inode number to another file.
+    pub fn forget(&self, inode: u64) {
+        self.remove(&self.files, inode);
     }
 
-    /// Bytes that can still be charged; `None` without a limit.
-    pub fn left(&self) -> Option<u64> {
-        Some(self.limit?.saturating_sub(self.used()))
+    /// Releases the map of partial file `id`.
+    pub(crate) fn forget_map(&self, id: u64) {
+        self.remove(&self.maps, id);
     }
 
-    /// Charges `bytes`, or fails and charges nothing.
-    pub fn charge(&self, bytes: u64) -> Result<(), NoSpace> {
-        match self.charge_up_to(bytes, bytes) {
-            0 if bytes > 0 => Err(self.no_space(bytes)),
-            _ => Ok(()),
+    /// Excludes a measured inode, which is never removed, from the count of inodes.
+    pub fn exempt_inode(&self) {
+        subtract(&self.inodes, 1);
+    }
+
+    fn set(
+        &self,
+        table: &Table,
+        number: u64,
+        stored: impl FnOnce() -> io::Result<u64>,
+    ) -> io::Result<()> {
+        if !self.is_limited() {
+            return Ok(());
         }
+        let mut shard = table.shard(number);
+        let now = stored()?;
+        let before = shard.insert(number, now);
+        if before.is_none() {
+            self.inodes.fetch_add(1, Ordering::AcqRel);
+        }
+        let before = before.unwrap_or(0);
+        self.used
+            .fetch_add(now.saturating_sub(before), Ordering::AcqRel);
+        subtract(&self.used, before.saturating_sub(now));
+        Ok(())
     }
 
-    /// Charges up to `bytes`: all of them, or as many whole units of `unit` bytes as fit. Gives the
-    /// bytes charged.
-    pub fn charge_up_to(&self, bytes: u64, unit: u64) -> u64 {
-        take_up_to(&self.used, self.limit, bytes, unit)
-    }
-
-    /// Counts bytes that are stored already, also above the limit.
-    pub fn add(&self, bytes: u64) {
-        add(&self.used, bytes);
-    }
-
-    /// Releases bytes that were charged or added.
-    pub fn release(&self, bytes: u64) {
-        subtract(&self.used, bytes);
-    }
-
-    /// Counts an inode that exists already, also above the limit.
-    pub fn add_inode(&self) {
-        add(&self.inodes, 1);
-    }
-
-    pub fn release_inodes(&self, count: u64) {
-        subtract(&self.inodes, count);
-    }
-
-    /// Releases a freed inode of the host, with the bytes that it took beside its data.
-    pub fn release_inode(&self, inode: u64) {
-        self.release(self.overhead.forget(inode));
-        self.release_inodes(1);
-    }
-
-    /// Remembers the bytes that are charged for the file with this inode number. A later scan of
-    /// the file can give another number.
-    pub fn remember(&self, inode: u64, bytes: u64) {
-        self.charged.lock().insert(inode, bytes);
-    }
-
-    /// Takes the remembered bytes of the file with this inode number; `None` if there are none.
-    pub fn recall(&self, inode: u64) -> Option<u64> {
-        self.charged.lock().remove(&inode)
-    }
-
-    /// The error for `wanted` bytes that do not fit.
-    pub fn no_space(&self, wanted: u64) -> NoSpace {
-        let limit = self.limit.unwrap_or(u64::MAX);
-        LimitReached::Bytes(limit).note();
-        NoSpace {
-            wanted,
-            used: self.used(),
-            limit,
+    fn remove(&self, table: &Table, number: u64) {
+        let mut shard = table.shard(number);
+        if let Some(bytes) = shard.remove(&number) {
+            subtract(&self.used, bytes);
+            subtract(&self.inodes, 1);
         }
     }
 }
 
-/// Adds `wanted` to `used`, or as many whole `unit`s as the limit leaves. Gives the amount added.
-fn take_up_to(used: &AtomicU64, limit: Option<u64>, wanted: u64, unit: u64) -> u64 {
-    let mut now = used.load(Ordering::Relaxed);
-    loop {
-        let room = limit.map_or(u64::MAX, |limit| limit.saturating_sub(now));
-        let taken = if wanted <= room { wanted } else { room - room % unit.max(1) };
-        let after = now.saturating_add(taken);
-        // Relaxed order suffices: the counter publishes no other memory.
-        match used.compare_exchange_weak(now, after, Ordering::Relaxed, Ordering::Relaxed) {
-            Ok(_) => return taken,
-            Err(other) => now = other,
-        }
-    }
-}
-
-fn add(used: &AtomicU64, more: u64) {
-    let _ = used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-        Some(used.saturating_add(more))
-    });
-}
-
-fn subtract(used: &AtomicU64, less: u64) {
-    let _ = used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-        Some(used.saturating_sub(less))
-    });
+/// Subtracts an amount that was added before.
+fn subtract(sum: &AtomicU64, less: u64) {
+    let before = sum.fetch_sub(less, Ordering::AcqRel);
+    debug_assert!(before >= less, "{before} - {less}");
 }
 
 #[cfg(test)]
@@ -192,39 +199,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn charge_above_the_limit_is_refused_and_changes_nothing() {
+    fn the_last_measurement_counts() {
         let account = Account::new(Some(10 * 4096));
-        account.charge(9 * 4096).unwrap();
-        let error = account.charge(2 * 4096).unwrap_err();
-        assert_eq!((error.wanted, error.used), (2 * 4096, 9 * 4096));
-        assert_eq!(account.charge_up_to(5 * 4096, 4096), 4096);
-        assert_eq!(account.left(), Some(0));
-        account.charge(0).unwrap();
-        account.release(4096);
-        account.charge(4096).unwrap();
+        let measure = |inode, bytes| account.measure(inode, || Ok(bytes)).unwrap();
+        measure(1, 8192);
+        measure(2, 4096);
+        measure(1, 4096);
+        measure(1, 4096);
+        assert_eq!((account.used(), account.inodes()), (8192, 2));
+        account.measure_map(1, || Ok(0)).unwrap();
+        assert_eq!((account.used(), account.inodes()), (3 * 4096, 3));
+        for _ in 0..2 {
+            account.forget(1);
+            account.forget_map(1);
+        }
+        assert_eq!((account.used(), account.inodes()), (4096, 1));
+        let failed = account.measure(2, || Err(io::ErrorKind::Other.into()));
+        assert!(failed.is_err());
+        assert_eq!((account.used(), account.inodes()), (4096, 1));
     }
 
     #[test]
-    fn an_upper_that_is_above_its_limit_takes_nothing_more() {
-        let account = Account::new(Some(4096));
-        account.add(3 * 4096);
-        assert!(account.charge(1).is_err());
-        assert_eq!(account.left(), Some(0));
-        account.release(3 * 4096);
-        account.charge(4096).unwrap();
-    }
-
-    #[test]
-    fn limit_holds_under_concurrent_charges() {
-        let account = Account::new(Some(1000 * 4096));
-        let taken: u64 = std::thread::scope(|scope| {
-            let charge = || (0..1000).filter(|_| account.charge(4096).is_ok()).count() as u64;
-            let threads: Vec<_> = (0..4).map(|_| scope.spawn(charge)).collect();
-            threads
-                .into_iter()
-                .map(|thread| thread.join().unwrap())
-                .sum()
-        });
-        assert_eq!((taken, account.used()), (1000, 1000 * 4096));
+    fn an_account_without_a_limit_measures_nothing() {
+        let account = Account::new(None);
+        let never = || panic!("measured");
+        account.measure(1, never).unwrap();
+        assert_eq!((account.used(), account.inodes()), (0, 0));
     }
 }

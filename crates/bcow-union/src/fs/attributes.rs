@@ -238,7 +238,7 @@ impl UnionFs {
         }
         // The change may have added the attribute that keeps the owner, or removed the
         // capabilities.
-        self.recount_node(node, file);
+        self.measure(file);
         if changes.permissions.is_some_and(|bits| bits & 0o6000 != 0) {
             node.may_be_privileged.store(true, Ordering::Release);
         }
@@ -313,7 +313,7 @@ impl UnionFs {
             let _held = node.lock_capabilities();
             self.remove_capabilities(&file)?;
         }
-        self.recount_node(node, &file);
+        self.measure(&*file);
         let permissions = if self.keeps_owner(node) {
             self.read_override(node, &file)?.permissions
         } else {

@@ -161,7 +161,7 @@ impl UnionFs {
             return self.table.drop_node(node);
         }
         if let Some(node) = self.keep_unrecorded(node) {
-            self.end_tracking(&node);
+            self.measure_if_open(&node);
             self.table.drop_node(node);
         }
     }
@@ -215,9 +215,7 @@ impl UnionFs {
             return promote();
         };
         upper.take_hidden_change(partial);
-        let is_plain = upper.hiding_change(file, promote)?;
-        self.recount_overhead(&**file);
-        Ok(is_plain)
+        upper.hiding_change(file, promote)
     }
 
     /// Flushes all open partial files, also after an error. Returns the first error.

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use super::lookup::Access;
 use super::lower::ImageFile;
 use super::nodes::{Content, Node, NodeState};
-use super::plain::{plain_file, read_into, set_plain, without_writes};
+use super::plain::{plain_file, read_into, set_plain};
 use super::types::{Allocate, Attributes, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
@@ -155,13 +155,7 @@ impl UnionFs {
         loop {
             let state = self.known_content(node)?;
             match &state.content {
-                Content::Plain => {
-                    drop(state);
-                    let resize = |file: &File| self.resize_plain(node, file, size);
-                    if let Some(resized) = without_writes(node, resize) {
-                        return resized;
-                    }
-                }
+                Content::Plain => return self.resize_plain(&state, size),
                 Content::Partial(partial) if size > 0 => {
                     let before = partial.size();
                     partial
@@ -215,7 +209,7 @@ impl UnionFs {
                 self.open_partials.remove(partial.id());
             }
             Content::Lower | Content::Unknown => {
-                self.resize_plain(node, &file, 0)?;
+                self.resize_plain(&state, 0)?;
                 // All marks: if the host failed while a partial file was made, marks of that
                 // partial file can be left.
                 for mark in [Mark::Metacopy, Mark::Partial, Mark::Redirect] {
@@ -225,7 +219,7 @@ impl UnionFs {
             }
         }
         set_plain(&mut state);
-        self.recount_overhead(&*file);
+        self.measure(&*file);
         Ok(())
     }
 
@@ -246,12 +240,7 @@ impl UnionFs {
             let state = self.known_content(&node)?;
             match &state.content {
                 Content::Plain => {
-                    drop(state);
-                    let allocate =
-                        |file: &File| self.allocate_plain(&node, file, offset, length, how);
-                    if let Some(allocated) = without_writes(&node, allocate) {
-                        return allocated;
-                    }
+                    return self.allocate_plain(&node, &state, offset, length, how);
                 }
                 Content::Partial(partial) => {
                     match how {

@@ -17,7 +17,6 @@ use rustix::fs::{AtFlags, Dir};
 use rustix::io::Errno;
 
 use super::attributes::{CAPABILITIES, owner_of_inode};
-use super::charge::NAME_BYTES;
 use super::lookup::{Access, index_name};
 use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::types::SetTime;
@@ -34,7 +33,7 @@ impl UnionFs {
     pub(super) fn complete_root(&self) -> Result<(), Errno> {
         let file = self.open_upper(&self.root, Access::Directory)?;
         let completed = self.complete_root_at(&file);
-        self.recount_overhead(&*file);
+        self.measure(&*file);
         completed?;
         self.read_times_of_root(&file)
     }
@@ -161,7 +160,7 @@ impl UnionFs {
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let has_hard_links = inode.kind != FileType::Directory && inode.nlink > 1;
-        let mut room = self.room_for_copy(&inode, 1 + u64::from(has_hard_links))?;
+        let _room = self.room(0, 1)?;
         let (temporary, file, times_mark) = self.make_copy(&inode)?;
         let links = i64::from(inode.nlink);
         if has_hard_links {
@@ -173,9 +172,9 @@ impl UnionFs {
                 .place_new(directory.as_fd(), name)
                 .map_err(|(_, errno)| errno)
         });
-        self.recount_overhead_in(directory, &mut room);
+        self.measure(directory);
         if has_hard_links {
-            self.recount_overhead_in(self.upper.index(), &mut room);
+            self.measure(self.upper.index());
         }
         if let Err(errno) = placed {
             if has_hard_links {
@@ -183,12 +182,12 @@ impl UnionFs {
             }
             return Err(errno);
         }
-        self.count_new(&file, &mut room);
         parent.names_have_changed();
         if has_hard_links && let Err(errno) = self.set_names_upper(&file, links) {
             // The present mark is correct. The next change of the link count writes it again.
             self.host_failed(name, "cannot write the nlink mark", errno);
         }
+        self.measure(&file);
         self.finish_copy(node, &mut state, &inode, (file, times_mark), has_hard_links)
     }
 
@@ -204,14 +203,14 @@ impl UnionFs {
         if host::stat_at(directory, name)?.is_some() {
             return Ok(());
         }
-        let mut room = self.room(NAME_BYTES, 0)?;
+        let _room = self.room(0, 0)?;
         // The host's link count grows by one, and the number of names stays.
         let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
         let linked = preserve_times(parent, directory, || {
             host::link(recount.file(), directory, name)
         });
         self.end_recount(Some(recount), 0);
-        self.recount_overhead_in(directory, &mut room);
+        self.measure(directory);
         linked?;
         parent.names_have_changed();
         Ok(())
@@ -220,7 +219,7 @@ impl UnionFs {
     /// Removes the index entry of an inode.
     pub(super) fn remove_index_entry(&self, nid: Nid) {
         match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
-            Ok(()) => self.recount_overhead(self.upper.index()),
+            Ok(()) => self.measure(self.upper.index()),
             Err(Errno::NOENT) => {}
             // `fsck` finds the stale entry.
             Err(errno) => {
@@ -239,10 +238,10 @@ impl UnionFs {
             return Err(Errno::NOENT);
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
-        let mut room = self.room_for_copy(&inode, 0)?;
+        let _room = self.room(0, 1)?;
         // `_temporary` unlinks the file when it is dropped; the descriptor stays open.
         let (_temporary, file, times_mark) = self.make_copy(&inode)?;
-        self.count_new(&file, &mut room);
+        self.measure(&file);
         self.keep_orphan(node, &file);
         self.release_on_drop(node);
         self.finish_copy(node, &mut state, &inode, (file, times_mark), false)

@@ -19,8 +19,9 @@ use crate::ledger::Flags;
 use crate::options::SyncPolicy;
 use crate::upper::Metacopy;
 
-/// Upper bound of the bytes that the marks of a partial file add to a file's attributes.
-const MARKS_ROOM: u64 = BLOCK_BYTES;
+/// Bytes that the first write to a partial file needs: a block for its marks, a block for its map,
+/// and a block of data.
+const FIRST_BYTES: usize = 3 * BLOCK_BYTES as usize;
 
 impl UnionFs {
     /// Makes a plain file or a partial file of a file before its first write.
@@ -44,16 +45,13 @@ impl UnionFs {
             self.set_origin(&file, inode.nid)?;
             upper.has_origin = true;
         }
-        // The first flush creates the map of the partial file, and must not fail for lack of space.
-        let mut room = self.room(MARKS_ROOM + BLOCK_BYTES, 1)?;
+        // The inode is that of the map, which the first flush creates.
+        let _room = self.room(FIRST_BYTES, 1)?;
         let made = self
             .partials
             .create(self.own_descriptor(&file)?, self.below(node)?);
-        self.recount_overhead_in(&*file, &mut room);
+        self.measure(&*file);
         let partial = made.map_err(|error| self.content_failed(node, error))?;
-        if self.account.is_limited() {
-            self.account.add_map(partial.id(), BLOCK_BYTES, &mut room);
-        }
         // A file that was copied up after it lost its name will not be looked up again, so its
         // partial file is not kept.
         if rustix::fs::fstat(&*file)?.st_nlink == 0 {
@@ -86,12 +84,12 @@ impl UnionFs {
         let keep_times =
             || host::set_times(file, Some(SetTime::At(atime)), Some(SetTime::At(mtime)));
         let copied = self
-            .discard_blocks(node, file, inode.size)
+            .discard_blocks(file, inode.size)
             .and_then(|()| self.copy_bytes(node, inode, file))
             .and_then(|()| keep_times());
         if let Err(errno) = copied {
             // Give the space back. The mark still says that the bytes are in the image.
-            let _ = self.discard_blocks(node, file, inode.size);
+            let _ = self.discard_blocks(file, inode.size);
             let _ = keep_times();
             return Err(errno);
         }
@@ -110,7 +108,7 @@ impl UnionFs {
             SyncPolicy::Batch(most) => most,
             SyncPolicy::Volatile => {
                 let cleared = self.set_metacopy(file, Metacopy::None);
-                self.recount_overhead(&**file);
+                self.measure(&**file);
                 return cleared;
             }
         };
@@ -126,32 +124,31 @@ impl UnionFs {
 
     /// Discards the blocks of the host's file of a copy of metadata, for example bytes of a copy
     /// that a crash undid, and sets its size to `size`.
-    fn discard_blocks(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
-        let stored = self.stored(node);
-        stored
-            .examine(file)
-            .map_err(|error| self.content_failed(node, error))?;
+    fn discard_blocks(&self, file: &File, size: u64) -> Result<(), Errno> {
         let stat = rustix::fs::fstat(file)?;
         if stat.st_blocks > 0 || u64::try_from(stat.st_size) != Ok(size) {
             rustix::fs::ftruncate(file, 0)?;
             rustix::fs::ftruncate(file, size)?;
+            self.measure(file);
         }
-        stored.truncated(0);
         Ok(())
     }
 
     fn copy_bytes(&self, node: &Node, inode: &Inode, file: &File) -> Result<(), Errno> {
-        self.stored(node)
-            .reserve_all(file, 0..inode.size)
+        let _reserved = self
+            .account
+            .reserve_whole_write(file, 0..inode.size)
             .map_err(|error| self.content_failed(node, error))?;
         let mut at = 0;
         let mut failed = None;
-        self.image.read_with(inode, 0, inode.size, &mut |piece| {
+        let read = self.image.read_with(inode, 0, inode.size, &mut |piece| {
             if failed.is_none() {
                 failed = file.write_all_at(piece, at).err();
             }
             at += piece.len() as u64;
-        })?;
+        });
+        self.measure(file);
+        read?;
         match failed {
             Some(error) => Err(errno_of(&error)),
             None => Ok(()),

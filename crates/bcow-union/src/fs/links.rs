@@ -89,7 +89,7 @@ impl UnionFs {
             (Some(NlinkDelta::Lower(_)), Some(_)) => {
                 let names = self.count_names(node.lower, &file)?;
                 let set = self.set_names_upper(&file, names);
-                self.recount_overhead(&*file);
+                self.measure(&*file);
                 set
             }
             _ => Ok(()),
@@ -121,7 +121,7 @@ impl UnionFs {
             // it again.
             self.host_failed(b"", "cannot write the nlink mark", errno);
         }
-        self.recount_overhead(&*recount.file);
+        self.measure(&*recount.file);
     }
 }
 

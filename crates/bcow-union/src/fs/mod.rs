@@ -184,9 +184,6 @@ impl UnionFs {
         instance.refuse_after_volatile(options.sync)?;
         let max_descriptors = descriptors::max_descriptors();
         let account = Arc::new(Account::with_limits(options.limits()));
-        if account.is_limited() {
-            recount::count_stored(&instance, &account).map_err(failed("count its stored bytes"))?;
-        }
         instance.prepare_whiteouts();
         let partials = Partials::new(&instance, Arc::clone(&account), options)
             .map_err(failed("prepare it for partial files"))?;
@@ -232,6 +229,10 @@ impl UnionFs {
             union
                 .restore(inherited)
                 .map_err(failed("find the files that the kernel uses"))?;
+        }
+        if union.account.is_limited() {
+            recount::count_stored(&union.upper, &union.account)
+                .map_err(failed("count its stored bytes"))?;
         }
         union
             .start_background()
@@ -280,12 +281,14 @@ impl UnionFs {
                 return;
             };
             self.drop_orphan(&node);
-            self.forgotten(&node);
+            // The host may have stored metadata when it wrote back the data.
+            self.measure_if_open(&node);
             return self.table.drop_node(node);
         }
         self.pending_frees.forgotten(|| {
             self.drop_orphan(&node);
-            self.forgotten(&node);
+            // A background thread may hold the node for a moment longer.
+            node.release();
             self.leave_batch(&node);
             self.table.drop_node(node);
         });

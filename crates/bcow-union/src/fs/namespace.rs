@@ -11,15 +11,12 @@ use rustix::io::Errno;
 
 use super::attributes::attributes_above;
 use super::attributes::decode_device;
-use super::charge::{MARKS_BYTES, NAME_BYTES};
 use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
 use super::nodes::{Capabilities, Content, HostPlace, Node, NodeState, Upper};
 use super::resent::New;
 use super::types::{Attributes, Caller};
 use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
-use crate::account::{self, Reservation};
-use crate::blocks::BLOCK_BYTES;
 use crate::node::NodeId;
 use crate::upper::{
     ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, Temporary, XattrMode, set_noatime_new,
@@ -180,11 +177,12 @@ impl UnionFs {
         new: &New<'_>,
     ) -> Result<Made, Errno> {
         let owned = self.owned_in(caller, parent, permissions, new)?;
-        let mut room = self.room_for_new(new, &owned, new_name)?;
+        let room = self.room(0, 1)?;
         let made = self.make_at(parent, new_name, name, &owned, new);
-        self.recount_overhead_in(&*new_name.directory, &mut room);
+        self.measure(&*new_name.directory);
         let (file, stat) = made?;
-        self.count_new(&file, &mut room);
+        self.measure(&file);
+        drop(room);
         parent.names_have_changed();
         let host_inode = match &stat {
             Some(stat) => stat.st_ino,
@@ -192,29 +190,6 @@ impl UnionFs {
         };
         let node = self.new_node(parent, name, new, &owned, file, host_inode)?;
         Ok((node, stat))
-    }
-
-    /// Reserves room for a new inode in a directory.
-    fn room_for_new(
-        &self,
-        new: &New<'_>,
-        owned: &NewOwner,
-        new_name: &NewName,
-    ) -> Result<Reservation<'_>, Errno> {
-        let own = match new {
-            New::Directory => BLOCK_BYTES,
-            New::Symlink(target) => account::target_takes(target.len() as u64),
-            New::File | New::Special(..) => 0,
-        };
-        // A directory inherits the ACL twice: as its access ACL and as its default ACL.
-        let acl = owned.acl.as_ref().map_or(0, |acl| 2 * acl.len() as u64);
-        let is_opaque = new_name.is_whited_out && matches!(new, New::Directory);
-        let attributes = if acl > 0 || self.uses_override() || is_opaque {
-            account::attributes_take(MARKS_BYTES + acl)
-        } else {
-            0
-        };
-        self.room(NAME_BYTES + own + attributes, 1)
     }
 
     /// The free place of `name` in `parent`; `EEXIST` if the name exists. The parent is in the
@@ -555,7 +530,7 @@ impl UnionFs {
         {
             let _names = parent.lock_names();
             let new_name = self.new_name(&parent, name)?;
-            let mut room = self.room(NAME_BYTES, 0)?;
+            let _room = self.room(0, 0)?;
             self.restore_nlink_mark(&node)?;
             let file = self.open_upper(&node, Access::Path)?;
             if new_name.is_whited_out {
@@ -574,7 +549,7 @@ impl UnionFs {
             } else {
                 host::link(&file, &*new_name.directory, name)?;
             }
-            self.recount_overhead_in(&*new_name.directory, &mut room);
+            self.measure(&*new_name.directory);
             parent.names_have_changed();
             node.name_is_new.store(true, Ordering::Release);
             if matches!(node.place(), HostPlace::Nowhere) {
@@ -617,8 +592,7 @@ impl UnionFs {
             // This union uses the origin mark. The redirect must keep overlayfs from using a name.
             None => crate::upper::REDIRECT_NOWHERE.to_vec(),
         };
-        let name = Mark::Redirect.name(self.upper.namespace());
-        let mut room = self.room_for_attribute(&file, name, value.len() + MARKS_BYTES as usize)?;
+        let _room = self.room(value.len(), 0)?;
         if let (Some(nid), Some(upper)) = (node.lower, &mut node.write_state().upper)
             && !upper.has_origin
         {
@@ -628,7 +602,7 @@ impl UnionFs {
             upper.has_origin = true;
         }
         let marked = self.set_mark(&file, Mark::Redirect, &value);
-        self.recount_overhead_in(&*file, &mut room);
+        self.measure(&*file);
         match marked {
             Ok(()) => {}
             // The path is longer than an attribute can be. This union uses the origin mark.

@@ -12,9 +12,8 @@
 //!    `kernel_time` (regular files): held to set the time of modification, and to set it again
 //!    after the kernel wrote back a page. No thread holds both.
 //! 2. `state`: the source of the node's attributes and content. Held shared during I/O, and
-//!    exclusively to copy up, to open, to promote, and to change the size or the allocated space of
-//!    a plain file. A thread holds it for one node at a time, and may also hold that of one
-//!    directory above, shared, to read its descriptor.
+//!    exclusively to copy up, to open, and to promote. A thread holds it for one node at a time,
+//!    and may also hold that of one directory above, shared, to read its descriptor.
 //! 3. `times` (directories): held while the host's directory has a temporary time, and to read or
 //!    set its times.
 //! 4. `place`, and the shards of the table: held for a few instructions; no other lock is acquired
@@ -37,7 +36,7 @@ use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::io::Errno;
 
 use super::upper_entry::UpperObject;
-use crate::account::{Account, StoredBlocks};
+use crate::account::Account;
 use crate::host::HiddenChange;
 use crate::ledger::{Flags, Ledger, LedgerEntry, NodeRecord};
 use crate::node::NodeId;
@@ -92,8 +91,6 @@ pub(super) struct Node {
     pub(super) sync_failed: OnceLock<Errno>,
     /// Whether the node is in the queue of the background thread.
     pub(super) is_queued: AtomicBool,
-    /// The stored blocks of a plain file. The file is examined at the first change.
-    pub(super) stored: OnceLock<StoredBlocks>,
     /// Cached target of this symbolic link, so that the host's access time of the link does not
     /// change with each read.
     pub(super) target: OnceLock<Box<[u8]>>,
@@ -103,7 +100,7 @@ pub(super) struct Node {
     /// Whether the work directory has a name of the file: see [`super::orphans`].
     pub(super) has_orphan: AtomicBool,
     /// Set once the node lost its last name: the account to which the drop of this node gives back
-    /// the space that its inode takes beside its data.
+    /// the space of its inode.
     release_on_drop: OnceLock<Arc<Account>>,
 }
 
@@ -218,7 +215,7 @@ impl Drop for Node {
     /// Gives back the space that a node without a name takes. Then drops the parents that only this
     /// node held, one after the other: recursion could overflow the stack on a deep path.
     fn drop(&mut self) {
-        self.release_charge();
+        self.release();
         let take = |place: &mut RwLock<HostPlace>| {
             let place = place.get_mut();
             std::mem::replace(place, HostPlace::Nowhere)
@@ -262,7 +259,6 @@ impl Node {
             is_removed: AtomicBool::new(false),
             sync_failed: OnceLock::new(),
             is_queued: AtomicBool::new(false),
-            stored: OnceLock::new(),
             target: OnceLock::new(),
             entry: OnceLock::new(),
             has_orphan: AtomicBool::new(false),
@@ -341,19 +337,20 @@ impl Node {
         let _ = self.release_on_drop.set(Arc::clone(account));
     }
 
-    /// Gives back to the account what the host frees when this node is dropped.
-    fn release_charge(&mut self) {
+    /// Gives back to the account what the host frees when this node is dropped. It may be called
+    /// more than once.
+    pub(super) fn release(&self) {
         let Some(account) = self.release_on_drop.get() else {
             return;
         };
-        let state = self.state.get_mut();
+        let state = self.read_state();
         if let Some(upper) = &state.upper
             && let Some(file) = &upper.file
             // The inode may still have a name, if a damaged count of names said otherwise.
             && rustix::fs::fstat(&**file).is_ok_and(|stat| stat.st_nlink == 0)
         {
             // Before the file is closed: afterwards the host may reuse the inode number.
-            account.release_inode(upper.host_inode);
+            account.forget(upper.host_inode);
         }
     }
 

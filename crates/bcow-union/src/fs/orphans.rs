@@ -44,7 +44,10 @@ impl UnionFs {
             other => other,
         };
         match linked {
-            Ok(()) => node.has_orphan.store(true, Ordering::Release),
+            Ok(()) => {
+                node.has_orphan.store(true, Ordering::Release);
+                self.measure(self.upper.work());
+            }
             Err(errno) => tracing::debug!("cannot keep the removed file {name}: {errno}"),
         }
     }

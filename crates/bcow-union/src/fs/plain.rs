@@ -21,11 +21,12 @@ impl UnionFs {
         data: &[u8],
     ) -> Result<usize, Errno> {
         let file = plain_file(state)?;
-        let failed = |error| self.content_failed(node, error);
-        let stored = self.stored(node);
         let end = offset + data.len() as u64;
-        let reserved = stored.reserve(&*file, offset..end).map_err(failed)?;
-        let data = &data[..(reserved.end - offset) as usize];
+        let (_reserved, end) = self
+            .account
+            .reserve_write(&*file, offset..end)
+            .map_err(|error| self.content_failed(node, error))?;
+        let data = &data[..(end - offset) as usize];
         let mut written = 0;
         let mut result = Ok(());
         while written < data.len() {
@@ -39,34 +40,29 @@ impl UnionFs {
                 }
             }
         }
-        if written < data.len() {
-            let kept = if written > 0 { offset + written as u64 } else { 0 };
-            stored.release_unwritten(reserved, kept);
-        }
+        self.measure_plain(state, &file);
         match (written, result) {
             (0, Err(errno)) => Err(errno),
             (written, _) => Ok(written),
         }
     }
 
-    pub(super) fn resize_plain(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
-        let stored = self.stored(node);
-        stored
-            .examine(file)
-            .map_err(|error| self.content_failed(node, error))?;
-        rustix::fs::ftruncate(file, size)?;
-        stored.truncated(size);
+    pub(super) fn resize_plain(&self, state: &NodeState, size: u64) -> Result<(), Errno> {
+        let file = plain_file(state)?;
+        rustix::fs::ftruncate(&*file, size)?;
+        self.measure_plain(state, &file);
         Ok(())
     }
 
     pub(super) fn allocate_plain(
         &self,
         node: &Node,
-        file: &File,
+        state: &NodeState,
         offset: u64,
         length: u64,
         how: Allocate,
     ) -> Result<(), Errno> {
+        let file = plain_file(state)?;
         let flags = match how {
             Allocate::Extend => FallocateFlags::empty(),
             Allocate::KeepSize => FallocateFlags::KEEP_SIZE,
@@ -74,20 +70,24 @@ impl UnionFs {
             Allocate::ZeroExtend => FallocateFlags::ZERO_RANGE,
             Allocate::ZeroKeep => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
         };
-        let failed = |error| self.content_failed(node, error);
-        let stored = self.stored(node);
-        let range = offset..offset + length;
-        if how == Allocate::PunchHole {
-            stored.examine(file).map_err(failed)?;
-            rustix::fs::fallocate(file, flags, offset, length)?;
-            stored.punched(range);
-            return Ok(());
+        let range = match how {
+            Allocate::PunchHole => 0..0,
+            _ => offset..offset + length,
+        };
+        let _reserved = self
+            .account
+            .reserve_whole_write(&*file, range)
+            .map_err(|error| self.content_failed(node, error))?;
+        let allocated = rustix::fs::fallocate(&*file, flags, offset, length);
+        self.measure_plain(state, &file);
+        allocated
+    }
+
+    /// Updates the counted space of a plain file after a change of its content.
+    fn measure_plain(&self, state: &NodeState, file: &File) {
+        if let Some(upper) = &state.upper {
+            self.measure_inode(upper.host_inode, file);
         }
-        let reserved = stored.reserve_all(file, range).map_err(failed)?;
-        rustix::fs::fallocate(file, flags, offset, length).inspect_err(|_| {
-            stored.release_unwritten(reserved, 0);
-        })?;
-        stored.reexamine(file).map_err(failed)
     }
 }
 
@@ -99,22 +99,6 @@ pub(super) fn plain_file(state: &NodeState) -> Result<Arc<File>, Errno> {
         .filter(|upper| upper.is_fully_open)
         .and_then(|upper| upper.file.clone())
         .ok_or(Errno::STALE)
-}
-
-/// Runs `change` on a plain file while no request writes to it. `None` if the file is not plain or
-/// not open any more.
-///
-/// A write charges its blocks, and stores them later. A change that frees space must not run in
-/// between: it would release the charge of a block that the write then stores.
-pub(super) fn without_writes<T>(
-    node: &Node,
-    change: impl FnOnce(&File) -> Result<T, Errno>,
-) -> Option<Result<T, Errno>> {
-    let state = node.write_state();
-    match &state.content {
-        Content::Plain => plain_file(&state).ok().map(|file| change(&file)),
-        _ => None,
-    }
 }
 
 /// Marks all bytes as in the upper's file.

@@ -12,7 +12,6 @@ use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::nodes::{Content, HostPlace, Node};
-use super::plain::plain_file;
 use super::{UnionFs, host};
 use crate::ledger::Flags;
 use crate::node::NodeId;
@@ -44,18 +43,17 @@ impl UnionFs {
             .map(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode));
         match (is_above, is_below) {
             (None, true) => {
-                let mut room = self.room_to_hide()?;
                 // The host's link count does not change.
                 let recount = self.begin_recount(&node)?;
                 let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
                 self.end_recount(recount, i64::from(hidden.is_ok()));
-                self.recount_overhead_in(&*directory, &mut room);
+                self.measure(&*directory);
                 hidden?;
             }
             (above, true) => self.upper.place_whiteout(directory.as_fd(), name, above)?,
             (Some(_), false) => {
                 rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
-                self.recount_overhead(&*directory);
+                self.measure(&*directory);
             }
             (None, false) => return Err(Errno::NOENT),
         }
@@ -89,9 +87,8 @@ impl UnionFs {
         let is_above = node.read_state().upper.is_some();
         match (is_above, is_below) {
             (false, _) => {
-                let mut room = self.room_to_hide()?;
                 let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
-                self.recount_overhead_in(&*directory, &mut room);
+                self.measure(&*directory);
                 hidden?;
             }
             (true, true) => {
@@ -110,7 +107,7 @@ impl UnionFs {
                     rustix::fs::FileType::Directory,
                 )?;
                 self.keep_directory(&node, removed);
-                self.recount_overhead(&*directory);
+                self.measure(&*directory);
             }
         }
         parent.names_have_changed();
@@ -248,17 +245,10 @@ impl UnionFs {
             (Content::Unknown, Some(upper)) => upper.is_partial,
             _ => false,
         };
-        if is_partial {
-            drop(state);
-            // Another process that takes over the mount needs the map.
-            if self.ledger.is_none() {
-                self.remove_partial_of(node, file)?;
-            }
-        } else if !is_partial && self.account.limit().is_some() {
-            // Opens the file and finds its content now: [`UnionFs::forgotten`] needs both to
-            // release the charge.
-            drop(state);
-            self.known_content(node).map(drop)?;
+        drop(state);
+        // Another process that takes over the mount needs the map.
+        if is_partial && self.ledger.is_none() {
+            self.remove_partial_of(node, file)?;
         }
         Ok(())
     }
@@ -280,44 +270,6 @@ impl UnionFs {
         self.partials
             .remove(&mark)
             .map_err(|error| self.content_failed(node, error))
-    }
-
-    /// Called when the kernel forgot a node. Releases the charge for its data if it has no name;
-    /// otherwise ends the tracking of its stored blocks.
-    pub(super) fn forgotten(&self, node: &Node) {
-        if node.kind != FileType::Regular || !self.account.is_limited() {
-            return;
-        }
-        if !node.is_removed.load(Ordering::Acquire) {
-            return self.end_tracking(node);
-        }
-        let state = node.read_state();
-        let (Content::Plain, Ok(file)) = (&state.content, plain_file(&state)) else {
-            return;
-        };
-        if let Err(error) = self.stored(node).release_all(&*file) {
-            self.content_failed(node, error);
-        }
-    }
-
-    /// Ends the tracking of the stored blocks of a node that the kernel forgot.
-    pub(super) fn end_tracking(&self, node: &Node) {
-        if node.kind != FileType::Regular || !self.account.is_limited() {
-            return;
-        }
-        self.recount_if_open(node);
-        let Some(stored) = node.stored.get() else {
-            return;
-        };
-        // A lookup may just have found the node again. It must not write meanwhile.
-        let mut state = node.write_state();
-        let Ok(file) = self.open_upper_locked(node, &mut state, Access::Data) else {
-            return;
-        };
-        if let Err(error) = stored.stop_tracking(&*file) {
-            drop(state);
-            self.content_failed(node, error);
-        }
     }
 }
 

@@ -14,7 +14,6 @@ use parking_lot::MutexGuard;
 use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
-use super::charge::NAME_BYTES;
 use super::lookup::Access;
 use super::namespace::check_new_name;
 use super::nodes::{HostPlace, Node};
@@ -139,11 +138,10 @@ impl UnionFs {
         self.make_movable(from, node)?;
         self.hide_lower(node, to)?;
         let above = self.lookup_upper(&to.directory, to.name)?;
-        let new_names = u64::from(!matches!(
-            above,
-            UpperEntry::Object(_) | UpperEntry::Whiteout
-        ));
-        let mut room = self.room(new_names * NAME_BYTES, 0)?;
+        let _room = match above {
+            UpperEntry::Object(_) | UpperEntry::Whiteout => None,
+            UpperEntry::Absent => Some(self.room(0, 0)?),
+        };
         let was_indexed_only = there.is_some_and(|there| {
             !there.is_directory()
                 && !matches!(above, UpperEntry::Object(_))
@@ -171,8 +169,8 @@ impl UnionFs {
             rename(from, to, RenameFlags::empty())
         };
         self.end_recount(recount, i64::from(placed.is_ok()));
-        self.recount_overhead_in(&*to.directory, &mut room);
-        self.recount_overhead_in(&*from.directory, &mut room);
+        self.measure(&*to.directory);
+        self.measure(&*from.directory);
         if let Err(errno) = placed {
             if let Some(cleared) = cleared {
                 // If the old directory cannot be moved back, the new one with the same attributes
@@ -253,10 +251,9 @@ impl UnionFs {
             return Ok(());
         }
         let file = self.open_upper(node, Access::Directory)?;
-        let name = Mark::Opaque.name(self.upper.namespace());
-        let mut room = self.room_for_attribute(&file, name, 1)?;
+        let _room = self.room(0, 0)?;
         let set = self.set_mark(&file, Mark::Opaque, b"y");
-        self.recount_overhead_in(&*file, &mut room);
+        self.measure(&*file);
         set
     }
 

@@ -1,14 +1,11 @@
-//! Statistics: the answers for `statfs` and `bcow stats`, and the stored blocks of a plain file.
+//! Statistics: the answers for `statfs` and `bcow stats`.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
 
 use super::UnionFs;
-use super::nodes::Node;
 use super::types::Figures;
-use crate::account::StoredBlocks;
 use crate::blocks::BLOCK_BYTES;
 use crate::options::SyncPolicy;
 use crate::partial::{PartialStatus, Statistics};
@@ -26,7 +23,7 @@ pub struct Report {
     pub nodes: u64,
     /// Limit of stored bytes.
     pub limit_bytes: Option<u64>,
-    /// Counted bytes: with a limit all stored bytes, without one those of partial files.
+    /// Counted bytes; 0 without a limit, as they are not counted then.
     pub counted_bytes: u64,
     pub limit_inodes: Option<u64>,
     /// Counted inodes; 0 without a limit, as they are not counted then.
@@ -57,14 +54,14 @@ impl UnionFs {
             inodes: host.f_files,
             inodes_free: host.f_ffree,
         };
-        if let Some(limit) = self.account.limit() {
+        let limits = self.account.limits();
+        if let Some(limit) = limits.bytes {
             let left = self.account.left().unwrap_or(0) / BLOCK_BYTES;
             figures.blocks = limit / BLOCK_BYTES;
             figures.free = figures.free.min(left);
             figures.available = figures.available.min(left);
         }
-        if let (Some(limit), Some(left)) = (self.account.inode_limit(), self.account.inodes_left())
-        {
+        if let (Some(limit), Some(left)) = (limits.inodes, self.account.inodes_left()) {
             // A host without an inode count, as btrfs, reports 0.
             figures.inodes_free = match figures.inodes {
                 0 => left,
@@ -94,9 +91,9 @@ impl UnionFs {
             image: self.upper.record().image_name.clone(),
             sync: self.options.sync,
             nodes: self.table.len() as u64,
-            limit_bytes: self.account.limit(),
+            limit_bytes: self.account.limits().bytes,
             counted_bytes: self.account.used(),
-            limit_inodes: self.account.inode_limit(),
+            limit_inodes: self.account.limits().inodes,
             counted_inodes: self.account.inodes(),
             copied_metadata: self.copied_metadata.load(Ordering::Relaxed),
             copied_whole: self.copied_whole.load(Ordering::Relaxed),
@@ -104,11 +101,5 @@ impl UnionFs {
             blocks,
             partials: self.partials.statistics(),
         }
-    }
-
-    /// The stored blocks of a plain file.
-    pub(super) fn stored<'n>(&self, node: &'n Node) -> &'n StoredBlocks {
-        node.stored
-            .get_or_init(|| StoredBlocks::new(Arc::clone(&self.account)))
     }
 }

@@ -217,11 +217,6 @@ impl Restoring<'_> {
             if node.read_state().upper.is_some() {
                 union.release_on_drop(&node);
             }
-            if kind == FileType::Regular && union.account.is_limited() {
-                // [`UnionFs::forgotten`] needs the content to release the charge. An error is for
-                // the program that uses the file.
-                let _ = union.known_content(&node).map(drop);
-            }
         }
         match record.references {
             0 => {

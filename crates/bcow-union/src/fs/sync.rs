@@ -81,9 +81,12 @@ impl UnionFs {
             _ => return Ok(()),
         };
         match what {
-            SyncScope::Data if !name_is_new => rustix::fs::fdatasync(&*file),
-            _ => rustix::fs::fsync(&*file),
+            SyncScope::Data if !name_is_new => rustix::fs::fdatasync(&*file)?,
+            _ => rustix::fs::fsync(&*file)?,
         }
+        // The host stores some metadata of a file only when it writes back the data.
+        self.measure(&*file);
+        Ok(())
     }
 
     /// Makes the names of a directory durable.
@@ -228,7 +231,7 @@ impl UnionFs {
         if let Some(upper) = &state.upper {
             upper.hiding_change(&file, || self.set_metacopy(&file, Metacopy::None))?;
         }
-        self.recount_node(node, &file);
+        self.measure(&*file);
         if let Some(upper) = &mut state.upper {
             upper.in_batch = false;
         }

@@ -93,10 +93,12 @@ impl UnionFs {
             ctime: host::timestamp(stat.st_ctime, stat.st_ctime_nsec),
         };
         if node.is_merged() || is_beyond_host(&mark, host_atime) {
+            // A mark that replaces another needs no room.
+            let _room = if known.is_none() { Some(self.room(0, 0)?) } else { None };
             *known = self.set_times_mark(node, file, mark)?;
         } else if known.is_some() {
             Mark::Times.clear(Attribute::Path(file.as_fd()), self.upper.namespace())?;
-            self.recount_overhead(file);
+            self.measure(file);
             *known = None;
         }
         Ok(())
@@ -152,11 +154,8 @@ impl UnionFs {
         if !self.can_be_marked(node.kind) {
             return Ok(None);
         }
-        let value = mark.encode();
-        let name = Mark::Times.name(self.upper.namespace());
-        let mut room = self.room_for_attribute(file, name, value.len())?;
-        let set = self.set_mark(file, Mark::Times, &value);
-        self.recount_overhead_in(file, &mut room);
+        let set = self.set_mark(file, Mark::Times, &mark.encode());
+        self.measure(file);
         set.map(|()| Some(mark))
     }
 }

@@ -134,9 +134,9 @@ impl UnionFs {
         value: &[u8],
         how: XattrMode,
     ) -> Result<(), Errno> {
-        let mut room = self.room_for_attribute(file, name, value.len())?;
+        let _room = self.room(value.len(), 0)?;
         let set = Attribute::Path(file.as_fd()).set(name, value, how);
-        self.recount_overhead_in(file, &mut room);
+        self.measure(file);
         set
     }
 
@@ -212,7 +212,7 @@ impl UnionFs {
         let file = self.open_upper(&node, Access::Path)?;
         let stored = self.stored_name(&node, name)?;
         let removed = Attribute::Path(file.as_fd()).remove(&stored);
-        self.recount_node(&node, &file);
+        self.measure(&*file);
         self.attributes_have_changed(&node);
         removed
     }

@@ -37,7 +37,7 @@ impl Partial {
     /// program.
     pub(super) fn complete_ahead(&self, frame: &Frame) {
         let most = self.shared.options.ahead_blocks;
-        if most == 0 || self.shared.account.limit().is_some() || !frame.marked {
+        if most == 0 || self.shared.account.limits().bytes.is_some() || !frame.marked {
             return;
         }
         let new = {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use rustix::io::Errno;
 
-use crate::account::{ChargeError, NoSpace};
+use crate::account::LimitReached;
 use crate::errors::ErrorKind;
 use crate::host::errno_of;
 
@@ -28,7 +28,7 @@ pub enum PartialError {
     },
     /// The upper's size limit leaves no room.
     #[error(transparent)]
-    NoSpace(#[from] NoSpace),
+    NoSpace(#[from] LimitReached),
     /// The stored data of the partial file is damaged.
     #[error("{}: at byte {offset}: {damage}", file.display())]
     Damaged {
@@ -162,15 +162,6 @@ impl PartialError {
     /// Whether the error is a lack of space, on the host or under the size limit.
     pub fn is_no_space(&self) -> bool {
         matches!(self.errno(), Errno::NOSPC | Errno::DQUOT)
-    }
-}
-
-impl From<ChargeError> for PartialError {
-    fn from(error: ChargeError) -> Self {
-        match error {
-            ChargeError::Host { action, errno } => PartialError::Host { action, errno },
-            ChargeError::NoSpace(error) => PartialError::NoSpace(error),
-        }
     }
 }
 

@@ -54,6 +54,8 @@ impl Partial {
             self.return_unrecorded(&new);
             return Err(error);
         }
+        // The host stores some metadata of a file only when it writes back the data.
+        self.measure();
         if !marked {
             return completed;
         }
@@ -184,10 +186,7 @@ impl Partial {
             self.shared
                 .log("cannot remove the map of a promoted partial file", &error);
         }
-        if let Err(error) = self.stored.stop_tracking(self.content()) {
-            self.shared
-                .log("cannot count the space of a plain file", &error.into());
-        }
+        self.measure();
         let promotions = &self.shared.counters.promotions;
         promotions.fetch_add(1, Ordering::Relaxed);
         drop(frame);

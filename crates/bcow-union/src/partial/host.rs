@@ -53,9 +53,10 @@ pub trait MapStore: Send + Sync {
     fn remove(&self, id: u64) -> io::Result<()>;
     /// The path of the map, for messages.
     fn path(&self, id: u64) -> PathBuf;
-    /// Counts that the map, or the file that will become it, has at least `bytes` bytes.
-    fn count(&self, id: u64, bytes: u64) {
-        let _ = (id, bytes);
+    /// Updates the counted space of the map, whose file is `file`, after a change.
+    fn measure(&self, id: u64, file: &dyn HostFile) -> io::Result<()> {
+        let _ = (id, file);
+        Ok(())
     }
 }
 
@@ -136,9 +137,8 @@ impl MarkedFile for UpperFile {
 
 /// The directories of an upper that hold the maps and temporary files.
 ///
-/// One inode and one block are charged for each map when its partial file is created. The growth of
-/// a map is added even above the limit: the blocks that the new records list are already written,
-/// and take at least sixteen times as much space.
+/// A map is measured after each change, even if it grows beyond the limit: the blocks that the new
+/// records list are already written, and take at least sixteen times as much space.
 pub(super) struct MapDirectory {
     maps: OwnedFd,
     work: OwnedFd,
@@ -157,9 +157,13 @@ impl MapDirectory {
         }
     }
 
-    fn recount_directory(&self) -> io::Result<()> {
-        let mut room = self.account.unreserved();
-        Ok(self.account.overhead.recount(&self.maps, &mut room)?)
+    fn measure_directory(&self) -> io::Result<()> {
+        if !self.account.is_limited() {
+            return Ok(());
+        }
+        let stat = || rustix::fs::fstat(&self.maps);
+        let stored = || Ok(u64::try_from(stat()?.st_blocks).unwrap_or(0) * 512);
+        self.account.measure(stat()?.st_ino, stored)
     }
 }
 
@@ -181,21 +185,11 @@ impl MapStore for MapDirectory {
             OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(0o600);
         let file = rustix::fs::openat(&self.work, temporary_name(id), flags, mode)?;
-        if self.account.is_limited() {
-            self.account.add_map(id, 0, &mut self.account.unreserved());
-        }
         Ok(Arc::new(File::from(file)))
     }
     fn publish(&self, id: u64) -> io::Result<()> {
         rustix::fs::renameat(&self.work, temporary_name(id), &self.maps, entry_name(id))?;
-        if self.account.is_limited() {
-            // The new map may be smaller than the one that it replaced.
-            if let Some(map) = self.open(id)? {
-                self.account.set_map(id, map.size()?);
-            }
-            self.recount_directory()?;
-        }
-        Ok(())
+        self.measure_directory()
     }
     fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(&self.maps)?)
@@ -230,18 +224,13 @@ impl MapStore for MapDirectory {
                 Err(errno) => return Err(errno.into()),
             }
         }
-        if self.account.is_limited() {
-            self.account.release_map(id);
-            self.recount_directory()?;
-        }
-        Ok(())
+        self.account.forget_map(id);
+        self.measure_directory()
     }
     fn path(&self, id: u64) -> PathBuf {
         self.path.join(entry_name(id))
     }
-    fn count(&self, id: u64, bytes: u64) {
-        if self.account.is_limited() {
-            self.account.grow_map(id, bytes);
-        }
+    fn measure(&self, id: u64, file: &dyn HostFile) -> io::Result<()> {
+        self.account.measure_map(id, || file.stored_bytes())
     }
 }

@@ -172,8 +172,8 @@ impl Map {
         }
         let bytes = journal::encode(blocks, &self.header(0), self.records);
         let at = (self.records + 1) * SECTOR_BYTES as u64;
-        self.store.count(self.id, at + bytes.len() as u64);
         write_all(file, at, &bytes)
+            .and_then(|()| self.store.measure(self.id, file))
             .map_err(PartialError::host("write the map of a partial file"))?;
         if barriers == Barriers::Use {
             file.sync_data()
@@ -191,8 +191,8 @@ impl Map {
         let mut bytes = self.header(count).encode().to_vec();
         bytes.extend_from_slice(&records);
         let file = self.store.create(self.id).map_err(failed)?;
-        self.store.count(self.id, bytes.len() as u64);
         write_all(&*file, 0, &bytes).map_err(failed)?;
+        self.store.measure(self.id, &*file).map_err(failed)?;
         // Before the first rewrite the mark says that no map exists, so no open reads the file. The
         // fsync of the file then also makes its name durable.
         let is_first = self.file.is_none();

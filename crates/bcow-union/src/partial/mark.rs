@@ -7,7 +7,6 @@ use rustix::io::Errno;
 use super::host::MarkedFile;
 use super::shared::Shared;
 use super::{PartialError, PartialMark};
-use crate::account::StoredBlocks;
 
 /// The state of the mark on the host's file.
 pub(super) struct MarkState {
@@ -103,19 +102,13 @@ fn restore_copy(shared: &Shared, host: &dyn MarkedFile) {
 /// Sets the size of the host's file to the size of the lower file. A metadata copy already has this
 /// size, unless a crash or a full host interrupted its creation. In that case its content is not
 /// valid and is discarded.
-pub(super) fn fit_size(
-    host: &dyn MarkedFile,
-    stored: &StoredBlocks,
-    size: u64,
-) -> Result<(), PartialError> {
+pub(super) fn fit_size(host: &dyn MarkedFile, size: u64) -> Result<(), PartialError> {
     if size_of(host)? == size {
         return Ok(());
     }
     let content = host.content();
-    stored.examine(content)?;
     let failed = PartialError::host("empty the file of a partial file");
     content.set_size(0).map_err(failed)?;
-    stored.truncated(0);
     content.set_size(size).map_err(failed)
 }
 

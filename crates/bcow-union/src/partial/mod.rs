@@ -55,12 +55,11 @@ mod write;
 use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use bcow::sync::{Mutex, MutexGuard, RwLock};
 use std::ops::Range;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use rustix::io::Errno;
 
 use crate::Seek;
-use crate::account::StoredBlocks;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::host::{HiddenChange, HostFile};
 use host::MarkedFile;
@@ -141,7 +140,8 @@ pub struct Partial {
     presence: RwLock<Presence>,
     stripes: [Mutex<Stripe>; STRIPES],
     incomplete: AtomicU64,
-    stored: StoredBlocks,
+    /// The number of the host's inode, once it was read. It does not change.
+    inode: OnceLock<u64>,
     mark: Mutex<MarkState>,
     /// Whether the mark's limit is larger than `limit`. The mark must be written before the file
     /// may grow.
@@ -196,11 +196,7 @@ impl Partial {
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<Self>, PartialError> {
         let size = lower.size();
-        fit_size(
-            &*host,
-            &StoredBlocks::new(Arc::clone(&shared.account)),
-            size,
-        )?;
+        fit_size(&*host, size)?;
         let mark = PartialMark {
             id: shared.new_id(),
             block_shift: BLOCK_BYTES.trailing_zeros() as u8,
@@ -254,6 +250,10 @@ impl Partial {
         map: Map,
         present: BlockSet,
     ) -> Arc<Self> {
+        if !mark.map_exists {
+            // The first flush creates the map, and must not fail for lack of space.
+            let _ = shared.account.measure_map(mark.id, || Ok(0));
+        }
         // A crash may have come after the truncation of the file and before the write of the mark.
         let limit = mark.lower_limit.min(size);
         let counters = &shared.counters;
@@ -277,7 +277,7 @@ impl Partial {
             }),
             stripes: Default::default(),
             incomplete: AtomicU64::new(0),
-            stored: StoredBlocks::new(Arc::clone(&shared.account)),
+            inode: OnceLock::new(),
             mark: Mutex::new(MarkState::new(mark)),
             mark_is_stale: AtomicBool::new(limit < mark.lower_limit),
             map: Mutex::new(map),
@@ -292,6 +292,32 @@ impl Partial {
 
     fn content(&self) -> &dyn HostFile {
         self.host.content()
+    }
+
+    /// Updates the counted space of the host's file after a change.
+    fn measure(&self) {
+        let account = &self.shared.account;
+        let measured = if account.is_limited() {
+            self.inode()
+                .and_then(|inode| account.measure(inode, || self.content().stored_bytes()))
+        } else {
+            Ok(())
+        };
+        if let Err(error) = measured {
+            // The old figure stays until the next measurement.
+            let error = PartialError::host("read its allocated size")(error);
+            self.shared.log("cannot count the space of a file", &error);
+        }
+    }
+
+    fn inode(&self) -> std::io::Result<u64> {
+        match self.inode.get() {
+            Some(inode) => Ok(*inode),
+            None => {
+                let inode = self.content().inode()?;
+                Ok(*self.inode.get_or_init(|| inode))
+            }
+        }
     }
 
     fn stripe(&self, block: u64) -> MutexGuard<'_, Stripe> {
@@ -424,15 +450,12 @@ impl Drop for Partial {
         counters.present.fetch_sub(present, Ordering::Relaxed);
         let left: usize = self.stripes.iter().map(|stripe| lock(stripe).len()).sum();
         self.shared.completion_ended(left as u64);
-        let left = if self.discarded.load(Ordering::Acquire) {
-            self.stored
-                .release_all(self.content())
-                .map_err(PartialError::from)
-        } else {
-            let released = self.stored.stop_tracking(self.content());
-            self.confirm().and(released.map_err(PartialError::from))
-        };
-        if let Err(error) = left {
+        if self.discarded.load(Ordering::Acquire) {
+            // Before the file is closed: afterwards the host may reuse the inode number.
+            if let Ok(inode) = self.inode() {
+                self.shared.account.forget(inode);
+            }
+        } else if let Err(error) = self.confirm() {
             self.shared.log("cannot close a partial file", &error);
         }
         self.shared.unregister(self.id);

@@ -38,12 +38,11 @@ impl Partial {
     }
 
     fn cut(&self, frame: &mut Frame, size: u64) -> Result<(), PartialError> {
-        self.stored.examine(self.content())?;
         self.content()
             .set_size(size)
             .map_err(PartialError::host("truncate a partial file"))?;
         self.size.store(size, Ordering::Release);
-        self.stored.truncated(size);
+        self.measure();
         self.end_incomplete(size.div_ceil(BLOCK_BYTES)..u64::MAX);
         let edge = size / BLOCK_BYTES;
         let length = size % BLOCK_BYTES;
@@ -140,10 +139,9 @@ impl Partial {
 
     /// Punches a hole into the host's file, or writes zeros if the host cannot punch holes.
     fn punch(&self, frame: &Frame, hole: Range<u64>) -> Result<(), PartialError> {
-        self.stored.examine(self.content())?;
         match self.content().punch(hole.start, hole.end - hole.start) {
             Ok(()) => {
-                self.stored.punched(hole);
+                self.measure();
                 Ok(())
             }
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
@@ -154,7 +152,8 @@ impl Partial {
     }
 
     fn write_zeros(&self, frame: &Frame, range: Range<u64>) -> Result<(), PartialError> {
-        let reserved = self.stored.reserve_all(self.content(), range.clone())?;
+        let account = &self.shared.account;
+        let _reserved = account.reserve_whole_write(self.content(), range.clone())?;
         let mut at = range.start;
         while at < range.end {
             let n = (range.end - at).min(ZEROS.len() as u64) as usize;
@@ -162,11 +161,12 @@ impl Partial {
                 // The next write reports the error that caused a short write.
                 Ok(written) => at += written as u64,
                 Err(error) => {
-                    self.stored.release_unwritten(reserved, at);
+                    self.measure();
                     return Err(error);
                 }
             }
         }
+        self.measure();
         Ok(())
     }
 
@@ -183,14 +183,11 @@ impl Partial {
         if size == KeepSize::Grow && end > self.size() {
             self.before_growth(&frame)?;
         }
-        let reserved = self.stored.reserve_all(self.content(), offset..end)?;
+        let account = &self.shared.account;
+        let _reserved = account.reserve_whole_write(self.content(), offset..end)?;
         let allocated = self.content().allocate(offset, length);
-        if let Err(error) = allocated {
-            self.stored.release_unwritten(reserved, 0);
-            return Err(PartialError::host("allocate space for a partial file")(
-                error,
-            ));
-        }
+        self.measure();
+        allocated.map_err(PartialError::host("allocate space for a partial file"))?;
         match size {
             KeepSize::Grow => self.grow(&frame, end),
             KeepSize::Keep => Ok(()),

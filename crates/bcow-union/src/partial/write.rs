@@ -32,14 +32,11 @@ impl Partial {
         if end > self.size() {
             self.before_growth(&frame)?;
         }
-        let reserved = self.stored.reserve(self.content(), offset..end)?;
-        let fits = &data[..(reserved.end - offset) as usize];
+        let account = &self.shared.account;
+        let (_reserved, end) = account.reserve_write(self.content(), offset..end)?;
+        let fits = &data[..(end - offset) as usize];
         let result = self.write_reserved(&frame, offset, fits);
-        let written = *result.as_ref().unwrap_or(&0);
-        if written < fits.len() {
-            self.stored
-                .release_unwritten(reserved, offset + written as u64);
-        }
+        self.measure();
         result
     }
 

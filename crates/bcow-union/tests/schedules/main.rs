@@ -6,6 +6,7 @@
 //! leaves must be the result of some sequential order of the operations ([`orders`]).
 
 mod host;
+mod limit;
 mod model;
 mod orders;
 mod sparse;

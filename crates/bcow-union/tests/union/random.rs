@@ -12,10 +12,10 @@ use crate::image::{self, noise};
 use crate::tree::{assert_same, tree_of};
 
 /// A directory entry with its attributes.
-type Found = (NodeId, Vec<u8>, Attributes);
+pub type Found = (NodeId, Vec<u8>, Attributes);
 
 /// All directories and all entries.
-fn all(union: &Union) -> (Vec<NodeId>, Vec<Found>) {
+pub fn all(union: &Union) -> (Vec<NodeId>, Vec<Found>) {
     let (mut directories, mut files) = (Vec::new(), Vec::new());
     let mut todo = vec![NodeId::ROOT];
     while let Some(id) = todo.pop() {
