@@ -1341,7 +1341,7 @@ class Protocol(PoolCase):
         self.assertEqual((hello["version"], hello["pool"]), (1, "pool"))
         for line, mention in [
             (b'{"version":99,"request":"stats"}\n', "version 99"),
-            (b'{"version":1,"request":"sing"}\n', '"sing"'),
+            (b'{"version":1,"request":"sing"}\n', "`sing`"),
             (b'{"version":1,"request":"stop"}\n', "force"),
             (b"\0\xff\n", "invalid request"),
             (b"x" * ((1 << 20) + 1), "the line has more than 1048576 bytes"),
