@@ -23,15 +23,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
 use bcow::OpenOptions;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::cancel::Cancel;
 use crate::conversion::Target;
 use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
-use crate::hidden::UpperLayers;
 use crate::image::{Image, ImageConfig, minimal_config};
-use crate::image_file::{ImagesByDigest, read_back, writer_options};
+use crate::image_file::writer_options;
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
 use crate::layout::write::{
@@ -40,6 +39,7 @@ use crate::layout::write::{
 use crate::lower::LowerIndex;
 use crate::metadata::{Metadata, options_json, tool};
 use crate::null::some_fields;
+use crate::one_layer::write_layer;
 use crate::options::{ConvertOptions, Progress};
 use crate::parallel;
 use crate::platform::Platform;
@@ -424,28 +424,8 @@ impl LayerConversions<'_> {
             inline_max: INLINE_MAX,
         };
         let reading = self.reading();
-        let mut uppers = UpperLayers::default();
-        let read = conversion.layer(input, &reading, &mut uppers)?;
-        let diff_id = input.diff_id.clone().or(read.bytes.diff_id);
-        let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
-        // The same archive, options and tool give the same text for any source.
-        let layer = json!({
-            "diff_id": diff_id,
-            "tar_bytes": read.bytes.tar,
-            "tar_entries": read.entries,
-        });
-        let described = Map::from_iter([("layer".to_owned(), layer)]);
-        let metadata = Metadata::new(&tool(self.options), options.clone(), described);
-        let tree = uppers.into_layers().pop().unwrap_or_default();
-        let tree = tree.into_overlay();
-        let tree = tree.map_err(|problem| ConvertError::tree(&input.name, problem))?;
-        let finished = conversion.finish(&tree, metadata)?;
-        drop(tree);
-        if self.options.verify {
-            let below = ImagesByDigest::default();
-            read_back(&finished.written, output.file()?, &below, threads)?;
-        }
-        Ok((self.layout.finish(output)?, diff_id))
+        let layer = write_layer(input, target, options, self.options, &reading, lower)?;
+        Ok((self.layout.finish(output)?, layer.diff_id))
     }
 }
 

@@ -12,11 +12,11 @@ use crate::conversion::{Conversion, ReadLayer, Target};
 use crate::digest::{DiffId, hex};
 use crate::error::ConvertError;
 use crate::hidden::UpperLayers;
-use crate::image_file::{ImagesByDigest, read_back, tree_error};
+use crate::image_file::{ImagesByDigest, read_back};
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading};
 use crate::lower::LowerIndex;
-use crate::metadata::{Metadata, insert_some, options_json, tool};
+use crate::metadata::{Metadata, options_json, tool};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
 use crate::source::Source;
@@ -123,19 +123,18 @@ pub(crate) fn write_layer(
     // The archive may lack padding that the recorded diffID covers.
     let diff_id = input.diff_id.clone().or(read.bytes.diff_id.clone());
     let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
-    let mut layer = Map::new();
-    let fields = [
-        ("diff_id", Some(json!(diff_id))),
-        ("tar_bytes", Some(json!(read.bytes.tar))),
-        ("tar_entries", Some(json!(read.entries))),
-    ];
-    insert_some(&mut layer, fields);
-    let metadata = Metadata::of_layer(described.clone(), &tool(options), Value::Object(layer));
+    // The same archive, options and tool give the same text for any source.
+    let layer = json!({
+        "diff_id": diff_id,
+        "tar_bytes": read.bytes.tar,
+        "tar_entries": read.entries,
+    });
+    let layer = Map::from_iter([("layer".to_owned(), layer)]);
+    let metadata = Metadata::new(&tool(options), described.clone(), layer);
     let tree = uppers.into_layers().pop().unwrap_or_default();
-    let tree = tree.into_overlay().map_err(|source| {
-        let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
-        tree_error(std::slice::from_ref(&input.name), error)
-    })?;
+    let tree = tree.into_overlay();
+    let tree = tree.map_err(|problem| ConvertError::tree(&input.name, problem))?;
+    let entries = tree.len() as u64;
     let finished = conversion.finish(&tree, metadata)?;
     drop(tree);
     if options.verify {
@@ -146,7 +145,7 @@ pub(crate) fn write_layer(
         read,
         diff_id,
         written: finished.written,
-        entries: finished.entries,
+        entries,
         content_bytes: finished.stats.content_bytes,
         deduplicated_bytes: finished.stats.deduplicated_bytes,
     })
