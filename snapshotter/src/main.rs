@@ -41,7 +41,7 @@ use crate::error::Error;
 use crate::images::ImageService;
 use crate::remote::RemoteArgs;
 use crate::service::SnapshotService;
-use crate::snapshots::Snapshots;
+use crate::snapshots::{ContentStore, Snapshots};
 
 /// Requests that run at the same time; more wait.
 const THREADS: usize = 64;
@@ -76,6 +76,11 @@ struct Args {
     /// Let the process of this pool serve all mounts of layers (see `bcow pool`); it must run
     #[arg(long, value_name = "NAME", value_parser = parse_pool)]
     pool: Option<String>,
+    /// Also answer as containerd's diff service: make each layer of its archive in this content
+    /// store of containerd, which is not unpacked. DIR is ROOT/io.containerd.content.v1.content,
+    /// with containerd's own ROOT. containerd 1.7 or later must be configured for it
+    #[arg(long, value_name = "DIR")]
+    content_store: Option<PathBuf>,
     #[command(flatten)]
     remote: RemoteArgs,
 }
@@ -103,7 +108,9 @@ fn serve(args: &Args) -> Result<(), Error> {
             tracing::warn!("{error}; until it runs, containers do not start");
         }
     }
-    let snapshots = Snapshots::open(&args.root, tool, &args.remote, mount_options)?;
+    let content = args.content_store.as_deref();
+    let content = content.map(ContentStore::open).transpose()?;
+    let snapshots = Snapshots::open(&args.root, tool, &args.remote, mount_options, content)?;
     for helper in ["mount.fuse3", "mount.bcow"] {
         if !is_in_path(helper) {
             tracing::warn!("{helper} is not in PATH: containerd needs it to mount snapshots");

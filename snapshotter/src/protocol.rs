@@ -1,10 +1,11 @@
-//! The messages of containerd's snapshot service, version 1, and the message types that they use;
-//! and what is read of a request of CRI.
+//! The messages of containerd's snapshot service and of its diff service, version 1, and the message
+//! types that they use; and what is read of a request of CRI.
 //!
-//! The numbers of the fields are those of `api/services/snapshots/v1/snapshots.proto` and
-//! `api/types/mount.proto` of containerd. The field `snapshotter` of each request, which names the
-//! plugin inside containerd, is not needed here; a reader of Protocol Buffers skips it. The fields
-//! for CRI are those of `pkg/apis/runtime/v1/api.proto` of k8s.io/cri-api.
+//! The numbers of the fields are those of `api/services/snapshots/v1/snapshots.proto`,
+//! `api/services/diff/v1/diff.proto`, `api/types/descriptor.proto` and `api/types/mount.proto` of
+//! containerd. The field `snapshotter` of each request, which names the plugin inside containerd, is
+//! not needed here; a reader of Protocol Buffers skips it. The fields for CRI are those of
+//! `pkg/apis/runtime/v1/api.proto` of k8s.io/cri-api.
 
 use std::collections::HashMap;
 
@@ -12,6 +13,8 @@ use prost::{Enumeration, Message};
 
 /// The service's name in the paths of requests.
 pub const SERVICE: &str = "containerd.services.snapshots.v1.Snapshots";
+/// The name of the diff service.
+pub const DIFF_SERVICE: &str = "containerd.services.diff.v1.Diff";
 /// The name of CRI's image service.
 pub const IMAGE_SERVICE: &str = "runtime.v1.ImageService";
 
@@ -143,6 +146,34 @@ pub struct Usage {
     pub size: i64,
     #[prost(int64, tag = "2")]
     pub inodes: i64,
+}
+
+/// `containerd.types.Descriptor`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Descriptor {
+    #[prost(string, tag = "1")]
+    pub media_type: String,
+    #[prost(string, tag = "2")]
+    pub digest: String,
+    #[prost(int64, tag = "3")]
+    pub size: i64,
+}
+
+/// The request of Apply. Its other fields are keys for encrypted layers, and whether to make files
+/// durable, which a commit does here.
+#[derive(Clone, PartialEq, Message)]
+pub struct Apply {
+    #[prost(message, optional, tag = "1")]
+    pub diff: Option<Descriptor>,
+    #[prost(message, repeated, tag = "2")]
+    pub mounts: Vec<Mount>,
+}
+
+/// The answer to Apply: the archive without its compression.
+#[derive(Clone, PartialEq, Message)]
+pub struct Applied {
+    #[prost(message, optional, tag = "1")]
+    pub applied: Option<Descriptor>,
 }
 
 /// A message without fields: the request of Cleanup, and several answers.

@@ -10,6 +10,9 @@ const SCHEMA: &str = "bcow.snapshot/1";
 /// The schema of a record with a remote layer. The first release does not know it, and refuses the
 /// record.
 const SCHEMA_REMOTE: &str = "bcow.snapshot/2";
+/// The schema of an active snapshot with a layer. An earlier version would make the layer again, of
+/// a directory without files.
+const SCHEMA_APPLIED: &str = "bcow.snapshot/3";
 
 /// The kind of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,8 +69,9 @@ pub struct SnapshotRecord {
     /// containerd's labels.
     #[serde(default)]
     pub labels: Labels,
-    /// Whether the snapshot has a layer on the disk of this machine. It has none if it is not
-    /// committed, if it was committed without a change, or if its layer is remote.
+    /// Whether the snapshot has a layer on the disk of this machine. A committed one has none if it
+    /// was committed without a change, or if its layer is remote. An active one has it if the
+    /// archive of a layer was applied to it.
     #[serde(default)]
     pub has_layer: bool,
     /// Whether containerd has given the files to the IDs of a user namespace, so that the mounts
@@ -161,6 +165,16 @@ impl SnapshotRecord {
         }
     }
 
+    /// The record of this active snapshot with a layer.
+    pub fn applied(&self) -> Self {
+        SnapshotRecord {
+            schema: SCHEMA_APPLIED.to_owned(),
+            has_layer: true,
+            updated_ns: now_ns(),
+            ..self.clone()
+        }
+    }
+
     /// The record of this active snapshot after its commit. It has only the new labels.
     pub fn committed(&self, name: String, labels: Labels, has_layer: bool) -> Self {
         let parent = self.parent.clone();
@@ -192,11 +206,12 @@ impl SnapshotRecord {
         let invalid = |error: serde_json::Error| BadRecord::Damaged(error.to_string());
         // The other fields of a newer schema may have types and values that are unknown here.
         let OnlySchema { schema } = serde_json::from_slice(bytes).map_err(invalid)?;
-        if ![SCHEMA, SCHEMA_REMOTE].contains(&&*schema) {
+        if ![SCHEMA, SCHEMA_REMOTE, SCHEMA_APPLIED].contains(&&*schema) {
             return Err(BadRecord::Unsupported(schema));
         }
         let record: SnapshotRecord = serde_json::from_slice(bytes).map_err(invalid)?;
         let expected = match record.remote {
+            None if record.kind == Kind::Active && record.has_layer => SCHEMA_APPLIED,
             None => SCHEMA,
             Some(_) => SCHEMA_REMOTE,
         };

@@ -18,7 +18,7 @@ use tower::{Service, service_fn};
 use crate::error::Error;
 use crate::filter::Filters;
 use crate::images::ImageService;
-use crate::protocol::{self as wire, SERVICE};
+use crate::protocol::{self as wire, DIFF_SERVICE, SERVICE};
 use crate::record::{Kind, Labels, SnapshotRecord};
 use crate::snapshots::Snapshots;
 
@@ -64,9 +64,13 @@ impl Service<http::Request<Body>> for SnapshotService {
 
 async fn route(snapshots: Arc<Snapshots>, request: http::Request<Body>) -> http::Response<Body> {
     let path = request.uri().path();
-    let method = path
-        .strip_prefix('/')
-        .and_then(|path| path.strip_prefix(SERVICE)?.strip_prefix('/'));
+    let named = path.strip_prefix('/').unwrap_or_default();
+    let method = named
+        .strip_prefix(SERVICE)
+        .and_then(|rest| rest.strip_prefix('/'));
+    if named.strip_prefix(DIFF_SERVICE) == Some("/Apply") {
+        return unary(snapshots, request, apply).await;
+    }
     match method {
         Some("Prepare") => unary(snapshots, request, prepare).await,
         Some("View") => unary(snapshots, request, view).await,
@@ -187,6 +191,16 @@ fn commit(snapshots: &Snapshots, request: wire::Commit) -> Result<wire::Empty, E
     let labels = request.labels.into_iter().collect();
     snapshots.commit(&request.name, &request.key, parent, labels)?;
     Ok(wire::Empty {})
+}
+
+fn apply(snapshots: &Snapshots, request: wire::Apply) -> Result<wire::Applied, Error> {
+    let blob = request
+        .diff
+        .ok_or_else(|| Error::Invalid("the request has no descriptor".to_owned()))?;
+    let applied = snapshots.apply(&blob, &request.mounts)?;
+    Ok(wire::Applied {
+        applied: Some(applied),
+    })
 }
 
 fn remove(snapshots: &Snapshots, request: wire::Key) -> Result<wire::Empty, Error> {

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use bcow_tool::Tool;
+use serde::Deserialize;
 
 use crate::error::Error;
 
@@ -13,6 +14,39 @@ pub fn convert(tool: &Tool, files: &Path, layer: &Path) -> Result<(), Error> {
     source.push(files);
     tool.run("convert", &["--".into(), source, layer.into()])?;
     Ok(())
+}
+
+/// An archive that became a layer.
+#[derive(Debug, Deserialize)]
+pub struct Archive {
+    /// The digest of the archive without its compression.
+    pub diff_id: String,
+    /// The bytes of the archive without its compression.
+    pub bytes: u64,
+}
+
+/// Converts the archive of a layer into a layer, a new file.
+pub fn convert_archive(tool: &Tool, archive: &Path, layer: &Path) -> Result<Archive, Error> {
+    #[derive(Deserialize)]
+    struct Converted {
+        layers: [Archive; 1],
+    }
+    let mut source = OsString::from("tar:");
+    source.push(archive);
+    // The client compares the diffID, which an archive that ends too early does not have.
+    let options = [
+        "--as-layer",
+        "--as-files",
+        "--allow-truncated",
+        "--json",
+        "--",
+    ];
+    let mut arguments = Vec::from(options.map(OsString::from));
+    arguments.extend([source, layer.into()]);
+    let printed = tool.run("convert", &arguments)?;
+    let Converted { layers: [archive] } = serde_json::from_slice(&printed)
+        .map_err(|error| Error::State(format!("unknown output of bcow convert: {error}")))?;
+    Ok(archive)
 }
 
 /// Writes the changes in an upper to `below`, the lowest layer and the layers on it, as a further

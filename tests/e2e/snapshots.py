@@ -1,4 +1,4 @@
-"""A client of containerd's snapshot service, written from the published protocol alone, a running
+"""A client of containerd's snapshot service and diff service, written from the published protocol alone, a running
 bcow-snapshotter, and the part that clients of other services need."""
 
 import os
@@ -37,11 +37,14 @@ MESSAGES = {
     "Infos": {"info": (1, "*Info")},
     "Usage": {"size": (1, "int64"), "inodes": (2, "int64")},
     "Empty": {},
+    "Descriptor": {"media_type": (1, "string"), "digest": (2, "string"), "size": (3, "int64")},
+    "Apply": {"diff": (1, "Descriptor"), "mounts": (2, "*Mount")},
+    "Applied": {"applied": (1, "Descriptor")},
 }
 METHODS = {"Prepare": ("Create", "Mounts"), "View": ("Create", "Mounts"),
            "Mounts": ("Key", "Mounts"), "Commit": ("Commit", "Empty"), "Remove": ("Key", "Empty"),
            "Stat": ("Key", "OneInfo"), "Update": ("Update", "OneInfo"), "List": ("List", "Infos"),
-           "Usage": ("Key", "Usage"), "Cleanup": ("Empty", "Empty")}
+           "Usage": ("Key", "Usage"), "Cleanup": ("Empty", "Empty"), "Apply": ("Apply", "Applied")}
 
 
 def message_classes(messages):
@@ -85,7 +88,8 @@ class Client:
 
     def __getattr__(self, method):
         request, answer = (self.CLASSES[name] for name in METHODS[method])
-        path = f"/containerd.services.snapshots.v1.Snapshots/{method}"
+        service = "diff.v1.Diff" if method == "Apply" else "snapshots.v1.Snapshots"
+        path = f"/containerd.services.{service}/{method}"
         kind = self.channel.unary_stream if method == "List" else self.channel.unary_unary
         call = kind(path, request_serializer=request.SerializeToString,
                     response_deserializer=answer.FromString)

@@ -131,6 +131,10 @@ pub struct Args {
     /// Write one file per layer to S3, and the stack file that merges the layers
     #[arg(long, hide_short_help = true)]
     layers: bool,
+    /// Write SRC, the archive of one layer, as a layer, with its whiteouts: it shows its files over
+    /// the layers on which it is mounted (`bcow mount LOWEST LAYER DIR`)
+    #[arg(long, hide_short_help = true)]
+    as_layer: bool,
     /// Do not read back and verify DST before it gets its name
     #[arg(long)]
     no_verify: bool,
@@ -190,6 +194,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         allow_truncated: args.allow_truncated,
         as_files: args.as_files,
         layers: args.layers,
+        as_layer: args.as_layer,
         limits: Limits {
             max_entries: args.max_entries,
             max_ratio: args.max_ratio,

@@ -38,6 +38,8 @@ pub struct Conversion<'a> {
     pub as_files: bool,
     /// Write one file per layer to S3.
     pub layers: bool,
+    /// Write the archive of one layer as a layer.
+    pub as_layer: bool,
     /// Limits against hostile input.
     pub limits: Limits,
     /// Where files below the source are looked up.

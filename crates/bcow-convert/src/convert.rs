@@ -156,6 +156,7 @@ impl Conversion<'_> {
             NameForm::S3 if self.layers => Target::Layers,
             NameForm::ContainerdCache => Target::ContainerdCache,
             NameForm::Raw | NameForm::Qcow2 => Target::Foreign,
+            _ if self.as_layer => Target::Layer,
             _ => Target::File,
         }
     }
@@ -197,8 +198,11 @@ impl Conversion<'_> {
     ) -> Result<Converted, CommandError> {
         let mut report = match source {
             Opened::Image(image) => recode::to_file(image, path, options, work.progress)?,
-            Opened::Files(source) => bcow_oci::convert(source, path, options, work.progress)
-                .map_err(|error| failure(&error))?,
+            Opened::Files(source) => {
+                let convert =
+                    if self.as_layer { bcow_oci::convert_layer } else { bcow_oci::convert };
+                convert(source, path, options, work.progress).map_err(|error| failure(&error))?
+            }
             Opened::ForeignDisk => return Err(self.no_way(source)),
         };
         if let Some(sending) = sending {
@@ -313,6 +317,10 @@ fn refuse_destination_options(asked: &Conversion<'_>) -> Result<(), CommandError
         return Err(refused("--layers is only for s3://BUCKET/KEY")
             .hint("oci:, oci-archive: and docker: always have one file per layer"));
     }
+    if asked.as_layer && !matches!(form, NameForm::File | NameForm::Bcow) {
+        return Err(refused("--as-layer is only for a file")
+            .hint("oci:, oci-archive: and docker: always have one file per layer"));
+    }
     if asked.referrer && form != NameForm::Registry {
         return Err(refused("--referrer is only for an image in a registry")
             .hint("write to docker://HOST/REPO, the repository of the ordinary image"));
@@ -335,6 +343,7 @@ struct OptionRule(
 const OF_FILES: &[Way] = &[Way::Flatten, Way::Split, Way::SplitForContainerd];
 const OF_IMAGES: &[Way] = &[
     Way::Flatten,
+    Way::Layer,
     Way::Split,
     Way::SplitForContainerd,
     Way::Recode,

@@ -52,6 +52,16 @@ pub enum Ext4Error {
     },
 }
 
+impl InodeNumber {
+    /// The error of a description of this inode.
+    pub(crate) fn refused(self, problem: InodeProblem) -> Ext4Error {
+        Ext4Error::Inode {
+            inode: self,
+            problem,
+        }
+    }
+}
+
 /// What is wrong with an inode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

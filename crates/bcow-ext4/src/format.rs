@@ -6,6 +6,16 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, big_endian};
 
+/// The low and the high half of a number, for fields that are apart.
+pub fn halves_of_64(number: u64) -> (U32, U32) {
+    ((number as u32).into(), ((number >> 32) as u32).into())
+}
+
+/// The same for a number of 32 bits.
+pub fn halves_of_32(number: u32) -> (U16, U16) {
+    ((number as u16).into(), ((number >> 16) as u16).into())
+}
+
 /// Block size in bytes.
 pub const BLOCK_BYTES: usize = 4096;
 /// Blocks of a group: the bits of one bitmap block.

@@ -2,6 +2,8 @@
 //!
 //! Source: `half_md4_transform` and `str2hashbuf_unsigned` in the kernel's `fs/ext4/hash.c`.
 
+use zerocopy::little_endian::U32;
+
 /// The sort key of a name in the hash tree of a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct NameHash {
@@ -26,16 +28,8 @@ pub(crate) struct NameHasher([u32; 4]);
 impl NameHasher {
     /// The hasher of a file system with this seed. The seed 0 selects the initial state of MD4.
     pub fn new(seed: &[u8; 16]) -> NameHasher {
-        let word = |n: usize| {
-            u32::from_le_bytes([
-                seed[4 * n],
-                seed[4 * n + 1],
-                seed[4 * n + 2],
-                seed[4 * n + 3],
-            ])
-        };
-        let seed = [word(0), word(1), word(2), word(3)];
-        match seed {
+        let words: [U32; 4] = zerocopy::transmute!(*seed);
+        match words.map(U32::get) {
             [0, 0, 0, 0] => NameHasher([0x6745_2301, 0xefcd_ab89, 0x98ba_dcfe, 0x1032_5476]),
             seed => NameHasher(seed),
         }

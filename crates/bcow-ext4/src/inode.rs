@@ -3,7 +3,7 @@
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::checksum::Checksum;
-use crate::format::{BLOCK_BYTES, EXTRA_BYTES, INODE_BYTES, RawInode};
+use crate::format::{BLOCK_BYTES, EXTRA_BYTES, INODE_BYTES, RawInode, halves_of_32, halves_of_64};
 use crate::node::{DeviceNumber, Node, Timestamp};
 use crate::xattr::IN_INODE_BYTES;
 
@@ -38,12 +38,9 @@ pub(crate) fn encode(node: &Node<'_>, body: &Body, seed: Checksum) -> InodeBytes
     let mut raw = RawInode::new_zeroed();
     let sectors = body.blocks * SECTORS;
     raw.mode = (node.content.kind().mode_bits() | node.permissions & 0o7777).into();
-    raw.uid_low = (node.uid as u16).into();
-    raw.uid_high = ((node.uid >> 16) as u16).into();
-    raw.gid_low = (node.gid as u16).into();
-    raw.gid_high = ((node.gid >> 16) as u16).into();
-    raw.size_low = (body.bytes as u32).into();
-    raw.size_high = ((body.bytes >> 32) as u32).into();
+    (raw.uid_low, raw.uid_high) = halves_of_32(node.uid);
+    (raw.gid_low, raw.gid_high) = halves_of_32(node.gid);
+    (raw.size_low, raw.size_high) = halves_of_64(body.bytes);
     raw.links = body.links.into();
     raw.sectors_low = (sectors as u32).into();
     raw.sectors_high = ((sectors >> 32) as u16).into();
@@ -60,9 +57,8 @@ pub(crate) fn encode(node: &Node<'_>, body: &Body, seed: Checksum) -> InodeBytes
     (raw.modified, raw.modified_extra) = (seconds.into(), extra.into());
     let (seconds, extra) = split_time(node.created);
     (raw.created, raw.created_extra) = (seconds.into(), extra.into());
-    let (low, high) = seed.with(raw.as_bytes()).with(&body.xattrs).halves();
-    raw.checksum_low = low.into();
-    raw.checksum_high = high.into();
+    let checksum = seed.with(raw.as_bytes()).with(&body.xattrs);
+    (raw.checksum_low, raw.checksum_high) = halves_of_32(checksum.0);
     let mut bytes = [0; INODE_BYTES];
     let (fields, xattrs) = bytes.split_at_mut(size_of::<RawInode>());
     fields.copy_from_slice(raw.as_bytes());

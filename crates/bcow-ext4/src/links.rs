@@ -105,8 +105,7 @@ impl LinkCheck {
                 },
                 _ => continue,
             };
-            let inode = InodeNumber(number);
-            return Err(Ext4Error::Inode { inode, problem });
+            return Err(InodeNumber(number).refused(problem));
         }
         Ok(())
     }

@@ -248,16 +248,10 @@ impl Reader {
     }
 
     fn superblock(&self) -> Result<SuperBlock, ReadError> {
-        let mut block = [0; BLOCK_BYTES];
         if self.source.bytes() < BLOCK_BYTES as u64 {
             return Err(ReadError::NoExt4);
         }
-        self.source.read_at(0, &mut block)?;
-        if let Some(journaled) = self.replayed.get(&0) {
-            self.source
-                .read_at(journaled.block * BLOCK_BYTES as u64, &mut block)?;
-            journaled.restore(&mut block);
-        }
+        let block = self.block(0)?;
         match SuperBlock::read_from_prefix(&block[SUPERBLOCK_OFFSET..]) {
             Ok((superblock, _)) => Ok(superblock),
             Err(_) => Err(ReadError::NoExt4),

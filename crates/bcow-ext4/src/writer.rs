@@ -9,8 +9,8 @@ use crate::format::{
     BLOCK_BYTES, BLOCKS_PER_GROUP, DESCRIPTOR_BYTES, DESCRIPTORS_PER_BLOCK, EXTRA_BYTES,
     FAST_LINK_BYTES, GroupDescriptor, HASH_HALF_MD4, INODE_BYTES, JOURNAL_MAGIC,
     JOURNAL_SUPERBLOCK, JournalSuperBlock, LINK_MAX, MAGIC, SUPERBLOCK_OFFSET, SuperBlock,
-    UNSIGNED_HASH, compatible, group_flags, incompatible, inode_flags, inode_number,
-    read_only_compatible,
+    UNSIGNED_HASH, compatible, group_flags, halves_of_32, halves_of_64, incompatible, inode_flags,
+    inode_number, read_only_compatible,
 };
 use crate::geometry::Geometry;
 use crate::hash::NameHasher;
@@ -112,10 +112,7 @@ impl<'a> Writer<'a> {
             let inodes = self.geometry.inodes();
             return Err(Ext4Error::NoInodes { inodes });
         }
-        let refuse = |problem| Ext4Error::Inode {
-            inode: number,
-            problem,
-        };
+        let refuse = |problem| number.refused(problem);
         let is_directory = node.content.kind() == FileKind::Directory;
         if !self.has_root && !is_directory {
             return Err(refuse(InodeProblem::Parent(InodeNumber::ROOT)));
@@ -159,9 +156,7 @@ impl<'a> Writer<'a> {
     /// Writes what is left, the superblock last.
     pub fn finish(mut self) -> Result<Summary, Ext4Error> {
         if !self.has_root {
-            let problem = InodeProblem::Missing;
-            let inode = InodeNumber::ROOT;
-            return Err(Ext4Error::Inode { inode, problem });
+            return Err(InodeNumber::ROOT.refused(InodeProblem::Missing));
         }
         self.links.finish()?;
         if self.identity.lost_and_found {
@@ -186,10 +181,7 @@ impl<'a> Writer<'a> {
         bytes: u64,
         extents: &[Extent],
     ) -> Result<Body, Ext4Error> {
-        let refuse = |problem| Ext4Error::Inode {
-            inode: number,
-            problem,
-        };
+        let refuse = |problem| number.refused(problem);
         let file_blocks = bytes.div_ceil(BLOCK_BYTES as u64);
         if file_blocks > FILE_BLOCKS {
             return Err(refuse(InodeProblem::FileBytes(bytes)));
@@ -233,15 +225,12 @@ impl<'a> Writer<'a> {
         parent: InodeNumber,
         entries: &[DirEntry<'_>],
     ) -> Result<Body, Ext4Error> {
-        let refuse = |problem| Ext4Error::Inode {
-            inode: number,
-            problem,
-        };
+        let refuse = |problem| number.refused(problem);
         let mut subdirectories = count_directories(entries);
         directory::check_names(entries).map_err(refuse)?;
         self.links
             .record_names(number, entries)
-            .map_err(|(inode, problem)| Ext4Error::Inode { inode, problem })?;
+            .map_err(|(inode, problem)| inode.refused(problem))?;
         let own = directory::Identity {
             own: number,
             parent,
@@ -291,9 +280,7 @@ impl<'a> Writer<'a> {
 
     fn symlink(&mut self, number: InodeNumber, target: &[u8]) -> Result<Body, Ext4Error> {
         if target.is_empty() || target.len() >= BLOCK_BYTES || target.contains(&0) {
-            let problem = InodeProblem::LinkTarget(target.len());
-            let inode = number;
-            return Err(Ext4Error::Inode { inode, problem });
+            return Err(number.refused(InodeProblem::LinkTarget(target.len())));
         }
         let bytes = target.len() as u64;
         if target.len() < FAST_LINK_BYTES {
@@ -444,21 +431,14 @@ impl<'a> Writer<'a> {
         let free_blocks = self.output.space.free_blocks(group);
         // All numbers below the greatest are in use: what is free was never used.
         let free_inodes = per_group - used_inodes;
-        let directories = self.table.directories(group);
-        descriptor.block_bitmap_low = (tables.block_bitmap as u32).into();
-        descriptor.block_bitmap_high = ((tables.block_bitmap >> 32) as u32).into();
-        descriptor.inode_bitmap_low = (tables.inode_bitmap as u32).into();
-        descriptor.inode_bitmap_high = ((tables.inode_bitmap >> 32) as u32).into();
-        descriptor.inode_table_low = (tables.inode_table as u32).into();
-        descriptor.inode_table_high = ((tables.inode_table >> 32) as u32).into();
-        descriptor.free_blocks_low = (free_blocks as u16).into();
-        descriptor.free_blocks_high = ((free_blocks >> 16) as u16).into();
-        descriptor.free_inodes_low = (free_inodes as u16).into();
-        descriptor.free_inodes_high = ((free_inodes >> 16) as u16).into();
-        descriptor.directories_low = (directories as u16).into();
-        descriptor.directories_high = ((directories >> 16) as u16).into();
-        descriptor.unused_inodes_low = (free_inodes as u16).into();
-        descriptor.unused_inodes_high = ((free_inodes >> 16) as u16).into();
+        let d = &mut descriptor;
+        (d.block_bitmap_low, d.block_bitmap_high) = halves_of_64(tables.block_bitmap);
+        (d.inode_bitmap_low, d.inode_bitmap_high) = halves_of_64(tables.inode_bitmap);
+        (d.inode_table_low, d.inode_table_high) = halves_of_64(tables.inode_table);
+        (d.free_blocks_low, d.free_blocks_high) = halves_of_32(free_blocks);
+        (d.free_inodes_low, d.free_inodes_high) = halves_of_32(free_inodes);
+        (d.unused_inodes_low, d.unused_inodes_high) = halves_of_32(free_inodes);
+        (d.directories_low, d.directories_high) = halves_of_32(self.table.directories(group));
         descriptor.flags = flags.into();
         let checksum = seed.with(&group.to_le_bytes()).with(descriptor.as_bytes());
         descriptor.checksum = checksum.halves().0.into();
@@ -494,10 +474,9 @@ impl<'a> Writer<'a> {
         let geometry = self.geometry;
         let mut superblock = SuperBlock::new_zeroed();
         superblock.inodes = geometry.inodes().into();
-        superblock.blocks_low = (geometry.blocks() as u32).into();
-        superblock.blocks_high = ((geometry.blocks() >> 32) as u32).into();
-        superblock.free_blocks_low = (summary.free_blocks as u32).into();
-        superblock.free_blocks_high = ((summary.free_blocks >> 32) as u32).into();
+        (superblock.blocks_low, superblock.blocks_high) = halves_of_64(geometry.blocks());
+        let free_blocks = halves_of_64(summary.free_blocks);
+        (superblock.free_blocks_low, superblock.free_blocks_high) = free_blocks;
         superblock.free_inodes = (geometry.inodes() - summary.inodes).into();
         superblock.log_block_size = 2.into();
         superblock.log_cluster_size = 2.into();

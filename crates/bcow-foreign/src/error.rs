@@ -1,7 +1,7 @@
 //! Errors of disks in foreign formats.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A failure to open, read or write a disk in a foreign format.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +62,24 @@ pub enum ForeignError {
 }
 
 impl ForeignError {
+    pub(crate) fn io<E: Into<io::Error>>(
+        action: &'static str,
+        path: &Path,
+    ) -> impl Fn(E) -> ForeignError {
+        move |source| ForeignError::Io {
+            action,
+            path: path.to_owned(),
+            source: source.into(),
+        }
+    }
+
+    pub(crate) fn unsuitable(path: &Path, problem: impl Into<String>) -> Self {
+        ForeignError::Unsuitable {
+            path: path.to_owned(),
+            problem: problem.into(),
+        }
+    }
+
     /// Advice for the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {

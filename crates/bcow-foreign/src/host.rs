@@ -18,25 +18,15 @@ pub(crate) fn open_named(path: &Path) -> Result<File, ForeignError> {
 }
 
 fn open_with(path: &Path, flags: OFlags, device: bool) -> Result<File, ForeignError> {
-    let failed = |source: rustix::io::Errno| ForeignError::Io {
-        action: "open",
-        path: path.to_owned(),
-        source: source.into(),
-    };
+    let failed = ForeignError::io("open", path);
     // Without O_NONBLOCK, opening a pipe would wait for a writer.
     let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
-    let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(&failed)?;
+    let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(&failed)?.st_mode);
     match kind {
         FileType::RegularFile => Ok(file.into()),
         FileType::BlockDevice if device => Ok(file.into()),
-        _ => Err(ForeignError::Unsuitable {
-            path: path.to_owned(),
-            problem: match kind {
-                FileType::Directory => "it is a directory",
-                _ => "it is not a regular file",
-            }
-            .into(),
-        }),
+        FileType::Directory => Err(ForeignError::unsuitable(path, "it is a directory")),
+        _ => Err(ForeignError::unsuitable(path, "it is not a regular file")),
     }
 }

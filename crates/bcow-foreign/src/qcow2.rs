@@ -17,8 +17,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
-use bcow::{BlockDevice, Content, Error, Status};
+use bcow::format::SECTOR_BYTES;
+use bcow::{BlockDevice, Error, Status};
 use imago::file::File as ImagoFile;
 use imago::format::drivers::FormatDriverInstance;
 use imago::qcow2::Qcow2;
@@ -26,7 +26,7 @@ use imago::raw::Raw;
 use imago::{FormatAccess, Mapping, Storage};
 
 use crate::guard::{guarded, is_panic};
-use crate::raw::{check, io_error, without_padding};
+use crate::raw::{check, check_size, io_error, without_padding};
 use crate::{ForeignError, host};
 use header::{Header, HeaderError};
 
@@ -62,12 +62,7 @@ impl Qcow2Disk {
         };
         let format = opener.qcow2(path, host::open(path)?)?;
         let bytes = format.size();
-        if bytes > MAX_ADDRESS {
-            return Err(ForeignError::Unsuitable {
-                path: path.to_owned(),
-                problem: format!("its size in bytes is {bytes}, the limit is {MAX_ADDRESS}"),
-            });
-        }
+        check_size(path, bytes)?;
         Ok(Qcow2Disk {
             format,
             bytes,
@@ -128,16 +123,9 @@ impl Opener<'_> {
             path: path.to_owned(),
             problem,
         };
-        let failed = |source: io::Error| ForeignError::Qcow2 {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = unreadable(path);
         let header = Header::read(&file).map_err(|error| match error {
-            HeaderError::Io(source) => ForeignError::Io {
-                action: "read",
-                path: path.to_owned(),
-                source,
-            },
+            HeaderError::Io(source) => ForeignError::io("read", path)(source),
             HeaderError::NotQcow2 => ForeignError::NotQcow2 {
                 path: path.to_owned(),
             },
@@ -151,13 +139,13 @@ impl Opener<'_> {
             )));
         }
         let mut image =
-            guarded(|| Image::open_image(ImagoFile::try_from(file)?, false)).map_err(failed)?;
+            guarded(|| Image::open_image(ImagoFile::try_from(file)?, false)).map_err(&failed)?;
         if image.requires_external_data_file() {
             let name = image.implicit_external_data_file().cloned();
             let found = self.find(path, "its data file", name.as_deref().unwrap_or_default())?;
             self.files.push(found.clone());
             let data = host::open_named(&found)?;
-            let data = guarded(|| ImagoFile::try_from(data)).map_err(failed)?;
+            let data = guarded(|| ImagoFile::try_from(data)).map_err(&failed)?;
             image.set_data_file(Some(data));
         } else {
             image.set_data_file(None);
@@ -193,12 +181,7 @@ impl Opener<'_> {
             Some("raw" | "file") => {
                 self.files.push(found.clone());
                 let raw = guarded(|| Raw::open_image(ImagoFile::try_from(file)?, false));
-                let raw = raw.map_err(|source| ForeignError::Io {
-                    action: "read",
-                    path: found.clone(),
-                    source,
-                })?;
-                access(&found, raw)
+                access(&found, raw.map_err(ForeignError::io("read", &found))?)
             }
             Some(other) => Err(refused(format!(
                 "bcow does not support its format {other:?}"
@@ -242,11 +225,14 @@ fn access(
     path: &Path,
     image: impl FormatDriverInstance<Storage = ImagoFile> + 'static,
 ) -> Result<Arc<Format>, ForeignError> {
-    let format = guarded(|| Ok(Arc::new(FormatAccess::new(image))));
-    format.map_err(|source| ForeignError::Qcow2 {
+    guarded(|| Ok(Arc::new(FormatAccess::new(image)))).map_err(unreadable(path))
+}
+
+fn unreadable(path: &Path) -> impl Fn(io::Error) -> ForeignError {
+    move |source| ForeignError::Qcow2 {
         path: path.to_owned(),
         source,
-    })
+    }
 }
 
 impl BlockDevice for Qcow2Disk {
@@ -266,14 +252,9 @@ impl BlockDevice for Qcow2Disk {
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         let length = length.max(1);
         check(offset, length, self.size())?;
-        let status = |length, content, depth| Status {
-            length,
-            content,
-            depth,
-        };
         let there = self.bytes.saturating_sub(offset).min(length);
         if there == 0 {
-            return Ok(status(length, Content::Hole, 0));
+            return Ok(Status::hole(length));
         }
         let (mapping, known) = self.call_imago(offset, || {
             let (mapping, known) = self.format.get_mapping(offset, there)?;
@@ -295,9 +276,9 @@ impl BlockDevice for Qcow2Disk {
             Ok((mapping, known))
         })?;
         Ok(match mapping {
-            Mapping::Zero { explicit: true, .. } => status(known, Content::Zero, 1),
-            Mapping::Zero { .. } => status(known, Content::Hole, 0),
-            _ => status(known, Content::Data, 1),
+            Mapping::Zero { explicit: true, .. } => Status::zeros(known),
+            Mapping::Zero { .. } => Status::hole(known),
+            _ => Status::data(known),
         })
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
-use bcow::{BlockDevice, Content, Error, Status};
+use bcow::{BlockDevice, Error, Status};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
@@ -27,18 +27,9 @@ impl RawDisk {
     pub fn open(path: &Path) -> Result<RawDisk, ForeignError> {
         let file = host::open(path)?;
         // Only a seek returns the length of a block device.
-        let bytes =
-            rustix::fs::seek(&file, SeekFrom::End(0)).map_err(|source| ForeignError::Io {
-                action: "find the length of",
-                path: path.to_owned(),
-                source: source.into(),
-            })?;
-        if bytes > MAX_ADDRESS {
-            return Err(ForeignError::Unsuitable {
-                path: path.to_owned(),
-                problem: format!("its size in bytes is {bytes}, the limit is {MAX_ADDRESS}"),
-            });
-        }
+        let bytes = rustix::fs::seek(&file, SeekFrom::End(0))
+            .map_err(ForeignError::io("find the length of", path))?;
+        check_size(path, bytes)?;
         Ok(RawDisk { file, bytes })
     }
 
@@ -77,34 +68,33 @@ impl BlockDevice for RawDisk {
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         let length = length.max(1);
         check(offset, length, self.size())?;
-        let hole = |length| Status {
-            length,
-            content: Content::Hole,
-            depth: 0,
-        };
-        let data = |length| Status {
-            length,
-            content: Content::Data,
-            depth: 1,
-        };
         if offset >= self.bytes {
-            return Ok(hole(length));
+            return Ok(Status::hole(length));
         }
         match self.seek(SeekFrom::Data(offset)) {
-            Ok(None) => Ok(hole(length)),
-            Ok(Some(start)) if start > offset => Ok(hole(length.min(start - offset))),
+            Ok(None) => Ok(Status::hole(length)),
+            Ok(Some(start)) if start > offset => Ok(Status::hole(length.min(start - offset))),
             Ok(Some(_)) => match self.seek(SeekFrom::Hole(offset)) {
                 // The rest of the last sector belongs to this piece; it is too short for a piece of
                 // its own.
                 Ok(Some(end)) if end > offset && end < self.bytes => {
-                    Ok(data(length.min(end - offset)))
+                    Ok(Status::data(length.min(end - offset)))
                 }
-                _ => Ok(data(length)),
+                _ => Ok(Status::data(length)),
             },
             // The file system or device does not support this.
-            Err(_) => Ok(data(length)),
+            Err(_) => Ok(Status::data(length)),
         }
     }
+}
+
+/// Fails if a disk of this size does not fit into an address space.
+pub(crate) fn check_size(path: &Path, bytes: u64) -> Result<(), ForeignError> {
+    if bytes > MAX_ADDRESS {
+        let problem = format!("its size in bytes is {bytes}, the limit is {MAX_ADDRESS}");
+        return Err(ForeignError::unsuitable(path, problem));
+    }
+    Ok(())
 }
 
 /// The part of `buf` that a file of `bytes` bytes fills. Sets the rest, up to the end of the last
@@ -140,6 +130,8 @@ pub(crate) fn io_error(offset: u64, source: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use std::io::{Seek, Write};
+
+    use bcow::Content;
 
     use super::*;
 

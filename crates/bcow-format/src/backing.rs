@@ -4,6 +4,7 @@ use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::checksum::hex;
+use crate::error::require;
 use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_URL_BYTES};
 use crate::{
     FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches, incompatible,
@@ -118,22 +119,19 @@ fn decode_one(
         .and_then(|bytes| RawBacking::ref_from_bytes(bytes).ok())
         .ok_or("outside the table")?;
     let layout = raw.layout.get();
-    if raw.reserved != 0 || raw.reserved_2 != [0; 12] {
-        return Err("reserved bytes are not zero".into());
-    }
-    if raw.kind != 3 && layout != 0 {
-        return Err("a layout, in an entry that is not a view".into());
-    }
+    let reserved = (raw.reserved, raw.reserved_2);
+    require(reserved == (0, [0; 12]), "reserved bytes are not zero")?;
+    let problem = "a layout, in an entry that is not a view";
+    require(raw.kind == 3 || layout == 0, problem)?;
     let size = raw.size.get();
-    if !size.is_multiple_of(SECTOR_BYTES) || size > MAX_ADDRESS {
-        return Err(format!(
-            "its size {size} is not a multiple of {SECTOR_BYTES}, or is too large"
-        ));
-    }
-    let (name_bytes, name_offset) = (
-        raw.name_bytes.get() as usize,
-        raw.name_offset.get() as usize,
-    );
+    require(
+        size.is_multiple_of(SECTOR_BYTES) && size <= MAX_ADDRESS,
+        format_args!("its size {size} is not a multiple of {SECTOR_BYTES}, or is too large"),
+    )?;
+    let name_bytes = raw.name_bytes.get() as usize;
+    let name_offset = raw.name_offset.get() as usize;
+    let has = |bit| header.features.has_incompatible(bit);
+    let is_disk = header.purpose == Use::Disk;
     let name_at = || {
         name_offset
             .checked_add(name_bytes)
@@ -145,33 +143,23 @@ fn decode_one(
         1 if name_bytes == 0 && name_offset == 0 => BackingName::Digest(raw.digest),
         1 => return Err("a digest that also has a name".into()),
         2 => {
-            if header.purpose == Use::Image {
-                return Err("an image names a backing by file name".into());
-            }
-            let name = name_at()?;
-            let name = std::str::from_utf8(name).map_err(|_| "its name is not UTF-8")?;
-            if !is_plain_name(name) {
-                return Err("its name is not a plain file name".into());
-            }
+            let problem = "an image names a backing by file name";
+            require(header.purpose != Use::Image, problem)?;
+            let name = std::str::from_utf8(name_at()?).map_err(|_| "its name is not UTF-8")?;
+            require(is_plain_name(name), "its name is not a plain file name")?;
             BackingName::FileName {
                 name: name.to_owned(),
                 identity: (raw.digest != [0; 32]).then_some(raw.digest),
             }
         }
         3 => {
-            if header.purpose != Use::Disk {
-                return Err("a view, in a file that is not a disk".into());
-            }
-            if !header.features.has_incompatible(incompatible::VIEWS) {
-                return Err("a view without the feature `views`".into());
-            }
-            if layout == 0 || raw.digest == [0; 32] {
-                return Err("a view without layout or identity".into());
-            }
+            require(is_disk, "a view, in a file that is not a disk")?;
+            let problem = "a view without the feature `views`";
+            require(has(incompatible::VIEWS), problem)?;
+            let problem = "a view without layout or identity";
+            require(layout != 0 && raw.digest != [0; 32], problem)?;
             let image = name_at()?;
-            if image.first() == Some(&raw.kind) {
-                return Err("a view of a view".into());
-            }
+            require(image.first() != Some(&raw.kind), "a view of a view")?;
             let image = decode_one(image, header, 1, 0)?;
             BackingName::View {
                 layout,
@@ -180,19 +168,12 @@ fn decode_one(
             }
         }
         4 => {
-            if header.purpose != Use::Disk {
-                return Err("a URL, in a file that is not a disk".into());
-            }
-            if !header.features.has_incompatible(incompatible::URLS) {
-                return Err("a URL without the feature `urls`".into());
-            }
-            if raw.digest == [0; 32] {
-                return Err("a URL without the root of a Merkle tree".into());
-            }
+            require(is_disk, "a URL, in a file that is not a disk")?;
+            require(has(incompatible::URLS), "a URL without the feature `urls`")?;
+            let problem = "a URL without the root of a Merkle tree";
+            require(raw.digest != [0; 32], problem)?;
             let url = std::str::from_utf8(name_at()?).map_err(|_| "its URL is not UTF-8")?;
-            if !is_plain_url(url) {
-                return Err("its URL is not of the allowed form".into());
-            }
+            require(is_plain_url(url), "its URL is not of the allowed form")?;
             BackingName::Url {
                 url: url.to_owned(),
                 merkle_root: raw.digest,

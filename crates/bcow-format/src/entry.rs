@@ -3,6 +3,7 @@
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::error::require;
 use crate::sizes::{ENTRY_BYTES, MAX_ADDRESS, SECTOR_BYTES};
 use crate::{Header, Uba, incompatible};
 
@@ -137,15 +138,14 @@ pub fn decode_entry(
     bytes: &[u8; ENTRY_BYTES],
     context: &EntryContext<'_>,
 ) -> Result<Entry, EntryProblem> {
-    let raw = RawEntry::read_from_bytes(bytes).map_err(|_| wrong("unreadable"))?;
-    if raw.reserved != 0 {
-        return Err(wrong("reserved byte is not zero"));
-    }
+    let raw: RawEntry = zerocopy::transmute!(*bytes);
+    require(raw.reserved == 0, "reserved byte is not zero")?;
     let mut address = [0; 8];
     address[..6].copy_from_slice(&raw.address);
     let address = u64::from_le_bytes(address);
     let (length, check) = (raw.length.get(), raw.check.get());
-    let features = &context.header.features;
+    let has = |bit| context.header.features.has_incompatible(bit);
+    let (is_plain, whole) = (has(incompatible::PLAIN), context.length);
     let stored = Stored {
         at: Uba(address),
         bytes: length,
@@ -153,75 +153,51 @@ pub fn decode_entry(
     };
     match raw.kind {
         0 | 1 => {
-            if address != 0 || length != 0 || check != 0 {
-                return Err(wrong(
-                    "absent or zero, but address, length or check is not zero",
-                ));
-            }
+            let problem = "absent or zero, but address, length or check is not zero";
+            require(address == 0 && length == 0 && check == 0, problem)?;
             Ok(if raw.kind == 0 { Entry::Absent } else { Entry::Zero })
         }
         2 => {
             check_block_length(context)?;
-            if u64::from(length) != context.length {
-                return Err(wrong(format!(
-                    "raw block of length {} stored with length {length}",
-                    context.length
-                )));
-            }
+            let problem = format_args!("raw block of length {whole} stored with length {length}");
+            require(u64::from(length) == whole, problem)?;
             check_place(&stored, context)?;
-            if features.has_incompatible(incompatible::PLAIN) && address != context.logical {
-                return Err(wrong(format!(
-                    "plain file, but the block of byte {} is stored at byte {address}",
-                    context.logical
-                )));
-            }
+            let start = context.logical;
+            require(
+                !is_plain || address == start,
+                format_args!(
+                    "plain file, but the block of byte {start} is stored at byte {address}"
+                ),
+            )?;
             Ok(Entry::Raw(stored))
         }
         3 => {
             check_block_length(context)?;
-            if !features.has_incompatible(incompatible::ZSTD) {
-                return Err(wrong("zstd block without the feature `zstd`"));
-            }
-            if features.has_incompatible(incompatible::PLAIN) {
-                return Err(wrong("zstd block in a plain file"));
-            }
-            if length == 0 || u64::from(length) >= context.length {
-                return Err(wrong(format!(
-                    "zstd frame of length {length} for a block of length {}",
-                    context.length
-                )));
-            }
+            let problem = "zstd block without the feature `zstd`";
+            require(has(incompatible::ZSTD), problem)?;
+            require(!is_plain, "zstd block in a plain file")?;
+            let problem =
+                format_args!("zstd frame of length {length} for a block of length {whole}");
+            require(length > 0 && u64::from(length) < whole, problem)?;
             check_place(&stored, context)?;
             Ok(Entry::Zstd(stored))
         }
         4 if context.root => {
-            if !address.is_multiple_of(16) {
-                return Err(wrong(
-                    "sub-block table at an address that is not a multiple of 16",
-                ));
-            }
-            if address < 4096 {
-                return Err(wrong("sub-block table inside the header"));
-            }
+            let problem = "sub-block table at an address that is not a multiple of 16";
+            require(address.is_multiple_of(16), problem)?;
+            require(address >= 4096, "sub-block table inside the header")?;
             check_place(&stored, context)?;
             Ok(Entry::Table(stored))
         }
         5 if context.root => {
-            if !features.has_incompatible(incompatible::WINDOWS) {
-                return Err(wrong("window without the feature `windows`"));
-            }
-            if !address.is_multiple_of(4096) {
-                return Err(wrong(
-                    "window at a backing address that is not a multiple of 4096",
-                ));
-            }
-            if length == 0 {
-                return Err(wrong("window of 0 sectors"));
-            }
-            if u64::from(length) * SECTOR_BYTES > context.length {
+            let problem = "window without the feature `windows`";
+            require(has(incompatible::WINDOWS), problem)?;
+            let problem = "window at a backing address that is not a multiple of 4096";
+            require(address.is_multiple_of(4096), problem)?;
+            require(length > 0, "window of 0 sectors")?;
+            if u64::from(length) * SECTOR_BYTES > whole {
                 return Err(EntryProblem::Window(format!(
-                    "window of {length} sectors in a region of {} bytes",
-                    context.length
+                    "window of {length} sectors in a region of {whole} bytes"
                 )));
             }
             check_backing("window", check, context)?;
@@ -233,32 +209,25 @@ pub fn decode_entry(
         }
         6 => {
             check_block_length(context)?;
-            if !features.has_incompatible(incompatible::RECORDS) {
-                return Err(wrong("open block without the feature `records`"));
-            }
-            if features.has_incompatible(incompatible::PLAIN) {
-                return Err(wrong("open block in a plain file"));
-            }
-            if u64::from(length) != context.length || check != 0 {
-                return Err(wrong(format!(
-                    "open block of length {} stored with length {length}, check {check:#x}",
-                    context.length
-                )));
-            }
+            let problem = "open block without the feature `records`";
+            require(has(incompatible::RECORDS), problem)?;
+            require(!is_plain, "open block in a plain file")?;
+            require(
+                u64::from(length) == whole && check == 0,
+                format_args!(
+                    "open block of length {whole} stored with length {length}, check {check:#x}"
+                ),
+            )?;
             check_place(&stored, context)?;
             Ok(Entry::Open(stored))
         }
         7 => {
-            if !features.has_incompatible(incompatible::FRAGMENTS) {
-                return Err(wrong("fragment without the feature `fragments`"));
-            }
-            if length == 0 {
-                return Err(wrong("fragment of no bytes"));
-            }
-            if u64::from(length) > context.length {
+            let problem = "fragment without the feature `fragments`";
+            require(has(incompatible::FRAGMENTS), problem)?;
+            require(length > 0, "fragment of no bytes")?;
+            if u64::from(length) > whole {
                 return Err(EntryProblem::Window(format!(
-                    "fragment of {length} bytes in a block of {}",
-                    context.length
+                    "fragment of {length} bytes in a block of {whole}"
                 )));
             }
             check_backing("fragment", check, context)?;
@@ -268,7 +237,9 @@ pub fn decode_entry(
                 backing: check,
             })
         }
-        kind => Err(wrong(format!("kind {kind} is not allowed here"))),
+        kind => Err(EntryProblem::Entry(format!(
+            "kind {kind} is not allowed here"
+        ))),
     }
 }
 
@@ -304,13 +275,13 @@ pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
         length: U32::new(length),
         check: U32::new(check),
     };
-    let mut bytes = [0; ENTRY_BYTES];
-    bytes.copy_from_slice(raw.as_bytes());
-    bytes
+    zerocopy::transmute!(raw)
 }
 
-fn wrong(problem: impl Into<String>) -> EntryProblem {
-    EntryProblem::Entry(problem.into())
+impl From<String> for EntryProblem {
+    fn from(problem: String) -> Self {
+        EntryProblem::Entry(problem)
+    }
 }
 
 /// Checks that the backing of a window or fragment exists.
@@ -327,40 +298,24 @@ fn check_backing(what: &str, backing: u32, context: &EntryContext<'_>) -> Result
 
 /// Checks that the entry is not for a block of more than 16 MiB: a root entry can make the region a
 /// block only if `region_shift` is at most 24 (spec section 6).
-fn check_block_length(context: &EntryContext<'_>) -> Result<(), EntryProblem> {
-    if context.root && context.header.region_shift > 24 {
-        return Err(wrong("a block as large as a region of more than 16 MiB"));
-    }
-    Ok(())
+fn check_block_length(context: &EntryContext<'_>) -> Result<(), String> {
+    let problem = "a block as large as a region of more than 16 MiB";
+    require(!context.root || context.header.region_shift <= 24, problem)
 }
 
-fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
-    let features = &context.header.features;
-    if features.has_incompatible(incompatible::RECORDS) && !stored.at.0.is_multiple_of(4096) {
-        return Err(wrong(format!(
-            "stored at byte {}, which is not a multiple of 4096, in a file with a record log",
-            stored.at
-        )));
-    }
-    let plain = context
-        .header
-        .features
-        .has_incompatible(incompatible::PLAIN);
-    if stored.at.0 < 4096 && !(plain && stored.at.0 == 0) {
-        return Err(wrong(format!(
-            "stored at byte {}, inside the header",
-            stored.at
-        )));
-    }
-    if stored.end() > context.file_bytes {
-        return Err(wrong(format!(
-            "stored at bytes {}..{}, but the file has {}",
-            stored.at,
-            stored.end(),
-            context.file_bytes
-        )));
-    }
-    Ok(())
+fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), String> {
+    let has = |bit| context.header.features.has_incompatible(bit);
+    let (at, end, file_bytes) = (stored.at.0, stored.end(), context.file_bytes);
+    require(
+        !has(incompatible::RECORDS) || at.is_multiple_of(4096),
+        format_args!(
+            "stored at byte {at}, which is not a multiple of 4096, in a file with a record log"
+        ),
+    )?;
+    let problem = format_args!("stored at byte {at}, inside the header");
+    require(at >= 4096 || at == 0 && has(incompatible::PLAIN), problem)?;
+    let problem = format_args!("stored at bytes {at}..{end}, but the file has {file_bytes}");
+    require(end <= file_bytes, problem)
 }
 
 #[cfg(test)]

@@ -143,6 +143,11 @@ impl std::fmt::Display for SectionKind {
     }
 }
 
+/// A rule of a structure. The caller of its decoder adds the place to the problem.
+pub(crate) fn require(holds: bool, problem: impl std::fmt::Display) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(problem.to_string()) }
+}
+
 impl FormatError {
     /// The stable error code of spec section 12.
     pub fn code(&self) -> &'static str {

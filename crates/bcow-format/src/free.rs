@@ -34,10 +34,9 @@ pub fn decode_free(bytes: &[u8], header: &Header) -> Result<Vec<FreeRange>, Form
     let mut ranges = Vec::with_capacity(bytes.len() / size_of::<RawRange>());
     // A range must start after the end of the one before, and the first one after the first sector.
     let mut last_end = SECTOR_BYTES - 1;
-    for raw in bytes.chunks_exact(size_of::<RawRange>()) {
-        let Ok(raw) = RawRange::ref_from_bytes(raw) else {
-            continue;
-        };
+    let (raw_ranges, _) = bytes.as_chunks::<{ size_of::<RawRange>() }>();
+    for raw in raw_ranges {
+        let raw: &RawRange = zerocopy::transmute_ref!(raw);
         let (start, bytes) = (raw.start.get(), raw.bytes.get());
         let end = start.checked_add(bytes).filter(|&end| {
             start > last_end
@@ -69,7 +68,7 @@ pub fn encode_free(ranges: &[FreeRange]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Features, Section, State, Use};
+    use crate::{Section, State, Use};
 
     #[test]
     fn what_is_encoded_is_decoded() {
@@ -77,24 +76,9 @@ mod tests {
         let ranges = ranges.map(|(start, bytes)| FreeRange { start, bytes });
         let bytes = encode_free(&ranges);
         let mut header = Header {
-            generation: 1,
-            features: Features::default(),
-            purpose: Use::Disk,
-            state: State::Writable,
-            region_shift: 22,
-            size: 0,
             file_bytes: (1 << 30) + (1 << 20),
-            root: Section::default(),
-            metadata: Section::default(),
-            backings: Section::default(),
-            backing_count: 0,
-            merkle: None,
-            log: (0, 0),
-            free: Section {
-                offset: 4096,
-                bytes: bytes.len() as u32,
-                crc: crc32c(&bytes),
-            },
+            free: Section::of(4096, &bytes),
+            ..Header::new(Use::Disk, State::Writable, 22, 0)
         };
         assert_eq!(decode_free(&bytes, &header).unwrap(), ranges);
         header.file_bytes -= 4096;

@@ -1,5 +1,7 @@
 //! Header slots (spec section 3).
 
+use std::fmt::Display;
+
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -9,11 +11,20 @@ use crate::sizes::{
     SECTOR_BYTES, SLOT_BYTES,
 };
 use crate::{
-    Features, FormatError, MerkleShape, crc32c, crc32c_matches, incompatible, read_only_compatible,
+    Features, FormatError, MerkleShape, Stored, Uba, crc32c, crc32c_matches, incompatible,
+    read_only_compatible,
 };
 
 const MAGIC: [u8; 8] = *b"BCoW\r\n\x1a\n";
 const VERSION: u16 = 1;
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone)]
+#[repr(C)]
+struct RawSection {
+    offset: U64,
+    bytes: U32,
+    crc: U32,
+}
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone)]
 #[repr(C)]
@@ -33,15 +44,10 @@ struct RawHeader {
     reserved_1: U32,
     size: U64,
     file_bytes: U64,
-    root_offset: U64,
-    root_entries: U32,
-    root_crc: U32,
-    metadata_offset: U64,
-    metadata_bytes: U32,
-    metadata_crc: U32,
-    backing_offset: U64,
-    backing_bytes: U32,
-    backing_crc: U32,
+    /// Its length is the number of entries.
+    root: RawSection,
+    metadata: RawSection,
+    backings: RawSection,
     backing_count: U32,
     reserved_2: U32,
     merkle_offset: U64,
@@ -49,18 +55,16 @@ struct RawHeader {
     merkle_root: [u8; 32],
     log_offset: U64,
     log_bytes: U64,
-    free_offset: U64,
-    free_bytes: U32,
-    free_crc: U32,
+    free: RawSection,
     reserved_3: [u8; 304],
 }
 const _: () = {
     assert!(size_of::<RawHeader>() == SLOT_BYTES);
     assert!(std::mem::offset_of!(RawHeader, size) == 56);
-    assert!(std::mem::offset_of!(RawHeader, root_offset) == 72);
+    assert!(std::mem::offset_of!(RawHeader, root) == 72);
     assert!(std::mem::offset_of!(RawHeader, merkle_root) == 144);
     assert!(std::mem::offset_of!(RawHeader, log_bytes) == 184);
-    assert!(std::mem::offset_of!(RawHeader, free_crc) == 204);
+    assert!(std::mem::offset_of!(RawHeader, free) == 192);
 };
 
 /// The purpose of a file.
@@ -92,6 +96,26 @@ pub struct Section {
     pub bytes: u32,
     /// CRC32C of the section; 0 if it is empty.
     pub crc: u32,
+}
+
+impl Section {
+    /// The section with these bytes at this offset in the file; they are not empty.
+    pub fn of(offset: u64, bytes: &[u8]) -> Self {
+        Section {
+            offset,
+            bytes: bytes.len() as u32,
+            crc: crc32c(bytes),
+        }
+    }
+
+    /// The range of the section, for an entry.
+    pub fn stored(&self) -> Stored {
+        Stored {
+            at: Uba(self.offset),
+            bytes: self.bytes,
+            crc: self.crc,
+        }
+    }
 }
 
 /// Position and root hash of the Merkle tree.
@@ -201,144 +225,98 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     };
     features.check_readable()?;
 
-    require(raw.generation.get() > 0, "generation", || "0".into())?;
+    require(raw.generation.get() > 0, "generation", "0")?;
     let purpose = match raw.purpose {
         1 => Use::Image,
         2 => Use::Disk,
         3 => Use::Partial,
-        other => return Err(field("use", format!("{other}"))),
+        other => return Err(field("use", other)),
     };
     let state = match raw.state {
         0 => State::Writable,
         1 => State::Sealed,
-        other => return Err(field("state", format!("{other}"))),
+        other => return Err(field("state", other)),
     };
-    require(
-        purpose != Use::Image || state == State::Sealed,
-        "state",
-        || "an image is not sealed".into(),
-    )?;
+    let may_be_writable = purpose != Use::Image || state == State::Sealed;
+    require(may_be_writable, "state", "an image is not sealed")?;
     let region_shift = raw.region_shift;
-    require((12..=30).contains(&region_shift), "region_shift", || {
-        format!("{region_shift}")
-    })?;
-    require(
-        raw.reserved_1.get() == 0 && raw.reserved_2.get() == 0 && raw.reserved_3 == [0; 304],
-        "reserved",
-        || "not zero".into(),
-    )?;
+    let is_valid = (12..=30).contains(&region_shift);
+    require(is_valid, "region_shift", region_shift)?;
+    let reserved = (raw.reserved_1.get(), raw.reserved_2.get(), raw.reserved_3);
+    require(reserved == (0, 0, [0; 304]), "reserved", "not zero")?;
     let size = raw.size.get();
-    require(
-        size.is_multiple_of(SECTOR_BYTES) && size <= MAX_ADDRESS,
-        "size",
-        || format!("{size}"),
-    )?;
+    let is_valid = size.is_multiple_of(SECTOR_BYTES) && size <= MAX_ADDRESS;
+    require(is_valid, "size", size)?;
     let file_bytes = raw.file_bytes.get();
-    require(
-        (SECTOR_BYTES..=MAX_ADDRESS).contains(&file_bytes),
-        "file_bytes",
-        || format!("{file_bytes}"),
-    )?;
-    let logged = features.has_incompatible(incompatible::RECORDS);
+    let is_valid = (SECTOR_BYTES..=MAX_ADDRESS).contains(&file_bytes);
+    require(is_valid, "file_bytes", file_bytes)?;
+    let has = |bit| features.has_incompatible(bit);
+    let logged = has(incompatible::RECORDS);
     require(
         !logged || file_bytes.is_multiple_of(SECTOR_BYTES),
         "file_bytes",
-        || format!("{file_bytes}, not a multiple of 4096, in a file with a record log"),
+        format_args!("{file_bytes}, not a multiple of 4096, in a file with a record log"),
     )?;
-    // In a file with a record log, no two structures share a sector (spec section 10, "Places").
-    let align = |usual| if logged { SECTOR_BYTES } else { usual };
-    let root_entries = u64::from(raw.root_entries.get());
+    let root_entries = u64::from(raw.root.bytes.get());
     require(
         root_entries == size.div_ceil(1 << region_shift) && root_entries <= MAX_ROOT_ENTRIES,
         "root_entries",
-        || format!("{root_entries} for {size} bytes in regions of 2^{region_shift}"),
+        format_args!("{root_entries} for {size} bytes in regions of 2^{region_shift}"),
     )?;
+    // In a file with a record log, no two structures share a sector (spec section 10, "Places").
+    let section = |name, section: Section, align, max_bytes| {
+        let align = if logged { SECTOR_BYTES } else { align };
+        check_section(name, &section, align, max_bytes, file_bytes).map(|()| section)
+    };
     let root = Section {
-        offset: raw.root_offset.get(),
         bytes: (root_entries * ENTRY_BYTES as u64) as u32,
-        crc: raw.root_crc.get(),
+        ..Section::from(&raw.root)
     };
-    check_section("root_offset", &root, align(16), u32::MAX, file_bytes)?;
-    let metadata = Section {
-        offset: raw.metadata_offset.get(),
-        bytes: raw.metadata_bytes.get(),
-        crc: raw.metadata_crc.get(),
-    };
-    check_section(
-        "metadata_offset",
-        &metadata,
-        align(1),
-        MAX_METADATA_BYTES,
-        file_bytes,
-    )?;
-    let backings = Section {
-        offset: raw.backing_offset.get(),
-        bytes: raw.backing_bytes.get(),
-        crc: raw.backing_crc.get(),
-    };
-    check_section(
-        "backing_offset",
-        &backings,
-        align(16),
-        MAX_BACKING_BYTES,
-        file_bytes,
-    )?;
+    let root = section("root_offset", root, 16, u32::MAX)?;
+    let metadata = (&raw.metadata).into();
+    let metadata = section("metadata_offset", metadata, 1, MAX_METADATA_BYTES)?;
+    let backings = (&raw.backings).into();
+    let backings = section("backing_offset", backings, 16, MAX_BACKING_BYTES)?;
     let backing_count = raw.backing_count.get();
     require(
         backing_count <= MAX_BACKINGS
             && u64::from(backing_count) * BACKING_ENTRY_BYTES as u64 <= backings.bytes.into()
             && (backing_count > 0 || backings.bytes == 0),
         "backing_count",
-        || format!("{backing_count} in {} bytes", backings.bytes),
+        format_args!("{backing_count} in {} bytes", backings.bytes),
     )?;
     let needs_backing = incompatible::BACKING | incompatible::WINDOWS | incompatible::FRAGMENTS;
     require(
-        backing_count > 0 || features.incompatible & needs_backing == 0,
+        backing_count > 0 || !has(needs_backing),
         "backing_count",
-        || "0, but the features say there is a backing".into(),
+        "0, but the features say there is a backing",
     )?;
-    require(
-        !features.has_incompatible(incompatible::PLAIN)
-            || !features.has_incompatible(incompatible::BACKING),
-        "incompatible",
-        || "plain, but with a backing below".into(),
-    )?;
-    require(
-        !features.has_incompatible(incompatible::PLAIN)
-            || !features.has_incompatible(incompatible::RECORDS),
-        "incompatible",
-        || "plain, but with a record log".into(),
-    )?;
-    require(
-        !features.has_incompatible(incompatible::FRAGMENTS)
-            || features.incompatible & (incompatible::PLAIN | incompatible::RECORDS) == 0,
-        "incompatible",
-        || "fragments in a file that is plain or has a record log".into(),
-    )?;
+    let (plain, fragments) = (has(incompatible::PLAIN), has(incompatible::FRAGMENTS));
+    let apart = [
+        (
+            plain && has(incompatible::BACKING),
+            "plain, but with a backing below",
+        ),
+        (plain && logged, "plain, but with a record log"),
+        (
+            fragments && (plain || logged),
+            "fragments in a file that is plain or has a record log",
+        ),
+    ];
+    for (are_both, problem) in apart {
+        require(!are_both, "incompatible", problem)?;
+    }
     let merkle = decode_merkle(raw, state, &features, file_bytes)?;
     let log = (raw.log_offset.get(), raw.log_bytes.get());
-    check_log(log, state, &features, file_bytes)?;
-    let free = Section {
-        offset: raw.free_offset.get(),
-        bytes: raw.free_bytes.get(),
-        crc: raw.free_crc.get(),
-    };
-    check_section("free_offset", &free, align(16), MAX_FREE_BYTES, file_bytes)?;
-    require(free.bytes.is_multiple_of(16), "free_bytes", || {
-        format!("{}", free.bytes)
-    })?;
-    require(
-        free.bytes == 0 || state == State::Writable,
-        "free_bytes",
-        || "a free list in a sealed file".into(),
-    )?;
+    check_log(log, state, logged, file_bytes)?;
+    let free = section("free_offset", (&raw.free).into(), 16, MAX_FREE_BYTES)?;
+    let is_valid = free.bytes.is_multiple_of(16);
+    require(is_valid, "free_bytes", free.bytes)?;
+    let may_be_free = free.bytes == 0 || state == State::Writable;
+    require(may_be_free, "free_bytes", "a free list in a sealed file")?;
     Ok(Header {
         generation: raw.generation.get(),
         features,
-        purpose,
-        state,
-        region_shift,
-        size,
         file_bytes,
         root,
         metadata,
@@ -347,6 +325,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         merkle,
         log,
         free,
+        ..Header::new(purpose, state, region_shift, size)
     })
 }
 
@@ -359,35 +338,32 @@ fn decode_merkle(
     let chunk_shift = raw.merkle_chunk_shift;
     let (offset, bytes) = (raw.merkle_offset.get(), raw.merkle_bytes.get());
     let flagged = features.read_only_compatible & read_only_compatible::MERKLE != 0;
-    require(flagged == (chunk_shift != 0), "merkle_chunk_shift", || {
-        format!("{chunk_shift}, and the feature `merkle` says otherwise")
-    })?;
+    require(
+        flagged == (chunk_shift != 0),
+        "merkle_chunk_shift",
+        format_args!("{chunk_shift}, and the feature `merkle` says otherwise"),
+    )?;
     if chunk_shift == 0 {
-        require(
-            offset == 0 && bytes == 0 && raw.merkle_root == [0; 32],
-            "merkle_offset",
-            || "a tree without a chunk size".into(),
-        )?;
+        let is_empty = offset == 0 && bytes == 0 && raw.merkle_root == [0; 32];
+        require(is_empty, "merkle_offset", "a tree without a chunk size")?;
         return Ok(None);
     }
-    require(
-        (12..=20).contains(&chunk_shift),
-        "merkle_chunk_shift",
-        || format!("{chunk_shift}"),
-    )?;
-    require(raw.merkle_root != [0; 32], "merkle_root", || "0".into())?;
-    require(state == State::Sealed, "merkle_offset", || {
-        "a Merkle tree in a writable file".into()
-    })?;
+    let is_valid = (12..=20).contains(&chunk_shift);
+    require(is_valid, "merkle_chunk_shift", chunk_shift)?;
+    require(raw.merkle_root != [0; 32], "merkle_root", "0")?;
+    let sealed = state == State::Sealed;
+    require(sealed, "merkle_offset", "a Merkle tree in a writable file")?;
     require(
         offset >= SECTOR_BYTES && offset.checked_add(bytes) == Some(file_bytes),
         "merkle_offset",
-        || format!("{offset}+{bytes} does not end at file_bytes {file_bytes}"),
+        format_args!("{offset}+{bytes} does not end at file_bytes {file_bytes}"),
     )?;
     let expected = MerkleShape::new(offset, chunk_shift).total_bytes();
-    require(bytes == expected, "merkle_bytes", || {
-        format!("{bytes}, the tree over {offset} bytes has {expected}")
-    })?;
+    require(
+        bytes == expected,
+        "merkle_bytes",
+        format_args!("{bytes}, the tree over {offset} bytes has {expected}"),
+    )?;
     Ok(Some(MerkleTree {
         chunk_shift,
         offset,
@@ -398,36 +374,23 @@ fn decode_merkle(
 fn check_log(
     (offset, bytes): (u64, u64),
     state: State,
-    features: &Features,
+    logged: bool,
     file_bytes: u64,
 ) -> Result<(), FormatError> {
     require(
-        features.has_incompatible(incompatible::RECORDS) == (bytes != 0),
+        logged == (bytes != 0),
         "log_bytes",
-        || format!("{bytes}, and the feature `records` says otherwise"),
+        format_args!("{bytes}, and the feature `records` says otherwise"),
     )?;
     if bytes == 0 {
-        return require(offset == 0, "log_offset", || {
-            format!("{offset}, but there is no log")
-        });
+        let problem = format_args!("{offset}, but there is no log");
+        return require(offset == 0, "log_offset", problem);
     }
-    require(state == State::Writable, "log_bytes", || {
-        "a record log in a sealed file".into()
-    })?;
-    require(
-        bytes.is_multiple_of(SECTOR_BYTES) && bytes <= MAX_LOG_BYTES,
-        "log_bytes",
-        || format!("{bytes}"),
-    )?;
-    require(
-        offset >= SECTOR_BYTES
-            && offset.is_multiple_of(SECTOR_BYTES)
-            && offset
-                .checked_add(bytes)
-                .is_some_and(|end| end <= file_bytes),
-        "log_offset",
-        || format!("{offset}+{bytes} in a file of {file_bytes}"),
-    )
+    let writable = state == State::Writable;
+    require(writable, "log_bytes", "a record log in a sealed file")?;
+    let is_valid = bytes.is_multiple_of(SECTOR_BYTES) && bytes <= MAX_LOG_BYTES;
+    require(is_valid, "log_bytes", bytes)?;
+    check_place("log_offset", offset, bytes, SECTOR_BYTES, file_bytes)
 }
 
 fn check_section(
@@ -439,34 +402,83 @@ fn check_section(
 ) -> Result<(), FormatError> {
     let Section { offset, bytes, crc } = *section;
     if bytes == 0 {
-        return require(offset == 0 && crc == 0, name, || {
-            format!("{offset} and checksum {crc:#x} of an empty section")
-        });
+        let problem = format_args!("{offset} and checksum {crc:#x} of an empty section");
+        return require(offset == 0 && crc == 0, name, problem);
     }
-    require(bytes <= max_bytes, name, || format!("{bytes} bytes"))?;
-    let inside = offset
-        .checked_add(bytes.into())
-        .is_some_and(|end| end <= file_bytes);
+    require(bytes <= max_bytes, name, format_args!("{bytes} bytes"))?;
+    check_place(name, offset, bytes.into(), align, file_bytes)
+}
+
+/// Checks that a part of the file is aligned, and lies behind the header and inside the file.
+fn check_place(
+    name: &'static str,
+    offset: u64,
+    bytes: u64,
+    align: u64,
+    file_bytes: u64,
+) -> Result<(), FormatError> {
+    let end = offset.checked_add(bytes);
     require(
-        offset >= SECTOR_BYTES && offset.is_multiple_of(align) && inside,
+        offset >= SECTOR_BYTES
+            && offset.is_multiple_of(align)
+            && end.is_some_and(|end| end <= file_bytes),
         name,
-        || format!("{offset}+{bytes} in a file of {file_bytes}"),
+        format_args!("{offset}+{bytes} in a file of {file_bytes}"),
     )
 }
 
-fn require(
-    holds: bool,
-    name: &'static str,
-    problem: impl FnOnce() -> String,
-) -> Result<(), FormatError> {
-    if holds { Ok(()) } else { Err(field(name, problem())) }
+fn require(holds: bool, name: &'static str, problem: impl Display) -> Result<(), FormatError> {
+    if holds { Ok(()) } else { Err(field(name, problem)) }
 }
 
-fn field(field: &'static str, problem: String) -> FormatError {
-    FormatError::HeaderField { field, problem }
+fn field(field: &'static str, problem: impl Display) -> FormatError {
+    FormatError::HeaderField {
+        field,
+        problem: problem.to_string(),
+    }
+}
+
+impl From<&RawSection> for Section {
+    fn from(raw: &RawSection) -> Self {
+        Section {
+            offset: raw.offset.get(),
+            bytes: raw.bytes.get(),
+            crc: raw.crc.get(),
+        }
+    }
+}
+
+impl From<Section> for RawSection {
+    fn from(section: Section) -> Self {
+        RawSection {
+            offset: U64::new(section.offset),
+            bytes: U32::new(section.bytes),
+            crc: U32::new(section.crc),
+        }
+    }
 }
 
 impl Header {
+    /// A header of the first generation, of a file without features and content.
+    pub fn new(purpose: Use, state: State, region_shift: u8, size: u64) -> Self {
+        Header {
+            generation: 1,
+            features: Features::default(),
+            purpose,
+            state,
+            region_shift,
+            size,
+            file_bytes: 0,
+            root: Section::default(),
+            metadata: Section::default(),
+            backings: Section::default(),
+            backing_count: 0,
+            merkle: None,
+            log: (0, 0),
+            free: Section::default(),
+        }
+    }
+
     /// Returns an error if the file, with `found` bytes, is shorter than the header says.
     pub fn check_file_length(&self, found: u64) -> Result<(), FormatError> {
         if found < self.file_bytes {
@@ -489,7 +501,7 @@ impl Header {
     pub fn encode(&self) -> [u8; SLOT_BYTES] {
         let mut raw = self.to_raw();
         raw.slot_crc = U32::new(slot_crc(&raw));
-        to_slot(&raw)
+        zerocopy::transmute!(raw)
     }
 
     /// The first 1024 bytes that the Merkle tree covers, in their canonical form (spec section 9).
@@ -498,7 +510,7 @@ impl Header {
         raw.generation = U64::new(0);
         raw.merkle_root = [0; 32];
         let mut area = [0; HEADER_AREA_BYTES];
-        area[..SLOT_BYTES].copy_from_slice(&to_slot(&raw));
+        area[..SLOT_BYTES].copy_from_slice(raw.as_bytes());
         area
     }
 
@@ -535,15 +547,12 @@ impl Header {
             reserved_1: U32::new(0),
             size: U64::new(self.size),
             file_bytes: U64::new(self.file_bytes),
-            root_offset: U64::new(self.root.offset),
-            root_entries: U32::new(self.root.bytes / ENTRY_BYTES as u32),
-            root_crc: U32::new(self.root.crc),
-            metadata_offset: U64::new(self.metadata.offset),
-            metadata_bytes: U32::new(self.metadata.bytes),
-            metadata_crc: U32::new(self.metadata.crc),
-            backing_offset: U64::new(self.backings.offset),
-            backing_bytes: U32::new(self.backings.bytes),
-            backing_crc: U32::new(self.backings.crc),
+            root: RawSection {
+                bytes: U32::new(self.root.bytes / ENTRY_BYTES as u32),
+                ..self.root.into()
+            },
+            metadata: self.metadata.into(),
+            backings: self.backings.into(),
             backing_count: U32::new(self.backing_count),
             reserved_2: U32::new(0),
             merkle_offset: U64::new(merkle_offset),
@@ -551,18 +560,10 @@ impl Header {
             merkle_root,
             log_offset: U64::new(self.log.0),
             log_bytes: U64::new(self.log.1),
-            free_offset: U64::new(self.free.offset),
-            free_bytes: U32::new(self.free.bytes),
-            free_crc: U32::new(self.free.crc),
+            free: self.free.into(),
             reserved_3: [0; 304],
         }
     }
-}
-
-fn to_slot(raw: &RawHeader) -> [u8; SLOT_BYTES] {
-    let mut slot = [0; SLOT_BYTES];
-    slot.copy_from_slice(raw.as_bytes());
-    slot
 }
 
 #[cfg(test)]
@@ -571,24 +572,13 @@ mod tests {
 
     fn header() -> Header {
         Header {
-            generation: 1,
-            features: Features::default(),
-            purpose: Use::Image,
-            state: State::Sealed,
-            region_shift: 22,
-            size: 9 << 20,
             file_bytes: 8192,
             root: Section {
                 offset: 4096,
                 bytes: 48,
                 crc: 7,
             },
-            metadata: Section::default(),
-            backings: Section::default(),
-            backing_count: 0,
-            merkle: None,
-            log: (0, 0),
-            free: Section::default(),
+            ..Header::new(Use::Image, State::Sealed, 22, 9 << 20)
         }
     }
 

@@ -4,6 +4,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::entry::EntryProblem;
+use crate::error::require;
 use crate::{
     Crc32c, Entry, EntryContext, FormatError, Header, Lba, SECTOR_BYTES, crc32c, crc32c_matches,
     decode_entry, encode_entry,
@@ -112,31 +113,21 @@ impl Record {
         let sequence = raw.sequence.get();
         let wrong = |problem: String| FormatError::Record { sequence, problem };
         let (count, file_bytes) = (raw.count.get() as usize, raw.file_bytes.get());
-        if bytes.len() != record_bytes(count) {
-            return Err(wrong(format!(
-                "mapping count {count} in a record of length {}",
-                bytes.len()
-            )));
-        }
-        if raw.size.get() != header.size {
-            return Err(wrong(format!(
-                "size {}, the header says {}",
-                raw.size, header.size
-            )));
-        }
-        if !(least_file_bytes..=crate::MAX_ADDRESS).contains(&file_bytes)
-            || !file_bytes.is_multiple_of(SECTOR_BYTES)
-        {
-            return Err(wrong(format!(
-                "file_bytes {file_bytes}, before it was {least_file_bytes}"
-            )));
-        }
+        let (length, size) = (bytes.len(), raw.size.get());
+        let problem = format_args!("mapping count {count} in a record of length {length}");
+        require(length == record_bytes(count), problem).map_err(wrong)?;
+        let problem = format_args!("size {size}, the header says {}", header.size);
+        require(size == header.size, problem).map_err(wrong)?;
+        let is_valid = (least_file_bytes..=crate::MAX_ADDRESS).contains(&file_bytes)
+            && file_bytes.is_multiple_of(SECTOR_BYTES);
+        let problem = format_args!("file_bytes {file_bytes}, before it was {least_file_bytes}");
+        require(is_valid, problem).map_err(wrong)?;
         let (mappings, padding) = mappings.split_at(count * MAPPING_BYTES);
-        if padding.iter().any(|byte| *byte != 0) {
-            return Err(wrong("padding is not zero".into()));
-        }
+        let is_zero = padding.iter().all(|byte| *byte == 0);
+        require(is_zero, "padding is not zero").map_err(wrong)?;
+        let (mappings, _) = mappings.as_chunks();
         let mappings = mappings
-            .chunks_exact(MAPPING_BYTES)
+            .iter()
             .enumerate()
             .map(|(index, raw)| {
                 decode_mapping(raw, header, file_bytes)
@@ -169,11 +160,13 @@ fn check_apart(mappings: &[LogMapping]) -> Result<(), String> {
     }
 }
 
-fn decode_mapping(bytes: &[u8], header: &Header, file_bytes: u64) -> Result<LogMapping, String> {
-    let raw = RawMapping::ref_from_bytes(bytes).map_err(|_| "unreadable")?;
-    if raw.reserved != 0 {
-        return Err("reserved byte is not zero".into());
-    }
+fn decode_mapping(
+    bytes: &[u8; MAPPING_BYTES],
+    header: &Header,
+    file_bytes: u64,
+) -> Result<LogMapping, String> {
+    let raw: &RawMapping = zerocopy::transmute_ref!(bytes);
+    require(raw.reserved == 0, "reserved byte is not zero")?;
     let mut sector = [0; 8];
     sector[..6].copy_from_slice(&raw.sector);
     let at = u64::from_le_bytes(sector)
@@ -181,9 +174,8 @@ fn decode_mapping(bytes: &[u8], header: &Header, file_bytes: u64) -> Result<LogM
         .filter(|&at| at < header.size)
         .ok_or("beyond the end of the address space")?;
     let shift = raw.shift;
-    if !(12..=header.region_shift).contains(&shift) || !at.is_multiple_of(1 << shift) {
-        return Err(format!("shift {shift} at byte {at}"));
-    }
+    let is_valid = (12..=header.region_shift).contains(&shift) && at.is_multiple_of(1 << shift);
+    require(is_valid, format_args!("shift {shift} at byte {at}"))?;
     let region = at >> header.region_shift;
     let left = header.region_length(region) - (at - (region << header.region_shift));
     let context = EntryContext {

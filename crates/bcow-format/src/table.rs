@@ -1,9 +1,12 @@
 //! Root table and sub-block tables (spec sections 6 and 7).
 
+use std::ops::Range;
+
 use zerocopy::byteorder::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::entry::EntryProblem;
+use crate::error::require;
 use crate::{
     BlockShift, ENTRY_BYTES, Entry, EntryContext, FormatError, Header, Stored, crc32c,
     crc32c_matches, decode_entry, encode_entry,
@@ -80,26 +83,17 @@ pub fn decode_table(
     let Ok((raw, rest)) = RawTableHeader::ref_from_prefix(bytes) else {
         return Err(wrong(format!("its length {} is too short", bytes.len())));
     };
-    if raw.magic != TABLE_MAGIC {
-        return Err(wrong("no magic".into()));
-    }
-    if raw.reserved != [0; 3] {
-        return Err(wrong("reserved bytes are not zero".into()));
-    }
+    require(raw.magic == TABLE_MAGIC, "no magic").map_err(wrong)?;
+    require(raw.reserved == [0; 3], "reserved bytes are not zero").map_err(wrong)?;
     let block_shift = BlockShift::new(raw.block_shift)
         .filter(|shift| shift.get() <= header.region_shift)
         .ok_or_else(|| wrong(format!("block_shift {}", raw.block_shift)))?;
-    if raw.region.get() != region {
-        return Err(wrong(format!("it belongs to region {}", raw.region)));
-    }
+    let problem = format_args!("it belongs to region {}", raw.region);
+    require(raw.region.get() == region, problem).map_err(wrong)?;
     let region_length = header.region_length(region);
     let count = region_length.div_ceil(u64::from(block_shift.bytes()));
-    if rest.len() as u64 != count * ENTRY_BYTES as u64 {
-        return Err(wrong(format!(
-            "length {} of the entries, block count {count}",
-            rest.len()
-        )));
-    }
+    let problem = format_args!("length {} of the entries, block count {count}", rest.len());
+    require(rest.len() as u64 == count * ENTRY_BYTES as u64, problem).map_err(wrong)?;
     let mut entries = Vec::with_capacity(count as usize);
     for (index, raw) in (0..).zip(rest.as_chunks::<ENTRY_BYTES>().0) {
         let start = index << block_shift.get();
@@ -162,15 +156,11 @@ fn check_shown(entry: &Entry, backing_bytes: impl Fn(u32) -> u64) -> Result<(), 
         Entry::Fragment { .. } => "fragment",
         _ => "window",
     };
-    let size = backing_bytes(backing);
-    if range.end <= size {
-        Ok(())
-    } else {
-        Err(format!(
-            "{what} onto bytes {}..{} of backing {backing}, which has {size}",
-            range.start, range.end
-        ))
-    }
+    let (size, Range { start, end }) = (backing_bytes(backing), range);
+    require(
+        end <= size,
+        format_args!("{what} onto bytes {start}..{end} of backing {backing}, which has {size}"),
+    )
 }
 
 /// Encodes a sub-block table.

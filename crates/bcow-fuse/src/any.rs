@@ -39,7 +39,7 @@ impl AnySession {
     pub fn unmounter(&self) -> Unmounter {
         match self {
             AnySession::Fuse(session) => session.unmounter(),
-            AnySession::Kernel(session) => session.unmounter().into(),
+            AnySession::Kernel(session) => session.unmounter(),
         }
     }
 
@@ -48,7 +48,7 @@ impl AnySession {
     pub fn closer(&self) -> Option<Closer> {
         match self {
             AnySession::Fuse(session) => session.closer(),
-            AnySession::Kernel(session) => session.closer().map(Closer::from),
+            AnySession::Kernel(session) => session.closer(),
         }
     }
 

@@ -28,10 +28,8 @@ pub fn bind(
         path: target.clone(),
         source: errno.into(),
     };
-    let places = mountinfo::whole_places_of(device).map_err(|source| MountError::Process {
-        action: "read /proc/self/mountinfo",
-        source,
-    })?;
+    let places = mountinfo::whole_places_of(device)
+        .map_err(MountError::process("read /proc/self/mountinfo"))?;
     for place in places {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE
             | OpenTreeFlags::OPEN_TREE_CLOEXEC

@@ -36,14 +36,8 @@ pub enum Launch {
 /// Starts this command again, with the same arguments, as a daemon, and waits until it calls
 /// [`Readiness::announce`] or ends.
 pub fn launch() -> Result<Launch, MountError> {
-    let failed = |action| move |source| MountError::Process { action, source };
-    let (reader, writer) =
-        rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|errno| {
-            MountError::Process {
-                action: "create a pipe",
-                source: errno.into(),
-            }
-        })?;
+    let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+        .map_err(MountError::process("create a pipe"))?;
     keep_descriptors_from_children();
     let mut arguments = std::env::args_os();
     let mut command = Command::new("/proc/self/exe");
@@ -56,27 +50,20 @@ pub fn launch() -> Result<Launch, MountError> {
         .stdin(Stdio::null())
         .stdout(writer)
         .spawn()
-        .map_err(failed("start the background process"))?;
-    // The command holds the write end of the pipe. Drop it: the loop below reads until all write
+        .map_err(MountError::process("start the background process"))?;
+    // The command holds the write end of the pipe. Drop it: the read below lasts until all write
     // ends are closed.
     drop(command);
     let mut received = Vec::new();
-    let mut buf = [0; 16];
-    let mut reader = File::from(reader);
-    while received.len() < READY.len() {
-        match reader.read(&mut buf) {
-            Ok(0) => break,
-            Ok(n) => received.extend_from_slice(&buf[..n]),
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(failed("read from the background process")(error)),
-        }
-    }
+    let reader = File::from(reader);
+    let read = reader.take(READY.len() as u64).read_to_end(&mut received);
+    read.map_err(MountError::process("read from the background process"))?;
     if received == READY {
         return Ok(Launch::Ready);
     }
     let status = child
         .wait()
-        .map_err(failed("wait for the background process"))?;
+        .map_err(MountError::process("wait for the background process"))?;
     match (status.code(), status.signal()) {
         (Some(code), _) => Ok(Launch::Failed(u8::try_from(code).unwrap_or(1).max(1))),
         (None, signal) => Err(MountError::Process {
@@ -126,10 +113,7 @@ impl Readiness {
         let null = detach_but_errors()?;
         File::from(self.pipe)
             .write_all(READY)
-            .map_err(|source| MountError::Process {
-                action: "report that the mount is ready",
-                source,
-            })?;
+            .map_err(MountError::process("report that the mount is ready"))?;
         redirect_errors(&null)
     }
 }
@@ -142,22 +126,18 @@ pub fn detach() -> Result<(), MountError> {
 
 /// Returns /dev/null.
 fn detach_but_errors() -> Result<OwnedFd, MountError> {
-    let failed = |action| move |source| MountError::Process { action, source };
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-        .map_err(|errno| failed("open /dev/null")(errno.into()))?;
-    rustix::process::chdir("/").map_err(|errno| failed("change to /")(errno.into()))?;
+        .map_err(MountError::process("open /dev/null"))?;
+    rustix::process::chdir("/").map_err(MountError::process("change to /"))?;
     log::use_syslog();
     rustix::stdio::dup2_stdin(&null)
         .and_then(|()| rustix::stdio::dup2_stdout(&null))
-        .map_err(|errno| failed("redirect standard output")(errno.into()))?;
+        .map_err(MountError::process("redirect standard output"))?;
     Ok(null)
 }
 
 fn redirect_errors(null: &OwnedFd) -> Result<(), MountError> {
-    rustix::stdio::dup2_stderr(null).map_err(|errno| MountError::Process {
-        action: "redirect standard error",
-        source: errno.into(),
-    })
+    rustix::stdio::dup2_stderr(null).map_err(MountError::process("redirect standard error"))
 }
 
 /// Sets close-on-exec on every descriptor above standard error. Otherwise the daemon would keep a

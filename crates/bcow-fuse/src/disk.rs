@@ -11,6 +11,8 @@ use std::time::Duration;
 use bcow::{BlockDevice, Disk};
 use rustix::io::Errno;
 
+use crate::process::lock;
+
 /// Time between a discard and the flush that returns its space to the host. Discards come in
 /// groups.
 const DISCARD_PAUSE: Duration = Duration::from_secs(1);
@@ -110,9 +112,7 @@ enum DiskState {
 
 impl Lifetime {
     fn lock(&self) -> std::sync::MutexGuard<'_, DiskState> {
-        self.state
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Of a file that the loop device opened when another process served it. `lost` is the error

@@ -1,7 +1,7 @@
 //! Errors of mounts: making, serving, growing and ending them.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A failure to make, serve, grow or end a mount. [`MountError::hint`] returns advice for errors
 /// that the user can correct.
@@ -165,6 +165,25 @@ pub enum MountError {
 }
 
 impl MountError {
+    /// Makes the error of `action`, words that follow "cannot", of the host's error.
+    pub(crate) fn process<E: Into<io::Error>>(action: &'static str) -> impl Fn(E) -> Self {
+        move |error| MountError::Process {
+            action,
+            source: error.into(),
+        }
+    }
+
+    pub(crate) fn close_disk(disk: &Path) -> impl Fn(bcow::Error) -> Self {
+        move |source| MountError::CloseDisk {
+            disk: disk.to_owned(),
+            source,
+        }
+    }
+
+    pub(crate) fn no_thread() -> Self {
+        MountError::process("start a thread")(io::Error::from(io::ErrorKind::OutOfMemory))
+    }
+
     /// Advice for the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {

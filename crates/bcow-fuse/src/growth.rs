@@ -68,10 +68,5 @@ pub(crate) fn grow_own(directory: &Path, kind: Kind, bytes: u64) -> Result<(), M
         })?;
         Ok(bcow_mount::grow(&directory, kind, bytes)?)
     });
-    grown.unwrap_or_else(|| {
-        Err(MountError::Process {
-            action: "start a thread",
-            source: io::ErrorKind::OutOfMemory.into(),
-        })
-    })
+    grown.unwrap_or_else(|| Err(MountError::no_thread()))
 }

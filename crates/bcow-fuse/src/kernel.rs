@@ -21,7 +21,7 @@ use std::os::fd::{AsFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use bcow::{BlockDevice, Disk, Ledger, WritableDevice};
 use bcow_mount::filesystem::{self, HEAD_BYTES};
@@ -39,7 +39,8 @@ use crate::mount::{Unmounted, usable_mountpoint};
 use crate::mountinfo;
 use crate::options::{MountOptions, no_interval};
 use crate::outcome::Outcome;
-use crate::process::{abort_on_panic, show_closing};
+use crate::process::{lock, show_closing};
+use crate::session::{Closer, Unmounter};
 use crate::signals::Signals;
 use crate::stats::{DiskUse, MountStats};
 use service::Service;
@@ -83,20 +84,6 @@ pub struct KernelSession {
 /// Releases what belongs to a disk, once: at the end of the session, or of its process. A leaf
 /// lock; it is not held during the release.
 struct Release(Mutex<Option<OnClosed>>);
-
-/// Ends a [`KernelSession`] from another thread.
-#[derive(Debug, Clone)]
-pub(crate) struct KernelUnmounter {
-    mount: Arc<KernelMount>,
-}
-
-/// Makes the disk of a [`KernelSession`] durable from another thread, before the process ends.
-#[derive(Debug, Clone)]
-pub(crate) struct KernelCloser {
-    disk: Weak<Disk>,
-    outcome: Weak<Outcome>,
-    path: PathBuf,
-}
 
 /// Stops a [`KernelSession`] from another thread, for a process that takes it over.
 #[derive(Clone)]
@@ -259,10 +246,7 @@ impl KernelSession {
             (Some(_), None) => return Ok(None),
             (_, files) => files.as_ref().map(DiskFiles::try_clone).transpose(),
         };
-        let disk = disk.map_err(|source| MountError::Process {
-            action: "duplicate a descriptor",
-            source,
-        })?;
+        let disk = disk.map_err(MountError::process("duplicate a descriptor"))?;
         let descriptors = self.service.descriptors().duplicate()?;
         self.is_shared.store(descriptors.is_some(), Relaxed);
         Ok(descriptors.map(|(connection, hidden)| DiskHandover {
@@ -310,50 +294,36 @@ impl KernelSession {
     }
 
     /// A handle that unmounts while the session is being served.
-    pub(crate) fn unmounter(&self) -> KernelUnmounter {
-        KernelUnmounter {
-            mount: Arc::clone(&self.mount),
-        }
+    pub(crate) fn unmounter(&self) -> Unmounter {
+        let mount = Arc::clone(&self.mount);
+        Unmounter::new(move || mount.unmount())
     }
 
     /// A handle that makes the disk durable while the session is being served; `None` for content
     /// that does not change.
-    pub(crate) fn closer(&self) -> Option<KernelCloser> {
-        Some(KernelCloser {
-            disk: Arc::downgrade(self.disk.as_ref()?),
-            outcome: Arc::downgrade(&self.outcome),
-            path: self.path.clone(),
-        })
+    pub(crate) fn closer(&self) -> Option<Closer> {
+        let disk = Arc::downgrade(self.disk.as_ref()?);
+        let outcome = Arc::downgrade(&self.outcome);
+        let path = self.path.clone();
+        Some(Closer::new(move || {
+            let (Some(disk), Some(outcome)) = (disk.upgrade(), outcome.upgrade()) else {
+                // The session has ended.
+                return Ok(());
+            };
+            let flushed = disk.flush();
+            outcome.report(flushed.as_ref().map(|_| ()).map_err(|_| Errno::IO));
+            flushed.map_err(MountError::close_disk(&path))
+        }))
     }
 
     /// Like [`KernelSession::serve`], but SIGTERM, SIGINT and, in the foreground, SIGHUP unmount.
     /// If files are in use, the mount is detached and served until they are closed. A second signal
     /// flushes the disk and ends this process at once.
     pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
-        abort_on_panic();
-        let mount = Arc::clone(&self.mount);
-        let closer = self.closer();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                let name = signals.wait();
-                let unmounted = mount.unmount();
-                if let Some(warning) = unmounted.warning(name, &mount.place.target) {
-                    log::log(Severity::Warning, &warning);
-                }
-                signals.wait();
-                if let Some(closer) = closer
-                    && let Err(error) = closer.close()
-                {
-                    log::log(Severity::Error, &error.to_string());
-                }
-                // The kernel sees that the connection is closed, and fails the requests in flight.
-                std::process::exit(1);
-            })
-            .map_err(|source| MountError::Process {
-                action: "start a thread",
-                source,
-            })?;
+        let target = self.mount.place.target.clone();
+        let (mount, closer) = (self.unmounter(), self.closer());
+        let close = move || closer.map_or(Ok(()), |closer| closer.close());
+        signals.end_mount(target, move || mount.unmount(), close)?;
         self.serve(|| {})
     }
 
@@ -397,10 +367,6 @@ impl KernelSession {
             // Statistics are being read.
             Err(disk) => disk.checkpoint(),
         };
-        let failed = |source| MountError::CloseDisk {
-            disk: self.path.clone(),
-            source,
-        };
         let lost = self.mount.lifetime.lost();
         let is_removed = self
             .file
@@ -415,7 +381,7 @@ impl KernelSession {
             (Err(_), None) => Err(Errno::IO),
             (Ok(()), None) => Ok(()),
         });
-        closed.map_err(failed)?;
+        closed.map_err(MountError::close_disk(&self.path))?;
         match lost {
             None => Ok(()),
             Some(errno) => Err(MountError::LostWrites {
@@ -423,29 +389,6 @@ impl KernelSession {
                 source: errno.into(),
             }),
         }
-    }
-}
-
-impl KernelUnmounter {
-    /// Unmounts. If the mount is in use, unmounts lazily.
-    pub(crate) fn unmount(&self) -> Unmounted {
-        self.mount.unmount()
-    }
-}
-
-impl KernelCloser {
-    /// Makes the written data durable. The caller ends the process afterwards.
-    pub(crate) fn close(&self) -> Result<(), MountError> {
-        let (Some(disk), Some(outcome)) = (self.disk.upgrade(), self.outcome.upgrade()) else {
-            // The session has ended.
-            return Ok(());
-        };
-        let flushed = disk.flush();
-        outcome.report(flushed.as_ref().map(|_| ()).map_err(|_| Errno::IO));
-        flushed.map_err(|source| MountError::CloseDisk {
-            disk: self.path.clone(),
-            source,
-        })
     }
 }
 
@@ -461,7 +404,7 @@ impl Drop for KernelSession {
 }
 
 impl KernelMount {
-    /// Unmounts if the mount still exists. Safe to call several times.
+    /// Unmounts if the mount still exists; lazily, if it is in use. Safe to call several times.
     fn unmount(&self) -> Unmounted {
         if self.lifetime.has_ended() { Unmounted::Gone } else { self.place.unmount() }
     }
@@ -469,10 +412,7 @@ impl KernelMount {
 
 impl Release {
     fn release(&self, has_all: bool) {
-        let release = {
-            let mut release = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            release.take()
-        };
+        let release = lock(&self.0).take();
         if let Some(release) = release {
             release(has_all);
         }
@@ -484,7 +424,9 @@ impl DiskStopper {
     /// follows has less to do and rarely fails.
     pub fn prepare(&self) -> Result<(), MountError> {
         match self.disk.upgrade() {
-            Some(disk) => disk.checkpoint().map_err(|error| self.failed(error)),
+            Some(disk) => disk
+                .checkpoint()
+                .map_err(MountError::close_disk(&self.path)),
             // The session has ended.
             None => Ok(()),
         }
@@ -504,14 +446,8 @@ impl DiskStopper {
         let has_all = closed.is_ok() && self.mount.lifetime.lost().is_none();
         self.release.release(has_all);
         self.outcome.report_handover();
-        closed.map(|()| true).map_err(|error| self.failed(error))
-    }
-
-    fn failed(&self, source: bcow::Error) -> MountError {
-        MountError::CloseDisk {
-            disk: self.path.clone(),
-            source,
-        }
+        closed.map_err(MountError::close_disk(&self.path))?;
+        Ok(true)
     }
 }
 

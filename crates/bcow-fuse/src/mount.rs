@@ -61,10 +61,7 @@ pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, Own
     let for_session = mount
         .connection
         .try_clone()
-        .map_err(|source| MountError::Process {
-            action: "duplicate the FUSE descriptor",
-            source,
-        });
+        .map_err(MountError::process("duplicate the FUSE descriptor"));
     match for_session {
         Ok(session) => Ok((mount, session)),
         Err(error) => {
@@ -176,10 +173,7 @@ fn mount_directly(target: &Path, options: &MountOptions) -> Result<Option<OwnedF
 /// Mounts with the set-user-ID helper. The helper sends the `/dev/fuse` descriptor back over a
 /// socket. The socket is the helper's standard input, so that no descriptor has to be inheritable.
 fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, MountError> {
-    let (ours, theirs) = UnixStream::pair().map_err(|source| MountError::Process {
-        action: "make a socket pair",
-        source,
-    })?;
+    let (ours, theirs) = UnixStream::pair().map_err(MountError::process("make a socket pair"))?;
     let mut helper = Command::new(HELPER)
         .arg("-o")
         .arg(options.for_helper()?)

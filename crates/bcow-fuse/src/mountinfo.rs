@@ -172,16 +172,14 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
 
 /// Uid and gid of the owner, from the FUSE options of the file system.
 fn owner(options: &[u8]) -> Option<(u32, u32)> {
+    let options = options.split(|&byte| byte == b',');
     let number = |name: &[u8]| {
         let value = options
-            .split(|&byte| byte == b',')
+            .clone()
             .find_map(|option| option.strip_prefix(name))?;
         std::str::from_utf8(value).ok()?.parse().ok()
     };
-    let is_for_all = options
-        .split(|&byte| byte == b',')
-        .any(|option| option == b"allow_other");
-    if is_for_all {
+    if options.clone().any(|option| option == b"allow_other") {
         None
     } else {
         Some((number(b"user_id=")?, number(b"group_id=")?))

@@ -47,18 +47,19 @@ pub enum WriteCache {
     Back,
 }
 
-/// Whether the content of a mount with the kernel driver can change.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Content {
-    Sealed,
-    Writable,
-}
-
 /// The error of an interval between commits for a file system that has none.
 pub(crate) fn no_interval() -> MountError {
     MountError::UnsupportedOption {
         option: "commit".to_owned(),
         reason: "only ext4 and btrfs have such an interval",
+    }
+}
+
+/// Refuses options that do not exist with this driver.
+fn refuse_at(driver: &'static str, given: &[(&'static str, bool)]) -> Result<(), MountError> {
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some(&(option, _)) => Err(MountError::NotAtDriver { option, driver }),
+        None => Ok(()),
     }
 }
 
@@ -163,18 +164,8 @@ impl MountOptions {
     /// was given, and the kernel checks permissions. Without an upper, `rw` and the options of
     /// writable mounts are errors.
     pub fn settle(&mut self, writing: Writing) -> Result<(), MountError> {
-        if self.discard {
-            return Err(MountError::NotAtDriver {
-                option: "discard",
-                driver: "FUSE",
-            });
-        }
-        if self.commit_seconds.is_some() {
-            return Err(MountError::NotAtDriver {
-                option: "commit",
-                driver: "FUSE",
-            });
-        }
+        let commit = self.commit_seconds.is_some();
+        refuse_at("FUSE", &[("discard", self.discard), ("commit", commit)])?;
         match writing {
             Writing::ToUpper if self.overlay_lower.is_some() => {
                 Err(MountError::OnlyWithoutUpper("overlay_lower"))
@@ -197,30 +188,27 @@ impl MountOptions {
     /// permissions of the files allow, and the kernel always collects writes in its page cache.
     /// Access times are off unless an option asks for them: each update is a write.
     pub(crate) fn for_kernel(&self, disk: &DiskMount) -> Result<Settings, MountError> {
-        let content = match disk.device {
-            Device::ReadOnly(_) => Content::Sealed,
-            Device::Writable(_) => Content::Writable,
-        };
-        self.settings(content, &disk.path, disk.barriers)
+        let is_sealed = matches!(disk.device, Device::ReadOnly(_));
+        self.settings(is_sealed, &disk.path, disk.barriers)
     }
 
     /// The settings of a mount of an image, the file `image`, that the kernel reads by itself.
     pub(crate) fn for_image(&self, image: &Path) -> Result<Settings, MountError> {
-        let settings = self.settings(Content::Sealed, image, Barriers::On)?;
+        let settings = self.settings(true, image, Barriers::On)?;
         match settings.commit_seconds {
             None => Ok(settings),
             Some(_) => Err(no_interval()),
         }
     }
 
+    /// The settings for content that is sealed, and never changes, or that is not.
     fn settings(
         &self,
-        content: Content,
+        is_sealed: bool,
         path: &Path,
         barriers: Barriers,
     ) -> Result<Settings, MountError> {
         let has = |flag| self.flags.contains(flag);
-        let is_sealed = content == Content::Sealed;
         if is_sealed && self.read_only == Some(false) {
             return Err(MountError::SealedDisk(path.to_owned()));
         }
@@ -229,12 +217,7 @@ impl MountOptions {
             ("overlay_lower", self.overlay_lower.is_some()),
             ("uidmap or gidmap", !self.owners.are_same()),
         ];
-        if let Some((option, _)) = only_fuse.into_iter().find(|(_, is_given)| *is_given) {
-            return Err(MountError::NotAtDriver {
-                option,
-                driver: "kernel",
-            });
-        }
+        refuse_at("kernel", &only_fuse)?;
         Ok(Settings {
             read_only: is_sealed || self.read_only == Some(true),
             nosuid: has(MountFlags::NOSUID),
@@ -269,13 +252,18 @@ impl MountOptions {
 
     fn apply_one(&mut self, option: &OsStr) -> Result<(), MountError> {
         let shown = || option.to_string_lossy().into_owned();
+        let bad = |problem| MountError::BadOption {
+            option: shown(),
+            problem,
+        };
+        let unsupported = |reason| MountError::UnsupportedOption {
+            option: shown(),
+            reason,
+        };
         let bytes = option.as_bytes();
         if let Some(name) = bytes.strip_prefix(b"fsname=") {
             if name.is_empty() || name.contains(&0) {
-                return Err(MountError::BadOption {
-                    option: shown(),
-                    problem: "a name is missing",
-                });
+                return Err(bad("a name is missing"));
             }
             self.source = Some(OsStr::from_bytes(name).to_owned());
             return Ok(());
@@ -284,13 +272,8 @@ impl MountOptions {
             let seconds = std::str::from_utf8(seconds).ok();
             let seconds = seconds.and_then(|seconds| seconds.parse().ok());
             self.commit_seconds = seconds.filter(|seconds| (1..=MAX_SECONDS).contains(seconds));
-            return match self.commit_seconds {
-                Some(_) => Ok(()),
-                None => Err(MountError::BadOption {
-                    option: shown(),
-                    problem: "the interval is a number of seconds, 1 to 300",
-                }),
-            };
+            let is_valid = self.commit_seconds.map(drop);
+            return is_valid.ok_or_else(|| bad("the interval is a number of seconds, 1 to 300"));
         }
         for (name, map) in [
             ("uidmap=", &mut self.owners.users),
@@ -298,10 +281,7 @@ impl MountOptions {
         ] {
             if let Some(range) = bytes.strip_prefix(name.as_bytes()) {
                 let range = std::str::from_utf8(range).unwrap_or_default();
-                return map.add(range).map_err(|problem| MountError::BadOption {
-                    option: shown(),
-                    problem,
-                });
+                return map.add(range).map_err(bad);
             }
         }
         if let Some(xattrs) = bytes.strip_prefix(b"overlay_lower=") {
@@ -309,10 +289,9 @@ impl MountOptions {
                 b"trusted" => Some(OverlayXattrs::Trusted),
                 b"user" => Some(OverlayXattrs::User),
                 _ => {
-                    return Err(MountError::BadOption {
-                        option: shown(),
-                        problem: "the extended attributes of overlayfs are trusted or user",
-                    });
+                    return Err(bad(
+                        "the extended attributes of overlayfs are trusted or user",
+                    ));
                 }
             };
             return Ok(());
@@ -326,10 +305,8 @@ impl MountOptions {
             b"writeback" => self.write_cache = WriteCache::Back,
             b"nowriteback" => self.write_cache = WriteCache::Through,
             _ if bytes.starts_with(b"subtype=") => {
-                return Err(MountError::UnsupportedOption {
-                    option: shown(),
-                    reason: "`bcow umount` knows its mounts by the subtype bcow",
-                });
+                let reason = "`bcow umount` knows its mounts by the subtype bcow";
+                return Err(unsupported(reason));
             }
             b"allow_other" => self.access = Access::Everyone,
             // libfuse checks the user in the daemon, but accesses to cached names and pages do not
@@ -337,10 +314,8 @@ impl MountOptions {
             // would give no protection.
             b"allow_root" if rustix::process::geteuid().is_root() => {}
             b"allow_root" => {
-                return Err(MountError::UnsupportedOption {
-                    option: shown(),
-                    reason: "the kernel would show cached files to every user",
-                });
+                let reason = "the kernel would show cached files to every user";
+                return Err(unsupported(reason));
             }
             b"default_permissions" => self.permissions = Permissions::ByMode,
             b"suid" => self.flags.remove(MountFlags::NOSUID),

@@ -45,10 +45,7 @@ impl Outcome {
         // A write must not block when no other process reads the pipe.
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK;
         let (reader, writer) =
-            rustix::pipe::pipe_with(flags).map_err(|errno| MountError::Process {
-                action: "create a pipe",
-                source: errno.into(),
-            })?;
+            rustix::pipe::pipe_with(flags).map_err(MountError::process("create a pipe"))?;
         Ok(Outcome {
             reader,
             writer: writer.into(),

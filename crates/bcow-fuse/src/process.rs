@@ -1,8 +1,15 @@
 //! What a process that serves a mount shows of itself, and how it fails.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use bcow_union::log::{self, Severity};
 
 use bcow_mount::CLOSING;
+
+/// Locks a mutex, also after a panic, which is a bug and ends the process.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Takes the name [`CLOSING`].
 pub fn show_closing() {

@@ -26,6 +26,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::process::lock;
+
 /// The time between two looks of the watcher. If all active threads are busy, a request waits at
 /// most twice as long until a parked thread, if there is one, becomes active. If several requests
 /// wait, the parked threads become active one after the other.
@@ -157,7 +159,7 @@ impl RequestThreads {
     }
 
     fn lock(&self) -> MutexGuard<'_, Parked> {
-        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.parked)
     }
 
     /// Makes a parked thread active, if there is one.

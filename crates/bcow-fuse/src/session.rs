@@ -4,21 +4,20 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 
 use bcow_union::errors::ErrorLog;
 use bcow_union::fs::UnionFs;
-use bcow_union::log::{self, Severity};
 
 use crate::adapter::readonly::ReadOnly;
 use crate::adapter::writable::{Gate, Writable};
 use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::idle;
-use crate::kernel::{KernelCloser, KernelUnmounter};
 use crate::mount::{self, Mount};
 use crate::options::{MountOptions, Writing};
 use crate::outcome::Outcome;
+use crate::process::lock;
 use crate::request_threads::RequestThreads;
 use crate::signals::Signals;
 use crate::stats::MountStats;
@@ -52,7 +51,7 @@ impl From<Arc<UnionFs>> for Content {
 pub struct Session {
     // Dropped first. This closes our end of the connection, so that the unmount does not wait for
     // replies of this process.
-    fuse: Fuse,
+    fuse: Serve,
     mount: Arc<Mutex<Mount>>,
     /// The upper to close at the end.
     union: Option<Closing>,
@@ -63,56 +62,17 @@ pub struct Session {
 
 /// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
 /// time.
-#[derive(Clone)]
 struct Closing {
     union: Arc<UnionFs>,
     outcome: Arc<Outcome>,
 }
 
-/// A connection to the kernel, on which no request was received yet.
-enum Connection {
-    /// Of a new mount.
-    New(OwnedFd),
-    /// Of a mount that another process has served, with these flags agreed on.
-    TakenOver { connection: OwnedFd, agreed: u64 },
-}
-
-impl Connection {
-    fn begin<F: fuser::Filesystem>(
-        self,
-        adapter: F,
-        config: fuser::Config,
-    ) -> io::Result<fuser::Session<F>> {
-        match self {
-            Connection::New(connection) => {
-                // The kernel itself refuses other users (see `Access`), so fuser need not.
-                let all = fuser::SessionACL::All;
-                fuser::Session::from_fd(adapter, connection, all, config)
-            }
-            Connection::TakenOver { connection, agreed } => {
-                takeover::session(adapter, connection, agreed, config)
-            }
-        }
-    }
-}
-
-enum Fuse {
-    ReadOnly(fuser::Session<ReadOnly>),
-    Writable(fuser::Session<Writable>),
-}
+/// Answers requests until the mount is gone.
+type Serve = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 /// Closes the upper or the disk of a session from another thread, before the process ends.
-#[derive(Debug, Clone)]
-pub struct Closer(Closes);
-
-#[derive(Debug, Clone)]
-enum Closes {
-    Upper {
-        union: Weak<UnionFs>,
-        outcome: Weak<Outcome>,
-    },
-    Disk(KernelCloser),
-}
+#[derive(Clone)]
+pub struct Closer(Arc<dyn Fn() -> Result<(), MountError> + Send + Sync>);
 
 /// Stops a [`Session`] with an upper from another thread, for a process that takes it over.
 #[derive(Debug, Clone)]
@@ -123,26 +83,8 @@ pub struct Stopper {
 }
 
 /// Ends a session from another thread.
-#[derive(Debug, Clone)]
-pub struct Unmounter(Ends);
-
-#[derive(Debug, Clone)]
-enum Ends {
-    Fuse(Arc<Mutex<Mount>>),
-    Kernel(KernelUnmounter),
-}
-
-impl From<KernelCloser> for Closer {
-    fn from(closer: KernelCloser) -> Self {
-        Closer(Closes::Disk(closer))
-    }
-}
-
-impl From<KernelUnmounter> for Unmounter {
-    fn from(unmounter: KernelUnmounter) -> Self {
-        Unmounter(Ends::Kernel(unmounter))
-    }
-}
+#[derive(Clone)]
+pub struct Unmounter(Arc<dyn Fn() -> Unmounted + Send + Sync>);
 
 impl Session {
     /// Mounts `content` at `target`. [`Session::serve`] will serve it with `threads` threads (at
@@ -160,14 +102,7 @@ impl Session {
         let mut options = options.clone();
         options.settle(content.writing())?;
         let (mount, connection) = mount::mount(target, &options)?;
-        Self::on(
-            content,
-            stats,
-            mount,
-            Connection::New(connection),
-            &options,
-            threads,
-        )
+        Self::on(content, stats, mount, (connection, None), &options, threads)
     }
 
     /// Takes over a mount whose process has ended. The content and the options must be those of
@@ -184,25 +119,22 @@ impl Session {
         let mount = Mount::of(handover.target, handover.device, handover.connection);
         // On failure, the content is dropped before the mount: an unmount needs a descriptor.
         let content = content.into();
-        let connection = Connection::TakenOver {
-            connection: duplicate(mount.connection())?,
-            agreed,
-        };
+        let connection = (duplicate(mount.connection())?, Some(agreed));
         let mut options = options.clone();
         options.settle(content.writing())?;
         let session = Self::on(content, stats, mount, connection, &options, threads)?;
-        let mount = session.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        let mount = lock(&session.mount);
         takeover::resend(mount.connection())?;
         drop(mount);
         Ok(session)
     }
 
-    /// A session on a connection to the kernel.
+    /// A session on a connection to the kernel, for which another process has agreed on flags.
     fn on(
         content: Content,
         stats: Arc<MountStats>,
         mount: Mount,
-        connection: Connection,
+        (connection, before): (OwnedFd, Option<u64>),
         options: &MountOptions,
         threads: usize,
     ) -> Result<Self, MountError> {
@@ -212,22 +144,24 @@ impl Session {
         let agreed = Arc::default();
         let gate = gate(&content);
         let seen = Arc::clone(&agreed);
-        let (fuse, union) = match content {
+        let (fuse, union): (Serve, _) = match content {
             Content::Image(fs) => {
                 let adapter = ReadOnly::new(fs, stats, request_threads, options, seen);
-                (connection.begin(adapter, config).map(Fuse::ReadOnly), None)
+                let session = takeover::session(adapter, connection, before, config)?;
+                (Box::new(|| session.run()), None)
             }
             Content::Union(union) => {
                 let outcome = Arc::new(Outcome::new()?);
                 stats.set_union(Arc::clone(&union), outcome.descriptor());
                 let (fs, gate) = (Arc::clone(&union), gate.clone());
                 let adapter = Writable::new(fs, stats, request_threads, options, gate, seen);
-                let fuse = connection.begin(adapter, config).map(Fuse::Writable);
-                (fuse, Some(Closing { union, outcome }))
+                let session = takeover::session(adapter, connection, before, config)?;
+                let closing = Closing { union, outcome };
+                (Box::new(|| session.run()), Some(closing))
             }
         };
         Ok(Session {
-            fuse: fuse.map_err(MountError::Session)?,
+            fuse,
             mount: Arc::new(Mutex::new(mount)),
             union,
             agreed,
@@ -243,7 +177,7 @@ impl Session {
             Some(closing) if closing.union.ledger().is_none() => return Ok(None),
             Some(_) => self.ledger()?,
         };
-        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        let mount = lock(&self.mount);
         if !takeover::resend(mount.connection())? {
             return Ok(None);
         }
@@ -266,23 +200,28 @@ impl Session {
     /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
     /// lists the mount.
     pub fn place(&self) -> (PathBuf, Option<String>) {
-        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        let mount = lock(&self.mount);
         (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
     /// A handle that unmounts while the session is being served.
     pub fn unmounter(&self) -> Unmounter {
-        Unmounter(Ends::Fuse(Arc::clone(&self.mount)))
+        let mount = Arc::clone(&self.mount);
+        Unmounter::new(move || lock(&mount).unmount())
     }
 
     /// A handle that closes the upper while the session is being served; `None` without an upper.
     pub fn closer(&self) -> Option<Closer> {
-        self.union.as_ref().map(|closing| {
-            Closer(Closes::Upper {
-                union: Arc::downgrade(&closing.union),
-                outcome: Arc::downgrade(&closing.outcome),
-            })
-        })
+        let closing = self.union.as_ref()?;
+        let union = Arc::downgrade(&closing.union);
+        let outcome = Arc::downgrade(&closing.outcome);
+        Some(Closer::new(move || {
+            match (union.upgrade(), outcome.upgrade()) {
+                (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
+                // The session has ended.
+                _ => Ok(()),
+            }
+        }))
     }
 
     /// A handle that stops the session for a process that takes it over; `None` without an upper,
@@ -299,7 +238,7 @@ impl Session {
     /// Answers requests until the mount is gone. Then the written data is durable, as far as the
     /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
-        let served = self.fuse.run().map_err(MountError::Session);
+        let served = (self.fuse)().map_err(MountError::Session);
         let Some(union) = self.union else {
             return served;
         };
@@ -312,37 +251,10 @@ impl Session {
     /// files are in use, the mount is detached and the process serves it until they are closed. A
     /// second signal closes the upper and ends this process at once.
     pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
-        abort_on_panic();
-        let unmounter = self.unmounter();
-        let union = self.union.clone();
-        let target = self
-            .mount
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .target()
-            .to_owned();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                let name = signals.wait();
-                if let Some(warning) = unmounter.unmount().warning(name, &target) {
-                    log::log(Severity::Warning, &warning);
-                }
-                signals.wait();
-                if let Some(union) = union
-                    && let Err(error) = union.close()
-                {
-                    let cause = std::error::Error::source(&error);
-                    let cause = cause.map_or_else(String::new, |cause| format!(": {cause}"));
-                    log::log(Severity::Error, &format!("{error}{cause}"));
-                }
-                // The kernel sees that the connection is closed, and fails the requests in flight.
-                std::process::exit(1);
-            })
-            .map_err(|source| MountError::Process {
-                action: "start a thread",
-                source,
-            })?;
+        let (target, _) = self.place();
+        let (unmounter, closer) = (self.unmounter(), self.closer());
+        let close = move || closer.map_or(Ok(()), |closer| closer.close());
+        signals.end_mount(target, move || unmounter.unmount(), close)?;
         self.serve()
     }
 }
@@ -363,18 +275,14 @@ impl Closing {
 }
 
 impl Closer {
+    pub(crate) fn new(close: impl Fn() -> Result<(), MountError> + Send + Sync + 'static) -> Self {
+        Closer(Arc::new(close))
+    }
+
     /// Makes the written data durable, as the end of the session does. The caller ends the process
     /// afterwards.
     pub fn close(&self) -> Result<(), MountError> {
-        let (union, outcome) = match &self.0 {
-            Closes::Upper { union, outcome } => (union, outcome),
-            Closes::Disk(closer) => return closer.close(),
-        };
-        match (union.upgrade(), outcome.upgrade()) {
-            (Some(union), Some(outcome)) => Closing { union, outcome }.close(),
-            // The session has ended.
-            _ => Ok(()),
-        }
+        (self.0)()
     }
 }
 
@@ -423,30 +331,14 @@ fn gate(content: &Content) -> Gate {
     }
 }
 
-impl Fuse {
-    fn run(self) -> io::Result<()> {
-        match self {
-            Fuse::ReadOnly(session) => session.run(),
-            Fuse::Writable(session) => session.run(),
-        }
-    }
-}
-
 impl Unmounter {
+    pub(crate) fn new(unmount: impl Fn() -> Unmounted + Send + Sync + 'static) -> Self {
+        Unmounter(Arc::new(unmount))
+    }
+
     /// Unmounts. If the mount is in use, unmounts lazily.
     pub fn unmount(&self) -> Unmounted {
-        match &self.0 {
-            Ends::Fuse(mount) => mount
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .unmount(),
-            Ends::Kernel(mount) => mount.unmount(),
-        }
-    }
-
-    /// Unmounts. If the mount is in use, unmounts lazily.
-    pub fn unmount_now(&self) {
-        self.unmount();
+        (self.0)()
     }
 }
 

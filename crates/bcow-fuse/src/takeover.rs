@@ -56,15 +56,30 @@ pub(crate) fn resend(connection: BorrowedFd<'_>) -> Result<bool, MountError> {
         // The mount has ended if there is no such device.
         Ok(_) | Err(Errno::NODEV) => Ok(true),
         Err(Errno::INVAL) => Ok(false),
-        Err(errno) => Err(MountError::Process {
-            action: "let the kernel send requests again",
-            source: errno.into(),
-        }),
+        Err(errno) => Err(MountError::process("let the kernel send requests again")(
+            errno,
+        )),
     }
 }
 
-/// A session on a connection on which the kernel has sent INIT before, and `agreed` is agreed on.
+/// A session on a connection to the kernel. If another process has served it, the kernel has sent
+/// INIT before, and the flags `agreed` are agreed on.
 pub(crate) fn session<F: fuser::Filesystem>(
+    filesystem: F,
+    connection: OwnedFd,
+    agreed: Option<u64>,
+    config: fuser::Config,
+) -> Result<fuser::Session<F>, MountError> {
+    // The kernel itself refuses other users (see `Access`), so fuser need not.
+    let all = fuser::SessionACL::All;
+    let session = match agreed {
+        None => fuser::Session::from_fd(filesystem, connection, all, config),
+        Some(agreed) => continued(filesystem, connection, agreed, config),
+    };
+    session.map_err(MountError::Session)
+}
+
+fn continued<F: fuser::Filesystem>(
     filesystem: F,
     connection: OwnedFd,
     agreed: u64,
@@ -85,10 +100,7 @@ pub(crate) fn session<F: fuser::Filesystem>(
 /// Another descriptor of the same open file.
 pub(crate) fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd, MountError> {
     let duplicate = descriptor.try_clone_to_owned();
-    duplicate.map_err(|source| MountError::Process {
-        action: "duplicate a descriptor of the mount",
-        source,
-    })
+    duplicate.map_err(MountError::process("duplicate a descriptor of the mount"))
 }
 
 /// Makes `descriptor` refer to what `other` refers to.
@@ -166,7 +178,7 @@ mod tests {
         let fuse = session(
             Flags(Arc::clone(&seen)),
             connection.into(),
-            agreed,
+            Some(agreed),
             fuser::Config::default(),
         );
         assert_eq!(seen.load(Ordering::Relaxed), agreed);

@@ -60,10 +60,8 @@ impl MountedImage {
 /// if no file system is mounted at `target`, or one of another type.
 pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
     let path = resolve(target);
-    let entry = mountinfo::mounted_at(&path).map_err(|source| MountError::Process {
-        action: "read /proc/self/mountinfo",
-        source,
-    })?;
+    let entry =
+        mountinfo::mounted_at(&path).map_err(MountError::process("read /proc/self/mountinfo"))?;
     match entry {
         None => Err(MountError::NotMounted(target.to_owned())),
         Some(entry) => match entry.driver() {

@@ -78,10 +78,7 @@ fn inode_numbers_are_the_same_in_every_mount_and_in_the_kernel() {
 
 #[test]
 fn missing_name_is_enoent_and_stays_so() {
-    if lacks_mounts() {
-        return;
-    }
-    let mounted = Mounted::new(Sample::new(&[]).open());
+    let Some(mounted) = mounted("") else { return };
     for _ in 0..2 {
         let error = fs::metadata(mounted.path().join("missing")).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
@@ -93,10 +90,7 @@ fn missing_name_is_enoent_and_stays_so() {
 
 #[test]
 fn nothing_can_be_changed() {
-    if lacks_mounts() {
-        return;
-    }
-    let mounted = Mounted::new(Sample::new(&[]).open());
+    let Some(mounted) = mounted("") else { return };
     let at = |name: &str| mounted.path().join(name);
     let results = [
         fs::write(at("original"), "x"),
@@ -319,10 +313,7 @@ fn damaged_inode_is_still_listed_beside_its_neighbours() {
 
 #[test]
 fn owner_only_mount_is_closed_to_others() {
-    if lacks_mounts() {
-        return;
-    }
-    let mounted = Mounted::new(Sample::new(&[]).open());
+    let Some(mounted) = mounted("") else { return };
     open_the_way_to(mounted.path());
     let output = as_ordinary_user("cat", &[&mounted.path().join("original")]);
     assert!(!output.status.success());
@@ -331,10 +322,9 @@ fn owner_only_mount_is_closed_to_others() {
 
 #[test]
 fn allow_other_lets_others_read_what_the_mode_allows() {
-    if lacks_mounts() {
+    let Some(mounted) = mounted("allow_other") else {
         return;
-    }
-    let mounted = Mounted::with_options(Sample::new(&[]).open(), "allow_other").unwrap();
+    };
     open_the_way_to(mounted.path());
     // Root's reading must not open the cache to others.
     fs::read(mounted.path().join("secret")).unwrap();
@@ -391,10 +381,7 @@ fn trusted_attributes_are_listed_for_root_only() {
 
 #[test]
 fn file_without_execute_bit_is_no_program() {
-    if lacks_mounts() {
-        return;
-    }
-    let mounted = Mounted::new(Sample::new(&[]).open());
+    let Some(mounted) = mounted("") else { return };
     let may = |name: &str, access| rustix::fs::access(mounted.path().join(name), access);
     use rustix::fs::Access;
     assert_eq!(may("original", Access::EXEC_OK), Err(Errno::ACCESS));
@@ -457,20 +444,14 @@ fn second_mount_on_the_same_directory_is_refused() {
 
 #[test]
 fn unmount_ends_the_server() {
-    if lacks_mounts() {
-        return;
-    }
-    let mounted = Mounted::new(Sample::new(&[]).open());
+    let Some(mounted) = mounted("") else { return };
     bcow_fuse::unmount(mounted.path(), bcow_fuse::WhenBusy::Fail).unwrap();
     mounted.ended().unwrap();
 }
 
 #[test]
 fn busy_mount_stays_unless_it_may_be_detached() {
-    if lacks_mounts() {
-        return;
-    }
-    let mounted = Mounted::new(Sample::new(&[]).open());
+    let Some(mounted) = mounted("") else { return };
     let mut file = File::open(mounted.path().join("sizes/1000003")).unwrap();
     let error = bcow_fuse::unmount(mounted.path(), bcow_fuse::WhenBusy::Fail).unwrap_err();
     assert!(matches!(error, bcow_fuse::MountError::Busy(_)), "{error}");

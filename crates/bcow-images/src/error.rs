@@ -6,6 +6,7 @@ use std::error::Error;
 use std::fmt;
 
 use bcow_remote::{Problem, RemoteError};
+use serde::{Deserialize, Serialize};
 
 /// Exit statuses, documented in the help and in the user's guide.
 pub mod exit {
@@ -62,14 +63,17 @@ impl Answer {
     }
 }
 
-/// A command's failure.
-#[derive(Debug)]
+/// A command's failure. A process of a pool sends it to its client as JSON.
+#[derive(Debug, Serialize, Deserialize)]
 pub struct CommandError {
     message: String,
+    #[serde(default)]
     causes: Vec<String>,
     hint: Option<String>,
     exit: u8,
+    #[serde(skip)]
     may_pass: bool,
+    #[serde(skip)]
     answer: Answer,
 }
 

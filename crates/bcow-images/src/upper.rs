@@ -142,22 +142,26 @@ pub fn require_image(
     }))
 }
 
-/// The error for an upper that cannot be used.
+/// The error for an upper that cannot be used. Names the processes that have it in use.
 pub fn cannot_use(error: &UpperError) -> CommandError {
-    let failure = CommandError::new(format!("cannot use the upper {error}"));
-    let mut failure = failure.caused_by_source_of(error);
+    let mut failure = CommandError::new("cannot use the upper").caused_by(error);
     if let Some((path, _)) = error.in_use() {
-        failure = name_holders(failure, path).passes_if(true);
+        let holders = running::describe_lock_holders(&path.join(running::LOCK_IN_UPPER));
+        failure = holders
+            .into_iter()
+            .fold(failure, CommandError::caused_by_text)
+            .passes_if(true);
     }
     match error {
-        _ if error.in_use().is_some() => failure.hint("unmount the upper first, or wait"),
+        UpperError::InUse { .. } => failure.hint("unmount it first with `bcow umount`, or wait"),
+        UpperError::Inside { .. } | UpperError::Around { .. } => failure
+            .hint("choose a directory outside that upper, or unmount it first with `bcow umount`"),
         UpperError::AnotherImage { .. } => {
-            failure.hint("name the image with which the upper was created")
+            failure.hint("name the image with which the upper was created, or another upper")
         }
-        UpperError::NoAttributes { .. } => failure.hint(
-            "put the upper on a file system that has them: ext4, xfs, btrfs, tmpfs (user.* since \
-             Linux 6.6)",
-        ),
+        UpperError::NoAttributes { .. } | UpperError::NoWhiteouts { .. } => {
+            failure.hint("ext4, xfs, btrfs and tmpfs (Linux 6.6 and later) can hold an upper")
+        }
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
             failure.hint("root created the upper: use it as root")
         }
@@ -176,14 +180,6 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         }
         _ => failure,
     }
-}
-
-/// Adds the processes that have the upper in use to the causes of a failure.
-pub fn name_holders(failure: CommandError, upper: &Path) -> CommandError {
-    let holders = running::describe_lock_holders(&upper.join(running::LOCK_IN_UPPER));
-    holders
-        .into_iter()
-        .fold(failure, CommandError::caused_by_text)
 }
 
 /// Adds the failed action to an error of a merge of an upper with its image.

@@ -24,6 +24,8 @@ pub enum Content {
 pub enum Target {
     /// One BCoW file.
     File,
+    /// One layer, for mounts over other layers.
+    Layer,
     /// One BCoW file per layer, and a stack.
     Layers,
     /// One file per layer for containerd's erofs snapshotter.
@@ -37,6 +39,8 @@ pub enum Target {
 pub enum Way {
     /// All layers become one image.
     Flatten,
+    /// An archive becomes one layer.
+    Layer,
     /// Each layer becomes a file.
     Split,
     /// Each layer becomes a file for containerd.
@@ -75,8 +79,9 @@ impl Content {
 
 impl Target {
     /// All targets, in the order of the table.
-    pub const ALL: [Target; 4] = [
+    pub const ALL: [Target; 5] = [
         Target::File,
+        Target::Layer,
         Target::Layers,
         Target::ContainerdCache,
         Target::Foreign,
@@ -86,6 +91,7 @@ impl Target {
     pub fn title(self) -> &'static str {
         match self {
             Target::File => "FILE, s3:",
+            Target::Layer => "FILE with --as-layer",
             Target::Layers => "oci:, oci-archive:, docker:, s3: with --layers",
             Target::ContainerdCache => "containerd-cache:",
             Target::Foreign => "raw:, qcow2:",
@@ -94,14 +100,14 @@ impl Target {
 }
 
 /// The way from each content to each target: a row for each content, and a column for each target.
-const WAYS: [[Way; 4]; 5] = {
-    use Way::{Disk, Flatten, None, Recode, RecodeLayers, Split, SplitForContainerd};
+const WAYS: [[Way; 5]; 5] = {
+    use Way::{Disk, Flatten, Layer, None, Recode, RecodeLayers, Split, SplitForContainerd};
     [
-        [Flatten, Split, SplitForContainerd, None],
-        [Flatten, Split, SplitForContainerd, None],
-        [Flatten, Split, None, None],
-        [Recode, RecodeLayers, None, Disk],
-        [Disk, None, None, Disk],
+        [Flatten, None, Split, SplitForContainerd, None],
+        [Flatten, Layer, Split, SplitForContainerd, None],
+        [Flatten, None, Split, None, None],
+        [Recode, None, RecodeLayers, None, Disk],
+        [Disk, None, None, None, Disk],
     ]
 };
 
@@ -128,6 +134,10 @@ pub fn no_way(content: Content, target: Target, source: &Name, destination: &Nam
             "name the ordinary image, whose diffIDs containerd asks for: oci:DIR[:REF], \
              docker://HOST/REPO[:TAG]"
                 .to_owned(),
+        ),
+        Target::Layer => (
+            format!("--as-layer is for a tar archive, and {source} is {title}"),
+            format!("without --as-layer, {destination} becomes an image or a disk"),
         ),
         Target::Layers | Target::File => (
             format!("{destination} takes images, not disks, and {source} is {title}"),

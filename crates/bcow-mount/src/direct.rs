@@ -101,7 +101,7 @@ fn marked(path: &Path) -> PathBuf {
 pub fn file_of_source(source: &Path) -> Option<PathBuf> {
     let rest = source.as_os_str().as_bytes().strip_prefix(MARK)?;
     let path = PathBuf::from(OsStr::from_bytes(&[b"/", rest].concat()));
-    Some(loop_device::file_behind(&path).unwrap_or(path))
+    Some(loop_device::file_behind(&path).map_or(path, PathBuf::from))
 }
 
 #[cfg(test)]

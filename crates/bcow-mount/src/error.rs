@@ -1,7 +1,9 @@
 //! Errors of kernel mounts.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
 
 /// A failure to make a loop device, a hidden mount, or a mount of a file system of the kernel.
 #[derive(Debug, thiserror::Error)]
@@ -87,6 +89,21 @@ fn messages(log: &[String]) -> String {
 }
 
 impl Error {
+    pub(crate) fn of_loop(action: &'static str, device: &Path) -> impl Fn(Errno) -> Error {
+        move |errno| Error::Loop {
+            action,
+            device: device.to_owned(),
+            source: errno.into(),
+        }
+    }
+
+    pub(crate) fn hidden(action: &'static str) -> impl Fn(Errno) -> Error {
+        move |errno| Error::Hidden {
+            action,
+            source: errno.into(),
+        }
+    }
+
     /// Advice for the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
@@ -121,5 +138,5 @@ impl Error {
     }
 }
 
-const EPERM: i32 = rustix::io::Errno::PERM.raw_os_error();
-const ENODEV: i32 = rustix::io::Errno::NODEV.raw_os_error();
+const EPERM: i32 = Errno::PERM.raw_os_error();
+const ENODEV: i32 = Errno::NODEV.raw_os_error();

@@ -160,35 +160,21 @@ pub(crate) fn mount_source(
     settings: Settings,
 ) -> Result<(), Error> {
     let directory_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let failed = |log: Vec<String>| {
-        move |errno: Errno| Error::Mount {
-            kind: kind.name(),
-            target: target.to_owned(),
-            log,
-            source: errno.into(),
-        }
+    let failed_with = |errno: Errno, log| Error::Mount {
+        kind: kind.name(),
+        target: target.to_owned(),
+        log,
+        source: errno.into(),
     };
-    let directory =
-        rustix::fs::open(target, directory_flags, Mode::empty()).map_err(failed(Vec::new()))?;
-    let configuration =
-        fsopen(kind.name(), FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed(Vec::new()))?;
+    let failed = |errno| failed_with(errno, Vec::new());
+    let directory = rustix::fs::open(target, directory_flags, Mode::empty()).map_err(failed)?;
+    let configuration = fsopen(kind.name(), FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed)?;
+    let (cloexec, attributes) = (FsMountFlags::FSMOUNT_CLOEXEC, attributes(settings));
     let mount = configure(&configuration, source, kind, settings)
-        .and_then(|()| {
-            fsmount(
-                &configuration,
-                FsMountFlags::FSMOUNT_CLOEXEC,
-                attributes(settings),
-            )
-        })
-        .map_err(|errno| failed(messages(&configuration))(errno))?;
-    move_mount(
-        &mount,
-        "",
-        &directory,
-        "",
-        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH,
-    )
-    .map_err(failed(Vec::new()))
+        .and_then(|()| fsmount(&configuration, cloexec, attributes))
+        .map_err(|errno| failed_with(errno, messages(&configuration)))?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    move_mount(&mount, "", &directory, "", flags).map_err(failed)
 }
 
 fn configure(

@@ -3,7 +3,6 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
     fsopen,
@@ -26,12 +25,7 @@ impl HiddenMount {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let connection = rustix::fs::open("/dev/fuse", flags, Mode::empty())
             .map_err(|errno| Error::NoFuse(errno.into()))?;
-        let failed = |action| {
-            move |errno: Errno| Error::Hidden {
-                action,
-                source: errno.into(),
-            }
-        };
+        let failed = Error::hidden;
         let configuration =
             fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed("open a configuration"))?;
         let settings = [
@@ -65,15 +59,9 @@ impl HiddenMount {
 
     /// Opens the file `name` in its root directory, for direct I/O.
     pub fn open(&self, name: &str, access: crate::Access) -> Result<OwnedFd, Error> {
-        let access = match access {
-            crate::Access::ReadOnly => OFlags::RDONLY,
-            crate::Access::ReadWrite => OFlags::RDWR,
-        };
-        let flags = access | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        rustix::fs::openat(&self.mount, name, flags, Mode::empty()).map_err(|errno| Error::Hidden {
-            action: "open the file",
-            source: errno.into(),
-        })
+        let flags = access.flags() | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        rustix::fs::openat(&self.mount, name, flags, Mode::empty())
+            .map_err(Error::hidden("open the file"))
     }
 
     /// The descriptor of the mount.

@@ -14,7 +14,6 @@ use rustix::ioctl::{Getter, Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl, op
 
 const GET_FREE: Opcode = 0x4c82;
 const CONFIGURE: Opcode = 0x4c0a;
-const CLEAR: Opcode = 0x4c01;
 const SET_CAPACITY: Opcode = 0x4c07;
 /// `EXT4_IOC_RESIZE_FS`, with the number of blocks.
 const EXT4_RESIZE: Opcode = opcode::write::<u64>(b'f', 16);
@@ -99,12 +98,6 @@ pub(crate) fn free_device(control: impl AsFd) -> Result<u32> {
 pub(crate) fn configure(device: impl AsFd, config: Config) -> Result<()> {
     // SAFETY: The request reads a `struct loop_config`, whose layout `Config` has.
     unsafe { ioctl(device, Setter::<CONFIGURE, Config>::new(config)) }
-}
-
-/// Detaches the file, at once or at the last close of the device.
-pub(crate) fn clear(device: impl AsFd) -> Result<()> {
-    // SAFETY: The request takes no argument.
-    unsafe { ioctl(device, NoArg::<CLEAR>::new()) }
 }
 
 /// Has the device take the size that its file has now.

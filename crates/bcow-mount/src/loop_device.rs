@@ -24,6 +24,15 @@ pub enum Access {
     ReadWrite,
 }
 
+impl Access {
+    pub(crate) fn flags(self) -> OFlags {
+        match self {
+            Access::ReadOnly => OFlags::RDONLY,
+            Access::ReadWrite => OFlags::RDWR,
+        }
+    }
+}
+
 /// An attached loop device. The kernel detaches the file when neither this nor a mount nor another
 /// process has the device open any more, even if this process is killed.
 #[derive(Debug)]
@@ -77,22 +86,13 @@ impl LoopDevice {
 
     fn attach_to(number: u32, file: impl AsFd, access: Access) -> Attempt {
         let path = PathBuf::from(format!("/dev/loop{number}"));
-        let failed = |action, errno: Errno, path| {
-            Attempt::Failed(Error::Loop {
-                action,
-                device: path,
-                source: errno.into(),
-            })
-        };
-        let flags = match access {
-            Access::ReadOnly => OFlags::RDONLY,
-            Access::ReadWrite => OFlags::RDWR,
-        };
-        let device = match rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty()) {
+        let failed = |action, errno| Attempt::Failed(Error::of_loop(action, &path)(errno));
+        let flags = access.flags() | OFlags::CLOEXEC;
+        let device = match rustix::fs::open(&path, flags, Mode::empty()) {
             Ok(device) => device,
             Err(Errno::NOENT | Errno::NXIO | Errno::NODEV) => return Attempt::NoNode,
             Err(Errno::BUSY) => return Attempt::Busy,
-            Err(errno) => return failed("open", errno, path),
+            Err(errno) => return failed("open", errno),
         };
         let mut flags = ioctl::AUTOCLEAR | ioctl::DIRECT_IO;
         if access == Access::ReadOnly {
@@ -103,7 +103,7 @@ impl LoopDevice {
         match ioctl::configure(&device, Config::new(fd, BLOCK_BYTES, flags)) {
             Ok(()) => {}
             Err(Errno::BUSY) => return Attempt::Busy,
-            Err(errno) => return failed("attach the disk to", errno, path),
+            Err(errno) => return failed("attach the disk to", errno),
         }
         let attached = LoopDevice {
             number,
@@ -126,11 +126,8 @@ impl LoopDevice {
         let number = path.to_str().and_then(|path| path.strip_prefix("/dev/"));
         let number = number.and_then(number_in).ok_or_else(replaced)?;
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let device = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| Error::Loop {
-            action: "open",
-            device: path.to_owned(),
-            source: errno.into(),
-        })?;
+        let device =
+            rustix::fs::open(path, flags, Mode::empty()).map_err(Error::of_loop("open", path))?;
         if backing_of(path).as_ref() == Some(name) {
             Ok(LoopDevice {
                 number,
@@ -144,11 +141,7 @@ impl LoopDevice {
 
     /// Takes the size that the file has now.
     pub fn take_size_of_file(&self) -> Result<(), Error> {
-        ioctl::set_capacity(&self.device).map_err(|errno| Error::Loop {
-            action: "change the size of",
-            device: self.path.clone(),
-            source: errno.into(),
-        })
+        ioctl::set_capacity(&self.device).map_err(Error::of_loop("change the size of", &self.path))
     }
 
     /// The path of its node.
@@ -156,20 +149,9 @@ impl LoopDevice {
         &self.path
     }
 
-    /// The number of the device.
-    pub fn number(&self) -> u32 {
-        self.number
-    }
-
     /// Whether requests bypass the page cache of the file below.
     pub fn has_direct_io(&self) -> bool {
         sysfs(self.number, "dio").is_some_and(|value| value.trim() == "1")
-    }
-
-    /// Detaches the file now, or at the last close of the device if it is in use.
-    pub fn detach(self) {
-        // The close of `device` has the same effect.
-        let _ = ioctl::clear(&self.device);
     }
 }
 
@@ -185,9 +167,7 @@ enum Attempt {
 
 /// The hidden file behind the loop device `source` (`/dev/loopN`), if it is one of bcow's.
 pub fn backing_of(source: &Path) -> Option<HiddenName> {
-    let number = number_in(source.to_str()?.strip_prefix("/dev/")?)?;
-    let text = sysfs(number, "backing_file")?;
-    HiddenName::parse(text.strip_suffix('\n').unwrap_or(&text))
+    HiddenName::parse(&file_behind(source)?)
 }
 
 /// Whether the process behind the loop device `source` answers. Waits for a process that hangs. A
@@ -205,10 +185,10 @@ pub fn is_served(source: &Path) -> bool {
 }
 
 /// The file behind the loop device `source` (`/dev/loopN`), as the kernel shows its path.
-pub(crate) fn file_behind(source: &Path) -> Option<PathBuf> {
+pub(crate) fn file_behind(source: &Path) -> Option<String> {
     let number = number_in(source.to_str()?.strip_prefix("/dev/")?)?;
     let text = sysfs(number, "backing_file")?;
-    Some(text.strip_suffix('\n').unwrap_or(&text).into())
+    Some(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
 fn sysfs(number: u32, attribute: &str) -> Option<String> {

@@ -212,7 +212,7 @@ pub struct UpperArgs {
     pub(crate) if_mounted: IfMounted,
 }
 
-/// Parses the only form of partial files, or the word for the choice between the former ones.
+/// Parses the form of partial files: the only one, or the word that chose between two forms.
 fn parse_partial(text: &str) -> Result<(), String> {
     if !matches!(text, "sparse" | "auto") {
         return Err("only one form is left: sparse".to_owned());

@@ -188,7 +188,7 @@ fn settle(args: &MountArgs, options: &mut MountOptions) -> Result<(), CommandErr
         .map_err(|error| usage(&error))
 }
 
-/// A mount on its way, with either driver.
+/// What a mount with either driver needs while it is being made.
 struct Running<'a> {
     args: &'a MountArgs,
     /// In the background: the pipe to the waiting command.

@@ -173,7 +173,7 @@ struct Store {
 }
 
 impl Store {
-    /// `None` for a mount without an upper and without a disk. The disk of a mount at the kernel
+    /// `None` for a mount without an upper and without a disk. The disk of a mount with the kernel
     /// driver may be read-only.
     fn of(document: &Document) -> Option<Self> {
         let (kind, path, sync) = match (&document.upper, &document.disk) {

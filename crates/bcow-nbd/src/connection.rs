@@ -153,8 +153,7 @@ impl<'a> Worker<'a> {
         if let Err(failure) = self.admit(&request) {
             receiver.consume(header_bytes);
             receiver.skip(socket, payload_bytes as u64)?;
-            let replies = &mut self.replies;
-            replies.failed(request.cookie, request.offset, &failure);
+            self.fail(&request, &failure);
             return Ok(Some(Turned::Kept(receiver)));
         }
         self.limit_rate(&request);
@@ -177,7 +176,7 @@ impl<'a> Worker<'a> {
         }
         // Waiting replies must not wait for a slow request.
         client.send(&mut self.replies)?;
-        if !borrowed && !self.payload_fits(payload_bytes) {
+        if !borrowed && payload_bytes > self.piece_bytes() {
             receiver.consume(header_bytes);
             let piece = self.piece_bytes();
             let mut buf = std::mem::take(&mut self.payload);
@@ -242,6 +241,11 @@ impl<'a> Worker<'a> {
         })
     }
 
+    fn fail(&mut self, request: &Request, failure: &Failure) {
+        let replies = &mut self.replies;
+        replies.failed(request.cookie, request.offset, failure, None);
+    }
+
     /// Rejects an invalid request, and every request while the server is stopping.
     fn admit(&self, request: &Request) -> Result<(), Failure> {
         if self.connection.client.shared.is_stopping() {
@@ -287,12 +291,8 @@ impl<'a> Worker<'a> {
                 client.shared.memory.release(bytes);
                 done
             } else {
-                let failure = Failure::new(
-                    Errno::NoMemory,
-                    "the server has no free memory for this request",
-                );
-                let replies = &mut self.replies;
-                replies.failed(request.cookie, request.offset, &failure);
+                let message = "the server has no free memory for this request";
+                self.fail(request, &Failure::new(Errno::NoMemory, message));
                 Ok(())
             }
         } else {
@@ -309,23 +309,12 @@ impl<'a> Worker<'a> {
         whole && request.command == Command::Read && request.length > piece as u64
     }
 
-    /// Whether the worker can receive a payload of this size as a whole.
-    fn payload_fits(&mut self, bytes: usize) -> bool {
-        bytes <= self.piece_bytes()
-    }
-
     /// Size of the pieces of a large request, in bytes.
     fn piece_bytes(&mut self) -> usize {
         // One piece to receive and one to send.
         const BOTH: u64 = 2 * LARGE_BYTES as u64;
-        if self.reserved == 0
-            && self
-                .connection
-                .client
-                .shared
-                .memory
-                .reserve(BOTH, Duration::ZERO)
-        {
+        let memory = &self.connection.client.shared.memory;
+        if self.reserved == 0 && memory.reserve(BOTH, Duration::ZERO) {
             self.reserved = BOTH;
         }
         match self.reserved {

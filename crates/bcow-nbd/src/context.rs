@@ -55,27 +55,16 @@ impl Context {
 
 /// A set of contexts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Contexts {
-    allocation: bool,
-    depth: bool,
-}
+pub(crate) struct Contexts([bool; 2]);
 
 impl Contexts {
     pub(crate) fn insert(&mut self, context: Context) {
-        *self.slot(context) = true;
+        self.0[context as usize] = true;
     }
 
-    fn slot(&mut self, context: Context) -> &mut bool {
-        match context {
-            Context::Allocation => &mut self.allocation,
-            Context::Depth => &mut self.depth,
-        }
-    }
-
-    pub(crate) fn iter(mut self) -> impl Iterator<Item = Context> {
-        Context::ALL
-            .into_iter()
-            .filter(move |&context| *self.slot(context))
+    pub(crate) fn iter(self) -> impl Iterator<Item = Context> {
+        let is_in = move |context: &Context| self.0[*context as usize];
+        Context::ALL.into_iter().filter(is_in)
     }
 
     pub(crate) fn is_empty(self) -> bool {

@@ -98,20 +98,22 @@ pub(crate) fn run(
 fn reply(client: &Client, request: &Request, done: Result<(), bcow::Error>, replies: &mut Replies) {
     match done {
         Ok(()) => replies.done(request.cookie),
-        Err(error) => {
-            let failure = failure(client, request, &error);
-            replies.failed(request.cookie, request.offset, &failure);
-        }
+        Err(error) => fail(client, request, &error, None, replies),
     }
 }
 
-/// Reports an error of the device and converts it to an error of the protocol.
-fn failure(client: &Client, request: &Request, error: &bcow::Error) -> Failure {
-    client
-        .shared
-        .failures
-        .report(&client.selection.export.name, request, error);
-    Failure::of_device(request.command, error)
+/// Reports an error of the device, and replies with an error of the protocol.
+fn fail(
+    client: &Client,
+    request: &Request,
+    error: &bcow::Error,
+    at: Option<u64>,
+    replies: &mut Replies,
+) {
+    let failures = &client.shared.failures;
+    failures.report(&client.selection.export.name, request, error);
+    let failure = Failure::of_device(request.command, error);
+    replies.failed(request.cookie, request.offset, &failure, at);
 }
 
 fn change(
@@ -154,22 +156,18 @@ pub(crate) fn write_in_pieces(
     mut receive: impl FnMut(&mut [u8]) -> Result<(), SessionEnd>,
     replies: &mut Replies,
 ) -> Result<(), SessionEnd> {
-    let mut done = Ok(());
-    let mut at = 0;
+    let writer = client.selection.export.device.writer();
+    let (mut done, mut at) = (Ok(()), 0);
     while at < request.length {
         let n = (request.length - at).min(buf.len() as u64);
         let piece = &mut buf[..n as usize];
         receive(piece)?;
-        if let (Ok(()), Some(device)) = (&done, client.selection.export.device.writer()) {
+        if let (Ok(()), Some(device)) = (&done, writer) {
             done = device.write_at(request.offset + at, piece);
         }
         at += n;
     }
-    if let (Ok(()), true, Some(device)) = (
-        &done,
-        request.has(command_flag::FUA),
-        client.selection.export.device.writer(),
-    ) {
+    if let (Ok(()), true, Some(device)) = (&done, request.has(command_flag::FUA), writer) {
         done = device.flush();
     }
     reply(client, request, done, replies);
@@ -214,8 +212,7 @@ fn read(
                 device.read_at(here, buf)
             });
             if let Err(error) = filled {
-                let failure = failure(client, request, &error);
-                replies.failed_at(cookie, offset, &failure, here);
+                fail(client, request, &error, Some(here), replies);
                 return Ok(());
             }
         }
@@ -268,10 +265,7 @@ fn status(client: &Client, request: &Request, replies: &mut Replies) {
     for context in contexts.iter() {
         match extents(device, context, request) {
             Ok(extents) => found.push((context, extents)),
-            Err(error) => {
-                let failure = failure(client, request, &error);
-                return replies.failed(request.cookie, request.offset, &failure);
-            }
+            Err(error) => return fail(client, request, &error, None, replies),
         }
     }
     for (index, (context, extents)) in found.iter().enumerate() {

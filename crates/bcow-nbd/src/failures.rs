@@ -2,14 +2,14 @@
 //! Their number is limited, so that a client that retries cannot fill the log.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use bcow::Error;
 
 use crate::proto::{Command, Request};
-use crate::sync::Mutex;
+use crate::sync::{Mutex, lock};
 
 /// This many failures are reported one by one; after that, each time their number has doubled.
 const LOGGED_SINGLY: u64 = 16;
@@ -126,11 +126,7 @@ struct Window {
 impl RefusalLog {
     /// Reports the client `id` with address `from`.
     pub(crate) fn report(&self, id: u64, from: &str, why: &dyn fmt::Display) {
-        let left_out = {
-            let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            window.admit(Instant::now())
-        };
-        let Some(left_out) = left_out else {
+        let Some(left_out) = lock(&self.0).admit(Instant::now()) else {
             return;
         };
         if left_out > 0 {

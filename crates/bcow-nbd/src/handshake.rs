@@ -8,8 +8,7 @@ use crate::error::SessionEnd;
 use crate::export::{Export, Selection};
 use crate::proto::{
     Framing, INIT_MAGIC, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC,
-    client_flag, handshake_flag, info, option, option_reply, take_bytes, take_u16, take_u32,
-    take_u64,
+    client_flag, handshake_flag, info, option, option_reply, take_u16, take_u32, take_u64,
 };
 use crate::receive::Receiver;
 use crate::reply::truncated;
@@ -35,20 +34,14 @@ pub(crate) enum Outcome {
     Left,
 }
 
-/// Why the server refuses every option.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refusal {
-    /// The limit of clients is reached.
-    TooManyClients,
-}
-
 /// The server's side of a handshake.
 pub(crate) struct Handshake<'a> {
     pub(crate) shared: &'a Arc<Shared>,
     pub(crate) socket: &'a Socket,
     pub(crate) receiver: &'a mut Receiver,
     pub(crate) deadline: Option<Instant>,
-    pub(crate) refusal: Option<Refusal>,
+    /// Whether the limit of clients is reached, so that the server refuses every option.
+    pub(crate) is_full: bool,
     /// Whether the server refused an option because the client did not use TLS.
     pub(crate) wants_tls: bool,
 }
@@ -59,12 +52,6 @@ struct Negotiated {
     framing: Framing,
     /// The selected contexts, and the export for which the client selected them.
     contexts: Option<(Arc<Export>, Contexts)>,
-}
-
-/// Result of one option.
-enum Step {
-    Next,
-    Done(Outcome),
 }
 
 impl Handshake<'_> {
@@ -86,14 +73,18 @@ impl Handshake<'_> {
 
         let mut negotiated = Negotiated::default();
         loop {
-            match self.option(&mut negotiated, no_zeroes)? {
-                Step::Next => {}
-                Step::Done(outcome) => return Ok(outcome),
+            if let Some(outcome) = self.option(&mut negotiated, no_zeroes)? {
+                return Ok(outcome);
             }
         }
     }
 
-    fn option(&mut self, negotiated: &mut Negotiated, no_zeroes: bool) -> Result<Step, SessionEnd> {
+    /// Serves one option. Returns the outcome if it ends the handshake.
+    fn option(
+        &mut self,
+        negotiated: &mut Negotiated,
+        no_zeroes: bool,
+    ) -> Result<Option<Outcome>, SessionEnd> {
         let (magic, option, length) = self.take(16, |bytes| {
             Some((take_u64(bytes)?, take_u32(bytes)?, take_u32(bytes)?))
         })?;
@@ -108,7 +99,7 @@ impl Handshake<'_> {
             }
             self.receiver.skip(self.socket, u64::from(length))?;
             self.refuse(option, option_reply::ERR_TOO_BIG, "the option is too long")?;
-            return Ok(Step::Next);
+            return Ok(None);
         }
         let length = length as usize;
         self.receiver
@@ -124,11 +115,11 @@ impl Handshake<'_> {
         data: &[u8],
         negotiated: &mut Negotiated,
         no_zeroes: bool,
-    ) -> Result<Step, SessionEnd> {
+    ) -> Result<Option<Outcome>, SessionEnd> {
         if option == option::ABORT {
             // The client may have disconnected without waiting for the reply. That is not an error.
             let _ = self.reply(option, option_reply::ACK, &[]);
-            return Ok(Step::Done(Outcome::Left));
+            return Ok(Some(Outcome::Left));
         }
         if let Some((kind, message)) = self.refused(option) {
             self.wants_tls |= kind == option_reply::ERR_TLS_REQD;
@@ -136,7 +127,7 @@ impl Handshake<'_> {
                 return Err(SessionEnd::Protocol(message));
             }
             self.refuse(option, kind, message)?;
-            return Ok(Step::Next);
+            return Ok(None);
         }
         match option {
             option::STARTTLS => self.start_tls(data, negotiated)?,
@@ -166,7 +157,7 @@ impl Handshake<'_> {
             }
             _ => self.refuse(option, option_reply::ERR_UNSUP, "unknown option")?,
         }
-        Ok(Step::Next)
+        Ok(None)
     }
 
     /// The error with which the server refuses the option in its present state, if it does.
@@ -179,11 +170,8 @@ impl Handshake<'_> {
         {
             return Some((option_reply::ERR_TLS_REQD, "this server requires TLS"));
         }
-        self.refusal.map(|refusal| match refusal {
-            Refusal::TooManyClients => {
-                (option_reply::ERR_POLICY, "the limit of clients is reached")
-            }
-        })
+        let full = (option_reply::ERR_POLICY, "the limit of clients is reached");
+        self.is_full.then_some(full)
     }
 
     fn start_tls(&mut self, data: &[u8], negotiated: &mut Negotiated) -> Result<(), SessionEnd> {
@@ -216,7 +204,7 @@ impl Handshake<'_> {
         name: &[u8],
         negotiated: &mut Negotiated,
         no_zeroes: bool,
-    ) -> Result<Step, SessionEnd> {
+    ) -> Result<Option<Outcome>, SessionEnd> {
         // EXPORT_NAME has no error reply.
         let Some(export) = self.shared.exports.find(name).cloned() else {
             return Err(SessionEnd::Protocol("no export has the requested name"));
@@ -228,7 +216,7 @@ impl Handshake<'_> {
             reply.resize(reply.len() + 124, 0);
         }
         self.send(&reply)?;
-        Ok(Step::Done(select(export, negotiated)))
+        Ok(Some(select(export, negotiated)))
     }
 
     fn list(&mut self) -> Result<(), SessionEnd> {
@@ -248,14 +236,14 @@ impl Handshake<'_> {
         option: u32,
         data: &[u8],
         negotiated: &mut Negotiated,
-    ) -> Result<Step, SessionEnd> {
+    ) -> Result<Option<Outcome>, SessionEnd> {
         let Some((name, wanted)) = parse_info(data) else {
             let message = "the data of the option is invalid";
             self.refuse(option, option_reply::ERR_INVALID, message)?;
-            return Ok(Step::Next);
+            return Ok(None);
         };
         let Some(export) = self.find_or_refuse(option, name)? else {
-            return Ok(Step::Next);
+            return Ok(None);
         };
         let size = export.device.reader().size();
         let mut data = info::EXPORT.to_be_bytes().to_vec();
@@ -281,8 +269,8 @@ impl Handshake<'_> {
         }
         self.reply(option, option_reply::ACK, &[])?;
         Ok(match option {
-            option::GO => Step::Done(select(export, negotiated)),
-            _ => Step::Next,
+            option::GO => Some(select(export, negotiated)),
+            _ => None,
         })
     }
 
@@ -424,5 +412,5 @@ fn take_string<'a>(data: &mut &'a [u8]) -> Option<&'a [u8]> {
     if length > MAX_STRING_BYTES {
         return None;
     }
-    take_bytes(data, length)
+    data.split_off(..length)
 }

@@ -1,9 +1,8 @@
 //! Limits of the memory and bandwidth that clients use.
 
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use crate::sync::{Condvar, Mutex, wait_timeout};
+use crate::sync::{Condvar, Mutex, lock, wait_timeout};
 
 /// Memory for large requests: one budget for the whole server, in bytes.
 pub(crate) struct Memory {
@@ -22,7 +21,7 @@ impl Memory {
     /// Reserves `bytes`. Waits up to `timeout` for other requests to release memory; `false` if
     /// that is not enough.
     pub(crate) fn reserve(&self, bytes: u64, timeout: Duration) -> bool {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = lock(&self.left);
         let end = Instant::now() + timeout;
         while *left < bytes {
             let rest = end.saturating_duration_since(Instant::now());
@@ -42,7 +41,7 @@ impl Memory {
 
     /// Releases reserved bytes.
     pub(crate) fn release(&self, bytes: u64) {
-        *self.left.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
+        *lock(&self.left) += bytes;
         self.freed.notify_all();
     }
 }
@@ -72,7 +71,7 @@ impl Rate {
     }
 
     fn delay_at(&self, now: Instant, bytes: u64) -> Duration {
-        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut due = lock(&self.due);
         let delay = due.saturating_duration_since(now);
         let cost = bytes as f64 / self.bytes_per_second as f64;
         // Limit the cost to about a year, so that the time does not overflow.

@@ -141,8 +141,6 @@ pub mod command_flag {
     pub const FAST_ZERO: u16 = 1 << 4;
     /// A payload of the length in the header follows (extended headers).
     pub const PAYLOAD_LEN: u16 = 1 << 5;
-    /// All known flags.
-    pub const KNOWN: u16 = FUA | NO_HOLE | DF | REQ_ONE | FAST_ZERO | PAYLOAD_LEN;
 }
 
 /// Types of reply chunks.
@@ -326,13 +324,6 @@ pub fn take_u64(bytes: &mut &[u8]) -> Option<u64> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(u64::from_be_bytes(*first))
-}
-
-/// Removes `length` bytes from the front; `None` if `bytes` is too short.
-pub fn take_bytes<'a>(bytes: &mut &'a [u8], length: usize) -> Option<&'a [u8]> {
-    let (first, rest) = bytes.split_at_checked(length)?;
-    *bytes = rest;
-    Some(first)
 }
 
 #[cfg(test)]

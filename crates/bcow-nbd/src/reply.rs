@@ -85,31 +85,19 @@ impl Replies {
                 self.chunk(cookie, 0, Last::Yes, chunk::NONE, 0);
             }
         }
-        self.count += 1;
     }
 
-    /// Appends an error reply.
-    pub(crate) fn failed(&mut self, cookie: u64, offset: u64, failure: &Failure) {
-        self.error(cookie, offset, failure, None);
-    }
-
-    /// Appends an error reply with the offset `at` of the error.
-    pub(crate) fn failed_at(&mut self, cookie: u64, offset: u64, failure: &Failure, at: u64) {
-        self.error(cookie, offset, failure, Some(at));
-    }
-
-    fn error(&mut self, cookie: u64, offset: u64, failure: &Failure, at: Option<u64>) {
-        self.count += 1;
+    /// Appends an error reply, with the offset `at` of the error if it is known.
+    pub(crate) fn failed(&mut self, cookie: u64, offset: u64, failure: &Failure, at: Option<u64>) {
         if self.framing == Framing::Simple {
             return self.simple(cookie, failure.errno as u32);
         }
         let message = truncated(&failure.message, MESSAGE_BYTES);
-        let place = if at.is_some() { 8 } else { 0 };
-        let length = 4 + 2 + message.len() + place;
-        let kind = match at {
-            Some(_) => chunk::ERROR_OFFSET,
-            None => chunk::ERROR,
+        let (kind, place) = match at {
+            Some(_) => (chunk::ERROR_OFFSET, 8),
+            None => (chunk::ERROR, 0),
         };
+        let length = 4 + 2 + message.len() + place;
         self.chunk(cookie, offset, Last::Yes, kind, length as u64);
         self.put(&(failure.errno as u32).to_be_bytes());
         self.put(&(message.len() as u16).to_be_bytes());
@@ -143,9 +131,6 @@ impl Replies {
             }
         }
         self.used += length;
-        if last == Last::Yes {
-            self.count += 1;
-        }
         Ok(())
     }
 
@@ -161,9 +146,6 @@ impl Replies {
         self.chunk(cookie, request_offset, last, chunk::OFFSET_HOLE, 12);
         self.put(&offset.to_be_bytes());
         self.put(&length.to_be_bytes());
-        if last == Last::Yes {
-            self.count += 1;
-        }
     }
 
     /// Appends the extents of one metadata context.
@@ -191,20 +173,15 @@ impl Replies {
             self.put(&context.to_be_bytes());
             for extent in extents {
                 // The request had a 32-bit length, and no extent is longer than the request.
-                self.put(
-                    &u32::try_from(extent.length)
-                        .unwrap_or(u32::MAX)
-                        .to_be_bytes(),
-                );
+                let length = u32::try_from(extent.length).unwrap_or(u32::MAX);
+                self.put(&length.to_be_bytes());
                 self.put(&extent.flags.to_be_bytes());
             }
-        }
-        if last == Last::Yes {
-            self.count += 1;
         }
     }
 
     fn simple(&mut self, cookie: u64, errno: u32) {
+        self.count += 1;
         self.put(&SIMPLE_REPLY_MAGIC.to_be_bytes());
         self.put(&errno.to_be_bytes());
         self.put(&cookie.to_be_bytes());
@@ -215,6 +192,7 @@ impl Replies {
             Last::Yes => chunk::DONE,
             Last::No => 0,
         };
+        self.count += usize::from(last == Last::Yes);
         let extended = self.framing == Framing::Extended;
         let magic = if extended { EXTENDED_REPLY_MAGIC } else { STRUCTURED_REPLY_MAGIC };
         self.put(&magic.to_be_bytes());
@@ -323,7 +301,7 @@ mod tests {
     fn an_error_says_where_and_what() {
         let mut replies = Replies::new(Framing::Structured);
         let failure = Failure::new(Errno::Io, "bad");
-        replies.failed_at(5, 0, &failure, 4096);
+        replies.failed(5, 0, &failure, Some(4096));
         assert_eq!(
             hex(replies.bytes()),
             "668e33ef\

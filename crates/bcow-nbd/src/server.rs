@@ -13,13 +13,13 @@ use crate::connection::Connection;
 use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
 use crate::export::{Exports, Selection};
-use crate::handshake::{Handshake, Outcome, Refusal};
+use crate::handshake::{Handshake, Outcome};
 use crate::listen::Listener;
 use crate::proto::Framing;
 use crate::receive::Receiver;
 use crate::shared::{STACK_BYTES, ServerOptions, Shared};
 use crate::socket::Socket;
-use crate::sync::thread;
+use crate::sync::{thread, wait};
 
 /// Clients beyond the limit that get an error reply, at a time. Further clients are disconnected
 /// without a reply.
@@ -71,7 +71,7 @@ impl Server {
     /// disconnects.
     pub fn serve_client(&self, socket: OwnedFd) {
         let id = self.shared.register(Arc::new(Socket::new(socket)));
-        serve_socket(&self.shared, id, None);
+        serve_socket(&self.shared, id, false);
     }
 
     /// Serves the first export on connected stream sockets for the kernel's driver: without a
@@ -165,8 +165,8 @@ impl Server {
     fn start(&self, socket: OwnedFd) {
         let most = self.shared.options.max_clients;
         let clients = self.shared.clients().sockets.len();
-        let refusal = (clients >= most).then_some(Refusal::TooManyClients);
-        if refusal.is_some() {
+        let is_full = clients >= most;
+        if is_full {
             tracing::warn!("a client is refused: the limit of {most} clients is reached");
         }
         if clients >= most.saturating_add(REFUSED_AT_ONCE) {
@@ -177,7 +177,7 @@ impl Server {
         let started = thread::Builder::new()
             .name(format!("nbd-{id}"))
             .stack_size(STACK_BYTES)
-            .spawn(move || serve_socket(&shared, id, refusal));
+            .spawn(move || serve_socket(&shared, id, is_full));
         if let Err(error) = started {
             tracing::warn!("a client is refused: {error}");
             self.shared.clients().leave(id);
@@ -206,21 +206,17 @@ impl Server {
         }
         // Requests in flight at the device have no time limit.
         while !clients.sockets.is_empty() {
-            clients = self
-                .shared
-                .left
-                .wait(clients)
-                .unwrap_or_else(PoisonError::into_inner);
+            clients = wait(&self.shared.left, clients);
         }
     }
 }
 
 /// Serves one client from the greeting to the end.
-fn serve_socket(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
+fn serve_socket(shared: &Arc<Shared>, id: u64, is_full: bool) {
     let socket = shared.clients().sockets.get(&id).cloned();
     if let Some(socket) = socket {
         tracing::debug!("client {id} connects");
-        match session(shared, id, &socket, refusal) {
+        match session(shared, id, &socket, is_full) {
             Ok(()) => tracing::debug!("client {id} disconnects"),
             Err(error) => tracing::info!("client {id} is disconnected: {error}"),
         }
@@ -238,7 +234,7 @@ fn session(
     shared: &Arc<Shared>,
     id: u64,
     socket: &Arc<Socket>,
-    refusal: Option<Refusal>,
+    is_full: bool,
 ) -> Result<(), SessionEnd> {
     let mut receiver = Receiver::new(shared.options.request_timeout);
     // The address is no longer available after the client has disconnected.
@@ -251,7 +247,7 @@ fn session(
             .options
             .handshake_timeout
             .map(|timeout| Instant::now() + timeout),
-        refusal,
+        is_full,
         wants_tls: false,
     };
     let outcome = handshake.run();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -13,7 +13,7 @@ use crate::failures::{FailureLog, FailureReport, RefusalLog};
 use crate::limits::Memory;
 use crate::socket::Socket;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock};
 use crate::tls::Tls;
 
 /// Stack size of a thread in bytes. Small, because a server may have a thousand threads.
@@ -135,7 +135,7 @@ impl Shared {
     }
 
     pub(crate) fn clients(&self) -> MutexGuard<'_, Clients> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.clients)
     }
 }
 

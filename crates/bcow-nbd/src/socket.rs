@@ -4,14 +4,14 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, getpeername, recv, send, shutdown};
 
-use crate::sync::Mutex;
+use crate::sync::{Mutex, lock};
 use crate::tls::{Layer, Tls};
 
 /// How long the client may accept no bytes of TLS's own messages.
@@ -79,7 +79,7 @@ impl Socket {
             None => self.receive_plain(buf, wait),
             Some(layer) => {
                 let answer = |layer: &Layer| {
-                    let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut out = lock(&self.sending);
                     out.clear();
                     layer.encrypt(&[], &mut out)?;
                     // Only a few bytes. If they do not fit, the client does not read and makes no
@@ -96,7 +96,7 @@ impl Socket {
             Wait::Forever => RecvFlags::empty(),
             Wait::No => RecvFlags::DONTWAIT,
             Wait::Until(deadline) => {
-                wait_for(&self.fd, PollFlags::IN, deadline)?;
+                wait_for(&self.fd, PollFlags::IN, Some(deadline))?;
                 RecvFlags::empty()
             }
         };
@@ -111,7 +111,7 @@ impl Socket {
 
     /// Sends a message. The client gets `patience` for each part.
     pub(crate) fn send(&self, bytes: &[u8], patience: Patience) -> io::Result<()> {
-        let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut out = lock(&self.sending);
         match self.tls.get() {
             None => self.send_plain(bytes, patience),
             Some(layer) => {
@@ -134,12 +134,10 @@ impl Socket {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => bytes = &bytes[count..],
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => match patience.0 {
-                    Some(patience) => {
-                        wait_for(&self.fd, PollFlags::OUT, Instant::now() + patience)?;
-                    }
-                    None => wait_forever(&self.fd, PollFlags::OUT)?,
-                },
+                Err(Errno::AGAIN) => {
+                    let deadline = patience.0.map(|patience| Instant::now() + patience);
+                    wait_for(&self.fd, PollFlags::OUT, deadline)?;
+                }
                 Err(error) => return Err(error.into()),
             }
         }
@@ -149,7 +147,7 @@ impl Socket {
     /// Sends the close message of TLS, if TLS is used, and shuts down both directions.
     pub(crate) fn close(&self) {
         if let Some(layer) = self.tls.get() {
-            let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut out = lock(&self.sending);
             out.clear();
             if layer.close(&mut out).is_ok() {
                 let _ = self.send_plain(&out, Patience(Some(Duration::ZERO)));
@@ -181,22 +179,13 @@ impl Patience {
     }
 }
 
-fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<()> {
+fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Option<Instant>) -> io::Result<()> {
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).map_err(|_| io::ErrorKind::InvalidInput)?;
-        match poll(&mut [PollFd::new(&fd, events)], Some(&left)) {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let left = left.map(Timespec::try_from).transpose();
+        let left = left.map_err(|_| io::ErrorKind::InvalidInput)?;
+        match poll(&mut [PollFd::new(&fd, events)], left.as_ref()) {
             Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
-            Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-fn wait_forever(fd: impl AsFd, events: PollFlags) -> io::Result<()> {
-    loop {
-        match poll(&mut [PollFd::new(&fd, events)], None) {
             Ok(_) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),

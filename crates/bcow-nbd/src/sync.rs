@@ -1,10 +1,11 @@
 //! Locks, condition variables, atomics, threads and time. The feature `shuttle` replaces them with
 //! those of a model checker, where the scheduler decides how time passes.
 
+#[cfg(not(feature = "shuttle"))]
 use std::sync::PoisonError;
 use std::time::Duration;
 
-pub(crate) use bcow::sync::{Condvar, Mutex, MutexGuard, atomic, thread};
+pub(crate) use bcow::sync::{Condvar, Mutex, MutexGuard, atomic, lock, thread, wait};
 
 /// Waits on the condition variable with a timeout. `guard` must be of `mutex`. Returns whether the
 /// timeout expired; a notification may have come at the same moment.
@@ -29,13 +30,12 @@ pub(crate) fn wait_timeout<'a, T>(
     _most: Duration,
 ) -> (MutexGuard<'a, T>, bool) {
     if by_chance() {
-        let guard = condition.wait(guard);
-        return (guard.unwrap_or_else(PoisonError::into_inner), false);
+        return (wait(condition, guard), false);
     }
     // The timeout expires, so another waiting thread gets the notification.
     drop(guard);
     thread::yield_now();
-    (mutex.lock().unwrap_or_else(PoisonError::into_inner), true)
+    (lock(&mutex), true)
 }
 
 /// A decision that a model leaves open: whether a timeout has expired, whether a request was fast.

@@ -4,11 +4,10 @@
 //! The turn is the ownership of the [`Receiver`]. While requests are fast, one worker keeps the
 //! turn and executes them itself; no other worker wakes up.
 
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::receive::Receiver;
-use crate::sync::{Condvar, Mutex, MutexGuard, wait_timeout};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait, wait_timeout};
 
 /// A worker that has waited this long for the turn exits.
 const IDLE: Duration = Duration::from_secs(5);
@@ -102,10 +101,7 @@ impl Turn {
     pub(crate) fn wait_for_all(&self) {
         let mut state = self.state();
         while state.workers > 0 {
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.changed, state);
         }
     }
 
@@ -116,6 +112,6 @@ impl Turn {
     }
 
     fn state(&self) -> MutexGuard<'_, TurnState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }

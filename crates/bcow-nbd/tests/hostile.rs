@@ -227,18 +227,15 @@ fn requests_of_4_gib_are_refused() {
     for (framing, errno) in [(Framing::Simple, EINVAL), (Framing::Structured, EINVAL)] {
         let mut client = server.client("disk", framing);
         for command in [0, 4, 5] {
-            let request = client.request(command, 0, 0, u32::MAX.into());
-            client.send(&request);
+            client.begin(command, 0, 0, u32::MAX.into());
             assert_eq!(client.chunk(0).errno, errno);
         }
         // The server could not tell the rest of the payload from the next request.
-        let request = client.request(1, 0, 0, u32::MAX.into());
-        client.send(&request);
+        client.begin(1, 0, 0, u32::MAX.into());
         assert!(client.is_closed());
     }
     let mut client = server.client("disk", Framing::Extended);
-    let request = client.request(1, command_flag::PAYLOAD_LEN, 0, u64::MAX);
-    client.send(&request);
+    client.begin(1, command_flag::PAYLOAD_LEN, 0, u64::MAX);
     assert!(client.is_closed());
     server.assert_serves();
 }
@@ -272,29 +269,17 @@ fn reads_larger_than_a_payload_are_refused_whatever_the_size_of_the_disk() {
     let listener = Listener::unix(&path).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| server.serve(&[listener]).unwrap());
-        let connect = |framing| {
-            let mut client = Client {
-                stream: std::os::unix::net::UnixStream::connect(&path).unwrap(),
-                framing: Framing::Simple,
-                cookie: 0,
-            };
-            client.greet();
-            client.negotiate(framing);
-            // The empty name selects the only export.
-            client.go("");
-            client
-        };
+        // The empty name selects the only export.
+        let connect = |framing| Client::connect(&path).negotiated("", framing);
         let mut simple = connect(Framing::Simple);
         let mut structured = connect(Framing::Structured);
-        let request = structured.request(0, 0, 0, (32 << 20) + 1);
-        structured.send(&request);
+        structured.begin(0, 0, 0, (32 << 20) + 1);
         assert_eq!(structured.chunk(0).errno, EOVERFLOW);
         assert_eq!(structured.read(5, 32 << 20).unwrap(), vec![1; 32 << 20]);
         // A simple reply needs the whole content in one piece, for which there is no memory. A
         // structured reply is sent in smaller pieces.
         let begin = Instant::now();
-        let request = simple.request(0, 0, 0, 32 << 20);
-        simple.send(&request);
+        simple.begin(0, 0, 0, 32 << 20);
         assert_eq!(simple.chunk(0).errno, 12);
         assert!(begin.elapsed() < AT_MOST);
         assert_eq!(simple.read(5, 1 << 20).unwrap(), vec![1; 1 << 20]);
@@ -334,8 +319,7 @@ fn silence_in_the_middle_of_a_message_ends_the_connection_and_between_messages_d
     let request = in_header.request(0, 0, 0, 512);
     in_header.send(&request[..27]);
     let mut in_payload = server.client("disk", Framing::Structured);
-    let request = in_payload.request(1, 0, 0, 2 << 20);
-    in_payload.send(&request);
+    in_payload.begin(1, 0, 0, 2 << 20);
     in_payload.send(&[0; 100_000]);
     let begin = Instant::now();
     for client in [&mut before, &mut in_option, &mut in_header, &mut in_payload] {
@@ -349,8 +333,7 @@ fn silence_in_the_middle_of_a_message_ends_the_connection_and_between_messages_d
 fn bytes_that_drip_in_do_not_keep_a_connection() {
     let server = Running::with(MemoryDisk::new(), impatient());
     let mut client = server.client("disk", Framing::Structured);
-    let request = client.request(1, 0, 0, 1 << 20);
-    client.send(&request);
+    client.begin(1, 0, 0, 1 << 20);
     let begin = Instant::now();
     // All data of the request would take hours.
     while client.stream.write_all(&[1]).is_ok() {
@@ -368,8 +351,7 @@ fn a_client_that_goes_in_mid_write_leaves_the_disk_as_it_was() {
         .write(0, 0, &[1; 65536]);
     for length in [4096, 65_536, 600_000] {
         let mut client = server.client("disk", Framing::Structured);
-        let request = client.request(1, 0, 0, length);
-        client.send(&request);
+        client.begin(1, 0, 0, length);
         client.send(&vec![2; length as usize - 1]);
         drop(client);
     }

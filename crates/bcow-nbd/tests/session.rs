@@ -326,8 +326,7 @@ fn what_is_being_done_is_finished_when_the_server_stops() {
     });
     let mut server = Running::with(disk, ServerOptions::default());
     let mut client = server.client("disk", Framing::Structured);
-    let request = client.request(0, 0, 0, 512);
-    client.send(&request);
+    client.begin(0, 0, 0, 512);
     has_begun.recv().unwrap();
     server.begin_stop();
     go_on.send(()).unwrap();

@@ -26,12 +26,11 @@ use bcow::OpenOptions;
 use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
-use crate::conversion::{Conversion, Target};
+use crate::conversion::Target;
 use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
-use crate::hidden::UpperLayers;
 use crate::image::{Image, ImageConfig};
-use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
+use crate::image_file::writer_options;
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
 use crate::layout::write::{
@@ -39,6 +38,7 @@ use crate::layout::write::{
 };
 use crate::lower::LowerIndex;
 use crate::metadata::{Metadata, insert_some, options_json, tool};
+use crate::one_layer::write_layer;
 use crate::options::{ConvertOptions, Progress};
 use crate::parallel;
 use crate::platform::Platform;
@@ -418,39 +418,9 @@ impl LayerConversions<'_> {
             threads,
             inline_max: INLINE_MAX,
         };
-        let mut conversion = Conversion::start(target, self.options, self.progress)?;
-        if let Some(lower) = lower {
-            conversion.deduplicate_against(lower);
-        }
         let reading = self.reading();
-        let mut uppers = UpperLayers::default();
-        let read = conversion.layer(input, &reading, &mut uppers)?;
-        let diff_id = input.diff_id.clone().or(read.bytes.diff_id);
-        let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
-        let mut described = Map::new();
-        let fields = [
-            ("diff_id", Some(json!(diff_id))),
-            ("tar_bytes", Some(json!(read.bytes.tar))),
-            ("tar_entries", Some(json!(read.entries))),
-        ];
-        insert_some(&mut described, fields);
-        let metadata = Metadata::of_layer(
-            options.clone(),
-            &tool(self.options),
-            Value::Object(described),
-        );
-        let tree = uppers.into_layers().pop().unwrap_or_default();
-        let tree = tree.into_overlay().map_err(|source| {
-            let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
-            tree_error(std::slice::from_ref(&input.name), error)
-        })?;
-        let finished = conversion.finish(&tree, metadata)?;
-        drop(tree);
-        if self.options.verify {
-            let below = ImagesByDigest::default();
-            read_back(&finished.written, output.file()?, &below, threads)?;
-        }
-        Ok((self.layout.finish(output)?, diff_id))
+        let layer = write_layer(input, target, options, self.options, &reading, lower)?;
+        Ok((self.layout.finish(output)?, layer.diff_id))
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use bcow_images::error::{CommandError, Context};
+use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
 use bcow_mounts::helper;
 use bcow_mounts::mount::{self, Attempt};
@@ -221,7 +221,10 @@ impl Connection {
         }
         match answer.result {
             Outcome::Done(value) => Ok(value),
-            Outcome::Failed(failure) => Err(failure.into_error()),
+            Outcome::Failed(error) => {
+                let exit = error.exit().max(exit::FAILED);
+                Err(error.exit_with(exit))
+            }
         }
     }
 

@@ -23,7 +23,7 @@ pub struct Kept {
     pub record: OwnedFd,
     /// The device number of the mount.
     pub device: Option<String>,
-    /// Whether the mount is with the kernel driver.
+    /// Whether the kernel driver serves the mount.
     pub is_disk: bool,
     /// The ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
     pub companion: Option<OwnedFd>,

@@ -136,38 +136,7 @@ pub enum Outcome<T> {
     /// What the request returns.
     Done(T),
     /// Why it failed.
-    Failed(Failure),
-}
-
-/// A [`CommandError`].
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Failure {
-    message: String,
-    #[serde(default)]
-    causes: Vec<String>,
-    hint: Option<String>,
-    exit: u8,
-}
-
-impl From<&CommandError> for Failure {
-    fn from(error: &CommandError) -> Self {
-        Failure {
-            message: error.message().to_owned(),
-            causes: error.causes().to_vec(),
-            hint: error.hint_text().map(str::to_owned),
-            exit: error.exit(),
-        }
-    }
-}
-
-impl Failure {
-    /// The error that the pool had.
-    pub fn into_error(self) -> CommandError {
-        let error = CommandError::new(self.message).exit_with(self.exit.max(1));
-        let causes = self.causes.into_iter();
-        let error = causes.fold(error, CommandError::caused_by_text);
-        error.hint_if(self.hint)
-    }
+    Failed(CommandError),
 }
 
 /// Encodes a request, with the version.

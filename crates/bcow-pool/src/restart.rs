@@ -37,7 +37,7 @@ pub fn restart(name: &PoolName, force: bool, ui: &dyn Messages) -> Result<(), Co
             PoolAtSocket::Running(connection) if connection.hello.restarts > before => {
                 break connection.hello;
             }
-            // The supervisor gives up, or another pool has the name now.
+            // The supervisor has given up, or another pool has the name now.
             PoolAtSocket::Running(_) | PoolAtSocket::Dead | PoolAtSocket::Missing => {
                 client::wait_for_supervisor(supervisor);
                 return Err(ended());

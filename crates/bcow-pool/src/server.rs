@@ -34,9 +34,7 @@ use serde::Serialize;
 use crate::asked::{Asked, OwnDirectory};
 use crate::given::Given;
 use crate::link::{AGAIN, Link, Packet, Wait};
-use crate::protocol::{
-    self, Answer, Failure, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View,
-};
+use crate::protocol::{self, Answer, Hello, MAX_REQUEST_BYTES, Message, Outcome, Request, View};
 use crate::record::MountRecord;
 use crate::stats::{Document, Memory, Mount, SCHEMA};
 
@@ -629,23 +627,20 @@ impl Client {
             return;
         }
         let messages = Collected::default();
-        let Some(result) = self.answer(connection, &messages).transpose() else {
-            return;
+        let result = match self.answer(connection, &messages) {
+            Ok(None) => return,
+            Ok(Some(done)) => Outcome::Done(done),
+            Err(error) => Outcome::Failed(error),
         };
-        let answer = Answer {
-            messages: messages.0.into_inner(),
-            result: match &result {
-                Ok(done) => Outcome::Done(done),
-                Err(error) => Outcome::Failed(Failure::from(error)),
-            },
-        };
+        let messages = messages.0.into_inner();
+        let answer = Answer { messages, result };
         let sent = protocol::line(&answer)
             .map_err(io::Error::from)
             .and_then(|line| send(connection, &line));
-        match result {
-            Ok(Done::Mounted { number }) if sent.is_err() => self.pool.unmount(number),
-            Ok(Done::Restarted { .. }) => std::process::exit(AGAIN.into()),
-            Ok(Done::Stopped { .. }) => {
+        match answer.result {
+            Outcome::Done(Done::Mounted { number }) if sent.is_err() => self.pool.unmount(number),
+            Outcome::Done(Done::Restarted { .. }) => std::process::exit(AGAIN.into()),
+            Outcome::Done(Done::Stopped { .. }) => {
                 self.pool.state().unanswered -= 1;
                 self.pool.changed.notify_all();
                 // The client waits until the process has ended and the connection is closed.

@@ -78,8 +78,8 @@ fn keep(
     if let Some(path) = &args.log_file {
         log_to(path)?;
     }
-    // Its children inherit this. While a process takes over, the kernel may need memory that only a
-    // write to a mount with the kernel driver sets free.
+    // Its children inherit this. While a process takes over, the kernel may need memory that
+    // becomes free only when it has written to a mount with the kernel driver.
     serve_writeback();
     let log_file = args.log_file.as_deref().map(std::path::absolute);
     let (listener, _socket) = listen(&args.name)?;
@@ -156,8 +156,8 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
     Ok(())
 }
 
-/// Declares that the kernel may write the pages of a mount with the kernel driver back through any
-/// thread that another one waits for. An ordinary user has no such mounts.
+/// Declares that any thread of this process may be part of a write-back of the kernel to a mount
+/// with the kernel driver. An ordinary user has no such mounts.
 fn serve_writeback() {
     if rustix::process::geteuid().is_root() {
         let _ = bcow_mount::serve_writeback();

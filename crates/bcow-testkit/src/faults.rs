@@ -105,9 +105,8 @@ impl Faulty {
 }
 
 impl Storage for Faulty {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
+    crate::forward!(content: len, punch);
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         self.step(&[On::Read])?;
         self.content.read_at(offset, buf)
@@ -125,9 +124,6 @@ impl Storage for Faulty {
     fn sync(&self) -> io::Result<()> {
         self.step(&[On::Change, On::Sync])?;
         self.content.sync()
-    }
-    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
-        self.content.punch(offset, bytes)
     }
 }
 

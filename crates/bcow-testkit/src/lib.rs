@@ -30,7 +30,7 @@ mod power_cut;
 mod random;
 mod tools;
 
-pub use chain::below;
+pub use chain::{assert_sound, below, content, read};
 #[cfg(feature = "shuttle")]
 pub use explore::explore;
 pub use faults::{Fault, Faulty, On};
@@ -43,6 +43,42 @@ pub use shuttle;
 pub use tools::{
     has_program, lacks, lacks_mkfs, lacks_reports_of_preallocated_space, make_erofs, umount,
 };
+
+/// Inside an `impl Storage`: the operations that another storage, a field, carries out.
+#[macro_export]
+macro_rules! forward {
+    ($content:ident: $($operation:ident),*) => { $($crate::forward!(@$operation $content);)* };
+    (@len $content:ident) => {
+        fn len(&self) -> std::io::Result<u64> {
+            self.$content.len()
+        }
+    };
+    (@read_at $content:ident) => {
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
+            self.$content.read_at(offset, buf)
+        }
+    };
+    (@write_at $content:ident) => {
+        fn write_at(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+            self.$content.write_at(offset, bytes)
+        }
+    };
+    (@set_len $content:ident) => {
+        fn set_len(&self, bytes: u64) -> std::io::Result<()> {
+            self.$content.set_len(bytes)
+        }
+    };
+    (@sync $content:ident) => {
+        fn sync(&self) -> std::io::Result<()> {
+            self.$content.sync()
+        }
+    };
+    (@punch $content:ident) => {
+        fn punch(&self, offset: u64, bytes: u64) -> std::io::Result<()> {
+            self.$content.punch(offset, bytes)
+        }
+    };
+}
 
 /// A disk of limited size; a write beyond it fails as on a full disk.
 pub struct SmallDisk {
@@ -61,23 +97,13 @@ impl SmallDisk {
 }
 
 impl Storage for SmallDisk {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.content.read_at(offset, buf)
-    }
+    crate::forward!(content: len, read_at, set_len, sync);
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         if offset + bytes.len() as u64 > self.room {
             return Err(io::ErrorKind::StorageFull.into());
         }
         self.content.write_at(offset, bytes)
-    }
-    fn set_len(&self, bytes: u64) -> io::Result<()> {
-        self.content.set_len(bytes)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.content.sync()
     }
 }
 
@@ -113,21 +139,11 @@ impl WriteLog {
 }
 
 impl Storage for WriteLog {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.content.read_at(offset, buf)
-    }
+    crate::forward!(content: len, read_at, set_len, sync);
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.content.write_at(offset, bytes)?;
         self.log().push((offset, bytes.to_vec()));
         Ok(())
-    }
-    fn set_len(&self, bytes: u64) -> io::Result<()> {
-        self.content.set_len(bytes)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.content.sync()
     }
 }

@@ -158,20 +158,10 @@ impl<D: BlockDevice> BlockDevice for Parkable<D> {
 }
 
 impl Storage for Parkable<Arc<MemoryStorage>> {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
+    crate::forward!(content: len, write_at, set_len, sync);
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         self.read(offset, buf, |buf| self.content.read_at(offset, buf))
-    }
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.content.write_at(offset, bytes)
-    }
-    fn set_len(&self, bytes: u64) -> io::Result<()> {
-        self.content.set_len(bytes)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.content.sync()
     }
 }
 

@@ -273,12 +273,8 @@ fn apply(content: &mut Vec<u8>, operation: &Operation) {
 }
 
 impl Storage for PowerCut {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.content.read_at(offset, buf)
-    }
+    crate::forward!(content: len, read_at);
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.pass()?;
         // Under the lock of the log, so that the log has the order in which the content changed.

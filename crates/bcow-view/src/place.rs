@@ -23,6 +23,15 @@ pub struct Window {
     pub blocks: u64,
 }
 
+impl Window {
+    fn range(&self) -> BlockRange {
+        BlockRange {
+            start: self.start,
+            count: self.blocks,
+        }
+    }
+}
+
 /// A block of the ext4 with bytes of the device at its start, and zeros behind them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fragment {
@@ -176,10 +185,7 @@ impl Layout {
 
     /// The areas of content, up to the end of a region: a region with content has no metadata.
     pub fn content(&self) -> Vec<BlockRange> {
-        let windows = self.windows.iter().map(|window| BlockRange {
-            start: window.start,
-            count: window.blocks,
-        });
+        let windows = self.windows.iter().map(Window::range);
         let content = windows.chain(self.fragments.iter().copied());
         content
             .map(|range| {
@@ -197,11 +203,7 @@ impl Layout {
         let blocks = blocks.into();
         match source {
             RunOrigin::Device(start) => {
-                let windows = self.windows.iter().map(|window| BlockRange {
-                    start: window.start,
-                    count: window.blocks,
-                });
-                section(windows, start, blocks)
+                section(self.windows.iter().map(Window::range), start, blocks)
             }
             RunOrigin::Fragment(start) => section(self.fragments.iter().copied(), start, blocks),
         }

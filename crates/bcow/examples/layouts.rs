@@ -289,10 +289,6 @@ impl BlockDevice for Base {
     }
 
     fn status(&self, _: u64, length: u64) -> Result<Status, bcow::Error> {
-        Ok(Status {
-            length,
-            content: bcow::Content::Data,
-            depth: 1,
-        })
+        Ok(Status::data(length))
     }
 }

@@ -19,6 +19,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::lock::{FileLock, LockError};
+use crate::new_file::parent_of;
 use crate::storage::FileIdentity;
 use crate::{BackingResolver, BlockDevice, Error, Image, NoBackings, OpenOptions, Storage};
 
@@ -692,8 +693,5 @@ pub fn open_named(directory: &Path, name: &str) -> Result<Named, Errno> {
 /// The directory of a file, with symbolic links resolved.
 pub fn directory_of(path: &Path) -> PathBuf {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
+    parent_of(&path).to_owned()
 }

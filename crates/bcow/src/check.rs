@@ -149,9 +149,7 @@ fn check_as(
 /// A sealed file has two valid slots. One is enough to read it, but the next damage could lose it.
 fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> Result<(), Error> {
     let mut area = [0; bcow_format::HEADER_AREA_BYTES];
-    storage
-        .read_at(0, &mut area)
-        .map_err(|source| Error::io("read", 0, source))?;
+    storage.read(0, &mut area)?;
     for (name, slot) in ["A", "B"].iter().zip(area.chunks(bcow_format::SLOT_BYTES)) {
         let good = bcow_format::choose_header(slot).is_ok();
         if !good && header.state == State::Sealed {

@@ -31,10 +31,7 @@ impl CheckedFile {
     pub(crate) fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         match &self.verifier {
             Some(verifier) => verifier.read_at(&*self.storage, offset, buf),
-            None => self
-                .storage
-                .read_at(offset, buf)
-                .map_err(|source| Error::io("read", offset, source)),
+            None => self.storage.read(offset, buf),
         }
     }
 
@@ -49,14 +46,10 @@ impl CheckedFile {
 
 /// Reads and validates the header of a file, and checks that the file has the length it states.
 pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
-    let length = storage
-        .len()
-        .map_err(|source| Error::io("get the length", 0, source))?;
+    let length = storage.length()?;
     let mut area = [0; HEADER_AREA_BYTES];
     let there = length.min(HEADER_AREA_BYTES as u64) as usize;
-    storage
-        .read_at(0, &mut area[..there])
-        .map_err(|source| Error::io("read", 0, source))?;
+    storage.read(0, &mut area[..there])?;
     let header = choose_header(&area[..there])?;
     header.check_file_length(length)?;
     Ok(header)

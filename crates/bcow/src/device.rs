@@ -43,11 +43,7 @@ pub trait BlockDevice: Send + Sync {
     /// The default implementation reports data everywhere.
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         let range = checked_range(offset, length.max(1), self.size())?;
-        Ok(Status {
-            length: range.end - range.start,
-            content: Content::Data,
-            depth: 1,
-        })
+        Ok(Status::data(range.end - range.start))
     }
 
     /// Whether the device can have windows or fragments. In their ranges, a [`Status`] with a depth
@@ -76,6 +72,33 @@ pub struct Status {
 }
 
 impl Status {
+    /// A piece that reads as zeros because no file has it.
+    pub fn hole(length: u64) -> Self {
+        Status {
+            length,
+            content: Content::Hole,
+            depth: 0,
+        }
+    }
+
+    /// A piece that this file says is zeros.
+    pub fn zeros(length: u64) -> Self {
+        let content = Content::Zero;
+        Status {
+            content,
+            ..Status::data(length)
+        }
+    }
+
+    /// A piece that this file stores.
+    pub fn data(length: u64) -> Self {
+        Status {
+            length,
+            content: Content::Data,
+            depth: 1,
+        }
+    }
+
     /// The same status, seen from the file above.
     pub(crate) fn one_deeper(self) -> Self {
         Status {

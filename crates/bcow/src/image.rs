@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, BlockShift, Entry, Header, SECTOR_BYTES, Section, State, Stored, SubBlockTable,
+    BackingEntry, BlockShift, Entry, Header, Section, State, Stored, SubBlockTable,
     check_fragments, decode_backings, incompatible,
 };
 use sha2::{Digest, Sha256};
@@ -25,7 +25,7 @@ use crate::overlay::Overlay;
 use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::verify::Verify;
-use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, ShownBy, Status};
+use crate::{BlockCache, BlockDevice, Error, Extent, Mapping, ShownBy, Status};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
@@ -218,9 +218,9 @@ impl Image {
 
     /// The backing of a disk: absent ranges show its content.
     pub fn disk_backing(&self) -> Option<&BackingEntry> {
-        let features = &self.header.features;
-        let first = self.backings().next();
-        first.filter(|_| features.has_incompatible(incompatible::BACKING))
+        self.backings()
+            .next()
+            .filter(|_| self.absent_shows_backing())
     }
 
     /// The backing with this index of the backing table, if it is available.
@@ -236,8 +236,10 @@ impl Image {
     /// Returns the entry at byte `offset` of the address space, and the range for which it holds.
     pub fn map(&self, offset: u64) -> Result<Extent, Error> {
         checked_range(offset, 1, self.header.size)?;
-        let piece = self.piece(offset)?;
-        Ok(self.extent(&piece))
+        Ok(Extent::of(
+            &self.piece(offset)?,
+            self.absent_shows_backing(),
+        ))
     }
 
     /// All extents, in the order of the address space. The iterator ends after an error.
@@ -256,48 +258,8 @@ impl Image {
         })
     }
 
-    fn extent(&self, piece: &Piece) -> Extent {
-        let mapping = match piece.entry {
-            Entry::Absent if self.header.features.has_incompatible(incompatible::BACKING) => {
-                Mapping::Backing {
-                    by: ShownBy::Absent,
-                    index: 0,
-                    offset: piece.start,
-                    bytes: piece.length,
-                }
-            }
-            // A piece never holds a table entry; as a hole, it would show no data.
-            Entry::Absent | Entry::Table(_) => Mapping::Hole,
-            Entry::Zero => Mapping::Zero,
-            Entry::Raw(stored) => Mapping::Raw { stored },
-            Entry::Zstd(stored) => Mapping::Compressed { stored },
-            Entry::Open(stored) => Mapping::Open { stored },
-            Entry::Window {
-                address,
-                sectors,
-                backing,
-            } => Mapping::Backing {
-                by: ShownBy::Window,
-                index: backing,
-                offset: address,
-                bytes: u64::from(sectors) * SECTOR_BYTES,
-            },
-            Entry::Fragment {
-                address,
-                bytes,
-                backing,
-            } => Mapping::Backing {
-                by: ShownBy::Fragment,
-                index: backing,
-                offset: address,
-                bytes: bytes.into(),
-            },
-        };
-        Extent {
-            offset: piece.start,
-            length: piece.length,
-            mapping,
-        }
+    fn absent_shows_backing(&self) -> bool {
+        self.header.features.has_incompatible(incompatible::BACKING)
     }
 
     /// The root table, without the mappings of the log.
@@ -538,12 +500,12 @@ impl BlockDevice for Image {
             let skip = at - piece.start;
             let take = (piece.length - skip).min(range.end - at);
             match piece.entry {
-                Entry::Raw(stored) => {
-                    let block = self.block(&piece, stored, Encoding::Raw)?;
-                    sink(&block[skip as usize..(skip + take) as usize]);
-                }
-                Entry::Zstd(stored) => {
-                    let block = self.block(&piece, stored, Encoding::Zstd)?;
+                Entry::Raw(stored) | Entry::Zstd(stored) => {
+                    let encoding = match piece.entry {
+                        Entry::Raw(_) => Encoding::Raw,
+                        _ => Encoding::Zstd,
+                    };
+                    let block = self.block(&piece, stored, encoding)?;
                     sink(&block[skip as usize..(skip + take) as usize]);
                 }
                 Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
@@ -556,7 +518,7 @@ impl BlockDevice for Image {
                     }
                     give_zeros(take - there, sink);
                 }
-                Entry::Absent if self.header.features.has_incompatible(incompatible::BACKING) => {
+                Entry::Absent if self.absent_shows_backing() => {
                     self.read_backing(0, at, at, take, sink)?;
                 }
                 Entry::Absent | Entry::Zero | Entry::Table(_) => give_zeros(take, sink),
@@ -571,17 +533,12 @@ impl BlockDevice for Image {
         let extent = self.map(range.start)?;
         let skip = range.start - extent.offset;
         let length = (extent.length - skip).min(range.end - range.start);
-        let status = |content, depth| Status {
-            length,
-            content,
-            depth,
-        };
         match extent.mapping {
             Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
-                Ok(status(Content::Data, 1))
+                Ok(Status::data(length))
             }
-            Mapping::Zero => Ok(status(Content::Zero, 1)),
-            Mapping::Hole => Ok(status(Content::Hole, 0)),
+            Mapping::Zero => Ok(Status::zeros(length)),
+            Mapping::Hole => Ok(Status::hole(length)),
             // The block of a fragment counts as data as a whole: callers work with whole sectors.
             Mapping::Backing {
                 by: ShownBy::Fragment,
@@ -590,7 +547,10 @@ impl BlockDevice for Image {
                 bytes,
             } => {
                 let below = self.backing_status(index, offset, 0, bytes, 1)?;
-                Ok(status(Content::Data, below.depth.max(2)))
+                Ok(Status {
+                    depth: below.depth.max(2),
+                    ..Status::data(length)
+                })
             }
             Mapping::Backing {
                 index,
@@ -638,11 +598,7 @@ impl Image {
         let (entry, device) = &self.backings[index as usize];
         let shown = bytes.min(entry.size.saturating_sub(offset));
         if skip >= shown {
-            return Ok(Status {
-                length,
-                content: Content::Hole,
-                depth: 0,
-            });
+            return Ok(Status::hole(length));
         }
         let length = length.min(shown - skip);
         let device = device.as_ref().ok_or_else(|| Error::MissingBacking {

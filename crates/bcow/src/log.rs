@@ -37,9 +37,7 @@ impl Replayed {
 /// Reads the log that `header` names. Checks the records completely, except whether their mappings
 /// fit the tables.
 pub(crate) fn replay(storage: &dyn Storage, header: &Header) -> Result<Replayed, Error> {
-    let length = storage
-        .len()
-        .map_err(|source| Error::io("get the length", 0, source))?;
+    let length = storage.length()?;
     let mut replayed = Replayed {
         next_sequence: 1,
         file_bytes: header.file_bytes,
@@ -180,9 +178,7 @@ fn matches_checksum(
     let mut crc = Crc32c::new();
     while at < stored.end() {
         let n = (stored.end() - at).min(buffer.len() as u64) as usize;
-        storage
-            .read_at(at, &mut buffer[..n])
-            .map_err(|source| Error::io("read", at, source))?;
+        storage.read(at, &mut buffer[..n])?;
         crc.update(&buffer[..n]);
         at += n as u64;
     }
@@ -204,7 +200,7 @@ fn check_length(records: &[Record], found: u64) -> Result<(), FormatError> {
 #[cfg(test)]
 mod tests {
     use bcow_format::{
-        Features, Lba, LogMapping, Section, State, Uba, Use, crc32c, encode_record, incompatible,
+        Features, Lba, LogMapping, State, Uba, Use, crc32c, encode_record, incompatible,
     };
 
     use super::*;
@@ -220,18 +216,9 @@ mod tests {
                 incompatible: incompatible::RECORDS,
                 ..Features::default()
             },
-            purpose: Use::Disk,
-            state: State::Writable,
-            region_shift: 22,
-            size: 8 << 20,
             file_bytes: BLOCKS,
-            root: Section::default(),
-            metadata: Section::default(),
-            backings: Section::default(),
-            backing_count: 0,
-            merkle: None,
             log: (LOG, 4096),
-            free: Section::default(),
+            ..Header::new(Use::Disk, State::Writable, 22, 8 << 20)
         }
     }
 

@@ -1,6 +1,10 @@
 //! Mappings of the address space, as `bcow map` prints them.
 
-use bcow_format::Stored;
+use std::ops::Range;
+
+use bcow_format::{Entry, Stored};
+
+use crate::checked::Piece;
 
 /// A range of the address space with one entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,6 +15,37 @@ pub struct Extent {
     pub length: u64,
     /// Where the content is.
     pub mapping: Mapping,
+}
+
+impl Extent {
+    /// The extent of a piece. With `absent_shows_backing`, an absent one shows backing 0.
+    pub(crate) fn of(piece: &Piece, absent_shows_backing: bool) -> Self {
+        let shown = |by, (index, range): (u32, Range<u64>)| Mapping::Backing {
+            by,
+            index,
+            offset: range.start,
+            bytes: range.end - range.start,
+        };
+        let (start, entry) = (piece.start, piece.entry);
+        let mapping = match entry {
+            Entry::Absent if absent_shows_backing => {
+                shown(ShownBy::Absent, (0, start..start + piece.length))
+            }
+            // A piece never holds a table entry; as a hole, it would show no data.
+            Entry::Absent | Entry::Table(_) => Mapping::Hole,
+            Entry::Zero => Mapping::Zero,
+            Entry::Raw(stored) => Mapping::Raw { stored },
+            Entry::Zstd(stored) => Mapping::Compressed { stored },
+            Entry::Open(stored) => Mapping::Open { stored },
+            Entry::Window { .. } => shown(ShownBy::Window, entry.shown().unwrap_or_default()),
+            Entry::Fragment { .. } => shown(ShownBy::Fragment, entry.shown().unwrap_or_default()),
+        };
+        Extent {
+            offset: start,
+            length: piece.length,
+            mapping,
+        }
+    }
 }
 
 /// Where the content of a range is.

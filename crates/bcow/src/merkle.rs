@@ -70,9 +70,7 @@ fn hash_chunks(
         let start = index * batch;
         let length = batch.min(shape.covered_bytes - start);
         let mut bytes = vec![0; length as usize];
-        storage
-            .read_at(start, &mut bytes)
-            .map_err(|source| Error::io("read", start, source))?;
+        storage.read(start, &mut bytes)?;
         if start == 0 {
             bytes[..HEADER_AREA_BYTES].copy_from_slice(canonical);
         }
@@ -130,7 +128,7 @@ impl Verifier {
         let start = offset / chunk * chunk;
         let padded_end = end.next_multiple_of(chunk).min(self.shape.covered_bytes);
         let mut bytes = vec![0; (padded_end - start) as usize];
-        read(storage, start, &mut bytes)?;
+        storage.read(start, &mut bytes)?;
         let slots = (start == 0).then(|| {
             let slots: [u8; HEADER_AREA_BYTES] = std::array::from_fn(|i| bytes[i]);
             bytes[..HEADER_AREA_BYTES].copy_from_slice(&self.canonical);
@@ -180,7 +178,7 @@ impl Verifier {
         self.cache.piece(key, || {
             let range = self.piece_range(level, index);
             let mut bytes = vec![0; (range.end - range.start) as usize];
-            read(storage, range.start, &mut bytes)?;
+            storage.read(range.start, &mut bytes)?;
             let right = if level + 1 == self.shape.levels.len() {
                 bytes == self.tree.root
             } else {
@@ -273,10 +271,4 @@ impl Verifier {
         });
         Ok(mismatches)
     }
-}
-
-fn read(storage: &dyn Storage, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-    storage
-        .read_at(offset, buf)
-        .map_err(|source| Error::io("read", offset, source))
 }

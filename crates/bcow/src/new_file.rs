@@ -79,7 +79,7 @@ impl NewFile {
         };
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(0o666);
-        let unnamed = rustix::fs::open(directory_of(&destination), flags | OFlags::TMPFILE, mode);
+        let unnamed = rustix::fs::open(parent_of(&destination), flags | OFlags::TMPFILE, mode);
         let (file, temporary) = match unnamed {
             Ok(file) => (file, None),
             // EISDIR comes from kernels and file systems that take O_TMPFILE for O_DIRECTORY.
@@ -134,7 +134,7 @@ impl NewFile {
             (None, false) => link(destination).map_err(not_named)?,
         }
         self.temporary = None;
-        File::open(directory_of(destination))
+        File::open(parent_of(destination))
             .and_then(|directory| directory.sync_all())
             .map_err(NewFileError::Write)
     }
@@ -182,7 +182,8 @@ fn not_named(error: Errno) -> NewFileError {
     }
 }
 
-fn directory_of(path: &Path) -> &Path {
+/// The directory of a file, as its path names it.
+pub(crate) fn parent_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if parent != OsStr::new("") => parent,
         _ => Path::new("."),
@@ -197,7 +198,7 @@ fn with_temporary_name<T>(
     for attempt in 0..100 {
         // Does not contain the name of the destination, which may have the greatest length.
         let name = format!(".bcow-{}-{attempt}.part", std::process::id());
-        let path = directory_of(destination).join(name);
+        let path = parent_of(destination).join(name);
         match make(&path) {
             Ok(made) => return Ok((made, path)),
             Err(Errno::EXIST) => {}

@@ -227,29 +227,19 @@ impl Blocks {
 
 #[cfg(test)]
 mod tests {
-    use bcow_format::{Features, Lba, Section, State, Uba, Use, incompatible};
+    use bcow_format::{Features, Lba, State, Uba, Use, incompatible};
 
     use super::*;
 
     fn header() -> Header {
         Header {
-            generation: 1,
             features: Features {
                 incompatible: incompatible::RECORDS,
                 ..Features::default()
             },
-            purpose: Use::Disk,
-            state: State::Writable,
-            region_shift: 16,
-            size: (1 << 17) + (1 << 13),
             file_bytes: 1 << 20,
-            root: Section::default(),
-            metadata: Section::default(),
-            backings: Section::default(),
-            backing_count: 0,
-            merkle: None,
             log: (4096, 4096),
-            free: Section::default(),
+            ..Header::new(Use::Disk, State::Writable, 16, (1 << 17) + (1 << 13))
         }
     }
 

@@ -3,10 +3,12 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::RwLock;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
+
+use crate::Error;
 
 /// Bytes with random access for reads and writes, from several threads at once.
 pub trait Storage: Send + Sync {
@@ -77,6 +79,34 @@ pub enum Version {
 pub struct FileIdentity {
     device: u64,
     inode: u64,
+}
+
+/// The operations of [`Storage`] with errors that name the operation and the place.
+impl dyn Storage + '_ {
+    pub(crate) fn read(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.read_at(offset, buf)
+            .map_err(|source| Error::io("read", offset, source))
+    }
+
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.write_at(offset, bytes)
+            .map_err(|source| Error::io("write", offset, source))
+    }
+
+    pub(crate) fn length(&self) -> Result<u64, Error> {
+        self.len()
+            .map_err(|source| Error::io("get the length", 0, source))
+    }
+
+    /// Sets the length. `action` says for the error whether that extends or truncates the file.
+    pub(crate) fn set_length(&self, action: &'static str, bytes: u64) -> Result<(), Error> {
+        self.set_len(bytes)
+            .map_err(|source| Error::io(action, bytes, source))
+    }
+
+    pub(crate) fn make_durable(&self) -> Result<(), Error> {
+        self.sync().map_err(|source| Error::io("sync", 0, source))
+    }
 }
 
 impl Storage for File {
@@ -150,17 +180,14 @@ impl MemoryStorage {
         self.bytes().clone()
     }
 
-    fn bytes(&self) -> std::sync::RwLockReadGuard<'_, Vec<u8>> {
-        // A panic of a lock holder leaves valid bytes, so poisoning is ignored.
-        self.0
-            .read()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    // A panic of a lock holder leaves valid bytes, so poisoning is ignored.
+
+    fn bytes(&self) -> RwLockReadGuard<'_, Vec<u8>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn bytes_mut(&self) -> std::sync::RwLockWriteGuard<'_, Vec<u8>> {
-        self.0
-            .write()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn bytes_mut(&self) -> RwLockWriteGuard<'_, Vec<u8>> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

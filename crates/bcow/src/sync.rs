@@ -12,6 +12,8 @@
 //!
 //! [shuttle]: https://docs.rs/shuttle
 
+use std::sync::PoisonError;
+
 #[cfg(not(feature = "shuttle"))]
 pub use std::sync::{
     Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak, atomic,
@@ -25,6 +27,31 @@ pub use shuttle::sync::{
 };
 #[cfg(feature = "shuttle")]
 pub use shuttle::thread;
+
+// The locks ignore poisoning: a panic is a bug, and the panic hook of the command aborts the program.
+// In tests, other threads still check the invariants after a panic.
+
+/// Locks a mutex.
+pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Locks shared.
+pub fn read<T: ?Sized>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Locks exclusively.
+pub fn write<T: ?Sized>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits for a notification.
+pub fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condition
+        .wait(guard)
+        .unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A small number that identifies the thread in the process.
 #[cfg(not(feature = "shuttle"))]

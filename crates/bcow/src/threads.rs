@@ -1,7 +1,7 @@
 //! Runs work over an index range on a few threads, with results in order.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Mutex, thread};
+use crate::sync::{Mutex, lock, thread};
 
 /// Returns `work(0)`, ..., `work(count - 1)` in index order, computed by up to `threads` threads.
 /// After an error no further index is started; of several errors the one with the lowest index is
@@ -32,16 +32,12 @@ pub(crate) fn map_indexed<T: Send, E: Send>(
                     if result.is_err() {
                         failed.store(true, Ordering::Relaxed);
                     }
-                    done.lock()
-                        .unwrap_or_else(|poisoned| poisoned.into_inner())
-                        .push((index, result));
+                    lock(&done).push((index, result));
                 }
             });
         }
     });
-    let mut done = done
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut done = std::mem::take(&mut *lock(&done));
     done.sort_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, result)| result).collect()
 }

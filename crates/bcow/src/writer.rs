@@ -23,7 +23,7 @@ use std::sync::Arc;
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES,
     MAX_ROOT_ENTRIES, MerkleShape, MerkleTree, SECTOR_BYTES, Section, State, Use, compatible,
-    crc32c, encode_root, incompatible, read_only_compatible,
+    encode_root, incompatible, read_only_compatible,
 };
 
 use crate::storage::Storage;
@@ -112,7 +112,6 @@ pub struct ImageWriter {
     /// log2 of the region size, which `finish` may reduce.
     region_shift: u8,
     layout: Layout,
-    metadata_start: Option<u64>,
     windows: Windows,
 }
 
@@ -123,10 +122,6 @@ pub struct Written {
     windows: Windows,
     /// The header as written.
     pub header: Header,
-    /// Stored bytes of blocks before the file system metadata.
-    pub content_stored_bytes: u64,
-    /// Stored bytes of blocks of the file system metadata.
-    pub metadata_stored_bytes: u64,
 }
 
 impl Written {
@@ -176,7 +171,6 @@ impl ImageWriter {
                 .get(),
         };
         let block_shift = shift_of(shift);
-        let metadata_start = options.metadata_first.then_some(0);
         let compression = if options.plain { Compression::None } else { options.compression };
         let placement = match &options.disk {
             _ if options.plain => Placement::Plain,
@@ -197,7 +191,6 @@ impl ImageWriter {
             first: None,
             region_shift,
             layout: Layout::default(),
-            metadata_start,
             windows,
         };
         writer.layout.begin(0, block_shift);
@@ -281,9 +274,7 @@ impl ImageWriter {
             self.block_shift = metadata_shift;
             self.layout.begin(self.block_start, metadata_shift);
         }
-        let start = self.position();
-        self.metadata_start = Some(start);
-        Ok(start)
+        Ok(self.position())
     }
 
     /// Adds a backing and returns its index. An image names backings by digest only; `finish`
@@ -397,24 +388,15 @@ impl ImageWriter {
         };
         out.pad()?;
 
+        let state = if log == (0, 0) { State::Sealed } else { State::Writable };
         let mut header = Header {
-            generation: 1,
             features: self.features(),
-            purpose,
-            state: match log {
-                (0, 0) => State::Sealed,
-                _ => State::Writable,
-            },
-            region_shift,
-            size,
-            file_bytes: 0,
             root,
             metadata,
             backings,
             backing_count: self.windows.backing_count(),
-            merkle: None,
             log,
-            free: Section::default(),
+            ..Header::new(purpose, state, region_shift, size)
         };
         if header.state == State::Sealed {
             write_merkle(&mut header, &mut out, self.options.threads)?;
@@ -422,10 +404,7 @@ impl ImageWriter {
             header.file_bytes = out.at;
         }
         write_slots(&*self.storage, &mut header)?;
-        let split = self.metadata_start.unwrap_or(size);
         Ok(Written {
-            content_stored_bytes: self.layout.stored_bytes(0, split),
-            metadata_stored_bytes: self.layout.stored_bytes(split, size),
             storage: self.storage,
             layout: self.layout,
             windows: self.windows,
@@ -448,11 +427,7 @@ impl ImageWriter {
     }
 
     fn features(&self) -> Features {
-        let mut features = Features {
-            incompatible: 0,
-            read_only_compatible: 0,
-            compatible: 0,
-        };
+        let mut features = Features::default();
         match &self.options.disk {
             Some(form) if form.is_writable() => features.incompatible |= incompatible::RECORDS,
             _ => features.read_only_compatible |= read_only_compatible::MERKLE,
@@ -510,9 +485,7 @@ fn write_slots(storage: &dyn Storage, header: &mut Header) -> Result<(), Error> 
         header.generation = generation;
         slots.extend_from_slice(&header.encode());
     }
-    storage
-        .write_at(0, &slots)
-        .map_err(|source| Error::io("write", 0, source))
+    storage.write(0, &slots)
 }
 
 /// For a shift that is a constant of this module or was checked before.
@@ -530,9 +503,7 @@ struct Appender<'a> {
 
 impl Appender<'_> {
     fn bytes(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        self.storage
-            .write_at(self.at, bytes)
-            .map_err(|source| Error::io("write", self.at, source))?;
+        self.storage.write(self.at, bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
@@ -546,9 +517,7 @@ impl Appender<'_> {
     fn room(&mut self, bytes: u64) -> Result<(u64, u64), Error> {
         let offset = self.at.next_multiple_of(SECTOR_BYTES);
         self.at = offset + bytes;
-        self.storage
-            .set_len(self.at)
-            .map_err(|source| Error::io("grow the file", offset, source))?;
+        self.storage.set_length("grow the file", self.at)?;
         Ok((offset, bytes))
     }
 
@@ -569,11 +538,7 @@ impl Appender<'_> {
             return Ok(Section::default());
         }
         self.pad()?;
-        let section = Section {
-            offset: self.at,
-            bytes: bytes.len() as u32,
-            crc: crc32c(bytes),
-        };
+        let section = Section::of(self.at, bytes);
         self.bytes(bytes)?;
         Ok(section)
     }

@@ -126,6 +126,17 @@ impl Index {
         }
     }
 
+    /// Fails if the snapshot cannot be a parent.
+    pub fn require_committed(&self, name: &str) -> Result<(), Error> {
+        if self.get(name)?.kind == Kind::Committed {
+            Ok(())
+        } else {
+            Err(Error::Invalid(format!(
+                "the parent {name:?} is not a committed snapshot"
+            )))
+        }
+    }
+
     /// Begins a new snapshot: gives it a number, and keeps its parent from being removed.
     pub fn begin(
         &mut self,
@@ -134,12 +145,8 @@ impl Index {
         parent: Option<&str>,
         labels: Labels,
     ) -> Result<SnapshotRecord, Error> {
-        if let Some(parent) = parent
-            && self.get(parent)?.kind != Kind::Committed
-        {
-            return Err(Error::Invalid(format!(
-                "the parent {parent:?} is not a committed snapshot"
-            )));
+        if let Some(parent) = parent {
+            self.require_committed(parent)?;
         }
         self.require_free(name)?;
         let id = Id(self.next);

@@ -1,13 +1,14 @@
 //! The snapshots, and the operations of containerd's contract on them.
 //!
-//! A committed snapshot is one BCoW layer, which `bcow` makes at the commit; it is durable before
-//! the commit returns. Or it is a layer of a BCoW image in a registry, of which nothing is fetched
-//! here. An active snapshot without a parent is a plain directory, into which containerd unpacks
-//! the lowest layer of an image. An active snapshot with a parent is a mount of the parent's layers
-//! with an upper, which containerd makes through the helper `mount.bcow`; for the unpacking of a
-//! layer, it is overlayfs over a mount of the parent's layers. Each mount of layers has its own
-//! process, so this process has no state of mounts.
+//! A committed snapshot is one BCoW layer, which `bcow` makes at the commit, or when the archive of
+//! the layer is applied; it is durable before the commit returns. Or it is a layer of a BCoW image
+//! in a registry, of which nothing is fetched here. An active snapshot without a parent is a plain
+//! directory, into which containerd unpacks the lowest layer of an image. An active snapshot with a
+//! parent is a mount of the parent's layers with an upper, which containerd makes through the helper
+//! `mount.bcow`; for the unpacking of a layer, it is overlayfs over a mount of the parent's layers.
+//! Each mount of layers has its own process, so this process has no state of mounts.
 
+mod applying;
 mod index;
 mod place;
 mod unpacking;
@@ -22,6 +23,7 @@ use parking_lot::{Condvar, Mutex};
 
 use bcow_tool::Tool;
 
+pub use self::applying::ContentStore;
 use self::index::{Chain, Index};
 use self::place::SnapshotterRoot;
 use crate::credentials::{Keyring, Pull};
@@ -48,6 +50,8 @@ pub struct Snapshots {
     keyring: Arc<Keyring>,
     /// Options of each mount of layers.
     mount_options: Vec<String>,
+    /// containerd's content store, if archives of layers can be applied.
+    content: Option<ContentStore>,
     /// Whether overlayfs can be used below the directory, as soon as that is known.
     has_overlayfs: OnceLock<bool>,
     /// Protects the records in memory. An operation that changes a snapshot holds its name in the
@@ -66,6 +70,7 @@ impl Snapshots {
         tool: Tool,
         remote: &RemoteArgs,
         mount_options: Vec<String>,
+        content: Option<ContentStore>,
     ) -> Result<Arc<Self>, Error> {
         let (place, found) = SnapshotterRoot::open(root)?;
         let keyring = Arc::new(Keyring::open(place.credentials()));
@@ -80,6 +85,7 @@ impl Snapshots {
             remote,
             keyring,
             mount_options,
+            content,
             index: Mutex::new(index),
             released: Condvar::new(),
             removed,
@@ -113,7 +119,7 @@ impl Snapshots {
             return files.map(|root| usage::of(&self.place.cached(root))).sum();
         }
         match (record.kind, record.has_layer) {
-            (Kind::Committed, true) => usage::of(&self.place.layer(record.id)),
+            (_, true) => usage::of(&self.place.layer(record.id)),
             (Kind::Active, _) => usage::of(&self.place.files(&record)),
             _ => Ok(Usage::default()),
         }
@@ -126,6 +132,11 @@ impl Snapshots {
             if record.kind == Kind::Committed {
                 return Err(Error::State(format!(
                     "snapshot {name:?} is neither active nor a view"
+                )));
+            }
+            if record.has_layer {
+                return Err(Error::State(format!(
+                    "the layer of snapshot {name:?} was applied: it can only be committed"
                 )));
             }
             let chain = chain_below(index, &record)?;
@@ -200,7 +211,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Commits the active snapshot `key` as `name`. The snapshot must not be mounted.
+    /// Commits the active snapshot `key` as `name`. The snapshot must not be mounted. A snapshot
+    /// without a parent to which a layer was applied can get one: its layer does not depend on it.
     pub fn commit(
         &self,
         name: &str,
@@ -209,29 +221,32 @@ impl Snapshots {
         labels: Labels,
     ) -> Result<(), Error> {
         require_name(name)?;
-        let ((active, chain), _hold) = self.hold(&[name, key], &[name, key], |index| {
+        let held: Vec<&str> = [name, key].into_iter().chain(parent).collect();
+        let ((active, chain), _hold) = self.hold(&held, &held, |index| {
             index.require_free(name)?;
             let active = index.get(key)?.clone();
             if active.kind != Kind::Active {
                 return Err(Error::State(format!("snapshot {key:?} is not active")));
             }
-            require_same_parent(&active, parent)?;
+            require_parent(index, &active, parent)?;
             let chain = chain_below(index, &active)?;
             Ok((active, chain))
         })?;
         let has_layer = match active.parent {
+            _ if active.has_layer => true,
             None => true,
             Some(_) => {
                 self.place.wait_for_unmount(&active);
                 !self.place.is_untouched(&active)?
             }
         };
-        if has_layer {
+        if has_layer && !active.has_layer {
             self.place.unpacking(&active).finish()?;
             self.place
                 .make_layer(active.id, |layer| self.write_layer(&active, &chain, layer))?;
         }
-        let committed = active.committed(name.to_owned(), labels, has_layer);
+        let mut committed = active.committed(name.to_owned(), labels, has_layer);
+        committed.parent = parent.map(str::to_owned).or(committed.parent);
         self.place.replace(&committed)?;
         self.index.lock().put(key, committed);
         self.place.drop_files(&active);
@@ -361,7 +376,10 @@ impl Snapshots {
         // containerd gives files away name by name. It takes a file with several names for several
         // files, as overlayfs shows them after the first change.
         let is_unpacking = is_writable && (is_unpacking(&record.name) || record.is_for_remap());
-        let by_overlayfs = is_unpacking && self.is_for_overlayfs(record)?;
+        // With the diff service, hardly a layer is unpacked, and the layers below are not mounted
+        // in advance for that.
+        let is_applied = self.content.is_some() && !record.is_for_remap();
+        let by_overlayfs = is_unpacking && !is_applied && self.is_for_overlayfs(record)?;
         let access =
             if is_writable && !by_overlayfs { Access::Write(&files) } else { Access::Read };
         let mut options = self.mount_options.clone();
@@ -466,18 +484,23 @@ fn require_name(name: &str) -> Result<(), Error> {
     }
 }
 
-/// Checks the parent that a commit names. Only a snapshotter with the capability `rebase` can
-/// commit a snapshot without a parent onto one.
-fn require_same_parent(active: &SnapshotRecord, parent: Option<&str>) -> Result<(), Error> {
+/// Checks the parent that a commit names. containerd's capability `rebase` is the commit of a
+/// snapshot without a parent onto one.
+fn require_parent(
+    index: &Index,
+    active: &SnapshotRecord,
+    parent: Option<&str>,
+) -> Result<(), Error> {
     match (active.parent.as_deref(), parent) {
         (_, None) => Ok(()),
         (Some(own), Some(parent)) if own == parent => Ok(()),
+        (None, Some(parent)) if active.has_layer => index.require_committed(parent),
         (Some(_), Some(_)) => Err(Error::Invalid(format!(
             "cannot change the parent of snapshot {:?}",
             active.name
         ))),
         (None, Some(_)) => Err(Error::Unsupported(
-            "a commit onto a parent that was not prepared".to_owned(),
+            "a commit of unpacked files onto a parent that was not prepared".to_owned(),
         )),
     }
 }

@@ -250,6 +250,13 @@ impl SnapshotterRoot {
         })
     }
 
+    /// The number of the snapshot whose [`files`](Self::files) are at this path.
+    pub fn id_of_files(&self, path: &Path) -> Option<Id> {
+        let below = path.strip_prefix(self.root.join("snapshots")).ok()?;
+        let is_files = below.ends_with("fs") || below.ends_with("upper");
+        below.parent().filter(|_| is_files).and_then(number).map(Id)
+    }
+
     /// The directories for the unpacking of a layer into an active snapshot.
     pub fn unpacking(&self, record: &SnapshotRecord) -> Unpacking {
         let directory = self.directory(record.id);

@@ -90,19 +90,16 @@ impl Reader {
         let Some(kind) = FileKind::of_mode(mode) else {
             return Err(damaged("it has a name, but it is free or has no type"));
         };
-        if raw.flags.get() & inode_flags::INLINE_DATA != 0 {
-            let what = "content inside the inode";
-            return Err(ReadError::Unsupported {
-                inode: number,
-                what,
-            });
-        }
-        if raw.flags.get() & inode_flags::ENCRYPTED != 0 {
-            let what = "encrypted content";
-            return Err(ReadError::Unsupported {
-                inode: number,
-                what,
-            });
+        let unsupported = [
+            (inode_flags::INLINE_DATA, "content inside the inode"),
+            (inode_flags::ENCRYPTED, "encrypted content"),
+        ];
+        let inode = number;
+        if let Some((_, what)) = unsupported
+            .into_iter()
+            .find(|(flag, _)| raw.flags.get() & flag != 0)
+        {
+            return Err(ReadError::Unsupported { inode, what });
         }
         let modified_extra = if extra >= WITH_MODIFIED { raw.modified_extra.get() } else { 0 };
         let is_device = matches!(kind, FileKind::CharDevice | FileKind::BlockDevice);

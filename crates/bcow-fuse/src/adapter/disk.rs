@@ -286,18 +286,6 @@ impl fuser::Filesystem for DiskFile {
         reply::written(written.map(|()| data.len() as u32), reply);
     }
 
-    /// A close needs no action.
-    fn flush(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _handle: FileHandle,
-        _owner: LockOwner,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(fuser::Errno::ENOSYS);
-    }
-
     fn fsync(
         &self,
         _request: &Request,

@@ -75,8 +75,8 @@ pub(super) fn drop_set_id(
     if is_empty && !owns(request, &attributes) || !given_away && may_keep_set_id(request) {
         return Ok(());
     }
-    let group = if is_in_group(request, attributes.gid) { Group::Same } else { Group::Another };
-    changes.permissions = Some(without_set_id(attributes.permissions, group));
+    let is_member = is_in_group(request, attributes.gid);
+    changes.permissions = Some(without_set_id(attributes.permissions, is_member));
     Ok(())
 }
 
@@ -94,8 +94,8 @@ pub(super) fn drop_set_id_of_content(
     if may_keep_set_id(request) {
         return Ok(());
     }
-    let group = if is_in_group(request, attributes.gid) { Group::Same } else { Group::Another };
-    let kept = without_set_id(attributes.permissions, group);
+    let is_member = is_in_group(request, attributes.gid);
+    let kept = without_set_id(attributes.permissions, is_member);
     if kept == attributes.permissions {
         return Ok(());
     }
@@ -148,24 +148,12 @@ pub(super) fn drop_set_gid(
     fs.set_attributes(node, &changes).map(drop)
 }
 
-/// Whether the caller counts as a member of the file's group before the change. A caller that has
-/// CAP_FSETID counts as a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Group {
-    Same,
-    Another,
-}
-
 /// The permissions after the kernel's rule for clearing set-id bits. Set-group-ID without group
 /// execute is not a privilege but an old mark for mandatory locking. It stays if the caller counts
-/// as a member of the group.
-fn without_set_id(permissions: u16, group: Group) -> u16 {
+/// as a member of the file's group before the change, as one that has CAP_FSETID does.
+fn without_set_id(permissions: u16, is_member: bool) -> u16 {
     let kept = permissions & !SET_UID;
-    if kept & GROUP_EXECUTES == 0 && group == Group::Same {
-        kept
-    } else {
-        kept & !SET_GID
-    }
+    if kept & GROUP_EXECUTES == 0 && is_member { kept } else { kept & !SET_GID }
 }
 
 /// Whether the caller is root and has CAP_FSETID in the initial user namespace. The kernel accepts
@@ -235,12 +223,8 @@ mod tests {
             (0o2654, 0o0654, 0o0654),
             (0o1777, 0o1777, 0o1777),
         ] {
-            assert_eq!(without_set_id(before, Group::Same), same, "{before:o}");
-            assert_eq!(
-                without_set_id(before, Group::Another),
-                another,
-                "{before:o}"
-            );
+            assert_eq!(without_set_id(before, true), same, "{before:o}");
+            assert_eq!(without_set_id(before, false), another, "{before:o}");
         }
     }
 

@@ -230,42 +230,6 @@ impl fuser::Filesystem for ReadOnly {
         reply::empty(result, reply);
     }
 
-    /// A close needs no action. After ENOSYS the kernel sends no more requests of this kind.
-    fn flush(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _handle: FileHandle,
-        _owner: LockOwner,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(fuser::Errno::ENOSYS);
-    }
-
-    /// A read-only file has no dirty data.
-    fn fsync(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _handle: FileHandle,
-        _data_only: bool,
-        reply: ReplyEmpty,
-    ) {
-        reply.ok();
-    }
-
-    /// A read-only directory has no dirty data.
-    fn fsyncdir(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _handle: FileHandle,
-        _data_only: bool,
-        reply: ReplyEmpty,
-    ) {
-        reply.ok();
-    }
-
     fn lseek(
         &self,
         _request: &Request,

@@ -398,19 +398,6 @@ impl fuser::Filesystem for Writable {
         reply::written(written, reply);
     }
 
-    /// Written data is in the host's file system before a file is closed. After ENOSYS the kernel
-    /// sends no more requests of this kind.
-    fn flush(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _handle: FileHandle,
-        _owner: LockOwner,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(fuser::Errno::ENOSYS);
-    }
-
     fn fsync(
         &self,
         _request: &Request,

@@ -61,16 +61,9 @@ impl DiskHandover {
     /// Unmounts a mount that no process serves. Programs that use it get errors. No other process
     /// may keep the descriptors: the kernel would wait for answers.
     pub fn unmount(self) -> Unmounted {
-        let DiskHandover {
-            connection,
-            hidden,
-            place,
-            disk: _disk,
-            ..
-        } = self;
         // Requests fail from now on, so the kernel does not wait for answers.
-        drop((connection, hidden));
-        place.unmount()
+        drop((self.connection, self.hidden));
+        self.place.unmount()
     }
 
     /// As [`DiskHandover::unmount`], for a process that knows only the device number.

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
 use bcow_mount::{HiddenMount, run_apart_with};
@@ -10,6 +10,7 @@ use bcow_mount::{HiddenMount, run_apart_with};
 use crate::adapter::disk::{DiskFile, FLAGS};
 use crate::disk::Lifetime;
 use crate::error::MountError;
+use crate::process::lock;
 use crate::takeover::{self, duplicate};
 
 pub(super) struct Service {
@@ -35,11 +36,8 @@ impl Service {
     pub(super) fn start(file: DiskFile, threads: usize) -> Result<Self, MountError> {
         let (hidden, connection) = HiddenMount::new()?;
         let ours = duplicate(connection.as_fd())?;
-        // The kernel itself refuses other users.
-        let all = fuser::SessionACL::All;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = fuser::Session::from_fd(file, connection, all, config(threads))
-            .map_err(MountError::Session)?;
+        let session = takeover::session(file, connection, None, config(threads))?;
         // Before the first request, which would be sent again otherwise.
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
         Service::run(session, hidden, ours, FLAGS.bits(), lifetime)
@@ -56,8 +54,7 @@ impl Service {
     ) -> Result<Self, MountError> {
         let ours = duplicate(connection.as_fd())?;
         let lifetime = Arc::clone(&file.lifetime);
-        let session = takeover::session(file, connection, agreed, config(threads));
-        let session = session.map_err(MountError::Session)?;
+        let session = takeover::session(file, connection, Some(agreed), config(threads))?;
         let ours = takeover::resend(ours.as_fd())?.then_some(ours);
         Service::run(session, HiddenMount::of(hidden), ours, agreed, lifetime)
     }
@@ -77,10 +74,7 @@ impl Service {
                 ending.end();
                 ended
             })
-            .map_err(|source| MountError::Process {
-                action: "start a thread",
-                source,
-            })?;
+            .map_err(MountError::process("start a thread"))?;
         Ok(Service {
             descriptors: Arc::new(Descriptors {
                 hidden: Mutex::new(Some(hidden)),
@@ -104,7 +98,7 @@ impl Service {
             return Err(MountError::Session(io::ErrorKind::NotConnected.into()));
         };
         let done = run_apart_with(hidden.as_fd(), || work(hidden));
-        Ok(done.ok_or_else(no_thread)??)
+        Ok(done.ok_or_else(MountError::no_thread)??)
     }
 
     pub(super) fn descriptors(&self) -> &Arc<Descriptors> {
@@ -132,7 +126,7 @@ impl Service {
 
 impl Descriptors {
     fn hidden(&self) -> MutexGuard<'_, Option<HiddenMount>> {
-        self.hidden.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.hidden)
     }
 
     /// The number of the descriptor of the hidden mount.
@@ -176,11 +170,4 @@ fn config(threads: usize) -> fuser::Config {
     let mut config = fuser::Config::default();
     config.n_threads = Some(threads.max(1));
     config
-}
-
-fn no_thread() -> MountError {
-    MountError::Process {
-        action: "start a thread",
-        source: io::ErrorKind::OutOfMemory.into(),
-    }
 }

@@ -159,9 +159,16 @@ impl Mounted {
     }
 }
 
+/// The image of a tree with one of everything, mounted with these options; `None` where mounts
+/// cannot be tested.
+pub fn mounted(list: &str) -> Option<Mounted> {
+    let mount = || Mounted::with_options(Sample::new(&[]).open(), list).unwrap();
+    (!lacks_mounts()).then(mount)
+}
+
 impl Drop for Mounted {
     fn drop(&mut self) {
-        self.unmounter.unmount_now();
+        self.unmounter.unmount();
         if let Some(server) = self.server.take() {
             let _ = server.join();
         }

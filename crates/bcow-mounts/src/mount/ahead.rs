@@ -28,7 +28,7 @@ impl Drop for Fetching {
     }
 }
 
-/// Starts to fetch the image, as far as its list and the options say. Failures are logged only.
+/// Starts to fetch the image, as its prefetch list and the options say. Failures are only logged.
 pub fn start(args: &MountArgs, image: &OpenImage) -> Option<Fetching> {
     let files = args.stores.remote.files();
     if files.is_empty() {

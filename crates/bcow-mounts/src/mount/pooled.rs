@@ -61,8 +61,8 @@ impl Attempts {
     }
 }
 
-/// Opens again the image of a mount with the FUSE driver that the pool has made already: to take
-/// the mount over from another process, or to check that another process can.
+/// Opens again the image of a mount of the pool with the FUSE driver: to take the mount over from
+/// another process, or to check that another process can.
 pub fn open_again(
     args: &MountArgs,
     host: &Host<'_>,

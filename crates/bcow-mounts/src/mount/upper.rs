@@ -16,7 +16,7 @@ use super::host::{Host, UpperUse};
 use crate::args::MountArgs;
 use crate::helper;
 use bcow_images::image::Messages;
-use bcow_images::upper::{name_holders, note};
+use bcow_images::upper::{cannot_use, note};
 
 /// The union of `image`, with its file system `tree`, and the upper. `None` if the mount has no
 /// upper, or the upper is to be left alone.
@@ -56,7 +56,7 @@ pub fn open(
         UnionFs::take_over(lower, path, &note, &options, ledger)
     })
     .map(Some)
-    .map_err(|error| failure(&error))
+    .map_err(|error| cannot_use(&error))
 }
 
 /// Fails if one of the upper and the mountpoint is inside the other: the mount would cover its own
@@ -142,28 +142,5 @@ fn resolve(upper: &Path) -> std::io::Result<PathBuf> {
             }
         }
         other => other,
-    }
-}
-
-/// The library's error in the command's form.
-fn failure(error: &UpperError) -> CommandError {
-    let failure = CommandError::new("cannot use the upper").caused_by(error);
-    match error {
-        UpperError::NoAttributes { .. } | UpperError::NoWhiteouts { .. } => {
-            failure.hint("ext4, xfs, btrfs and tmpfs (Linux 6.6 and later) can hold an upper")
-        }
-        UpperError::AnotherImage { .. } => failure
-            .hint("an upper stores the changes of one image: name that image, or another upper"),
-        UpperError::Inside { outer: path, .. } | UpperError::Around { inner: path, .. } => {
-            name_holders(failure, path).hint(
-                "choose a directory outside that upper, or unmount it first with `bcow umount`",
-            )
-        }
-        UpperError::InUse { path, .. } => name_holders(failure, path)
-            .hint("unmount the other mount first with `bcow umount`, or use another upper"),
-        UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
-            failure.hint("root created the upper: mount it as root")
-        }
-        _ => failure,
     }
 }

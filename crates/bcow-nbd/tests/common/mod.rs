@@ -9,7 +9,7 @@ use std::sync::{Arc, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use bcow::{BlockDevice, Content, Error, Space, Status, WritableDevice};
+use bcow::{BlockDevice, Error, Space, Status, WritableDevice};
 use bcow_nbd::proto::{self, Framing, option, option_reply};
 use bcow_nbd::{Device, Export, Exports, Listener, Server, ServerOptions, Stopper};
 
@@ -87,11 +87,8 @@ impl BlockDevice for MemoryDisk {
             .take_while(|&block| map[block as usize] == first)
             .last()
             .unwrap();
-        Ok(Status {
-            length: ((same + 1) * 4096).min(end) - offset,
-            content: if first { Content::Data } else { Content::Hole },
-            depth: first.into(),
-        })
+        let length = ((same + 1) * 4096).min(end) - offset;
+        Ok(if first { Status::data(length) } else { Status::hole(length) })
     }
 }
 
@@ -446,10 +443,15 @@ impl Client {
         }
     }
 
-    /// Sends a request and receives all chunks of its reply.
-    pub fn ask(&mut self, command: u16, flags: u16, offset: u64, length: u64) -> Vec<Chunk> {
+    /// Sends a request.
+    pub fn begin(&mut self, command: u16, flags: u16, offset: u64, length: u64) {
         let request = self.request(command, flags, offset, length);
         self.send(&request);
+    }
+
+    /// Sends a request and receives all chunks of its reply.
+    pub fn ask(&mut self, command: u16, flags: u16, offset: u64, length: u64) -> Vec<Chunk> {
+        self.begin(command, flags, offset, length);
         self.replies(if command == 0 { length as usize } else { 0 })
     }
 

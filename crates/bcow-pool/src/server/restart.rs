@@ -148,8 +148,8 @@ impl Pool {
     }
 
     /// Stops the requests to all mounts with an upper or a disk, and makes their data durable. The
-    /// process ends afterwards, and another one takes them over. Returns the mounts that have ended,
-    /// and whose disks another thread closes.
+    /// process ends afterwards, and another one takes them over. Returns the mounts that have
+    /// ended, and whose disks another thread closes.
     fn stop_mounts(&self) -> Vec<u64> {
         let ending = Mutex::new(Vec::new());
         // The last mounts first: one may be inside another.

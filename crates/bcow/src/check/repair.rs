@@ -88,9 +88,7 @@ fn repair_slots(
     done: &mut Vec<Repair>,
 ) -> Result<(), Error> {
     let mut area = [0; HEADER_AREA_BYTES];
-    storage
-        .read_at(0, &mut area)
-        .map_err(|source| Error::io("read", 0, source))?;
+    storage.read(0, &mut area)?;
     let slots: Vec<_> = area.chunks(SLOT_BYTES).map(choose_header).collect();
     let ([Err(_), Ok(good)] | [Ok(good), Err(_)]) = &slots[..] else {
         return Ok(());
@@ -119,13 +117,8 @@ fn repair_slots(
 }
 
 fn write_slot(storage: &dyn Storage, index: usize, header: &Header) -> Result<(), Error> {
-    let at = (index * SLOT_BYTES) as u64;
-    storage
-        .write_at(at, &header.encode())
-        .map_err(|source| Error::io("write", at, source))?;
-    storage
-        .sync()
-        .map_err(|source| Error::io("sync", at, source))
+    storage.write((index * SLOT_BYTES) as u64, &header.encode())?;
+    storage.make_durable()
 }
 
 fn repair_writable(

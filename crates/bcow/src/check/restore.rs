@@ -118,11 +118,10 @@ pub fn restore(
     };
     let shape = first.verifier.shape();
     let end = first.header.file_bytes;
-    let length = length(file)?;
+    let length = file.length()?;
     if length < end {
         // The bytes that follow are zeros until they are restored.
-        file.set_len(end)
-            .map_err(|source| Error::io("extend", length, source))?;
+        file.set_length("extend", end)?;
     }
 
     let mut restored = Restored::default();
@@ -150,9 +149,8 @@ pub fn restore(
             .is_none_or(|header| header.canonical() != copy.header.canonical())
     {
         let mut slots = [0; HEADER_AREA_BYTES];
-        let source = |source| Error::io("read", 0, source);
-        copy.storage.read_at(0, &mut slots).map_err(source)?;
-        write(file, 0, &slots)?;
+        copy.storage.read(0, &mut slots)?;
+        file.write(0, &slots)?;
         restored.written.push(0..HEADER_AREA_BYTES as u64);
     }
     for Damage { range, is_restored } in found {
@@ -163,11 +161,10 @@ pub fn restore(
         }
     }
     if length > end && restored.unrestored.is_empty() {
-        file.set_len(end)
-            .map_err(|source| Error::io("truncate", end, source))?;
+        file.set_length("truncate", end)?;
         restored.cut_off = length - end;
     }
-    file.sync().map_err(|source| Error::io("sync", 0, source))?;
+    file.make_durable()?;
     Ok(restored)
 }
 
@@ -225,7 +222,7 @@ fn restore_chunks(
                 if source.storage.read_at(start, &mut bytes).is_ok()
                     && matches(bytes.clone()).unwrap_or(false)
                 {
-                    write(file, damage.range.start, &bytes[skip..])?;
+                    file.write(damage.range.start, &bytes[skip..])?;
                     damage.is_restored = true;
                     break;
                 }
@@ -269,7 +266,7 @@ fn restore_tree(
                 if readable && **correct == stored {
                     continue;
                 }
-                write(file, range.start, correct)?;
+                file.write(range.start, correct)?;
             }
             found.push(Damage {
                 range,
@@ -278,16 +275,6 @@ fn restore_tree(
         }
     }
     Ok(found)
-}
-
-fn length(file: &dyn Storage) -> Result<u64, Error> {
-    file.len()
-        .map_err(|source| Error::io("get the length", 0, source))
-}
-
-fn write(file: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), Error> {
-    file.write_at(at, bytes)
-        .map_err(|source| Error::io("write", at, source))
 }
 
 #[cfg(test)]

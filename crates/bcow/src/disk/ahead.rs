@@ -11,11 +11,10 @@
 use super::Inner;
 use super::committer::{Committer, Taken};
 use super::incomplete::Job;
-use super::locks::lock;
 use super::write::ZEROS;
 use crate::Error;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, SMALL};
+use crate::sync::{Arc, SMALL, lock};
 
 /// Number of successive small flushes after which space is initialised.
 const MANY_FLUSHES: u32 = if SMALL { 1 } else { 4 };

@@ -3,22 +3,21 @@
 use std::ops::Range;
 
 use bcow_format::{
-    Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, Stored, Uba,
-    crc32c, encode_free, encode_table,
+    Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, encode_free,
+    encode_table,
 };
 
 use super::blocks::Blocks;
 use super::commit::punched;
 use super::committer::{Committer, Taken};
 use super::extents::Extents;
-use super::locks::write;
 use super::region::Region;
 use super::space::sectors;
-use super::{DiskConfig, Inner};
+use super::{Inner, Operation};
 use crate::Error;
 use crate::root::Root;
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, write};
 
 /// Spare entries in the place allocated for the free list: the allocation itself splits ranges.
 const FREE_SLACK: usize = 16;
@@ -37,14 +36,9 @@ pub(super) struct Change {
     pub(super) given_up: Extents,
 }
 
-impl Inner {
+impl Operation<'_> {
     /// Folds the log, and the blocks of a record that does not fit into it, into the tables.
-    pub(super) fn checkpoint(
-        &self,
-        config: &DiskConfig,
-        committer: &mut Committer,
-        taken: &Taken,
-    ) -> Result<(), Error> {
+    pub(super) fn checkpoint(self, committer: &mut Committer, taken: &Taken) -> Result<(), Error> {
         let mut change = Change::default();
         let mut root = self.regions.root();
         let mut changed = committer.logged.clone();
@@ -53,7 +47,7 @@ impl Inner {
         changed.dedup_by_key(|region| region.index);
         let header = committer.header.clone();
         let written = self
-            .write_tables(config, &changed, &mut root, &mut change)
+            .write_tables(&changed, &mut root, &mut change)
             .and_then(|()| self.prepare(committer, header, &root, taken.used(), &mut change));
         let prepared = self.or_free(written, &change)?;
         self.switch(committer, prepared)?;
@@ -77,15 +71,14 @@ impl Inner {
     }
 
     fn write_tables(
-        &self,
-        config: &DiskConfig,
+        self,
         regions: &[Arc<Region>],
         root: &mut Root,
         change: &mut Change,
     ) -> Result<(), Error> {
         for region in regions {
             let blocks = {
-                let state = self.regions.read(region, &self.file, &config.header)?;
+                let state = self.read_state(region)?;
                 for freed in state.freed_by_record() {
                     let range = sectors(freed.stored);
                     if freed.given_up {
@@ -99,7 +92,9 @@ impl Inner {
         }
         Ok(())
     }
+}
 
+impl Inner {
     /// Writes the entries of a region into the root table, or into a new sub-block table that the
     /// root table names.
     pub(super) fn write_table(
@@ -118,12 +113,7 @@ impl Inner {
                 Some(entry) => entry,
                 None => {
                     let bytes = encode_table(region, &table.to_table());
-                    let section = self.write_section(&bytes, change)?;
-                    Entry::Table(Stored {
-                        at: Uba(section.offset),
-                        bytes: section.bytes,
-                        crc: section.crc,
-                    })
+                    Entry::Table(self.write_section(&bytes, change)?.stored())
                 }
             },
         };
@@ -142,11 +132,7 @@ impl Inner {
         let piece = self.space.allocate_section(bytes.len() as u64)?;
         change.used.push(piece.start..piece.start + piece.bytes);
         self.write_storage(piece.start, bytes)?;
-        Ok(Section {
-            offset: piece.start,
-            bytes: bytes.len() as u32,
-            crc: crc32c(bytes),
-        })
+        Ok(Section::of(piece.start, bytes))
     }
 
     /// On an error, frees the space that was allocated for the change.
@@ -191,11 +177,7 @@ impl Inner {
             Section::default()
         } else {
             self.write_storage(own, &bytes)?;
-            Section {
-                offset: own,
-                bytes: bytes.len() as u32,
-                crc: crc32c(&bytes),
-            }
+            Section::of(own, &bytes)
         };
         header.generation = old.generation + 1;
         header.file_bytes = end;
@@ -283,17 +265,14 @@ impl Inner {
 
     fn write_slot(&self, slot: usize, header: &Header) -> Result<(), Error> {
         self.write_storage((slot * SLOT_BYTES) as u64, &header.encode())
-            .inspect_err(|error| {
-                self.refuse_writes(error);
-            })
+            .inspect_err(|error| self.refuse_writes(error))
     }
 
     /// Extends the file to `end` bytes, if it is shorter. The caller owns the last byte. This
     /// writes that byte instead of setting the length, because `set_len` could truncate what
     /// another thread writes behind it at the same time.
     pub(super) fn lengthen(&self, end: u64) -> Result<(), Error> {
-        let io = |source| Error::io("lengthen the file", end, source);
-        if end > 0 && self.file.storage.len().map_err(io)? < end {
+        if end > 0 && self.file.storage.length()? < end {
             self.write_storage(end - 1, &[0])?;
         }
         Ok(())

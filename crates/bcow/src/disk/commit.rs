@@ -7,13 +7,12 @@ use bcow_format::{Entry, LogMapping, Record, Stored, crc32c, encode_record, reco
 use super::blocks::CHECKED_SHIFT;
 use super::committer::{Committer, Taken};
 use super::extents::Extents;
-use super::locks::{lock, wait, write};
 use super::region::Region;
 use super::space::sectors;
-use super::{Disk, DiskConfig, Inner};
+use super::{Disk, Inner, Operation};
 use crate::Error;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Condvar, Mutex};
+use crate::sync::{Arc, Condvar, Mutex, lock, wait, write};
 
 /// A region that is newer in the log than in its table stays in memory until the next checkpoint. A
 /// flush writes a checkpoint when these regions take more than this many bytes.
@@ -92,46 +91,38 @@ impl Turns {
 impl Disk {
     /// Makes everything durable in tables, so that the next opening has no log to replay.
     pub fn checkpoint(&self) -> Result<(), Error> {
-        let config = self.inner.enter();
-        self.inner.checkpoint_now(&config)
+        self.inner.operation(&self.inner.enter()).checkpoint_now()
     }
 }
 
-impl Inner {
-    pub(super) fn flush(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
+impl Operation<'_> {
+    pub(super) fn flush(self) -> Result<(), Error> {
         self.check_not_failed()?;
-        self.turns
-            .take(|| self.commit(config, &mut lock(&self.committer)))
+        self.turns.take(|| self.commit(&mut lock(&self.committer)))
     }
 
-    fn checkpoint_now(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
+    fn checkpoint_now(self) -> Result<(), Error> {
         let mut committer = lock(&self.committer);
-        self.commit(config, &mut committer)?;
+        self.commit(&mut committer)?;
         if committer.tail == 0 {
             return Ok(());
         }
-        self.checkpoint(config, &mut committer, &Taken::default())
+        self.checkpoint(&mut committer, &Taken::default())
     }
 
     /// Flushes, writes a checkpoint, and truncates the file to its content.
-    pub(super) fn close(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
-        self.checkpoint_now(config)?;
+    pub(super) fn close(self) -> Result<(), Error> {
+        self.checkpoint_now()?;
         let committer = lock(&self.committer);
-        let io = |source| Error::io("truncate the file", committer.file_bytes, source);
         self.file
             .storage
-            .set_len(committer.file_bytes)
-            .map_err(io)?;
+            .set_length("truncate the file", committer.file_bytes)?;
         self.punch(&committer.free);
         self.barrier()
     }
 
     /// Completes the incomplete blocks, then records all complete pending blocks.
-    pub(super) fn commit(
-        self: &Arc<Self>,
-        config: &DiskConfig,
-        committer: &mut Committer,
-    ) -> Result<(), Error> {
+    pub(super) fn commit(self, committer: &mut Committer) -> Result<(), Error> {
         self.check_not_failed()?;
         self.flush_queued.store(false, Ordering::Release);
         let is_dirty = self.is_dirty.swap(false, Ordering::AcqRel);
@@ -139,9 +130,9 @@ impl Inner {
         // place are taken now, or were replaced.
         let noted = self.ledger.as_ref().map(|ledger| ledger.tail());
         let mut taken = Taken::default();
-        let incomplete = self.take(config, &mut taken);
+        let incomplete = self.take(&mut taken);
         let outcome = if is_dirty || !taken.mappings.is_empty() {
-            self.publish(config, committer, &taken)
+            self.publish(committer, &taken)
         } else {
             Ok(())
         };
@@ -153,21 +144,21 @@ impl Inner {
         if let (Some(ledger), Some(noted)) = (&self.ledger, noted) {
             ledger.drop_before(noted);
         }
-        self.note_flush(committer, &taken);
+        self.disk.note_flush(committer, &taken);
         self.flushes.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     /// Takes the pending blocks of all changed regions. A block that cannot be completed stays
     /// pending; the first such error is returned after everything else has been taken.
-    fn take(&self, config: &DiskConfig, taken: &mut Taken) -> Result<(), Error> {
+    fn take(self, taken: &mut Taken) -> Result<(), Error> {
         let mut outcome = Ok(());
         self.listed_bytes.store(0, Ordering::Relaxed);
         for shard in &self.changed {
             let changed = std::mem::take(&mut *lock(shard));
             for region in changed {
                 region.listed.store(false, Ordering::Release);
-                let took = self.take_region(config, &region, taken);
+                let took = self.take_region(&region, taken);
                 if took.is_err() {
                     self.list(&region, 0);
                 }
@@ -177,14 +168,10 @@ impl Inner {
         outcome
     }
 
-    fn take_region(
-        &self,
-        config: &DiskConfig,
-        region: &Arc<Region>,
-        taken: &mut Taken,
-    ) -> Result<(), Error> {
-        let outcome = self.complete_region(config, region);
-        let mut state = self.regions.write(region, &self.file, &config.header)?;
+    fn take_region(self, region: &Arc<Region>, taken: &mut Taken) -> Result<(), Error> {
+        let outcome = self.complete_region(region);
+        let header = &self.config.header;
+        let mut state = self.regions.write(region, &self.file, header)?;
         let checked = state.blocks().shift(self.region_shift) == CHECKED_SHIFT;
         let before = state.pending.len();
         state.take_for_record(
@@ -205,7 +192,7 @@ impl Inner {
     }
 
     /// The recorded entry of a block that was written in parts.
-    fn with_checksum(&self, stored: Stored) -> Result<Entry, Error> {
+    fn with_checksum(self, stored: Stored) -> Result<Entry, Error> {
         let mut block = vec![0; stored.bytes as usize];
         self.read_stored(stored.at.0, &mut block)?;
         Ok(Entry::Raw(Stored {
@@ -216,12 +203,7 @@ impl Inner {
 
     /// Makes the taken blocks durable: as a record if the log has room for one, else as a
     /// checkpoint.
-    fn publish(
-        &self,
-        config: &DiskConfig,
-        committer: &mut Committer,
-        taken: &Taken,
-    ) -> Result<(), Error> {
+    fn publish(self, committer: &mut Committer, taken: &Taken) -> Result<(), Error> {
         // An open block has no checksum that would reveal missing data, so its data must be durable
         // before a record names it.
         let opened = |mapping: &LogMapping| matches!(mapping.entry, Entry::Open(_));
@@ -231,7 +213,7 @@ impl Inner {
             && committer.logged_bytes <= MAX_LOGGED_BYTES;
         if !fits {
             // The first barrier of the checkpoint covers the blocks too.
-            return self.checkpoint(config, committer, taken);
+            return self.checkpoint(committer, taken);
         }
         if needs_barrier {
             self.barrier()?;
@@ -284,7 +266,9 @@ impl Inner {
         self.space.free_punched(freed, punched(&given_up));
         Ok(())
     }
+}
 
+impl Inner {
     /// Overwrites the start of a record that could not be written as a whole, and makes that
     /// durable. A later replay must not accept the record: its blocks are pending again, its places
     /// may be allocated to other blocks, and an open block has no checksum to tell the difference.

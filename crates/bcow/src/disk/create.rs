@@ -2,7 +2,7 @@
 
 use bcow_format::{
     BackingEntry, BlockShift, ENTRY_BYTES, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES,
-    SECTOR_BYTES, SLOT_BYTES, Section, State, Use, crc32c, encode_backings, incompatible,
+    SECTOR_BYTES, SLOT_BYTES, Section, State, Use, encode_backings, incompatible,
 };
 use serde_json::json;
 
@@ -144,22 +144,15 @@ impl Disk {
     ) -> Result<Disk, Error> {
         let region_shift = options.region_shift()?;
         let log_bytes = options.log_bytes;
-        let io = |action, at| move |source| Error::io(action, at, source);
         let mut end = SECTOR_BYTES + log_bytes;
         let mut section = |bytes: &[u8]| -> Result<Section, Error> {
             if bytes.is_empty() {
                 return Ok(Section::default());
             }
             let offset = end;
-            storage
-                .write_at(offset, bytes)
-                .map_err(io("write", offset))?;
+            storage.write(offset, bytes)?;
             end = (offset + bytes.len() as u64).next_multiple_of(SECTOR_BYTES);
-            Ok(Section {
-                offset,
-                bytes: bytes.len() as u32,
-                crc: crc32c(bytes),
-            })
+            Ok(Section::of(offset, bytes))
         };
         let metadata =
             section(&serde_json::to_vec(&options.metadata()).map_err(|error| {
@@ -174,11 +167,7 @@ impl Disk {
         let root_bytes = options.size.div_ceil(1 << region_shift) as usize * ENTRY_BYTES;
         let root = match root_bytes {
             0 => Section::default(),
-            bytes => Section {
-                offset: end,
-                bytes: bytes as u32,
-                crc: crc32c(&vec![0; bytes]),
-            },
+            bytes => Section::of(end, &vec![0; bytes]),
         };
         let file_bytes = (end + root_bytes as u64).next_multiple_of(SECTOR_BYTES);
         let mut features = Features {
@@ -189,35 +178,22 @@ impl Disk {
             features.incompatible |= entry.features();
         }
         let header = Header {
-            generation: 1,
             features,
-            purpose: Use::Disk,
-            state: State::Writable,
-            region_shift,
-            size: options.size,
             file_bytes,
             root,
             metadata,
             backings,
             backing_count: backing.is_some().into(),
-            merkle: None,
             log: (SECTOR_BYTES, log_bytes),
-            free: Section::default(),
+            ..Header::new(Use::Disk, State::Writable, region_shift, options.size)
         };
-        storage
-            .set_len(file_bytes)
-            .map_err(io("lengthen the file", file_bytes))?;
+        storage.set_length("lengthen the file", file_bytes)?;
         for slot in 0..2 {
-            storage
-                .write_at(slot * SLOT_BYTES as u64, &header.encode())
-                .map_err(io("write", slot * SLOT_BYTES as u64))?;
+            storage.write(slot * SLOT_BYTES as u64, &header.encode())?;
         }
-        storage.sync().map_err(io("sync", 0))?;
-        Disk::open(
-            storage,
-            open,
-            &OneBacking(backing.map(|(_, device)| device)),
-        )
+        storage.make_durable()?;
+        let backing = OneBacking(backing.map(|(_, device)| device));
+        Disk::open(storage, open, &backing)
     }
 
     /// Same as [`Disk::create`], with a separate cache and without a backing.

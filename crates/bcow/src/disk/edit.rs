@@ -7,75 +7,80 @@ use bcow_format::{BlockShift, Entry, Stored};
 use super::ledger::{LedgerRecord, NewEntry};
 use super::region::{IncompleteBlock, Region, RegionState};
 use super::space::sectors;
-use super::{Inner, RegionBlock, block_at};
+use super::{Inner, Operation, RegionBlock};
 use crate::Error;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, RwLockWriteGuard};
 
-/// The effects of a change of entries that are still to come.
-#[derive(Default)]
-pub(super) struct Edit {
+/// A region that is locked for changes of its entries. [`Edit::finish`] ends them.
+pub(super) struct Edit<'a> {
+    disk: &'a Inner,
+    pub(super) region: &'a Arc<Region>,
+    pub(super) state: RwLockWriteGuard<'a, RegionState>,
     /// Space that no record ever named.
     freed: Vec<Stored>,
     /// The records for the ledger, if the disk has one.
     records: Vec<LedgerRecord>,
 }
 
-impl Edit {
-    fn note(&mut self, record: LedgerRecord) {
-        if !self
-            .records
-            .last_mut()
-            .is_some_and(|last| last.extend(&record))
-        {
-            self.records.push(record);
-        }
+impl<'a> Operation<'a> {
+    /// Locks a region for changes. Reads the table from the file if necessary.
+    pub(super) fn edit<'b>(self, region: &'b Arc<Region>) -> Result<Edit<'b>, Error>
+    where
+        'a: 'b,
+    {
+        let header = &self.config.header;
+        Ok(Edit {
+            disk: self.disk,
+            region,
+            state: self.regions.write(region, &self.file, header)?,
+            freed: Vec::new(),
+            records: Vec::new(),
+        })
     }
 }
 
-impl Inner {
-    /// Cuts a region that is absent or zero as a whole into blocks of this size.
-    pub(super) fn cut_into(&self, state: &mut RegionState, shift: BlockShift, region: &Region) {
-        let dropped = state.cut(shift, region.length);
-        self.unflushed.fetch_sub(dropped, Ordering::Relaxed);
+impl Edit<'_> {
+    /// log2 of the block size of the region.
+    pub(super) fn shift(&self) -> u8 {
+        self.state.blocks().shift(self.disk.region_shift)
     }
 
-    /// Sets an entry, and lists the region for the next record. The caller calls
-    /// [`Inner::finish`], after all its changes of the region.
-    pub(super) fn set(
-        &self,
-        region: &Arc<Region>,
-        state: &mut RegionState,
-        index: u32,
-        entry: Entry,
-        incomplete: Option<IncompleteBlock>,
-        edit: &mut Edit,
-    ) {
-        if self.ledger.is_some() {
-            edit.note(self.change_of(region, state, index, entry, incomplete.as_ref()));
+    /// Cuts the region, which is absent or zero as a whole, into blocks of this size.
+    pub(super) fn cut(&mut self, shift: BlockShift) {
+        let dropped = self.state.cut(shift, self.region.length);
+        self.disk.unflushed.fetch_sub(dropped, Ordering::Relaxed);
+    }
+
+    /// Sets an entry, and lists the region for the next record.
+    pub(super) fn set(&mut self, index: u32, entry: Entry, incomplete: Option<IncompleteBlock>) {
+        if self.disk.ledger.is_some() {
+            let record = self.change_of(index, entry, incomplete.as_ref());
+            let last = self.records.last_mut();
+            if !last.is_some_and(|last| last.extend(&record)) {
+                self.records.push(record);
+            }
         }
-        let (unused, newly) = state.set(index, entry, incomplete);
-        edit.freed.extend(unused);
+        let (unused, newly) = self.state.set(index, entry, incomplete);
+        self.freed.extend(unused);
         if newly {
-            self.unflushed.fetch_add(1, Ordering::Relaxed);
+            self.disk.unflushed.fetch_add(1, Ordering::Relaxed);
         }
-        self.list(region, state.blocks().weight());
-        self.is_dirty.store(true, Ordering::Release);
+        self.disk.list(self.region, self.state.blocks().weight());
+        self.disk.is_dirty.store(true, Ordering::Release);
     }
 
     /// The record of the ledger for a new entry.
     fn change_of(
         &self,
-        region: &Region,
-        state: &RegionState,
         index: u32,
         entry: Entry,
         incomplete: Option<&IncompleteBlock>,
     ) -> LedgerRecord {
-        let shift = state.blocks().shift(self.region_shift);
-        let block = block_at(u64::from(index) << shift, shift, region.length);
+        let shift = self.shift();
+        let block = self.region.block(index, shift);
         LedgerRecord::Set {
-            at: self.lba(region, block.start).0,
+            at: self.disk.lba(self.region, block.start).0,
             length: block.length,
             shift,
             entry: match (entry.stored(), incomplete) {
@@ -91,54 +96,37 @@ impl Inner {
 
     /// Adds a range to the written ranges of an incomplete block. The block is complete if no gap
     /// is left.
-    pub(super) fn write_incomplete(
-        &self,
-        region: &Region,
-        state: &mut RegionState,
-        block: &RegionBlock,
-        range: Range<u32>,
-        edit: &mut Edit,
-    ) {
-        if self.ledger.is_some() {
-            edit.records.push(LedgerRecord::Wrote {
-                at: self.lba(region, block.start).0,
-                shift: state.blocks().shift(self.region_shift),
-                range: range.clone().into(),
-            });
+    pub(super) fn write_incomplete(&mut self, block: &RegionBlock, range: Range<u32>) {
+        if self.disk.ledger.is_some() {
+            let at = self.disk.lba(self.region, block.start).0;
+            let (shift, range) = (self.shift(), range.clone().into());
+            self.records.push(LedgerRecord::Wrote { at, shift, range });
         }
-        state.wrote_incomplete(block.index, range, block.length as u32);
+        let length = block.length as u32;
+        self.state.wrote_incomplete(block.index, range, length);
     }
 
     /// Makes an incomplete block complete: all its bytes are in place.
-    pub(super) fn complete_block(
-        &self,
-        region: &Region,
-        state: &mut RegionState,
-        index: u32,
-        edit: &mut Edit,
-    ) {
-        if self.ledger.is_some() && state.is_incomplete(index) {
-            let shift = state.blocks().shift(self.region_shift);
-            let at = self.lba(region, u64::from(index) << shift).0;
-            edit.records.push(LedgerRecord::Completed { at, shift });
+    pub(super) fn complete(&mut self, index: u32) {
+        if self.disk.ledger.is_some() && self.state.is_incomplete(index) {
+            let shift = self.shift();
+            let at = self.disk.lba(self.region, u64::from(index) << shift).0;
+            self.records.push(LedgerRecord::Completed { at, shift });
         }
-        state.completed(index);
+        self.state.completed(index);
     }
 
-    /// Ends a change of entries: adds it to the ledger, releases the lock of the region, and frees
-    /// space that no record ever named, so that it is reusable at once.
-    pub(super) fn finish(
-        &self,
-        state: RwLockWriteGuard<'_, RegionState>,
-        edit: Edit,
-    ) -> Result<(), Error> {
-        let noted = match &self.ledger {
-            Some(ledger) if !edit.records.is_empty() => ledger.append(&edit.records),
+    /// Adds the changes to the ledger, releases the lock of the region, and frees space that no
+    /// record ever named, so that it is reusable at once.
+    pub(super) fn finish(self) -> Result<(), Error> {
+        let noted = match &self.disk.ledger {
+            Some(ledger) if !self.records.is_empty() => ledger.append(&self.records),
             _ => Ok(()),
         };
-        drop(state);
-        if !edit.freed.is_empty() {
-            self.space.free(edit.freed.into_iter().map(sectors));
+        drop(self.state);
+        if !self.freed.is_empty() {
+            let freed = self.freed.into_iter().map(sectors);
+            self.disk.space.free(freed);
         }
         noted
     }

@@ -9,13 +9,11 @@ use std::ops::Range;
 
 use bcow_format::Entry;
 
-use super::edit::Edit;
-use super::locks::{lock, wait};
 use super::region::{IncompleteBlock, Region};
-use super::{DiskConfig, Inner, RegionBlock, block_at};
+use super::{Inner, Operation, RegionBlock};
 use crate::Error;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
+use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, lock, thread, wait};
 
 /// Length of the queue from which a writer completes its partly written block itself.
 const MAX_WAITING: usize = if SMALL { 1 } else { 1024 };
@@ -120,22 +118,21 @@ impl Inner {
 
     fn work(self: &Arc<Self>, job: Job) {
         let config = self.enter();
+        let operation = self.operation(&config);
         // An error is not reported here: the read or flush that needs the block meets it again.
         let _ = match job {
-            Job::Fill(region, index) => self.complete(&config, &region, index),
-            Job::Flush => self.flush(&config),
+            Job::Fill(region, index) => operation.complete(&region, index),
+            Job::Flush => operation.flush(),
             Job::WriteAhead => self.write_ahead(),
         };
     }
+}
 
+impl Operation<'_> {
     /// Completes the blocks of a region that are incomplete. Returns the first error.
-    pub(super) fn complete_region(
-        &self,
-        config: &DiskConfig,
-        region: &Region,
-    ) -> Result<(), Error> {
+    pub(super) fn complete_region(self, region: &Arc<Region>) -> Result<(), Error> {
         let incomplete: Vec<u32> = {
-            let state = self.regions.read(region, &self.file, &config.header)?;
+            let state = self.read_state(region)?;
             let pending = state.pending.iter();
             pending
                 .filter(|(_, pending)| pending.incomplete.is_some())
@@ -144,7 +141,7 @@ impl Inner {
         };
         let mut outcome = Ok(());
         for index in incomplete {
-            outcome = outcome.and(self.complete(config, region, index));
+            outcome = outcome.and(self.complete(region, index));
         }
         outcome
     }
@@ -155,23 +152,19 @@ impl Inner {
     /// block, and may reuse the place that is read. So the data, or the error of the read, counts
     /// only if the same block is still incomplete when the lock is held again; else the block is
     /// examined again.
-    pub(super) fn complete(
-        &self,
-        config: &DiskConfig,
-        region: &Region,
-        index: u32,
-    ) -> Result<(), Error> {
+    pub(super) fn complete(self, region: &Arc<Region>, index: u32) -> Result<(), Error> {
         loop {
             let (incomplete, shift) = {
-                let state = self.regions.read(region, &self.file, &config.header)?;
+                let state = self.read_state(region)?;
                 let Some(incomplete) = state.incomplete(index) else {
                     return Ok(());
                 };
                 (incomplete.clone(), state.blocks().shift(self.region_shift))
             };
-            let block = block_at(u64::from(index) << shift, shift, region.length);
-            let old = self.read_gaps(config, region, &block, &incomplete);
-            let mut state = self.regions.write(region, &self.file, &config.header)?;
+            let block = region.block(index, shift);
+            let old = self.read_gaps(region, &block, &incomplete);
+            let mut edit = self.edit(region)?;
+            let state = &mut edit.state;
             let same = |now: &&IncompleteBlock| now.id == incomplete.id;
             let Some(incomplete) = state.incomplete(index).filter(same) else {
                 continue;
@@ -193,34 +186,32 @@ impl Inner {
             for (gap, bytes) in gaps.iter().zip(pieces) {
                 self.write_storage(stored.at.0 + u64::from(gap.start), bytes)?;
             }
-            let mut edit = Edit::default();
-            self.complete_block(region, &mut state, index, &mut edit);
+            edit.complete(index);
             self.fills.done.fetch_add(1, Ordering::Relaxed);
-            return self.finish(state, edit);
+            return edit.finish();
         }
     }
 
     /// Reads a part of an incomplete block, from `at` of the region on, without completing the
     /// block: written bytes from the file, and others from the old data. Returns `false` if this
-    /// block was completed meanwhile. For the locks, see [`Inner::complete`].
+    /// block was completed meanwhile. For the locks, see [`Operation::complete`].
     pub(super) fn read_incomplete(
-        &self,
-        config: &DiskConfig,
+        self,
         region: &Region,
         index: u32,
         at: u64,
         buf: &mut [u8],
     ) -> Result<bool, Error> {
         let (incomplete, shift) = {
-            let state = self.regions.read(region, &self.file, &config.header)?;
+            let state = self.read_state(region)?;
             let Some(incomplete) = state.incomplete(index) else {
                 return Ok(false);
             };
             (incomplete.clone(), state.blocks().shift(self.region_shift))
         };
-        let block = block_at(u64::from(index) << shift, shift, region.length);
-        let old = self.read_gaps(config, region, &block, &incomplete);
-        let state = self.regions.read(region, &self.file, &config.header)?;
+        let block = region.block(index, shift);
+        let old = self.read_gaps(region, &block, &incomplete);
+        let state = self.read_state(region)?;
         let same = |now: &&IncompleteBlock| now.id == incomplete.id;
         let (Some(incomplete), Entry::Open(stored)) = (
             state.incomplete(index).filter(same),
@@ -261,8 +252,7 @@ impl Inner {
 
     /// Reads the old data of those parts of a block that were not written.
     fn read_gaps(
-        &self,
-        config: &DiskConfig,
+        self,
         region: &Region,
         block: &RegionBlock,
         incomplete: &IncompleteBlock,
@@ -271,7 +261,7 @@ impl Inner {
         gaps.map(|range| {
             let mut bytes = vec![0; range.len()];
             let entry = &incomplete.source;
-            self.read_entry(config, region, block, entry, range.clone(), &mut bytes)?;
+            self.read_entry(region, block, entry, range.clone(), &mut bytes)?;
             Ok(Gap { range, bytes })
         })
         .collect()

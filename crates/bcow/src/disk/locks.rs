@@ -1,32 +1,6 @@
-//! Locks that ignore poisoning.
-//!
-//! A panic is a bug, and the panic hook of the command aborts the program. In tests, other threads
-//! still check the invariants after a panic.
+//! The gate of a disk.
 
-use crate::sync::{
-    Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, thread_number,
-};
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-pub(super) fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-pub(super) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    lock.write()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-pub(super) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-    condition
-        .wait(guard)
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-}
+use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, read, thread_number, write};
 
 const SHARDS: usize = 16;
 

@@ -4,20 +4,19 @@
 //! Each change closes the gate, writes all pending changes into the tables, and then writes one
 //! checkpoint with a changed header.
 
-use std::ops::Range;
-
 use bcow_format::{BackingEntry, Entry, Header, SECTOR_BYTES, Section, incompatible};
 
+use super::blocks::Blocks;
 use super::checkpoint::{Change, section_range};
 use super::committer::{Committer, Taken};
 use super::create::backing_table;
 use super::extents::Extents;
-use super::locks::{Closed, lock};
+use super::locks::Closed;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::{Backing, Disk, DiskConfig, Inner};
+use super::{Backing, Disk, DiskConfig, Inner, Operation};
 use crate::root::Root;
-use crate::sync::Arc;
+use crate::sync::{Arc, lock};
 use crate::{BlockDevice, Error};
 
 /// The maximum memory in bytes of the tables that differ from the file in an idle disk.
@@ -50,27 +49,26 @@ impl Disk {
         device: Arc<dyn BlockDevice>,
     ) -> Result<(), Error> {
         let bytes = entry.size;
-        self.change_backing(Some((entry, device)), |config, next| {
-            if config.backing.is_some() {
+        self.change_backing(Some((entry, device)), |operation, next| {
+            if operation.config.backing.is_some() {
                 return Err(Error::Unsupported("a second backing".into()));
             }
-            self.inner.keep_zeros(config, bytes, next)
+            operation.keep_zeros(bytes, next)
         })
     }
 
     fn change_backing(
         &self,
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
-        adapt: impl FnOnce(&DiskConfig, &mut NextState) -> Result<(), Error>,
+        adapt: impl FnOnce(Operation<'_>, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let inner = &self.inner;
         let table = backing.as_ref().map(|(entry, _)| backing_table(entry));
         let table = table.transpose()?;
-        inner.maintain(|config, _, next| {
-            adapt(config, next)?;
+        self.inner.maintain(|operation, _, next| {
+            adapt(operation, next)?;
             next.change.freed.push(section_range(&next.header.backings));
             next.header.backings = match &table {
-                Some(bytes) => inner.write_section(bytes, &mut next.change)?,
+                Some(bytes) => operation.write_section(bytes, &mut next.change)?,
                 None => Section::default(),
             };
             next.header.backing_count = backing.is_some().into();
@@ -86,15 +84,9 @@ impl Disk {
 
     /// Drops all stored data: the disk then reads as its backing, or as zeros.
     pub fn clear(&self) -> Result<(), Error> {
-        let inner = &self.inner;
-        inner.maintain(|_, committer, next| {
+        self.inner.maintain(|_, committer, next| {
             next.root = Root::absent(next.root.len());
-            let mut used = Extents::default();
-            used.insert(SECTOR_BYTES..committer.file_bytes);
-            for section in sections(&committer.header) {
-                used.remove(section);
-            }
-            next.change.freed.extend(used.iter());
+            next.change.freed.extend(space_of_blocks(committer).iter());
             Ok(())
         })
     }
@@ -102,22 +94,15 @@ impl Disk {
     /// Rebuilds the free list from the tables, which recovers leaked space. Returns the number of
     /// recovered bytes.
     pub fn rebuild_free_list(&self) -> Result<u64, Error> {
-        let inner = &self.inner;
         let mut found = 0;
-        inner.maintain(|config, committer, next| {
-            let mut lost = Extents::default();
-            lost.insert(SECTOR_BYTES..committer.file_bytes);
-            for section in sections(&committer.header) {
-                lost.remove(section);
-            }
-            for range in committer.free.iter() {
-                lost.remove(range);
-            }
+        self.inner.maintain(|operation, committer, next| {
+            let mut lost = space_of_blocks(committer);
+            committer.free.iter().for_each(|range| lost.remove(range));
             for (region, entry) in next.root.iter() {
                 let entries = entry.stored().into_iter();
                 entries.map(sectors).for_each(|range| lost.remove(range));
                 if let Entry::Table(_) = entry {
-                    let blocks = read_blocks(&inner.file, &config.header, region, entry)?;
+                    let blocks = operation.read_blocks(region, entry)?;
                     let entries = blocks.iter().filter_map(|entry| entry.stored());
                     entries.map(sectors).for_each(|range| lost.remove(range));
                 }
@@ -143,7 +128,7 @@ impl Inner {
     /// the result durable with one checkpoint. No other operation runs meanwhile.
     pub(super) fn maintain(
         self: &Arc<Self>,
-        change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
+        change: impl FnOnce(Operation<'_>, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut closed = self.gate.close();
         let mut committer = lock(&self.committer);
@@ -158,16 +143,17 @@ impl Inner {
         self: &Arc<Self>,
         closed: &mut Closed<'_, DiskConfig>,
         committer: &mut Committer,
-        change: impl FnOnce(&DiskConfig, &Committer, &mut NextState) -> Result<(), Error>,
+        change: impl FnOnce(Operation<'_>, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let config = Arc::clone(closed.get());
-        self.commit(&config, committer)?;
+        let operation = self.operation(&config);
+        operation.commit(committer)?;
         if let Some(ledger) = &self.ledger {
             // Nothing is pending, and the change may remove the blocks that its records name.
             ledger.drop_before(ledger.tail());
         }
         if committer.tail > 0 {
-            self.checkpoint(&config, committer, &Taken::default())?;
+            operation.checkpoint(committer, &Taken::default())?;
         }
         let mut next = NextState {
             header: committer.header.clone(),
@@ -178,7 +164,7 @@ impl Inner {
             }),
             change: Change::default(),
         };
-        let changed = change(&config, committer, &mut next);
+        let changed = change(operation, committer, &mut next);
         self.or_free(changed, &next.change)?;
         let NextState {
             header,
@@ -195,32 +181,13 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes all absent entries in the regions of the first `bytes` bytes entries for zeros.
-    fn keep_zeros(
-        &self,
-        config: &DiskConfig,
-        bytes: u64,
-        next: &mut NextState,
-    ) -> Result<(), Error> {
-        let shown = bytes.div_ceil(1 << self.region_shift);
-        for region in 0..shown.min(next.root.len() as u64) {
-            let entry = next.root[region as usize];
-            let mut blocks = read_blocks(&self.file, &config.header, region, entry)?;
-            if blocks.replace_all(Entry::Absent, Entry::Zero) {
-                self.write_table(region, &blocks, &mut next.root, &mut next.change)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Ends the change of a file after its checkpoint: makes both header slots equal, and releases
     /// the free space.
     fn truncate_to_content(&self, committer: &mut Committer) -> Result<(), Error> {
         self.write_other_slot(committer)?;
         // Nothing is pending, so all space that the header does not use is free.
         let end = committer.file_bytes;
-        let io = |source| Error::io("truncate the file", end, source);
-        self.file.storage.set_len(end).map_err(io)?;
+        self.file.storage.set_length("truncate the file", end)?;
         self.punch(&committer.free);
         committer.small_flushes = 0;
         self.space.reset(committer.free.clone(), end);
@@ -228,15 +195,40 @@ impl Inner {
     }
 }
 
-/// The ranges of the file that a header names, except the region tables.
-fn sections(header: &Header) -> impl Iterator<Item = Range<u64>> {
+impl Operation<'_> {
+    /// The entries that a root entry names.
+    fn read_blocks(self, region: u64, entry: Entry) -> Result<Blocks, Error> {
+        read_blocks(&self.file, &self.config.header, region, entry)
+    }
+
+    /// Makes all absent entries in the regions of the first `bytes` bytes entries for zeros.
+    fn keep_zeros(self, bytes: u64, next: &mut NextState) -> Result<(), Error> {
+        let shown = bytes.div_ceil(1 << self.region_shift);
+        for region in 0..shown.min(next.root.len() as u64) {
+            let entry = next.root[region as usize];
+            let mut blocks = self.read_blocks(region, entry)?;
+            if blocks.replace_all(Entry::Absent, Entry::Zero) {
+                self.write_table(region, &blocks, &mut next.root, &mut next.change)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The ranges of the file that the header does not name: those of blocks, tables and free space.
+fn space_of_blocks(committer: &Committer) -> Extents {
+    let mut space = Extents::default();
+    space.insert(SECTOR_BYTES..committer.file_bytes);
+    let header = &committer.header;
     let (log, log_bytes) = header.log;
-    [
-        log..log + log_bytes,
-        section_range(&header.metadata),
-        section_range(&header.backings),
-        section_range(&header.root),
-        section_range(&header.free),
-    ]
-    .into_iter()
+    space.remove(log..log + log_bytes);
+    for section in [
+        &header.metadata,
+        &header.backings,
+        &header.root,
+        &header.free,
+    ] {
+        space.remove(section_range(section));
+    }
+    space
 }

@@ -53,20 +53,22 @@ mod resume;
 mod space;
 mod write;
 
+use std::ops::{Deref, Range};
 use std::sync::OnceLock;
 
 use bcow_format::{BackingEntry, BlockShift, Entry, Header, Lba, MAX_ADDRESS};
 
 use crate::cache::FileId;
 use crate::checked::CheckedFile;
+use crate::device::checked_range;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Mutex, RwLockReadGuard, lock};
 use crate::{BlockCache, BlockDevice, Error};
 use commit::Turns;
 use committer::Committer;
 use incomplete::Fills;
 use locks::{Gate, Pass};
-use region::{IncompleteIds, Region};
+use region::{IncompleteIds, Region, RegionState};
 use regions::Regions;
 use space::Space;
 
@@ -157,6 +159,21 @@ struct Backing {
     device: Arc<dyn BlockDevice>,
 }
 
+/// An operation on an open disk, whose size and backing do not change meanwhile.
+#[derive(Clone, Copy)]
+struct Operation<'a> {
+    disk: &'a Arc<Inner>,
+    config: &'a DiskConfig,
+}
+
+impl Deref for Operation<'_> {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        self.disk
+    }
+}
+
 /// A block of a region.
 #[derive(Debug, Clone, Copy)]
 struct RegionBlock {
@@ -170,7 +187,7 @@ struct RegionBlock {
 impl Disk {
     /// The header as the newest checkpoint wrote it.
     pub fn header(&self) -> Header {
-        locks::lock(&self.inner.committer).header.clone()
+        lock(&self.inner.committer).header.clone()
     }
 
     /// The entry of the backing, if the disk has one.
@@ -182,7 +199,7 @@ impl Disk {
     /// The identity that a file over this one records (spec section 8). It changes with each flush
     /// that writes a record, and with each checkpoint.
     pub fn identity_hash(&self) -> [u8; 32] {
-        let committer = locks::lock(&self.inner.committer);
+        let committer = lock(&self.inner.committer);
         crate::identity(&committer.header, committer.sequence - 1)
     }
 
@@ -212,7 +229,7 @@ impl Disk {
         // for the gate while `stop` waits for the filler.
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
-        self.inner.close(closed.get())
+        self.inner.operation(closed.get()).close()
     }
 
     /// Same as [`Disk::close`], for a disk to which other threads have references. Their later
@@ -220,7 +237,7 @@ impl Disk {
     pub fn close_for_exit(&self) -> Result<(), Error> {
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
-        let result = self.inner.close(closed.get());
+        let result = self.inner.operation(closed.get()).close();
         std::mem::forget(closed);
         result
     }
@@ -237,8 +254,8 @@ impl Inner {
         self.gate.enter()
     }
 
-    fn region(&self, config: &DiskConfig, index: u64) -> Arc<Region> {
-        self.regions.get(index, config.header.region_length(index))
+    fn operation<'a>(self: &'a Arc<Self>, config: &'a DiskConfig) -> Operation<'a> {
+        Operation { disk: self, config }
     }
 
     /// Fails with [`Error::WriteRefused`] after a failure that left the state of the file unknown.
@@ -254,11 +271,8 @@ impl Inner {
     /// Makes all written bytes durable. After a failure, the disk refuses all writes: the host may
     /// have dropped dirty pages, and the next sync may falsely succeed.
     fn barrier(&self) -> Result<(), Error> {
-        self.file.storage.sync().map_err(|source| {
-            let error = Error::io("sync", 0, source);
-            self.refuse_writes(&error);
-            error
-        })
+        let synced = self.file.storage.make_durable();
+        synced.inspect_err(|error| self.refuse_writes(error))
     }
 
     /// Refuses all later writes: the state of the file is unknown after this error.
@@ -270,17 +284,14 @@ impl Inner {
     }
 
     fn write_storage(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
-        self.file
-            .storage
-            .write_at(at, bytes)
-            .map_err(|source| Error::io("write", at, source))
+        self.file.storage.write(at, bytes)
     }
 
     /// Adds a region to the list of changed regions, which the next record covers.
     fn list(&self, region: &Arc<Region>, weight: u64) {
         if !region.listed.swap(true, Ordering::AcqRel) {
             let shard = region.index as usize % self.changed.len();
-            locks::lock(&self.changed[shard]).push(Arc::clone(region));
+            lock(&self.changed[shard]).push(Arc::clone(region));
             self.listed_bytes
                 .fetch_add(weight + size_of::<Region>() as u64, Ordering::Relaxed);
         }
@@ -288,6 +299,32 @@ impl Inner {
 
     fn lba(&self, region: &Region, at: u64) -> Lba {
         Lba(region.start(self.region_shift) + at)
+    }
+}
+
+impl Disk {
+    /// Runs an operation on this range of the address space.
+    fn access<T>(
+        &self,
+        offset: u64,
+        length: u64,
+        run: impl FnOnce(Operation<'_>, Range<u64>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let config = self.inner.enter();
+        let range = checked_range(offset, length, config.header.size)?;
+        run(self.inner.operation(&config), range)
+    }
+}
+
+impl Operation<'_> {
+    fn region(self, index: u64) -> Arc<Region> {
+        let length = self.config.header.region_length(index);
+        self.regions.get(index, length)
+    }
+
+    /// The state of a region, locked shared. Reads the table from the file if necessary.
+    fn read_state(self, region: &Region) -> Result<RwLockReadGuard<'_, RegionState>, Error> {
+        self.regions.read(region, &self.file, &self.config.header)
     }
 }
 

@@ -13,7 +13,7 @@ use super::blocks::{Blocks, Table};
 use super::checkpoint::{Change, MAX_FREE};
 use super::committer::Committer;
 use super::extents::Extents;
-use super::locks::{Gate, lock};
+use super::locks::Gate;
 use super::regions::{Regions, read_blocks};
 use super::resume::Changes;
 use super::space::{Space, sectors};
@@ -22,7 +22,7 @@ use crate::checked::CheckedFile;
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Mutex, lock};
 use crate::{BackingResolver, BlockCache, Error, Image, OpenOptions, Verify};
 
 /// log2 of the largest block size: 16 MiB (spec section 5).
@@ -100,28 +100,23 @@ impl Disk {
         let config = DiskConfig::new(&header, backing);
         let (space, cache) = (Space::new(free, end), options.cache.clone());
         let inner = Inner::new(storage, &image, cache, config, committer, space, ledger)?;
+        let inner = Arc::new(inner);
         if replayed.tail > 0 {
             inner.fold_log(&image)?;
         }
         if inner.ledger.is_some() {
-            inner.resume(&changes, lists_all_free)?;
+            let config = inner.enter();
+            inner.operation(&config).resume(&changes, lists_all_free)?;
         }
-        Ok(Disk {
-            inner: Arc::new(inner),
-        })
+        Ok(Disk { inner })
     }
 }
 
 /// Removes the bytes from `end` on, so that bytes which are later added to the file read as zeros.
 /// No record, table or change of a ledger names one of them.
 fn truncate(storage: &dyn Storage, end: u64) -> Result<(), Error> {
-    let length = storage
-        .len()
-        .map_err(|source| Error::io("get the length", 0, source))?;
-    if length > end {
-        storage
-            .set_len(end)
-            .map_err(|source| Error::io("truncate the file", end, source))
+    if storage.length()? > end {
+        storage.set_length("truncate the file", end)
     } else {
         Ok(())
     }
@@ -321,24 +316,17 @@ fn persist_recovery(
     header: &Header,
     replayed: &Replayed,
 ) -> Result<(), Error> {
-    let io = |action, at| move |source| Error::io(action, at, source);
     let mut area = [0; HEADER_AREA_BYTES];
-    storage.read_at(0, &mut area).map_err(io("read", 0))?;
+    storage.read(0, &mut area)?;
     let has_header = |slot: &[u8]| choose_header(slot).is_ok_and(|found| found == *header);
     let slots: Vec<bool> = area.chunks(SLOT_BYTES).map(has_header).collect();
     if replayed.dropped {
-        let at = header.log.0 + replayed.tail;
-        storage
-            .write_at(at, &[0; ERASED_BYTES])
-            .map_err(io("write", at))?;
+        storage.write(header.log.0 + replayed.tail, &[0; ERASED_BYTES])?;
     }
     for (index, has_header) in (0..).zip(&slots) {
         if !has_header {
-            let at = index * SLOT_BYTES as u64;
-            storage
-                .write_at(at, &header.encode())
-                .map_err(io("write", at))?;
+            storage.write(index * SLOT_BYTES as u64, &header.encode())?;
         }
     }
-    storage.sync().map_err(io("sync", 0))
+    storage.make_durable()
 }

@@ -6,13 +6,12 @@ use bcow_format::{Entry, Stored, crc32c, crc32c_matches};
 
 use super::region::{Region, RegionState};
 use super::regions::FoundRegion;
-use super::{Disk, DiskConfig, Inner, RegionBlock, block_at, by_region};
+use super::{Disk, Inner, Operation, RegionBlock, block_at, by_region};
 use crate::cache::BlockKey;
 use crate::checked::{Piece, read_block};
 use crate::codec::Encoding;
-use crate::device::checked_range;
 use crate::sync::Arc;
-use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, ShownBy, Status};
+use crate::{BlockDevice, BlockProblem, Error, Extent, Status};
 
 /// Blocks of up to this size are read into a buffer on the stack, to verify the checksum.
 const SECTOR: usize = 4096;
@@ -23,15 +22,13 @@ impl BlockDevice for Disk {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let config = self.inner.enter();
-        checked_range(offset, buf.len() as u64, config.header.size)?;
-        self.inner.read(&config, offset, buf)
+        let length = buf.len() as u64;
+        self.access(offset, length, |operation, _| operation.read(offset, buf))
     }
 
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
-        let config = self.inner.enter();
-        let range = checked_range(offset, length.max(1), config.header.size)?;
-        self.inner.status(&config, range)
+        let length = length.max(1);
+        self.access(offset, length, |operation, range| operation.status(range))
     }
 
     fn identity(&self) -> Option<crate::FileIdentity> {
@@ -43,48 +40,35 @@ impl BlockDevice for Disk {
 impl Disk {
     /// Returns the entry at byte `offset` of the address space, and the range for which it holds.
     pub fn map(&self, offset: u64) -> Result<Extent, Error> {
-        let config = self.inner.enter();
-        checked_range(offset, 1, config.header.size)?;
-        self.inner.map(&config, offset)
+        self.access(offset, 1, |operation, _| operation.map(offset))
     }
 }
 
-impl Inner {
-    pub(super) fn read(
-        &self,
-        config: &DiskConfig,
-        offset: u64,
-        buf: &mut [u8],
-    ) -> Result<(), Error> {
+impl Operation<'_> {
+    fn read(self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         let mut buf = buf;
         for (index, at, length) in by_region(offset, buf.len() as u64, self.region_shift) {
             let (piece, rest) = std::mem::take(&mut buf).split_at_mut(length as usize);
             buf = rest;
-            let length = config.header.region_length(index);
+            let length = self.config.header.region_length(index);
             match self.regions.find(index, length) {
-                FoundRegion::Region(region) => self.read_region(config, &region, at, piece)?,
+                FoundRegion::Region(region) => self.read_region(&region, at, piece)?,
                 FoundRegion::Whole(entry) => {
                     let start = (index << self.region_shift) + at;
-                    self.read_below(config, &entry, start, piece)?;
+                    self.read_below(&entry, start, piece)?;
                 }
             }
         }
         Ok(())
     }
 
-    fn read_region(
-        &self,
-        config: &DiskConfig,
-        region: &Region,
-        at: u64,
-        buf: &mut [u8],
-    ) -> Result<(), Error> {
+    fn read_region(self, region: &Arc<Region>, at: u64, buf: &mut [u8]) -> Result<(), Error> {
         let mut completes = true;
-        while let Some(index) = self.try_read_region(config, region, at, buf, completes)? {
+        while let Some(index) = self.try_read_region(region, at, buf, completes)? {
             if !completes {
                 continue;
             }
-            match self.complete(config, region, index) {
+            match self.complete(region, index) {
                 // The host does not store the rest of the block. A read does not need that.
                 Err(Error::Io {
                     action: "write", ..
@@ -100,8 +84,7 @@ impl Inner {
     /// Data of the backing is read after the lock of the region is released, because the backing
     /// does not change.
     fn try_read_region(
-        &self,
-        config: &DiskConfig,
+        self,
         region: &Region,
         at: u64,
         buf: &mut [u8],
@@ -110,7 +93,7 @@ impl Inner {
         let mut below: Vec<(Range<usize>, Entry)> = Vec::new();
         let mut incomplete: Vec<(Range<usize>, u32)> = Vec::new();
         {
-            let state = self.regions.read(region, &self.file, &config.header)?;
+            let state = self.read_state(region)?;
             let shift = state.blocks().shift(self.region_shift);
             let mut done = 0;
             while done < buf.len() {
@@ -151,11 +134,11 @@ impl Inner {
         }
         for (range, entry) in below {
             let start = self.lba(region, at + range.start as u64).0;
-            self.read_below(config, &entry, start, &mut buf[range])?;
+            self.read_below(&entry, start, &mut buf[range])?;
         }
         for (range, index) in incomplete {
             let start = at + range.start as u64;
-            if !self.read_incomplete(config, region, index, start, &mut buf[range])? {
+            if !self.read_incomplete(region, index, start, &mut buf[range])? {
                 return Ok(Some(index));
             }
         }
@@ -165,7 +148,7 @@ impl Inner {
     /// Length from the start of a block up to which raw blocks are contiguous in the file, as far
     /// as `most` needs.
     fn run_length(
-        &self,
+        self,
         state: &RegionState,
         region: &Region,
         block: &RegionBlock,
@@ -191,7 +174,7 @@ impl Inner {
     /// Reads raw blocks that are contiguous in the file. Blocks that `buf` holds as a whole take
     /// one read.
     fn read_raw(
-        &self,
+        self,
         state: &RegionState,
         region: &Region,
         at: u64,
@@ -249,7 +232,7 @@ impl Inner {
     }
 
     fn check_raw(
-        &self,
+        self,
         region: &Region,
         block: &RegionBlock,
         stored: &Stored,
@@ -270,7 +253,7 @@ impl Inner {
     }
 
     fn read_zstd(
-        &self,
+        self,
         region: &Region,
         block: &RegionBlock,
         stored: Stored,
@@ -291,19 +274,9 @@ impl Inner {
         })
     }
 
-    pub(super) fn read_stored(&self, at: u64, buf: &mut [u8]) -> Result<(), Error> {
-        self.file.read_at(at, buf)
-    }
-
     /// Reads the content at `start` of the address space where the entry is absent or zero.
-    pub(super) fn read_below(
-        &self,
-        config: &DiskConfig,
-        entry: &Entry,
-        start: u64,
-        buf: &mut [u8],
-    ) -> Result<(), Error> {
-        let there = match (&config.backing, entry) {
+    pub(super) fn read_below(self, entry: &Entry, start: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let there = match (&self.config.backing, entry) {
             (Some(backing), Entry::Absent) => {
                 let there = backing.entry.size.saturating_sub(start);
                 let there = there.min(buf.len() as u64) as usize;
@@ -323,8 +296,7 @@ impl Inner {
 
     /// Reads `range` of a block according to `entry`. Verifies the checksum, if the block has one.
     pub(super) fn read_entry(
-        &self,
-        config: &DiskConfig,
+        self,
         region: &Region,
         block: &RegionBlock,
         entry: &Entry,
@@ -348,60 +320,41 @@ impl Inner {
             }
             entry => {
                 let at = self.lba(region, block.start + u64::from(range.start)).0;
-                self.read_below(config, entry, at, buf)
+                self.read_below(entry, at, buf)
             }
         }
     }
 
-    fn map(&self, config: &DiskConfig, offset: u64) -> Result<Extent, Error> {
+    fn map(self, offset: u64) -> Result<Extent, Error> {
         let index = offset >> self.region_shift;
-        let length = config.header.region_length(index);
+        let length = self.config.header.region_length(index);
         let start = index << self.region_shift;
         let (block, entry) = match self.regions.find(index, length) {
             FoundRegion::Whole(entry) => (block_at(0, self.region_shift, length), entry),
             FoundRegion::Region(region) => {
-                let state = self.regions.read(&region, &self.file, &config.header)?;
+                let state = self.read_state(&region)?;
                 let shift = state.blocks().shift(self.region_shift);
                 let block = block_at(offset - start, shift, length);
                 (block, state.blocks().entry(block.index))
             }
         };
-        let offset = start + block.start;
-        let mapping = match entry {
-            Entry::Absent => match config.backing {
-                Some(_) => Mapping::Backing {
-                    by: ShownBy::Absent,
-                    index: 0,
-                    offset,
-                    bytes: block.length,
-                },
-                None => Mapping::Hole,
-            },
-            Entry::Raw(stored) => Mapping::Raw { stored },
-            Entry::Zstd(stored) => Mapping::Compressed { stored },
-            Entry::Open(stored) => Mapping::Open { stored },
-            // A disk that is open for writing has no windows or fragments, and a block is never a
-            // table.
-            Entry::Zero | Entry::Table(_) | Entry::Window { .. } | Entry::Fragment { .. } => {
-                Mapping::Zero
-            }
-        };
-        Ok(Extent {
-            offset,
+        let piece = Piece {
+            start: start + block.start,
             length: block.length,
-            mapping,
-        })
+            entry,
+        };
+        Ok(Extent::of(&piece, self.config.backing.is_some()))
     }
 
-    fn status(&self, config: &DiskConfig, range: Range<u64>) -> Result<Status, Error> {
+    fn status(self, range: Range<u64>) -> Result<Status, Error> {
         let index = range.start >> self.region_shift;
         let start = index << self.region_shift;
-        let length = config.header.region_length(index);
+        let length = self.config.header.region_length(index);
         let most = range.end - range.start;
         let (entry, holds) = match self.regions.find(index, length) {
             FoundRegion::Whole(entry) => (entry, start + length - range.start),
             FoundRegion::Region(region) => {
-                let state = self.regions.read(&region, &self.file, &config.header)?;
+                let state = self.read_state(&region)?;
                 let shift = state.blocks().shift(self.region_shift);
                 let at = range.start - start;
                 let first = block_at(at, shift, length);
@@ -416,16 +369,11 @@ impl Inner {
             }
         };
         let length = holds.min(most);
-        let here = |content, depth| Status {
-            length,
-            content,
-            depth,
-        };
-        match (&config.backing, entry) {
+        match (&self.config.backing, entry) {
             (Some(backing), Entry::Absent) => {
                 let there = backing.entry.size.saturating_sub(range.start).min(length);
                 if there == 0 {
-                    return Ok(here(Content::Hole, 0));
+                    return Ok(Status::hole(length));
                 }
                 let below = backing
                     .device
@@ -433,10 +381,16 @@ impl Inner {
                     .map_err(|error| error.in_backing(&backing.entry.name))?;
                 Ok(below.one_deeper())
             }
-            (None, Entry::Absent) => Ok(here(Content::Hole, 0)),
-            (_, Entry::Zero) => Ok(here(Content::Zero, 1)),
-            _ => Ok(here(Content::Data, 1)),
+            (None, Entry::Absent) => Ok(Status::hole(length)),
+            (_, Entry::Zero) => Ok(Status::zeros(length)),
+            _ => Ok(Status::data(length)),
         }
+    }
+}
+
+impl Inner {
+    pub(super) fn read_stored(&self, at: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.file.read_at(at, buf)
     }
 }
 

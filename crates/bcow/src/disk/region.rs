@@ -8,6 +8,7 @@ use bcow_format::{BlockShift, Entry, Lba, LogMapping, Stored};
 
 use super::blocks::{Blocks, Table};
 use super::extents::Ranges;
+use super::{RegionBlock, block_at};
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -55,6 +56,15 @@ pub(super) struct Pending {
     pub(super) published: Entry,
     /// Set while the block is incomplete.
     pub(super) incomplete: Option<IncompleteBlock>,
+}
+
+impl Pending {
+    fn new(published: Entry, incomplete: Option<IncompleteBlock>) -> Self {
+        Pending {
+            published,
+            incomplete,
+        }
+    }
 }
 
 /// A block that was written in part; the rest is still to be copied.
@@ -118,6 +128,11 @@ impl Replaced {
 }
 
 impl Region {
+    /// A block, if the blocks have `1 << shift` bytes.
+    pub(super) fn block(&self, index: u32, shift: u8) -> RegionBlock {
+        block_at(u64::from(index) << shift, shift, self.length)
+    }
+
     pub(super) fn new(index: u64, length: u64, blocks: Option<Blocks>) -> Self {
         Region {
             index,
@@ -221,14 +236,7 @@ impl RegionState {
                 (before.stored(), false)
             }
             None => {
-                let published = before;
-                self.pending.insert(
-                    index,
-                    Pending {
-                        published,
-                        incomplete,
-                    },
-                );
+                self.pending.insert(index, Pending::new(before, incomplete));
                 (None, true)
             }
         }
@@ -289,12 +297,13 @@ impl RegionState {
         };
         let shift = blocks.shift(region_shift);
         let first = mappings.len();
+        let mapping_of_all = |entry| LogMapping {
+            at: Lba(region_start),
+            shift: region_shift,
+            entry,
+        };
         if let Some((entry, _)) = self.whole {
-            mappings.push(LogMapping {
-                at: Lba(region_start),
-                shift: region_shift,
-                entry,
-            });
+            mappings.push(mapping_of_all(entry));
         }
         let complete: Vec<u32> = self
             .pending
@@ -307,11 +316,7 @@ impl RegionState {
             .flatten();
         if let Some(entry) = whole {
             mappings.truncate(first);
-            mappings.push(LogMapping {
-                at: Lba(region_start),
-                shift: region_shift,
-                entry,
-            });
+            mappings.push(mapping_of_all(entry));
         } else {
             for &index in &complete {
                 let entry = match finish(blocks.entry(index)) {
@@ -389,20 +394,11 @@ impl RegionState {
                 }
                 None => {
                     again += 1;
-                    let incomplete = None;
-                    self.pending.insert(
-                        index,
-                        Pending {
-                            published,
-                            incomplete,
-                        },
-                    );
+                    self.pending.insert(index, Pending::new(published, None));
                 }
             }
         }
-        if let Some(whole) = committing.whole {
-            self.whole = Some(whole);
-        }
+        self.whole = committing.whole.or(self.whole);
         again
     }
 }

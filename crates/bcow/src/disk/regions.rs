@@ -6,13 +6,14 @@ use std::collections::hash_map::Entry as Slot;
 use bcow_format::{Entry, Header};
 
 use super::blocks::Blocks;
-use super::locks::{lock, read, write};
 use super::region::{Region, RegionState};
 use crate::Error;
 use crate::checked::{CheckedFile, read_table};
 use crate::root::Root;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, SMALL};
+use crate::sync::{
+    Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, SMALL, lock, read, write,
+};
 
 const SHARDS: u64 = if SMALL { 2 } else { 64 };
 /// Limit of cached regions per shard: with 24 KiB for a table of 1024 blocks, some 24 MiB in all. A

@@ -1,8 +1,6 @@
 //! Changes of the size of a disk.
 
-use bcow_format::{
-    BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES, Stored, Uba, crc32c,
-};
+use bcow_format::{BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES};
 
 use super::blocks::{Blocks, CHECKED_SHIFT, Table};
 use super::checkpoint::Change;
@@ -10,7 +8,7 @@ use super::maintain::NextState;
 use super::region::Region;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::{Disk, DiskConfig, Inner, Layout};
+use super::{Disk, Layout, Operation};
 use crate::Error;
 
 impl Disk {
@@ -21,12 +19,11 @@ impl Disk {
     /// [`Error::Unsupported`] if `size` is not a multiple of 4096 bytes, or is too large for the
     /// format or for this file.
     pub fn resize(&self, size: u64) -> Result<(), Error> {
-        let inner = &self.inner;
-        inner.maintain(|config, committer, next| {
+        self.inner.maintain(|operation, committer, next| {
             let old = committer.header.clone();
             check_size(size, old.region_shift)?;
             next.header.size = size;
-            inner.resize_root(config, &old, next)
+            operation.resize_root(&old, next)
         })
     }
 
@@ -37,14 +34,9 @@ impl Disk {
     }
 }
 
-impl Inner {
+impl Operation<'_> {
     /// Adapts the root table, and the region at the old or the new end, to the new size.
-    fn resize_root(
-        &self,
-        config: &DiskConfig,
-        old: &Header,
-        next: &mut NextState,
-    ) -> Result<(), Error> {
+    fn resize_root(self, old: &Header, next: &mut NextState) -> Result<(), Error> {
         let shift = old.region_shift;
         let new_size = next.header.size;
         let boundary = old.size.min(new_size);
@@ -64,7 +56,7 @@ impl Inner {
             );
         }
         let backing_has_data = |at: u64| {
-            let backing = config.backing.as_ref();
+            let backing = self.config.backing.as_ref();
             backing.is_some_and(|backing| backing.entry.size > at)
         };
         let edge = boundary >> shift;
@@ -77,7 +69,7 @@ impl Inner {
                 new: lengths.1,
                 backing_has_data: backing_has_data(boundary),
             };
-            let blocks = self.resize_region(config, resized, blocks, &mut next.change)?;
+            let blocks = self.resize_region(resized, blocks, &mut next.change)?;
             self.write_table(edge, &blocks, &mut next.root, &mut next.change)?;
         }
         let before = next.root.len();
@@ -93,8 +85,7 @@ impl Inner {
 
     /// Adapts the entries of the region that contains the smaller one of the old and the new end.
     fn resize_region(
-        &self,
-        config: &DiskConfig,
+        self,
         resized: ResizedRegion,
         blocks: Blocks,
         change: &mut Change,
@@ -105,14 +96,8 @@ impl Inner {
             // The added part of an absent region must not show the backing.
             Blocks::Whole(Entry::Absent) if grows && resized.backing_has_data => {
                 if self.layout == Layout::Performance {
-                    let entry = self.resize_block(
-                        config,
-                        &resized,
-                        0,
-                        self.region_shift,
-                        Entry::Absent,
-                        change,
-                    )?;
+                    let entry =
+                        self.resize_block(&resized, 0, self.region_shift, Entry::Absent, change)?;
                     return Ok(Blocks::Whole(entry));
                 }
                 let shift = BlockShift::new(CHECKED_SHIFT).unwrap_or(BlockShift::MIN);
@@ -123,8 +108,7 @@ impl Inner {
                 return Ok(Blocks::Whole(entry));
             }
             Blocks::Whole(entry) => {
-                let entry =
-                    self.resize_block(config, &resized, 0, self.region_shift, entry, change)?;
+                let entry = self.resize_block(&resized, 0, self.region_shift, entry, change)?;
                 return Ok(Blocks::Whole(entry));
             }
             Blocks::Cut(table) => table,
@@ -138,7 +122,7 @@ impl Inner {
         let edge = (resized.old.min(resized.new) >> shift) as usize;
         if resized.old.min(resized.new) & ((1 << shift) - 1) != 0 {
             entries[edge] =
-                self.resize_block(config, &resized, edge as u32, shift, entries[edge], change)?;
+                self.resize_block(&resized, edge as u32, shift, entries[edge], change)?;
         }
         entries.resize(count, grown);
         Ok(Blocks::Cut(Table::new(table.shift(), entries)))
@@ -146,8 +130,7 @@ impl Inner {
 
     /// Adapts the block that contains the smaller one of the old and the new end to its new length.
     fn resize_block(
-        &self,
-        config: &DiskConfig,
+        self,
         resized: &ResizedRegion,
         index: u32,
         shift: u8,
@@ -165,7 +148,6 @@ impl Inner {
         let kept = old_block.length.min(new_block.length);
         let mut bytes = vec![0; new_block.length as usize];
         self.read_entry(
-            config,
             &resized.region,
             &old_block,
             &entry,
@@ -176,12 +158,7 @@ impl Inner {
         if bytes.iter().all(|byte| *byte == 0) {
             return Ok(Entry::Zero);
         }
-        let section = self.write_section(&bytes, change)?;
-        Ok(Entry::Raw(Stored {
-            at: Uba(section.offset),
-            bytes: section.bytes,
-            crc: crc32c(&bytes),
-        }))
+        Ok(Entry::Raw(self.write_section(&bytes, change)?.stored()))
     }
 }
 

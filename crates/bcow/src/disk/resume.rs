@@ -13,12 +13,11 @@ use super::blocks::CHECKED_SHIFT;
 use super::edit::Edit;
 use super::extents::{Extents, Ranges};
 use super::ledger::{Ledger, LedgerRecord, NewEntry};
-use super::locks::lock;
-use super::region::{IncompleteBlock, Region, RegionState};
+use super::region::{IncompleteBlock, Region};
 use super::space::sectors;
-use super::{DiskConfig, Inner, RegionBlock, block_at};
+use super::{Operation, RegionBlock, block_at};
 use crate::Error;
-use crate::sync::Arc;
+use crate::sync::{Arc, lock};
 
 /// The changes of a ledger.
 #[derive(Default)]
@@ -247,12 +246,11 @@ impl NewEntry {
     }
 }
 
-impl Inner {
+impl Operation<'_> {
     /// Restores changes as pending ones. No other operation runs yet. The free space of the disk is
     /// that of the header and the records, without the places of the changes. If the header
     /// `lists_all_free` ranges, changes that name other space are refused.
-    pub(super) fn resume(&self, changes: &Changes, lists_all_free: bool) -> Result<(), Error> {
-        let config = self.enter();
+    pub(super) fn resume(self, changes: &Changes, lists_all_free: bool) -> Result<(), Error> {
         let mut free = {
             let committer = lock(&self.committer);
             let end = committer.file_bytes.max(changes.end(&committer.header));
@@ -265,32 +263,31 @@ impl Inner {
             }
         };
         for (&index, changes) in &changes.0 {
-            let region = self.region(&config, index);
-            self.resume_region(&config, &region, changes, &mut free)?;
+            let region = self.region(index);
+            self.resume_region(&region, changes, &mut free)?;
         }
         self.space.reset(free.free, free.end);
         Ok(())
     }
 
     fn resume_region(
-        &self,
-        config: &DiskConfig,
+        self,
         region: &Arc<Region>,
         changes: &RegionChanges,
         free: &mut FreeSpace,
     ) -> Result<(), Error> {
-        let mut state = self.regions.write(region, &self.file, &config.header)?;
+        let mut edit = self.edit(region)?;
         let start = region.start(self.region_shift);
         for (shift, block, change) in changes.blocks(self.region_shift, region.length) {
-            let now = state.blocks().shift(self.region_shift);
+            let now = edit.shift();
             if shift == self.region_shift && now < shift && change.entry.place().is_none() {
                 // A region that was zeroed as one block, and then cut. The file has it cut, and can
                 // have the newer entries of blocks already.
-                let older =
-                    (0..state.blocks().count()).filter(|index| !changes.blocks.contains_key(index));
+                let all = 0..edit.state.blocks().count();
+                let older = all.filter(|index| !changes.blocks.contains_key(index));
                 for index in older {
-                    let block = block_at(u64::from(index) << now, now, region.length);
-                    self.resume_block(region, &mut state, &block, change, free)?;
+                    let block = region.block(index, now);
+                    self.resume_block(&mut edit, &block, change, free)?;
                 }
                 continue;
             }
@@ -298,25 +295,25 @@ impl Inner {
                 && let Some(shift) = BlockShift::new(shift)
                 && shift.get() < now
             {
-                self.cut_into(&mut state, shift, region);
+                edit.cut(shift);
             }
-            if state.blocks().shift(self.region_shift) != shift {
+            if edit.shift() != shift {
                 return Err(inconsistent(start, "the ledger has blocks of another size"));
             }
-            self.resume_block(region, &mut state, &block, change, free)?;
+            self.resume_block(&mut edit, &block, change, free)?;
         }
+        // The ledger has the changes, and no other change of the blocks is pending.
         Ok(())
     }
 
     fn resume_block(
-        &self,
-        region: &Arc<Region>,
-        state: &mut RegionState,
+        self,
+        edit: &mut Edit<'_>,
         block: &RegionBlock,
         change: &Change,
         free: &mut FreeSpace,
     ) -> Result<(), Error> {
-        let now = state.blocks().entry(block.index);
+        let now = edit.state.blocks().entry(block.index);
         let entry = change.entry.entry(block.length);
         let place = |entry: Entry| entry.stored().map(|stored| stored.at);
         if place(now) == place(entry) && (place(entry).is_some() || now == entry) {
@@ -330,7 +327,7 @@ impl Inner {
                 .as_ref()
                 .is_some_and(|unused| !unused.contains(&range))
             {
-                let at = self.lba(region, block.start).0;
+                let at = self.lba(edit.region, block.start).0;
                 return Err(inconsistent(at, "the ledger names space that is in use"));
             }
             free.free.remove(range);
@@ -346,9 +343,7 @@ impl Inner {
                 written: incomplete.written.clone(),
             }
         });
-        // The ledger has the change, and no other change of the block is pending.
-        let mut edit = Edit::default();
-        self.set(region, state, block.index, entry, incomplete, &mut edit);
+        edit.set(block.index, entry, incomplete);
         Ok(())
     }
 }

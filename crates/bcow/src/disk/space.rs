@@ -10,10 +10,9 @@ use std::ops::Range;
 use bcow_format::{MAX_ADDRESS, SECTOR_BYTES, Stored};
 
 use super::extents::Extents;
-use super::locks::lock;
 use crate::Error;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Mutex, SMALL};
+use crate::sync::{Mutex, SMALL, lock};
 
 const CHUNKS: usize = 16;
 /// Bytes that a chunk takes from the pool at a time.

@@ -9,11 +9,10 @@ use super::blocks::{Blocks, CHECKED_SHIFT};
 use super::edit::Edit;
 use super::extents::Ranges;
 use super::incomplete::Job;
-use super::region::{IncompleteBlock, Region, RegionState};
+use super::region::{IncompleteBlock, Region};
 use super::regions::FoundRegion;
 use super::space::{Piece, sectors};
-use super::{Disk, DiskConfig, Inner, RegionBlock, block_at, by_region};
-use crate::device::checked_range;
+use super::{Disk, Operation, RegionBlock, block_at, by_region};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, SMALL};
 use crate::{Error, Layout, Space as Under, WritableDevice};
@@ -40,35 +39,26 @@ const MANY_BYTES: u64 = 16 << 20;
 
 impl WritableDevice for Disk {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        let config = self.inner.enter();
-        checked_range(offset, bytes.len() as u64, config.header.size)?;
-        self.inner.check_not_failed()?;
-        self.inner.write(&config, offset, bytes)?;
-        self.inner.limit_pending(&config)
+        self.change(offset, bytes.len() as u64, |operation| {
+            operation.write(offset, bytes)
+        })
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, space: Under) -> Result<(), Error> {
-        let config = self.inner.enter();
-        checked_range(offset, length, config.header.size)?;
-        self.inner.check_not_failed()?;
-        match space {
-            Under::Free => self.inner.zero(&config, offset, length, Edges::Write)?,
-            Under::Keep => self.inner.write_zeros(&config, offset, length)?,
-        }
-        self.inner.limit_pending(&config)
+        self.change(offset, length, |operation| match space {
+            Under::Free => operation.zero(offset, length, Edges::Write),
+            Under::Keep => operation.write_zeros(offset, length),
+        })
     }
 
     fn discard(&self, offset: u64, length: u64) -> Result<(), Error> {
-        let config = self.inner.enter();
-        checked_range(offset, length, config.header.size)?;
-        self.inner.check_not_failed()?;
-        self.inner.zero(&config, offset, length, Edges::Leave)?;
-        self.inner.limit_pending(&config)
+        self.change(offset, length, |operation| {
+            operation.zero(offset, length, Edges::Leave)
+        })
     }
 
     fn flush(&self) -> Result<(), Error> {
-        let config = self.inner.enter();
-        self.inner.flush(&config)
+        self.inner.operation(&self.inner.enter()).flush()
     }
 }
 
@@ -79,46 +69,46 @@ enum Edges {
     Leave,
 }
 
-impl Inner {
-    pub(super) fn write(
-        self: &Arc<Self>,
-        config: &DiskConfig,
+impl Disk {
+    /// Changes this range of the address space.
+    fn change(
+        &self,
         offset: u64,
-        bytes: &[u8],
+        length: u64,
+        change: impl FnOnce(Operation<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
+        self.access(offset, length, |operation, _| {
+            operation.check_not_failed()?;
+            change(operation)?;
+            operation.limit_pending()
+        })
+    }
+}
+
+impl Operation<'_> {
+    fn write(self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         let mut bytes = bytes;
         for (index, at, length) in by_region(offset, bytes.len() as u64, self.region_shift) {
             let (piece, rest) = bytes.split_at(length as usize);
             bytes = rest;
-            let region = self.region(config, index);
-            self.write_region(config, &region, at, piece)?;
+            let region = self.region(index);
+            self.write_region(&region, at, piece)?;
         }
         Ok(())
     }
 
-    fn write_zeros(
-        self: &Arc<Self>,
-        config: &DiskConfig,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), Error> {
+    fn write_zeros(self, offset: u64, length: u64) -> Result<(), Error> {
         let mut done = 0;
         while done < length {
             let n = (length - done).min(ZEROS.0.len() as u64);
-            self.write(config, offset + done, &ZEROS.0[..n as usize])?;
+            self.write(offset + done, &ZEROS.0[..n as usize])?;
             done += n;
         }
         Ok(())
     }
 
-    fn write_region(
-        self: &Arc<Self>,
-        config: &DiskConfig,
-        region: &Arc<Region>,
-        at: u64,
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        let shift = self.cut(config, region, bytes.len() as u64)?;
+    fn write_region(self, region: &Arc<Region>, at: u64, bytes: &[u8]) -> Result<(), Error> {
+        let shift = self.cut(region, bytes.len() as u64)?;
         let mut done = 0;
         while done < bytes.len() {
             let from = at + done as u64;
@@ -127,15 +117,15 @@ impl Inner {
             let skip = from - block.start;
             if skip > 0 || (left.len() as u64) < block.length {
                 let take = left.len().min((block.length - skip) as usize);
-                self.write_part(config, region, &block, skip as u32, &left[..take])?;
+                self.write_part(region, &block, skip as u32, &left[..take])?;
                 done += take;
             } else if shift == CHECKED_SHIFT {
                 let take = left.len() >> CHECKED_SHIFT << CHECKED_SHIFT;
-                self.write_checked(config, region, block.index, &left[..take])?;
+                self.write_checked(region, block.index, &left[..take])?;
                 done += take;
             } else {
                 let take = block.length as usize;
-                self.write_open(config, region, &block, &left[..take])?;
+                self.write_open(region, &block, &left[..take])?;
                 done += take;
             }
         }
@@ -143,23 +133,23 @@ impl Inner {
     }
 
     /// Returns log2 of the block size of a region before a write, and cuts the region if necessary.
-    fn cut(&self, config: &DiskConfig, region: &Region, length: u64) -> Result<u8, Error> {
+    fn cut(self, region: &Arc<Region>, length: u64) -> Result<u8, Error> {
         let wanted = self.shift_for(length);
         {
-            let state = self.regions.read(region, &self.file, &config.header)?;
+            let state = self.read_state(region)?;
             let shift = state.blocks().shift(self.region_shift);
             let uncut = matches!(state.blocks(), Blocks::Whole(Entry::Absent | Entry::Zero));
             if !uncut || wanted.get() == self.region_shift {
                 return Ok(shift);
             }
         }
-        let mut state = self.regions.write(region, &self.file, &config.header)?;
-        self.cut_into(&mut state, wanted, region);
-        Ok(state.blocks().shift(self.region_shift))
+        let mut edit = self.edit(region)?;
+        edit.cut(wanted);
+        Ok(edit.shift())
     }
 
     /// Block size for a region whose first write has `length` bytes.
-    fn shift_for(&self, length: u64) -> BlockShift {
+    fn shift_for(self, length: u64) -> BlockShift {
         let shift = match (self.layout, self.block_shift) {
             (Layout::Performance, _) => self.region_shift,
             (_, Some(chosen)) => chosen.get(),
@@ -176,15 +166,9 @@ impl Inner {
     }
 
     /// Writes whole blocks with checksums.
-    fn write_checked(
-        self: &Arc<Self>,
-        config: &DiskConfig,
-        region: &Arc<Region>,
-        first: u32,
-        bytes: &[u8],
-    ) -> Result<(), Error> {
+    fn write_checked(self, region: &Arc<Region>, first: u32, bytes: &[u8]) -> Result<(), Error> {
         let block_bytes = 1 << CHECKED_SHIFT;
-        if bytes.len() == block_bytes && self.rewrite_fresh(config, region, first, bytes)? {
+        if bytes.len() == block_bytes && self.rewrite_fresh(region, first, bytes)? {
             return Ok(());
         }
         let mut entries = Vec::with_capacity(bytes.len() / block_bytes);
@@ -217,30 +201,20 @@ impl Inner {
                 }
             }
         }
-        let mut state = self.regions.write(region, &self.file, &config.header)?;
-        let mut edit = Edit::default();
+        let mut edit = self.edit(region)?;
         for (index, stored) in (first..).zip(entries) {
-            let entry = Entry::Raw(stored);
-            self.set(region, &mut state, index, entry, None, &mut edit);
+            edit.set(index, Entry::Raw(stored), None);
         }
-        self.finish(state, edit)
+        edit.finish()
     }
 
     /// Overwrites a block in place if no record names it. Returns whether it did.
-    fn rewrite_fresh(
-        &self,
-        config: &DiskConfig,
-        region: &Region,
-        index: u32,
-        bytes: &[u8],
-    ) -> Result<bool, Error> {
-        {
-            let state = self.regions.read(region, &self.file, &config.header)?;
-            if !state.is_fresh(index) {
-                return Ok(false);
-            }
+    fn rewrite_fresh(self, region: &Arc<Region>, index: u32, bytes: &[u8]) -> Result<bool, Error> {
+        if !self.read_state(region)?.is_fresh(index) {
+            return Ok(false);
         }
-        let mut state = self.regions.write(region, &self.file, &config.header)?;
+        let mut edit = self.edit(region)?;
+        let state = &mut edit.state;
         let entry = state.blocks().entry(index);
         let (Entry::Raw(stored) | Entry::Open(stored)) = entry else {
             return Ok(false);
@@ -254,38 +228,33 @@ impl Inner {
         self.write_storage(stored.at.0, bytes)?;
         let crc = crc32c(bytes);
         state.rewrite(index, Entry::Raw(Stored { crc, ..stored }));
-        let mut edit = Edit::default();
-        self.complete_block(region, &mut state, index, &mut edit);
-        self.finish(state, edit)?;
+        edit.complete(index);
+        edit.finish()?;
         Ok(true)
     }
 
     /// Writes a whole open block.
     fn write_open(
-        self: &Arc<Self>,
-        config: &DiskConfig,
+        self,
         region: &Arc<Region>,
         block: &RegionBlock,
         bytes: &[u8],
     ) -> Result<(), Error> {
-        if self.write_in_place(config, region, block, 0, bytes)? {
+        if self.write_in_place(region, block, 0, bytes)? {
             return Ok(());
         }
         let piece = self
             .space
             .allocate(region.index, block.length, block.length)?;
         self.write_or_free(&piece, bytes)?;
-        let mut state = self.regions.write(region, &self.file, &config.header)?;
-        let mut edit = Edit::default();
-        let entry = open_entry(&piece);
-        self.set(region, &mut state, block.index, entry, None, &mut edit);
-        self.finish(state, edit)
+        let mut edit = self.edit(region)?;
+        edit.set(block.index, open_entry(&piece), None);
+        edit.finish()
     }
 
     /// Writes into a complete open block in place. Returns false if the block is not one.
     fn write_in_place(
-        self: &Arc<Self>,
-        config: &DiskConfig,
+        self,
         region: &Region,
         block: &RegionBlock,
         skip: u32,
@@ -293,7 +262,7 @@ impl Inner {
     ) -> Result<bool, Error> {
         loop {
             {
-                let state = self.regions.read(region, &self.file, &config.header)?;
+                let state = self.read_state(region)?;
                 let Entry::Open(stored) = state.blocks().entry(block.index) else {
                     return Ok(false);
                 };
@@ -309,54 +278,50 @@ impl Inner {
             // This is the first overwrite of a block that an earlier opening left. The file must
             // get a new identity first, because readers recognise the content by the identity.
             self.is_dirty.store(true, Ordering::Release);
-            self.flush(config)?;
+            self.flush()?;
         }
     }
 
     /// Writes a part of a block.
     fn write_part(
-        self: &Arc<Self>,
-        config: &DiskConfig,
+        self,
         region: &Arc<Region>,
         block: &RegionBlock,
         skip: u32,
         bytes: &[u8],
     ) -> Result<(), Error> {
         loop {
-            if self.write_in_place(config, region, block, skip, bytes)? {
+            if self.write_in_place(region, block, skip, bytes)? {
                 return Ok(());
             }
-            let mut edit = Edit::default();
-            let mut state = self.regions.write(region, &self.file, &config.header)?;
-            let piece = PieceOfBlock { block, skip, bytes };
-            let outcome =
-                self.write_part_exclusively(config, region, &mut state, &piece, &mut edit);
-            let finished = self.finish(state, edit);
+            let mut edit = self.edit(region)?;
+            let outcome = self.write_part_exclusively(&mut edit, block, skip, bytes);
+            let finished = edit.finish();
             let outcome = outcome?;
             finished?;
             match outcome {
                 Part::Written => return Ok(()),
                 Part::Changed => continue,
                 Part::Incomplete if self.fills.is_behind() => {
-                    return self.complete(config, region, block.index);
+                    return self.complete(region, block.index);
                 }
                 Part::Incomplete => {
-                    self.later(Job::Fill(Arc::clone(region), block.index));
+                    self.disk.later(Job::Fill(Arc::clone(region), block.index));
                     return Ok(());
                 }
             }
         }
     }
 
+    /// Writes `bytes` into a block from its byte `skip` on.
     fn write_part_exclusively(
-        &self,
-        config: &DiskConfig,
-        region: &Arc<Region>,
-        state: &mut RegionState,
-        piece: &PieceOfBlock<'_>,
-        edit: &mut Edit,
+        self,
+        edit: &mut Edit<'_>,
+        block: &RegionBlock,
+        skip: u32,
+        bytes: &[u8],
     ) -> Result<Part, Error> {
-        let PieceOfBlock { block, skip, bytes } = *piece;
+        let state = &mut edit.state;
         let index = block.index;
         let range = skip..skip + bytes.len() as u32;
         match state.blocks().entry(index) {
@@ -365,7 +330,7 @@ impl Inner {
                     return Ok(Part::Changed);
                 }
                 self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
-                self.write_incomplete(region, state, block, range, edit);
+                edit.write_incomplete(block, range);
                 self.is_dirty.store(true, Ordering::Release);
                 Ok(Part::Written)
             }
@@ -378,13 +343,13 @@ impl Inner {
             before => {
                 let piece = self
                     .space
-                    .allocate(region.index, block.length, block.length)?;
-                let zeros = config.is_zeros(&before);
+                    .allocate(edit.region.index, block.length, block.length)?;
+                let zeros = self.config.is_zeros(&before);
                 if zeros && block.length <= WHOLE_BYTES {
                     let mut whole = vec![0; block.length as usize];
                     whole[range.start as usize..range.end as usize].copy_from_slice(bytes);
                     self.write_or_free(&piece, &whole)?;
-                    self.set(region, state, index, open_entry(&piece), None, edit);
+                    edit.set(index, open_entry(&piece), None);
                     return Ok(Part::Written);
                 }
                 let part = Piece {
@@ -399,7 +364,7 @@ impl Inner {
                     self.lengthen(piece.range().end).inspect_err(|_| {
                         self.space.free(Some(piece.range()));
                     })?;
-                    self.set(region, state, index, open_entry(&piece), None, edit);
+                    edit.set(index, open_entry(&piece), None);
                     return Ok(Part::Written);
                 }
                 let mut written = Ranges::default();
@@ -409,8 +374,7 @@ impl Inner {
                     source: before,
                     written,
                 };
-                let entry = open_entry(&piece);
-                self.set(region, state, index, entry, Some(incomplete), edit);
+                edit.set(index, open_entry(&piece), Some(incomplete));
                 Ok(Part::Incomplete)
             }
         }
@@ -418,30 +382,23 @@ impl Inner {
 
     /// Makes a range read as zeros. Only zeros of partly covered blocks are stored, if `edges` says
     /// so.
-    fn zero(
-        self: &Arc<Self>,
-        config: &DiskConfig,
-        offset: u64,
-        length: u64,
-        edges: Edges,
-    ) -> Result<(), Error> {
+    fn zero(self, offset: u64, length: u64, edges: Edges) -> Result<(), Error> {
         for (index, at, length) in by_region(offset, length, self.region_shift) {
-            let region_length = config.header.region_length(index);
+            let region_length = self.config.header.region_length(index);
             if let FoundRegion::Whole(entry) = self.regions.find(index, region_length)
-                && config.is_zeros(&entry)
+                && self.config.is_zeros(&entry)
             {
                 continue;
             }
-            let region = self.region(config, index);
-            self.zero_region(config, &region, at, length, edges)?;
-            self.limit_pending(config)?;
+            let region = self.region(index);
+            self.zero_region(&region, at, length, edges)?;
+            self.limit_pending()?;
         }
         Ok(())
     }
 
     fn zero_region(
-        self: &Arc<Self>,
-        config: &DiskConfig,
+        self,
         region: &Arc<Region>,
         at: u64,
         length: u64,
@@ -449,63 +406,57 @@ impl Inner {
     ) -> Result<(), Error> {
         let end = at + length;
         let mut left = Vec::new();
-        let mut edit = Edit::default();
         {
-            let mut state = self.regions.write(region, &self.file, &config.header)?;
+            let mut edit = self.edit(region)?;
             let whole = length == region.length;
             if !whole && self.shift_for(0).get() < self.region_shift {
-                self.cut_into(&mut state, self.shift_for(0), region);
+                edit.cut(self.shift_for(0));
             }
-            let shift = state.blocks().shift(self.region_shift);
+            let shift = edit.shift();
             let mut from = at;
             while from < end {
                 let block = block_at(from, shift, region.length);
                 let block_end = block.start + block.length;
                 let take = block_end.min(end) - from;
-                if config.is_zeros(&state.blocks().entry(block.index)) {
+                if self
+                    .config
+                    .is_zeros(&edit.state.blocks().entry(block.index))
+                {
                     // The block already reads as zeros.
                 } else if take == block.length {
-                    let zeros = config.zeros();
-                    self.set(region, &mut state, block.index, zeros, None, &mut edit);
+                    edit.set(block.index, self.config.zeros(), None);
                 } else if edges == Edges::Write {
                     left.push((from, take));
                 }
                 from += take;
             }
-            self.finish(state, edit)?;
+            edit.finish()?;
         }
         for (from, take) in left {
             let start = self.lba(region, from).0;
-            self.write_zeros(config, start, take)?;
+            self.write_zeros(start, take)?;
         }
         Ok(())
     }
 
-    fn write_or_free(&self, piece: &Piece, bytes: &[u8]) -> Result<(), Error> {
+    fn write_or_free(self, piece: &Piece, bytes: &[u8]) -> Result<(), Error> {
         self.write_storage(piece.start, bytes).inspect_err(|_| {
             self.space.free(Some(piece.range()));
         })
     }
 
     /// Bounds the memory of pending changes: queues a flush, or flushes if far too much is pending.
-    fn limit_pending(self: &Arc<Self>, config: &DiskConfig) -> Result<(), Error> {
+    fn limit_pending(self) -> Result<(), Error> {
         let pending = (self.unflushed.load(Ordering::Relaxed) / MANY_PENDING)
             .max(self.listed_bytes.load(Ordering::Relaxed) / MANY_BYTES);
         if pending >= 4 {
-            return self.flush(config);
+            return self.flush();
         }
         if pending >= 1 && !self.flush_queued.swap(true, Ordering::AcqRel) {
-            self.later(Job::Flush);
+            self.disk.later(Job::Flush);
         }
         Ok(())
     }
-}
-
-/// Bytes for a part of a block, from its byte `skip` on.
-struct PieceOfBlock<'a> {
-    block: &'a RegionBlock,
-    skip: u32,
-    bytes: &'a [u8],
 }
 
 /// Outcome of a write to a part of a block.

@@ -75,11 +75,7 @@ pub(super) fn status_or_hole(
 ) -> Result<Status, Error> {
     let there = device.size().saturating_sub(at).min(length);
     let status = match there {
-        0 => Status {
-            length,
-            content: Content::Hole,
-            depth: 0,
-        },
+        0 => Status::hole(length),
         _ => device.status(at, there)?,
     };
     Ok(Status {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bcow_format::{BackingEntry, BackingName};
 
 use crate::chain::{ChainProblem, Opener, Policy};
+use crate::new_file::parent_of;
 use crate::{BlockDevice, Image};
 
 /// The reason why a file cannot be recorded as a backing by its name.
@@ -51,10 +52,7 @@ pub fn name_backing(
         size: image.size(),
     };
     let directory = path.parent().unwrap_or(Path::new("/"));
-    let beside = match disk.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
+    let beside = parent_of(disk);
     let is_here = |place: &Path| place.canonicalize().is_ok_and(|place| place == directory);
     if !is_here(beside) && !policy.directories.iter().any(|place| is_here(place)) {
         return Err(NameError::OutOfReach {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
-    Section, State, Stored, SubBlockTable, Uba, Use, encode_root, encode_table, incompatible,
+    State, Stored, SubBlockTable, Uba, Use, encode_root, encode_table, incompatible,
     read_only_compatible,
 };
 use sha2::{Digest, Sha256};
@@ -287,9 +287,7 @@ impl Composer {
     }
 
     fn write_buffer(&mut self) -> Result<(), Error> {
-        self.storage
-            .write_at(self.buffer_start, &self.buffer)
-            .map_err(|source| Error::io("write", self.buffer_start, source))?;
+        self.storage.write(self.buffer_start, &self.buffer)?;
         self.buffer_start += self.buffer.len() as u64;
         self.buffer.clear();
         Ok(())
@@ -319,20 +317,12 @@ impl Composer {
         let backings = out.section(&table.backing_table(Use::Disk)?)?;
         out.pad()?;
         let mut header = Header {
-            generation: 1,
             features,
-            purpose: Use::Disk,
-            state: State::Sealed,
-            region_shift: self.form.region_shift,
-            size,
-            file_bytes: 0,
             root,
             metadata,
             backings,
             backing_count,
-            merkle: None,
-            log: (0, 0),
-            free: Section::default(),
+            ..Header::new(Use::Disk, State::Sealed, self.form.region_shift, size)
         };
         write_merkle(&mut header, &mut out, 1)?;
         write_slots(&*storage, &mut header)?;
@@ -427,11 +417,7 @@ fn write_table(
         table.entries[index as usize] = entry;
     }
     let section = out.section(&encode_table(region, &table))?;
-    Ok(Entry::Table(Stored {
-        at: Uba(section.offset),
-        bytes: section.bytes,
-        crc: section.crc,
-    }))
+    Ok(Entry::Table(section.stored()))
 }
 
 fn mixed(region: u64) -> Error {

@@ -88,17 +88,6 @@ impl Layout {
         })
     }
 
-    /// Stored bytes of the blocks that start in `start..end` of the address space.
-    pub(super) fn stored_bytes(&self, start: u64, end: u64) -> u64 {
-        self.placed()
-            .filter(|placed| (start..end).contains(&placed.logical))
-            .map(|placed| match placed.record {
-                BlockRun::Zeros(_) | BlockRun::Absent(_) => 0,
-                BlockRun::Block { stored, .. } => u64::from(stored.bytes),
-            })
-            .sum()
-    }
-
     /// Writes the sub-block tables and returns the root entries. `fill` is the entry of blocks that
     /// were not appended. A region gets no table if all its blocks have this entry, or if one
     /// record covers it.
@@ -170,11 +159,7 @@ fn close(
 ) -> Result<(), Error> {
     if let Some((region, table)) = open.take() {
         let section = out.section(&encode_table(region, &table))?;
-        root[region as usize] = Entry::Table(Stored {
-            at: bcow_format::Uba(section.offset),
-            bytes: section.bytes,
-            crc: section.crc,
-        });
+        root[region as usize] = Entry::Table(section.stored());
     }
     Ok(())
 }

@@ -9,7 +9,7 @@
 //! depend on the speed of the encoders. Both queues are bounded, and so is the memory.
 
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use bcow_format::{SECTOR_BYTES, Stored, Uba, crc32c};
@@ -65,9 +65,8 @@ enum Ordered {
         logical: u64,
         encoded: Receiver<Encoded>,
     },
-    Zeros(u64),
-    Absent(u64),
-    Skip,
+    /// Nothing to encode.
+    Run(BlockRun),
 }
 
 impl Pipeline {
@@ -127,26 +126,26 @@ impl Pipeline {
 
     /// Adds `blocks` blocks of zeros.
     pub(super) fn zeros(&mut self, blocks: u64) -> Result<(), Error> {
-        self.send(Ordered::Zeros(blocks))
+        self.run(BlockRun::Zeros(blocks))
     }
 
     /// Adds `blocks` absent blocks.
     pub(super) fn absent(&mut self, blocks: u64) -> Result<(), Error> {
-        self.send(Ordered::Absent(blocks))
+        self.run(BlockRun::Absent(blocks))
     }
 
     /// Adds a block that is passed later, to [`Pipeline::finish`].
     pub(super) fn skip(&mut self) -> Result<(), Error> {
-        self.send(Ordered::Skip)
+        self.run(BlockRun::Zeros(1))
     }
 
-    fn send(&mut self, ordered: Ordered) -> Result<(), Error> {
+    fn run(&mut self, run: BlockRun) -> Result<(), Error> {
         let sent = match &mut self.stage {
             Stage::Inline { sink, .. } => {
-                sink.record(&ordered);
+                sink.records.push(run);
                 true
             }
-            Stage::Threads { order, .. } => order.send(ordered).is_ok(),
+            Stage::Threads { order, .. } => order.send(Ordered::Run(run)).is_ok(),
             Stage::Failed => false,
         };
         if sent { Ok(()) } else { Err(self.failure()) }
@@ -201,9 +200,7 @@ impl Pipeline {
 }
 
 fn next_job(queue: &Mutex<Receiver<Job>>) -> Option<Job> {
-    let queue = queue
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    let queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
     queue.recv().ok()
 }
 
@@ -222,7 +219,7 @@ fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
                 let encoded = encoded.recv().map_err(|_| thread_died())?;
                 sink.accept(logical, encoded)?;
             }
-            other => sink.record(&other),
+            Ordered::Run(run) => sink.records.push(run),
         }
     }
     Ok(sink)
@@ -252,22 +249,13 @@ impl Sink {
         }
     }
 
-    fn record(&mut self, ordered: &Ordered) {
-        match ordered {
-            Ordered::Zeros(blocks) => self.records.push(BlockRun::Zeros(*blocks)),
-            Ordered::Absent(blocks) => self.records.push(BlockRun::Absent(*blocks)),
-            Ordered::Skip => self.records.push(BlockRun::Zeros(1)),
-            Ordered::Block { .. } => {}
-        }
-    }
-
     fn accept(&mut self, logical: u64, encoded: Encoded) -> Result<(), Error> {
         let record = self.store(logical, encoded)?;
         self.records.push(record);
         Ok(())
     }
 
-    /// Stores the block at byte 0, whose position was reserved by [`Ordered::Skip`].
+    /// Stores the block at byte 0, whose position was reserved by [`Pipeline::skip`].
     fn accept_first(&mut self, encoded: Encoded) -> Result<(), Error> {
         let record = if self.placement == Placement::Plain {
             self.store_first_plain(encoded)?
@@ -310,7 +298,7 @@ impl Sink {
             self.buffer_at = at;
         }
         if bytes.len() >= WRITE_BYTES {
-            self.write(at, &bytes)?;
+            self.storage.write(at, &bytes)?;
             self.buffer_at = stored.end();
         } else {
             self.buffer.extend_from_slice(&bytes);
@@ -330,7 +318,7 @@ impl Sink {
         let Form::Raw(bytes) = encoded.form else {
             return Ok(BlockRun::Zeros(1));
         };
-        self.write(0, &bytes)?;
+        self.storage.write(0, &bytes)?;
         self.end = self.end.max(bytes.len() as u64);
         Ok(BlockRun::Block {
             stored: Stored {
@@ -345,16 +333,10 @@ impl Sink {
 
     fn flush(&mut self) -> Result<(), Error> {
         if !self.buffer.is_empty() {
-            self.write(self.buffer_at, &self.buffer)?;
+            self.storage.write(self.buffer_at, &self.buffer)?;
             self.buffer_at += self.buffer.len() as u64;
             self.buffer.clear();
         }
         Ok(())
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
-        self.storage
-            .write_at(at, bytes)
-            .map_err(|source| Error::io("write", at, source))
     }
 }

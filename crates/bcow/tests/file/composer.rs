@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{RewriteOptions, rewrite};
 use bcow::{
     BlockDevice, Composer, Composition, Compression, Content, Error, Image, Keep, Mapping,
     MemoryStorage, OneBacking, OpenOptions, ShownBy,
 };
-use bcow_testkit::noise;
+use bcow_testkit::{assert_sound, content, noise, read};
 
 const SIZE: u64 = (6 << 16) + 8192;
 const BACKING: u64 = 5 << 16;
@@ -79,20 +78,16 @@ fn open(storage: Arc<MemoryStorage>) -> Arc<Image> {
 #[test]
 fn pieces_in_any_order_give_the_same_content() {
     let (storage, hash, expected) = composed(&pieces());
-    let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
-    assert!(report.findings.is_empty(), "{:?}", report.findings);
+    assert_sound(storage.clone());
     let image = open(storage);
-    let mut found = vec![0; SIZE as usize];
-    image.read_at(0, &mut found).unwrap();
-    assert!(found == expected);
+    assert!(content(&*image) == expected);
     // Pieces of blocks, across their borders.
     for (at, length) in [
         (2 * 65536 + 4090, 200),
         (3 * 65536 - 5, 10),
         (4 * 65536 + 4000, 500),
     ] {
-        let mut found = vec![1; length];
-        image.read_at(at as u64, &mut found).unwrap();
+        let found = read(&*image, at as u64, length);
         assert!(found == expected[at..at + length], "{at}");
     }
     let mut reversed = pieces();
@@ -100,9 +95,7 @@ fn pieces_in_any_order_give_the_same_content() {
     let (again, same, expected_again) = composed(&reversed);
     assert_eq!(hash, same);
     assert!(expected == expected_again);
-    let mut found = vec![0; SIZE as usize];
-    open(again).read_at(0, &mut found).unwrap();
-    assert!(found == expected);
+    assert!(content(&*open(again)) == expected);
     let mut other = pieces();
     other[0].1[0] = 8;
     assert_ne!(hash, composed(&other).1);
@@ -176,7 +169,5 @@ fn the_own_content_of_a_disk_with_windows_is_not_stored_without_them() {
     let form = RewriteOptions::sealed(&disk, Keep::All);
     rewrite(&*disk, whole.clone(), form, &()).unwrap();
     let whole = Image::open_storage(whole, &OpenOptions::default()).unwrap();
-    let mut found = vec![0; SIZE as usize];
-    whole.read_at(0, &mut found).unwrap();
-    assert!(found == expected);
+    assert!(content(&*whole) == expected);
 }

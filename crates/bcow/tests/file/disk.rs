@@ -3,13 +3,11 @@
 
 use std::sync::Arc;
 
-use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName};
 use bcow::{
     BlockDevice, Content, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter, Layout,
     Mapping, MemoryStorage, OneBacking, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
 };
-use bcow_testkit::noise;
+use bcow_testkit::{assert_sound, below, content, noise, read};
 
 const MIB: u64 = 1 << 20;
 
@@ -32,22 +30,21 @@ fn layouts(size: u64) -> Vec<CreateOptions> {
     ]
 }
 
-fn backing(bytes: Vec<u8>) -> (BackingEntry, Arc<dyn BlockDevice>) {
-    let entry = BackingEntry {
-        name: BackingName::Digest([7; 32]),
-        size: bytes.len() as u64,
-    };
-    (entry, Arc::new(bytes))
+fn layout(layout: Layout, size: u64) -> CreateOptions {
+    CreateOptions {
+        layout,
+        ..CreateOptions::disk(size)
+    }
 }
 
 /// Creates a disk over these bytes; also returns the backing.
 fn over(
     storage: &Arc<MemoryStorage>,
     options: &CreateOptions,
-    below: Vec<u8>,
+    bytes: Vec<u8>,
 ) -> (Disk, Arc<dyn BlockDevice>) {
-    let (entry, device) = backing(below);
-    let given = Some((entry, device.clone()));
+    let device: Arc<dyn BlockDevice> = Arc::new(bytes);
+    let given = Some(below(device.clone()));
     let disk = Disk::create(storage.clone(), options, given, &OpenOptions::default());
     (disk.unwrap(), device)
 }
@@ -60,17 +57,6 @@ fn reopen(storage: &Arc<MemoryStorage>, backing: Option<&Arc<dyn BlockDevice>>) 
 /// A copy of the storage after a power cut that lost nothing.
 fn crashed(storage: &Arc<MemoryStorage>) -> Arc<MemoryStorage> {
     Arc::new(MemoryStorage::new(storage.to_vec()))
-}
-
-fn read(device: &dyn BlockDevice, offset: u64, length: usize) -> Vec<u8> {
-    let mut bytes = vec![0xEE; length];
-    device.read_at(offset, &mut bytes).unwrap();
-    bytes
-}
-
-fn assert_sound(storage: &Arc<MemoryStorage>) {
-    let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
-    assert!(report.findings.is_empty(), "{:?}", report.findings);
 }
 
 /// The threads that still refer to the disk wait, as in a process that ends.
@@ -96,7 +82,7 @@ fn a_disk_that_is_closed_for_an_exit_changes_no_more() {
         let written: Vec<(u64, u64)> = begun.into_iter().chain(receiver.try_iter()).collect();
         std::thread::sleep(std::time::Duration::from_millis(20));
         assert_eq!(storage.to_vec(), file);
-        assert_sound(&storage);
+        assert_sound(storage.clone());
         let again = reopen(&crashed(&storage), Some(&device));
         assert_eq!(again.identity_hash(), identity);
         let mut newest = noise(3, 9 << 20);
@@ -119,10 +105,12 @@ fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
         for with_backing in [false, true] {
             let storage = Arc::new(MemoryStorage::default());
             let below = noise(1, 7 * MIB as usize);
-            let given = with_backing.then(|| backing(below.clone()));
-            let device = given.as_ref().map(|(_, device)| device.clone());
-            let disk = Disk::create(storage.clone(), &options, given, &OpenOptions::default());
-            let disk = disk.unwrap();
+            let (disk, device) = if with_backing {
+                let (disk, device) = over(&storage, &options, below.clone());
+                (disk, Some(device))
+            } else {
+                (create(&storage, options.clone()), None)
+            };
             let mut model = vec![0; options.size as usize];
             if with_backing {
                 model[..below.len()].copy_from_slice(&below);
@@ -156,74 +144,14 @@ fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
             let again = reopen(&after_crash, device.as_ref());
             assert!(read(&again, 0, model.len()) == model, "{options:?}");
             again.close().unwrap();
-            assert_sound(&after_crash);
+            assert_sound(after_crash);
             disk.close().unwrap();
-            assert_sound(&storage);
-            let image = match &device {
-                Some(device) => Image::open_with_backings(
-                    storage.clone(),
-                    &OpenOptions::default(),
-                    &OneBacking(Some(device.clone())),
-                ),
-                None => Image::open_storage(storage.clone(), &OpenOptions::default()),
-            };
-            assert!(read(&*image.unwrap(), 0, model.len()) == model);
+            assert_sound(storage.clone());
+            let (open, backing) = (OpenOptions::default(), OneBacking(device));
+            let image = Image::open_with_backings(storage, &open, &backing).unwrap();
+            assert!(content(&*image) == model);
         }
     }
-}
-
-#[test]
-fn the_log_is_seen_by_readers_of_the_file() {
-    let storage = Arc::new(MemoryStorage::default());
-    let disk = create(&storage, CreateOptions::disk(8 * MIB));
-    let bytes = noise(1, 4096);
-    disk.write_at(MIB, &bytes).unwrap();
-    disk.flush().unwrap();
-    let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
-    assert_eq!(read(&*image, MIB, 4096), bytes);
-    assert_sound(&storage);
-}
-
-#[test]
-fn what_was_not_flushed_may_be_lost_and_nothing_else_is() {
-    let storage = Arc::new(MemoryStorage::default());
-    let disk = create(&storage, CreateOptions::disk(8 * MIB));
-    disk.write_at(0, &noise(1, 4096)).unwrap();
-    disk.flush().unwrap();
-    disk.write_at(0, &noise(2, 4096)).unwrap();
-    let again = reopen(&crashed(&storage), None);
-    assert_eq!(read(&again, 0, 4096), noise(1, 4096));
-}
-
-#[test]
-fn a_partial_write_over_a_backing_returns_before_the_rest_is_copied() {
-    let storage = Arc::new(MemoryStorage::default());
-    let below = noise(1, MIB as usize);
-    let options = CreateOptions {
-        layout: Layout::Space,
-        ..CreateOptions::disk(MIB)
-    };
-    let disk = Disk::create(
-        storage.clone(),
-        &options,
-        Some(backing(below.clone())),
-        &OpenOptions::default(),
-    )
-    .unwrap();
-    disk.write_at(5000, b"new").unwrap();
-    let mut expected = below[4096..8192].to_vec();
-    expected[904..907].copy_from_slice(b"new");
-    assert_eq!(read(&disk, 4096, 4096), expected);
-    disk.flush().unwrap();
-    assert_eq!(disk.statistics().filled_blocks, 1);
-    assert_eq!(
-        read(
-            &reopen(&crashed(&storage), Some(&backing(below).1)),
-            4096,
-            4096
-        ),
-        expected
-    );
 }
 
 #[test]
@@ -245,7 +173,7 @@ fn discarded_and_zeroed_ranges_read_as_zeros_and_take_no_space() {
         let used = storage.len().unwrap() - disk.statistics().free_bytes;
         assert!(used < 5 * MIB, "{options:?} {used}");
         disk.close().unwrap();
-        assert_sound(&storage);
+        assert_sound(storage);
     }
 }
 
@@ -261,11 +189,7 @@ fn zeros_that_keep_their_space_are_stored() {
 #[test]
 fn freed_space_is_used_again() {
     let storage = Arc::new(MemoryStorage::default());
-    let options = CreateOptions {
-        layout: Layout::Space,
-        ..CreateOptions::disk(32 * MIB)
-    };
-    let disk = create(&storage, options);
+    let disk = create(&storage, layout(Layout::Space, 32 * MIB));
     for round in 0..20 {
         disk.write_at(0, &noise(round, 8 * MIB as usize)).unwrap();
         disk.flush().unwrap();
@@ -273,7 +197,7 @@ fn freed_space_is_used_again() {
     let length = storage.len().unwrap();
     assert!(length < 64 * MIB, "{length}");
     disk.close().unwrap();
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 #[test]
@@ -298,7 +222,7 @@ fn a_full_log_becomes_tables() {
     assert!(read(&again, 0, model.len()) == model);
     again.close().unwrap();
     disk.close().unwrap();
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 #[test]
@@ -322,7 +246,7 @@ fn a_disk_that_grew_shows_zeros_and_one_that_shrank_forgot() {
             assert!(read(&again, 0, model.len()) == model, "{options:?} {size}");
         }
         disk.close().unwrap();
-        assert_sound(&storage);
+        assert_sound(storage);
     }
 }
 
@@ -330,10 +254,7 @@ fn a_disk_that_grew_shows_zeros_and_one_that_shrank_forgot() {
 fn a_cleared_disk_shows_its_backing_again() {
     let storage = Arc::new(MemoryStorage::default());
     let below = noise(1, 4 * MIB as usize);
-    let (entry, device) = backing(below.clone());
-    let open = OpenOptions::default();
-    let options = CreateOptions::disk(4 * MIB);
-    let disk = Disk::create(storage.clone(), &options, Some((entry, device)), &open).unwrap();
+    let (disk, _) = over(&storage, &CreateOptions::disk(4 * MIB), below.clone());
     disk.write_at(0, &noise(2, 3 * MIB as usize)).unwrap();
     disk.clear().unwrap();
     assert!(read(&disk, 0, below.len()) == below);
@@ -343,14 +264,13 @@ fn a_cleared_disk_shows_its_backing_again() {
     assert!(read(&disk, 4096, 8192).iter().all(|byte| *byte == 0));
     assert_eq!(disk.rebuild_free_list().unwrap(), 0);
     disk.close().unwrap();
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 #[test]
 fn a_sealed_file_is_not_opened_for_writing() {
     let storage = Arc::new(MemoryStorage::default());
-    let writer =
-        bcow::ImageWriter::on_storage(storage.clone(), bcow::WriterOptions::default()).unwrap();
+    let writer = ImageWriter::on_storage(storage.clone(), WriterOptions::default()).unwrap();
     writer.finish(&[], &serde_json::json!({})).unwrap();
     let refused = Disk::open(storage, &OpenOptions::default(), &bcow::NoBackings);
     assert!(matches!(refused.err(), Some(Error::Unsupported(_))));
@@ -376,10 +296,7 @@ fn blocks_of_a_long_first_write_are_larger() {
 fn writers_and_flushers_side_by_side_lose_nothing() {
     let storage = Arc::new(MemoryStorage::default());
     let below = noise(1, 16 * MIB as usize);
-    let (entry, device) = backing(below.clone());
-    let open = OpenOptions::default();
-    let options = CreateOptions::disk(16 * MIB);
-    let disk = Disk::create(storage.clone(), &options, Some((entry, device)), &open).unwrap();
+    let (disk, _) = over(&storage, &CreateOptions::disk(16 * MIB), below.clone());
     let share = 2 * MIB as usize;
     std::thread::scope(|scope| {
         for thread in 0..8 {
@@ -407,7 +324,7 @@ fn writers_and_flushers_side_by_side_lose_nothing() {
         }
     });
     disk.close().unwrap();
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 #[test]
@@ -415,14 +332,8 @@ fn a_disk_is_closed_while_blocks_are_being_filled() {
     let below = noise(1, MIB as usize);
     for round in 0..100 {
         let storage = Arc::new(MemoryStorage::default());
-        let options = CreateOptions {
-            layout: Layout::Space,
-            ..CreateOptions::disk(MIB)
-        };
-        let given = backing(below.clone());
-        let device = given.1.clone();
-        let open = OpenOptions::default();
-        let disk = Disk::create(storage.clone(), &options, Some(given), &open).unwrap();
+        let options = layout(Layout::Space, MIB);
+        let (disk, device) = over(&storage, &options, below.clone());
         for block in 0..64 {
             disk.write_at(block * 4096 + round, b"part").unwrap();
         }
@@ -438,11 +349,7 @@ fn a_disk_is_closed_while_blocks_are_being_filled() {
 #[test]
 fn space_that_one_region_gave_up_and_another_took_is_in_use_after_a_crash() {
     let storage = Arc::new(MemoryStorage::default());
-    let options = CreateOptions {
-        layout: Layout::Space,
-        ..CreateOptions::disk(8 << 20)
-    };
-    let disk = create(&storage, options);
+    let disk = create(&storage, layout(Layout::Space, 8 << 20));
     let region = 4 << 20;
     disk.write_at(0, &noise(0, region)).unwrap();
     disk.checkpoint().unwrap();
@@ -460,34 +367,26 @@ fn space_that_one_region_gave_up_and_another_took_is_in_use_after_a_crash() {
     disk.flush().unwrap();
     assert!(read(&disk, region as u64, region) == noise(6, region));
     disk.close().unwrap();
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 #[test]
 fn a_large_block_written_in_part_at_the_end_of_the_file_is_there_as_a_whole() {
     let storage = Arc::new(MemoryStorage::default());
     let options = CreateOptions {
-        layout: Layout::Performance,
         block_bytes: Some(1 << 20),
-        ..CreateOptions::disk(8 * MIB)
+        ..layout(Layout::Performance, 8 * MIB)
     };
     let disk = create(&storage, options);
     disk.write_at(2 * MIB + 4096, &[7; 4096]).unwrap();
-    let mut whole = vec![1; MIB as usize];
-    disk.read_at(2 * MIB, &mut whole).unwrap();
-    assert!(
-        whole[..4096]
-            .iter()
-            .chain(&whole[8192..])
-            .all(|byte| *byte == 0)
-    );
+    let whole = read(&disk, 2 * MIB, MIB as usize);
+    let mut around = whole[..4096].iter().chain(&whole[8192..]);
+    assert!(around.all(|byte| *byte == 0));
     disk.flush().unwrap();
 
     // Nothing was written after it, and the file was not closed.
     let disk = reopen(&crashed(&storage), None);
-    let mut again = vec![1; MIB as usize];
-    disk.read_at(2 * MIB, &mut again).unwrap();
-    assert_eq!(again, whole);
+    assert_eq!(read(&disk, 2 * MIB, MIB as usize), whole);
 }
 
 #[test]
@@ -543,7 +442,7 @@ fn released_memory_changes_no_content() {
     }
     disk.close().unwrap();
     assert!(read(&reopen(&storage, None), 0, model.len()) == model);
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 /// Bytes in memory, with a counter of barriers.
@@ -554,18 +453,8 @@ struct Counted {
 }
 
 impl Storage for Counted {
-    fn len(&self) -> std::io::Result<u64> {
-        self.content.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
-        self.content.read_at(offset, buf)
-    }
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
-        self.content.write_at(offset, bytes)
-    }
-    fn set_len(&self, bytes: u64) -> std::io::Result<()> {
-        self.content.set_len(bytes)
-    }
+    bcow_testkit::forward!(content: len, read_at, write_at, set_len);
+
     fn sync(&self) -> std::io::Result<()> {
         self.barriers
             .fetch_add(1, std::sync::atomic::Ordering::SeqCst);
@@ -622,17 +511,13 @@ fn a_region_that_is_zeroed_as_a_whole_and_written_before_a_flush_gives_its_space
         assert_eq!(disk.statistics().unflushed_blocks, 0);
     }
     disk.close().unwrap();
-    assert_sound(&storage);
+    assert_sound(storage);
 }
 
 #[test]
 fn a_block_that_is_alone_in_the_last_region_is_a_checked_one_also_after_a_crash() {
     let storage = Arc::new(MemoryStorage::default());
-    let options = CreateOptions {
-        layout: Layout::Space,
-        ..CreateOptions::disk(4 * MIB + 4096)
-    };
-    let disk = create(&storage, options);
+    let disk = create(&storage, layout(Layout::Space, 4 * MIB + 4096));
     disk.write_at(4 * MIB, &[1; 4096]).unwrap();
     disk.flush().unwrap();
     drop(disk);

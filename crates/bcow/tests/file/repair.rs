@@ -1,31 +1,15 @@
 //! Repair: it restores what it can, and leaves other damage unchanged.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, Repair, Report, Severity, check, repair};
 use bcow::{BlockDevice, Image, MemoryStorage, OpenOptions, Storage};
 
-fn vectors(folder: &str) -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../fixtures/vectors")
-        .join(folder);
-    let files = fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path());
-    let files: Vec<_> = files
-        .filter(|path| path.extension().is_some_and(|e| e == "bcow"))
-        .collect();
-    assert!(!files.is_empty());
-    files
-}
+use crate::vectors::{folder, vectors};
 
 fn vector(name: &str) -> Arc<MemoryStorage> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../fixtures/vectors")
-        .join(name)
-        .with_extension("bcow");
+    let path = folder(name).with_extension("bcow");
     Arc::new(MemoryStorage::new(fs::read(path).unwrap()))
 }
 

@@ -3,13 +3,14 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, RestoreError, Restored, check, restore};
 use bcow::format::choose_header;
 use bcow::{Compression, Image, ImageWriter, MemoryStorage, OpenOptions, Storage, WriterOptions};
 use proptest::prelude::*;
+
+use crate::vectors::folder;
 
 /// A sealed image whose content does not repeat.
 fn image(seed: u64) -> Vec<u8> {
@@ -30,8 +31,7 @@ fn image(seed: u64) -> Vec<u8> {
 
 /// A file whose tree has two levels.
 fn two_levels() -> Vec<u8> {
-    let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/vectors");
-    fs::read(vectors.join("valid/merkle-two-levels.bcow")).unwrap()
+    fs::read(folder("valid/merkle-two-levels.bcow")).unwrap()
 }
 
 fn root(file: &[u8]) -> [u8; 32] {

@@ -14,14 +14,15 @@ use bcow::{
 };
 use sha2::{Digest, Sha256};
 
-fn folder(name: &str) -> PathBuf {
+/// The folder, or the file without its extension, of this name.
+pub fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../fixtures/vectors")
         .join(name)
 }
 
 /// All `.bcow` files of a folder.
-fn vectors(name: &str) -> Vec<PathBuf> {
+pub fn vectors(name: &str) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = fs::read_dir(folder(name))
         .unwrap()
         .map(|entry| entry.unwrap().path())

@@ -7,7 +7,7 @@ use bcow::{
     BlockDevice, Compression, Image, ImageWriter, Mapping, MemoryStorage, OpenOptions, Verify,
     WriterOptions, Written, verify_written,
 };
-use bcow_testkit::{SmallDisk, WriteLog};
+use bcow_testkit::{SmallDisk, WriteLog, assert_sound, read};
 
 /// Content of all kinds: text, zeros, noise.
 fn content(bytes: usize) -> Vec<u8> {
@@ -76,8 +76,7 @@ fn content_reads_back_in_every_layout() {
             };
             let image = Image::open_storage(storage.clone(), &open).unwrap();
             assert_eq!(image.size(), written.size(), "{options:?}");
-            let mut whole = vec![1; image.size() as usize];
-            image.read_at(0, &mut whole).unwrap();
+            let whole = read(&*image, 0, image.size() as usize);
             assert!(whole[..1024].iter().all(|&b| b == 0));
             assert_eq!(&whole[1024..1034], b"superblock");
             assert!(whole[4096..4096 + files.len()] == files[..], "{options:?}");
@@ -88,12 +87,7 @@ fn content_reads_back_in_every_layout() {
             assert!(small[..] == whole[123_457..128_457]);
             assert_eq!(image.metadata().unwrap()["tool"], "test");
         }
-        let options = CheckOptions {
-            data: true,
-            threads: 2,
-        };
-        let report = check(storage, &options).unwrap();
-        assert_eq!(report.findings, []);
+        assert_sound(storage);
     }
 }
 
@@ -119,8 +113,7 @@ fn plain_file_is_an_image_of_its_address_space() {
     };
     let (storage, written, _) = write(&options, &content(1_000_000), &content(5000));
     let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
-    let mut whole = vec![0; written.size() as usize];
-    image.read_at(0, &mut whole).unwrap();
+    let whole = read(&*image, 0, written.size() as usize);
     assert!(storage.to_vec()[1024..whole.len()] == whole[1024..]);
 }
 
@@ -150,9 +143,8 @@ fn damage_anywhere_is_found_and_never_read() {
     for options in all_options() {
         let (storage, written, _) = write(&options, &files, &tree);
         let good = storage.to_vec();
-        let mut whole = vec![0; written.size() as usize];
         let image = Image::open_storage(storage, &OpenOptions::default()).unwrap();
-        image.read_at(0, &mut whole).unwrap();
+        let whole = read(&*image, 0, written.size() as usize);
         for place in (1024..good.len()).step_by(good.len() / 97) {
             let mut bad = good.clone();
             bad[place] ^= 0x10;

@@ -14,9 +14,7 @@ const MIB: u64 = 1 << 20;
 const REGION: u64 = 4 * MIB;
 
 fn read(device: &dyn BlockDevice, offset: u64, length: u64) -> Vec<u8> {
-    let mut bytes = vec![0xEE; length as usize];
-    device.read_at(offset, &mut bytes).unwrap();
-    bytes
+    bcow_testkit::read(device, offset, length as usize)
 }
 
 /// Bytes that depend on their address.

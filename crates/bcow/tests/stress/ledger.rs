@@ -51,12 +51,8 @@ enum Life {
 }
 
 impl Storage for Mortal {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.content.read_at(offset, buf)
-    }
+    bcow_testkit::forward!(content: len, read_at);
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         // The log is behind the header (spec section 3).
         let is_record = (4096..8192).contains(&offset);

@@ -128,25 +128,15 @@ struct SlowFile {
 }
 
 impl Storage for SlowFile {
-    fn len(&self) -> io::Result<u64> {
-        Storage::len(&self.file)
-    }
+    bcow_testkit::forward!(file: len, write_at, set_len, punch);
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         self.clock.late();
         self.file.read_at(offset, buf)
     }
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_at(offset, bytes)
-    }
-    fn set_len(&self, bytes: u64) -> io::Result<()> {
-        Storage::set_len(&self.file, bytes)
-    }
     fn sync(&self) -> io::Result<()> {
         // The test examines what a killed process leaves, which does not depend on syncs.
         Ok(())
-    }
-    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
-        self.file.punch(offset, bytes)
     }
 }
 

@@ -15,7 +15,7 @@ use bcow::{
     BlockDevice, Compression, Content, CreateOptions, Disk, Error, Image, Keep, Layout, Ledger,
     MemoryStorage, OneBacking, OpenOptions, Space, Status, WritableDevice,
 };
-use bcow_testkit::below as with_entry;
+use bcow_testkit::{Random, assert_sound, below as with_entry, content};
 use proptest::prelude::*;
 
 const MAX_BYTES: u64 = 6 << 20;
@@ -216,19 +216,8 @@ impl BlockDevice for Sparse {
         let length = length.min(4096 - offset % 4096);
         let sector = &self.0[offset as usize..][..length as usize];
         let is_hole = sector.iter().all(|byte| *byte == 0);
-        let (content, depth) = if is_hole { (Content::Hole, 0) } else { (Content::Data, 1) };
-        Ok(Status {
-            length,
-            content,
-            depth,
-        })
+        Ok(if is_hole { Status::hole(length) } else { Status::data(length) })
     }
-}
-
-fn content(device: &dyn BlockDevice) -> Vec<u8> {
-    let mut bytes = vec![0xEE; device.size() as usize];
-    device.read_at(0, &mut bytes).unwrap();
-    bytes
 }
 
 /// The bytes of a write.
@@ -461,7 +450,7 @@ impl Chain {
         let below = OneBacking(self.open_below(self.levels.len() - 1));
         let new = Image::open_with_backings(storage.clone(), &OpenOptions::default(), &below);
         assert!(content(&*new.unwrap()) == self.top().content);
-        assert_eq!(check(storage, &CheckOptions::FULL).unwrap().findings, []);
+        assert_sound(storage);
         drop(image);
         self.open();
     }
@@ -670,7 +659,6 @@ fn threads_on_the_same_blocks_leave_one_value_in_each() {
 }
 
 fn threads_on_the_same_blocks(with_ledger: bool) {
-    use bcow_testkit::Random;
     const BLOCKS: u64 = 64;
     for (layout, backed) in [(0, false), (1, true), (2, true), (3, true)] {
         let storage = Arc::new(MemoryStorage::default());
@@ -728,6 +716,6 @@ fn threads_on_the_same_blocks(with_ledger: bool) {
         disk.read_at(0, &mut again).unwrap();
         assert!(again == seen, "layout {layout}");
         disk.close().unwrap();
-        assert_eq!(check(storage, &CheckOptions::FULL).unwrap().findings, []);
+        assert_sound(storage);
     }
 }

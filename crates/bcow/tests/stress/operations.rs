@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use bcow::chain::{ChainProblem, NoDigests, NoUrls, NoViews, Policy, Share};
-use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{
     CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions, commit,
@@ -18,7 +17,7 @@ use bcow::{
     LockedFile, MemoryStorage, NewFile, NewFileError, OneBacking, OpenOptions, Space, Storage,
     UnreadBackings, WritableDevice,
 };
-use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window};
+use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window, assert_sound, content};
 
 const KIB: u64 = 1024;
 
@@ -33,12 +32,6 @@ fn create(size: u64, layout: Layout) -> CreateOptions {
         log_bytes: 256 << 10,
         ..CreateOptions::disk(size)
     }
-}
-
-fn content(device: &dyn BlockDevice) -> Vec<u8> {
-    let mut bytes = vec![0; device.size() as usize];
-    device.read_at(0, &mut bytes).unwrap();
-    bytes
 }
 
 fn named(identity: Option<[u8; 32]>, size: u64) -> BackingEntry {
@@ -138,12 +131,8 @@ impl Ordered {
 }
 
 impl Storage for Ordered {
-    fn len(&self) -> io::Result<u64> {
-        self.cut.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.cut.read_at(offset, buf)
-    }
+    bcow_testkit::forward!(cut: len, read_at);
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.in_order(|| self.cut.write_at(offset, bytes))
     }
@@ -241,10 +230,6 @@ fn look(base: &[u8], top: &[u8], shown: &[u8], again: bool) -> bool {
         assert_sound(top_storage);
     }
     behind
-}
-
-fn assert_sound(storage: Arc<dyn Storage>) {
-    assert_eq!(check(storage, &CheckOptions::FULL).unwrap().findings, []);
 }
 
 #[test]

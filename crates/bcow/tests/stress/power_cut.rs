@@ -444,12 +444,8 @@ struct Mistaken {
 }
 
 impl Storage for Mistaken {
-    fn len(&self) -> io::Result<u64> {
-        self.content.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.content.read_at(offset, buf)
-    }
+    bcow_testkit::forward!(content: len, read_at, set_len, sync);
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.content.write_at(offset, bytes)?;
         let chosen = self
@@ -459,12 +455,6 @@ impl Storage for Mistaken {
             Ok(_) => Err(io::Error::from_raw_os_error(5)),
             Err(_) => Ok(()),
         }
-    }
-    fn set_len(&self, bytes: u64) -> io::Result<()> {
-        self.content.set_len(bytes)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.content.sync()
     }
 }
 
