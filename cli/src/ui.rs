@@ -356,7 +356,7 @@ pub struct Progress<'u> {
     warned: Mutex<u64>,
 }
 
-/// Messages of one operation that are shown one by one; a hostile tarball could bring millions.
+/// Warnings of one operation that are shown one by one; a hostile tarball could bring millions.
 const WARNINGS_SHOWN: u64 = 20;
 
 impl bcow_oci::Progress for Progress<'_> {

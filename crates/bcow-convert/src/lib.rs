@@ -12,7 +12,7 @@
 //! use bcow_convert::{ExportedPart, Output, Work, export_bytes};
 //! use bcow_images::args::IMAGE;
 //! use bcow_images::error::CommandError;
-//! use bcow_images::image::{OpenImage, StoreArgs, Messages};
+//! use bcow_images::image::{Messages, OpenImage, StoreArgs};
 //! use bcow_images::interrupt::Interrupt;
 //!
 //! fn export(image: &str, messages: &dyn Messages) -> Result<u64, CommandError> {

@@ -11,7 +11,7 @@
 //! use bcow_fsck::Fsck;
 //! use bcow_images::args::WHOLE_IMAGE;
 //! use bcow_images::error::CommandError;
-//! use bcow_images::image::{LayerArgs, StoreArgs, Messages};
+//! use bcow_images::image::{LayerArgs, Messages, StoreArgs};
 //!
 //! fn errors(image: &str, messages: &dyn Messages) -> Result<u64, CommandError> {
 //!     let fsck = Fsck {

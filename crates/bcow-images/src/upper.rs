@@ -144,8 +144,7 @@ pub fn require_image(
 
 /// The error for an upper that cannot be used. Names the processes that have it in use.
 pub fn cannot_use(error: &UpperError) -> CommandError {
-    let failure = CommandError::new(format!("cannot use the upper {error}"));
-    let mut failure = failure.caused_by_source_of(error);
+    let mut failure = CommandError::new("cannot use the upper").caused_by(error);
     if let Some((path, _)) = error.in_use() {
         let holders = running::describe_lock_holders(&path.join(running::LOCK_IN_UPPER));
         failure = holders
