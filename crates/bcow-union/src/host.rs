@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use rustix::fs::{FallocateFlags, SeekFrom, Timespec, Timestamps, UTIME_OMIT};
+use rustix::fs::{FallocateFlags, SeekFrom, Stat, Timespec, Timestamps, UTIME_OMIT};
 use rustix::io::Errno;
 
 use crate::Seek;
@@ -186,6 +186,11 @@ pub(crate) fn read_all(file: &dyn HostFile, offset: u64, buf: &mut [u8]) -> io::
         }
     }
     Ok(())
+}
+
+/// Bytes of the host's disk that an inode takes.
+pub(crate) fn stored_bytes(stat: &Stat) -> u64 {
+    u64::try_from(stat.st_blocks).unwrap_or(0) * 512
 }
 
 /// The errno of an error. Errors without an errno come from bcow itself.

@@ -7,14 +7,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 
-use rustix::fs::Stat;
 use rustix::io::Errno;
 
 use super::UnionFs;
 use super::nodes::Node;
 use crate::account::Reservation;
 use crate::blocks::BLOCK_BYTES;
-use crate::host::{HostFile, errno_of};
+use crate::host::{HostFile, errno_of, stored_bytes};
 
 impl UnionFs {
     /// Reserves at least one block, and inodes; `ENOSPC` at a limit.
@@ -65,9 +64,4 @@ impl UnionFs {
             node.release_on_drop(&self.account);
         }
     }
-}
-
-/// Bytes of the host's disk that an inode takes.
-pub(super) fn stored_bytes(stat: &Stat) -> u64 {
-    u64::try_from(stat.st_blocks).unwrap_or(0) * 512
 }

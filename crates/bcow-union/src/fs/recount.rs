@@ -3,10 +3,9 @@
 use rustix::fs::{Dir, FileType};
 use rustix::io::Errno;
 
-use super::charge::stored_bytes;
 use super::host;
 use crate::account::Account;
-use crate::host::errno_of;
+use crate::host::{errno_of, stored_bytes};
 use crate::upper::beneath::open_directory_beneath;
 use crate::upper::{Instance, META, is_whiteout, parse_entry_name};
 

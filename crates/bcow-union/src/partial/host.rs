@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::Seek;
 use crate::account::Account;
-use crate::host::HostFile;
+use crate::host::{HostFile, stored_bytes};
 use crate::upper::beneath::{is_not_regular_error, open_regular};
 use crate::upper::{
     Attribute, Mark, Metacopy, Namespace, PartialMark, REDIRECT_NOWHERE, entry_name,
@@ -162,7 +162,7 @@ impl MapDirectory {
             return Ok(());
         }
         let stat = || rustix::fs::fstat(&self.maps);
-        let stored = || Ok(u64::try_from(stat()?.st_blocks).unwrap_or(0) * 512);
+        let stored = || Ok(stored_bytes(&stat()?));
         self.account.measure(stat()?.st_ino, stored)
     }
 }
