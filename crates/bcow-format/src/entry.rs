@@ -5,7 +5,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::error::require;
 use crate::sizes::{ENTRY_BYTES, MAX_ADDRESS, SECTOR_BYTES};
-use crate::{Header, Uba, incompatible};
+use crate::{Header, Section, Uba, incompatible};
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
@@ -63,6 +63,17 @@ pub struct Stored {
     pub bytes: u32,
     /// CRC32C of the range; 0 for [`Entry::Open`].
     pub crc: u32,
+}
+
+impl Section {
+    /// The range of the section, for an entry.
+    pub fn stored(&self) -> Stored {
+        Stored {
+            at: Uba(self.offset),
+            bytes: self.bytes,
+            crc: self.crc,
+        }
+    }
 }
 
 impl Entry {

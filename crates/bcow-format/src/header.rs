@@ -11,8 +11,7 @@ use crate::sizes::{
     SECTOR_BYTES, SLOT_BYTES,
 };
 use crate::{
-    Features, FormatError, MerkleShape, Stored, Uba, crc32c, crc32c_matches, incompatible,
-    read_only_compatible,
+    Features, FormatError, MerkleShape, crc32c, crc32c_matches, incompatible, read_only_compatible,
 };
 
 const MAGIC: [u8; 8] = *b"BCoW\r\n\x1a\n";
@@ -105,15 +104,6 @@ impl Section {
             offset,
             bytes: bytes.len() as u32,
             crc: crc32c(bytes),
-        }
-    }
-
-    /// The range of the section, for an entry.
-    pub fn stored(&self) -> Stored {
-        Stored {
-            at: Uba(self.offset),
-            bytes: self.bytes,
-            crc: self.crc,
         }
     }
 }

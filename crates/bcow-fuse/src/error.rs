@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 /// A failure to make, serve, grow or end a mount. [`MountError::hint`] returns advice for errors
 /// that the user can correct.
 ///
-/// The *driver* of a mount is the file system code that answers its requests: in this process (FUSE
-/// driver) or in the kernel (kernel driver).
+/// The *driver* of a mount is what answers its requests: a file system in this process (FUSE
+/// driver) or one of the kernel (kernel driver).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {

@@ -49,9 +49,9 @@ impl Signals {
         ending.thread_block().map_err(failed)
     }
 
-    /// Starts a thread that unmounts at the first signal. If files are in use, the mount is detached,
-    /// and the process serves it until they are closed. At the second signal, the thread calls `close`
-    /// and ends this process.
+    /// Starts a thread that unmounts at the first signal. If files are in use, the mount is
+    /// detached, and the process serves it until they are closed. At the second signal, the thread
+    /// calls `close` and ends this process.
     pub(crate) fn end_mount(
         self,
         target: PathBuf,

@@ -28,8 +28,8 @@ pub use shuttle::sync::{
 #[cfg(feature = "shuttle")]
 pub use shuttle::thread;
 
-// The locks ignore poisoning: a panic is a bug, and the panic hook of the command aborts the program.
-// In tests, other threads still check the invariants after a panic.
+// The locks ignore poisoning: a panic is a bug, and the panic hook of the command aborts the
+// program. In tests, other threads still check the invariants after a panic.
 
 /// Locks a mutex.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

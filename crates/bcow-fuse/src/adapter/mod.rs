@@ -3,9 +3,9 @@
 //! [`readonly`] serves an image alone, [`writable`] an image with an upper. This module has their
 //! common parts.
 //!
-//! fuser answers the requests that an adapter does not implement with ENOSYS, and the kernel sends no
-//! more of their kind. So a close needs no request FLUSH: no data of a file waits for it. An image
-//! without an upper has no dirty data, so FSYNC and FSYNCDIR need no request either.
+//! fuser answers the requests that an adapter does not implement with ENOSYS, and the kernel sends
+//! no more of their kind. So a close needs no request FLUSH: no data of a file waits for it. An
+//! image without an upper has no dirty data, so FSYNC and FSYNCDIR need no request either.
 
 mod convert;
 pub(crate) mod disk;
