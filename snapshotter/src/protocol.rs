@@ -1,10 +1,10 @@
-//! The messages of containerd's snapshot service and of its diff service, version 1, and the message
-//! types that they use; and what is read of a request of CRI.
+//! The messages of containerd's snapshot service and of its diff service, version 1, and the
+//! message types that they use; and what is read of a request of CRI.
 //!
 //! The numbers of the fields are those of `api/services/snapshots/v1/snapshots.proto`,
 //! `api/services/diff/v1/diff.proto`, `api/types/descriptor.proto` and `api/types/mount.proto` of
-//! containerd. The field `snapshotter` of each request, which names the plugin inside containerd, is
-//! not needed here; a reader of Protocol Buffers skips it. The fields for CRI are those of
+//! containerd. The field `snapshotter` of each request, which names the plugin inside containerd,
+//! is not needed here; a reader of Protocol Buffers skips it. The fields for CRI are those of
 //! `pkg/apis/runtime/v1/api.proto` of k8s.io/cri-api.
 
 use std::collections::HashMap;

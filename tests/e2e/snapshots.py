@@ -1,5 +1,5 @@
-"""A client of containerd's snapshot service and diff service, written from the published protocol alone, a running
-bcow-snapshotter, and the part that clients of other services need."""
+"""A client of containerd's snapshot and diff services, written from the published protocol alone, a
+running bcow-snapshotter, and the part that clients of other services need."""
 
 import os
 import signal

@@ -556,7 +556,8 @@ class Restarts(PoolCase):
                          [os.path.realpath(stays)])
         self.bcow("pool", "stop", "--force", "pool")
 
-    @promise("If the serving process of a pool fails at once several times in a row, the pool unmounts")
+    @promise("If the serving process of a pool fails at once several times in a row, the pool "
+             "unmounts")
     def test_pool_that_fails_again_and_again_ends(self):
         self.start()
         where = self.mount()

@@ -4,9 +4,9 @@
 //! the layer is applied; it is durable before the commit returns. Or it is a layer of a BCoW image
 //! in a registry, of which nothing is fetched here. An active snapshot without a parent is a plain
 //! directory, into which containerd unpacks the lowest layer of an image. An active snapshot with a
-//! parent is a mount of the parent's layers with an upper, which containerd makes through the helper
-//! `mount.bcow`; for the unpacking of a layer, it is overlayfs over a mount of the parent's layers.
-//! Each mount of layers has its own process, so this process has no state of mounts.
+//! parent is a mount of the parent's layers with an upper, which containerd makes through the
+//! helper `mount.bcow`; for the unpacking of a layer, it is overlayfs over a mount of the parent's
+//! layers. Each mount of layers has its own process, so this process has no state of mounts.
 
 mod applying;
 mod index;
