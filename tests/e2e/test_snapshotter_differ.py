@@ -226,6 +226,9 @@ class WithContainerd2(WithContainerd):
         unpack = 'snapshotter = "bcow"\n'
         self.assertIn(unpack, config)
         config = config.replace(unpack, unpack + 'differ = "bcow-diff"\n')
+        first = '[[plugins."io.containerd.transfer.v1.local"'
+        self.assertIn(first, config)
+        config = config.replace(first, first[1:] + "]\nmax_concurrent_unpacks = 3\n" + first)
         config = config.replace('[proxy_plugins.bcow]', "[proxy_plugins.bcow-diff]\n"
                                 f'type = "diff"\naddress = "{self.place}/sock"\n'
                                 '[proxy_plugins.bcow]\ncapabilities = ["rebase"]')

@@ -23,7 +23,7 @@ fn damage_su(sandbox: &Sandbox) {
     });
 }
 
-fn statistics(place: &Place) -> Value {
+pub fn statistics(place: &Place) -> Value {
     serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap()
 }
 

@@ -136,8 +136,8 @@ pub fn no_way(content: Content, target: Target, source: &Name, destination: &Nam
                 .to_owned(),
         ),
         Target::Layer => (
-            format!("--as-layer is for a tar archive, and {source} is {title}"),
-            format!("without --as-layer, {destination} becomes an image or a disk"),
+            format!("{destination} becomes a layer only of a tar archive, and {source} is {title}"),
+            "leave out --as-layer".to_owned(),
         ),
         Target::Layers | Target::File => (
             format!("{destination} takes images, not disks, and {source} is {title}"),
