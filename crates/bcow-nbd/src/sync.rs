@@ -35,7 +35,7 @@ pub(crate) fn wait_timeout<'a, T>(
     // The timeout expires, so another waiting thread gets the notification.
     drop(guard);
     thread::yield_now();
-    (lock(&mutex), true)
+    (lock(mutex), true)
 }
 
 /// A decision that a model leaves open: whether a timeout has expired, whether a request was fast.

@@ -247,18 +247,20 @@ impl Model {
         let (client, socket) = Client::begin(self.says());
         let stopper = server.stopper();
         let stop = self.stopped.then(|| thread::spawn(move || stopper.stop()));
-        match self.handshake {
-            true => server.serve_client(socket),
-            false => server.serve_attached(vec![socket]).unwrap(),
+        if self.handshake {
+            server.serve_client(socket)
+        } else {
+            server.serve_attached(vec![socket]).unwrap()
         }
         if let Some(stop) = stop {
             stop.join().unwrap();
         }
         let heard = client.end();
         let greeting = if self.handshake { 18 + 10 } else { 0 };
-        let heard = match self.stopped {
-            true => heard.get(greeting..).unwrap_or(&[]),
-            false => &heard[greeting..],
+        let heard = if self.stopped {
+            heard.get(greeting..).unwrap_or(&[])
+        } else {
+            &heard[greeting..]
         };
         self.judge(&replies(&self.asks, heard), &disk.bytes.lock().unwrap());
     }

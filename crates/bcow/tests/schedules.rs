@@ -151,12 +151,11 @@ impl Subject {
     /// sound.
     fn verify(&self, disk: Disk, shows: &[u8]) {
         assert_shows(&disk, 0, shows);
-        match thread_rng().gen_bool(0.5) {
-            true => disk.close().unwrap(),
-            false => {
-                disk.flush().unwrap();
-                drop(disk);
-            }
+        if thread_rng().gen_bool(0.5) {
+            disk.close().unwrap()
+        } else {
+            disk.flush().unwrap();
+            drop(disk);
         }
         assert_shows(&*self.killed(), 0, shows);
         let (again, disk) = Subject::opened(self.content.to_vec(), self.backed);

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use bcow_testkit::explore;
 use bcow_union::testing::account::Account;
 use bcow_union::testing::blocks::BLOCK_BYTES;
-use bcow_union::testing::host::HostFile;
 use bcow_union::testing::partial::host::MarkedFile;
 use bcow_union::testing::partial::{Partial, Partials};
 use bcow_union::testing::upper::Namespace;

@@ -87,9 +87,10 @@ impl Bytes {
             Some(byte) if Some(byte) == lower => LOWER,
             Some(byte) => 1u64.checked_shl(WRITTEN + u32::from(byte) - 1).unwrap_or(0),
         };
-        match could & is != 0 {
-            true => Ok(()),
-            false => Err(format!("byte {at} is {byte:?}, which could be {could:b}")),
+        if could & is != 0 {
+            Ok(())
+        } else {
+            Err(format!("byte {at} is {byte:?}, which could be {could:b}"))
         }
     }
 }
@@ -234,10 +235,9 @@ impl Walk<'_> {
                 place if place >= at => ZERO,
                 _ => present(bit),
             }),
-            Op::Resize(size) => each(&|place, bit| match place < size {
-                true => present(bit),
-                false => ABSENT,
-            }),
+            Op::Resize(size) => {
+                each(&|place, bit| if place < size { present(bit) } else { ABSENT })
+            }
             _ => {}
         }
     }
