@@ -588,8 +588,10 @@ class Failures(KernelUpper):
 
     def test_without_the_privilege_no_upper_is_begun(self):
         support.need("unshare")
-        refused = run("unshare", "-rm", support.BCOW, "mount", self.image, self.where, "--upper",
-                      self.upper, "--driver", "kernel", "-s", SIZE, check=False, timeout=SECONDS)
+        # Root of the namespace cannot enter the private directory of a user who is not in it.
+        refused = run("unshare", "-rm", support.for_everyone(support.BCOW), "mount", self.image,
+                      self.where, "--upper", self.upper, "--driver", "kernel", "-s", SIZE,
+                      check=False, timeout=SECONDS)
         assert_refused(self, refused, "it lacks CAP_SYS_ADMIN outside user namespaces")
         self.assertFalse(os.path.exists(self.upper))
 
