@@ -53,7 +53,7 @@ pub struct Problem {
 }
 
 /// Whether the file at `path` is a disk, or a packed partial file of a development version,
-/// according to its header. Such a file is no image.
+/// according to its header. Such a file does not contain an image.
 pub fn is_disk(path: &Path) -> bool {
     header_at(path).is_some_and(|header| header.purpose != Use::Image)
 }
