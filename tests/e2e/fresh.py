@@ -120,6 +120,8 @@ class Machine:
                         # user.
                         f"useradd --create-home --key HOME_MODE=0700 --uid {UID} {USER}"):
             self.run(*command.split(), check=True, stdout=subprocess.DEVNULL)
+        # A checkout that the machine sees below it may have made the directory before.
+        os.chown(self.path(home(user=True)), UID, UID)
         with open(self.path("/etc/sudoers.d/tests"), "w") as out:
             out.write(f"{USER} ALL=(ALL) NOPASSWD: ALL\n")
 

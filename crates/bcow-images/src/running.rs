@@ -6,6 +6,7 @@
 //! memory file of a stopped process is readable. Only the user of the process and root can read its
 //! descriptors, in any container.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -14,6 +15,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use bcow::lock::held_locks;
 use bcow_mount::CLOSING;
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
@@ -234,23 +236,10 @@ pub fn lock_holders(path: &Path) -> Vec<u32> {
         rustix::fs::minor(device),
         metadata.ino()
     );
-    let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
-    let mut pids: Vec<u32> = locks
-        .lines()
-        .filter_map(|line| {
-            // The fields are: number, kind, mandatory or not, access, process, place, range.
-            // Waiting locks have an arrow before the kind.
-            let mut fields = line.split_whitespace().skip(1);
-            if fields.next()? != "FLOCK" {
-                return None;
-            }
-            let pid = fields.nth(2)?.parse().ok()?;
-            (fields.next()? == place && pid > 0).then_some(pid)
-        })
-        .collect();
-    pids.sort_unstable();
-    pids.dedup();
-    pids
+    let locks = held_locks();
+    let holders = locks.iter().filter(|lock| lock.file == place);
+    let pids: BTreeSet<u32> = holders.map(|lock| lock.pid).collect();
+    pids.into_iter().collect()
 }
 
 /// One line for each process that uses the disk at `path`, or the upper whose lock file is at

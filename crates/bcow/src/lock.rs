@@ -8,6 +8,7 @@
 //! A writer writes a note into the file (spec section 3) that names it to a process that is
 //! refused.
 
+use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -22,6 +23,54 @@ const NOTE_BYTES: usize = 256;
 /// that long, on a busy machine for tens of milliseconds.
 const PASSING_WITHIN: Duration = Duration::from_millis(250);
 const RETRY_PAUSE: Duration = Duration::from_millis(2);
+
+/// How often the kernel's list of locks is read, if it is longer than a page.
+const LISTINGS: usize = 5;
+/// Length in bytes of a list that fits into a page, the smallest one of Linux, with any further lock.
+const SHORT_LIST: usize = 3 << 10;
+
+/// A flock(2) lock of a process.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HeldLock {
+    /// The process that took it.
+    pub pid: u32,
+    /// Whether it is a writer's lock.
+    pub is_exclusive: bool,
+    /// The file: `MAJOR:MINOR:INODE`, the device in hexadecimal digits.
+    pub file: String,
+}
+
+/// The flock(2) locks that processes hold, as far as this process can see them (proc_locks(5)). Some
+/// may have been released already.
+///
+/// The kernel returns at most a page of its list for each read. If a lock before that place is
+/// released between two reads, the kernel leaves out another one. So a long list is read several
+/// times, and a lock counts if it is in one of the lists.
+pub fn held_locks() -> BTreeSet<HeldLock> {
+    let mut held = BTreeSet::new();
+    for _ in 0..LISTINGS {
+        let list = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+        held.extend(list.lines().filter_map(held_lock));
+        if list.len() < SHORT_LIST {
+            break;
+        }
+    }
+    held
+}
+
+fn held_lock(line: &str) -> Option<HeldLock> {
+    // Locks that are waited for have an arrow before the kind.
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let [_number, "FLOCK", _mandatory, access, pid, file, ..] = fields[..] else {
+        return None;
+    };
+    Some(HeldLock {
+        // 0 and -1: a process that this one cannot see.
+        pid: pid.parse().ok().filter(|&pid| pid > 0)?,
+        is_exclusive: access == "WRITE",
+        file: file.to_owned(),
+    })
+}
 
 /// An exclusive lock. Dropping this erases the note; the lock lasts as long as the file is open.
 #[derive(Debug)]
@@ -150,6 +199,41 @@ mod tests {
         let mut note = [1; 256];
         three.read_exact_at(&mut note, 1024).unwrap();
         assert_eq!(note, [0; 256]);
+    }
+
+    #[test]
+    fn a_lock_is_listed_while_others_come_and_go() {
+        use std::os::unix::fs::MetadataExt;
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        let directory = tempfile::tempdir().unwrap();
+        let file = |name: String| File::create(directory.path().join(name)).unwrap();
+        let kept = file("kept".to_owned());
+        kept.lock().unwrap();
+        let inode = format!(":{}", kept.metadata().unwrap().ino());
+        let has_ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for thread in 0..2 {
+                let files: Vec<File> = (0..150).map(|n| file(format!("{thread}-{n}"))).collect();
+                let has_ended = &has_ended;
+                scope.spawn(move || {
+                    // At least half of the locks of each round exist, so the list has pages.
+                    let mut step = 7;
+                    while !has_ended.load(Ordering::Relaxed) {
+                        step = (step * 31 + 17) % 9973;
+                        let file = &files[step % files.len()];
+                        if step % 4 == 0 { file.unlock() } else { file.lock() }.unwrap();
+                    }
+                });
+            }
+            let missed = (0..1000)
+                .filter(|_| !held_locks().iter().any(|lock| lock.file.ends_with(&inode)))
+                .count();
+            has_ended.store(true, Ordering::Relaxed);
+            assert_eq!(missed, 0);
+        });
+        drop(kept);
+        assert!(!held_locks().iter().any(|lock| lock.file.ends_with(&inode)));
     }
 
     #[test]

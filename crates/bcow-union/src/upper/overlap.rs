@@ -9,12 +9,12 @@
 //!   examine. It also finds outer uppers that are not on the path, for example because the path
 //!   leads through a bind mount.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use bcow::lock::{FileLock, LockError};
+use bcow::lock::{FileLock, LockError, held_locks};
 use rustix::fs::{CWD, Mode, OFlags};
 
 use super::beneath::check_regular;
@@ -121,20 +121,9 @@ fn exclusive_lock_holder(lock: &File) -> Option<LockError> {
 /// The lock files of uppers that are open in processes with a write lock, one element for each
 /// descriptor: the process id, the descriptor, and the path of the upper as the process sees it.
 fn open_locks() -> Vec<(String, i32, PathBuf)> {
-    let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
-    let mut pids: Vec<&str> = locks
-        .lines()
-        .filter_map(|line| {
-            // Fields: number, kind, advisory or mandatory, access, process id.
-            let fields: Vec<&str> = line.split_whitespace().collect();
-            match fields[..] {
-                [_, "FLOCK", _, "WRITE", pid, ..] if pid.parse() != Ok(0) => Some(pid),
-                _ => None,
-            }
-        })
-        .collect();
-    pids.sort_unstable();
-    pids.dedup();
+    let locks = held_locks();
+    let writers = locks.iter().filter(|lock| lock.is_exclusive);
+    let pids: BTreeSet<u32> = writers.map(|lock| lock.pid).collect();
     let suffix = Path::new(META).join("lock");
     let mut found = Vec::new();
     for pid in pids {
@@ -149,7 +138,7 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
                 && let Some(number) = descriptor.file_name().to_str()
                 && let Ok(number) = number.parse()
             {
-                found.push((pid.to_owned(), number, upper.to_owned()));
+                found.push((pid.to_string(), number, upper.to_owned()));
             }
         }
     }
