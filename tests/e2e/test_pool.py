@@ -25,6 +25,7 @@ import unittest
 import unittest.mock
 
 import test_ahead
+import test_remote
 import test_union_fsx
 from promises import promise
 from support import (BCOW, UNPRIVILEGED, WORK, Scratch, assert_refused, bcow, for_everyone,
@@ -506,6 +507,35 @@ class Restarts(PoolCase):
             self.bcow("pool", "stop", "--force", "pool")
         self.assert_ends(supervisor)
         self.assertEqual(os.listdir(self.pools), [])
+
+    def test_metrics_are_those_of_all_mounts_also_after_a_restart(self):
+        address = os.path.join(self.pools, "metrics")
+        self.start("pool", "--metrics", f"unix:{address}")
+        places = [os.path.realpath(self.mount()),
+                  os.path.realpath(self.mount("--upper", os.path.join(self.pools, "upper")))]
+        for restarts, step in enumerate((self.pid, self.kill, self.restart)):
+            step()
+            for where in places:
+                # A request that the kernel does not answer.
+                os.statvfs(where)
+            page = test_remote.metrics(address)
+            samples = dict(line.rsplit(" ", 1) for line in page.splitlines()
+                           if line.startswith("bcow_"))
+            self.assertEqual(samples["bcow_pool_mounts"], "2")
+            self.assertEqual(samples["bcow_pool_restarts_total"], str(restarts))
+            for where in places:
+                label = f'mountpoint="{where}"'
+                self.assertGreater(int(samples[f"bcow_mount_requests_total{{{label}}}"]), 0)
+                self.assertEqual(
+                    samples[f'bcow_errors_total{{{label},kind="image-damage"}}'], "0")
+            self.assertIn(f'bcow_sketches_open{{mountpoint="{places[1]}"}}', samples)
+            types = [line for line in page.splitlines() if line.startswith("# TYPE")]
+            self.assertEqual(len(types), len(set(types)))
+        # The address belongs to the pool until its end.
+        assert_refused(self, self.bcow("pool", "start", "other", "--metrics", f"unix:{address}",
+                                       check=False), address)
+        self.bcow("pool", "stop", "--force", "pool")
+        until(lambda: not os.path.exists(address), "the pool removes its sockets")
 
     def restart(self, *options):
         self.bcow("pool", "restart", "pool", *options)

@@ -34,7 +34,7 @@ pub mod heap;
 pub mod helper;
 mod kernel_upper;
 pub mod limits;
-mod metrics;
+pub mod metrics;
 pub mod mount;
 mod mount_users;
 pub mod named_mount;

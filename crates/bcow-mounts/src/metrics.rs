@@ -6,13 +6,14 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::ToSocketAddrs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bcow_images::error::{CommandError, Context};
+use bcow_images::image::Messages;
 use bcow_nbd::{ListenAddress, Listener};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SocketFlags, accept_with};
@@ -60,19 +61,45 @@ impl Metrics {
         self.listener.place()
     }
 
+    /// Shows the address, if `asked` leaves the port to the host: only this process knows it.
+    pub fn announce(&self, asked: &str, ui: &dyn Messages) {
+        if let ListenAddress::Tcp(address) = self.place()
+            && asked.ends_with(":0")
+        {
+            ui.status(&format_args!("metrics at http://{address}/metrics"));
+        }
+    }
+
     /// Answers requests from now on. `text` returns the metrics of the moment.
     pub fn answer(
         &self,
         text: impl Fn() -> String + Send + Sync + 'static,
     ) -> Result<(), CommandError> {
-        let cannot = || "cannot serve metrics".to_owned();
-        let socket = self.listener.as_fd().try_clone_to_owned().context(cannot)?;
-        std::thread::Builder::new()
-            .name("metrics".into())
-            .spawn(move || accept_all(&socket, &Arc::new(text)))
-            .context(cannot)?;
-        Ok(())
+        let socket = self.listener.as_fd().try_clone_to_owned();
+        answer_at(socket.context(cannot)?, text)
     }
+}
+
+impl AsFd for Metrics {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+fn cannot() -> String {
+    "cannot serve metrics".to_owned()
+}
+
+/// As [`Metrics::answer`], at a socket that another process has made.
+pub fn answer_at(
+    socket: OwnedFd,
+    text: impl Fn() -> String + Send + Sync + 'static,
+) -> Result<(), CommandError> {
+    std::thread::Builder::new()
+        .name("metrics".into())
+        .spawn(move || accept_all(&socket, &Arc::new(text)))
+        .map(drop)
+        .context(cannot)
 }
 
 fn accept_all<F>(socket: &OwnedFd, text: &Arc<F>)

@@ -23,7 +23,6 @@ use bcow_fuse::{MountError, MountOptions, MountStats};
 use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::record::Recording;
 use bcow_images::running::{self, Service};
-use bcow_nbd::ListenAddress;
 use bcow_union::log::{self, Severity};
 
 use crate::args::MountArgs;
@@ -201,20 +200,9 @@ struct Running<'a> {
 impl Running<'_> {
     /// Answers requests for metrics from now on.
     fn answer_metrics(&self, stats: Arc<MountStats>) -> Result<(), CommandError> {
-        let Some(metrics) = &self.metrics else {
-            return Ok(());
-        };
-        metrics.answer(move || stats.for_prometheus())?;
-        // Only this process knows which port the host selected.
-        if let ListenAddress::Tcp(address) = metrics.place()
-            && self
-                .args
-                .metrics
-                .as_deref()
-                .is_some_and(|asked| asked.ends_with(":0"))
-        {
-            self.ui
-                .status(&format_args!("metrics at http://{address}/metrics"));
+        if let (Some(metrics), Some(asked)) = (&self.metrics, &self.args.metrics) {
+            metrics.answer(move || stats.for_prometheus())?;
+            metrics.announce(asked, self.ui);
         }
         Ok(())
     }

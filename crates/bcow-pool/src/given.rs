@@ -140,6 +140,8 @@ pub fn take(
 pub struct Given {
     /// The socket of the pool.
     pub listener: UnixListener,
+    /// The socket for metrics.
+    pub metrics: Option<OwnedFd>,
     /// Start time of the pool in seconds since 1970.
     pub since: u64,
     /// The processes that the pool had before.
@@ -168,10 +170,11 @@ impl Given {
                     supervisor,
                     log_file,
                 } => {
-                    let socket = descriptors.into_iter().next();
+                    let mut sockets = descriptors.into_iter();
                     let none = || io::Error::other("a descriptor is missing");
                     given = Some(Given {
-                        listener: socket.ok_or_else(none)?.into(),
+                        listener: sockets.next().ok_or_else(none)?.into(),
+                        metrics: sockets.next(),
                         since,
                         restarts,
                         supervisor,

@@ -33,7 +33,8 @@ const MAX_DESCRIPTORS: usize = 2;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "packet", rename_all = "kebab-case")]
 pub enum Packet {
-    /// To the process, first: the socket of the pool, with its descriptor.
+    /// To the process, first: the socket of the pool, with its descriptor, and the one for metrics
+    /// if there is one.
     Socket {
         /// Start time of the pool in seconds since 1970.
         since: u64,

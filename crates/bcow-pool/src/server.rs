@@ -393,7 +393,8 @@ impl Pool {
         }
     }
 
-    fn statistics(&self) -> Document {
+    /// The statistics of the mounts, without the lock: they take time.
+    fn documents(&self) -> Vec<(Service, bcow_fuse::stats::Document)> {
         let mounts: Vec<(Service, Weak<MountStats>)> = {
             let state = self.state();
             let mounts = state.mounts.values();
@@ -401,10 +402,33 @@ impl Pool {
                 .map(|entry| (entry.service.clone(), Weak::clone(&entry.stats)))
                 .collect()
         };
-        let mounts = mounts.into_iter().filter_map(|(service, stats)| {
-            let document = stats.upgrade()?.document();
+        let documents = mounts.into_iter();
+        documents
+            .filter_map(|(service, stats)| Some((service, stats.upgrade()?.document())))
+            .collect()
+    }
+
+    /// The metrics of the pool and of its mounts at this moment.
+    pub fn for_prometheus(&self) -> String {
+        let mounts: Vec<_> = self.documents().into_iter().map(|(_, one)| one).collect();
+        let memory = memory();
+        #[rustfmt::skip]
+        let figures = [
+            ("bcow_pool_mounts", "gauge", "Mounts of the pool", mounts.len() as u64),
+            ("bcow_pool_restarts_total", "counter", "Processes that the pool had before",
+                self.restarts),
+            ("bcow_pool_lost_mounts_total", "counter", "Mounts that this process did not take over",
+                self.lost.load(Ordering::Relaxed)),
+            ("bcow_pool_start_time_seconds", "gauge", "Start of the pool, since 1970", self.since),
+            ("bcow_pool_resident_bytes", "gauge", "Memory of the process", memory.resident_bytes),
+        ];
+        bcow_fuse::stats::text_of_pool(&figures, &self.cache.figures(), &mounts)
+    }
+
+    fn statistics(&self) -> Document {
+        let mounts = self.documents().into_iter().map(|(service, document)| {
             let requests = document.operations.iter().map(|operation| operation.count);
-            Some(Mount {
+            Mount {
                 requests: requests.sum(),
                 errors: document.errors.total,
                 image: service.image,
@@ -413,7 +437,7 @@ impl Pool {
                 mode: service.mode,
                 device: service.device,
                 since_unix_seconds: service.since,
-            })
+            }
         });
         Document {
             schema: SCHEMA.to_owned(),

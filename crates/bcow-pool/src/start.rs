@@ -14,6 +14,7 @@ use bcow_images::error::{CommandError, Context, exit};
 use bcow_images::image::Messages;
 use bcow_images::{remote, size};
 use bcow_mounts::cpus::{self, Cpus};
+use bcow_mounts::metrics::{self, Metrics};
 use bcow_mounts::mount::{in_background, log_to};
 use bcow_mounts::{PoolName, failure, heap, limits};
 
@@ -47,6 +48,10 @@ pub struct StartArgs {
     /// Also append log messages to FILE, with the time: for machines without a system log
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     log_file: Option<PathBuf>,
+    /// Serve Prometheus metrics of all mounts at http://ADDR:PORT/metrics, or at the Unix socket
+    /// unix:PATH. Every client that can connect to a TCP address can read the metrics
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics: Option<String>,
 }
 
 /// Starts the pool; returns when it takes requests, or in the foreground when it has ended.
@@ -83,9 +88,14 @@ fn keep(
     serve_writeback();
     let log_file = args.log_file.as_deref().map(std::path::absolute);
     let (listener, _socket) = listen(&args.name)?;
+    let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
+    if let (Some(metrics), Some(asked)) = (&metrics, &args.metrics) {
+        metrics.announce(asked, ui);
+    }
     let supervisor = Supervisor::new(supervisor::Settings {
         name: args.name.clone(),
         listener: &listener,
+        metrics: metrics.as_ref(),
         log_file: log_file.transpose().context(cannot)?,
         ground: match readiness {
             Some(_) => Ground::Background,
@@ -148,6 +158,10 @@ fn serve_given(args: &StartArgs, link: Link, given: Given) -> Result<(), Command
     pool.listen_to_supervisor().context(cannot)?;
     pool.take_over(given.mounts);
     pool.accept(given.listener).context(cannot)?;
+    if let Some(socket) = given.metrics {
+        let pool = Arc::clone(&pool);
+        metrics::answer_at(socket, move || pool.for_prometheus())?;
+    }
     if given.restarts == 0 {
         detach(args)?;
     }

@@ -18,6 +18,7 @@ use bcow_fuse::signals::Ground;
 use bcow_images::error::{CommandError, Context};
 use bcow_images::running;
 use bcow_mounts::PoolName;
+use bcow_mounts::metrics::Metrics;
 use bcow_union::log::{self, Severity};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
@@ -38,6 +39,8 @@ pub struct Settings<'a> {
     pub name: PoolName,
     /// The socket of the pool.
     pub listener: &'a UnixListener,
+    /// The socket for metrics.
+    pub metrics: Option<&'a Metrics>,
     /// The log file: an absolute path.
     pub log_file: Option<PathBuf>,
     /// Whether the supervisor has a terminal.
@@ -217,7 +220,12 @@ impl<'a> Supervisor<'a> {
             supervisor: std::process::id(),
             log_file: log_file.map(|path| path.as_os_str().into()),
         };
-        link.send(&socket, &[self.settings.listener.as_fd()])?;
+        let metrics = self.settings.metrics.map(Metrics::as_fd);
+        let sockets: Vec<_> = [Some(self.settings.listener.as_fd()), metrics]
+            .into_iter()
+            .flatten()
+            .collect();
+        link.send(&socket, &sockets)?;
         for (&number, kept) in &self.mounts {
             kept.send(link, number, Receiver::Process)?;
         }

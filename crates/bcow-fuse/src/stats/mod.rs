@@ -23,6 +23,7 @@ use crate::disk::Barriers;
 
 pub use document::{Document, ServedBy};
 pub(crate) use latency::Operation;
+pub use prometheus::text_of_pool;
 
 use document::{DiskFigures, Errors, Image, OperationFigures, Process, Remote, Upper};
 use latency::Latencies;

@@ -1,22 +1,69 @@
 //! The text format of Prometheus (version 0.0.4).
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
+
+use bcow::CacheFigures;
 
 use super::document::{Bucket, DiskFigures, Document, OperationFigures, Remote, Upper};
 use super::latency;
 
-/// The document as metrics. Some fields have no metric, such as the mountpoint.
+/// The metrics of a mount. Some fields of the document have no metric, such as the mountpoint.
 pub(crate) fn text(document: &Document) -> String {
-    let mut out = Metrics::default();
+    let mut out = Page::default();
+    write_mount(document, &mut out);
+    write_cache(&document.cache, &mut out);
+    write_operations(std::slice::from_ref(document), &mut out);
+    out.text()
+}
+
+/// The metrics of a process that serves several mounts. The mountpoint is a label of those that
+/// belong to a mount. The cache and the histograms of requests are those of all mounts: a histogram
+/// for each mount would make the page too long.
+pub fn text_of_pool(
+    figures: &[(&'static str, &'static str, &'static str, u64)],
+    cache: &CacheFigures,
+    mounts: &[Document],
+) -> String {
+    let mut out = Page::default();
+    out.figures(figures);
+    write_cache(cache, &mut out);
+    for document in mounts {
+        out.mountpoint = Some(document.mountpoint.clone());
+        write_mount(document, &mut out);
+        let requests = document.operations.iter().map(|figures| figures.count);
+        out.figures(&[(
+            "bcow_mount_requests_total",
+            "counter",
+            "Requests that were answered",
+            requests.sum(),
+        )]);
+    }
+    out.mountpoint = None;
+    write_operations(mounts, &mut out);
+    out.text()
+}
+
+fn write_cache(cache: &CacheFigures, out: &mut Page) {
+    #[rustfmt::skip]
+    let figures = [
+        ("bcow_cache_limit_bytes", "gauge", "Budget for decoded blocks", cache.limit_bytes),
+        ("bcow_cache_held_bytes", "gauge", "Decoded blocks in memory", cache.held_bytes),
+        ("bcow_cache_hits_total", "counter", "Blocks found decoded", cache.hits),
+        ("bcow_cache_misses_total", "counter", "Blocks read and decoded", cache.misses),
+    ];
+    out.figures(&figures);
+}
+
+/// What a process has for each of its mounts.
+fn write_mount(document: &Document, out: &mut Page) {
     let Document {
         image,
         process,
-        cache,
         upper,
         disk,
         remote,
         errors,
-        operations,
         ..
     } = document;
     let is_writable = upper.is_some() || disk.as_ref().is_some_and(|disk| disk.is_writable);
@@ -30,14 +77,6 @@ pub(crate) fn text(document: &Document) -> String {
     const UPTIME: &str = "bcow_uptime_seconds";
     out.family(UPTIME, "gauge", "Time since the mount");
     out.sample(UPTIME, &[], process.uptime_seconds);
-    #[rustfmt::skip]
-    let figures = [
-        ("bcow_cache_limit_bytes", "gauge", "Budget for decoded blocks", cache.limit_bytes),
-        ("bcow_cache_held_bytes", "gauge", "Decoded blocks in memory", cache.held_bytes),
-        ("bcow_cache_hits_total", "counter", "Blocks found decoded", cache.hits),
-        ("bcow_cache_misses_total", "counter", "Blocks read and decoded", cache.misses),
-    ];
-    out.figures(&figures);
     const ERRORS: &str = "bcow_errors_total";
     out.family(ERRORS, "counter", "Errors since the mount, by kind");
     for kind in &errors.kinds {
@@ -48,45 +87,55 @@ pub(crate) fn text(document: &Document) -> String {
         out.figures(&[(name, "gauge", "Time of the last error", last.unix_seconds)]);
     }
     if let Some(upper) = upper {
-        write_upper(upper, &mut out);
+        write_upper(upper, out);
     }
     if let Some(disk) = disk {
-        write_disk(disk, &mut out);
+        write_disk(disk, out);
     }
     if let Some(remote) = remote {
-        write_remote(remote, &mut out);
+        write_remote(remote, out);
+    }
+}
+
+/// The sums over these mounts.
+fn write_operations(mounts: &[Document], out: &mut Page) {
+    let mut operations: BTreeMap<&str, Vec<&OperationFigures>> = BTreeMap::new();
+    for figures in mounts.iter().flat_map(|document| &document.operations) {
+        let same = operations.entry(&figures.operation).or_default();
+        same.push(figures);
     }
     out.family(
         "bcow_operation_seconds",
         "histogram",
         "Duration of requests",
     );
-    for figures in operations {
-        write_operation(figures, &mut out);
+    for (operation, figures) in operations {
+        write_operation(operation, &figures, out);
     }
-    out.0
 }
 
-fn write_operation(figures: &OperationFigures, out: &mut Metrics) {
+fn write_operation(operation: &str, figures: &[&OperationFigures], out: &mut Page) {
     const BUCKET: &str = "bcow_operation_seconds_bucket";
-    let operation = ("operation", figures.operation.as_str());
+    let operation = ("operation", operation);
     // All limits, also those of empty buckets: Prometheus adds the counts of several series
     // with the same limit.
     for limit_ns in (0..latency::BUCKETS - 1).map(latency::upper_ns) {
         let is_below = |bucket: &&Bucket| bucket.below_ns.is_some_and(|ns| ns <= limit_ns);
-        let buckets = figures.histogram.iter().filter(is_below);
-        let below: u64 = buckets.map(|bucket| bucket.count).sum();
+        let buckets = figures.iter().flat_map(|figures| &figures.histogram);
+        let below: u64 = buckets.filter(is_below).map(|bucket| bucket.count).sum();
         let limit = format!("{}", limit_ns as f64 / 1e9);
         out.sample(BUCKET, &[operation, ("le", &limit)], below as f64);
     }
-    let count = figures.count as f64;
-    let seconds = figures.total_ns as f64 / 1e9;
+    let count: u64 = figures.iter().map(|figures| figures.count).sum();
+    let total_ns: u64 = figures.iter().map(|figures| figures.total_ns).sum();
+    let count = count as f64;
     out.sample(BUCKET, &[operation, ("le", "+Inf")], count);
+    let seconds = total_ns as f64 / 1e9;
     out.sample("bcow_operation_seconds_sum", &[operation], seconds);
     out.sample("bcow_operation_seconds_count", &[operation], count);
 }
 
-fn write_disk(disk: &DiskFigures, out: &mut Metrics) {
+fn write_disk(disk: &DiskFigures, out: &mut Page) {
     #[rustfmt::skip]
     let figures = [
         ("bcow_disk_size_bytes", "gauge", "Size of the disk", disk.size_bytes),
@@ -102,7 +151,7 @@ fn write_disk(disk: &DiskFigures, out: &mut Metrics) {
     out.figures(&figures);
 }
 
-fn write_remote(remote: &Remote, out: &mut Metrics) {
+fn write_remote(remote: &Remote, out: &mut Page) {
     #[rustfmt::skip]
     let figures = [
         ("bcow_remote_files", "gauge", "Open files on other machines", remote.files),
@@ -149,7 +198,7 @@ fn write_remote(remote: &Remote, out: &mut Metrics) {
     }
 }
 
-fn write_upper(upper: &Upper, out: &mut Metrics) {
+fn write_upper(upper: &Upper, out: &mut Page) {
     #[rustfmt::skip]
     let limited = [
         ("bcow_upper_limit_bytes", "Limit of the stored bytes", upper.limit_bytes),
@@ -200,16 +249,39 @@ fn write_upper(upper: &Upper, out: &mut Metrics) {
 
 /// The page in progress.
 #[derive(Default)]
-struct Metrics(String);
+struct Page {
+    families: Vec<Family>,
+    /// The family of the next samples, as an index.
+    current: usize,
+    /// A label of all samples.
+    mountpoint: Option<String>,
+}
 
-impl Metrics {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        // Writing to a string cannot fail.
-        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
+/// The samples of one metric. Prometheus wants them in one piece.
+struct Family {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+    samples: String,
+}
+
+impl Page {
+    /// Continues or begins a family.
+    fn family(&mut self, name: &'static str, kind: &'static str, help: &'static str) {
+        let known = self.families.iter().position(|family| family.name == name);
+        self.current = known.unwrap_or_else(|| {
+            self.families.push(Family {
+                name,
+                kind,
+                help,
+                samples: String::new(),
+            });
+            self.families.len() - 1
+        });
     }
 
     /// Writes a family with one sample for each name, kind, help and value.
-    fn figures(&mut self, figures: &[(&str, &str, &str, u64)]) {
+    fn figures(&mut self, figures: &[(&'static str, &'static str, &'static str, u64)]) {
         for (name, kind, help, value) in figures {
             self.family(name, kind, help);
             self.sample(name, &[], *value as f64);
@@ -217,15 +289,31 @@ impl Metrics {
     }
 
     fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
-        let labels: Vec<String> = labels
+        let mountpoint = self.mountpoint.as_deref().map(|path| ("mountpoint", path));
+        let labels: Vec<String> = mountpoint
             .iter()
+            .chain(labels)
             .map(|(label, value)| format!("{label}=\"{}\"", escaped(value)))
             .collect();
+        let samples = &mut self.families[self.current].samples;
+        // Writing to a string cannot fail.
         let _ = if labels.is_empty() {
-            writeln!(self.0, "{name} {value}")
+            writeln!(samples, "{name} {value}")
         } else {
-            writeln!(self.0, "{name}{{{}}} {value}", labels.join(","))
+            writeln!(samples, "{name}{{{}}} {value}", labels.join(","))
         };
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for family in &self.families {
+            let Family {
+                name, kind, help, ..
+            } = family;
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+            text.push_str(&family.samples);
+        }
+        text
     }
 }
 
@@ -268,6 +356,38 @@ mod tests {
         );
         let without = text(&MountStats::default().document());
         assert!(!without.contains("bcow_remote"), "{without}");
+    }
+
+    #[test]
+    fn page_of_a_pool_has_each_family_once() {
+        let stats = [Arc::new(MountStats::default()), Arc::default()];
+        for stats in &stats {
+            drop(stats.time(Operation::Read, NodeId::ROOT));
+        }
+        let mut mounts: Vec<Document> = stats.iter().map(|stats| stats.document()).collect();
+        mounts[0].mountpoint = "/a".to_owned();
+        mounts[1].mountpoint = "/b".to_owned();
+        let figures = [("bcow_pool_mounts", "gauge", "Mounts of the pool", 2)];
+        let page = text_of_pool(&figures, &mounts[0].cache, &mounts);
+        let mut families: Vec<&str> = page
+            .lines()
+            .filter(|line| line.starts_with("# TYPE"))
+            .collect();
+        let count = families.len();
+        families.sort_unstable();
+        families.dedup();
+        assert_eq!(families.len(), count, "{page}");
+        for line in [
+            "bcow_pool_mounts 2",
+            r#"bcow_mount_requests_total{mountpoint="/a"} 1"#,
+            r#"bcow_mount_requests_total{mountpoint="/b"} 1"#,
+            r#"bcow_errors_total{mountpoint="/b",kind="no-space"} 0"#,
+            r#"bcow_operation_seconds_count{operation="read"} 2"#,
+            r#"bcow_operation_seconds_bucket{operation="read",le="+Inf"} 2"#,
+        ] {
+            assert!(page.lines().any(|one| one == line), "{line}\n{page}");
+        }
+        assert_eq!(page.matches("bcow_cache_hits_total ").count(), 3, "{page}");
     }
 
     #[test]
