@@ -45,6 +45,7 @@
 
 mod account;
 mod blocks;
+mod bytes;
 mod errno;
 pub mod errors;
 pub mod fs;

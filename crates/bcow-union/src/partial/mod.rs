@@ -72,6 +72,7 @@ use times::Times;
 
 pub use crate::upper::PartialMark;
 pub use error::{Damage, PartialError};
+pub(crate) use map::{Unreadable, read_map};
 pub use options::PartialOptions;
 pub use partials::{Partials, Statistics};
 
