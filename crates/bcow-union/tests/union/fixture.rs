@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 use bcow_erofs::reader::FileType;
 use bcow_testkit::lacks_mkfs;
 use bcow_union::fs::{
-    Attributes, Caller, Changes, LowerImage, Privileges, RenameMode, SyncScope, UnionFs, XattrMode,
+    Attributes, Caller, Changes, LowerImage, New, Privileges, RenameMode, SyncScope, UnionFs,
+    XattrMode,
 };
 use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
@@ -291,12 +292,12 @@ impl Union {
 impl Union {
     pub fn create(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
         let (parent, name) = self.place(path);
-        self.fs().create(&ROOT, parent, name, mode)
+        self.fs().make(&ROOT, parent, name, mode, &New::File)
     }
 
     pub fn make_directory(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
         let (parent, name) = self.place(path);
-        self.fs().make_directory(&ROOT, parent, name, mode)
+        self.fs().make(&ROOT, parent, name, mode, &New::Directory)
     }
 
     pub fn unlink(&self, path: &str) -> Result<(), Errno> {

@@ -2,7 +2,7 @@
 
 use bcow_erofs::reader::FileType;
 use bcow_testkit::{Random, lacks_reports_of_preallocated_space};
-use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, SyncScope, UnionFs, XattrMode};
+use bcow_union::fs::{Allocate, Changes, New, RenameMode, SetTime, SyncScope, UnionFs, XattrMode};
 use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
 
@@ -45,15 +45,19 @@ const OPERATIONS: [Operation; 12] = [
     ("targets of symbolic links", |union, index| {
         let target = vec![b'x'; 4000];
         let name = format!("s{index}");
-        let made = union
-            .fs()
-            .make_symlink(&ROOT, NodeId::ROOT, name.as_bytes(), &target);
+        let made = union.fs().make(
+            &ROOT,
+            NodeId::ROOT,
+            name.as_bytes(),
+            0o777,
+            &New::Symlink(&target),
+        );
         made.map(drop)
     }),
     ("symbolic links in the place of others", |union, index| {
         let fs = union.fs();
         let target = vec![b'x'; 3000];
-        fs.make_symlink(&ROOT, NodeId::ROOT, b"next", &target)?;
+        fs.make(&ROOT, NodeId::ROOT, b"next", 0o777, &New::Symlink(&target))?;
         let name = format!("r{}", index / 2);
         let how = RenameMode::Replace;
         fs.rename(NodeId::ROOT, b"next", NodeId::ROOT, name.as_bytes(), how)
@@ -227,7 +231,13 @@ fn removal_releases_all_space_of_an_object() {
     let is_exact = |context| assert_counted(&union, &empty, 0, context);
     is_exact("empty");
     let link = fs
-        .make_symlink(&ROOT, NodeId::ROOT, b"l", &[b'x'; 4000])
+        .make(
+            &ROOT,
+            NodeId::ROOT,
+            b"l",
+            0o777,
+            &New::Symlink(&[b'x'; 4000]),
+        )
         .unwrap();
     is_exact("a symbolic link");
     let directory = union.make_directory("d", 0o755).unwrap();
@@ -248,7 +258,13 @@ fn removal_releases_all_space_of_an_object() {
     fs.forget(directory.node, 1000);
     is_exact("a removed directory");
     let other = fs
-        .make_symlink(&ROOT, NodeId::ROOT, b"m", &[b'x'; 4000])
+        .make(
+            &ROOT,
+            NodeId::ROOT,
+            b"m",
+            0o777,
+            &New::Symlink(&[b'x'; 4000]),
+        )
         .unwrap();
     union.rename("m", "l").unwrap();
     fs.forget(link.node, 1000);
@@ -295,7 +311,7 @@ fn a_change_without_room_changes_nothing() {
             union.make_directory("more", 0o755).map(drop),
             union
                 .fs()
-                .make_symlink(&ROOT, NodeId::ROOT, b"more", &target)
+                .make(&ROOT, NodeId::ROOT, b"more", 0o777, &New::Symlink(&target))
                 .map(drop),
             set(small),
             union.write_to(union.id("big"), 0, b"x").map(drop),
@@ -442,7 +458,7 @@ fn report_of_a_shortage_names_the_limit_or_the_host() {
     );
     let full = until_full(10_000, |index| {
         let name = format!("f{index}");
-        let create = |fs: &UnionFs| fs.create(&ROOT, root, name.as_bytes(), 0o644);
+        let create = |fs: &UnionFs| fs.make(&ROOT, root, name.as_bytes(), 0o644, &New::File);
         union.fs().with_room(create).map(drop)
     });
     assert!(full < 10_000);
