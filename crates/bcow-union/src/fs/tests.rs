@@ -224,7 +224,7 @@ impl Fixture {
     }
 
     pub(super) fn counted(&self) -> u64 {
-        self.fs().report().counted_bytes
+        self.fs().report().stored_bytes.unwrap_or(0)
     }
 }
 

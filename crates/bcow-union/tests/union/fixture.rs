@@ -84,7 +84,7 @@ pub fn with_limit(bytes: u64) -> UnionOptions {
 /// An open union on the image `few`, with a limit that leaves room for this many blocks.
 pub fn open_with_blocks(blocks: u64) -> Option<Union> {
     let mut union = open_with(with_limit(1 << 30))?;
-    let empty = union.fs().report().counted_bytes;
+    let empty = union.fs().report().stored_bytes.unwrap();
     union.close();
     union.options.size_limit = Some(empty + blocks * 4096);
     Some(union.opened())

@@ -155,13 +155,13 @@ fn no_way_of_storing_something_gets_round_the_limits() {
         let report = union.fs().report();
         // Some ways end because the image has no more files for them.
         assert!(
-            report.counted_bytes > LIMIT * 3 / 4
-                || report.counted_inodes > INODES * 3 / 4
+            report.stored_bytes.unwrap() > LIMIT * 3 / 4
+                || report.stored_inodes.unwrap() > INODES * 3 / 4
                 || done == 5000,
             "{way}: {done} times, {report:?}"
         );
         assert!(
-            report.counted_bytes <= LIMIT + TOLERANCE,
+            report.stored_bytes.unwrap() <= LIMIT + TOLERANCE,
             "{way}: {report:?}"
         );
         union.sync_all();
@@ -215,7 +215,7 @@ fn assert_counted(union: &Union, empty: &Stored, expected: u64, context: &str) {
         host.bytes + expected * 4096,
         host.inodes - empty.inodes + expected,
     );
-    let counted = (report.counted_bytes, report.counted_inodes);
+    let counted = (report.stored_bytes.unwrap(), report.stored_inodes.unwrap());
     assert_eq!(counted, host, "{context}");
 }
 
@@ -226,7 +226,12 @@ fn removal_releases_all_space_of_an_object() {
     };
     let empty = stored_in(&union.upper());
     let fs = union.fs();
-    let figures = || (fs.report().counted_bytes, fs.report().counted_inodes);
+    let figures = || {
+        (
+            fs.report().stored_bytes.unwrap(),
+            fs.report().stored_inodes.unwrap(),
+        )
+    };
     let unused = figures();
     let is_exact = |context| assert_counted(&union, &empty, 0, context);
     is_exact("empty");
@@ -323,8 +328,8 @@ fn a_change_without_room_changes_nothing() {
         assert_eq!(results, [Err(Errno::NOSPC); 8], "{blocks}, {inodes}");
         assert_eq!(union.tree(), tree);
         let after = union.fs().report();
-        assert_eq!(after.counted_bytes, before.counted_bytes);
-        assert_eq!(after.counted_inodes, before.counted_inodes);
+        assert_eq!(after.stored_bytes, before.stored_bytes);
+        assert_eq!(after.stored_inodes, before.stored_inodes);
         // A name that is only in the image can be removed without space.
         union.unlink("small").unwrap();
         union.reopen();
@@ -409,7 +414,7 @@ fn after_random_changes_the_account_agrees_with_the_host() {
             let context = format!("seed {seed}, step {step}");
             let to_come = stored_in(&union.upper()).sparse - union.maps() as u64;
             assert_counted(&union, &empty, to_come, &context);
-            let counted = union.fs().report().counted_bytes;
+            let counted = union.fs().report().stored_bytes.unwrap();
             assert!(counted <= bytes + TOLERANCE, "{context}: {counted}");
             union.reopen();
             assert_counted(&union, &empty, 0, &format!("{context}, opened again"));
