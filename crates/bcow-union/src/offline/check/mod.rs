@@ -22,8 +22,8 @@ use super::partial::{self, HostFile};
 use crate::upper::beneath::open_directory_beneath;
 use crate::upper::xattr::each_name;
 use crate::upper::{
-    Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
-    Ownership, Redirect, UpperError, UpperReader, is_whiteout, work,
+    Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Origin,
+    Override, Ownership, Redirect, UpperError, UpperReader, is_whiteout, work,
 };
 
 /// The largest number of nodes for which link counts are verified: the same limit as for a
@@ -116,18 +116,10 @@ pub struct CheckedImage {
     pub device: Arc<dyn BlockDevice>,
 }
 
-/// Checks the upper of `upper`. References to the image are checked only if `image` is given. Fails
-/// only if the host fails in a way that makes a check impossible; other problems are findings.
-pub fn check(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
-    examine(upper, image, false)
-}
-
-/// As [`check`]; also reads all stored data and verifies checksums where they exist.
-pub fn check_data(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
-    examine(upper, image, true)
-}
-
-fn examine(
+/// Checks the upper of `upper`. References to the image are checked only if `image` is given. With
+/// `data`, also reads all stored data. Fails only if the host fails in a way that makes a check
+/// impossible; other problems are findings.
+pub fn check(
     upper: &UpperReader,
     image: Option<&CheckedImage>,
     data: bool,
@@ -420,24 +412,9 @@ impl Checker<'_> {
         let image = self.image?;
         let mut found = None;
         if let Some(origin) = &marks.origin {
-            let problem = if origin.uuid != image.superblock().uuid {
-                Some("its origin is in another image".to_owned())
-            } else {
-                match image.inode(Nid(origin.nid)) {
-                    Ok(inode) if self.is_of_type(inode.kind, kind, marks) => {
-                        found = Some(inode);
-                        None
-                    }
-                    Ok(inode) => Some(format!(
-                        "its origin, inode {} of the image, is of another type ({})",
-                        origin.nid,
-                        type_name(inode.kind)
-                    )),
-                    Err(error) => Some(format!("its origin cannot be read: {error}")),
-                }
-            };
-            if let Some(problem) = problem {
-                self.report.error("upper-origin", path, problem);
+            match self.origin(image, origin, kind, marks) {
+                Ok(inode) => found = Some(inode),
+                Err(problem) => self.report.error("upper-origin", path, problem),
             }
         }
         let redirected = match &marks.redirect {
@@ -466,6 +443,30 @@ impl Checker<'_> {
             return None;
         }
         found.or(redirected.filter(|inode| self.is_of_type(inode.kind, kind, marks)))
+    }
+
+    /// The inode that the origin mark of an object of type `kind` names, or the problem with it.
+    fn origin(
+        &self,
+        image: &Filesystem,
+        origin: &Origin,
+        kind: rustix::fs::FileType,
+        marks: &Marks,
+    ) -> Result<Inode, String> {
+        if origin.uuid != image.superblock().uuid {
+            return Err("its origin is in another image".to_owned());
+        }
+        let inode = image
+            .inode(Nid(origin.nid))
+            .map_err(|error| format!("its origin cannot be read: {error}"))?;
+        if self.is_of_type(inode.kind, kind, marks) {
+            return Ok(inode);
+        }
+        Err(format!(
+            "its origin, inode {} of the image, is of another type ({})",
+            origin.nid,
+            type_name(inode.kind)
+        ))
     }
 
     /// Whether the owner's attribute has a type that this host file cannot represent.
