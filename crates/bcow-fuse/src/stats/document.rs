@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use bcow::{BlockDevice, CacheFigures};
-use bcow_union::errors::{self, ErrorKind, ErrorLog, RecordedError};
+use bcow_union::errors::{ErrorKind, ErrorLog, RecordedError};
 use serde::{Deserialize, Serialize};
 
 use crate::disk::Barriers;
@@ -79,7 +79,7 @@ pub struct Errors {
     /// kinds.
     pub kinds: Vec<KindCount>,
     /// The latest distinct errors, newest first.
-    pub recent: Vec<LastError>,
+    pub recent: Vec<RecordedError>,
 }
 
 /// Number of errors of one kind.
@@ -88,27 +88,6 @@ pub struct KindCount {
     pub kind: String,
     /// The number.
     pub count: u64,
-}
-
-/// An error that occurred at least once.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LastError {
-    /// Time of the last occurrence, in seconds since 1970.
-    pub unix_seconds: u64,
-    /// The same time in UTC, in the format of RFC 3339.
-    pub time: String,
-    /// Number of occurrences.
-    pub count: u64,
-    pub kind: String,
-    /// The inode number in the mount; 0 if the error has no inode.
-    pub inode: u64,
-    /// Paths of the file; empty if they are not known.
-    pub paths: Vec<String>,
-    /// The action that failed, to follow "cannot"; empty if the cause is a full message.
-    pub action: String,
-    /// Offset in the file, in bytes.
-    pub offset: Option<u64>,
-    pub cause: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -302,44 +281,8 @@ impl Errors {
         Errors {
             total: kinds.iter().map(|kind| kind.count).sum(),
             kinds,
-            recent: log.recent().into_iter().map(LastError::of).collect(),
+            recent: log.recent(),
         }
-    }
-}
-
-impl LastError {
-    fn of(error: RecordedError) -> Self {
-        LastError {
-            unix_seconds: error.unix_seconds,
-            time: i64::try_from(error.unix_seconds)
-                .ok()
-                .and_then(bcow::rfc3339)
-                .unwrap_or_default(),
-            count: error.count,
-            kind: error.kind.name().to_owned(),
-            inode: error.inode,
-            paths: error.paths,
-            action: error.action.to_owned(),
-            offset: error.offset,
-            cause: error.cause,
-        }
-    }
-}
-
-impl std::fmt::Display for LastError {
-    /// The error in the format of the log.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if !self.paths.is_empty() || self.inode != 0 {
-            write!(f, "{}: ", errors::place(self.inode, &self.paths))?;
-        }
-        if !self.action.is_empty() {
-            write!(f, "cannot {}", self.action)?;
-            if let Some(offset) = self.offset {
-                write!(f, " at byte {offset}")?;
-            }
-            f.write_str(": ")?;
-        }
-        f.write_str(&self.cause)
     }
 }
 
