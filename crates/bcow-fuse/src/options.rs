@@ -364,11 +364,10 @@ impl MountOptions {
             }
         }
         // fusermount3 silently ignores `suid` and `dev` from ordinary users.
-        if !self.flags.contains(MountFlags::NOSUID) {
-            return Err(MountError::RootOnly("suid"));
-        }
-        if !self.flags.contains(MountFlags::NODEV) {
-            return Err(MountError::RootOnly("dev"));
+        for (flag, option) in [(MountFlags::NOSUID, "suid"), (MountFlags::NODEV, "dev")] {
+            if !self.flags.contains(flag) {
+                return Err(MountError::RootOnly(option));
+            }
         }
         if self.access == Access::Everyone {
             list.extend_from_slice(b"allow_other,");
