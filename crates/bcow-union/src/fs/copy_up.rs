@@ -143,9 +143,9 @@ impl UnionFs {
         }
     }
 
-    /// Copies up a node that exists only in the image, as `name` in `directory`. Does nothing if the
-    /// node is in the upper. `directory` is the upper's directory of `parent`, and the caller holds
-    /// the lock of its names.
+    /// Copies up a node that exists only in the image, as `name` in `directory`. Does nothing if
+    /// the node is in the upper. `directory` is the upper's directory of `parent`, and the caller
+    /// holds the lock of its names.
     pub(super) fn copy_up_locked(
         &self,
         parent: &Node,

@@ -250,8 +250,8 @@ pub(crate) enum Unreadable {
     Damaged(journal::At),
 }
 
-/// Reads the map of partial file `id` over a lower file of `blocks` blocks. `None`: takes the number
-/// of blocks from the map.
+/// Reads the map of partial file `id` over a lower file of `blocks` blocks. `None`: takes the
+/// number of blocks from the map.
 pub(crate) fn read_map(
     file: &dyn HostFile,
     id: u64,

@@ -203,8 +203,7 @@ impl DiskRecord {
     }
 }
 
-/// Fails unless the upper at `path`, which belongs to the image with this identity and name, belongs
-/// to `image`.
+/// Fails unless the image of the upper at `path`, which has this identity and name, is `image`.
 pub(super) fn require_image(
     path: &Path,
     identity: Option<[u8; 32]>,
