@@ -56,7 +56,7 @@ pub struct Attributes {
 }
 
 /// A device number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DeviceNumber {
     /// Major, below 4096.
     pub major: u32,

@@ -12,6 +12,20 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The bytes of 64 hexadecimal digits; `None` for any other text.
+pub fn from_hex(text: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    if pairs.len() != bytes.len() || !rest.is_empty() {
+        return None;
+    }
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    for (byte, [high, low]) in bytes.iter_mut().zip(pairs) {
+        *byte = ((digit(*high)? << 4) | digit(*low)?) as u8;
+    }
+    Some(bytes)
+}
+
 /// CRC32C of bytes that are passed in several parts.
 #[derive(Debug, Clone)]
 pub struct Crc32c(Digest);

@@ -41,7 +41,7 @@ pub use address::{BlockShift, Lba, Uba};
 pub use backing::{
     BackingEntry, BackingName, decode_backings, encode_backings, is_plain_name, is_plain_url,
 };
-pub use checksum::{Crc32c, crc32c, crc32c_matches, hex};
+pub use checksum::{Crc32c, crc32c, crc32c_matches, from_hex, hex};
 pub use entry::{Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry};
 pub use error::{FormatError, SectionKind};
 pub use features::compatible;

@@ -128,8 +128,8 @@ fn examine_open(
         }),
         None => None,
     };
-    let check = if asked.data { check::check_data } else { check::check };
-    let report = check(upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
+    let report = check::check(upper, checked.as_ref(), asked.data);
+    let report = report.map_err(|error| cannot_use(&error))?;
     Ok(CheckedUpper {
         report,
         image: image.map(|image| image.path().to_string_lossy().into_owned()),

@@ -123,7 +123,7 @@ pub enum MountError {
     Kernel(#[from] bcow_mount::Error),
     /// A known mount option that does not exist with the driver of the mount.
     #[error("mount option {option:?} is not supported with the {driver} driver")]
-    NotAtDriver {
+    NotWithDriver {
         /// The name of the option, without its value.
         option: &'static str,
         /// The driver: `FUSE` or `kernel`.

@@ -56,9 +56,9 @@ pub(crate) fn no_interval() -> MountError {
 }
 
 /// Refuses options that do not exist with this driver.
-fn refuse_at(driver: &'static str, given: &[(&'static str, bool)]) -> Result<(), MountError> {
+fn refuse_with(driver: &'static str, given: &[(&'static str, bool)]) -> Result<(), MountError> {
     match given.iter().find(|(_, is_given)| *is_given) {
-        Some(&(option, _)) => Err(MountError::NotAtDriver { option, driver }),
+        Some(&(option, _)) => Err(MountError::NotWithDriver { option, driver }),
         None => Ok(()),
     }
 }
@@ -165,7 +165,7 @@ impl MountOptions {
     /// writable mounts are errors.
     pub fn settle(&mut self, writing: Writing) -> Result<(), MountError> {
         let commit = self.commit_seconds.is_some();
-        refuse_at("FUSE", &[("discard", self.discard), ("commit", commit)])?;
+        refuse_with("FUSE", &[("discard", self.discard), ("commit", commit)])?;
         match writing {
             Writing::ToUpper if self.overlay_lower.is_some() => {
                 Err(MountError::OnlyWithoutUpper("overlay_lower"))
@@ -217,7 +217,7 @@ impl MountOptions {
             ("overlay_lower", self.overlay_lower.is_some()),
             ("uidmap or gidmap", !self.owners.are_same()),
         ];
-        refuse_at("kernel", &only_fuse)?;
+        refuse_with("kernel", &only_fuse)?;
         Ok(Settings {
             read_only: is_sealed || self.read_only == Some(true),
             nosuid: has(MountFlags::NOSUID),
@@ -364,11 +364,10 @@ impl MountOptions {
             }
         }
         // fusermount3 silently ignores `suid` and `dev` from ordinary users.
-        if !self.flags.contains(MountFlags::NOSUID) {
-            return Err(MountError::RootOnly("suid"));
-        }
-        if !self.flags.contains(MountFlags::NODEV) {
-            return Err(MountError::RootOnly("dev"));
+        for (flag, option) in [(MountFlags::NOSUID, "suid"), (MountFlags::NODEV, "dev")] {
+            if !self.flags.contains(flag) {
+                return Err(MountError::RootOnly(option));
+            }
         }
         if self.access == Access::Everyone {
             list.extend_from_slice(b"allow_other,");
@@ -453,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn lower_directory_of_overlayfs_has_no_upper_and_is_not_at_the_kernel_driver() {
+    fn lower_directory_of_overlayfs_has_no_upper_and_is_not_for_the_kernel_driver() {
         for (list, expected) in [
             ("overlay_lower", OverlayXattrs::here()),
             (
@@ -481,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_are_mapped_by_several_ranges_and_not_at_the_kernel_driver() {
+    fn owners_are_mapped_by_several_ranges_and_not_for_the_kernel_driver() {
         let options = parsed(&["uidmap=0:1000:1,uidmap=1:100000:9", "gidmap=0:5:1"]).unwrap();
         assert_eq!(options.owners().to_string(), "0:1000:1,1:100000:9;0:5:1");
         let error = options.for_image(Path::new("image")).unwrap_err();

@@ -107,12 +107,9 @@ pub fn open_reader_of(
 
 /// Refuses an upper that was mounted with `--sync volatile` when the machine stopped.
 pub fn refuse_lost(upper: &Path, is_lost: Result<bool, UpperError>) -> Result<(), CommandError> {
-    let volatile = || UpperError::Volatile {
-        path: upper.to_owned(),
-    };
     match is_lost {
         Ok(false) => Ok(()),
-        Ok(true) => Err(cannot_use(&volatile())),
+        Ok(true) => Err(cannot_use(&UpperError::Volatile(upper.to_owned()))),
         Err(error) => Err(cannot_use(&error)),
     }
 }

@@ -68,8 +68,8 @@ fn mount_of(path: &Path, part: impl Fn(&Service) -> Option<&String>) -> Option<(
     running::servers().into_iter().find_map(|server| {
         let mut services = server.services.iter();
         let service = services.find(|service| {
-            let is_at_kernel_driver = service.kind == "mount" && service.descriptor.is_some();
-            is_at_kernel_driver && part(service).is_some_and(is_path)
+            let is_of_kernel_driver = service.kind == "mount" && service.descriptor.is_some();
+            is_of_kernel_driver && part(service).is_some_and(is_path)
         })?;
         let device = service.device.clone()?;
         Some((server, device))

@@ -64,10 +64,7 @@ pub fn open_or_begin(
         )?;
     }
     let kept = ledger_use.kept_file()?;
-    let opened = open(&mut || match &kept {
-        Some(disk) => DiskInstance::continue_with(disk, path, named, note),
-        None => DiskInstance::open(path, named, note),
-    });
+    let opened = open(&mut || DiskInstance::open(path, named, note, kept.as_ref()));
     let mut instance = opened.map_err(|error| cannot_use(&error))?;
     let views = views(image, options)?;
     if instance.disk().is_none() {
@@ -76,9 +73,7 @@ pub fn open_or_begin(
     }
     // Made or checked above.
     let Some(storage) = instance.disk() else {
-        return Err(cannot_use(&UpperError::Incomplete {
-            path: path.to_owned(),
-        }));
+        return Err(cannot_use(&UpperError::Incomplete(path.to_owned())));
     };
     let ledger = ledger_use.open()?;
     let noted = ledger.as_ref().map(OpenLedger::ledger);

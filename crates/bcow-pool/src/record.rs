@@ -75,7 +75,7 @@ impl MountRecord {
     }
 
     /// The record of the same mount, if it is with the kernel driver.
-    pub fn at_kernel_driver(self, handover: &DiskHandover) -> Self {
+    pub fn with_kernel_driver(self, handover: &DiskHandover) -> Self {
         let place = &handover.place;
         MountRecord {
             version: DISK_VERSION,
@@ -194,7 +194,7 @@ mod tests {
                 ledger: descriptor(),
             }),
         };
-        let stored = record().at_kernel_driver(&handover).store().unwrap();
+        let stored = record().with_kernel_driver(&handover).store().unwrap();
         let loaded = MountRecord::load(&stored).unwrap();
         // A program that does not know such records must not serve the mount with the other driver.
         assert_eq!(loaded.version, 3);

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
+use bcow_erofs::reader::FileType;
 use rustix::fs::{FallocateFlags, SeekFrom, Stat, Timespec, Timestamps, UTIME_OMIT};
 use rustix::io::Errno;
 
@@ -82,7 +83,7 @@ impl HostFile for File {
         Ok(self.metadata()?.len())
     }
     fn stored_bytes(&self) -> io::Result<u64> {
-        Ok(self.metadata()?.blocks().saturating_mul(512))
+        Ok(stored_bytes(&rustix::fs::fstat(self)?))
     }
     fn inode(&self) -> io::Result<u64> {
         Ok(self.metadata()?.ino())
@@ -126,17 +127,7 @@ impl HostFile for File {
         }
     }
     fn times(&self) -> io::Result<FileTimes> {
-        let metadata = self.metadata()?;
-        Ok(FileTimes {
-            modified: Timespec {
-                tv_sec: metadata.mtime(),
-                tv_nsec: metadata.mtime_nsec(),
-            },
-            changed: Timespec {
-                tv_sec: metadata.ctime(),
-                tv_nsec: metadata.ctime_nsec(),
-            },
-        })
+        Ok(file_times(&rustix::fs::fstat(self)?))
     }
     fn set_modified(&self, at: Timespec) -> io::Result<()> {
         let times = Timestamps {
@@ -191,6 +182,26 @@ pub(crate) fn read_all(file: &dyn HostFile, offset: u64, buf: &mut [u8]) -> io::
 /// Bytes of the host's disk that an inode takes.
 pub(crate) fn stored_bytes(stat: &Stat) -> u64 {
     u64::try_from(stat.st_blocks).unwrap_or(0) * 512
+}
+
+/// The times of a host's file.
+pub(crate) fn file_times(stat: &Stat) -> FileTimes {
+    FileTimes {
+        modified: Timespec {
+            tv_sec: stat.st_mtime,
+            tv_nsec: stat.st_mtime_nsec as i64,
+        },
+        changed: Timespec {
+            tv_sec: stat.st_ctime,
+            tv_nsec: stat.st_ctime_nsec as i64,
+        },
+    }
+}
+
+/// The file type in `st_mode`.
+pub(crate) fn kind_of(mode: u32) -> FileType {
+    // Linux has no other types.
+    FileType::from_mode(mode as u16).unwrap_or(FileType::Regular)
 }
 
 /// The errno of an error. Errors without an errno come from bcow itself.

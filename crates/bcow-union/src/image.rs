@@ -83,18 +83,14 @@ impl Image {
 
     /// Reads an inode.
     pub fn inode(&self, nid: Nid) -> Result<Inode, Errno> {
-        self.fs
-            .inode(nid)
-            .map_err(|error| self.failure(nid, "read the inode", &error))
+        self.noted(nid, "read the inode", self.fs.inode(nid))
     }
 
     /// Looks up `name` in a directory; `None` if there is no such name.
     pub fn lookup(&self, directory: Nid, name: &[u8]) -> Result<Option<Nid>, Errno> {
         let inode = self.inode(directory)?;
-        let found = self
-            .fs
-            .lookup(&inode, name)
-            .map_err(|error| self.failure(directory, "look up a name", &error))?;
+        let found = self.fs.lookup(&inode, name);
+        let found = self.noted(directory, "look up a name", found)?;
         Ok(found.map(|entry| entry.nid))
     }
 
@@ -106,37 +102,31 @@ impl Image {
         cookie: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
-        self.fs
-            .read_dir(directory, cookie, each)
-            .map_err(|error| self.failure(directory.nid, "list", &error))
+        let read = self.fs.read_dir(directory, cookie, each);
+        self.noted(directory.nid, "list", read)
     }
 
     /// Resolves an absolute path without following symlinks; `None` if there is no such file.
     pub fn at_path(&self, path: &[u8]) -> Result<Option<Nid>, Errno> {
-        self.fs
-            .resolve_with(path, Symlinks::Keep)
-            .map_err(|error| self.failure(self.root(), "resolve a redirect", &error))
+        let found = self.fs.resolve_with(path, Symlinks::Keep);
+        self.noted(self.root(), "resolve a redirect", found)
     }
 
     /// Target of a symbolic link.
     pub fn read_link(&self, inode: &Inode) -> Result<Vec<u8>, Errno> {
-        self.fs
-            .read_link(inode)
-            .map_err(|error| self.failure(inode.nid, "read the link", &error))
+        self.noted(inode.nid, "read the link", self.fs.read_link(inode))
     }
 
     /// The value of an extended attribute; `None` if the inode does not have it.
     pub fn xattr(&self, inode: &Inode, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
-        self.fs
-            .xattr(inode, name)
-            .map_err(|error| self.failure(inode.nid, "read an extended attribute", &error))
+        let value = self.fs.xattr(inode, name);
+        self.noted(inode.nid, "read an extended attribute", value)
     }
 
     /// All extended attributes, with their values.
     pub fn xattrs(&self, inode: &Inode) -> Result<XattrList, Errno> {
-        self.fs
-            .xattrs(inode)
-            .map_err(|error| self.failure(inode.nid, "list the extended attributes", &error))
+        let all = self.fs.xattrs(inode);
+        self.noted(inode.nid, "list the extended attributes", all)
     }
 
     /// Lends `length` bytes at `offset` in pieces to `sink`. The range lies inside the file.
@@ -205,7 +195,7 @@ impl Image {
     /// the file counts as a hole; `None` if no data follows.
     pub fn seek(&self, inode: &Inode, offset: u64, seek: Seek) -> Result<Option<u64>, Errno> {
         for extent in self.fs.extents(inode, offset) {
-            let extent = extent.map_err(|error| self.failure(inode.nid, "map", &error))?;
+            let extent = self.noted(inode.nid, "map", extent)?;
             let is_hole = matches!(extent.source, ExtentSource::Hole);
             if is_hole == (seek == Seek::Hole) {
                 return Ok(Some(extent.offset.max(offset)));
@@ -226,7 +216,7 @@ impl Image {
         }
         let mut bytes = 0_u64;
         for (index, extent) in self.fs.extents(inode, 0).enumerate() {
-            let extent = extent.map_err(|error| self.failure(inode.nid, "map", &error))?;
+            let extent = self.noted(inode.nid, "map", extent)?;
             if index == COUNTED_EXTENTS {
                 return Ok(whole);
             }
@@ -237,8 +227,14 @@ impl Image {
         Ok(bytes.div_ceil(block_bytes).saturating_mul(block_bytes) / 512)
     }
 
-    fn failure(&self, nid: Nid, action: &'static str, error: &ErofsError) -> Errno {
-        self.failure_at(nid, action, None, error)
+    /// Logs the error of a read of an inode, and gives its errno.
+    fn noted<T>(
+        &self,
+        nid: Nid,
+        action: &'static str,
+        read: Result<T, ErofsError>,
+    ) -> Result<T, Errno> {
+        read.map_err(|error| self.failure_at(nid, action, None, &error))
     }
 
     fn failure_at(

@@ -25,7 +25,7 @@
 //! use std::sync::Arc;
 //!
 //! use bcow_erofs::reader::Filesystem;
-//! use bcow_union::fs::{Caller, LowerImage, Privileges, UnionFs};
+//! use bcow_union::fs::{Caller, LowerImage, New, Privileges, UnionFs};
 //! use bcow_union::{NodeId, UnionOptions};
 //!
 //! fn example(image: Arc<Filesystem>, upper: &Path) -> Result<(), Box<dyn std::error::Error>> {
@@ -36,7 +36,7 @@
 //!     };
 //!     let union = UnionFs::open(lower, upper, "an example", &UnionOptions::default())?;
 //!     let caller = Caller { uid: 0, gid: 0, pid: 1, umask: 0o022 };
-//!     let file = union.create(&caller, NodeId::ROOT, b"hello", 0o644)?;
+//!     let file = union.make(&caller, NodeId::ROOT, b"hello", 0o644, &New::File)?;
 //!     union.write(file.node, 0, b"Hello, world\n", Privileges::Drop)?;
 //!     union.close()?;
 //!     Ok(())
@@ -45,6 +45,7 @@
 
 mod account;
 mod blocks;
+mod bytes;
 mod errno;
 pub mod errors;
 pub mod fs;

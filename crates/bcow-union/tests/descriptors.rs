@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
 use bcow_testkit::{lacks_mkfs, make_erofs};
-use bcow_union::fs::{Caller, LowerImage, UnionFs};
+use bcow_union::fs::{Caller, LowerImage, New, UnionFs};
 use bcow_union::{NodeId, UnionOptions};
 use rustix::process::{Resource, Rlimit};
 
@@ -54,16 +54,18 @@ fn open(image: &[u8], upper: &Path) -> Arc<UnionFs> {
 fn goes_deep(union: &UnionFs) {
     let mut parent = NodeId::ROOT;
     for _ in 0..DEPTH {
-        let made = union.make_directory(&ROOT, parent, b"d", 0o755);
+        let made = union.make(&ROOT, parent, b"d", 0o755, &New::Directory);
         parent = made.unwrap().node;
     }
-    union.create(&ROOT, parent, b"file", 0o644).unwrap();
+    union
+        .make(&ROOT, parent, b"file", 0o644, &New::File)
+        .unwrap();
     // This copies up all parent directories at once.
     let mut low = union.lookup(NodeId::ROOT, b"low").unwrap().unwrap().node;
     for _ in 0..LOW_DEPTH {
         low = union.lookup(low, b"d").unwrap().unwrap().node;
     }
-    union.create(&ROOT, low, b"file", 0o644).unwrap();
+    union.make(&ROOT, low, b"file", 0o644, &New::File).unwrap();
     // Enough other directories that the cache of descriptors evicts those above.
     let many = union.lookup(NodeId::ROOT, b"many").unwrap().unwrap().node;
     for index in 0..BREADTH {

@@ -328,7 +328,7 @@ fn temporaries_take_their_place_or_go() {
     let instance = begin(dir.path());
     let (temporary, _file) = instance.temporary_file(0o600).unwrap();
     drop(temporary);
-    let (temporary, _dir) = instance.temporary_directory(0o700).unwrap();
+    let (temporary, _dir) = instance.temporary_directory().unwrap();
     drop(temporary);
     drop(instance.temporary_symlink(b"x").unwrap());
     drop(instance.temporary_node(FileType::Fifo, 0o600, 0).unwrap());
@@ -338,8 +338,10 @@ fn temporaries_take_their_place_or_go() {
     let (temporary, _file) = instance.temporary_file(0o600).unwrap();
     temporary.place_new(instance.root(), b"a").unwrap();
     let (temporary, _file) = instance.temporary_file(0o600).unwrap();
-    let (temporary, errno) = temporary.place_new(instance.root(), b"a").unwrap_err();
-    assert_eq!(errno, Errno::EXIST);
+    let placed = temporary.place_new(instance.root(), b"a");
+    assert_eq!(placed.unwrap_err(), Errno::EXIST);
+    assert_eq!(count(&work), 0);
+    let (temporary, _file) = instance.temporary_file(0o600).unwrap();
     temporary.place(instance.root(), b"a").unwrap();
     assert!(dir.path().join("a").exists());
     assert_eq!(count(&work), 0);

@@ -96,33 +96,26 @@ impl ViewCache {
 
     /// The views, the most recently used first; none if the directory is missing.
     pub fn entries(&self) -> io::Result<Vec<ViewEntry>> {
-        match self.present_directory()? {
-            Some(directory) => entries::list(&directory),
-            None => Ok(Vec::new()),
-        }
+        Ok(self.in_directory(entries::list)?.unwrap_or_default())
     }
 
     /// Whether the file of a view is as it was written: every stored byte matches its checksums.
     /// `None` if the view does not exist any more.
     pub fn verify(&self, name: &str) -> io::Result<Option<bool>> {
-        match self.present_directory()? {
-            Some(directory) => entries::verify(&directory, name),
-            None => Ok(None),
-        }
+        let verified = self.in_directory(|directory| entries::verify(directory, name))?;
+        Ok(verified.flatten())
     }
 
     /// Removes a view. A process that has it open keeps it.
     pub fn remove(&self, name: &str, which: Remove) -> io::Result<Removal> {
-        match self.present_directory()? {
-            Some(directory) => entries::remove(&directory, name, which),
-            None => Ok(Removal::Missing),
-        }
+        let removed = self.in_directory(|directory| entries::remove(directory, name, which))?;
+        Ok(removed.unwrap_or(Removal::Missing))
     }
 
-    /// The directory, if it exists.
-    fn present_directory(&self) -> io::Result<Option<File>> {
+    /// Runs `work` with the directory, if it exists.
+    fn in_directory<T>(&self, work: impl FnOnce(&File) -> io::Result<T>) -> io::Result<Option<T>> {
         match File::open(&self.directory) {
-            Ok(directory) => Ok(Some(directory)),
+            Ok(directory) => work(&directory).map(Some),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }

@@ -20,6 +20,8 @@ use std::sync::Arc;
 use bcow::{BlockDevice, Image, Mapping, ShownBy};
 use bcow_ext4::{FilesystemBytes, InodeNumber, ReadError, Reader};
 
+use CompareError::{Disk, View};
+
 use crate::BLOCK_BYTES;
 use crate::numbers::Numbers;
 use crate::ranges::Ranges;
@@ -69,8 +71,8 @@ impl Compared {
         view: Arc<dyn BlockDevice>,
         numbers: &Numbers,
     ) -> Result<Compared, CompareError> {
-        let disk = Reader::open(Box::new(Device(disk))).map_err(CompareError::Disk)?;
-        let view = Reader::open(Box::new(Device(view))).map_err(CompareError::View)?;
+        let disk = Reader::open(Box::new(Device(disk))).map_err(Disk)?;
+        let view = Reader::open(Box::new(Device(view))).map_err(View)?;
         let mut stored = Vec::new();
         for file in above {
             stored_blocks(file, &mut stored).map_err(CompareError::Map)?;
@@ -112,18 +114,18 @@ impl Compared {
     fn tables(&mut self, stored: &Ranges, last: InodeNumber) -> Result<(), CompareError> {
         let mut group = 0;
         loop {
-            let table = self.view.inode_table(group).map_err(CompareError::View)?;
+            let table = self.view.inode_table(group).map_err(View)?;
             if table.first > last {
                 return Ok(());
             }
-            let found = self.disk.inode_table(group).map_err(CompareError::Disk)?;
+            let found = self.disk.inode_table(group).map_err(Disk)?;
             if found != table {
                 return Err(CompareError::Other);
             }
             let range = table.blocks.start..table.blocks.end();
             for block in stored.inside(range.clone()).flatten() {
-                let before = self.view.block(block).map_err(CompareError::View)?;
-                let after = self.disk.block(block).map_err(CompareError::Disk)?;
+                let before = self.view.block(block).map_err(View)?;
+                let after = self.disk.block(block).map_err(Disk)?;
                 let (before, _) = before.as_chunks::<INODE_BYTES>();
                 let (after, _) = after.as_chunks::<INODE_BYTES>();
                 let per_block = before.len() as u32;
@@ -143,7 +145,7 @@ impl Compared {
     /// Compares the stored blocks that the view uses, except the metadata of the file system
     /// itself.
     fn content(&mut self, stored: &Ranges) -> Result<(), CompareError> {
-        let metadata = self.view.metadata_blocks().map_err(CompareError::View)?;
+        let metadata = self.view.metadata_blocks().map_err(View)?;
         let metadata = metadata.iter().map(|range| range.start..range.end());
         let rest = stored.without(&Ranges::new(metadata.collect()));
         let mut differing = Vec::new();
@@ -155,7 +157,7 @@ impl Compared {
                 let end = range.end.min((group + 1) * GROUP).min(self.view.blocks());
                 if bitmap.as_ref().is_none_or(|(known, _)| *known != group) {
                     let found = self.view.block_bitmap(group as u32);
-                    bitmap = Some((group, found.map_err(CompareError::View)?));
+                    bitmap = Some((group, found.map_err(View)?));
                 }
                 if let Some((_, Some(used))) = &bitmap {
                     let is_used = |block: u64| {
@@ -190,12 +192,8 @@ impl Compared {
             let end = (at..most).find(|block| !is_used(*block)).unwrap_or(most);
             let bytes = ((end - at) * BLOCK_BYTES) as usize;
             let (before, after) = (&mut before[..bytes], &mut after[..bytes]);
-            self.view
-                .read_blocks(at, before)
-                .map_err(CompareError::View)?;
-            self.disk
-                .read_blocks(at, after)
-                .map_err(CompareError::Disk)?;
+            self.view.read_blocks(at, before).map_err(View)?;
+            self.disk.read_blocks(at, after).map_err(Disk)?;
             let pairs = before
                 .chunks(BLOCK_BYTES as usize)
                 .zip(after.chunks(BLOCK_BYTES as usize));
@@ -251,8 +249,8 @@ impl Compared {
         blocks: &mut Vec<Range<u64>>,
     ) -> Result<(), CompareError> {
         let view = &self.view;
-        let inode = view.inode(number).map_err(CompareError::View)?;
-        let extents = view.extents(&inode).map_err(CompareError::View)?;
+        let inode = view.inode(number).map_err(View)?;
+        let extents = view.extents(&inode).map_err(View)?;
         let single = extents.nodes.iter().copied().chain(inode.xattr_block());
         blocks.extend(single.map(|block| block..block + 1));
         let runs = extents.content.iter();

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, Use, compatible, hex};
+use bcow::format::{BackingEntry, BackingName, Use, compatible, from_hex, hex};
 use bcow::{BlockDevice, Composer, Composition, Compression, Image, Storage};
 use bcow_erofs::reader::Filesystem;
 use bcow_ext4::Sink;
@@ -130,18 +130,6 @@ impl Sink for ComposerSink<'_> {
     fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.0.write_at(offset, bytes).map_err(io::Error::other)
     }
-}
-
-fn from_hex(text: &str) -> Option<[u8; 32]> {
-    let mut bytes = [0; 32];
-    let (digits, rest) = text.as_bytes().as_chunks::<2>();
-    if digits.len() != bytes.len() || !rest.is_empty() {
-        return None;
-    }
-    for (byte, digits) in bytes.iter_mut().zip(digits) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
-    }
-    Some(bytes)
 }
 
 #[cfg(test)]

@@ -73,7 +73,7 @@ fn name_file(error: ViewError, fs: &Filesystem, survey: Option<&Survey>) -> View
     let nid = match &error {
         ViewError::Erofs(error) => error.nid(),
         ViewError::Ext4(Ext4Error::Inode { inode, .. }) => {
-            survey.and_then(|survey| survey.nid(*inode))
+            survey.and_then(|survey| survey.numbers.nid(*inode))
         }
         _ => None,
     };
@@ -99,7 +99,7 @@ fn write(
     let place = |bytes| -> Result<Option<(Geometry, Layout)>, Ext4Error> {
         let geometry = Geometry::new(GeometryOptions {
             bytes,
-            inodes: survey.inodes().len() as u32,
+            inodes: survey.numbers.inodes.len() as u32,
             journal_blocks: options.journal_blocks,
         })?;
         let region_blocks = (1 << region_shift(bytes)) / BLOCK_BYTES;
@@ -127,7 +127,7 @@ fn write(
     let identity = identity(fs, options);
     let mut writer = Writer::new(&geometry, identity, &layout.content(), sink)?;
     let mut pieces = Pieces::new(device_blocks);
-    for known in survey.inodes() {
+    for known in &survey.numbers.inodes {
         let inode = fs.inode(known.nid)?;
         let add = Adding {
             fs,
@@ -274,7 +274,7 @@ impl Adding<'_> {
     ) -> Result<Vec<(Vec<u8>, InodeNumber, FileKind)>, ViewError> {
         let mut names = Vec::new();
         numbers::each_child(self.fs, inode, &mut |child| {
-            let number = writer.number(self.survey.place(child.nid));
+            let number = writer.number(self.survey.numbers.place(child.nid));
             names.push((child.name, number, kind(child.kind)));
             Ok(())
         })?;

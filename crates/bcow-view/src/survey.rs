@@ -1,16 +1,16 @@
 //! The first walk over a tree: it numbers the inodes, and counts names and fragments.
 
-use bcow_erofs::reader::{FileType, Filesystem, Nid};
-use bcow_ext4::{FileKind, InodeNumber};
+use bcow_erofs::reader::{FileType, Filesystem};
+use bcow_ext4::FileKind;
 
 use crate::BLOCK_BYTES;
 use crate::ViewError;
-use crate::numbers::{Known, Numbers};
+use crate::numbers::Numbers;
 use crate::place::{Pieces, RunOrigin};
 
 /// All inodes, directories before their entries.
 pub(crate) struct Survey {
-    numbers: Numbers,
+    pub numbers: Numbers,
     /// Blocks that become fragments.
     pub fragments: u64,
 }
@@ -34,21 +34,6 @@ impl Survey {
             Ok(None)
         })?;
         Ok(Survey { numbers, fragments })
-    }
-
-    /// All inodes in the order of the walk.
-    pub fn inodes(&self) -> &[Known] {
-        &self.numbers.inodes
-    }
-
-    /// The inode that has this number in the view.
-    pub fn nid(&self, inode: InodeNumber) -> Option<Nid> {
-        self.numbers.nid(inode)
-    }
-
-    /// The place of an inode that the survey found.
-    pub fn place(&self, nid: Nid) -> u32 {
-        self.numbers.place(nid)
     }
 }
 

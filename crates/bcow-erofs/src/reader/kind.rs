@@ -55,7 +55,8 @@ impl FileType {
         }
     }
 
-    pub(super) fn from_mode(mode: u16) -> Option<Self> {
+    /// The type in `st_mode`; `None` for bits that are no type.
+    pub fn from_mode(mode: u16) -> Option<Self> {
         let bits = u32::from(mode & 0o170_000);
         ALL.into_iter().find(|kind| kind.mode_bits() == bits)
     }

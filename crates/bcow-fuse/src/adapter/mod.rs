@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bcow_erofs::reader::FileType;
-use bcow_erofs::tree::{DeviceNumber, Timestamp};
+use bcow_erofs::tree::Timestamp;
 use bcow_union::NodeId;
 use fuser::{FileAttr, Generation, INodeNo, InitFlags, KernelConfig};
 
@@ -142,12 +142,6 @@ fn file_type(kind: FileType) -> fuser::FileType {
     }
 }
 
-/// The kernel's 32-bit encoding (`new_encode_dev`): 12 bits of major between 8 and 12 bits of
-/// minor.
-fn encode_device(device: DeviceNumber) -> u32 {
-    (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
-}
-
 /// Converts a time. A time that `SystemTime` cannot represent becomes 1970; with 64-bit seconds on
 /// Linux this does not happen.
 fn system_time(time: Timestamp) -> SystemTime {
@@ -165,14 +159,6 @@ fn system_time(time: Timestamp) -> SystemTime {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn device_number_is_encoded_as_the_kernel_decodes_it() {
-        let encode = |major, minor| encode_device(DeviceNumber { major, minor });
-        assert_eq!(encode(1, 3), 0x103);
-        assert_eq!(encode(0xfff, 0xfffff), 0xffff_ffff);
-        assert_eq!(encode(8, 0x12345), 0x1230_0845);
-    }
 
     #[test]
     fn time_before_1970_keeps_its_nanoseconds() {

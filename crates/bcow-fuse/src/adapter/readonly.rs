@@ -6,18 +6,16 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bcow_erofs::reader::Inode;
 use bcow_union::NodeId;
+use bcow_union::fs::Attributes;
 use fuser::{
     AccessFlags, FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
     OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
     ReplyLseek, ReplyOpen, ReplyStatfs, ReplyXattr, Request,
 };
 
-use super::{
-    Answering, NO_INODE, damaged, encode_device, file_type, id, is_stats, negotiate, reply,
-    system_time,
-};
+use super::convert::encoded;
+use super::{Answering, damaged, id, is_stats, negotiate, reply};
 use crate::fs::{AccessKind, ImageFs, Node, TrustedNames};
 use crate::options::{MountOptions, Permissions};
 use crate::owners::Owners;
@@ -247,33 +245,6 @@ impl fuser::Filesystem for ReadOnly {
 }
 
 fn attributes(node: Node, owners: &Owners) -> FileAttr {
-    let Inode {
-        kind,
-        permissions,
-        uid,
-        gid,
-        size,
-        nlink,
-        mtime,
-        rdev,
-        ..
-    } = node.inode;
-    // EROFS stores one time per inode; the kernel's driver also shows it as all three times.
-    let time = system_time(mtime);
-    let (uid, gid) = owners.to_host((uid, gid));
-    FileAttr {
-        ino: INodeNo(node.id.0),
-        size,
-        blocks: node.sectors,
-        atime: time,
-        mtime: time,
-        ctime: time,
-        kind: file_type(kind),
-        perm: permissions,
-        nlink,
-        uid,
-        gid,
-        rdev: rdev.map_or(0, encode_device),
-        ..NO_INODE
-    }
+    let attributes = Attributes::of_inode(node.id, &node.inode, node.sectors);
+    encoded(owners.shown(attributes))
 }

@@ -474,7 +474,7 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEmpty,
     ) {
         let _running = self.begin(Operation::Sync, id(ino));
-        reply::empty(self.fs.sync_directory(id(ino)), reply);
+        reply::empty(self.fs.sync(id(ino), SyncScope::All), reply);
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {

@@ -1,13 +1,10 @@
 //! The schema `bcow.stats/1`, which `bcow stats --json` prints. New versions may add fields;
 //! existing fields keep their meaning.
 
-use std::os::fd::RawFd;
 use std::time::Duration;
 
 use bcow::{BlockDevice, CacheFigures};
-use bcow_union::SyncPolicy;
-use bcow_union::errors::{self, ErrorKind, ErrorLog, RecordedError};
-use bcow_union::fs::Report;
+use bcow_union::errors::{ErrorKind, ErrorLog, RecordedError};
 use serde::{Deserialize, Serialize};
 
 use crate::disk::Barriers;
@@ -15,6 +12,9 @@ use crate::outcome::Ending;
 
 use super::DiskUse;
 use super::latency::{self, Counts, Operation};
+
+/// The upper of a writable mount.
+pub use bcow_union::fs::Report as Upper;
 
 /// The schema's name.
 pub const SCHEMA: &str = "bcow.stats/1";
@@ -79,7 +79,7 @@ pub struct Errors {
     /// kinds.
     pub kinds: Vec<KindCount>,
     /// The latest distinct errors, newest first.
-    pub recent: Vec<LastError>,
+    pub recent: Vec<RecordedError>,
 }
 
 /// Number of errors of one kind.
@@ -88,27 +88,6 @@ pub struct KindCount {
     pub kind: String,
     /// The number.
     pub count: u64,
-}
-
-/// An error that occurred at least once.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LastError {
-    /// Time of the last occurrence, in seconds since 1970.
-    pub unix_seconds: u64,
-    /// The same time in UTC, in the format of RFC 3339.
-    pub time: String,
-    /// Number of occurrences.
-    pub count: u64,
-    pub kind: String,
-    /// The inode number in the mount; 0 if the error has no inode.
-    pub inode: u64,
-    /// Paths of the file; empty if they are not known.
-    pub paths: Vec<String>,
-    /// The action that failed, to follow "cannot"; empty if the cause is a full message.
-    pub action: String,
-    /// Offset in the file, in bytes.
-    pub offset: Option<u64>,
-    pub cause: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -120,38 +99,6 @@ pub struct Process {
     pub start_ticks: u64,
     /// Time since the mount, in seconds.
     pub uptime_seconds: f64,
-}
-
-/// The upper of a writable mount.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Upper {
-    /// The directory of the upper.
-    pub path: String,
-    /// When bcow makes copy-ups durable: `strict`, `batch=N` or `volatile`.
-    pub sync: String,
-    /// Limit of the stored bytes.
-    pub limit_bytes: Option<u64>,
-    /// Bytes stored; not counted without a limit.
-    pub stored_bytes: Option<u64>,
-    /// Limit of the inodes in the upper. Also `None` from versions that do not report it.
-    #[serde(default)]
-    pub limit_inodes: Option<u64>,
-    /// Inodes in the upper; not counted without a limit.
-    #[serde(default)]
-    pub stored_inodes: Option<u64>,
-    /// Inodes that the kernel knows.
-    pub nodes: u64,
-    /// Files of the image that were copied up without data, since the mount.
-    pub copied_metadata: u64,
-    /// Files of the image that were copied up with all data, since the mount.
-    pub copied_whole: u64,
-    /// Files of the image that were written in part.
-    #[serde(rename = "sketches")]
-    pub partials: Partials,
-    /// The descriptor of the process on which it finally reports whether the upper holds all
-    /// written data. `bcow umount` uses it. `None` from versions that do not report it.
-    #[serde(default)]
-    pub outcome_descriptor: Option<i32>,
 }
 
 /// The driver of a mount.
@@ -244,53 +191,6 @@ pub struct Server {
     pub received_bytes: u64,
 }
 
-/// Partial files: files of the image that were written in part, and whose other blocks are still in
-/// the image.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Partials {
-    /// Number of partial files in use.
-    pub open: u64,
-    /// Number of blocks of the partial files in use.
-    pub blocks: u64,
-    /// Number of these blocks for which the image is no longer needed.
-    pub present_blocks: u64,
-    /// Number of these blocks that were written in part, and whose rest is not copied from the
-    /// image yet.
-    #[serde(rename = "in_transit_blocks")]
-    pub incomplete_blocks: u64,
-    /// Bytes stored for the partial files in use.
-    pub stored_bytes: u64,
-    /// Bytes of the lower files that were not copied.
-    pub saved_bytes: u64,
-    /// Partial files that became plain files, since the mount.
-    pub promoted: u64,
-    /// Blocks completed from the image, since the mount.
-    pub fills: Fills,
-    /// Flushes of partial files, since the mount.
-    pub flushes: u64,
-    /// Block maps that were written, since the mount.
-    pub maps_written: u64,
-}
-
-/// Number of blocks that were completed from the image, by actor.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Fills {
-    /// By the background thread.
-    pub background: u64,
-    /// By requests that read the block.
-    pub readers: u64,
-    pub flushes: u64,
-    /// By requests that write, while the background thread is behind.
-    pub writers: u64,
-}
-
-impl Fills {
-    /// The sum of all fills.
-    pub fn total(&self) -> u64 {
-        self.background + self.readers + self.flushes + self.writers
-    }
-}
-
 /// Latency of one kind of request, from reading the request to sending the answer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OperationFigures {
@@ -381,44 +281,8 @@ impl Errors {
         Errors {
             total: kinds.iter().map(|kind| kind.count).sum(),
             kinds,
-            recent: log.recent().into_iter().map(LastError::of).collect(),
+            recent: log.recent(),
         }
-    }
-}
-
-impl LastError {
-    fn of(error: RecordedError) -> Self {
-        LastError {
-            unix_seconds: error.unix_seconds,
-            time: i64::try_from(error.unix_seconds)
-                .ok()
-                .and_then(bcow::rfc3339)
-                .unwrap_or_default(),
-            count: error.count,
-            kind: error.kind.name().to_owned(),
-            inode: error.inode,
-            paths: error.paths,
-            action: error.action.to_owned(),
-            offset: error.offset,
-            cause: error.cause,
-        }
-    }
-}
-
-impl std::fmt::Display for LastError {
-    /// The error in the format of the log.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if !self.paths.is_empty() || self.inode != 0 {
-            write!(f, "{}: ", errors::place(self.inode, &self.paths))?;
-        }
-        if !self.action.is_empty() {
-            write!(f, "cannot {}", self.action)?;
-            if let Some(offset) = self.offset {
-                write!(f, " at byte {offset}")?;
-            }
-            f.write_str(": ")?;
-        }
-        f.write_str(&self.cause)
     }
 }
 
@@ -451,45 +315,6 @@ impl DiskFigures {
             unflushed_blocks: figures.unflushed_blocks,
             free_bytes: figures.free_bytes,
             outcome_descriptor: disk.outcome,
-        }
-    }
-}
-
-impl Upper {
-    pub(super) fn of(report: Report, outcome: RawFd) -> Self {
-        let (blocks, counters) = (report.blocks, report.partials);
-        Upper {
-            path: report.upper,
-            sync: match report.sync {
-                SyncPolicy::Strict => "strict".to_owned(),
-                SyncPolicy::Batch(count) => format!("batch={count}"),
-                SyncPolicy::Volatile => "volatile".to_owned(),
-            },
-            limit_bytes: report.limit_bytes,
-            stored_bytes: report.limit_bytes.map(|_| report.counted_bytes),
-            limit_inodes: report.limit_inodes,
-            stored_inodes: report.limit_inodes.map(|_| report.counted_inodes),
-            nodes: report.nodes,
-            copied_metadata: report.copied_metadata,
-            copied_whole: report.copied_whole,
-            partials: Partials {
-                open: report.open_partials,
-                blocks: blocks.blocks,
-                present_blocks: blocks.present,
-                incomplete_blocks: blocks.incomplete,
-                stored_bytes: blocks.stored_bytes,
-                saved_bytes: counters.bytes_not_copied,
-                promoted: counters.promotions,
-                fills: Fills {
-                    background: counters.fills_by_background,
-                    readers: counters.fills_by_readers,
-                    flushes: counters.fills_by_flushes,
-                    writers: counters.fills_by_writers,
-                },
-                flushes: counters.flushes,
-                maps_written: counters.maps_written,
-            },
-            outcome_descriptor: Some(outcome),
         }
     }
 }

@@ -217,10 +217,10 @@ impl MountStats {
             }),
             process: Process::this(self.started.elapsed()),
             cache: self.about.cache.figures(),
-            upper: self
-                .union
-                .get()
-                .map(|Writable { union, outcome }| Upper::of(union.report(), *outcome)),
+            upper: self.union.get().map(|Writable { union, outcome }| Upper {
+                outcome_descriptor: Some(*outcome),
+                ..union.report()
+            }),
             disk: self.disk.get().map(DiskFigures::of),
             remote: self.about.remote.as_ref().map(|report| report.0()),
             driver: self.about.driver.clone(),

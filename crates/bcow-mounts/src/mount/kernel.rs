@@ -500,7 +500,7 @@ pub fn cannot_mount(image: &Path, error: &MountError) -> CommandError {
         MountError::Kernel(_) | MountError::ReadDisk(_) | MountError::WriteDisk { .. } => {
             because(cannot(image), error)
         }
-        MountError::NotAtDriver { .. }
+        MountError::NotWithDriver { .. }
         | MountError::UnsupportedOption { .. }
         | MountError::SealedDisk(_) => usage(error),
         error => failure(error),

@@ -65,7 +65,7 @@ impl Pool {
                 let (target, _) = session.place();
                 let agreed = handover.agreed;
                 let record = MountRecord::new(asked, target.into(), agreed, identity, service)
-                    .at_kernel_driver(&handover);
+                    .with_kernel_driver(&handover);
                 let kept = Kept {
                     disk: handover.disk,
                     connection: handover.connection,

@@ -22,7 +22,7 @@ pub use error::LimitReached;
 pub use reservation::Reservation;
 
 /// Number of shards of a table. Measurements in different shards do not wait for each other.
-const SHARDS: usize = 64;
+const SHARDS: usize = 32;
 
 /// Limits of an upper; `None` is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -56,19 +56,11 @@ pub struct Account {
 }
 
 /// The last measurement of each file.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Table {
     /// A shard's lock is held while one of its files is measured, so that the last measurement
     /// determines the figure, and until the sums have changed accordingly. A leaf lock.
     shards: [Mutex<HashMap<u64, u64>>; SHARDS],
-}
-
-impl Default for Table {
-    fn default() -> Self {
-        Table {
-            shards: std::array::from_fn(|_| Mutex::default()),
-        }
-    }
 }
 
 impl Table {

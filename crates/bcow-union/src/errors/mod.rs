@@ -5,11 +5,13 @@ mod kind;
 
 use std::borrow::Cow;
 use std::collections::{HashSet, VecDeque};
+use std::fmt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 
 use crate::log::{self, Severity};
 
@@ -53,21 +55,24 @@ pub struct Failure<'a> {
     pub cause: &'a dyn std::error::Error,
 }
 
-/// A recorded error, with the number of its occurrences.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// An error that occurred at least once. A part of the schema `bcow.stats/1`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedError {
-    /// Time of the last occurrence, in seconds since 1970 (UTC).
+    /// Time of the last occurrence, in seconds since 1970.
     pub unix_seconds: u64,
+    /// The same time in UTC, in the format of RFC 3339.
+    pub time: String,
     /// Number of occurrences.
     pub count: u64,
-    pub kind: ErrorKind,
-    /// Inode number in the mount.
+    /// The name of the kind.
+    pub kind: String,
+    /// The inode number in the mount; 0 if the error has no inode.
     pub inode: u64,
     /// Paths of the file in the mount: at most four, none if they are unknown.
     pub paths: Vec<String>,
     /// The failed action: the text that follows the word "cannot". Empty for an error of
-    /// [`ErrorLog::report_problem`].
-    pub action: &'static str,
+    /// [`ErrorLog::report_problem`], whose cause is a full message.
+    pub action: String,
     /// Offset in the file of the last occurrence, in bytes.
     pub offset: Option<u64>,
     /// The cause, as text.
@@ -161,37 +166,59 @@ impl ErrorLog {
             return;
         }
         // Outside the lock, because `paths` may read the image.
-        let paths = paths();
+        let error = RecordedError::of(failure, paths(), cause);
         if must_log {
             let severity =
                 if failure.kind.is_shortage() { Severity::Warning } else { Severity::Error };
-            log::log(severity, &self.line(failure, &paths, &cause));
+            log::log(severity, &self.line(&error));
         }
         if !is_recorded {
-            self.state.lock().record(failure, paths, cause);
+            self.state.lock().record(failure, error);
         }
     }
 
-    /// The start of each log line of this mount.
-    fn prefix(&self) -> String {
+    fn line(&self, error: &RecordedError) -> String {
         match self.subject.get() {
-            Some(Subject { image, mountpoint }) => format!("{image} at {mountpoint}: "),
-            None => String::new(),
+            Some(Subject { image, mountpoint }) => format!("{image} at {mountpoint}: {error}"),
+            None => error.to_string(),
         }
     }
+}
 
-    fn line(&self, failure: &Failure<'_>, paths: &[String], cause: &str) -> String {
-        let place = place(failure.inode, paths);
-        let prefix = self.prefix();
-        if failure.action.is_empty() {
-            return format!("{prefix}{place}: {cause}");
+impl RecordedError {
+    fn of(failure: &Failure<'_>, paths: Vec<String>, cause: String) -> Self {
+        let (unix_seconds, time) = now();
+        RecordedError {
+            unix_seconds,
+            time,
+            count: 1,
+            kind: failure.kind.name().to_owned(),
+            inode: failure.inode,
+            paths,
+            action: failure.action.to_owned(),
+            offset: failure.offset,
+            cause,
         }
-        let offset = match failure.offset {
-            Some(offset) => format!(" at byte {offset}"),
-            None => String::new(),
-        };
-        let action = failure.action;
-        format!("{prefix}{place}: cannot {action}{offset}: {cause}")
+    }
+}
+
+impl fmt::Display for RecordedError {
+    /// The error in the format of the log: the paths of its inode, or the number if no path is
+    /// known, and then the message.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.paths.is_empty() {
+            write!(f, "{}: ", self.paths.join(" = "))?;
+        } else if self.inode != 0 {
+            write!(f, "inode {}: ", self.inode)?;
+        }
+        if !self.action.is_empty() {
+            write!(f, "cannot {}", self.action)?;
+            if let Some(offset) = self.offset {
+                write!(f, " at byte {offset}")?;
+            }
+            f.write_str(": ")?;
+        }
+        f.write_str(&self.cause)
     }
 }
 
@@ -205,7 +232,7 @@ impl ErrorLogState {
                     && is_same_but_for_numbers(&recorded.cause, cause)
         };
         let same = |recorded: &RecordedError| {
-            recorded.kind == failure.kind
+            recorded.kind == failure.kind.name()
                 && recorded.inode == failure.inode
                 && recorded.action == failure.action
                 && is_same_cause(recorded)
@@ -215,7 +242,7 @@ impl ErrorLogState {
         };
         if let Some(mut recorded) = self.recent.remove(index) {
             recorded.count += 1;
-            recorded.unix_seconds = now();
+            (recorded.unix_seconds, recorded.time) = now();
             recorded.offset = failure.offset;
             cause.clone_into(&mut recorded.cause);
             self.recent.push_back(recorded);
@@ -224,23 +251,14 @@ impl ErrorLogState {
     }
 
     /// Records an error, or counts an occurrence if another thread has recorded it meanwhile.
-    fn record(&mut self, failure: &Failure<'_>, paths: Vec<String>, cause: String) {
-        if self.update(failure, &cause) {
+    fn record(&mut self, failure: &Failure<'_>, error: RecordedError) {
+        if self.update(failure, &error.cause) {
             return;
         }
         if self.recent.len() == MAX_RECENT {
             self.recent.pop_front();
         }
-        self.recent.push_back(RecordedError {
-            unix_seconds: now(),
-            count: 1,
-            kind: failure.kind,
-            inode: failure.inode,
-            paths,
-            action: failure.action,
-            offset: failure.offset,
-            cause,
-        });
+        self.recent.push_back(error);
     }
 
     /// Whether a failure at a place must be logged now. If so, records that it was logged.
@@ -293,14 +311,6 @@ fn is_same_but_for_numbers(one: &str, other: &str) -> bool {
     words(one) == words(other)
 }
 
-/// An inode in messages: its paths, or its number if no path is known.
-pub fn place(inode: u64, paths: &[String]) -> String {
-    match paths {
-        [] => format!("inode {inode}"),
-        paths => paths.join(" = "),
-    }
-}
-
 /// A path in messages. Control characters are escaped, because a terminal interprets them.
 pub fn escaped(path: &[u8]) -> String {
     let mut escaped = String::new();
@@ -319,10 +329,12 @@ pub fn escaped(path: &[u8]) -> String {
 #[error("{0}")]
 struct Problem(String);
 
-fn now() -> u64 {
-    SystemTime::UNIX_EPOCH
-        .elapsed()
-        .map_or(0, |elapsed| elapsed.as_secs())
+/// The current time in seconds since 1970, and as text.
+fn now() -> (u64, String) {
+    let elapsed = SystemTime::UNIX_EPOCH.elapsed();
+    let seconds = elapsed.map_or(0, |elapsed| elapsed.as_secs());
+    let text = i64::try_from(seconds).ok().and_then(bcow::rfc3339);
+    (seconds, text.unwrap_or_default())
 }
 
 /// The text of an error and of its causes, separated by colons.
@@ -515,7 +527,8 @@ mod tests {
         };
         let line = |paths: &[&str]| {
             let paths: Vec<_> = paths.iter().map(|&path| path.to_owned()).collect();
-            log.line(&failure, &paths, "checksum is wrong")
+            let cause = "checksum is wrong".to_owned();
+            log.line(&RecordedError::of(&failure, paths, cause))
         };
         let rest = "inode 7: cannot read at byte 4096: checksum is wrong";
         assert_eq!(line(&[]), rest);

@@ -18,23 +18,8 @@ const OTHER: u16 = 0x20;
 /// As `posix_acl_create` in the kernel: the entries of owner, mask (or group) and others are
 /// limited to the requested mode. `EIO` for a malformed ACL, here and in the functions below.
 pub(super) fn inherited(default: &[u8], permissions: u16) -> Result<(Option<Vec<u8>>, u16), Errno> {
-    let entries = checked(default)?;
-    let mut acl = default.to_vec();
-    let mut mode = permissions & !0o777;
-    let tags: Vec<u16> = entries.chunks_exact(ENTRY_BYTES).map(tag).collect();
-    let has_mask = tags.contains(&MASK);
-    let mut is_more_than_a_mode = has_mask;
-    for (index, &tag) in tags.iter().enumerate() {
-        let at = HEAD_BYTES + index * ENTRY_BYTES + 2;
-        let allowed = u16::from_le_bytes([acl[at], acl[at + 1]]);
-        let Some(shift) = shift_of(tag, has_mask) else {
-            is_more_than_a_mode |= tag != GROUP_OBJ;
-            continue;
-        };
-        let kept = allowed & (permissions >> shift) & 0o7;
-        acl[at..at + 2].copy_from_slice(&kept.to_le_bytes());
-        mode |= kept << shift;
-    }
+    let (acl, mode, is_more_than_a_mode) =
+        changed(default, permissions, |allowed, bits| allowed & bits)?;
     Ok((is_more_than_a_mode.then_some(acl), mode))
 }
 
@@ -46,17 +31,35 @@ pub(super) fn mode_of(acl: &[u8]) -> Result<u16, Errno> {
 
 /// An access ACL, updated for a new mode.
 pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> {
-    let entries = checked(acl)?;
-    let tags: Vec<u16> = entries.chunks_exact(ENTRY_BYTES).map(tag).collect();
+    let (acl, ..) = changed(acl, permissions, |_, bits| bits)?;
+    Ok(acl)
+}
+
+/// An ACL whose entries of owner, mask (or group) and others get new bits, which `change` takes
+/// from the old ones and from those of a mode. Gives also the mode with the new bits, and whether
+/// the ACL says more than the mode.
+fn changed(
+    acl: &[u8],
+    permissions: u16,
+    change: fn(u16, u16) -> u16,
+) -> Result<(Vec<u8>, u16, bool), Errno> {
+    let tags: Vec<u16> = checked(acl)?.chunks_exact(ENTRY_BYTES).map(tag).collect();
     let has_mask = tags.contains(&MASK);
-    let mut changed = acl.to_vec();
+    let mut is_more_than_a_mode = has_mask;
+    let mut mode = permissions & !0o777;
+    let mut acl = acl.to_vec();
     for (index, &tag) in tags.iter().enumerate() {
-        if let Some(shift) = shift_of(tag, has_mask) {
-            let at = HEAD_BYTES + index * ENTRY_BYTES + 2;
-            changed[at..at + 2].copy_from_slice(&((permissions >> shift) & 0o7).to_le_bytes());
-        }
+        let at = HEAD_BYTES + index * ENTRY_BYTES + 2;
+        let Some(shift) = shift_of(tag, has_mask) else {
+            is_more_than_a_mode |= tag != GROUP_OBJ;
+            continue;
+        };
+        let before = u16::from_le_bytes([acl[at], acl[at + 1]]);
+        let bits = change(before, (permissions >> shift) & 0o7);
+        acl[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+        mode |= bits << shift;
     }
-    Ok(changed)
+    Ok((acl, mode, is_more_than_a_mode))
 }
 
 fn checked(acl: &[u8]) -> Result<&[u8], Errno> {

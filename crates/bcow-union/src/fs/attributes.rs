@@ -11,13 +11,12 @@ use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::nodes::{Content, Node, NodeState, Upper};
-use super::times::file_times;
-use super::types::{Attributes, Changes, SetTime};
+use super::types::{Attributes, Changes, SetTime, encode_device};
 use super::{UnionFs, host};
-use crate::host::HiddenChange;
+use crate::host::{HiddenChange, file_times};
 use crate::node::NodeId;
 use crate::partial::Partial;
-use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, XattrMode, host_mode};
+use crate::upper::{Attribute, OVERRIDE, Override, Ownership, XattrMode, host_mode};
 
 /// The kernel's attribute for file capabilities.
 pub(super) const CAPABILITIES: &[u8] = b"security.capability";
@@ -47,7 +46,7 @@ impl UnionFs {
             let mut attributes = match &state.content {
                 Content::Partial(partial) => shown(stat_partial(partial, file)?),
                 _ if node.is_directory() => {
-                    let _times = node.lock_times();
+                    let _times = node.times.lock();
                     shown(rustix::fs::fstat(&**file)?)
                 }
                 _ => shown(rustix::fs::fstat(&**file)?),
@@ -91,8 +90,8 @@ impl UnionFs {
         attributes.uid = owner.uid;
         attributes.gid = owner.gid;
         attributes.permissions = owner.permissions;
-        if let Some(kind) = owner.kind {
-            attributes.rdev = host::device_of_override(kind).map_or(0, encode_device);
+        if owner.kind.is_some() {
+            attributes.rdev = owner.device.map_or(0, encode_device);
         }
         Ok(())
     }
@@ -139,20 +138,10 @@ impl UnionFs {
 
     fn attributes_below(&self, node: &Node) -> Result<Attributes, Errno> {
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+        let is_removed = node.is_removed.load(Ordering::Acquire);
         Ok(Attributes {
-            node: node.id,
-            kind: inode.kind,
-            permissions: inode.permissions,
-            nlink: if node.is_removed.load(Ordering::Acquire) { 0 } else { links_of(&inode) },
-            uid: inode.uid,
-            gid: inode.gid,
-            size: inode.size,
-            sectors: self.image.sectors(&inode)?,
-            rdev: inode.rdev.map_or(0, encode_device),
-            // EROFS stores only mtime.
-            atime: inode.mtime,
-            mtime: inode.mtime,
-            ctime: inode.mtime,
+            nlink: if is_removed { 0 } else { links_of(&inode) },
+            ..Attributes::of_inode(node.id, &inode, self.image.sectors(&inode)?)
         })
     }
 
@@ -190,7 +179,7 @@ impl UnionFs {
                         .settle()
                         .map_err(|error| self.content_failed(&node, error))?;
                 }
-                let mut kernel_time = node.lock_kernel_time();
+                let mut kernel_time = node.kernel_time.lock();
                 self.set_times(&node, changes.atime, changes.mtime)?;
                 match changes.mtime {
                     Some(SetTime::At(time)) => *kernel_time = Some(time),
@@ -270,6 +259,7 @@ impl UnionFs {
             gid: stat.st_gid,
             permissions: (stat.st_mode & 0o7777) as u16,
             kind: None,
+            device: None,
         })
     }
 
@@ -281,11 +271,8 @@ impl UnionFs {
     /// Writes the override attribute, and sets the corresponding mode of the host's file.
     pub(super) fn write_override(&self, file: &File, owner: &Override) -> Result<(), Errno> {
         self.set_override(file, owner)?;
-        let mode = host_mode(
-            owner.permissions,
-            owner.kind == Some(OverrideKind::Directory),
-        );
-        host::set_mode(file, mode as u16)
+        let is_directory = owner.kind == Some(FileType::Directory);
+        host::set_mode(file, host_mode(owner.permissions, is_directory) as u16)
     }
 
     pub(super) fn read_owner(&self, file: &File) -> Result<Option<Override>, Errno> {
@@ -299,7 +286,11 @@ impl UnionFs {
     }
 
     fn remove_capabilities(&self, file: &File) -> Result<(), Errno> {
-        let name = self.upper.names().stored_name(CAPABILITIES).into_owned();
+        let name = self
+            .upper
+            .names()
+            .stored_name(CAPABILITIES, false)
+            .into_owned();
         Attribute::Path(file.as_fd()).clear(&name).map(drop)
     }
 
@@ -310,7 +301,7 @@ impl UnionFs {
         }
         let file = self.open_upper(node, Access::Path)?;
         {
-            let _held = node.lock_capabilities();
+            let _held = node.capabilities.lock();
             self.remove_capabilities(&file)?;
         }
         self.measure(&*file);
@@ -356,7 +347,8 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
         uid: inode.uid,
         gid: inode.gid,
         permissions: inode.permissions,
-        kind: Some(host::override_kind(inode.kind, inode.rdev)),
+        kind: Some(inode.kind),
+        device: inode.rdev,
     }
 }
 
@@ -390,19 +382,5 @@ pub(super) fn attributes_above(node: &Node, stat: &Stat) -> Attributes {
         atime,
         mtime,
         ctime: host::timestamp(stat.st_ctime, stat.st_ctime_nsec),
-    }
-}
-
-/// The kernel's 32-bit form of a device number (`new_encode_dev`), from the lowest bit: minor bits
-/// 0-7, then 12 bits of major, then minor bits 8-19.
-pub fn encode_device(device: DeviceNumber) -> u32 {
-    (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
-}
-
-/// The reverse of [`encode_device`].
-pub(super) fn decode_device(rdev: u32) -> DeviceNumber {
-    DeviceNumber {
-        major: (rdev >> 8) & 0xfff,
-        minor: (rdev & 0xff) | ((rdev >> 12) & 0xf_ff00),
     }
 }

@@ -10,7 +10,6 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use bcow_erofs::reader::FileType;
-use bcow_erofs::tree::Timestamp;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
@@ -126,9 +125,9 @@ impl UnionFs {
     ) -> Result<T, Errno> {
         let done = change(self)?;
         let node = self.regular(id)?;
-        let time = node.lock_kernel_time();
+        let time = node.kernel_time.lock();
         if let Some(time) = *time {
-            self.set_times(&node, None, at(time))?;
+            self.set_times(&node, None, Some(SetTime::At(time)))?;
         }
         Ok(done)
     }
@@ -137,18 +136,14 @@ impl UnionFs {
     /// kernel does not keep the times of other nodes.
     pub fn set_kernel_time(&self, attributes: &Attributes) {
         if let Ok(node) = self.regular(attributes.node) {
-            *node.lock_kernel_time() = Some(attributes.mtime);
+            *node.kernel_time.lock() = Some(attributes.mtime);
         }
     }
 
     /// Changes the size. Bytes beyond the new size are discarded: they read as zeros if the file
     /// grows again.
     pub(super) fn set_size(&self, node: &Arc<Node>, size: u64) -> Result<(), Errno> {
-        match node.kind {
-            FileType::Regular => {}
-            FileType::Directory => return Err(Errno::ISDIR),
-            _ => return Err(Errno::INVAL),
-        }
+        require_regular(node)?;
         if size > SIZE_MAX {
             return Err(Errno::FBIG);
         }
@@ -169,25 +164,16 @@ impl UnionFs {
                     }
                     return Ok(());
                 }
-                Content::Partial(_) => {
+                Content::Lower | Content::Unknown if size > 0 => {
                     drop(state);
+                    self.make_writable(node)?;
+                }
+                Content::Partial(_) | Content::Lower | Content::Unknown => {
+                    drop(state);
+                    self.ensure_upper(node)?;
                     self.empty(node)?;
                 }
-                Content::Lower | Content::Unknown => {
-                    drop(state);
-                    self.resize_lower(node, size)?;
-                }
             }
-        }
-    }
-
-    /// Prepares a lower file for a change to this size: as an empty plain file for size 0,
-    /// otherwise as for a write.
-    fn resize_lower(&self, node: &Arc<Node>, size: u64) -> Result<(), Errno> {
-        self.ensure_upper(node)?;
-        match size {
-            0 => self.empty(node),
-            _ => self.make_writable(node),
         }
     }
 
@@ -254,8 +240,7 @@ impl UnionFs {
                     .map_err(|error| self.content_failed(&node, error))?;
                     drop(state);
                     // POSIX counts this as a change, so the times change even if no block did.
-                    self.set_times(&node, None, Some(SetTime::Now))?;
-                    break;
+                    return self.set_times(&node, None, Some(SetTime::Now));
                 }
                 Content::Lower | Content::Unknown => {
                     drop(state);
@@ -263,7 +248,6 @@ impl UnionFs {
                 }
             }
         }
-        Ok(())
     }
 
     /// Offset of the next data or hole at or after `offset`; `ENXIO` if the file ends before.
@@ -350,11 +334,8 @@ impl UnionFs {
     /// The node with this id, which must be a regular file.
     fn regular(&self, id: NodeId) -> Result<Arc<Node>, Errno> {
         let node = self.node(id)?;
-        match node.kind {
-            FileType::Regular => Ok(node),
-            FileType::Directory => Err(Errno::ISDIR),
-            _ => Err(Errno::INVAL),
-        }
+        require_regular(&node)?;
+        Ok(node)
     }
 
     /// The node's state, once the location of its bytes is known, and with the file open if the
@@ -399,7 +380,7 @@ impl UnionFs {
                 Some(partial) => partial,
                 None => self
                     .partials
-                    .open(mark, self.own_descriptor(&file)?, self.below(node)?)
+                    .open(mark, own_descriptor(&file)?, self.below(node)?)
                     .map_err(|error| self.content_failed(node, error))?,
             };
             self.open_partials
@@ -419,11 +400,19 @@ impl UnionFs {
         let inode = self.image.inode(node.lower.ok_or(Errno::IO)?)?;
         Ok(Arc::new(ImageFile::new(Arc::clone(&self.image), inode)))
     }
+}
 
-    /// Opens a descriptor of the partial file's own. The host reports a write-back error once to
-    /// each open file, and another user of a shared descriptor could take the report.
-    pub(super) fn own_descriptor(&self, file: &File) -> Result<File, Errno> {
-        host::reopen(file, OFlags::RDWR)
+/// Opens a descriptor of the partial file's own. The host reports a write-back error once to each
+/// open file, and another user of a shared descriptor could take the report.
+pub(super) fn own_descriptor(file: &File) -> Result<File, Errno> {
+    host::reopen(file, OFlags::RDWR)
+}
+
+fn require_regular(node: &Node) -> Result<(), Errno> {
+    match node.kind {
+        FileType::Regular => Ok(()),
+        FileType::Directory => Err(Errno::ISDIR),
+        _ => Err(Errno::INVAL),
     }
 }
 
@@ -432,8 +421,4 @@ fn check_end(offset: u64, length: u64) -> Result<(), Errno> {
         Some(end) if end <= SIZE_MAX => Ok(()),
         _ => Err(Errno::FBIG),
     }
-}
-
-fn at(time: Timestamp) -> Option<SetTime> {
-    Some(SetTime::At(time))
 }

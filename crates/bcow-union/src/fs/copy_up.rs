@@ -20,6 +20,7 @@ use super::attributes::{CAPABILITIES, owner_of_inode};
 use super::lookup::{Access, index_name};
 use super::nodes::{Content, HostPlace, Node, NodeState, Upper};
 use super::types::SetTime;
+use super::xattr::is_layer_mark;
 use super::{UnionFs, host};
 use crate::upper::{
     Attribute, META, Mark, Metacopy, Namespace, Origin, Override, Provenance, Temporary, TimesMark,
@@ -134,10 +135,7 @@ impl UnionFs {
             } else {
                 self.ensure_directory(&parent)?
             };
-            let _names = parent.lock_names();
-            if node.read_state().upper.is_some() {
-                return Ok(());
-            }
+            let _names = parent.names.lock();
             // Another thread may have renamed or removed it meanwhile.
             if node.is_at(&parent, &name) {
                 return self.copy_up_locked(&parent, &directory, &name, node);
@@ -145,8 +143,9 @@ impl UnionFs {
         }
     }
 
-    /// Copies up a node that exists only in the image, as `name` in `directory`. `directory` is the
-    /// upper's directory of `parent`, and the caller holds the lock of its names.
+    /// Copies up a node that exists only in the image, as `name` in `directory`. Does nothing if
+    /// the node is in the upper. `directory` is the upper's directory of `parent`, and the caller
+    /// holds the lock of its names.
     pub(super) fn copy_up_locked(
         &self,
         parent: &Node,
@@ -154,6 +153,10 @@ impl UnionFs {
         name: &[u8],
         node: &Node,
     ) -> Result<(), Errno> {
+        // The usual case does not wait for I/O of the node.
+        if node.read_state().upper.is_some() {
+            return Ok(());
+        }
         let mut state = node.write_state();
         if state.upper.is_some() {
             return Ok(());
@@ -168,9 +171,7 @@ impl UnionFs {
             host::link(&file, self.upper.index(), &index_name(inode.nid))?;
         }
         let placed = preserve_times(parent, directory, || {
-            temporary
-                .place_new(directory.as_fd(), name)
-                .map_err(|(_, errno)| errno)
+            temporary.place_new(directory.as_fd(), name)
         });
         self.measure(directory);
         if has_hard_links {
@@ -182,7 +183,7 @@ impl UnionFs {
             }
             return Err(errno);
         }
-        parent.names_have_changed();
+        parent.names_changed.change();
         if has_hard_links && let Err(errno) = self.set_names_upper(&file, links) {
             // The present mark is correct. The next change of the link count writes it again.
             self.host_failed(name, "cannot write the nlink mark", errno);
@@ -207,12 +208,12 @@ impl UnionFs {
         // The host's link count grows by one, and the number of names stays.
         let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
         let linked = preserve_times(parent, directory, || {
-            host::link(recount.file(), directory, name)
+            host::link(&recount.file, directory, name)
         });
         self.end_recount(Some(recount), 0);
         self.measure(directory);
         linked?;
-        parent.names_have_changed();
+        parent.names_changed.change();
         Ok(())
     }
 
@@ -293,10 +294,7 @@ impl UnionFs {
             return Err(Errno::PERM);
         }
         let (temporary, file) = match inode.kind {
-            FileType::Directory => {
-                let (temporary, fd) = self.upper.temporary_directory(0o700)?;
-                (temporary, File::from(fd))
-            }
+            FileType::Directory => self.upper.temporary_directory()?,
             FileType::Regular => {
                 let (temporary, file) = self.upper.temporary_file(0o600)?;
                 rustix::fs::ftruncate(&file, inode.size)?;
@@ -360,14 +358,10 @@ impl UnionFs {
         }
         let xattr_names = self.upper.names();
         for (name, value) in self.image.xattrs(inode)? {
-            if is_overlay_or_bcow_mark(&name) || name == CAPABILITIES {
+            if is_layer_mark(&name) || name == CAPABILITIES {
                 continue;
             }
-            let stored = if inode.nid == self.image.root() {
-                xattr_names.stored_name_at_root(&name)
-            } else {
-                xattr_names.stored_name(&name)
-            };
+            let stored = xattr_names.stored_name(&name, inode.nid == self.image.root());
             match Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any) {
                 // The host has no such attributes for symlinks.
                 Err(Errno::PERM | Errno::NOTSUP) if inode.kind == FileType::Symlink => {}
@@ -381,14 +375,12 @@ impl UnionFs {
         if !inode.has_xattrs() {
             return Ok(());
         }
-        match self.image.xattr(inode, CAPABILITIES)? {
-            Some(value) => {
-                let xattr_names = self.upper.names();
-                let stored = xattr_names.stored_name(CAPABILITIES);
-                Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any)
-            }
-            None => Ok(()),
+        if let Some(value) = self.image.xattr(inode, CAPABILITIES)? {
+            let xattr_names = self.upper.names();
+            let stored = xattr_names.stored_name(CAPABILITIES, false);
+            Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any)?;
         }
+        Ok(())
     }
 
     pub(super) fn set_origin(&self, file: &File, nid: Nid) -> Result<(), Errno> {
@@ -477,12 +469,6 @@ fn is_nonempty(root: &File) -> Result<bool, Errno> {
     Ok(false)
 }
 
-/// Whether this xattr of the image is a mark of overlayfs or bcow. Such marks have no meaning in a
-/// union that has the whole image as its lower.
-fn is_overlay_or_bcow_mark(name: &[u8]) -> bool {
-    name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
-}
-
 /// Runs `change`, which adds an entry that the union already shows to a host directory, and then
 /// restores the times of the directory. The lock of the node's times hides the intermediate times.
 pub(super) fn preserve_times<T>(
@@ -490,7 +476,7 @@ pub(super) fn preserve_times<T>(
     directory: &File,
     change: impl FnOnce() -> Result<T, Errno>,
 ) -> Result<T, Errno> {
-    let _times = node.lock_times();
+    let _times = node.times.lock();
     let before = rustix::fs::fstat(directory)?;
     let changed = change()?;
     let (atime, mtime) = host::times(&before);

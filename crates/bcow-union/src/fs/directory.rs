@@ -39,6 +39,13 @@ struct Listing {
     names: Mutex<Option<Arc<Vec<Name>>>>,
 }
 
+impl Listing {
+    fn new(node: Arc<Node>) -> Arc<Self> {
+        let names = Mutex::default();
+        Arc::new(Listing { node, names })
+    }
+}
+
 /// A name at the time when the listing was taken.
 #[derive(Debug)]
 struct Name {
@@ -82,13 +89,7 @@ impl UnionFs {
             return Err(Errno::NOTDIR);
         }
         let handle = self.listings.next.fetch_add(1, Ordering::Relaxed) + 1;
-        self.listings.open.lock().insert(
-            handle,
-            Arc::new(Listing {
-                node,
-                names: Mutex::default(),
-            }),
-        );
+        self.listings.open.lock().insert(handle, Listing::new(node));
         Ok(handle)
     }
 
@@ -96,12 +97,7 @@ impl UnionFs {
     fn continue_listing(&self, id: NodeId, handle: u64) -> Result<Arc<Listing>, Errno> {
         let node = self.node(id)?;
         let mut open = self.listings.open.lock();
-        let listing = open.entry(handle).or_insert_with(|| {
-            Arc::new(Listing {
-                node,
-                names: Mutex::default(),
-            })
-        });
+        let listing = open.entry(handle).or_insert_with(|| Listing::new(node));
         Ok(Arc::clone(listing))
     }
 
@@ -217,24 +213,19 @@ impl UnionFs {
             HostPlace::At { parent, .. } => parent.id,
             HostPlace::Root | HostPlace::Nowhere => node.id,
         };
-        let dot = |name: &[u8], node| Name {
+        let named = |name: &[u8], from| Name {
             name: name.into(),
-            from: From::Dot(node),
+            from,
             next_cookie: 0,
         };
-        let mut names = vec![dot(b".", node.id), dot(b"..", parent)];
-        if matches!(node.place(), HostPlace::Nowhere) {
-            number(&mut names);
-            return Ok(names);
+        let (dot, dots) = (From::Dot(node.id), From::Dot(parent));
+        let mut names = vec![named(b".", dot), named(b"..", dots)];
+        if !matches!(node.place(), HostPlace::Nowhere) {
+            self.each_name(node, &mut |name, from| {
+                names.push(named(name, from));
+                ControlFlow::Continue(())
+            })?;
         }
-        self.each_name(node, &mut |name, from| {
-            names.push(Name {
-                name: name.into(),
-                from,
-                next_cookie: 0,
-            });
-            ControlFlow::Continue(())
-        })?;
         if self.listings.can_be_taken_over {
             number_by_names(&mut names)
         } else {

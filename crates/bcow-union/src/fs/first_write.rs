@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use bcow_erofs::reader::Inode;
 use rustix::io::Errno;
 
+use super::content::own_descriptor;
 use super::nodes::{Content, Node, NodeState};
 use super::plain::{plain_file, set_plain};
 use super::types::SetTime;
@@ -49,7 +50,7 @@ impl UnionFs {
         let _room = self.room(FIRST_BYTES, 1)?;
         let made = self
             .partials
-            .create(self.own_descriptor(&file)?, self.below(node)?);
+            .create(own_descriptor(&file)?, self.below(node)?);
         self.measure(&*file);
         let partial = made.map_err(|error| self.content_failed(node, error))?;
         // A file that was copied up after it lost its name will not be looked up again, so its
@@ -115,9 +116,7 @@ impl UnionFs {
         if let Some(upper) = &mut state.upper {
             upper.in_batch = true;
         }
-        if let Some(entry) = node.entry() {
-            entry.set_flags(Flags::IN_BATCH, true);
-        }
+        node.set_flags(Flags::IN_BATCH, true);
         self.add_to_batch(node, most);
         Ok(())
     }

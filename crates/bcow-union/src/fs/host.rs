@@ -3,13 +3,14 @@
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 
-use bcow_erofs::reader::FileType;
-use bcow_erofs::tree::{DeviceNumber, Timestamp};
+use bcow_erofs::tree::Timestamp;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT};
 use rustix::io::Errno;
 
 use super::types::SetTime;
-use crate::upper::{OverrideKind, set_noatime_new};
+use crate::upper::set_noatime_new;
+
+pub(super) use crate::host::kind_of;
 
 /// Opens `name` in `directory` with `O_PATH`; `None` if there is no such name.
 pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File>, Errno> {
@@ -142,42 +143,4 @@ pub(super) fn timestamp(seconds: i64, nanoseconds: u64) -> Timestamp {
 
 pub(super) fn timestamp_of(time: Timespec) -> Timestamp {
     timestamp(time.tv_sec, time.tv_nsec as u64)
-}
-
-/// The file type in `st_mode`.
-pub(super) fn kind_of(mode: u32) -> FileType {
-    match rustix::fs::FileType::from_raw_mode(mode) {
-        rustix::fs::FileType::Directory => FileType::Directory,
-        rustix::fs::FileType::Symlink => FileType::Symlink,
-        rustix::fs::FileType::CharacterDevice => FileType::CharDevice,
-        rustix::fs::FileType::BlockDevice => FileType::BlockDevice,
-        rustix::fs::FileType::Fifo => FileType::Fifo,
-        rustix::fs::FileType::Socket => FileType::Socket,
-        // Linux has no other types.
-        _ => FileType::Regular,
-    }
-}
-
-/// The device number in the override attribute; `None` unless the type is a device.
-pub(super) fn device_of_override(kind: OverrideKind) -> Option<DeviceNumber> {
-    match kind {
-        OverrideKind::Block { major, minor } | OverrideKind::Char { major, minor } => {
-            Some(DeviceNumber { major, minor })
-        }
-        _ => None,
-    }
-}
-
-/// The type and device number as the override attribute records them.
-pub(super) fn override_kind(kind: FileType, device: Option<DeviceNumber>) -> OverrideKind {
-    let DeviceNumber { major, minor } = device.unwrap_or(DeviceNumber { major: 0, minor: 0 });
-    match kind {
-        FileType::Regular => OverrideKind::File,
-        FileType::Directory => OverrideKind::Directory,
-        FileType::Symlink => OverrideKind::Symlink,
-        FileType::Fifo => OverrideKind::Pipe,
-        FileType::Socket => OverrideKind::Socket,
-        FileType::BlockDevice => OverrideKind::Block { major, minor },
-        FileType::CharDevice => OverrideKind::Char { major, minor },
-    }
 }

@@ -32,7 +32,7 @@ use crate::upper::{Mark, NlinkDelta};
 /// A change of links or names in progress. It holds the lock of the node's state.
 pub(super) struct Recount<'n> {
     _state: RwLockWriteGuard<'n, NodeState>,
-    file: Arc<File>,
+    pub(super) file: Arc<File>,
     /// Number of names before the change.
     names: i64,
 }
@@ -69,7 +69,7 @@ impl UnionFs {
     /// Brings the mark back to the first form if a crash or a failure left the second. After that,
     /// the host's count and the number of names can change together.
     pub(super) fn restore_nlink_mark(&self, node: &Node) -> Result<(), Errno> {
-        if !is_indexed(&node.read_state()) {
+        if !node.read_state().is_indexed() {
             return Ok(());
         }
         self.restore_nlink_mark_locked(node, &mut node.write_state())
@@ -81,26 +81,26 @@ impl UnionFs {
         node: &Node,
         state: &mut NodeState,
     ) -> Result<(), Errno> {
-        if !is_indexed(state) {
+        if !state.is_indexed() {
             return Ok(());
         }
         let file = self.open_upper_locked(node, state, Access::Path)?;
-        match (self.read_marks(&file)?.nlink, node.lower) {
-            (Some(NlinkDelta::Lower(_)), Some(_)) => {
-                let names = self.count_names(node.lower, &file)?;
-                let set = self.set_names_upper(&file, names);
-                self.measure(&*file);
-                set
-            }
-            _ => Ok(()),
+        if !matches!(self.read_marks(&file)?.nlink, Some(NlinkDelta::Lower(_)))
+            || node.lower.is_none()
+        {
+            return Ok(());
         }
+        let names = self.count_names(node.lower, &file)?;
+        let set = self.set_names_upper(&file, names);
+        self.measure(&*file);
+        set
     }
 
     /// Begins a step that changes the host's count but not the number of names, or the reverse.
     /// `None` if the host's count is the node's number of names.
     pub(super) fn begin_recount<'n>(&self, node: &'n Node) -> Result<Option<Recount<'n>>, Errno> {
         let mut state = node.write_state();
-        let Some(lower) = node.lower.filter(|_| is_indexed(&state)) else {
+        let Some(lower) = node.lower.filter(|_| state.is_indexed()) else {
             return Ok(None);
         };
         let file = self.open_upper_locked(node, &mut state, Access::Path)?;
@@ -123,16 +123,6 @@ impl UnionFs {
         }
         self.measure(&*recount.file);
     }
-}
-
-impl Recount<'_> {
-    pub(super) fn file(&self) -> &File {
-        &self.file
-    }
-}
-
-fn is_indexed(state: &NodeState) -> bool {
-    state.upper.as_ref().is_some_and(|upper| upper.indexed)
 }
 
 fn links_of(file: &File) -> Result<i64, Errno> {

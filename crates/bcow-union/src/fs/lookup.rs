@@ -84,16 +84,12 @@ impl UnionFs {
             return Ok(UpperEntry::Whiteout);
         }
         let marks = self.read_marks(&file)?;
-        let kept = match &marks.owner {
+        let kind = match &marks.owner {
             Some(owner) if self.uses_override() => owner.kind_over(&stat).map_err(|damage| {
                 self.damaged(name, &damage.to_string());
                 Errno::IO
             })?,
-            _ => None,
-        };
-        let kind = match kept {
-            Some(kind) => kind.file_type(),
-            None => host::kind_of(stat.st_mode),
+            _ => host::kind_of(stat.st_mode),
         };
         Ok(UpperEntry::Object(Box::new(UpperObject {
             file,
@@ -123,10 +119,7 @@ impl UnionFs {
         let host_inode = found.stat.st_ino;
         let upper_only = NodeId(UPPER_ONLY | host_inode);
         let mut id = lower.map_or(upper_only, |nid| self.image.node(nid));
-        let place = || HostPlace::At {
-            parent: Arc::clone(parent),
-            name: name.into(),
-        };
+        let place = || HostPlace::at(parent, name);
         // A mark relative to the image's link count outlives its change only after a crash or a
         // failure.
         let has_stale_nlink_mark = matches!(found.marks.nlink, Some(NlinkDelta::Lower(_)));
@@ -190,10 +183,7 @@ impl UnionFs {
     fn node_of_lower(&self, parent: &Arc<Node>, name: &[u8], nid: Nid) -> Result<Arc<Node>, Errno> {
         let inode = self.image.inode(nid)?;
         let id = self.image.node(nid);
-        let place = || HostPlace::At {
-            parent: Arc::clone(parent),
-            name: name.into(),
-        };
+        let place = || HostPlace::at(parent, name);
         let node = self
             .table
             .get_or_insert(id, || Node::new(id, inode.kind, Some(nid), place()));
@@ -246,31 +236,24 @@ impl UnionFs {
         name: &[u8],
         found: &UpperObject,
     ) -> Result<Option<Nid>, Errno> {
-        let marks = &found.marks;
-        if found.kind == FileType::Directory {
-            if marks.opaque {
-                return Ok(None);
-            }
-            if let Some(nid) = self.origin(found)? {
-                return Ok(Some(nid));
-            }
-            // overlayfs or a user made the directory: it is merged by name.
-            return self.lower_by_redirect_or_name(parent, name, found);
+        let is_directory = found.kind == FileType::Directory;
+        if is_directory && found.marks.opaque {
+            return Ok(None);
         }
         if let Some(nid) = self.origin(found)? {
             return Ok(Some(nid));
         }
-        if marks.metacopy == Metacopy::None {
+        if !is_directory && found.marks.metacopy == Metacopy::None {
             return Ok(None);
         }
-        // overlayfs made this copy of metadata: its name or its redirect mark leads to the data.
-        match self.lower_by_redirect_or_name(parent, name, found)? {
-            Some(nid) => Ok(Some(nid)),
-            None => {
-                self.damaged(name, "metacopy file without a lower file in the image");
-                Err(Errno::IO)
-            }
+        // overlayfs or a user made the directory: it is merged by name. Or overlayfs made this copy
+        // of metadata: its name or its redirect mark leads to the data.
+        let lower = self.lower_by_redirect_or_name(parent, name, found)?;
+        if lower.is_none() && !is_directory {
+            self.damaged(name, "metacopy file without a lower file in the image");
+            return Err(Errno::IO);
         }
+        Ok(lower)
     }
 
     /// The inode of the image to which the object's redirect or name leads, if that has the same
@@ -283,7 +266,7 @@ impl UnionFs {
     ) -> Result<Option<Nid>, Errno> {
         let below = match &found.marks.redirect {
             Some(Redirect::Path(path)) => self.image.at_path(path)?,
-            Some(Redirect::Sibling(name)) => self.lookup_lower(parent, name)?,
+            Some(Redirect::Sibling(sibling)) => self.lookup_lower(parent, sibling)?,
             None => self.lookup_lower(parent, name)?,
         };
         match below {

@@ -53,12 +53,11 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 pub use crate::upper::XattrMode;
-pub use attributes::encode_device;
 pub use report::Report;
 pub use resent::{New, RequestId};
 pub use types::{
     Allocate, Attributes, Caller, Changes, DirectoryEntry, EntryPlus, Figures, Privileges,
-    RenameMode, SetTime, SyncScope,
+    RenameMode, SetTime, SyncScope, encode_device,
 };
 
 use crate::account::{Account, LimitReached};
@@ -164,23 +163,15 @@ impl UnionFs {
             identity: lower.identity,
             name: &lower.name,
         };
-        let instance = match inherited {
-            None => Instance::open(upper, image_name, note)?,
-            Some(_) => Instance::open_again(upper, image_name, note, orphans::PREFIX)?,
-        };
+        let kept = inherited.as_ref().map(|_| orphans::PREFIX);
+        let instance = Instance::open_keeping(upper, image_name, note, kept)?;
         let generation = inherited.as_ref().map_or(0, |before| before.generation + 1);
         let ledger = if options.can_be_taken_over {
             Some(Ledger::new(generation).map_err(|source| UpperError::Ledger { source })?)
         } else {
             None
         };
-        let failed = |action| {
-            move |errno: Errno| UpperError::Io {
-                path: upper.to_owned(),
-                action,
-                source: errno,
-            }
-        };
+        let failed = |action| move |errno| UpperError::io(upper, action, errno);
         instance.refuse_after_volatile(options.sync)?;
         let max_descriptors = descriptors::max_descriptors();
         let account = Arc::new(Account::with_limits(options.limits()));
@@ -262,10 +253,8 @@ impl UnionFs {
     /// node.
     pub fn lookup(&self, parent: NodeId, name: &[u8]) -> Result<Option<Attributes>, Errno> {
         let parent = self.node(parent)?;
-        match self.find(&parent, name)? {
-            Some(node) => self.hold(&node).map(Some),
-            None => Ok(None),
-        }
+        let found = self.find(&parent, name)?;
+        found.map(|node| self.hold(&node)).transpose()
     }
 
     /// Releases `count` references that lookups and similar requests counted.
@@ -351,28 +340,22 @@ impl UnionFs {
             },
         };
         let node = self.node(id).ok();
-        self.errors().report(&failure, || match &node {
-            Some(node) => self.shown_paths(node),
-            None => Vec::new(),
+        self.errors().report(&failure, || {
+            node.map_or_else(Vec::new, |node| self.shown_paths(&node))
         });
     }
 
     /// The cause of a request that found no space: a limit, or the host.
     fn why_no_space(&self, errno: Errno) -> std::io::Error {
+        if let Some(limit) = LimitReached::take() {
+            return std::io::Error::other(limit);
+        }
         let shortage = match errno {
             Errno::DQUOT => "the quota is used up",
             _ => "no space or no inode is left",
         };
-        let host = || {
-            format!(
-                "{shortage} on the file system of {}",
-                self.upper.path().display()
-            )
-        };
-        std::io::Error::other(match LimitReached::take() {
-            Some(limit) => limit.to_string(),
-            None => host(),
-        })
+        let upper = self.upper.path().display();
+        std::io::Error::other(format!("{shortage} on the file system of {upper}"))
     }
 
     /// Counts and logs damage of the upper.
@@ -447,23 +430,20 @@ fn on_host(options: UnionOptions, has_holes: bool, upper: &Path) -> UnionOptions
 fn path_of(node: &Node) -> Option<Vec<u8>> {
     let mut names = Vec::new();
     let mut place = node.place();
-    loop {
-        match place {
-            HostPlace::Root => break,
-            HostPlace::Nowhere => return None,
-            HostPlace::At { parent, name } => {
-                names.push(name);
-                place = parent.place();
-            }
-        }
+    while let HostPlace::At { parent, name } = place {
+        names.push(name);
+        place = parent.place();
     }
-    if names.is_empty() {
-        return Some(b"/".to_vec());
+    if matches!(place, HostPlace::Nowhere) {
+        return None;
     }
     let mut path = Vec::new();
     for name in names.iter().rev() {
         path.push(b'/');
         path.extend_from_slice(name);
+    }
+    if path.is_empty() {
+        path.push(b'/');
     }
     Some(path)
 }

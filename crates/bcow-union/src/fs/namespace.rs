@@ -10,11 +10,10 @@ use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::attributes::attributes_above;
-use super::attributes::decode_device;
 use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
 use super::nodes::{Capabilities, Content, HostPlace, Node, NodeState, Upper};
 use super::resent::New;
-use super::types::{Attributes, Caller};
+use super::types::{Attributes, Caller, decode_device};
 use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
 use crate::node::NodeId;
@@ -59,58 +58,11 @@ enum HostGroup {
 type Made = (Arc<Node>, Option<Stat>);
 
 impl UnionFs {
-    /// Creates an empty regular file and gives its attributes. This and the functions below count
-    /// one reference to the new node.
+    /// Creates an object and gives its attributes. Counts one reference to the new node.
     ///
     /// Errors include: `EEXIST` if the name exists, `EPERM` for the name of the upper's own
     /// directory, `ENOSPC` at a limit of the upper.
-    pub fn create(
-        &self,
-        caller: &Caller,
-        parent: NodeId,
-        name: &[u8],
-        permissions: u16,
-    ) -> Result<Attributes, Errno> {
-        self.make(caller, parent, name, permissions, &New::File)
-    }
-
-    /// Creates a device, pipe, socket or empty regular file. `mode` has the type and the permission
-    /// bits; `rdev` is a device number in the kernel's 32-bit form.
-    pub fn make_node(
-        &self,
-        caller: &Caller,
-        parent: NodeId,
-        name: &[u8],
-        mode: u32,
-        rdev: u32,
-    ) -> Result<Attributes, Errno> {
-        let new = New::of_mode(mode, rdev)?;
-        self.make(caller, parent, name, (mode & 0o7777) as u16, &new)
-    }
-
-    /// Creates a directory.
-    pub fn make_directory(
-        &self,
-        caller: &Caller,
-        parent: NodeId,
-        name: &[u8],
-        permissions: u16,
-    ) -> Result<Attributes, Errno> {
-        self.make(caller, parent, name, permissions, &New::Directory)
-    }
-
-    /// Creates a symbolic link to `target`.
-    pub fn make_symlink(
-        &self,
-        caller: &Caller,
-        parent: NodeId,
-        name: &[u8],
-        target: &[u8],
-    ) -> Result<Attributes, Errno> {
-        self.make(caller, parent, name, 0o777, &New::Symlink(target))
-    }
-
-    pub(super) fn make(
+    pub fn make(
         &self,
         caller: &Caller,
         parent: NodeId,
@@ -122,7 +74,7 @@ impl UnionFs {
         check_new_name(name)?;
         self.ensure_directory(&parent)?;
         let (node, stat) = {
-            let _names = parent.lock_names();
+            let _names = parent.names.lock();
             match self.make_named(caller, &parent, name, permissions, new) {
                 // The name exists, or it has a whiteout.
                 Err(Errno::EXIST) => {
@@ -183,7 +135,7 @@ impl UnionFs {
         let (file, stat) = made?;
         self.measure(&file);
         drop(room);
-        parent.names_have_changed();
+        parent.names_changed.change();
         let host_inode = match &stat {
             Some(stat) => stat.st_ino,
             None => rustix::fs::fstat(&file)?.st_ino,
@@ -227,11 +179,11 @@ impl UnionFs {
             New::Symlink(_) => None,
             _ => self.default_acl(parent)?,
         };
-        let mut permissions = match (new, &acl) {
-            (New::Symlink(_), _) => permissions,
-            // A default ACL replaces the umask.
-            (_, Some(_)) => permissions,
-            (_, None) => permissions & !(caller.umask as u16 & 0o777),
+        // A default ACL replaces the umask.
+        let mut permissions = match new {
+            New::Symlink(_) => permissions,
+            _ if acl.is_some() => permissions,
+            _ => permissions & !(caller.umask as u16 & 0o777),
         };
         if inherits_group && matches!(new, New::Directory) {
             permissions |= SET_GID;
@@ -270,22 +222,16 @@ impl UnionFs {
         owned: &NewOwner,
         new: &New<'_>,
     ) -> Result<(File, Option<Stat>), Errno> {
-        if !new_name.is_whited_out
+        if matches!(new, New::File | New::Directory)
+            && !new_name.is_whited_out
             && owned.acl.is_none()
             && self.inherits_right_owner(new_name, owned)?
         {
-            match new {
-                New::File => return self.make_file_in_place(new_name, name, owned),
-                New::Directory => return self.make_directory_in_place(new_name, name, owned),
-                New::Symlink(_) | New::Special(..) => {}
-            }
+            return self.make_in_place(new_name, name, owned, new);
         }
         let (temporary, file) = match new {
             New::File => self.upper.temporary_file(0o600)?,
-            New::Directory => {
-                let (temporary, fd) = self.upper.temporary_directory(0o700)?;
-                (temporary, File::from(fd))
-            }
+            New::Directory => self.upper.temporary_directory()?,
             New::Symlink(target) => self.opened(self.upper.temporary_symlink(target)?)?,
             New::Special(kind, rdev) => self.make_special(*kind, Some(decode_device(*rdev)))?,
         };
@@ -322,91 +268,89 @@ impl UnionFs {
         })
     }
 
-    fn make_file_in_place(
+    /// Makes a file or a directory under its own name.
+    fn make_in_place(
         &self,
         new_name: &NewName,
         name: &[u8],
-        owned: &NewOwner,
-    ) -> Result<(File, Option<Stat>), Errno> {
-        let file = File::from(rustix::fs::openat(
-            &*new_name.directory,
-            name,
-            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-            first_mode(owned),
-        )?);
-        set_noatime_new(&file);
-        let undo = || rustix::fs::unlinkat(&*new_name.directory, name, AtFlags::empty());
-        let stat = self.set_owner_in_place(&file, owned, &New::File, undo)?;
-        Ok((file, stat))
-    }
-
-    fn make_directory_in_place(
-        &self,
-        new_name: &NewName,
-        name: &[u8],
-        owned: &NewOwner,
-    ) -> Result<(File, Option<Stat>), Errno> {
-        rustix::fs::mkdirat(&*new_name.directory, name, first_mode(owned))?;
-        let undo = || rustix::fs::unlinkat(&*new_name.directory, name, AtFlags::REMOVEDIR);
-        let file = match host::open_directory(&*new_name.directory, name) {
-            Ok(file) => file,
-            Err(errno) => {
-                let _ = undo();
-                return Err(errno);
-            }
-        };
-        let stat = self.set_owner_in_place(&file, owned, &New::Directory, undo)?;
-        Ok((file, stat))
-    }
-
-    fn set_owner_in_place(
-        &self,
-        file: &File,
         owned: &NewOwner,
         new: &New<'_>,
-        undo: impl Fn() -> Result<(), Errno>,
-    ) -> Result<Option<Stat>, Errno> {
-        self.own(file, owned, new).inspect_err(|_| {
-            let _ = undo();
-        })
+    ) -> Result<(File, Option<Stat>), Errno> {
+        let directory = &*new_name.directory;
+        // The set-id and sticky bits are set after the owner.
+        let mode = Mode::from_raw_mode(u32::from(owned.permissions) & 0o777);
+        let (opened, removal) = if matches!(new, New::Directory) {
+            rustix::fs::mkdirat(directory, name, mode)?;
+            (host::open_directory(directory, name), AtFlags::REMOVEDIR)
+        } else {
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+            let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let file = rustix::fs::openat(directory, name, flags, mode)?;
+            set_noatime_new(&file);
+            (Ok(File::from(file)), AtFlags::empty())
+        };
+        let made = opened.and_then(|file| {
+            let stat = self.own(&file, owned, new)?;
+            Ok((file, stat))
+        });
+        if made.is_err() {
+            let _ = rustix::fs::unlinkat(directory, name, removal);
+        }
+        made
     }
 
-    /// Sets owner, mode and ACL. Gives the attributes on the host if nothing had to be set.
+    /// Sets owner, mode and ACL. Gives the attributes on the host if owner and mode were right.
     fn own(&self, file: &File, owned: &NewOwner, new: &New<'_>) -> Result<Option<Stat>, Errno> {
         let is_symlink = matches!(new, New::Symlink(_));
-        let mut unchanged = None;
+        let (access, permissions) = match &owned.acl {
+            Some(default) => super::acl::inherited(default, owned.permissions)?,
+            None => (None, owned.permissions),
+        };
+        if let Some(default) = &owned.acl {
+            let names = self.upper.names();
+            let at = Attribute::Path(file.as_fd());
+            if let Some(access) = access {
+                at.set(
+                    &names.stored_name(ACCESS_ACL, false),
+                    &access,
+                    XattrMode::Any,
+                )?;
+            }
+            if matches!(new, New::Directory) {
+                at.set(
+                    &names.stored_name(DEFAULT_ACL, false),
+                    default,
+                    XattrMode::Any,
+                )?;
+            }
+        }
         if self.uses_override() {
             if !is_symlink {
-                let device = match new {
-                    New::Special(_, rdev) => Some(decode_device(*rdev)),
-                    _ => None,
-                };
                 let owner = Override {
                     uid: owned.uid,
                     gid: owned.gid,
-                    permissions: owned.permissions,
-                    kind: Some(host::override_kind(new.kind(), device)),
+                    permissions,
+                    kind: Some(new.kind()),
+                    device: match new {
+                        New::Special(_, rdev) => Some(decode_device(*rdev)),
+                        _ => None,
+                    },
                 };
                 self.write_override(file, &owner)?;
             }
-        } else {
-            let stat = rustix::fs::fstat(file)?;
-            let has_owner = (stat.st_uid, stat.st_gid) == (owned.uid, owned.gid);
-            let has_mode = is_symlink || stat.st_mode & 0o7777 == u32::from(owned.permissions);
-            if !has_owner {
-                host::set_owner(file, Some(owned.uid), Some(owned.gid))?;
-            }
-            // After the owner: a change of owner removes set-id bits.
-            if !has_mode {
-                host::set_mode(file, owned.permissions)?;
-            }
-            unchanged = (has_owner && has_mode).then_some(stat);
+            return Ok(None);
         }
-        if let Some(default) = &owned.acl {
-            self.inherit_acl(file, owned, new, default)?;
-            unchanged = None;
+        let stat = rustix::fs::fstat(file)?;
+        let has_owner = (stat.st_uid, stat.st_gid) == (owned.uid, owned.gid);
+        let has_mode = is_symlink || stat.st_mode & 0o7777 == u32::from(permissions);
+        if !has_owner {
+            host::set_owner(file, Some(owned.uid), Some(owned.gid))?;
         }
-        Ok(unchanged)
+        // After the owner: a change of owner removes set-id bits.
+        if !has_mode {
+            host::set_mode(file, permissions)?;
+        }
+        Ok((has_owner && has_mode).then_some(stat))
     }
 
     /// Sets owner, mode and ACL of an object that a process made which may not have set them.
@@ -420,44 +364,6 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         let owned = self.owned_in(caller, parent, permissions, new)?;
         self.own(file, &owned, new).map(drop)
-    }
-
-    /// Gives a new inode the ACL that it inherits from its directory, limited by the requested
-    /// mode.
-    fn inherit_acl(
-        &self,
-        file: &File,
-        owned: &NewOwner,
-        new: &New<'_>,
-        default: &[u8],
-    ) -> Result<(), Errno> {
-        let names = self.upper.names();
-        let at = Attribute::Path(file.as_fd());
-        let (access, permissions) = super::acl::inherited(default, owned.permissions)?;
-        if let Some(access) = access {
-            at.set(&names.stored_name(ACCESS_ACL), &access, XattrMode::Any)?;
-        }
-        if self.uses_override() {
-            let owner = Override {
-                uid: owned.uid,
-                gid: owned.gid,
-                permissions,
-                kind: Some(host::override_kind(
-                    new.kind(),
-                    match new {
-                        New::Special(_, rdev) => Some(decode_device(*rdev)),
-                        _ => None,
-                    },
-                )),
-            };
-            self.write_override(file, &owner)?;
-        } else {
-            host::set_mode(file, permissions)?;
-        }
-        if matches!(new, New::Directory) {
-            at.set(&names.stored_name(DEFAULT_ACL), default, XattrMode::Any)?;
-        }
-        Ok(())
     }
 
     /// The node of a new object.
@@ -482,19 +388,11 @@ impl UnionFs {
         };
         let mut state = Some(state);
         let node = self.table.get_or_insert(id, || {
-            let node = Node::new(
-                id,
-                kind,
-                None,
-                HostPlace::At {
-                    parent: Arc::clone(parent),
-                    name: name.into(),
-                },
-            );
+            let node = Node::new(id, kind, None, HostPlace::at(parent, name));
             let is_privileged = owned.permissions & 0o6000 != 0;
             node.may_be_privileged
                 .store(is_privileged, Ordering::Release);
-            *node.lock_capabilities() = Capabilities::None;
+            *node.capabilities.lock() = Capabilities::None;
             if let Some(state) = state.take() {
                 *node.write_state() = state;
             }
@@ -528,7 +426,7 @@ impl UnionFs {
         self.redirect(&node)?;
         self.ensure_directory(&parent)?;
         {
-            let _names = parent.lock_names();
+            let _names = parent.names.lock();
             let new_name = self.new_name(&parent, name)?;
             let _room = self.room(0, 0)?;
             self.restore_nlink_mark(&node)?;
@@ -536,27 +434,17 @@ impl UnionFs {
             if new_name.is_whited_out {
                 let temporary = self.upper.temporary_name();
                 host::link(&file, self.upper.work(), temporary.as_bytes())?;
-                let moved = rustix::fs::renameat(
-                    self.upper.work(),
-                    &*temporary,
-                    &*new_name.directory,
-                    name,
-                );
-                if let Err(errno) = moved {
-                    let _ = rustix::fs::unlinkat(self.upper.work(), &*temporary, AtFlags::empty());
-                    return Err(errno);
-                }
+                let kind = rustix::fs::FileType::RegularFile;
+                let temporary = self.upper.temporary_at(temporary, kind);
+                temporary.place(new_name.directory.as_fd(), name)?;
             } else {
                 host::link(&file, &*new_name.directory, name)?;
             }
             self.measure(&*new_name.directory);
-            parent.names_have_changed();
+            parent.names_changed.change();
             node.name_is_new.store(true, Ordering::Release);
             if matches!(node.place(), HostPlace::Nowhere) {
-                node.set_place(HostPlace::At {
-                    parent: Arc::clone(&parent),
-                    name: name.into(),
-                });
+                node.set_place(HostPlace::at(&parent, name));
             }
         }
         self.hold(&node)
@@ -565,17 +453,10 @@ impl UnionFs {
     /// Records a node's path in the image in its redirect mark, before the node gets another path.
     /// Only for nodes that still use a part of the image.
     pub(super) fn redirect(&self, node: &Node) -> Result<(), Errno> {
-        let needs = {
-            let state = node.read_state();
-            match &state.upper {
-                Some(upper) if upper.redirect.is_some() => false,
-                Some(upper) => {
-                    node.lower.is_some()
-                        && (node.is_directory() || upper.needs_image || upper.in_batch)
-                }
-                None => false,
-            }
-        };
+        let needs = node.read_state().upper.as_ref().is_some_and(|upper| {
+            let uses_image = node.is_directory() || upper.needs_image || upper.in_batch;
+            upper.redirect.is_none() && node.lower.is_some() && uses_image
+        });
         if !needs {
             return Ok(());
         }
@@ -604,10 +485,9 @@ impl UnionFs {
         let marked = self.set_mark(&file, Mark::Redirect, &value);
         self.measure(&*file);
         match marked {
-            Ok(()) => {}
             // The path is longer than an attribute can be. This union uses the origin mark.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {}
-            Err(errno) => return Err(errno),
+            other => other?,
         }
         if let Some(upper) = &mut node.write_state().upper {
             upper.redirect = Some(path.unwrap_or_default().into_boxed_slice());
@@ -616,21 +496,15 @@ impl UnionFs {
     }
 }
 
-/// The mode with which an object is created in place: its permission bits without the set-id and
-/// sticky bits, which are set after the owner.
-fn first_mode(owned: &NewOwner) -> Mode {
-    Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
-}
-
 /// Moves a temporary to its place, over a whiteout if there is one.
-pub(super) fn place(
+fn place(
     temporary: Temporary<'_>,
     new_name: &NewName,
     name: &[u8],
     is_directory: bool,
 ) -> Result<(), Errno> {
     let directory = new_name.directory.as_fd();
-    let placed = match (new_name.is_whited_out, is_directory) {
+    match (new_name.is_whited_out, is_directory) {
         (false, _) => temporary.place_new(directory, name),
         (true, false) => temporary.place(directory, name),
         // rename(2) cannot put a directory over a whiteout. After the exchange the temporary is the
@@ -638,8 +512,7 @@ pub(super) fn place(
         (true, true) => temporary
             .exchange(directory, name, rustix::fs::FileType::CharacterDevice)
             .map(drop),
-    };
-    placed.map_err(|(_, errno)| errno)
+    }
 }
 
 /// Checks a name for a new object.

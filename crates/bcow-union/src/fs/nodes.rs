@@ -54,6 +54,15 @@ pub(super) enum HostPlace {
     Nowhere,
 }
 
+impl HostPlace {
+    pub(super) fn at(parent: &Arc<Node>, name: &[u8]) -> Self {
+        HostPlace::At {
+            parent: Arc::clone(parent),
+            name: name.into(),
+        }
+    }
+}
+
 /// A file, directory, link or device that the kernel holds.
 #[derive(Debug)]
 pub(super) struct Node {
@@ -63,17 +72,21 @@ pub(super) struct Node {
     /// directory of the image that it is merged with.
     pub(super) lower: Option<Nid>,
     place: RwLock<HostPlace>,
-    names: Mutex<()>,
+    /// Tried without waiting, outside the lock order, for a directory that is removed: the kernel
+    /// permits no change in it meanwhile.
+    pub(super) names: Mutex<()>,
     state: RwLock<NodeState>,
-    times: Mutex<()>,
+    pub(super) times: Mutex<()>,
     /// The modification time that the kernel has sent last, or has received for a new file. Only a
     /// kernel with `writeback` keeps these times itself; see [`UnionFs::with_kernel_time`].
     ///
     /// [`UnionFs::with_kernel_time`]: super::UnionFs::with_kernel_time
-    kernel_time: Mutex<Option<Timestamp>>,
+    pub(super) kernel_time: Mutex<Option<Timestamp>>,
     /// Changes of this directory's names in the upper.
     pub(super) names_changed: Pending,
-    name_sync: Mutex<()>,
+    /// Held by the thread that makes a new name of this node durable. Other threads that sync the
+    /// node wait for it.
+    pub(super) name_sync: Mutex<()>,
     /// Whether an fsync of this node must also make its name and marks durable. Set when the node
     /// is copied up, created or renamed, and when a mark is cleared.
     pub(super) name_is_new: AtomicBool,
@@ -81,7 +94,7 @@ pub(super) struct Node {
     /// certain.
     pub(super) may_be_privileged: AtomicBool,
     /// Whether the file may have capabilities. [`Capabilities::None`] is certain.
-    capabilities: Mutex<Capabilities>,
+    pub(super) capabilities: Mutex<Capabilities>,
     /// Whether this directory may have a default ACL. `false` is certain.
     pub(super) may_have_default_acl: AtomicBool,
     /// Whether the node lost its last name.
@@ -231,6 +244,22 @@ impl Drop for Node {
 }
 
 impl NodeState {
+    /// Whether the node has an entry in the index.
+    pub(super) fn is_indexed(&self) -> bool {
+        self.upper.as_ref().is_some_and(|upper| upper.indexed)
+    }
+
+    /// Whether the node is a partial file, as far as that is known.
+    pub(super) fn is_partial(&self) -> bool {
+        matches!(self.content, Content::Partial(_))
+            || self.upper.as_ref().is_some_and(|upper| upper.is_partial)
+    }
+
+    /// Whether the content waits in the batch.
+    pub(super) fn is_in_batch(&self) -> bool {
+        self.upper.as_ref().is_some_and(|upper| upper.in_batch)
+    }
+
     pub(super) fn of(upper: Option<Upper>) -> Self {
         NodeState {
             upper,
@@ -296,21 +325,16 @@ impl Node {
             return;
         }
         let entry = self.entry.get_or_init(|| {
-            let host_inode = self.state.try_read().and_then(|state| {
+            let upper = self.state.try_read().and_then(|state| {
                 let upper = state.upper.as_ref()?;
                 Some((upper.host_inode, upper.in_batch))
             });
-            let (host_inode, in_batch) = host_inode.unwrap_or_default();
-            let mut flags = Flags::NONE;
-            for (flag, is_set) in [
-                (Flags::IN_BATCH, in_batch),
-                (Flags::REMOVED, self.is_removed.load(Ordering::Acquire)),
-                (Flags::SYNC_FAILED, self.sync_failed.get().is_some()),
-            ] {
-                if is_set {
-                    flags = flags | flag;
-                }
-            }
+            let (host_inode, in_batch) = upper.unwrap_or_default();
+            let flag = |flag, is_set| if is_set { flag } else { Flags::NONE };
+            let is_removed = self.is_removed.load(Ordering::Acquire);
+            let flags = flag(Flags::IN_BATCH, in_batch)
+                | flag(Flags::REMOVED, is_removed)
+                | flag(Flags::SYNC_FAILED, self.sync_failed.get().is_some());
             let (parent, name) = recorded(&self.place.read());
             let record = NodeRecord {
                 id: self.id.0,
@@ -376,6 +400,13 @@ impl Node {
         drop(old);
     }
 
+    /// Sets or clears flags of the node's record in the ledger.
+    pub(super) fn set_flags(&self, flags: Flags, are_set: bool) {
+        if let Some(entry) = self.entry.get() {
+            entry.set_flags(flags, are_set);
+        }
+    }
+
     /// Whether the node's known place is `name` in `parent`.
     pub(super) fn is_at(&self, parent: &Node, name: &[u8]) -> bool {
         matches!(
@@ -407,47 +438,10 @@ impl Node {
         self.is_directory() && self.lower.is_some()
     }
 
-    pub(super) fn lock_names(&self) -> MutexGuard<'_, ()> {
-        self.names.lock()
-    }
-
-    pub(super) fn lock_times(&self) -> MutexGuard<'_, ()> {
-        self.times.lock()
-    }
-
-    pub(super) fn lock_kernel_time(&self) -> MutexGuard<'_, Option<Timestamp>> {
-        self.kernel_time.lock()
-    }
-
-    pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {
-        self.capabilities.lock()
-    }
-
-    /// As [`Node::lock_capabilities`], but does not wait.
-    pub(super) fn try_lock_capabilities(&self) -> Option<MutexGuard<'_, Capabilities>> {
-        self.capabilities.try_lock()
-    }
-
-    /// As [`Node::lock_names`], outside the lock order and so without waiting. The kernel permits
-    /// no change in a directory while it removes it.
-    pub(super) fn try_lock_names(&self) -> Option<MutexGuard<'_, ()>> {
-        self.names.try_lock()
-    }
-
     /// A mark was cleared, and fdatasync does not make that durable: the next sync must be an
     /// fsync, as for a new name.
     pub(super) fn marks_changed(&self) {
         self.name_is_new.store(true, Ordering::Release);
-    }
-
-    pub(super) fn names_have_changed(&self) {
-        self.names_changed.change();
-    }
-
-    /// Held by the thread that makes a new name of this node durable. Other threads that sync the
-    /// node wait for it.
-    pub(super) fn lock_name_sync(&self) -> MutexGuard<'_, ()> {
-        self.name_sync.lock()
     }
 }
 
@@ -469,7 +463,7 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    fn change(&self) {
+    pub(super) fn change(&self) {
         self.made.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -505,6 +499,16 @@ struct Slot {
     references: u64,
 }
 
+impl Slot {
+    fn of(node: &Arc<Node>) -> Self {
+        Slot {
+            node: Arc::downgrade(node),
+            held: None,
+            references: 0,
+        }
+    }
+}
+
 impl NodeTable {
     pub(super) fn new(ledger: Option<Arc<Ledger>>) -> Self {
         NodeTable {
@@ -533,14 +537,7 @@ impl NodeTable {
             return node;
         }
         let node = Arc::new(make());
-        shard.insert(
-            id,
-            Slot {
-                node: Arc::downgrade(&node),
-                held: None,
-                references: 0,
-            },
-        );
+        shard.insert(id, Slot::of(&node));
         node
     }
 
@@ -555,11 +552,7 @@ impl NodeTable {
             node.enter(ledger);
         }
         let mut shard = self.shard(node.id);
-        let slot = shard.entry(node.id).or_insert_with(|| Slot {
-            node: Arc::downgrade(node),
-            held: None,
-            references: 0,
-        });
+        let slot = shard.entry(node.id).or_insert_with(|| Slot::of(node));
         slot.references = slot.references.saturating_add(count);
         if let Some(entry) = node.entry() {
             entry.set_references(slot.references);

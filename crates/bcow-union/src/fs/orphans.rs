@@ -9,10 +9,11 @@
 use std::fs::File;
 use std::sync::atomic::Ordering;
 
-use rustix::fs::AtFlags;
+use rustix::fs::{AtFlags, FileType};
 use rustix::io::Errno;
 
-use super::nodes::{Content, Node};
+use super::lookup::Access;
+use super::nodes::Node;
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::Temporary;
@@ -61,7 +62,7 @@ impl UnionFs {
         let name = orphan_name(node.id);
         match removed.place(self.upper.work(), name.as_bytes()) {
             Ok(()) => node.has_orphan.store(true, Ordering::Release),
-            Err((_, errno)) => tracing::debug!("cannot keep the directory {name}: {errno}"),
+            Err(errno) => tracing::debug!("cannot keep the directory {name}: {errno}"),
         }
     }
 
@@ -74,12 +75,15 @@ impl UnionFs {
         if node.is_removed.load(Ordering::Acquire) {
             let (indexed, is_partial) = {
                 let state = node.read_state();
-                let upper = state.upper.as_ref();
-                let is_partial = matches!(state.content, Content::Partial(_))
-                    || upper.is_some_and(|upper| upper.is_partial);
-                (upper.is_some_and(|upper| upper.indexed), is_partial)
+                (state.is_indexed(), state.is_partial())
             };
-            if is_partial && let Err(errno) = self.remove_partial(node) {
+            let removed = if is_partial {
+                let file = self.open_upper(node, Access::Path);
+                file.and_then(|file| self.remove_partial(node, &file))
+            } else {
+                Ok(())
+            };
+            if let Err(errno) = removed {
                 self.host_failed(b"", "the map of a removed file stays", errno);
             }
             if indexed && let Some(nid) = node.lower {
@@ -90,7 +94,7 @@ impl UnionFs {
             let name = orphan_name(node.id);
             // A name that cannot be removed is removed when the directory is emptied.
             if node.is_directory() {
-                drop(self.upper.temporary_directory_at(name))
+                drop(self.upper.temporary_at(name, FileType::Directory))
             } else {
                 let _ = rustix::fs::unlinkat(self.upper.work(), &*name, AtFlags::empty());
             }

@@ -11,7 +11,7 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::lookup::Access;
-use super::nodes::{Content, HostPlace, Node};
+use super::nodes::{HostPlace, Node};
 use super::{UnionFs, host};
 use crate::ledger::Flags;
 use crate::node::NodeId;
@@ -34,7 +34,7 @@ impl UnionFs {
             }
         }
         self.prepare_parent(&parent, name)?;
-        let _names = parent.lock_names();
+        let _names = parent.names.lock();
         let node = self.find_existing(&parent, name)?;
         let object = self.open_for_removal(&node)?;
         let is_below = self.lookup_lower(&parent, name)?.is_some();
@@ -57,7 +57,7 @@ impl UnionFs {
             }
             (None, false) => return Err(Errno::NOENT),
         }
-        parent.names_have_changed();
+        parent.names_changed.change();
         self.name_removed(&parent, name, &node, object);
         Ok(())
     }
@@ -75,9 +75,9 @@ impl UnionFs {
             return Err(Errno::NOTDIR);
         }
         self.prepare_parent(&parent, name)?;
-        let _names = parent.lock_names();
+        let _names = parent.names.lock();
         let node = self.find_existing(&parent, name)?;
-        let _inside = node.try_lock_names().ok_or(Errno::BUSY)?;
+        let _inside = node.names.try_lock().ok_or(Errno::BUSY)?;
         if !self.is_empty(&node)? {
             return Err(Errno::NOTEMPTY);
         }
@@ -93,11 +93,8 @@ impl UnionFs {
             }
             (true, true) => {
                 let kind = rustix::fs::FileType::Directory;
-                let removed = self
-                    .upper
-                    .temporary_whiteout()?
-                    .exchange(directory.as_fd(), name, kind)
-                    .map_err(|(_, errno)| errno)?;
+                let whiteout = self.upper.temporary_whiteout()?;
+                let removed = whiteout.exchange(directory.as_fd(), name, kind)?;
                 self.keep_directory(&node, removed);
             }
             (true, false) => {
@@ -110,7 +107,7 @@ impl UnionFs {
                 self.measure(&*directory);
             }
         }
-        parent.names_have_changed();
+        parent.names_changed.change();
         self.name_removed(&parent, name, &node, object);
         Ok(())
     }
@@ -160,11 +157,7 @@ impl UnionFs {
         }
         self.restore_nlink_mark(node)?;
         let file = self.open_upper(node, Access::Path)?;
-        let indexed = node
-            .read_state()
-            .upper
-            .as_ref()
-            .is_some_and(|upper| upper.indexed);
+        let indexed = node.read_state().is_indexed();
         if !indexed && !node.is_directory() {
             self.keep_orphan(node, &file);
         }
@@ -200,19 +193,13 @@ impl UnionFs {
     pub(super) fn set_removed(&self, node: &Node) {
         if !node.is_removed.swap(true, Ordering::AcqRel) {
             self.pending_frees.removed();
-            if let Some(entry) = node.entry() {
-                entry.set_flags(Flags::REMOVED, true);
-            }
+            node.set_flags(Flags::REMOVED, true);
         }
     }
 
     /// Handles the loss of a name: finds out whether it was the node's last.
     fn update_removed_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
-        let indexed = node
-            .read_state()
-            .upper
-            .as_ref()
-            .is_some_and(|upper| upper.indexed);
+        let indexed = node.read_state().is_indexed();
         let is_last = if indexed {
             self.count_names(node.lower, file)? <= 0
         } else {
@@ -230,36 +217,17 @@ impl UnionFs {
         {
             self.remove_index_entry(nid);
         }
-        match node.kind {
-            FileType::Regular => self.last_name_removed(node, file),
-            _ => Ok(()),
-        }
-    }
-
-    /// Removes the map of a partial file that lost its last name. The bytes of a file stay while a
-    /// program has it open.
-    fn last_name_removed(&self, node: &Node, file: &File) -> Result<(), Errno> {
-        let state = node.read_state();
-        let is_partial = match (&state.content, &state.upper) {
-            (Content::Partial(_), _) => true,
-            (Content::Unknown, Some(upper)) => upper.is_partial,
-            _ => false,
-        };
-        drop(state);
+        // The map of a partial file goes; the bytes of a file stay while a program has it open.
         // Another process that takes over the mount needs the map.
-        if is_partial && self.ledger.is_none() {
-            self.remove_partial_of(node, file)?;
+        let is_regular = node.kind == FileType::Regular;
+        if is_regular && node.read_state().is_partial() && self.ledger.is_none() {
+            self.remove_partial(node, file)?;
         }
         Ok(())
     }
 
     /// Removes the map of the partial file of a node without a name.
-    pub(super) fn remove_partial(&self, node: &Node) -> Result<(), Errno> {
-        let file = self.open_upper(node, Access::Path)?;
-        self.remove_partial_of(node, &file)
-    }
-
-    fn remove_partial_of(&self, node: &Node, file: &File) -> Result<(), Errno> {
+    pub(super) fn remove_partial(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let Some(mark) = self.read_marks(file)?.partial else {
             return Ok(());
         };

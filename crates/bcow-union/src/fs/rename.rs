@@ -22,6 +22,7 @@ use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
 use crate::ledger::Placing;
 use crate::node::NodeId;
+use crate::upper::xattr::each_name;
 use crate::upper::{Attribute, Mark, Temporary, XattrMode};
 
 /// One end of a rename: a name and its directory. The directory is in the upper and the lock of its
@@ -56,11 +57,12 @@ impl UnionFs {
         let node = self.find_existing(&parent, name)?;
         // Before the locks, because this may copy up the directories above, which locks their
         // parents.
-        self.prepare(&parent, &node)?;
+        self.ensure_upper(&node)?;
+        self.ensure_directory(&parent)?;
         self.ensure_directory(&new_parent)?;
         match self.find(&new_parent, new_name)? {
             Some(there) if how == RenameMode::Exchange || self.has_names_below(&there)? => {
-                self.prepare(&new_parent, &there)?;
+                self.ensure_upper(&there)?;
             }
             _ => {}
         }
@@ -78,13 +80,6 @@ impl UnionFs {
         }
     }
 
-    /// Copies up a node that moves, and its directory.
-    fn prepare(&self, parent: &Arc<Node>, node: &Arc<Node>) -> Result<(), Errno> {
-        self.ensure_upper(node)?;
-        self.ensure_directory(parent)?;
-        Ok(())
-    }
-
     fn end<'a>(&self, parent: &'a Arc<Node>, name: &'a [u8]) -> Result<End<'a>, Errno> {
         Ok(End {
             directory: self.open_upper(parent, Access::Directory)?,
@@ -97,9 +92,7 @@ impl UnionFs {
     /// Makes sure that the name itself is in the upper, and that the node records its path in the
     /// image.
     fn make_movable(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
-        if node.read_state().upper.is_none() {
-            self.copy_up_locked(end.parent, &end.directory, end.name, node)?;
-        }
+        self.copy_up_locked(end.parent, &end.directory, end.name, node)?;
         if !node.is_directory() {
             // The node may be in the upper under another name only, or in the index only.
             self.open_upper(node, Access::Path)?;
@@ -126,12 +119,12 @@ impl UnionFs {
                 _ => {}
             }
             if there.is_directory() {
-                let _inside = there.try_lock_names().ok_or(Errno::BUSY)?;
+                let _inside = there.names.try_lock().ok_or(Errno::BUSY)?;
                 if !self.is_empty(there)? {
                     return Err(Errno::NOTEMPTY);
                 }
             } else if self.has_names_below(there)? {
-                self.copy_up_locked_if_needed(to, there)?;
+                self.copy_up_locked(to.parent, &to.directory, to.name, there)?;
             }
             object = Some((there, self.open_for_removal(there)?));
         }
@@ -190,8 +183,8 @@ impl UnionFs {
                 self.host_failed(from.name, "a whiteout cannot be removed", errno);
             }
         }
-        from.parent.names_have_changed();
-        to.parent.names_have_changed();
+        from.parent.names_changed.change();
+        to.parent.names_changed.change();
         if let Some((there, object)) = object {
             self.name_removed(to.parent, to.name, there, object);
         }
@@ -218,8 +211,8 @@ impl UnionFs {
         self.hide_lower(there, from)?;
         let _placing = (self.may_get(node, to), self.may_get(there, from));
         rename(from, to, RenameFlags::EXCHANGE)?;
-        from.parent.names_have_changed();
-        to.parent.names_have_changed();
+        from.parent.names_changed.change();
+        to.parent.names_changed.change();
         moved(node, from, to);
         moved(there, to, from);
         self.attributes_have_changed(node);
@@ -232,16 +225,6 @@ impl UnionFs {
         let entry = node.entry()?;
         to.parent.enter(entry.ledger());
         Some(entry.may_get(to.parent.id.0, to.name))
-    }
-
-    fn copy_up_locked_if_needed(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
-        // The guard of the state is dropped here: copy-up acquires the lock exclusively.
-        let is_above = node.read_state().upper.is_some();
-        if is_above {
-            Ok(())
-        } else {
-            self.copy_up_locked(end.parent, &end.directory, end.name, node)
-        }
     }
 
     /// Marks a directory that has no part in the image as opaque if the image has its new name: it
@@ -261,18 +244,12 @@ impl UnionFs {
     /// whiteouts, so rename(2) would fail: an empty directory with the same attributes takes its
     /// place. Gives the old directory, which is removed when the result is dropped.
     fn replace_directory(&self, to: &End<'_>, found: &UpperObject) -> Result<Temporary<'_>, Errno> {
-        let (temporary, fd) = self.upper.temporary_directory(0o700)?;
-        let file = File::from(fd);
+        let (temporary, file) = self.upper.temporary_directory()?;
         // An incomplete copy is visible only if the process is killed before the next step.
         let _ = self.copy_attributes(found, &file);
         self.set_mark(&file, Mark::Opaque, b"y")?;
-        temporary
-            .exchange(
-                to.directory.as_fd(),
-                to.name,
-                rustix::fs::FileType::Directory,
-            )
-            .map_err(|(_, errno)| errno)
+        let kind = rustix::fs::FileType::Directory;
+        temporary.exchange(to.directory.as_fd(), to.name, kind)
     }
 
     /// Gives a directory the owner, mode, attributes and times of another.
@@ -291,10 +268,7 @@ impl UnionFs {
     fn copy_stored_attributes(&self, from: &File, to: &File) -> Result<(), Errno> {
         let (from, to) = (Attribute::Path(from.as_fd()), Attribute::Path(to.as_fd()));
         let redirect = Mark::Redirect.name(self.upper.namespace());
-        for name in from.list()?.split(|&byte| byte == 0) {
-            if name.is_empty() || name == redirect {
-                continue;
-            }
+        for name in each_name(&from.list()?).filter(|name| *name != redirect) {
             if let Some(value) = from.get(name)? {
                 to.set(name, &value, XattrMode::Any)?;
             }
@@ -319,9 +293,7 @@ impl UnionFs {
         // Between the two steps the image's old name is visible beside the new name. No name is
         // missing.
         rename(from, to, RenameFlags::empty())?;
-        whiteout
-            .place_new(from.directory.as_fd(), from.name)
-            .map_err(|(_, errno)| errno)
+        whiteout.place_new(from.directory.as_fd(), from.name)
     }
 
     /// Whether `node` is `directory` or lies below it.
@@ -347,10 +319,7 @@ fn rename(from: &End<'_>, to: &End<'_>, flags: RenameFlags) -> Result<(), Errno>
 fn moved(node: &Arc<Node>, from: &End<'_>, to: &End<'_>) {
     node.name_is_new.store(true, Ordering::Release);
     if node.is_at(from.parent, from.name) || node.kind != FileType::Directory {
-        node.set_place(HostPlace::At {
-            parent: Arc::clone(to.parent),
-            name: to.name.into(),
-        });
+        node.set_place(HostPlace::at(to.parent, to.name));
     }
 }
 
@@ -359,15 +328,7 @@ fn lock_both<'n>(
     one: &'n Node,
     other: &'n Node,
 ) -> (MutexGuard<'n, ()>, Option<MutexGuard<'n, ()>>) {
-    match one.id.0.cmp(&other.id.0) {
-        std::cmp::Ordering::Equal => (one.lock_names(), None),
-        std::cmp::Ordering::Less => {
-            let first = one.lock_names();
-            (first, Some(other.lock_names()))
-        }
-        std::cmp::Ordering::Greater => {
-            let first = other.lock_names();
-            (first, Some(one.lock_names()))
-        }
-    }
+    let (first, second) = if one.id.0 <= other.id.0 { (one, other) } else { (other, one) };
+    let locked = first.names.lock();
+    (locked, (first.id != second.id).then(|| second.names.lock()))
 }

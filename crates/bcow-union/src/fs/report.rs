@@ -4,40 +4,46 @@ use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
 
+use serde::{Deserialize, Serialize};
+
 use super::UnionFs;
 use super::types::Figures;
+use crate::account::Limits;
 use crate::blocks::BLOCK_BYTES;
 use crate::options::SyncPolicy;
-use crate::partial::{PartialStatus, Statistics};
+use crate::partial::PartialFigures;
 
-/// Counters and state of a union.
-#[derive(Debug, Clone)]
+/// Counters and state of a union. A part of the schema `bcow.stats/1`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Path of the upper.
-    pub upper: String,
-    /// The user's name for the image.
-    pub image: String,
-    /// When copy-ups are made durable.
-    pub sync: SyncPolicy,
-    /// Inodes that the kernel holds.
-    pub nodes: u64,
-    /// Limit of stored bytes.
+    /// The directory of the upper.
+    pub path: String,
+    /// When bcow makes copy-ups durable: `strict`, `batch=N` or `volatile`.
+    pub sync: String,
+    /// Limit of the stored bytes.
     pub limit_bytes: Option<u64>,
-    /// Counted bytes; 0 without a limit, as they are not counted then.
-    pub counted_bytes: u64,
+    /// Bytes stored; not counted without a limit.
+    pub stored_bytes: Option<u64>,
+    /// Limit of the inodes in the upper. Also `None` from versions that do not report it.
+    #[serde(default)]
     pub limit_inodes: Option<u64>,
-    /// Counted inodes; 0 without a limit, as they are not counted then.
-    pub counted_inodes: u64,
-    /// Files that were copied up without their bytes.
+    /// Inodes in the upper; not counted without a limit.
+    #[serde(default)]
+    pub stored_inodes: Option<u64>,
+    /// Inodes that the kernel knows.
+    pub nodes: u64,
+    /// Files of the image that were copied up without data, since the mount.
     pub copied_metadata: u64,
-    /// Files that were copied whole.
+    /// Files of the image that were copied up with all data, since the mount.
     pub copied_whole: u64,
-    /// Number of open partial files.
-    pub open_partials: u64,
-    /// Blocks of the open partial files together.
-    pub blocks: PartialStatus,
-    /// Counters of all partial files since the mount.
-    pub partials: Statistics,
+    /// Files of the image that were written in part.
+    #[serde(rename = "sketches")]
+    pub partials: PartialFigures,
+    /// The descriptor of the process on which it finally reports whether the upper holds all
+    /// written data; the mount sets it. `bcow umount` uses it. `None` from versions that do not
+    /// report it.
+    #[serde(default)]
+    pub outcome_descriptor: Option<i32>,
 }
 
 impl UnionFs {
@@ -74,32 +80,39 @@ impl UnionFs {
 
     /// Gives the counters and the state of this union.
     pub fn report(&self) -> Report {
-        let mut open = 0;
-        let mut blocks = PartialStatus::default();
+        let mut partials = PartialFigures {
+            open: 0,
+            present_blocks: 0,
+            incomplete_blocks: 0,
+            ..self.partials.statistics()
+        };
         for (partial, _) in self.open_partials.all() {
-            open += 1;
+            partials.open += 1;
             // A damaged partial file has no status.
             if let Ok(status) = partial.status() {
-                blocks.blocks += status.blocks;
-                blocks.present += status.present;
-                blocks.incomplete += status.incomplete;
-                blocks.stored_bytes += status.stored_bytes;
+                partials.blocks += status.blocks;
+                partials.present_blocks += status.present;
+                partials.incomplete_blocks += status.incomplete;
+                partials.stored_bytes += status.stored_bytes;
             }
         }
+        let Limits { bytes, inodes } = self.account.limits();
         Report {
-            upper: self.upper.path().display().to_string(),
-            image: self.upper.record().image_name.clone(),
-            sync: self.options.sync,
+            path: self.upper.path().display().to_string(),
+            sync: match self.options.sync {
+                SyncPolicy::Strict => "strict".to_owned(),
+                SyncPolicy::Batch(count) => format!("batch={count}"),
+                SyncPolicy::Volatile => "volatile".to_owned(),
+            },
+            limit_bytes: bytes,
+            stored_bytes: bytes.map(|_| self.account.used()),
+            limit_inodes: inodes,
+            stored_inodes: inodes.map(|_| self.account.inodes()),
             nodes: self.table.len() as u64,
-            limit_bytes: self.account.limits().bytes,
-            counted_bytes: self.account.used(),
-            limit_inodes: self.account.limits().inodes,
-            counted_inodes: self.account.inodes(),
             copied_metadata: self.copied_metadata.load(Ordering::Relaxed),
             copied_whole: self.copied_whole.load(Ordering::Relaxed),
-            open_partials: open,
-            blocks,
-            partials: self.partials.statistics(),
+            partials,
+            outcome_descriptor: None,
         }
     }
 }

@@ -81,8 +81,7 @@ impl Executed {
 }
 
 impl UnionFs {
-    /// Makes an object and gives its attributes, as [`UnionFs::create`] and the functions beside
-    /// it, for a request that may have been executed before. Counts one reference to the node.
+    /// As [`UnionFs::make`], for a request that may have been executed before.
     pub fn make_requested(
         &self,
         request: RequestId,
@@ -115,10 +114,10 @@ impl UnionFs {
             return Err(Errno::EXIST);
         }
         {
-            let _names = parent.lock_names();
+            let _names = parent.names.lock();
             let file = self.open_upper(&node, Access::Path)?;
             self.own_new(caller, &parent, permissions, new, &file)?;
-            parent.names_have_changed();
+            parent.names_changed.change();
         }
         node.name_is_new.store(true, Ordering::Release);
         self.hold(&node)
@@ -141,7 +140,7 @@ impl UnionFs {
         if node.id != id {
             return Err(Errno::EXIST);
         }
-        parent.names_have_changed();
+        parent.names_changed.change();
         node.name_is_new.store(true, Ordering::Release);
         self.hold(&node)
     }

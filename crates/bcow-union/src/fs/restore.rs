@@ -30,14 +30,9 @@ use crate::upper::list;
 #[derive(Debug, Default)]
 struct Saved {
     node: Option<NodeRecord>,
-    /// The directories and names that the node can have. Those of a change in progress come last.
-    places: Vec<(NodeId, Box<[u8]>, Certainty)>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Certainty {
-    Recorded,
-    Possible,
+    /// The directories and names that the node can have, and whether each is of a change in
+    /// progress. Those come last.
+    places: Vec<(NodeId, Box<[u8]>, bool)>,
 }
 
 /// The nodes while they are being restored.
@@ -97,7 +92,10 @@ impl UnionFs {
             let removed = rustix::fs::unlinkat(self.upper.work(), &*name, AtFlags::empty());
             if let (Err(Errno::ISDIR | Errno::PERM), Ok(name)) = (removed, String::from_utf8(name))
             {
-                drop(self.upper.temporary_directory_at(name));
+                drop(
+                    self.upper
+                        .temporary_at(name, rustix::fs::FileType::Directory),
+                );
             }
         }
         for (_, node) in nodes {
@@ -121,13 +119,10 @@ impl Restoring<'_> {
         for record in records {
             let saved = self.saved.entry(NodeId(record.id)).or_default();
             if record.parent != 0 {
-                let certainty =
-                    if record.is_place { Certainty::Possible } else { Certainty::Recorded };
-                let place = (NodeId(record.parent), record.name.clone(), certainty);
-                match certainty {
-                    Certainty::Recorded => saved.places.insert(0, place),
-                    Certainty::Possible => saved.places.push(place),
-                }
+                let at = if record.is_place { saved.places.len() } else { 0 };
+                let parent = NodeId(record.parent);
+                let place = (parent, record.name.clone(), record.is_place);
+                saved.places.insert(at, place);
             }
             if !record.is_place {
                 match &mut saved.node {
@@ -204,7 +199,7 @@ impl Restoring<'_> {
             union.descriptors.fetch_add(1, Ordering::Relaxed);
         }
         if kind == FileType::Directory {
-            node.names_have_changed();
+            node.names_changed.change();
         }
         if record.flags.contains(Flags::SYNC_FAILED) {
             let _ = node.sync_failed.set(Errno::IO);
@@ -226,12 +221,7 @@ impl Restoring<'_> {
             }
             references => union.table.hold_several(&node, references),
         }
-        let in_batch = node
-            .read_state()
-            .upper
-            .as_ref()
-            .is_some_and(|upper| upper.in_batch);
-        if in_batch {
+        if node.read_state().is_in_batch() {
             union.batch.lock().push(Arc::clone(&node));
         }
         if let Some(mark) = partial {
@@ -248,10 +238,10 @@ impl Restoring<'_> {
         record: &NodeRecord,
         kind: FileType,
         lower: Option<Nid>,
-        places: &[(NodeId, Box<[u8]>, Certainty)],
+        places: &[(NodeId, Box<[u8]>, bool)],
     ) -> RestoredNode {
         let is_orphan = self.orphans.remove(orphan_name(id).as_bytes());
-        for (parent, name, certainty) in places {
+        for (parent, name, is_possible) in places {
             let Some(parent) = self.nodes.get(parent).cloned() else {
                 continue;
             };
@@ -259,17 +249,15 @@ impl Restoring<'_> {
             let Ok(Some(object)) = self.at(&parent, name, id, record, lower) else {
                 continue;
             };
-            if *certainty == Certainty::Possible {
+            if *is_possible {
                 self.moved.insert(id);
             }
             let object = match object {
                 None if kind != FileType::Directory => lower.and_then(|nid| self.in_index(nid)),
                 other => other,
             };
-            let name = name.clone();
-            let place = HostPlace::At { parent, name };
             return RestoredNode {
-                place,
+                place: HostPlace::at(&parent, name),
                 object,
                 is_orphan,
             };
@@ -324,12 +312,11 @@ impl Restoring<'_> {
 
     fn in_index(&self, nid: Nid) -> Option<UpperObject> {
         let name = index_name(nid);
-        if self.indexed.contains(&name) {
-            let found = self.in_directory(self.union.upper.index(), &name)?;
-            (self.union.origin(&found) == Ok(Some(nid))).then_some(found)
-        } else {
-            None
+        if !self.indexed.contains(&name) {
+            return None;
         }
+        let found = self.in_directory(self.union.upper.index(), &name)?;
+        (self.union.origin(&found) == Ok(Some(nid))).then_some(found)
     }
 
     fn in_directory(&self, directory: BorrowedFd<'_>, name: &[u8]) -> Option<UpperObject> {
@@ -383,25 +370,15 @@ impl Restoring<'_> {
                     ledger.written(partial, bytes.clone());
                 }
             }
-            self.fail_partial(partial);
-        }
-    }
-
-    /// A partial file has lost changes: its program gets an error when it synchronizes the file.
-    fn fail_partial(&self, partial: u64) {
-        let Some(node) = self.partials.get(&partial) else {
-            return;
-        };
-        let path = super::path_of(node).unwrap_or_default();
-        self.union.note_problem(
-            ErrorKind::UpperIo,
-            &path,
-            "unsynchronized changes were lost when the process of the mount ended",
-        );
-        if let Ok(state) = self.union.known_content(node)
-            && let Content::Partial(open) = &state.content
-        {
-            open.fail(Errno::IO);
+            let path = super::path_of(node).unwrap_or_default();
+            let problem = "unsynchronized changes were lost when the process of the mount ended";
+            self.union.note_problem(ErrorKind::UpperIo, &path, problem);
+            // The program gets an error when it synchronizes the file.
+            if let Ok(state) = self.union.known_content(node)
+                && let Content::Partial(open) = &state.content
+            {
+                open.fail(Errno::IO);
+            }
         }
     }
 }

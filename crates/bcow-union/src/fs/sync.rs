@@ -8,9 +8,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use bcow_erofs::reader::FileType;
 use rustix::io::Errno;
 
 use super::UnionFs;
+use super::lookup::Access;
 use super::nodes::{Content, HostPlace, Node};
 use super::types::SyncScope;
 use crate::ledger::Flags;
@@ -28,17 +30,18 @@ impl UnionFs {
         }
     }
 
-    /// Makes a file or directory durable, as fsync or fdatasync: all completed writes are on the
-    /// disk when this returns. Does nothing for [`SyncPolicy::Volatile`].
+    /// Makes a file, or the names of a directory, durable, as fsync or fdatasync: all completed
+    /// writes are on the disk when this returns. Does nothing for [`SyncPolicy::Volatile`].
     pub fn sync(&self, id: NodeId, what: SyncScope) -> Result<(), Errno> {
         let node = self.node(id)?;
         if self.options.sync == SyncPolicy::Volatile {
             return Ok(());
         }
         if node.is_directory() {
-            return self.sync_directory(id);
+            self.sync_directory(&node)
+        } else {
+            self.sync_node(&node, what)
         }
-        self.sync_node(&node, what)
     }
 
     fn sync_node(&self, node: &Arc<Node>, what: SyncScope) -> Result<(), Errno> {
@@ -46,7 +49,7 @@ impl UnionFs {
             return Ok(());
         }
         self.finish_batch_of(node)?;
-        let syncing = node.lock_name_sync();
+        let syncing = node.name_sync.lock();
         // Cleared before the sync: a concurrent change of the name sets it again.
         let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
         // If the name is not new, concurrent syncs of the node need not wait for each other.
@@ -72,14 +75,12 @@ impl UnionFs {
                 }
             }
         }
-        let file = match node.kind {
-            bcow_erofs::reader::FileType::Regular => {
-                self.open_upper(node, super::lookup::Access::Data)?
-            }
+        if node.kind != FileType::Regular {
             // Other types have no content, and an `O_PATH` descriptor cannot be synced. The sync of
             // their directory suffices.
-            _ => return Ok(()),
-        };
+            return Ok(());
+        }
+        let file = self.open_upper(node, Access::Data)?;
         match what {
             SyncScope::Data if !name_is_new => rustix::fs::fdatasync(&*file)?,
             _ => rustix::fs::fsync(&*file)?,
@@ -89,23 +90,18 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Makes the names of a directory durable.
-    pub fn sync_directory(&self, id: NodeId) -> Result<(), Errno> {
-        let node = self.node(id)?;
-        if self.options.sync == SyncPolicy::Volatile {
-            return Ok(());
-        }
-        let Some(directory) = self.upper_directory(&node)? else {
+    fn sync_directory(&self, node: &Node) -> Result<(), Errno> {
+        let Some(directory) = self.upper_directory(node)? else {
             return Ok(());
         };
-        let _syncing = node.lock_name_sync();
+        let _syncing = node.name_sync.lock();
         let changed = node.names_changed.unsynced();
         let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
         let synced = rustix::fs::fsync(&*directory).and_then(|()| {
             if let Some(upto) = changed {
                 node.names_changed.synced(upto);
             }
-            if name_is_new { self.sync_names_above(&node) } else { Ok(()) }
+            if name_is_new { self.sync_names_above(node) } else { Ok(()) }
         });
         if synced.is_err() {
             node.name_is_new.store(true, Ordering::Release);
@@ -116,11 +112,7 @@ impl UnionFs {
     /// Makes the changed names durable on the path from the node up to the root.
     fn sync_names_above(&self, node: &Node) -> Result<(), Errno> {
         let mut place = node.place();
-        let indexed = node
-            .read_state()
-            .upper
-            .as_ref()
-            .is_some_and(|upper| upper.indexed);
+        let indexed = node.read_state().is_indexed();
         if indexed {
             rustix::fs::fsync(self.upper.index())?;
         }
@@ -177,8 +169,7 @@ impl UnionFs {
                 // The file stays for the next batch; the other files are not delayed.
                 Err(errno) => {
                     result = result.and(Err(errno));
-                    let mut batch = self.batch.lock();
-                    batch.push(node);
+                    self.batch.lock().push(node);
                 }
             }
         }
@@ -189,29 +180,20 @@ impl UnionFs {
     /// be freed.
     pub(super) fn leave_batch(&self, node: &Node) {
         let state = node.read_state();
-        if state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
-            let mut batch = self.batch.lock();
-            batch.retain(|other| other.id != node.id);
+        if state.is_in_batch() {
+            self.batch.lock().retain(|other| other.id != node.id);
         }
     }
 
     /// Makes one file of the batch durable by itself.
     fn finish_batch_of(&self, node: &Arc<Node>) -> Result<(), Errno> {
-        let waits = |node: &Node| {
-            node.read_state()
-                .upper
-                .as_ref()
-                .is_some_and(|upper| upper.in_batch)
-        };
-        if !waits(node) {
+        if !node.read_state().is_in_batch() {
             return Ok(());
         }
-        let file = self.open_upper(node, super::lookup::Access::Data)?;
+        let file = self.open_upper(node, Access::Data)?;
         rustix::fs::fdatasync(&*file).inspect_err(|&errno| {
             let _ = node.sync_failed.set(errno);
-            if let Some(entry) = node.entry() {
-                entry.set_flags(Flags::SYNC_FAILED, true);
-            }
+            node.set_flags(Flags::SYNC_FAILED, true);
         })?;
         self.unmark(node)
     }
@@ -219,7 +201,7 @@ impl UnionFs {
     /// Clears the metacopy mark of a file whose bytes are durable.
     fn unmark(&self, node: &Node) -> Result<(), Errno> {
         let mut state = node.write_state();
-        if !state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
+        if !state.is_in_batch() {
             return Ok(());
         }
         // After a write-back error the host may have dropped the data, and a later sync would not
@@ -227,17 +209,13 @@ impl UnionFs {
         if let Some(&errno) = node.sync_failed.get() {
             return Err(errno);
         }
-        let file = self.open_upper_locked(node, &mut state, super::lookup::Access::Path)?;
-        if let Some(upper) = &state.upper {
-            upper.hiding_change(&file, || self.set_metacopy(&file, Metacopy::None))?;
-        }
-        self.measure(&*file);
+        let file = self.open_upper_locked(node, &mut state, Access::Path)?;
         if let Some(upper) = &mut state.upper {
+            upper.hiding_change(&file, || self.set_metacopy(&file, Metacopy::None))?;
             upper.in_batch = false;
         }
-        if let Some(entry) = node.entry() {
-            entry.set_flags(Flags::IN_BATCH, false);
-        }
+        self.measure(&*file);
+        node.set_flags(Flags::IN_BATCH, false);
         node.marks_changed();
         Ok(())
     }

@@ -53,14 +53,16 @@ fn orphans(fixture: &Fixture) -> usize {
 }
 
 fn create(fixture: &Fixture, parent: NodeId, name: &str) -> NodeId {
-    let made = fixture.fs().create(&ROOT, parent, name.as_bytes(), 0o644);
+    let made = fixture
+        .fs()
+        .make(&ROOT, parent, name.as_bytes(), 0o644, &New::File);
     made.unwrap().node
 }
 
 fn mkdir(fixture: &Fixture, parent: NodeId, name: &str) -> NodeId {
     let made = fixture
         .fs()
-        .make_directory(&ROOT, parent, name.as_bytes(), 0o755);
+        .make(&ROOT, parent, name.as_bytes(), 0o755, &New::Directory);
     made.unwrap().node
 }
 

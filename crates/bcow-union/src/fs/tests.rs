@@ -23,8 +23,8 @@ use tempfile::TempDir;
 use super::lookup::Access;
 use super::nodes::{Content, Node};
 use super::{
-    Allocate, Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncScope, UnionFs,
-    on_host,
+    Allocate, Attributes, Caller, Changes, LowerImage, New, Privileges, SetTime, SyncScope,
+    UnionFs, on_host,
 };
 use crate::node::NodeId;
 use crate::options::{SyncPolicy, UnionOptions};
@@ -224,7 +224,7 @@ impl Fixture {
     }
 
     pub(super) fn counted(&self) -> u64 {
-        self.fs().report().counted_bytes
+        self.fs().report().stored_bytes.unwrap_or(0)
     }
 }
 
@@ -420,7 +420,9 @@ fn space_of_a_removed_partial_is_given_back_once() {
         return;
     };
     let union = fixture.fs();
-    let other = union.create(&ROOT, NodeId::ROOT, b"other", 0o644).unwrap();
+    let other = union
+        .make(&ROOT, NodeId::ROOT, b"other", 0o644, &New::File)
+        .unwrap();
     fixture.write(other.node, 0, &[1; 10 * BLOCK as usize]);
     let before = fixture.counted();
     let big = fixture.get("big").node;
@@ -537,7 +539,9 @@ fn descriptor_that_is_in_use_is_not_given_back() {
         return;
     };
     let union = fixture.fs();
-    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    let new = union
+        .make(&ROOT, NodeId::ROOT, b"new", 0o644, &New::File)
+        .unwrap();
     let node = union.node(new.node).unwrap();
     let has_file = || node.read_state().upper.as_ref().unwrap().file.is_some();
     // A thread that removes the name holds the file like this.
@@ -646,10 +650,12 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
         return;
     };
     let union = fixture.fs();
-    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    let new = union
+        .make(&ROOT, NodeId::ROOT, b"new", 0o644, &New::File)
+        .unwrap();
     let node = union.node(new.node).unwrap();
     // A first sync has begun.
-    let first = node.lock_name_sync();
+    let first = node.name_sync.lock();
     node.name_is_new.store(false, Ordering::Release);
     let changed = union.root.names_changed.unsynced();
     thread::scope(|scope| {
@@ -663,7 +669,9 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
     // cover later changes.
     assert!(changed.is_some());
     assert_eq!(union.root.names_changed.unsynced(), changed);
-    union.create(&ROOT, NodeId::ROOT, b"newer", 0o644).unwrap();
+    union
+        .make(&ROOT, NodeId::ROOT, b"newer", 0o644, &New::File)
+        .unwrap();
     union.root.names_changed.synced(changed.unwrap());
     assert!(union.root.names_changed.unsynced().is_some());
     union.sync(NodeId::ROOT, SyncScope::All).unwrap();
@@ -711,7 +719,9 @@ fn count_is_exact_with_concurrent_writes(change: impl Fn(&UnionFs, NodeId) + Syn
         return;
     };
     let union = fixture.fs();
-    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    let new = union
+        .make(&ROOT, NodeId::ROOT, b"new", 0o644, &New::File)
+        .unwrap();
     let empty = fixture.counted();
     let rounds = Barrier::new(2);
     let differs = thread::scope(|scope| {

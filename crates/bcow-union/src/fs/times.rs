@@ -13,14 +13,14 @@ use std::os::fd::AsFd;
 
 use bcow_erofs::reader::Inode;
 use bcow_erofs::tree::Timestamp;
-use rustix::fs::{Stat, Timespec};
+use rustix::fs::Stat;
 use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::nodes::{Content, Node, Upper};
 use super::types::{Attributes, SetTime};
 use super::{UnionFs, host};
-use crate::host::{FileTimes, HiddenChange};
+use crate::host::{HiddenChange, file_times};
 use crate::partial::Partial;
 use crate::upper::{Attribute, Mark, TimesMark};
 
@@ -39,7 +39,7 @@ impl UnionFs {
         match &state.content {
             Content::Partial(partial) => partial.hold_times(|_| set()),
             _ if node.is_directory() => {
-                let _times = node.lock_times();
+                let _times = node.times.lock();
                 set()
             }
             _ => set(),
@@ -197,20 +197,6 @@ impl Upper {
             let shown = HiddenChange::shown(*self.hidden_change.lock(), file_times(stat));
             attributes.ctime = host::timestamp_of(shown);
         }
-    }
-}
-
-/// The times of a host's file.
-pub(super) fn file_times(stat: &Stat) -> FileTimes {
-    FileTimes {
-        modified: Timespec {
-            tv_sec: stat.st_mtime,
-            tv_nsec: stat.st_mtime_nsec as i64,
-        },
-        changed: Timespec {
-            tv_sec: stat.st_ctime,
-            tv_nsec: stat.st_ctime_nsec as i64,
-        },
     }
 }
 

@@ -1,7 +1,7 @@
 //! Arguments and answers of requests.
 
-use bcow_erofs::reader::FileType;
-use bcow_erofs::tree::Timestamp;
+use bcow_erofs::reader::{FileType, Inode};
+use bcow_erofs::tree::{DeviceNumber, Timestamp};
 
 use crate::node::NodeId;
 
@@ -45,6 +45,28 @@ pub struct Attributes {
     pub mtime: Timestamp,
     /// Time of last change of content or attributes.
     pub ctime: Timestamp,
+}
+
+impl Attributes {
+    /// The attributes of an inode of the image, with its allocated size.
+    pub fn of_inode(node: NodeId, inode: &Inode, sectors: u64) -> Self {
+        Attributes {
+            node,
+            kind: inode.kind,
+            permissions: inode.permissions,
+            nlink: inode.nlink,
+            uid: inode.uid,
+            gid: inode.gid,
+            size: inode.size,
+            sectors,
+            rdev: inode.rdev.map_or(0, encode_device),
+            // EROFS stores one time per inode; the kernel's driver also shows it as all three
+            // times.
+            atime: inode.mtime,
+            mtime: inode.mtime,
+            ctime: inode.mtime,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,4 +183,36 @@ pub struct Figures {
     /// Number of inodes.
     pub inodes: u64,
     pub inodes_free: u64,
+}
+
+/// The kernel's 32-bit form of a device number (`new_encode_dev`), from the lowest bit: minor bits
+/// 0-7, then 12 bits of major, then minor bits 8-19.
+pub fn encode_device(device: DeviceNumber) -> u32 {
+    (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
+}
+
+/// The reverse of [`encode_device`].
+pub(super) fn decode_device(rdev: u32) -> DeviceNumber {
+    DeviceNumber {
+        major: (rdev >> 8) & 0xfff,
+        minor: (rdev & 0xff) | ((rdev >> 12) & 0xf_ff00),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_number_is_encoded_as_the_kernel_decodes_it() {
+        for (major, minor, encoded) in [
+            (1, 3, 0x103),
+            (0xfff, 0xfffff, 0xffff_ffff),
+            (8, 0x12345, 0x1230_0845),
+        ] {
+            let number = DeviceNumber { major, minor };
+            assert_eq!(encode_device(number), encoded);
+            assert_eq!(decode_device(encoded), number);
+        }
+    }
 }

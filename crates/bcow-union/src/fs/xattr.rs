@@ -1,6 +1,5 @@
 //! Reads, changes and lists of extended attributes, capabilities and ACLs included.
 
-use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,7 +13,7 @@ use super::lookup::Access;
 use super::nodes::{Capabilities, Content, Node};
 use super::types::Changes;
 use crate::node::NodeId;
-use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Names, XattrMode};
+use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, XattrMode};
 
 /// Longest name of an attribute, in bytes.
 const NAME_MAX: usize = 255;
@@ -37,7 +36,7 @@ impl UnionFs {
     /// again after each request for the attributes of the file. So the node remembers that the file
     /// has none.
     fn capabilities_of(&self, node: &Node) -> Result<Option<Vec<u8>>, Errno> {
-        let Some(mut known) = node.try_lock_capabilities() else {
+        let Some(mut known) = node.capabilities.try_lock() else {
             // A write or a change of the capabilities is in progress.
             return self.xattr_of(node, CAPABILITIES);
         };
@@ -82,13 +81,8 @@ impl UnionFs {
         }
         let file = self.open_upper(&node, Access::Path)?;
         let stored = Attribute::Path(file.as_fd()).list()?;
-        Ok(if node.id == NodeId::ROOT {
-            self.upper
-                .names()
-                .shown_list(&stored, Names::shown_name_at_root)
-        } else {
-            self.upper.names().shown_list(&stored, Names::shown_name)
-        })
+        let names = self.upper.names();
+        Ok(names.shown_list(&stored, node.id == NodeId::ROOT))
     }
 
     /// Sets an extended attribute. Errors include `E2BIG` for a value above 64 KiB, `ERANGE` for a
@@ -113,42 +107,25 @@ impl UnionFs {
         {
             return Err(Errno::PERM);
         }
-        if name == CAPABILITIES {
-            let mut known = node.lock_capabilities();
+        let _lock = (name == CAPABILITIES).then(|| {
+            let mut known = node.capabilities.lock();
             *known = Capabilities::Unknown;
-            return self.set_capabilities(&node, value, how);
-        }
-        self.ensure_upper(&node)?;
-        let file = self.open_upper(&node, Access::Path)?;
-        let stored = self.stored_name(&node, name)?;
-        self.set_stored(&file, &stored, value, how)?;
-        self.attribute_changed(&node, name, value)
+            known
+        });
+        self.set_any(&node, name, value, how)
     }
 
-    /// Sets an attribute of a file in the upper. Fails if the limits of the upper leave no room for
-    /// it.
-    fn set_stored(
+    /// Sets an attribute, and updates the node for it. Fails if the limits of the upper leave no
+    /// room for it. The caller holds the lock of the node's capabilities, if it sets these.
+    fn set_any(
         &self,
-        file: &File,
+        node: &Arc<Node>,
         name: &[u8],
         value: &[u8],
         how: XattrMode,
     ) -> Result<(), Errno> {
-        let _room = self.room(value.len(), 0)?;
-        let set = Attribute::Path(file.as_fd()).set(name, value, how);
-        self.measure(file);
-        set
-    }
-
-    /// Sets the capabilities. The caller holds the lock of the node's capabilities.
-    fn set_capabilities(
-        &self,
-        node: &Arc<Node>,
-        value: &[u8],
-        how: XattrMode,
-    ) -> Result<(), Errno> {
         self.ensure_upper(node)?;
-        if node.kind == FileType::Regular {
+        if name == CAPABILITIES && node.kind == FileType::Regular {
             // The host removes the capabilities at each write to the host file, so the partial file
             // must have no pending writes.
             let state = self.known_content(node)?;
@@ -159,8 +136,21 @@ impl UnionFs {
             }
         }
         let file = self.open_upper(node, Access::Path)?;
-        self.set_stored(&file, &self.stored_name(node, CAPABILITIES)?, value, how)?;
-        self.attribute_changed(node, CAPABILITIES, value)
+        let stored = self.stored_name(node, name)?;
+        let room = self.room(value.len(), 0)?;
+        let set = Attribute::Path(file.as_fd()).set(&stored, value, how);
+        self.measure(&*file);
+        drop(room);
+        set?;
+        self.attributes_have_changed(node);
+        match name {
+            CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
+            DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),
+            // The ACL is stored under another name. So the host does not update the mode.
+            ACCESS_ACL if self.keeps_owner(node) => self.apply_acl_mode(node, value)?,
+            _ => {}
+        }
+        Ok(())
     }
 
     /// Runs a write that preserves the capabilities of the file. The host removes them at each
@@ -171,14 +161,14 @@ impl UnionFs {
         id: NodeId,
         write: impl FnOnce() -> Result<T, Errno>,
     ) -> Result<T, Errno> {
-        if self.upper.names().stored_name(CAPABILITIES) != CAPABILITIES {
+        if self.upper.names().stored_name(CAPABILITIES, false) != CAPABILITIES {
             // The capabilities are stored under another name, which the host does not interpret.
             return write();
         }
         let node = self.node(id)?;
         // The lock is held during the write. Otherwise, a concurrent write would find no
         // capabilities, and a concurrent change would be lost when they are set again.
-        let mut known = node.lock_capabilities();
+        let mut known = node.capabilities.lock();
         let saved = match *known {
             Capabilities::None => None,
             Capabilities::Unknown => self.xattr_of(&node, CAPABILITIES)?,
@@ -190,9 +180,9 @@ impl UnionFs {
         };
         let written = write();
         // The capabilities are set again also after a failed write, and also if the file still has
-        // them: `set_capabilities` completes the pending writes of a partial file, which would
-        // remove them later.
-        let restored = self.set_capabilities(&node, &saved, XattrMode::Any);
+        // them: `set_any` completes the pending writes of a partial file, which would remove them
+        // later.
+        let restored = self.set_any(&node, CAPABILITIES, &saved, XattrMode::Any);
         written.and_then(|written| restored.map(|()| written))
     }
 
@@ -200,7 +190,7 @@ impl UnionFs {
     pub fn remove_xattr(&self, id: NodeId, name: &[u8]) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
-        let _lock = (name == CAPABILITIES).then(|| node.lock_capabilities());
+        let _lock = (name == CAPABILITIES).then(|| node.capabilities.lock());
         if self.xattr_of(&node, name)?.is_none() {
             return match name {
                 // As in the kernel, the removal of an ACL that does not exist succeeds.
@@ -215,21 +205,6 @@ impl UnionFs {
         self.measure(&*file);
         self.attributes_have_changed(&node);
         removed
-    }
-
-    /// Updates the node for the new value of an attribute.
-    fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {
-        self.attributes_have_changed(node);
-        match name {
-            CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
-            DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),
-            // The ACL is stored under another name. So the host does not update the mode.
-            ACCESS_ACL if self.keeps_owner(node) => {
-                self.apply_acl_mode(node, value)?;
-            }
-            _ => {}
-        }
-        Ok(())
     }
 
     /// Sets the permission bits that correspond to a new access ACL.
@@ -263,19 +238,19 @@ impl UnionFs {
     fn stored_name(&self, node: &Node, name: &[u8]) -> Result<Vec<u8>, Errno> {
         check(name)?;
         let names = self.upper.names();
-        let stored = if node.id == NodeId::ROOT {
-            names.stored_name_at_root(name).into_owned()
-        } else {
-            names.stored_name(name).into_owned()
-        };
+        let stored = names.stored_name(name, node.id == NodeId::ROOT);
         // The escaped name is too long for the host.
-        if stored.len() > NAME_MAX { Err(Errno::RANGE) } else { Ok(stored) }
+        if stored.len() > NAME_MAX {
+            Err(Errno::RANGE)
+        } else {
+            Ok(stored.into_owned())
+        }
     }
 }
 
 /// Whether an attribute in the image is a mark of overlayfs or of bcow. A mount does not show
-/// these.
-fn is_layer_mark(name: &[u8]) -> bool {
+/// these: they have no meaning in a union that has the whole image as its lower.
+pub(super) fn is_layer_mark(name: &[u8]) -> bool {
     name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
 }
 

@@ -15,7 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::{HEADER_BYTES, Ledger, word};
+use super::{HEADER_BYTES, Ledger};
+use crate::bytes::u64_at;
 
 /// The size of an area. Only the pages that are written take memory.
 const AREA_BYTES: u64 = 64 << 20;
@@ -91,8 +92,8 @@ pub(super) fn encode(partial: u64, bytes: &Range<u64>) -> [u8; RECORD_BYTES as u
 }
 
 fn decode(bytes: &[u8]) -> Option<(u64, Range<u64>)> {
-    let written = word(bytes, 16)..word(bytes, 24);
-    (word(bytes, 0) == WRITTEN).then_some((word(bytes, 8), written))
+    let written = u64_at(bytes, 16)..u64_at(bytes, 24);
+    (u64_at(bytes, 0) == WRITTEN).then_some((u64_at(bytes, 8), written))
 }
 
 /// The records of both areas: numbers of partial files, and written bytes.

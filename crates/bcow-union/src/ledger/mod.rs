@@ -33,6 +33,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 use rustix::fs::MemfdFlags;
 
+use crate::bytes::u64_at;
 use crate::log::{self, Severity};
 use changes::Changes;
 use node::Cells;
@@ -106,7 +107,7 @@ impl Ledger {
         let file = File::from(file);
         let mut header = [0; HEADER_BYTES as usize];
         file.read_exact_at(&mut header, 0)?;
-        let word = |at: u64| word(&header, at as usize);
+        let word = |at: u64| u64_at(&header, at as usize);
         if header[..8] != MAGIC || word(VERSION_AT) != VERSION {
             return Err(io::Error::other(format!(
                 "the ledger of the mount has version {}, and this program has version {VERSION}",
@@ -186,10 +187,4 @@ impl Ledger {
             &format!("a mount cannot be taken over by another process any more: {cause}"),
         );
     }
-}
-
-fn word(bytes: &[u8], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[at..at + 8]);
-    u64::from_le_bytes(word)
 }

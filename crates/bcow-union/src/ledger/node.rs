@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Ledger, word};
+use super::Ledger;
+use crate::bytes::u64_at;
 
 const CELL_BYTES: u64 = 64;
 /// The bytes of a record before its name.
@@ -291,13 +292,13 @@ pub(super) fn read_all(file: &File, start: u64) -> io::Result<Vec<NodeRecord>> {
         if matches!(cell[0], TAG_NODE | TAG_PLACE) {
             let length = usize::from(u16::from_le_bytes([cell[4], cell[5]]));
             let name = cell.get(FIXED_BYTES..FIXED_BYTES + length);
-            let lower = word(cell, 16);
+            let lower = u64_at(cell, 16);
             records.push(NodeRecord {
-                id: word(cell, 8),
+                id: u64_at(cell, 8),
                 lower: (lower != NO_LOWER).then_some(lower),
-                references: word(cell, 24),
-                parent: word(cell, 32),
-                host_inode: word(cell, 40),
+                references: u64_at(cell, 24),
+                parent: u64_at(cell, 32),
+                host_inode: u64_at(cell, 40),
                 kind: cell[2],
                 flags: Flags(cell[3]),
                 name: name.ok_or_else(|| damaged(at))?.into(),

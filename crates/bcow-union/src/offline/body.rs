@@ -35,6 +35,22 @@ pub(super) struct Piece {
     pub(super) source: PieceSource,
 }
 
+impl Piece {
+    pub(super) fn new(end: u64, source: PieceSource) -> Self {
+        Piece { end, source }
+    }
+
+    /// Adds the bytes up to `end` to pieces of a file, in order.
+    pub(super) fn push(pieces: &mut Vec<Piece>, end: u64, source: PieceSource) {
+        let start = pieces.last().map_or(0, |last| last.end);
+        match pieces.last_mut() {
+            _ if end <= start => {}
+            Some(last) if last.source == source => last.end = end,
+            _ => pieces.push(Piece { end, source }),
+        }
+    }
+}
+
 /// The file above the image.
 #[derive(Debug, Clone)]
 pub(super) enum Own {
@@ -69,23 +85,15 @@ impl Body {
             size: inode.size,
             own: None,
             lower: Some(inode),
-            pieces: vec![Piece {
-                end: inode.size,
-                source: PieceSource::Lower,
-            }],
+            pieces: vec![Piece::new(inode.size, PieceSource::Lower)],
         }
     }
 
     /// The piece that holds byte `offset`.
     pub(super) fn piece(&self, offset: u64) -> Piece {
         let index = self.pieces.partition_point(|piece| piece.end <= offset);
-        match self.pieces.get(index) {
-            Some(piece) => *piece,
-            None => Piece {
-                end: u64::MAX,
-                source: PieceSource::Hole,
-            },
-        }
+        let piece = self.pieces.get(index).copied();
+        piece.unwrap_or(Piece::new(u64::MAX, PieceSource::Hole))
     }
 
     /// The place of the content in the spliced device. The image's bytes keep their place there if

@@ -4,9 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use bcow_erofs::reader::{Children, FileType, Filesystem, Inode, Nid, Walk};
-use bcow_erofs::tree::{
-    Attributes, Content, DeviceNumber, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs,
-};
+use bcow_erofs::tree::{Attributes, Content, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs};
 
 use super::addresses::Segments;
 use super::body::Body;
@@ -136,7 +134,7 @@ impl<'r> Builder<'r> {
 
     /// The type and its data of a file of the image that has no content.
     pub(super) fn lower_special(&self, inode: &Inode) -> Result<NodeKind, Problem> {
-        let number = inode.rdev.unwrap_or(DeviceNumber { major: 0, minor: 0 });
+        let number = inode.rdev.unwrap_or_default();
         Ok(match inode.kind {
             FileType::Symlink => NodeKind::Symlink(self.lower.read_link(inode)?.into()),
             FileType::CharDevice => NodeKind::CharDevice(number),
@@ -204,12 +202,15 @@ impl<'r> Builder<'r> {
     /// All names in the image of the wanted inodes that have several names.
     pub(super) fn names_of(
         &self,
-        wanted: &dyn Fn(Nid) -> bool,
+        wanted: &HashSet<Nid>,
     ) -> Result<Vec<(Vec<u8>, Nid)>, ChangesError> {
         let mut found: Vec<(Vec<u8>, Nid)> = Vec::new();
+        if wanted.is_empty() {
+            return Ok(found);
+        }
         let mut walk = Walk::new(self.lower);
         while let Some(inode) = walk.next().map_err(|error| below(walk.path())(error))? {
-            if inode.nlink > 1 && inode.kind != FileType::Directory && wanted(inode.nid) {
+            if inode.nlink > 1 && inode.kind != FileType::Directory && wanted.contains(&inode.nid) {
                 found.push((walk.path().to_vec(), inode.nid));
             }
         }
@@ -259,24 +260,23 @@ impl<'r> Builder<'r> {
             }
         }
         for path in std::mem::take(&mut self.linked) {
-            let found = self.lower.resolve(&path).map_err(below(&path))?;
-            if let (Some(nid), true) = (found, self.shows_through(&path)) {
-                let inode = self.lower.inode(nid).map_err(below(&path))?;
-                let node = self.lower_file(&inode).map_err(at(&path))?;
-                self.insert_below(&path, node).map_err(at(&path))?;
+            if let Some(nid) = self.lower.resolve(&path).map_err(below(&path))? {
+                self.insert_lower(&path, nid).map_err(at(&path))?;
             }
         }
         // To know whether two names are the same inode, a comparison needs all names of the inode.
-        if self.lowers.is_empty() {
-            return Ok(());
+        let known = self.lowers.keys().copied().collect();
+        for (path, nid) in self.names_of(&known)? {
+            self.insert_lower(&path, nid).map_err(at(&path))?;
         }
-        let known: HashSet<Nid> = self.lowers.keys().copied().collect();
-        for (path, nid) in self.names_of(&|nid| known.contains(&nid))? {
-            if self.shows_through(&path) {
-                let inode = self.lower.inode(nid).map_err(below(&path))?;
-                let node = self.lower_file(&inode).map_err(at(&path))?;
-                self.insert_below(&path, node).map_err(at(&path))?;
-            }
+        Ok(())
+    }
+
+    /// Adds a file of the image at its path there, unless the tree changes the path.
+    fn insert_lower(&mut self, path: &[u8], nid: Nid) -> Result<(), Problem> {
+        if self.shows_through(path) {
+            let node = self.lower_file(&self.lower.inode(nid)?)?;
+            self.insert_below(path, node)?;
         }
         Ok(())
     }

@@ -54,11 +54,7 @@ impl Changes {
         let compared = Compared::new(disk.disk, &disk.above, disk.view, &numbers);
         let compared = Arc::new(compared.map_err(|error| here(error.into()))?);
         let origins = Origins::new(&lower, &numbers);
-        let lists = if compared.changed().is_empty() {
-            HashMap::new()
-        } else {
-            origins.lists(compared.changed()).map_err(&here)?
-        };
+        let lists = origins.lists(compared.changed()).map_err(&here)?;
         let mut reader = Reader {
             disk: &compared,
             origins,
@@ -329,27 +325,25 @@ impl Reader<'_> {
 
     /// The names of a directory of the disk.
     fn names(&self, number: InodeNumber) -> Result<BTreeMap<Vec<u8>, InodeNumber>, Problem> {
-        let disk = self.disk.disk();
-        let names = disk.names(&disk.inode(number)?, self.max_names)?;
-        Ok(names
-            .into_iter()
-            .map(|name| (name.name, name.inode))
-            .collect())
+        Ok(self.names_in(self.disk.disk(), number)?)
     }
 
     fn names_in_view(
         &self,
         number: InodeNumber,
     ) -> Result<BTreeMap<Vec<u8>, InodeNumber>, Problem> {
-        let view = self.disk.view();
-        let names = view
-            .inode(number)
-            .and_then(|inode| view.names(&inode, self.max_names))
-            .map_err(Problem::View)?;
-        Ok(names
-            .into_iter()
-            .map(|name| (name.name, name.inode))
-            .collect())
+        let names = self.names_in(self.disk.view(), number);
+        names.map_err(Problem::View)
+    }
+
+    fn names_in(
+        &self,
+        reader: &bcow_ext4::Reader,
+        number: InodeNumber,
+    ) -> Result<BTreeMap<Vec<u8>, InodeNumber>, ReadError> {
+        let names = reader.names(&reader.inode(number)?, self.max_names)?;
+        let names = names.into_iter().map(|name| (name.name, name.inode));
+        Ok(names.collect())
     }
 
     fn is_empty_directory(&self, number: InodeNumber) -> Result<bool, Problem> {

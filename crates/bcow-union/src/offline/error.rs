@@ -5,7 +5,7 @@ use bcow_ext4::ReadError;
 use bcow_view::{CompareError, ViewError};
 use rustix::io::Errno;
 
-use crate::upper::{META, MarkError, ReadMarksError};
+use crate::upper::{META, MarkError, ReadMarksError, UpperError};
 
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {}", show(path))]
@@ -70,6 +70,13 @@ pub enum Problem {
 impl From<Errno> for Problem {
     fn from(errno: Errno) -> Self {
         Problem::Host(errno)
+    }
+}
+
+impl From<UpperError> for Problem {
+    fn from(error: UpperError) -> Self {
+        // Only an object that is no directory has no errno.
+        Problem::Host(error.errno().unwrap_or(Errno::NOTDIR))
     }
 }
 

@@ -1,7 +1,6 @@
 //! Reads which bytes of a partial file are stored in the upper and which are the image's.
 
 use std::fs::File;
-use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 
 use bcow_erofs::reader::Inode;
@@ -11,8 +10,9 @@ use rustix::io::Errno;
 use super::body::{Body, Own, Piece, PieceSource};
 use super::error::Problem;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
-use crate::partial::Damage;
-use crate::partial::journal::{Header, Replay, SECTOR_BYTES};
+use crate::host::errno_of;
+use crate::partial::journal::SECTOR_BYTES;
+use crate::partial::{self, Damage, Unreadable};
 use crate::upper::beneath::{is_not_regular_error, open_regular, open_regular_beneath};
 use crate::upper::{META, PartialMark, UpperReader, entry_name};
 
@@ -133,21 +133,12 @@ struct Pieces {
 }
 
 impl Pieces {
-    fn push(&mut self, end: u64, source: PieceSource) {
-        let start = self.all.last().map_or(0, |last| last.end);
-        match self.all.last_mut() {
-            _ if end <= start => {}
-            Some(last) if last.source == source => last.end = end,
-            _ => self.all.push(Piece { end, source }),
-        }
-    }
-
     fn not_stored(&mut self, start: u64, end: u64) {
         if start < self.limit {
-            self.push(end.min(self.limit), PieceSource::Lower);
+            Piece::push(&mut self.all, end.min(self.limit), PieceSource::Lower);
         }
         if end > self.limit {
-            self.push(end, PieceSource::Hole);
+            Piece::push(&mut self.all, end, PieceSource::Hole);
         }
     }
 
@@ -160,7 +151,7 @@ impl Pieces {
                 break;
             }
             at = run.end.min(end);
-            self.push(at, run.source);
+            Piece::push(&mut self.all, at, run.source);
         }
     }
 }
@@ -199,10 +190,7 @@ pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> 
             Err(errno) => return Err(errno),
         };
         if data > at {
-            runs.push(Piece {
-                end: data,
-                source: PieceSource::Hole,
-            });
+            runs.push(Piece::new(data, PieceSource::Hole));
         }
         if data >= size {
             break;
@@ -212,10 +200,7 @@ pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> 
             Err(Errno::INVAL) => size,
             Err(errno) => return Err(errno),
         };
-        runs.push(Piece {
-            end: hole,
-            source: PieceSource::Own,
-        });
+        runs.push(Piece::new(hole, PieceSource::Own));
         at = hole;
     }
     Ok(runs)
@@ -236,55 +221,15 @@ fn read_map(
         ))
     };
     let missing = || damaged(0, &Damage::Missing);
-    let maps = upper
-        .meta_directory("maps")
-        .map_err(|error| Problem::Host(error.errno().unwrap_or(Errno::IO)))?
-        .ok_or_else(missing)?;
+    let maps = upper.meta_directory("maps")?.ok_or_else(missing)?;
     let file = match open_regular(maps.as_fd(), &name, OFlags::RDONLY) {
         Err(Errno::NOENT) => return Err(missing()),
         Err(errno) if is_not_regular_error(errno) => return Err(damaged(0, &Damage::NoFile)),
-        other => other?,
+        other => File::from(other?),
     };
-    let mut file = std::io::BufReader::with_capacity(64 << 10, File::from(file));
-    let host =
-        |error: std::io::Error| Problem::Host(Errno::from_io_error(&error).unwrap_or(Errno::IO));
-    let mut sector = [0; SECTOR_BYTES];
-    if read_sector(&mut file, &mut sector).map_err(host)? < SECTOR_BYTES {
-        return Err(damaged(0, &Damage::Header));
+    match partial::read_map(&file, mark.id, blocks) {
+        Ok((_, replayed)) => Ok(replayed.present),
+        Err(Unreadable::Host(error)) => Err(Problem::Host(errno_of(&error))),
+        Err(Unreadable::Damaged((sector, damage))) => Err(damaged(sector, &damage)),
     }
-    let blocks = blocks.unwrap_or_else(|| {
-        let mut number = [0; 8];
-        number.copy_from_slice(&sector[24..32]);
-        u64::from_le_bytes(number)
-    });
-    let header = Header::decode(&sector, mark.id, blocks).map_err(|damage| damaged(0, &damage))?;
-    let mut replay = Replay::new(header);
-    loop {
-        match read_sector(&mut file, &mut sector).map_err(host)? {
-            SECTOR_BYTES => {
-                let taken = replay.sector(&sector);
-                taken.map_err(|(at, damage)| damaged(at, &damage))?;
-            }
-            left => {
-                let replayed = replay.finish(left > 0);
-                let replayed = replayed.map_err(|(at, damage)| damaged(at, &damage))?;
-                return Ok(replayed.present);
-            }
-        }
-    }
-}
-
-/// Fills a sector and returns the number of bytes read. It is less than a sector only at the end of
-/// the file.
-fn read_sector(file: &mut impl Read, sector: &mut [u8; SECTOR_BYTES]) -> std::io::Result<usize> {
-    let mut filled = 0;
-    while filled < SECTOR_BYTES {
-        match file.read(&mut sector[filled..]) {
-            Ok(0) => break,
-            Ok(read) => filled += read,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
 }

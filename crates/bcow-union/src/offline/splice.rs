@@ -36,7 +36,7 @@ pub struct Store {
     pub(super) place: PiecePlace,
     pub(super) bodies: Vec<Body>,
     pub(super) segments: Segments,
-    pub(super) open: Mutex<Vec<(u32, Arc<dyn BytesAt>)>>,
+    pub(super) open: Mutex<Vec<(u32, OpenFile)>>,
 }
 
 /// Where the content is that is not the image's.
@@ -58,35 +58,29 @@ pub(super) enum PiecePlace {
     },
 }
 
-/// The content of a file above the image.
-pub(super) trait BytesAt: Send + Sync {
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error>;
+/// A file above the image.
+#[derive(Clone)]
+pub(super) enum OpenFile {
+    Host(Arc<File>),
+    Disk(Arc<Compared>, Arc<Extents>),
 }
 
-struct HostFile(File);
-
-impl BytesAt for HostFile {
+impl OpenFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        match self.0.read_exact_at(buf, offset) {
-            Ok(()) => Ok(()),
-            Err(error) => Err(io_error(offset, error)),
+        match self {
+            OpenFile::Host(file) => {
+                let read = file.read_exact_at(buf, offset);
+                read.map_err(|error| io_error(offset, error))
+            }
+            OpenFile::Disk(disk, extents) => {
+                let read = disk.disk().read(extents, offset, buf);
+                read.map_err(|error| Error::Io {
+                    action: "read a file of the disk",
+                    offset,
+                    source: io::Error::other(error),
+                })
+            }
         }
-    }
-}
-
-struct DiskFile {
-    disk: Arc<Compared>,
-    extents: Arc<Extents>,
-}
-
-impl BytesAt for DiskFile {
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let read = self.disk.disk().read(&self.extents, offset, buf);
-        read.map_err(|error| Error::Io {
-            action: "read a file of the disk",
-            offset,
-            source: io::Error::other(error),
-        })
     }
 }
 
@@ -173,7 +167,7 @@ impl Store {
     }
 
     /// The file above the image of a body. The last [`OPEN_FILES`] files stay open.
-    fn own(&self, index: u32) -> Result<Arc<dyn BytesAt>, Error> {
+    fn own(&self, index: u32) -> Result<OpenFile, Error> {
         let mut open = self.open.lock();
         if let Some(at) = open.iter().position(|(known, _)| *known == index) {
             let entry = open.remove(at);
@@ -182,14 +176,13 @@ impl Store {
             return Ok(file);
         }
         let own = &self.bodies[index as usize].own;
-        let file: Arc<dyn BytesAt> = match (own, &self.place) {
+        let file = match (own, &self.place) {
             (Some(Own::Host { path, inode }), PiecePlace::Upper { root, .. }) => {
-                open_host(root.as_fd(), path, *inode)?
+                OpenFile::Host(Arc::new(open_host(root.as_fd(), path, *inode)?))
             }
-            (Some(Own::Disk(extents)), PiecePlace::Disk { compared, .. }) => Arc::new(DiskFile {
-                disk: compared.clone(),
-                extents: extents.clone(),
-            }),
+            (Some(Own::Disk(extents)), PiecePlace::Disk { compared, .. }) => {
+                OpenFile::Disk(compared.clone(), extents.clone())
+            }
             _ => return Err(io_error(0, io::ErrorKind::NotFound.into())),
         };
         if open.len() == OPEN_FILES {
@@ -200,14 +193,14 @@ impl Store {
     }
 }
 
-fn open_host(root: BorrowedFd<'_>, path: &[u8], inode: u64) -> Result<Arc<dyn BytesAt>, Error> {
+fn open_host(root: BorrowedFd<'_>, path: &[u8], inode: u64) -> Result<File, Error> {
     let file = open_regular_beneath(root, path).map_err(|errno| io_error(0, errno.into()))?;
     let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
     if stat.st_ino != inode {
         let changed = io::Error::other("the file was replaced");
         return Err(io_error(0, changed));
     }
-    Ok(Arc::new(HostFile(File::from(file))))
+    Ok(File::from(file))
 }
 
 fn lower_error(error: ErofsError) -> Error {

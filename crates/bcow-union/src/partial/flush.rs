@@ -143,7 +143,7 @@ impl Partial {
                 map_exists: true,
                 ..state.written
             };
-            state.change(&*self.host, mark).map(drop)
+            state.change(&*self.host, mark)
         })
     }
 

@@ -12,6 +12,7 @@ use bcow_format::{Crc32c, crc32c_matches};
 
 use super::error::Damage;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
+use crate::bytes::u64_at;
 
 /// Bytes of the header and of each record.
 pub const SECTOR_BYTES: usize = 512;
@@ -42,6 +43,9 @@ pub struct Header {
     pub confirmed: u64,
 }
 
+/// The offset of [`Header::blocks`] in the header.
+pub(super) const BLOCKS_AT: usize = 24;
+
 impl Header {
     /// Encodes the header as a sector.
     pub fn encode(&self) -> Sector {
@@ -50,7 +54,7 @@ impl Header {
         sector[8] = VERSION;
         sector[9] = BLOCK_BYTES.trailing_zeros() as u8;
         put(&mut sector, 16, self.id);
-        put(&mut sector, 24, self.blocks);
+        put(&mut sector, BLOCKS_AT, self.blocks);
         put(&mut sector, 32, self.confirmed);
         seal(&mut sector, self.id, 0);
         sector
@@ -63,9 +67,9 @@ impl Header {
             return Err(Damage::Header);
         }
         let header = Header {
-            id: get(sector, 16),
-            blocks: get(sector, 24),
-            confirmed: get(sector, 32),
+            id: u64_at(sector, 16),
+            blocks: u64_at(sector, BLOCKS_AT),
+            confirmed: u64_at(sector, 32),
         };
         if !is_sealed(sector, header.id, 0) {
             return Err(Damage::Header);
@@ -193,7 +197,7 @@ impl Replay {
             return Ok(());
         }
         let damaged = |damage| Err((index + 1, damage));
-        let begun = get(sector, 8);
+        let begun = u64_at(sector, 8);
         if !is_sealed(sector, self.header.id, index + 1) || begun > index {
             return damaged(Damage::Record);
         }
@@ -225,7 +229,7 @@ impl Replay {
 
 /// Adds the blocks of a record to `present`.
 fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Damage> {
-    let what = get(sector, 16);
+    let what = u64_at(sector, 16);
     match sector[0] {
         RUNS => {
             if what == 0 || what > MAX_RUNS as u64 {
@@ -233,7 +237,7 @@ fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Dama
             }
             for slot in 0..what as usize {
                 let at = PAYLOAD + slot * RUN_BYTES;
-                let (start, count) = (get(sector, at), get(sector, at + 8));
+                let (start, count) = (u64_at(sector, at), u64_at(sector, at + 8));
                 let end = start.checked_add(count).filter(|end| *end <= blocks);
                 let Some(end) = end.filter(|_| count > 0) else {
                     return Err(Damage::Range);
@@ -246,7 +250,7 @@ fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Dama
                 return Err(Damage::Range);
             }
             for word in 0..MAX_WORDS {
-                let mut bits = get(sector, PAYLOAD + word * 8);
+                let mut bits = u64_at(sector, PAYLOAD + word * 8);
                 let first = what.saturating_add(word as u64 * 64);
                 while bits != 0 {
                     let start = bits.trailing_zeros();
@@ -269,12 +273,6 @@ fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Dama
 
 fn put(sector: &mut Sector, at: usize, value: u64) {
     sector[at..at + 8].copy_from_slice(&value.to_le_bytes());
-}
-
-fn get(sector: &Sector, at: usize) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&sector[at..at + 8]);
-    u64::from_le_bytes(bytes)
 }
 
 /// The checksum of a sector. It covers the partial file's number and the sector's index, so that a

@@ -1,12 +1,13 @@
 //! The map of a partial file: the on-disk set of its present blocks.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 
 use super::error::{Damage, PartialError};
 use super::host::MapStore;
 use super::journal::{self, Header, Replay, Replayed, SECTOR_BYTES};
 use crate::blocks::BlockSet;
+use crate::bytes::u64_at;
 use crate::host::{HostFile, write_all};
 
 /// The map is rewritten only if it has more records than this.
@@ -72,7 +73,13 @@ impl Map {
         let Some(file) = found else {
             return Err(map.damaged((0, Damage::Missing)));
         };
-        let (header, replayed) = map.replay(&*file)?;
+        let (header, replayed) =
+            read_map(&*file, id, Some(blocks)).map_err(|error| match error {
+                Unreadable::Host(error) => {
+                    PartialError::host("read the map of a partial file")(error)
+                }
+                Unreadable::Damaged(at) => map.damaged(at),
+            })?;
         map.file = Some(file);
         map.records = replayed.records;
         map.compact = replayed.records;
@@ -227,45 +234,60 @@ impl Map {
         }
     }
 
-    fn replay(&self, file: &dyn HostFile) -> Result<(Header, Replayed), PartialError> {
-        let failed = PartialError::host("read the map of a partial file");
-        let mut buf = vec![0; BATCH * SECTOR_BYTES];
-        let mut held = 0;
-        let mut at = 0;
-        let mut replay: Option<(Header, Replay)> = None;
-        loop {
-            let read = file.read_at(at, &mut buf[held..]).map_err(failed)?;
-            at += read as u64;
-            held += read;
-            let (sectors, left) = buf[..held].as_chunks::<SECTOR_BYTES>();
-            for sector in sectors {
-                match &mut replay {
-                    Some((_, replay)) => replay.sector(sector).map_err(|at| self.damaged(at))?,
-                    None => {
-                        let header = Header::decode(sector, self.id, self.blocks)
-                            .map_err(|damage| self.damaged((0, damage)))?;
-                        replay = Some((header, Replay::new(header)));
-                    }
-                }
-            }
-            if read == 0 {
-                let Some((header, replay)) = replay else {
-                    return Err(self.damaged((0, Damage::Header)));
-                };
-                let replayed = replay.finish(!left.is_empty());
-                return Ok((header, replayed.map_err(|at| self.damaged(at))?));
-            }
-            let done = held - left.len();
-            buf.copy_within(done..held, 0);
-            held -= done;
-        }
-    }
-
     fn damaged(&self, (sector, damage): journal::At) -> PartialError {
         PartialError::Damaged {
             file: self.store.path(self.id),
             offset: sector * SECTOR_BYTES as u64,
             damage,
         }
+    }
+}
+
+/// Why a map cannot be read.
+pub(crate) enum Unreadable {
+    /// The host failed.
+    Host(io::Error),
+    Damaged(journal::At),
+}
+
+/// Reads the map of partial file `id` over a lower file of `blocks` blocks. `None`: takes the
+/// number of blocks from the map.
+pub(crate) fn read_map(
+    file: &dyn HostFile,
+    id: u64,
+    blocks: Option<u64>,
+) -> Result<(Header, Replayed), Unreadable> {
+    let mut buf = vec![0; BATCH * SECTOR_BYTES];
+    let mut held = 0;
+    let mut at = 0;
+    let mut replay: Option<(Header, Replay)> = None;
+    loop {
+        let read = file
+            .read_at(at, &mut buf[held..])
+            .map_err(Unreadable::Host)?;
+        at += read as u64;
+        held += read;
+        let (sectors, left) = buf[..held].as_chunks::<SECTOR_BYTES>();
+        for sector in sectors {
+            match &mut replay {
+                Some((_, replay)) => replay.sector(sector).map_err(Unreadable::Damaged)?,
+                None => {
+                    let blocks = blocks.unwrap_or_else(|| u64_at(sector, journal::BLOCKS_AT));
+                    let header = Header::decode(sector, id, blocks)
+                        .map_err(|damage| Unreadable::Damaged((0, damage)))?;
+                    replay = Some((header, Replay::new(header)));
+                }
+            }
+        }
+        if read == 0 {
+            let Some((header, replay)) = replay else {
+                return Err(Unreadable::Damaged((0, Damage::Header)));
+            };
+            let replayed = replay.finish(!left.is_empty());
+            return Ok((header, replayed.map_err(Unreadable::Damaged)?));
+        }
+        let done = held - left.len();
+        buf.copy_within(done..held, 0);
+        held -= done;
     }
 }

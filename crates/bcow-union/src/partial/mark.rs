@@ -25,20 +25,19 @@ impl MarkState {
         }
     }
 
-    /// Writes the mark if it differs from the current one. Returns whether it was written.
+    /// Writes the mark if it differs from the current one.
     pub(super) fn change(
         &mut self,
         host: &dyn MarkedFile,
         mark: PartialMark,
-    ) -> Result<bool, PartialError> {
-        if mark == self.written {
-            return Ok(false);
+    ) -> Result<(), PartialError> {
+        if mark != self.written {
+            host.set_mark(&mark)
+                .map_err(PartialError::host("change the mark of a partial file"))?;
+            self.written = mark;
+            self.unsynced = true;
         }
-        host.set_mark(&mark)
-            .map_err(PartialError::host("change the mark of a partial file"))?;
-        self.written = mark;
-        self.unsynced = true;
-        Ok(true)
+        Ok(())
     }
 }
 
@@ -84,19 +83,14 @@ pub(super) fn mark_new(
 ) -> Result<(), PartialError> {
     let marked = host.set_mark(mark).and_then(|()| host.set_reject_marks());
     marked.map_err(|error| {
-        restore_copy(shared, host);
+        if let Err(error) = host.restore_marks() {
+            // The file stays a partial file without stored blocks. It reads the same as the
+            // metadata copy.
+            let error = PartialError::host("remove the marks of a partial file")(error);
+            shared.log("cannot undo the creation of a partial file", &error);
+        }
         PartialError::host("mark a file as a partial file")(error)
     })
-}
-
-/// Restores the metadata copy after a partial file could not be created.
-fn restore_copy(shared: &Shared, host: &dyn MarkedFile) {
-    if let Err(error) = host.restore_marks() {
-        // The file stays a partial file without stored blocks. It reads the same as the metadata
-        // copy.
-        let error = PartialError::host("remove the marks of a partial file")(error);
-        shared.log("cannot undo the creation of a partial file", &error);
-    }
 }
 
 /// Sets the size of the host's file to the size of the lower file. A metadata copy already has this

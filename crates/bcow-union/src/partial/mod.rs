@@ -72,8 +72,9 @@ use times::Times;
 
 pub use crate::upper::PartialMark;
 pub use error::{Damage, PartialError};
+pub(crate) use map::{Unreadable, read_map};
 pub use options::PartialOptions;
-pub use partials::{Partials, Statistics};
+pub use partials::{Fills, PartialFigures, Partials};
 
 const STRIPES: usize = 16;
 /// The number of adjacent blocks in a stripe.

@@ -6,6 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::host::{MapDirectory, MapStore, MarkedFile, UpperFile};
 use super::shared::{Completer, Shared};
@@ -16,31 +17,51 @@ use crate::ledger::Ledger;
 use crate::options::{SyncPolicy, UnionOptions};
 use crate::upper::{Instance, META, Namespace};
 
-/// Figures of the partial files of an instance, since it was opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Statistics {
-    /// Open partial files.
+/// Figures of the partial files of an instance: files of the image that were written in part, and
+/// whose other blocks are still in the image. A part of the schema `bcow.stats/1`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct PartialFigures {
+    /// Number of open partial files.
     pub open: u64,
-    /// Present blocks of the open partial files, over their lower files.
-    pub blocks_present: u64,
-    /// Incomplete blocks of the open partial files.
+    /// Number of blocks of the open partial files.
+    pub blocks: u64,
+    /// Number of these blocks for which the image is no longer needed.
+    pub present_blocks: u64,
+    /// Number of these blocks that were written in part, and whose rest is not copied from the
+    /// image yet.
+    #[serde(rename = "in_transit_blocks")]
     pub incomplete_blocks: u64,
+    /// Bytes stored for the open partial files.
+    pub stored_bytes: u64,
     /// Bytes of the lower files that are still visible and were not copied.
-    pub bytes_not_copied: u64,
-    /// Blocks completed by the background threads.
-    pub fills_by_background: u64,
-    /// Blocks completed by reads.
-    pub fills_by_readers: u64,
-    /// Blocks completed by flushes.
-    pub fills_by_flushes: u64,
-    /// Blocks completed by writes, because the background threads were behind.
-    pub fills_by_writers: u64,
-    /// Partial files that were promoted to plain files.
-    pub promotions: u64,
-    /// Flushes of partial files.
+    pub saved_bytes: u64,
+    /// Partial files that became plain files, since the mount.
+    pub promoted: u64,
+    /// Blocks completed from the image, since the mount.
+    pub fills: Fills,
+    /// Flushes of partial files, since the mount.
     pub flushes: u64,
-    /// Maps that were rewritten, their first write included.
+    /// Maps that were rewritten, since the mount, their first write included.
     pub maps_written: u64,
+}
+
+/// Number of blocks that were completed from the image, by actor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Fills {
+    /// By the background threads.
+    pub background: u64,
+    /// By requests that read the block.
+    pub readers: u64,
+    pub flushes: u64,
+    /// By requests that write, while the background threads are behind.
+    pub writers: u64,
+}
+
+impl Fills {
+    /// The sum of all fills.
+    pub fn total(&self) -> u64 {
+        self.background + self.readers + self.flushes + self.writers
+    }
 }
 
 /// The partial files of an instance.
@@ -161,24 +182,27 @@ impl Partials {
         self.shared.counters.open.load(Ordering::Relaxed)
     }
 
-    /// Figures of the partial files.
-    pub fn statistics(&self) -> Statistics {
+    /// Figures of the partial files, without their blocks and stored bytes ([`Partial::status`]).
+    pub fn statistics(&self) -> PartialFigures {
         let counters = &self.shared.counters;
         let fills = |by: Completer| counters.fills[by as usize].load(Ordering::Relaxed);
         let present = counters.present.load(Ordering::Relaxed);
         let lower_bytes = counters.lower_bytes.load(Ordering::Relaxed);
-        Statistics {
-            open: counters.open.load(Ordering::Relaxed),
-            blocks_present: present,
+        PartialFigures {
+            open: self.open_count(),
+            present_blocks: present,
             incomplete_blocks: self.shared.incomplete(),
-            bytes_not_copied: lower_bytes.saturating_sub(present * BLOCK_BYTES),
-            fills_by_background: fills(Completer::Background),
-            fills_by_readers: fills(Completer::Reader),
-            fills_by_flushes: fills(Completer::Flush),
-            fills_by_writers: fills(Completer::Writer),
-            promotions: counters.promotions.load(Ordering::Relaxed),
+            saved_bytes: lower_bytes.saturating_sub(present * BLOCK_BYTES),
+            promoted: counters.promotions.load(Ordering::Relaxed),
+            fills: Fills {
+                background: fills(Completer::Background),
+                readers: fills(Completer::Reader),
+                flushes: fills(Completer::Flush),
+                writers: fills(Completer::Writer),
+            },
             flushes: counters.flushes.load(Ordering::Relaxed),
             maps_written: counters.maps_compacted.load(Ordering::Relaxed),
+            ..PartialFigures::default()
         }
     }
 }

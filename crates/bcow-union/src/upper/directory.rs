@@ -15,12 +15,8 @@ use super::{ACCESS_ACL, Attribute, DEFAULT_ACL, META, UpperError, set_noatime_ne
 pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-        Errno::NOENT => UpperError::Missing {
-            path: path.to_owned(),
-        },
-        Errno::NOTDIR => UpperError::NotADirectory {
-            path: path.to_owned(),
-        },
+        Errno::NOENT => UpperError::Missing(path.to_owned()),
+        Errno::NOTDIR => UpperError::NotADirectory(path.to_owned()),
         errno => UpperError::io(path, "open it", errno),
     })?;
     // Mounts show the access time of the root.
@@ -31,7 +27,7 @@ pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
 /// Opens the upper's root, and creates it if it is missing. Returns also whether it was created.
 pub(super) fn open_or_create_root(path: &Path) -> Result<(OwnedFd, bool), UpperError> {
     match open_root(path) {
-        Err(UpperError::Missing { .. }) => {
+        Err(UpperError::Missing(_)) => {
             create_root(path)?;
             Ok((open_root(path)?, true))
         }
@@ -42,9 +38,7 @@ pub(super) fn open_or_create_root(path: &Path) -> Result<(OwnedFd, bool), UpperE
 fn create_root(path: &Path) -> Result<(), UpperError> {
     match rustix::fs::mkdir(path, Mode::from_raw_mode(0o700)) {
         Ok(()) | Err(Errno::EXIST) => Ok(()),
-        Err(Errno::NOENT) => Err(UpperError::NoParent {
-            path: path.to_owned(),
-        }),
+        Err(Errno::NOENT) => Err(UpperError::NoParent(path.to_owned())),
         Err(errno) => Err(UpperError::io(path, "create it", errno)),
     }
 }
@@ -70,7 +64,7 @@ pub(super) fn open_or_create(
 pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError {
     let path = parent.join(name);
     match errno {
-        Errno::NOTDIR | Errno::LOOP => UpperError::NotADirectory { path },
+        Errno::NOTDIR | Errno::LOOP => UpperError::NotADirectory(path),
         errno => UpperError::io(&path, "open it", errno),
     }
 }
@@ -122,7 +116,7 @@ pub(super) fn same_device(
     if device(root)? == device(dir)? {
         Ok(())
     } else {
-        Err(UpperError::AnotherFileSystem { path })
+        Err(UpperError::AnotherFileSystem(path))
     }
 }
 
@@ -132,10 +126,8 @@ pub(super) fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<File
     let file = open_lock(meta, OFlags::RDWR | OFlags::CREATE)
         .and_then(|file| file.ok_or(Errno::NOENT))
         .map_err(io)?;
-    let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
-        path: path.to_owned(),
-        holder,
-    })?;
+    let lock = FileLock::exclusive(&file, note)
+        .map_err(|holder| UpperError::InUse(path.to_owned(), holder))?;
     // Of two that begin at the same time, the later one finds the other's lock.
     refuse_overlap(path)?;
     Ok(lock)

@@ -9,7 +9,6 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -25,7 +24,7 @@ use super::directory::{
 };
 use super::lock::lock_shared;
 use super::overlap::refuse_overlap;
-use super::record::{DISK, DISK_SCHEMA, DiskRecord, Recorded};
+use super::record::{self, DISK, DISK_SCHEMA, DiskRecord, Recorded};
 use super::{Driver, FileSystem, ImageName, META, UpperError, volatile, work};
 use crate::options::SyncPolicy;
 
@@ -38,7 +37,7 @@ const MAX_REPLACEMENTS: u32 = 100;
 /// nothing is there. A directory that overlayfs filled belongs to no driver yet.
 pub fn driver_of(path: &Path) -> Result<Option<Driver>, UpperError> {
     let root = match open_root(path) {
-        Err(UpperError::Missing { .. }) => return Ok(None),
+        Err(UpperError::Missing(_)) => return Ok(None),
         other => other?,
     };
     match work::open_directory(root.as_fd(), META.as_bytes()) {
@@ -71,25 +70,11 @@ struct OpenDisk {
 impl DiskInstance {
     /// Opens the upper at `path` for writing, with the image `image`, or begins one. A missing
     /// directory is created with mode 0700 if its parent exists. `note` is stored with the locks;
-    /// other processes that find the upper locked show it.
+    /// other processes that find the upper locked show it. `disk` is the disk of a process that has
+    /// ended, which has kept the lock; the upper must have no other disk.
     ///
     /// The caller completes an upper that has no disk or no record.
-    pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Self, UpperError> {
-        DiskInstance::open_or_continue(path, image, note, None)
-    }
-
-    /// Opens the upper of a process that has ended. `disk` is its disk, which has kept the lock.
-    /// Fails if the upper has another disk.
-    pub fn continue_with(
-        disk: &File,
-        path: &Path,
-        image: ImageName<'_>,
-        note: &str,
-    ) -> Result<Self, UpperError> {
-        DiskInstance::open_or_continue(path, image, note, Some(disk))
-    }
-
-    fn open_or_continue(
+    pub fn open(
         path: &Path,
         image: ImageName<'_>,
         note: &str,
@@ -100,25 +85,18 @@ impl DiskInstance {
         // Before anything is created in a directory that is no upper of this driver.
         let names = names_beside_meta(root.as_fd(), path)?;
         let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
-            Err(Errno::NOENT) if names > 0 => return Err(not_empty(path)),
+            Err(Errno::NOENT) if names > 0 => return Err(UpperError::NotEmpty(path.to_owned())),
             Err(Errno::NOENT) => open_or_create(root.as_fd(), path, META)?,
             other => other.map_err(|errno| meta_failed(path, META, errno))?,
         };
         refuse_other_driver(&Recorded::read(meta.as_fd(), path)?, path)?;
         let instance = DiskInstance::lock(path, root, meta, note, disk)?;
-        if let Some(record) = &instance.record
-            && let Some(belongs) = record.identity()
-            && belongs != image.identity
-        {
-            return Err(UpperError::AnotherImage {
-                path: path.to_owned(),
-                belongs: Box::new((belongs, record.image_name.clone())),
-                image: Box::new((image.identity, image.name.to_owned())),
-            });
+        if let Some(record) = &instance.record {
+            record::require_image(path, record.identity(), &record.image_name, image)?;
         }
         match (&instance.record, &instance.disk) {
             (Some(_), None) => Err(missing_disk(path)),
-            (None, None) if names > 0 => Err(not_empty(path)),
+            (None, None) if names > 0 => Err(UpperError::NotEmpty(path.to_owned())),
             _ => Ok(instance),
         }
     }
@@ -240,8 +218,8 @@ impl DiskInstance {
             image_name: image.name.into(),
             created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
         };
-        record.write(self.meta.as_fd(), &self.path)?;
-        work::make_durable(self.root.as_fd())
+        record::write(&record, self.meta.as_fd(), &self.path)?;
+        rustix::fs::fsync(&self.root)
             .map_err(|errno| UpperError::io(&self.path, "synchronize it", errno))?;
         self.record = Some(record);
         Ok(())
@@ -264,7 +242,7 @@ impl DiskInstance {
     fn remove_temporaries(&self) {
         for name in work::list(self.meta.as_fd()).unwrap_or_default() {
             if name.starts_with(b".bcow-") && name.ends_with(b".part") {
-                let _ = rustix::fs::unlinkat(&self.meta, &name[..], AtFlags::empty());
+                let _ = work::unlink(self.meta.as_fd(), &name);
             }
         }
     }
@@ -285,16 +263,11 @@ impl DiskInstance {
 
     /// Locks the file of the disk; `None` if another file has its name.
     fn lock_disk(&self, file: File, note: &str) -> Result<Option<OpenDisk>, UpperError> {
-        let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
-            path: self.path.clone(),
-            holder,
-        })?;
+        let lock = FileLock::exclusive(&file, note)
+            .map_err(|holder| UpperError::InUse(self.path.clone(), holder))?;
         let there = rustix::fs::statat(&self.meta, DISK, AtFlags::SYMLINK_NOFOLLOW);
-        let locked = file
-            .metadata()
-            .map(|metadata| (metadata.dev(), metadata.ino()))
-            .ok();
-        let is_there = there.is_ok_and(|there| Some((there.st_dev, there.st_ino)) == locked);
+        let is_there = matches!((there, rustix::fs::fstat(&file)), (Ok(there), Ok(locked))
+            if (there.st_dev, there.st_ino) == (locked.st_dev, locked.st_ino));
         Ok(is_there.then(|| OpenDisk {
             file: Arc::new(file),
             _lock: lock,
@@ -323,17 +296,12 @@ impl DiskReader {
         let recorded = Recorded::read(meta.as_fd(), path)?;
         refuse_other_driver(&recorded, path)?;
         let Recorded::Disk(record) = recorded else {
-            return Err(UpperError::Incomplete {
-                path: path.to_owned(),
-            });
+            return Err(UpperError::Incomplete(path.to_owned()));
         };
         let disk = open_disk_file(meta.as_fd(), path, OFlags::RDONLY)?;
         let disk = disk.ok_or_else(|| missing_disk(path))?;
         // Another program than a mount can have the disk open.
-        FileLock::shared(&disk).map_err(|holder| UpperError::InUse {
-            path: path.to_owned(),
-            holder,
-        })?;
+        FileLock::shared(&disk).map_err(|holder| UpperError::InUse(path.to_owned(), holder))?;
         Ok(DiskReader {
             path: path.to_owned(),
             meta,
@@ -377,12 +345,6 @@ fn disk_path(upper: &Path) -> PathBuf {
 fn names_beside_meta(root: BorrowedFd<'_>, path: &Path) -> Result<usize, UpperError> {
     let names = work::list(root).map_err(|errno| UpperError::io(path, "list it", errno))?;
     Ok(names.iter().filter(|name| *name != META.as_bytes()).count())
-}
-
-fn not_empty(path: &Path) -> UpperError {
-    UpperError::NotEmpty {
-        path: path.to_owned(),
-    }
 }
 
 fn replaced(upper: &Path) -> UpperError {
@@ -430,6 +392,6 @@ fn require_own(file: BorrowedFd<'_>, path: PathBuf) -> Result<(), UpperError> {
     if [own, 0].contains(&stat.st_uid) && stat.st_mode & OTHERS_WRITE == 0 {
         Ok(())
     } else {
-        Err(UpperError::Foreign { path })
+        Err(UpperError::Foreign(path))
     }
 }

@@ -7,39 +7,24 @@ use bcow::format::hex;
 use bcow::lock::LockError;
 use rustix::io::Errno;
 
-use super::{Driver, Namespace, Ownership};
+use super::{Driver, Namespace};
 
-/// Why an upper cannot be used. The messages name the directory.
+/// Why an upper cannot be used. The messages name the directory: `path`, or the first field.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum UpperError {
-    #[error("{}: no such directory, and its parent is missing too", path.display())]
-    NoParent {
-        /// The upper.
-        path: PathBuf,
-    },
+    #[error("{}: no such directory, and its parent is missing too", .0.display())]
+    NoParent(PathBuf),
     /// The directory is missing, and this operation does not create it.
-    #[error("{}: no such directory", path.display())]
-    Missing {
-        /// The upper.
-        path: PathBuf,
-    },
+    #[error("{}: no such directory", .0.display())]
+    Missing(PathBuf),
     /// The name exists, but is not a directory.
-    #[error("{}: not a directory", path.display())]
-    NotADirectory {
-        /// The path that is not a directory.
-        path: PathBuf,
-    },
-    #[error("{}: the file system is read-only", path.display())]
-    ReadOnly {
-        /// The upper.
-        path: PathBuf,
-    },
-    #[error("{}: the file system does not support extended attributes", path.display())]
-    NoAttributes {
-        /// The upper.
-        path: PathBuf,
-    },
+    #[error("{}: not a directory", .0.display())]
+    NotADirectory(PathBuf),
+    #[error("{}: the file system is read-only", .0.display())]
+    ReadOnly(PathBuf),
+    #[error("{}: the file system does not support extended attributes", .0.display())]
+    NoAttributes(PathBuf),
     /// Whiteouts cannot be created, so names of the lower tree could not be removed.
     #[error(
         "{}: the file system or this user cannot create whiteouts \
@@ -54,11 +39,8 @@ pub enum UpperError {
         source: Errno,
     },
     /// [`META`](super::META) or a directory in it is on another file system.
-    #[error("{}: not on the file system of the upper", path.display())]
-    AnotherFileSystem {
-        /// The directory on the other file system.
-        path: PathBuf,
-    },
+    #[error("{}: not on the file system of the upper", .0.display())]
+    AnotherFileSystem(PathBuf),
     #[error(
         "{}: the upper belongs to the image {} ({}), not to {} ({})",
         path.display(), .belongs.1, hex_start(&.belongs.0, &.image.0),
@@ -80,22 +62,13 @@ pub enum UpperError {
         driver: Driver,
     },
     /// The directory has files in it that an upper of the kernel driver would not show.
-    #[error("{}: not empty, so it cannot become an upper of the kernel driver", path.display())]
-    NotEmpty {
-        /// The upper.
-        path: PathBuf,
-    },
-    #[error("{}: another user can write it, and the kernel trusts its file system", path.display())]
-    Foreign {
-        /// The file or directory.
-        path: PathBuf,
-    },
+    #[error("{}: not empty, so it cannot become an upper of the kernel driver", .0.display())]
+    NotEmpty(PathBuf),
+    #[error("{}: another user can write it, and the kernel trusts its file system", .0.display())]
+    Foreign(PathBuf),
     /// A mount did not begin the upper completely.
-    #[error("{}: a mount with the kernel driver began it, but did not complete it", path.display())]
-    Incomplete {
-        /// The upper.
-        path: PathBuf,
-    },
+    #[error("{}: a mount with the kernel driver began it, but did not complete it", .0.display())]
+    Incomplete(PathBuf),
     /// The disk of the upper cannot be made.
     #[error("{}: cannot make the disk", path.display())]
     MakeDisk {
@@ -106,11 +79,8 @@ pub enum UpperError {
         source: NewFileError,
     },
     /// The upper has a packed partial file of a development version.
-    #[error("{}: {}", path.display(), MarkError::PackedPartial)]
-    PackedPartial {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("{}: {}", .0.display(), MarkError::PackedPartial)]
+    PackedPartial(PathBuf),
     /// The upper has a schema that this version does not know.
     #[error("{}: unknown schema {schema:?}", path.display())]
     UnknownSchema {
@@ -128,32 +98,18 @@ pub enum UpperError {
     /// The upper's marks are in a namespace that this user cannot use.
     #[error(
         "{}: its marks are in {}, to which this user has no access",
-        path.display(), namespace_name(*.namespace)
+        .0.display(), namespace_name(*.1)
     )]
-    NamespaceDenied {
-        /// The upper.
-        path: PathBuf,
-        /// The namespace of its marks.
-        namespace: Namespace,
-    },
+    NamespaceDenied(PathBuf, Namespace),
     #[error(
         "{}: its files have their owners on the host, and this user \
          cannot set owners",
-        path.display()
+        .0.display()
     )]
-    OwnershipDenied {
-        /// The upper.
-        path: PathBuf,
-        /// The place of its owners.
-        ownership: Ownership,
-    },
+    OwnershipDenied(PathBuf),
     /// Another process uses the upper.
-    #[error("{}: {holder}", path.display())]
-    InUse {
-        /// The upper.
-        path: PathBuf,
-        holder: LockError,
-    },
+    #[error("{}: {}", .0.display(), .1)]
+    InUse(PathBuf, LockError),
     /// The upper lies in an upper that another mount uses.
     #[error("{}: inside the upper {}: {holder}", path.display(), outer.display())]
     Inside {
@@ -177,12 +133,9 @@ pub enum UpperError {
     #[error(
         "{}: mounted with --sync volatile when the machine stopped; \
          its content may be damaged",
-        path.display()
+        .0.display()
     )]
-    Volatile {
-        /// The upper.
-        path: PathBuf,
-    },
+    Volatile(PathBuf),
     #[error("cannot start a thread")]
     Thread {
         /// The cause.
@@ -211,10 +164,10 @@ pub enum UpperError {
 
 impl UpperError {
     /// The error for an `action` on `path` that failed on the host.
-    pub(super) fn io(path: &Path, action: &'static str, source: Errno) -> UpperError {
+    pub(crate) fn io(path: &Path, action: &'static str, source: Errno) -> UpperError {
         let path = path.to_owned();
         match source {
-            Errno::ROFS => UpperError::ReadOnly { path },
+            Errno::ROFS => UpperError::ReadOnly(path),
             source => UpperError::Io {
                 path,
                 action,
@@ -227,7 +180,7 @@ impl UpperError {
     /// `None` for other errors.
     pub fn in_use(&self) -> Option<(&Path, &LockError)> {
         match self {
-            UpperError::InUse { path, holder }
+            UpperError::InUse(path, holder)
             | UpperError::Inside {
                 outer: path,
                 holder,
@@ -246,7 +199,7 @@ impl UpperError {
     pub fn errno(&self) -> Option<Errno> {
         match self {
             UpperError::Io { source, .. } | UpperError::NoWhiteouts { source, .. } => Some(*source),
-            UpperError::ReadOnly { .. } => Some(Errno::ROFS),
+            UpperError::ReadOnly(_) => Some(Errno::ROFS),
             _ => None,
         }
     }

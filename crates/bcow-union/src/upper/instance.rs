@@ -16,23 +16,15 @@ use super::directory::{
 };
 use super::overlap::refuse_overlap;
 use super::packed::refuse_packed;
-use super::probe::{Refused, permits, probe};
-use super::record::PartialForm;
+use super::probe::{Refused, probe};
+use super::record::{self, PartialForm};
 use super::work::{self, Temporary, TemporaryNames};
 use super::xattr::each_name;
 use super::{
-    Attribute, DEFAULT_ACL, InstanceRecord, META, Names, Namespace, Ownership, SCHEMA, UpperError,
-    volatile,
+    Attribute, DEFAULT_ACL, ImageName, InstanceRecord, META, Names, Namespace, Ownership, SCHEMA,
+    UpperError, volatile,
 };
 use crate::options::SyncPolicy;
-
-/// The image of an upper.
-#[derive(Debug, Clone, Copy)]
-pub struct ImageName<'a> {
-    pub identity: [u8; 32],
-    /// Its name in messages.
-    pub name: &'a str,
-}
 
 /// The origin of an upper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,19 +41,14 @@ pub enum Provenance {
 /// An upper that is open for writing. Only this process may change it.
 #[derive(Debug)]
 pub struct Instance {
-    path: PathBuf,
-    root: OwnedFd,
-    meta: OwnedFd,
-    maps: OwnedFd,
-    index: OwnedFd,
-    work: OwnedFd,
     names: Names,
     record: InstanceRecord,
     begun: Provenance,
     temporaries: TemporaryNames,
     /// Held during one link(2).
     whiteouts: Mutex<Whiteouts>,
-    _lock: FileLock,
+    /// Dropped last.
+    at: Directories,
 }
 
 /// Names in the work directory of whiteouts that are the source of links.
@@ -85,16 +72,7 @@ impl Instance {
     }
 
     /// As [`Instance::open`], but keeps files whose names in the work directory begin with `kept`.
-    pub fn open_again(
-        path: &Path,
-        image: ImageName<'_>,
-        note: &str,
-        kept: &str,
-    ) -> Result<Instance, UpperError> {
-        Self::open_keeping(path, image, note, Some(kept))
-    }
-
-    fn open_keeping(
+    pub(crate) fn open_keeping(
         path: &Path,
         image: ImageName<'_>,
         note: &str,
@@ -108,24 +86,14 @@ impl Instance {
             .iter()
             .all(|name| name == META.as_bytes());
         let meta = open_or_create(root.as_fd(), path, META)?;
-        // An upper of the other driver stays as it is.
-        InstanceRecord::read(meta.as_fd(), path)?;
-        let lock = lock(meta.as_fd(), path, note)?;
-        let opening = Opening::open(path, root, meta, lock)?;
-        let record = InstanceRecord::read(opening.meta.as_fd(), path)?;
-        if let Some(record) = &record
-            && let Some(belongs) = record.identity()
-            && belongs != image.identity
-        {
-            return Err(UpperError::AnotherImage {
-                path: path.to_owned(),
-                belongs: Box::new((belongs, record.image_name.clone())),
-                image: Box::new((image.identity, image.name.to_owned())),
-            });
+        let at = Directories::open(path, root, meta, note)?;
+        let record = InstanceRecord::read(at.meta.as_fd(), path)?;
+        if let Some(record) = &record {
+            record::require_image(path, record.identity(), &record.image_name, image)?;
         }
-        let found = match opening.probe(kept) {
+        let found = match at.probe(kept) {
             Err(error) if record.is_none() => {
-                opening.abandon(is_created);
+                at.abandon(is_created);
                 return Err(error);
             }
             other => other?,
@@ -133,18 +101,15 @@ impl Instance {
         let (record, begun) = match record {
             Some(mut record) => {
                 if record.partials.is_none() {
-                    refuse_packed(path, opening.root.as_fd(), record.namespace)?;
+                    refuse_packed(path, at.root.as_fd(), record.namespace)?;
                     record.partials = Some(PartialForm::Sparse);
-                    record.write(opening.meta.as_fd(), path)?;
+                    record::write(&record, at.meta.as_fd(), path)?;
                 }
                 (record, Provenance::Existing)
             }
             None => {
-                let namespace = if marked_by_user(opening.root.as_fd()) {
-                    Namespace::User
-                } else {
-                    found.namespace
-                };
+                let is_users = marked_by_user(at.root.as_fd());
+                let namespace = if is_users { Namespace::User } else { found.namespace };
                 let record = InstanceRecord {
                     schema: SCHEMA.into(),
                     image: hex(&image.identity),
@@ -157,18 +122,18 @@ impl Instance {
                 if is_empty {
                     // The ACL was inherited from the parent directory, not set for the container.
                     // The container's root would show it.
-                    remove_acl(opening.root.as_fd(), DEFAULT_ACL).map_err(|errno| {
+                    remove_acl(at.root.as_fd(), DEFAULT_ACL).map_err(|errno| {
                         UpperError::io(path, "remove the ACL that it inherited", errno)
                     })?;
                 }
-                record.write(opening.meta.as_fd(), path)?;
-                work::make_durable(opening.root.as_fd())
+                record::write(&record, at.meta.as_fd(), path)?;
+                rustix::fs::fsync(&at.root)
                     .map_err(|errno| UpperError::io(path, "synchronize it", errno))?;
                 let begun = if is_empty { Provenance::Created } else { Provenance::Adopted };
                 (record, begun)
             }
         };
-        opening.finish(record, begun, found)
+        at.finish(record, begun, found)
     }
 
     /// Opens an existing upper of any image, for repair.
@@ -182,38 +147,35 @@ impl Instance {
             Err(Errno::NOENT) => return Err(missing()),
             other => other.map_err(|errno| meta_failed(path, META, errno))?,
         };
-        // An upper of the other driver stays as it is.
-        InstanceRecord::read(meta.as_fd(), path)?;
-        let lock = lock(meta.as_fd(), path, note)?;
-        let opening = Opening::open(path, root, meta, lock)?;
-        let record = InstanceRecord::read(opening.meta.as_fd(), path)?.ok_or_else(missing)?;
-        let found = opening.probe(None)?;
-        opening.finish(record, Provenance::Existing, found)
+        let at = Directories::open(path, root, meta, note)?;
+        let record = InstanceRecord::read(at.meta.as_fd(), path)?.ok_or_else(missing)?;
+        let found = at.probe(None)?;
+        at.finish(record, Provenance::Existing, found)
     }
 
     /// The path of the upper.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.at.path
     }
 
     /// The root of the tree.
     pub fn root(&self) -> BorrowedFd<'_> {
-        self.root.as_fd()
+        self.at.root.as_fd()
     }
 
     /// The directory of the partial files' maps.
     pub(crate) fn maps(&self) -> BorrowedFd<'_> {
-        self.maps.as_fd()
+        self.at.maps.as_fd()
     }
 
     /// The directory of the index: files for which the image has several names.
     pub(crate) fn index(&self) -> BorrowedFd<'_> {
-        self.index.as_fd()
+        self.at.index.as_fd()
     }
 
     /// The directory of temporaries.
     pub(crate) fn work(&self) -> BorrowedFd<'_> {
-        self.work.as_fd()
+        self.at.work.as_fd()
     }
 
     /// The names of attributes.
@@ -253,27 +215,26 @@ impl Instance {
         let name = self.temporary_name();
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = rustix::fs::openat(&self.work, &*name, flags, Mode::from_raw_mode(mode))?;
-        work::set_noatime(&file);
-        let temporary = Temporary::adopt(self.work(), name, FileType::RegularFile);
-        Ok((temporary, file.into()))
+        let file = rustix::fs::openat(self.work(), &*name, flags, Mode::from_raw_mode(mode))?;
+        work::set_noatime_new(&file);
+        Ok((self.temporary_at(name, FileType::RegularFile), file.into()))
     }
 
     /// Creates a directory in the work directory.
-    pub fn temporary_directory(&self, mode: u32) -> Result<(Temporary<'_>, OwnedFd), Errno> {
+    pub fn temporary_directory(&self) -> Result<(Temporary<'_>, File), Errno> {
         let name = self.temporary_name();
-        rustix::fs::mkdirat(&self.work, &*name, Mode::from_raw_mode(mode | 0o700))?;
+        rustix::fs::mkdirat(self.work(), &*name, Mode::RWXU)?;
         let dir = work::open_directory(self.work(), name.as_bytes());
-        let temporary = Temporary::adopt(self.work(), name, FileType::Directory);
+        let temporary = self.temporary_at(name, FileType::Directory);
         let dir = dir?;
-        work::set_noatime(&dir);
-        Ok((temporary, dir))
+        work::set_noatime_new(&dir);
+        Ok((temporary, dir.into()))
     }
 
-    /// The directory `name` in the work directory, which is removed with everything in it when the
-    /// result is dropped.
-    pub fn temporary_directory_at(&self, name: String) -> Temporary<'_> {
-        Temporary::adopt(self.work(), name, FileType::Directory)
+    /// The object `name` of this type in the work directory. It is removed when the result is
+    /// dropped: a directory with everything in it.
+    pub(crate) fn temporary_at(&self, name: String, kind: FileType) -> Temporary<'_> {
+        Temporary::adopt(self.work(), name, kind)
     }
 
     /// Creates a device, pipe or socket in the work directory. `device` has the format of
@@ -286,23 +247,22 @@ impl Instance {
     ) -> Result<Temporary<'_>, Errno> {
         let name = self.temporary_name();
         let mode = Mode::from_raw_mode(mode);
-        rustix::fs::mknodat(&self.work, &*name, kind, mode, device)?;
-        Ok(Temporary::adopt(self.work(), name, kind))
+        rustix::fs::mknodat(self.work(), &*name, kind, mode, device)?;
+        Ok(self.temporary_at(name, kind))
     }
 
     /// Creates a symbolic link in the work directory.
     pub fn temporary_symlink(&self, target: &[u8]) -> Result<Temporary<'_>, Errno> {
         let name = self.temporary_name();
-        rustix::fs::symlinkat(target, &self.work, &*name)?;
-        Ok(Temporary::adopt(self.work(), name, FileType::Symlink))
+        rustix::fs::symlinkat(target, self.work(), &*name)?;
+        Ok(self.temporary_at(name, FileType::Symlink))
     }
 
     /// Creates a whiteout in the work directory.
     pub(crate) fn temporary_whiteout(&self) -> Result<Temporary<'_>, Errno> {
         let name = self.temporary_name();
         self.link_whiteout(self.work(), name.as_bytes())?;
-        let kind = FileType::CharacterDevice;
-        Ok(Temporary::adopt(self.work(), name, kind))
+        Ok(self.temporary_at(name, FileType::CharacterDevice))
     }
 
     /// Creates a whiteout at `name` in `dir`, atomically. `present` is the type of the object that
@@ -318,12 +278,8 @@ impl Instance {
             Some(FileType::Directory) => self
                 .temporary_whiteout()?
                 .exchange(dir, name, FileType::Directory)
-                .map(drop)
-                .map_err(|(_, errno)| errno),
-            Some(_) => self
-                .temporary_whiteout()?
-                .place(dir, name)
-                .map_err(|(_, errno)| errno),
+                .map(drop),
+            Some(_) => self.temporary_whiteout()?.place(dir, name),
         }
     }
 
@@ -354,7 +310,7 @@ impl Instance {
                 // The whiteout has the largest number of links that the host allows, or another
                 // process removed it.
                 Err(Errno::MLINK | Errno::NOENT) if attempts > 0 => {
-                    let _ = rustix::fs::unlinkat(self.work(), &*whiteout, AtFlags::empty());
+                    let _ = work::unlink(self.work(), whiteout.as_bytes());
                     continue;
                 }
                 _ => kept.current = Some(whiteout),
@@ -384,22 +340,20 @@ impl Instance {
     /// Refuses an upper whose last use was volatile and did not end before a reboot. Leaves a note
     /// if this use is volatile.
     pub(crate) fn refuse_after_volatile(&self, policy: SyncPolicy) -> Result<(), UpperError> {
-        volatile::refuse_after_volatile(&self.path, self.root(), self.meta.as_fd(), policy)
+        volatile::refuse_after_volatile(self.path(), self.root(), self.at.meta.as_fd(), policy)
     }
 
     /// Removes the note of a volatile use, which has ended.
     pub(crate) fn forget_volatile(&self) -> Result<(), Errno> {
-        volatile::forget(self.meta.as_fd())
+        volatile::forget(self.at.meta.as_fd())
     }
 
     /// Removes the kept whiteouts from the work directory.
     pub(crate) fn remove_spare_whiteouts(&self) {
         let mut kept = self.whiteouts.lock();
-        for whiteout in [kept.current.take(), kept.spare.take()]
-            .into_iter()
-            .flatten()
-        {
-            let _ = rustix::fs::unlinkat(&self.work, &*whiteout, AtFlags::empty());
+        let names = [kept.current.take(), kept.spare.take()];
+        for whiteout in names.into_iter().flatten() {
+            let _ = work::unlink(self.work(), whiteout.as_bytes());
         }
     }
 
@@ -412,8 +366,8 @@ impl Instance {
         kind: FileType,
     ) -> Result<Temporary<'_>, Errno> {
         let temporary = self.temporary_name();
-        rustix::fs::renameat(dir, name, &self.work, &*temporary)?;
-        Ok(Temporary::adopt(self.work(), temporary, kind))
+        rustix::fs::renameat(dir, name, self.work(), &*temporary)?;
+        Ok(self.temporary_at(temporary, kind))
     }
 }
 
@@ -423,24 +377,23 @@ impl Drop for Instance {
     }
 }
 
-/// An upper whose lock is held and whose directories exist.
-struct Opening {
+/// The directories of an upper whose lock is held.
+#[derive(Debug)]
+struct Directories {
     path: PathBuf,
     root: OwnedFd,
     meta: OwnedFd,
     maps: OwnedFd,
     index: OwnedFd,
     work: OwnedFd,
-    lock: FileLock,
+    _lock: FileLock,
 }
 
-impl Opening {
-    fn open(
-        path: &Path,
-        root: OwnedFd,
-        meta: OwnedFd,
-        lock: FileLock,
-    ) -> Result<Opening, UpperError> {
+impl Directories {
+    fn open(path: &Path, root: OwnedFd, meta: OwnedFd, note: &str) -> Result<Self, UpperError> {
+        // An upper of the other driver stays as it is.
+        InstanceRecord::read(meta.as_fd(), path)?;
+        let lock = lock(meta.as_fd(), path, note)?;
         let below = |name: &str| {
             let dir = open_or_create(meta.as_fd(), path, name)?;
             same_device(root.as_fd(), dir.as_fd(), path, name)?;
@@ -449,14 +402,14 @@ impl Opening {
         };
         same_device(root.as_fd(), meta.as_fd(), path, "")?;
         remove_acls(meta.as_fd(), path)?;
-        Ok(Opening {
+        Ok(Directories {
             path: path.to_owned(),
             maps: below("maps")?,
             index: below("index")?,
             work: below("work")?,
             root,
             meta,
-            lock,
+            _lock: lock,
         })
     }
 
@@ -467,7 +420,7 @@ impl Opening {
         work::empty(self.work.as_fd(), kept)
             .map_err(|errno| UpperError::io(path, "empty its work directory", errno))?;
         probe(self.work.as_fd()).map_err(|refused| match refused {
-            Refused::Attributes => UpperError::NoAttributes { path: path.clone() },
+            Refused::Attributes => UpperError::NoAttributes(path.clone()),
             Refused::Whiteouts(source) => UpperError::NoWhiteouts {
                 path: path.clone(),
                 source,
@@ -499,32 +452,19 @@ impl Opening {
             namespace: record.namespace,
             ownership: record.ownership,
         };
-        let (namespace, ownership) = permits(found, names);
-        if !namespace {
-            return Err(UpperError::NamespaceDenied {
-                path: self.path,
-                namespace: names.namespace,
-            });
+        if names.namespace == Namespace::Trusted && found.namespace == Namespace::User {
+            return Err(UpperError::NamespaceDenied(self.path, names.namespace));
         }
-        if !ownership {
-            return Err(UpperError::OwnershipDenied {
-                path: self.path,
-                ownership: names.ownership,
-            });
+        if names.ownership == Ownership::Native && found.ownership == Ownership::Override {
+            return Err(UpperError::OwnershipDenied(self.path));
         }
         Ok(Instance {
-            path: self.path,
-            root: self.root,
-            meta: self.meta,
-            maps: self.maps,
-            index: self.index,
-            work: self.work,
             names,
             record,
             begun,
             temporaries: TemporaryNames::default(),
             whiteouts: Mutex::default(),
-            _lock: self.lock,
+            at: self,
         })
     }
 }

@@ -26,9 +26,6 @@ pub(super) fn lock_shared(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Fi
     let Some(file) = open_lock(meta, OFlags::RDONLY).map_err(io)? else {
         return Ok(None);
     };
-    FileLock::shared(&file).map_err(|holder| UpperError::InUse {
-        path: path.to_owned(),
-        holder,
-    })?;
+    FileLock::shared(&file).map_err(|holder| UpperError::InUse(path.to_owned(), holder))?;
     Ok(Some(file))
 }

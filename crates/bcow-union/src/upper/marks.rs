@@ -12,6 +12,7 @@ use super::xattr::each_name;
 use super::{
     Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, TimesMark, XattrMode,
 };
+use crate::bytes::u64_at;
 
 /// An attribute of bcow or of overlayfs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -307,18 +308,14 @@ impl NlinkDelta {
     pub fn decode(value: &[u8]) -> Result<NlinkDelta, MarkError> {
         let bad = || MarkError::new("overlay.nlink", value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
-        let signed = |text: &str| {
-            if text.starts_with(['+', '-']) {
-                text.parse().map_err(|_| bad())
-            } else {
-                Err(bad())
-            }
+        let form = match text.get(..1) {
+            Some("U") => NlinkDelta::Upper,
+            Some("L") => NlinkDelta::Lower,
+            _ => return Err(bad()),
         };
-        match text.split_at_checked(1) {
-            Some(("U", delta)) => Ok(NlinkDelta::Upper(signed(delta)?)),
-            Some(("L", delta)) => Ok(NlinkDelta::Lower(signed(delta)?)),
-            _ => Err(bad()),
-        }
+        let signed = Some(&text[1..]).filter(|delta| delta.starts_with(['+', '-']));
+        let delta = signed.and_then(|delta| delta.parse().ok());
+        delta.map(form).ok_or_else(bad)
     }
 }
 
@@ -371,11 +368,6 @@ impl PartialMark {
     pub fn decode(value: &[u8]) -> Result<PartialMark, MarkError> {
         let bad = || MarkError::new("bcow.sketch", value);
         let bytes: &[u8; PARTIAL_MARK_BYTES] = value.try_into().map_err(|_| bad())?;
-        let u64_at = |at: usize| {
-            let mut number = [0; 8];
-            number.copy_from_slice(&bytes[at..at + 8]);
-            u64::from_le_bytes(number)
-        };
         let mut crc = [0; 4];
         crc.copy_from_slice(&bytes[PARTIAL_CRC..]);
         let intact = crc32c_matches(u32::from_le_bytes(crc), crc32c(&bytes[..PARTIAL_CRC]));
@@ -383,10 +375,10 @@ impl PartialMark {
             return Err(MarkError::PackedPartial);
         }
         let mark = PartialMark {
-            id: u64_at(8),
+            id: u64_at(bytes, 8),
             block_shift: bytes[2],
             map_exists: bytes[3] & MAP_EXISTS != 0,
-            lower_limit: u64_at(16),
+            lower_limit: u64_at(bytes, 16),
         };
         let mut reserved = PARTIAL_RESERVED.into_iter().flatten();
         let within_limits = bytes[0] == PARTIAL_VERSION

@@ -36,15 +36,15 @@ pub(crate) mod xattr;
 pub use disk::{DiskInstance, DiskReader, driver_of};
 pub use driver::Driver;
 pub use error::{MarkError, ReadMarksError, UpperError};
-pub use instance::{ImageName, Instance, Provenance};
+pub use instance::{Instance, Provenance};
 pub use marks::{
     Mark, Marks, Metacopy, NlinkDelta, Origin, PartialMark, REDIRECT_NOWHERE, Redirect,
 };
 pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
-pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
+pub use owner::{OVERRIDE, Override, host_mode};
 pub use reader::UpperReader;
-pub use record::{DiskRecord, FileSystem, InstanceRecord, SCHEMA};
+pub use record::{DiskRecord, FileSystem, ImageName, InstanceRecord, SCHEMA};
 pub use times::TimesMark;
 pub(crate) use times::modified;
 pub(crate) use work::list;

@@ -56,8 +56,11 @@ pub struct Names {
 }
 
 impl Names {
-    /// The stored name of the container's attribute `name`.
-    pub fn stored_name<'a>(&self, name: &'a [u8]) -> Cow<'a, [u8]> {
+    /// The stored name of the container's attribute `name`, of the root or of another file.
+    pub fn stored_name<'a>(&self, name: &'a [u8], is_root: bool) -> Cow<'a, [u8]> {
+        if is_root && self.namespace == Namespace::Trusted && name == ACCESS_ACL {
+            return ROOT_ACCESS_ACL.into();
+        }
         if self.namespace == Namespace::User && !name.starts_with(b"user.") {
             return [FOREIGN, name].concat().into();
         }
@@ -71,9 +74,17 @@ impl Names {
         name.into()
     }
 
-    /// The name that the container sees for the stored attribute `name`; `None` if the attribute is
-    /// hidden: a mark, or an attribute of the host.
-    pub fn shown_name<'a>(&self, name: &'a [u8]) -> Option<Cow<'a, [u8]>> {
+    /// The name that the container sees for the stored attribute `name`, of the root or of another
+    /// file; `None` if the attribute is hidden: a mark, an attribute of the host, or the access ACL
+    /// of the host's directory.
+    pub fn shown_name<'a>(&self, name: &'a [u8], is_root: bool) -> Option<Cow<'a, [u8]>> {
+        match name {
+            ROOT_ACCESS_ACL if is_root && self.namespace == Namespace::Trusted => {
+                return Some(ACCESS_ACL.into());
+            }
+            ACCESS_ACL if is_root => return None,
+            _ => {}
+        }
         if self.namespace == Namespace::User {
             if let Some(foreign) = name.strip_prefix(FOREIGN) {
                 let shown = !foreign.is_empty() && !foreign.starts_with(b"user.");
@@ -92,34 +103,12 @@ impl Names {
         Some(name.into())
     }
 
-    /// As [`Names::stored_name`], for the root.
-    pub fn stored_name_at_root<'a>(&self, name: &'a [u8]) -> Cow<'a, [u8]> {
-        if self.namespace == Namespace::Trusted && name == ACCESS_ACL {
-            ROOT_ACCESS_ACL.into()
-        } else {
-            self.stored_name(name)
-        }
-    }
-
-    /// As [`Names::shown_name`], for the root. The access ACL of the host's directory is hidden.
-    pub fn shown_name_at_root<'a>(&self, name: &'a [u8]) -> Option<Cow<'a, [u8]>> {
-        match (self.namespace, name) {
-            (Namespace::Trusted, ROOT_ACCESS_ACL) => Some(ACCESS_ACL.into()),
-            (Namespace::Trusted, ACCESS_ACL) => None,
-            _ => self.shown_name(name),
-        }
-    }
-
     /// Converts a list of stored names to the names that the container sees. In both lists a NUL
-    /// follows each name. `shown_name` is [`Names::shown_name`] or [`Names::shown_name_at_root`].
-    pub fn shown_list(
-        &self,
-        list: &[u8],
-        shown_name: impl for<'a> Fn(&Self, &'a [u8]) -> Option<Cow<'a, [u8]>>,
-    ) -> Vec<u8> {
+    /// follows each name.
+    pub fn shown_list(&self, list: &[u8], is_root: bool) -> Vec<u8> {
         let mut shown = Vec::with_capacity(list.len());
         for name in each_name(list) {
-            if let Some(name) = shown_name(self, name) {
+            if let Some(name) = self.shown_name(name, is_root) {
                 shown.extend_from_slice(&name);
                 shown.push(0);
             }
@@ -206,8 +195,8 @@ mod tests {
             ),
         ];
         for (names, shown, stored) in both {
-            assert_eq!(text(names.stored_name(shown.as_bytes())), stored);
-            let back = names.shown_name(stored.as_bytes()).map(text);
+            assert_eq!(text(names.stored_name(shown.as_bytes(), false)), stored);
+            let back = names.shown_name(stored.as_bytes(), false).map(text);
             assert_eq!(back.as_deref(), Some(shown));
         }
     }
@@ -219,7 +208,7 @@ mod tests {
             "trusted.overlay.",
             "trusted.bcow.sketch",
         ] {
-            assert_eq!(TRUSTED.shown_name(name.as_bytes()), None);
+            assert_eq!(TRUSTED.shown_name(name.as_bytes(), false), None);
         }
         let hidden = [
             "user.overlay.origin",
@@ -231,30 +220,27 @@ mod tests {
             "trusted.a",
         ];
         for name in hidden {
-            assert_eq!(USER.shown_name(name.as_bytes()), None, "{name}");
+            assert_eq!(USER.shown_name(name.as_bytes(), false), None, "{name}");
         }
         let list = b"user.a\0user.overlay.origin\0user.bcow.x.security.b\0";
-        assert_eq!(
-            USER.shown_list(list, Names::shown_name),
-            b"user.a\0security.b\0"
-        );
-        assert_eq!(USER.shown_list(b"", Names::shown_name), b"");
+        assert_eq!(USER.shown_list(list, false), b"user.a\0security.b\0");
+        assert_eq!(USER.shown_list(b"", false), b"");
     }
 
     #[test]
     fn root_has_its_acl_where_the_host_does_not_follow_it() {
         assert_eq!(
-            text(TRUSTED.stored_name_at_root(ACCESS_ACL)),
+            text(TRUSTED.stored_name(ACCESS_ACL, true)),
             "trusted.bcow.x.system.posix_acl_access"
         );
         for names in [TRUSTED, USER] {
             for shown in [ACCESS_ACL, b"user.a", b"trusted.bcow.x.b"] {
-                let stored = names.stored_name_at_root(shown).into_owned();
+                let stored = names.stored_name(shown, true).into_owned();
                 assert_ne!(stored, ACCESS_ACL);
-                assert_eq!(names.shown_name_at_root(&stored).as_deref(), Some(shown));
+                assert_eq!(names.shown_name(&stored, true).as_deref(), Some(shown));
             }
-            assert_eq!(names.shown_name_at_root(ACCESS_ACL), None);
+            assert_eq!(names.shown_name(ACCESS_ACL, true), None);
         }
-        assert_eq!(TRUSTED.shown_name(ROOT_ACCESS_ACL), None);
+        assert_eq!(TRUSTED.shown_name(ROOT_ACCESS_ACL, false), None);
     }
 }

@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bcow::lock::{FileLock, LockError, held_locks};
-use rustix::fs::{CWD, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 
 use super::beneath::check_regular;
 use super::lock::open_lock;
@@ -84,25 +84,25 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
 /// The canonical path of the upper, and a descriptor of its directory. If the upper does not exist,
 /// the descriptor is the parent's.
 fn resolve(path: &Path) -> Option<(PathBuf, OwnedFd)> {
-    let open = |path: &Path| {
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        rustix::fs::openat(CWD, path, flags, Mode::empty()).ok()
-    };
     if let Ok(canonical) = path.canonicalize() {
-        let directory = open(&canonical)?;
+        let directory = open_directory(&canonical)?;
         return Some((canonical, directory));
     }
     let absolute = std::path::absolute(path).ok()?;
     let parent = absolute.parent()?.canonicalize().ok()?;
-    let directory = open(&parent)?;
+    let directory = open_directory(&parent)?;
     Some((parent.join(absolute.file_name()?), directory))
+}
+
+fn open_directory(path: &Path) -> Option<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty()).ok()
 }
 
 /// The process that holds the lock of the upper at `path` for writing; `None` if the directory is
 /// not in use as an upper, or cannot be examined.
 fn upper_lock_holder(path: &Path) -> Option<LockError> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = rustix::fs::openat(CWD, path, flags, Mode::empty()).ok()?;
+    let root = open_directory(path)?;
     let meta = work::open_directory(root.as_fd(), META.as_bytes()).ok()?;
     let lock = open_lock(meta.as_fd(), OFlags::RDONLY).ok()??;
     exclusive_lock_holder(&lock)
@@ -201,7 +201,7 @@ fn mount_namespace(pid: &str) -> Option<PathBuf> {
 /// Opens the file of a descriptor of the process `pid`; `None` if it is not a regular file. The
 /// type is checked first, because the open of a pipe or a device could block.
 fn open_of_process(pid: &str, descriptor: i32) -> Option<File> {
-    let open = |path: String, flags| rustix::fs::openat(CWD, path, flags, Mode::empty()).ok();
+    let open = |path: String, flags| rustix::fs::open(path, flags, Mode::empty()).ok();
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let file = open(format!("/proc/{pid}/fd/{descriptor}"), flags)?;
     check_regular(&rustix::fs::fstat(&file).ok()?).ok()?;

@@ -5,9 +5,12 @@
 //! `pipe`, `socket`, `block-MAJOR-MINOR`, or `char-MAJOR-MINOR`. Symbolic links cannot have the
 //! attribute.
 
-use rustix::fs::{FileType, Stat};
+use bcow_erofs::reader::FileType;
+use bcow_erofs::tree::DeviceNumber;
+use rustix::fs::Stat;
 
 use super::MarkError;
+use crate::host::kind_of;
 
 /// The name of the attribute.
 pub const OVERRIDE: &[u8] = NAME.as_bytes();
@@ -24,98 +27,59 @@ pub struct Override {
     pub permissions: u16,
     /// Type; `None` if the attribute has none, as from older writers. The host file's type is used
     /// then.
-    pub kind: Option<OverrideKind>,
+    pub kind: Option<FileType>,
+    /// The number of a device; `None` is 0:0.
+    pub device: Option<DeviceNumber>,
 }
 
-/// The type of a file as the container sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OverrideKind {
-    /// A regular file.
-    File,
-    Directory,
-    /// A symbolic link.
-    Symlink,
-    /// A named pipe.
-    Pipe,
-    Socket,
-    /// A block device.
-    Block {
-        /// Major number.
-        major: u32,
-        /// Minor number.
-        minor: u32,
-    },
-    /// A character device.
-    Char {
-        /// Major number.
-        major: u32,
-        /// Minor number.
-        minor: u32,
-    },
-}
+/// The types, with their names in the attribute.
+const KINDS: [(FileType, &str); 7] = [
+    (FileType::Regular, "file"),
+    (FileType::Directory, "dir"),
+    (FileType::Symlink, "symlink"),
+    (FileType::Fifo, "pipe"),
+    (FileType::Socket, "socket"),
+    (FileType::BlockDevice, "block"),
+    (FileType::CharDevice, "char"),
+];
 
-impl OverrideKind {
-    /// The file type, without a device number.
-    pub(crate) fn file_type(self) -> bcow_erofs::reader::FileType {
-        use bcow_erofs::reader::FileType;
-        match self {
-            OverrideKind::File => FileType::Regular,
-            OverrideKind::Directory => FileType::Directory,
-            OverrideKind::Symlink => FileType::Symlink,
-            OverrideKind::Pipe => FileType::Fifo,
-            OverrideKind::Socket => FileType::Socket,
-            OverrideKind::Block { .. } => FileType::BlockDevice,
-            OverrideKind::Char { .. } => FileType::CharDevice,
-        }
-    }
-
-    /// Whether a host file of type `host` can represent this type. A type that the host, or this
-    /// user, cannot create is represented by an empty regular file.
-    fn suits(self, host: FileType) -> bool {
-        host == match self {
-            OverrideKind::Directory => FileType::Directory,
-            OverrideKind::Symlink => FileType::Symlink,
-            OverrideKind::File
-            | OverrideKind::Pipe
-            | OverrideKind::Socket
-            | OverrideKind::Block { .. }
-            | OverrideKind::Char { .. } => FileType::RegularFile,
-        }
-    }
+fn is_device(kind: FileType) -> bool {
+    matches!(kind, FileType::BlockDevice | FileType::CharDevice)
 }
 
 impl Override {
-    /// The type that the container sees for a host file with this attribute; `None` if it is the
-    /// host file's type. Fails if the host file cannot represent the type.
-    pub(crate) fn kind_over(&self, stat: &Stat) -> Result<Option<OverrideKind>, MarkError> {
-        match self.kind {
-            Some(kind) if !kind.suits(FileType::from_raw_mode(stat.st_mode)) => {
-                Err(MarkError::new(NAME, self.encode().as_bytes()))
-            }
-            kind => Ok(kind),
+    /// The type that the container sees for a host file with this attribute. Fails if the host file
+    /// cannot represent the type.
+    pub(crate) fn kind_over(&self, stat: &Stat) -> Result<FileType, MarkError> {
+        let host = kind_of(stat.st_mode);
+        let suits = match self.kind {
+            Some(kind @ (FileType::Directory | FileType::Symlink)) => host == kind,
+            // A type that the host, or this user, cannot create is represented by an empty regular
+            // file.
+            Some(_) => host == FileType::Regular,
+            None => true,
+        };
+        if suits {
+            Ok(self.kind.unwrap_or(host))
+        } else {
+            Err(MarkError::new(NAME, self.encode().as_bytes()))
         }
     }
 
     /// The attribute's value.
     pub fn encode(&self) -> String {
-        let Override {
-            uid,
-            gid,
-            permissions,
-            kind,
-        } = self;
-        let mode = permissions & 0o7777;
-        let kind = match kind {
-            None => return format!("{uid}:{gid}:{mode:04o}"),
-            Some(OverrideKind::File) => "file",
-            Some(OverrideKind::Directory) => "dir",
-            Some(OverrideKind::Symlink) => "symlink",
-            Some(OverrideKind::Pipe) => "pipe",
-            Some(OverrideKind::Socket) => "socket",
-            Some(OverrideKind::Block { major, minor }) => &format!("block-{major}-{minor}"),
-            Some(OverrideKind::Char { major, minor }) => &format!("char-{major}-{minor}"),
-        };
-        format!("{uid}:{gid}:{mode:04o}:{kind}")
+        let mode = self.permissions & 0o7777;
+        let mut text = format!("{}:{}:{mode:04o}", self.uid, self.gid);
+        let named = KINDS.into_iter().find(|(kind, _)| self.kind == Some(*kind));
+        if let Some((kind, name)) = named {
+            text += ":";
+            text += name;
+            if is_device(kind) {
+                let DeviceNumber { major, minor } = self.device.unwrap_or_default();
+                text += &format!("-{major}-{minor}");
+            }
+        }
+        text
     }
 
     /// Decodes a value. Type bits in the mode and a missing type are accepted.
@@ -140,30 +104,27 @@ impl Override {
         } else {
             return Err(bad());
         };
-        let kind = match kind {
-            None | Some("") => None,
-            Some("file") => Some(OverrideKind::File),
-            Some("dir") => Some(OverrideKind::Directory),
-            Some("symlink") => Some(OverrideKind::Symlink),
-            Some("pipe") => Some(OverrideKind::Pipe),
-            Some("socket") => Some(OverrideKind::Socket),
-            Some(device) => {
-                let mut parts = device.splitn(3, '-');
-                let (kind, major, minor) = (parts.next(), parts.next(), parts.next());
-                let major = number(major.ok_or_else(bad)?)?;
-                let minor = number(minor.ok_or_else(bad)?)?;
-                match kind {
-                    Some("block") => Some(OverrideKind::Block { major, minor }),
-                    Some("char") => Some(OverrideKind::Char { major, minor }),
-                    _ => return Err(bad()),
-                }
+        let (mut known, mut device) = (None, None);
+        if let Some(kind) = kind.filter(|kind| !kind.is_empty()) {
+            let mut words = kind.splitn(3, '-');
+            let name = words.next();
+            let found = KINDS.into_iter().find(|(_, known)| name == Some(*known));
+            let (kind, _) = found.ok_or_else(bad)?;
+            if is_device(kind) {
+                let mut next = || number(words.next().ok_or_else(bad)?);
+                let (major, minor) = (next()?, next()?);
+                device = Some(DeviceNumber { major, minor });
+            } else if words.next().is_some() {
+                return Err(bad());
             }
-        };
+            known = Some(kind);
+        }
         Ok(Override {
             uid: number(uid)?,
             gid: number(gid)?,
             permissions: (mode & 0o7777) as u16,
-            kind,
+            kind: known,
+            device,
         })
     }
 }
@@ -182,28 +143,32 @@ mod tests {
 
     #[test]
     fn every_type_comes_back() {
+        let number = |major, minor| Some(DeviceNumber { major, minor });
         let kinds = [
-            (None, "0:65534:4755"),
-            (Some(OverrideKind::File), "0:65534:4755:file"),
-            (Some(OverrideKind::Directory), "0:65534:4755:dir"),
-            (Some(OverrideKind::Symlink), "0:65534:4755:symlink"),
-            (Some(OverrideKind::Pipe), "0:65534:4755:pipe"),
-            (Some(OverrideKind::Socket), "0:65534:4755:socket"),
+            (None, None, "0:65534:4755"),
+            (Some(FileType::Regular), None, "0:65534:4755:file"),
+            (Some(FileType::Directory), None, "0:65534:4755:dir"),
+            (Some(FileType::Symlink), None, "0:65534:4755:symlink"),
+            (Some(FileType::Fifo), None, "0:65534:4755:pipe"),
+            (Some(FileType::Socket), None, "0:65534:4755:socket"),
             (
-                Some(OverrideKind::Block { major: 8, minor: 1 }),
+                Some(FileType::BlockDevice),
+                number(8, 1),
                 "0:65534:4755:block-8-1",
             ),
             (
-                Some(OverrideKind::Char { major: 1, minor: 3 }),
+                Some(FileType::CharDevice),
+                number(1, 3),
                 "0:65534:4755:char-1-3",
             ),
         ];
-        for (kind, text) in kinds {
+        for (kind, device, text) in kinds {
             let owner = Override {
                 uid: 0,
                 gid: 65534,
                 permissions: 0o4755,
                 kind,
+                device,
             };
             assert_eq!(owner.encode(), text);
             assert_eq!(Override::decode(text.as_bytes()).unwrap(), owner);
@@ -215,13 +180,13 @@ mod tests {
         let read = |text: &str| Override::decode(text.as_bytes()).unwrap();
         assert_eq!(read("1000:100:755").permissions, 0o755);
         assert_eq!(read("1000:100:100644").permissions, 0o644);
-        assert_eq!(read("1:2:0600:file\0").kind, Some(OverrideKind::File));
+        assert_eq!(read("1:2:0600:file\0").kind, Some(FileType::Regular));
         assert_eq!(read("1:2:0040755:dir").permissions, 0o755);
     }
 
     #[test]
     fn nonsense_is_refused() {
-        let texts: [&[u8]; 14] = [
+        let texts: [&[u8]; 15] = [
             b"",
             b"1",
             b"1:2",
@@ -234,6 +199,7 @@ mod tests {
             b"1:2:644:char",
             b"1:2:644:char-1",
             b"1:2:644:char-1-x",
+            b"1:2:644:file-1-2",
             b"4294967296:2:644",
             b"1:2:\xff",
         ];

@@ -23,9 +23,10 @@ pub(super) fn refuse_packed(
     let found = find(root, Mark::Partial.name(namespace))
         .map_err(|errno| UpperError::io(path, "look for packed partial files in it", errno))?;
     match found {
-        Some(file) => Err(UpperError::PackedPartial {
-            path: path.join(OsStr::from_bytes(&file)),
-        }),
+        Some(file) => {
+            let file = path.join(OsStr::from_bytes(&file));
+            Err(UpperError::PackedPartial(file))
+        }
         None => Ok(()),
     }
 }

@@ -2,14 +2,15 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
+use rustix::fs::{FileType, Gid, Mode, OFlags, Uid};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
+use super::work::unlink;
 use super::{Attribute, Names, Namespace, Ownership, XattrMode};
 
 /// The name of the test file in the work directory.
-const PROBE: &str = "probe";
+const PROBE: &[u8] = b"probe";
 /// The name of an attribute that no file has.
 const TRUSTED: &[u8] = b"trusted.bcow.probe";
 /// The inode number of the initial user namespace (`PROC_USER_INIT_INO` in Linux).
@@ -31,7 +32,7 @@ pub(super) enum Refused {
 /// Determines how marks and owners can be stored in files of the directory `work`, and whether
 /// whiteouts can be created.
 pub(super) fn probe(work: BorrowedFd<'_>) -> Result<Names, Refused> {
-    remove(work).map_err(Refused::Io)?;
+    unlink(work, PROBE).map_err(Refused::Io)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let file =
         rustix::fs::openat(work, PROBE, flags, Mode::from_raw_mode(0o600)).map_err(Refused::Io)?;
@@ -39,18 +40,11 @@ pub(super) fn probe(work: BorrowedFd<'_>) -> Result<Names, Refused> {
         namespace,
         ownership: ownership(file.as_fd()),
     });
-    remove(work).map_err(Refused::Io)?;
+    unlink(work, PROBE).map_err(Refused::Io)?;
     let names = names?;
     whiteout(work).map_err(Refused::Whiteouts)?;
-    remove(work).map_err(Refused::Io)?;
+    unlink(work, PROBE).map_err(Refused::Io)?;
     Ok(names)
-}
-
-/// Whether the host lets this user store marks, and owners, as `names` require.
-pub(super) fn permits(found: Names, names: Names) -> (bool, bool) {
-    let namespace = names.namespace == Namespace::User || found.namespace == Namespace::Trusted;
-    let ownership = names.ownership == Ownership::Override || found.ownership == Ownership::Native;
-    (namespace, ownership)
 }
 
 fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
@@ -103,11 +97,4 @@ fn ownership(file: BorrowedFd<'_>) -> Ownership {
 
 fn whiteout(work: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::fs::mknodat(work, PROBE, FileType::CharacterDevice, Mode::empty(), 0)
-}
-
-fn remove(work: BorrowedFd<'_>) -> Result<(), Errno> {
-    match rustix::fs::unlinkat(work, PROBE, AtFlags::empty()) {
-        Ok(()) | Err(Errno::NOENT) => Ok(()),
-        Err(errno) => Err(errno),
-    }
 }

@@ -52,10 +52,10 @@ impl UpperReader {
             // Marks that this user cannot see would count as missing. A metadata copy would then
             // read as a file of zeros.
             Some(record) if record.namespace == Namespace::Trusted && !can_read_trusted => {
-                return Err(UpperError::NamespaceDenied {
-                    path: path.to_owned(),
-                    namespace: record.namespace,
-                });
+                return Err(UpperError::NamespaceDenied(
+                    path.to_owned(),
+                    record.namespace,
+                ));
             }
             Some(record) => Names {
                 namespace: record.namespace,
@@ -64,16 +64,14 @@ impl UpperReader {
             // The names that a mount would choose for a new upper.
             None => {
                 let is_users = marked_by_user(root.as_fd()) || !can_read_trusted;
-                if is_users {
-                    Names {
-                        namespace: Namespace::User,
-                        ownership: Ownership::Override,
-                    }
+                let (namespace, ownership) = if is_users {
+                    (Namespace::User, Ownership::Override)
                 } else {
-                    Names {
-                        namespace: Namespace::Trusted,
-                        ownership: Ownership::Native,
-                    }
+                    (Namespace::Trusted, Ownership::Native)
+                };
+                Names {
+                    namespace,
+                    ownership,
                 }
             }
         };

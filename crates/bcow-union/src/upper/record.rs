@@ -5,12 +5,14 @@ use std::io::Read;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
+use bcow::format::from_hex;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::beneath::open_regular;
-use super::{Driver, META, Namespace, Ownership, UpperError};
+use super::{Driver, META, Namespace, Ownership, UpperError, work};
+use crate::host::errno_of;
 
 /// The schema of an upper of the FUSE driver.
 pub const SCHEMA: &str = "bcow.instance/1";
@@ -23,6 +25,14 @@ const FILE: &str = "instance.json";
 const NEW_FILE: &str = "instance.json.new";
 /// The longest record that is read, in bytes.
 const MAX_BYTES: u64 = 64 << 10;
+
+/// The image of an upper.
+#[derive(Debug, Clone, Copy)]
+pub struct ImageName<'a> {
+    pub identity: [u8; 32],
+    /// Its name in messages.
+    pub name: &'a str,
+}
 
 /// The content of `instance.json` of an upper of the FUSE driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -122,7 +132,7 @@ impl Recorded {
         std::fs::File::from(file)
             .take(MAX_BYTES + 1)
             .read_to_end(&mut text)
-            .map_err(|error| io(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+            .map_err(|error| io(errno_of(&error)))?;
         if text.len() as u64 > MAX_BYTES {
             return Err(damaged(format!("it is longer than {MAX_BYTES} bytes")));
         }
@@ -166,7 +176,7 @@ impl Recorded {
 impl InstanceRecord {
     /// The identity as bytes; `None` if the text is not a valid identity, which a read rejects.
     pub fn identity(&self) -> Option<[u8; 32]> {
-        parse_identity(&self.image)
+        from_hex(&self.image)
     }
 
     /// Reads the record in the directory `meta` of the upper at `path`; `None` if it is missing.
@@ -184,26 +194,38 @@ impl InstanceRecord {
             }),
         }
     }
-
-    /// Writes the record atomically and makes it durable.
-    pub(super) fn write(&self, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
-        write(self, meta, path)
-    }
 }
 
 impl DiskRecord {
     /// The identity as bytes; `None` if the text is not a valid identity, which a read rejects.
     pub fn identity(&self) -> Option<[u8; 32]> {
-        parse_identity(&self.image)
-    }
-
-    /// Writes the record atomically and makes it durable.
-    pub(super) fn write(&self, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
-        write(self, meta, path)
+        from_hex(&self.image)
     }
 }
 
-fn write(record: &impl Serialize, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
+/// Fails unless the image of the upper at `path`, which has this identity and name, is `image`.
+pub(super) fn require_image(
+    path: &Path,
+    identity: Option<[u8; 32]>,
+    name: &str,
+    image: ImageName<'_>,
+) -> Result<(), UpperError> {
+    if identity == Some(image.identity) {
+        return Ok(());
+    }
+    Err(UpperError::AnotherImage {
+        path: path.to_owned(),
+        belongs: Box::new((identity.unwrap_or_default(), name.to_owned())),
+        image: Box::new((image.identity, image.name.to_owned())),
+    })
+}
+
+/// Writes a record atomically and makes it durable.
+pub(super) fn write(
+    record: &impl Serialize,
+    meta: BorrowedFd<'_>,
+    path: &Path,
+) -> Result<(), UpperError> {
     let io = |source| UpperError::Io {
         path: path.join(META).join(FILE),
         action: "write it",
@@ -213,33 +235,17 @@ fn write(record: &impl Serialize, meta: BorrowedFd<'_>, path: &Path) -> Result<(
     text.push(b'\n');
     // A temporary file of an earlier attempt, or a foreign object. It is removed before the open,
     // because the open of a pipe would block.
-    match rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty()) {
-        Ok(()) | Err(Errno::NOENT) => {}
-        Err(errno) => return Err(io(errno)),
-    }
+    work::unlink(meta, NEW_FILE.as_bytes()).map_err(io)?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::openat(meta, NEW_FILE, flags, Mode::from_raw_mode(0o600));
     let file = std::fs::File::from(file.map_err(io)?);
     let written = std::io::Write::write_all(&mut &file, &text).and_then(|()| file.sync_all());
     let moved = written
-        .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
+        .map_err(|error| errno_of(&error))
         .and_then(|()| rustix::fs::renameat(meta, NEW_FILE, meta, FILE))
         .and_then(|()| rustix::fs::fsync(meta));
     if moved.is_err() {
-        let _ = rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty());
+        let _ = work::unlink(meta, NEW_FILE.as_bytes());
     }
     moved.map_err(io)
-}
-
-fn parse_identity(text: &str) -> Option<[u8; 32]> {
-    let digits = text.as_bytes();
-    if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
-        return None;
-    }
-    let mut identity = [0; 32];
-    for (index, byte) in identity.iter_mut().enumerate() {
-        let pair = text.get(2 * index..2 * index + 2)?;
-        *byte = u8::from_str_radix(pair, 16).ok()?;
-    }
-    Some(identity)
 }

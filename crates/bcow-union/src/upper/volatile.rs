@@ -5,11 +5,13 @@ use std::io::{Read, Write};
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use rustix::fs::{AtFlags, OFlags};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use super::UpperError;
 use super::beneath::open_regular;
+use super::work::unlink;
+use crate::host::errno_of;
 use crate::options::SyncPolicy;
 
 /// The name of the note in [`META`](super::META). Its content is the boot id of the use.
@@ -29,9 +31,7 @@ pub(super) fn refuse_after_volatile(
     let was_volatile = match note(meta, path)? {
         // Within the same boot only the process died: the host's kernel still has all data.
         Some(note) if note != boot_id() => {
-            return Err(UpperError::Volatile {
-                path: path.to_owned(),
-            });
+            return Err(UpperError::Volatile(path.to_owned()));
         }
         note => note.is_some(),
     };
@@ -58,10 +58,7 @@ pub(super) fn refuse_after_volatile(
 
 /// Removes the note, if there is one.
 pub(super) fn forget(meta: BorrowedFd<'_>) -> Result<(), Errno> {
-    match rustix::fs::unlinkat(meta, FILE, AtFlags::empty()) {
-        Ok(()) | Err(Errno::NOENT) => Ok(()),
-        Err(errno) => Err(errno),
-    }
+    unlink(meta, FILE.as_bytes())
 }
 
 /// Whether the machine stopped during a volatile use. The content may then be damaged in any way.
@@ -86,8 +83,4 @@ fn note(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Vec<u8>>, UpperError
 /// The kernel's id of the current boot.
 fn boot_id() -> Vec<u8> {
     std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default()
-}
-
-fn errno_of(error: &std::io::Error) -> Errno {
-    Errno::from_io_error(error).unwrap_or(Errno::IO)
 }

@@ -21,7 +21,7 @@ impl TemporaryNames {
 }
 
 /// A temporary object in the work directory. The drop removes the object, unless it was moved to
-/// its place.
+/// its place. So does a failure to move it.
 #[derive(Debug)]
 pub struct Temporary<'a> {
     work: BorrowedFd<'a>,
@@ -47,12 +47,12 @@ impl<'a> Temporary<'a> {
     }
 
     /// Moves the object to `name` in `dir`, and replaces an object with that name.
-    pub fn place(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), (Self, Errno)> {
+    pub fn place(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
         self.rename(dir, name, RenameFlags::empty())
     }
 
     /// Moves the object to `name` in `dir`. Fails with `EEXIST` if the name exists.
-    pub fn place_new(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), (Self, Errno)> {
+    pub fn place_new(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
         self.rename(dir, name, RenameFlags::NOREPLACE)
     }
 
@@ -63,29 +63,16 @@ impl<'a> Temporary<'a> {
         dir: BorrowedFd<'_>,
         name: &[u8],
         other: FileType,
-    ) -> Result<Temporary<'a>, (Self, Errno)> {
-        match rustix::fs::renameat_with(self.work, &*self.name, dir, name, RenameFlags::EXCHANGE) {
-            Ok(()) => {
-                self.kind = other;
-                Ok(self)
-            }
-            Err(errno) => Err((self, errno)),
-        }
+    ) -> Result<Temporary<'a>, Errno> {
+        rustix::fs::renameat_with(self.work, &*self.name, dir, name, RenameFlags::EXCHANGE)?;
+        self.kind = other;
+        Ok(self)
     }
 
-    fn rename(
-        mut self,
-        dir: BorrowedFd<'_>,
-        name: &[u8],
-        flags: RenameFlags,
-    ) -> Result<(), (Self, Errno)> {
-        match rustix::fs::renameat_with(self.work, &*self.name, dir, name, flags) {
-            Ok(()) => {
-                self.is_placed = true;
-                Ok(())
-            }
-            Err(errno) => Err((self, errno)),
-        }
+    fn rename(mut self, dir: BorrowedFd<'_>, name: &[u8], flags: RenameFlags) -> Result<(), Errno> {
+        rustix::fs::renameat_with(self.work, &*self.name, dir, name, flags)?;
+        self.is_placed = true;
+        Ok(())
     }
 }
 
@@ -109,21 +96,18 @@ pub fn is_whiteout(stat: &Stat) -> bool {
 }
 
 /// Sets `O_NOATIME`: reads through this descriptor do not change the access time of the file or
-/// directory. Does nothing if the user does not own the file.
-pub(crate) fn set_noatime(file: impl AsFd) {
-    let _ = rustix::fs::fcntl_getfl(&file)
-        .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME));
-}
-
-/// Same as [`set_noatime`] in one system call instead of two, for a file that was opened with none
-/// of the flags that `F_SETFL` can change.
+/// directory. Does nothing if the user does not own the file. The file was opened with none of the
+/// flags that `F_SETFL` can change.
 pub(crate) fn set_noatime_new(file: impl AsFd) {
     let _ = rustix::fs::fcntl_setfl(file, OFlags::NOATIME);
 }
 
-/// Makes the entries of a directory durable.
-pub(crate) fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
-    rustix::fs::fsync(dir)
+/// Removes the name of a file in a directory, if it exists.
+pub(crate) fn unlink(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
+    match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno),
+    }
 }
 
 /// Removes all entries of a directory, except for names that begin with `kept_prefix`. Symbolic
@@ -139,11 +123,10 @@ pub(super) fn empty(dir: BorrowedFd<'_>, kept_prefix: Option<&str>) -> Result<()
             return Ok(());
         }
         for name in names {
-            match rustix::fs::unlinkat(dir, &name[..], AtFlags::empty()) {
-                Ok(()) | Err(Errno::NOENT) => {}
+            match unlink(dir, &name) {
                 // unlink(2) of a directory fails with EPERM in POSIX, and with EISDIR on Linux.
                 Err(Errno::ISDIR | Errno::PERM) => remove_tree(dir, &name)?,
-                Err(errno) => return Err(errno),
+                other => other?,
             }
         }
     }
@@ -162,8 +145,8 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
         }
         let inside = open_to_empty(dir, &name)?;
         for entry in list(inside.as_fd())? {
-            match rustix::fs::unlinkat(&inside, &entry[..], AtFlags::empty()) {
-                Ok(()) | Err(Errno::NOENT) => continue,
+            match unlink(inside.as_fd(), &entry) {
+                Ok(()) => continue,
                 Err(Errno::ISDIR | Errno::PERM) => {}
                 Err(errno) => return Err(errno),
             }

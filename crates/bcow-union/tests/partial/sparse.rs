@@ -58,10 +58,10 @@ fn a_write_copies_nothing_until_the_rest_is_needed() {
     partial.flush(Durability::Durable).unwrap();
     assert_eq!(reads(&lower), 50);
     let statistics = partials.statistics();
-    assert_eq!(statistics.fills_by_readers, 1);
-    assert_eq!(statistics.fills_by_flushes, 49);
-    assert_eq!(statistics.blocks_present, 50);
-    assert_eq!(statistics.bytes_not_copied, 50 * B);
+    assert_eq!(statistics.fills.readers, 1);
+    assert_eq!(statistics.fills.flushes, 49);
+    assert_eq!(statistics.present_blocks, 50);
+    assert_eq!(statistics.saved_bytes, 50 * B);
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn background_completes_incomplete_blocks() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let statistics = partials.statistics();
-    assert_eq!(statistics.fills_by_background, 100);
+    assert_eq!(statistics.fills.background, 100);
     assert_eq!(statistics.incomplete_blocks, 0);
     assert!(partial.is_complete());
 }
@@ -128,7 +128,7 @@ fn writer_completes_blocks_above_the_incomplete_limit() {
         write_all(&partial, block * B + 10, &[1; 400]).unwrap();
         assert!(partial.status().unwrap().incomplete <= 8);
     }
-    assert_eq!(partials.statistics().fills_by_writers, 92);
+    assert_eq!(partials.statistics().fills.writers, 92);
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn a_complete_partial_becomes_a_plain_file_and_goes_on() {
     let expected = shown(&partial).unwrap();
     assert_eq!(expected[..11], [2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 2]);
     assert!(reopened(&world.killed(), &lower).unwrap().1 == expected);
-    assert_eq!(partials.statistics().promotions, 1);
+    assert_eq!(partials.statistics().promoted, 1);
     assert!(partial.promote().unwrap());
 }
 

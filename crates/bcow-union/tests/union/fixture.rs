@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 use bcow_erofs::reader::FileType;
 use bcow_testkit::lacks_mkfs;
 use bcow_union::fs::{
-    Attributes, Caller, Changes, LowerImage, Privileges, RenameMode, SyncScope, UnionFs, XattrMode,
+    Attributes, Caller, Changes, LowerImage, New, Privileges, RenameMode, SyncScope, UnionFs,
+    XattrMode,
 };
 use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
@@ -83,7 +84,7 @@ pub fn with_limit(bytes: u64) -> UnionOptions {
 /// An open union on the image `few`, with a limit that leaves room for this many blocks.
 pub fn open_with_blocks(blocks: u64) -> Option<Union> {
     let mut union = open_with(with_limit(1 << 30))?;
-    let empty = union.fs().report().counted_bytes;
+    let empty = union.fs().report().stored_bytes.unwrap();
     union.close();
     union.options.size_limit = Some(empty + blocks * 4096);
     Some(union.opened())
@@ -291,12 +292,12 @@ impl Union {
 impl Union {
     pub fn create(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
         let (parent, name) = self.place(path);
-        self.fs().create(&ROOT, parent, name, mode)
+        self.fs().make(&ROOT, parent, name, mode, &New::File)
     }
 
     pub fn make_directory(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
         let (parent, name) = self.place(path);
-        self.fs().make_directory(&ROOT, parent, name, mode)
+        self.fs().make(&ROOT, parent, name, mode, &New::Directory)
     }
 
     pub fn unlink(&self, path: &str) -> Result<(), Errno> {

@@ -2,7 +2,7 @@
 
 use bcow_erofs::reader::FileType;
 use bcow_testkit::{Random, lacks_reports_of_preallocated_space};
-use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, SyncScope, UnionFs, XattrMode};
+use bcow_union::fs::{Allocate, Changes, New, RenameMode, SetTime, SyncScope, UnionFs, XattrMode};
 use bcow_union::{NodeId, UnionOptions};
 use rustix::io::Errno;
 
@@ -45,15 +45,19 @@ const OPERATIONS: [Operation; 12] = [
     ("targets of symbolic links", |union, index| {
         let target = vec![b'x'; 4000];
         let name = format!("s{index}");
-        let made = union
-            .fs()
-            .make_symlink(&ROOT, NodeId::ROOT, name.as_bytes(), &target);
+        let made = union.fs().make(
+            &ROOT,
+            NodeId::ROOT,
+            name.as_bytes(),
+            0o777,
+            &New::Symlink(&target),
+        );
         made.map(drop)
     }),
     ("symbolic links in the place of others", |union, index| {
         let fs = union.fs();
         let target = vec![b'x'; 3000];
-        fs.make_symlink(&ROOT, NodeId::ROOT, b"next", &target)?;
+        fs.make(&ROOT, NodeId::ROOT, b"next", 0o777, &New::Symlink(&target))?;
         let name = format!("r{}", index / 2);
         let how = RenameMode::Replace;
         fs.rename(NodeId::ROOT, b"next", NodeId::ROOT, name.as_bytes(), how)
@@ -151,13 +155,13 @@ fn no_way_of_storing_something_gets_round_the_limits() {
         let report = union.fs().report();
         // Some ways end because the image has no more files for them.
         assert!(
-            report.counted_bytes > LIMIT * 3 / 4
-                || report.counted_inodes > INODES * 3 / 4
+            report.stored_bytes.unwrap() > LIMIT * 3 / 4
+                || report.stored_inodes.unwrap() > INODES * 3 / 4
                 || done == 5000,
             "{way}: {done} times, {report:?}"
         );
         assert!(
-            report.counted_bytes <= LIMIT + TOLERANCE,
+            report.stored_bytes.unwrap() <= LIMIT + TOLERANCE,
             "{way}: {report:?}"
         );
         union.sync_all();
@@ -211,7 +215,7 @@ fn assert_counted(union: &Union, empty: &Stored, expected: u64, context: &str) {
         host.bytes + expected * 4096,
         host.inodes - empty.inodes + expected,
     );
-    let counted = (report.counted_bytes, report.counted_inodes);
+    let counted = (report.stored_bytes.unwrap(), report.stored_inodes.unwrap());
     assert_eq!(counted, host, "{context}");
 }
 
@@ -222,12 +226,23 @@ fn removal_releases_all_space_of_an_object() {
     };
     let empty = stored_in(&union.upper());
     let fs = union.fs();
-    let figures = || (fs.report().counted_bytes, fs.report().counted_inodes);
+    let figures = || {
+        (
+            fs.report().stored_bytes.unwrap(),
+            fs.report().stored_inodes.unwrap(),
+        )
+    };
     let unused = figures();
     let is_exact = |context| assert_counted(&union, &empty, 0, context);
     is_exact("empty");
     let link = fs
-        .make_symlink(&ROOT, NodeId::ROOT, b"l", &[b'x'; 4000])
+        .make(
+            &ROOT,
+            NodeId::ROOT,
+            b"l",
+            0o777,
+            &New::Symlink(&[b'x'; 4000]),
+        )
         .unwrap();
     is_exact("a symbolic link");
     let directory = union.make_directory("d", 0o755).unwrap();
@@ -248,7 +263,13 @@ fn removal_releases_all_space_of_an_object() {
     fs.forget(directory.node, 1000);
     is_exact("a removed directory");
     let other = fs
-        .make_symlink(&ROOT, NodeId::ROOT, b"m", &[b'x'; 4000])
+        .make(
+            &ROOT,
+            NodeId::ROOT,
+            b"m",
+            0o777,
+            &New::Symlink(&[b'x'; 4000]),
+        )
         .unwrap();
     union.rename("m", "l").unwrap();
     fs.forget(link.node, 1000);
@@ -295,7 +316,7 @@ fn a_change_without_room_changes_nothing() {
             union.make_directory("more", 0o755).map(drop),
             union
                 .fs()
-                .make_symlink(&ROOT, NodeId::ROOT, b"more", &target)
+                .make(&ROOT, NodeId::ROOT, b"more", 0o777, &New::Symlink(&target))
                 .map(drop),
             set(small),
             union.write_to(union.id("big"), 0, b"x").map(drop),
@@ -307,8 +328,8 @@ fn a_change_without_room_changes_nothing() {
         assert_eq!(results, [Err(Errno::NOSPC); 8], "{blocks}, {inodes}");
         assert_eq!(union.tree(), tree);
         let after = union.fs().report();
-        assert_eq!(after.counted_bytes, before.counted_bytes);
-        assert_eq!(after.counted_inodes, before.counted_inodes);
+        assert_eq!(after.stored_bytes, before.stored_bytes);
+        assert_eq!(after.stored_inodes, before.stored_inodes);
         // A name that is only in the image can be removed without space.
         union.unlink("small").unwrap();
         union.reopen();
@@ -393,7 +414,7 @@ fn after_random_changes_the_account_agrees_with_the_host() {
             let context = format!("seed {seed}, step {step}");
             let to_come = stored_in(&union.upper()).sparse - union.maps() as u64;
             assert_counted(&union, &empty, to_come, &context);
-            let counted = union.fs().report().counted_bytes;
+            let counted = union.fs().report().stored_bytes.unwrap();
             assert!(counted <= bytes + TOLERANCE, "{context}: {counted}");
             union.reopen();
             assert_counted(&union, &empty, 0, &format!("{context}, opened again"));
@@ -442,7 +463,7 @@ fn report_of_a_shortage_names_the_limit_or_the_host() {
     );
     let full = until_full(10_000, |index| {
         let name = format!("f{index}");
-        let create = |fs: &UnionFs| fs.create(&ROOT, root, name.as_bytes(), 0o644);
+        let create = |fs: &UnionFs| fs.make(&ROOT, root, name.as_bytes(), 0o644, &New::File);
         union.fs().with_room(create).map(drop)
     });
     assert!(full < 10_000);

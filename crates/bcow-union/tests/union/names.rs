@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
-use bcow_union::fs::{Caller, Changes, RenameMode, XattrMode};
+use bcow_union::fs::{Caller, Changes, New, RenameMode, XattrMode};
 use bcow_union::{NodeId, UnionOptions};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use rustix::fs::{Gid, IFlags, Uid};
@@ -187,12 +187,12 @@ fn ordinary_user_creates_objects_whose_mode_denies_access() {
     as_ordinary_user(|| {
         union.open();
         let (fs, root) = (union.fs(), NodeId::ROOT);
-        let file = fs.create(&USER, root, b"object", 0o444).unwrap();
+        let file = fs.make(&USER, root, b"object", 0o444, &New::File).unwrap();
         assert_eq!((file.uid, file.permissions), (USER.uid, 0o444));
         union.write("object", 0, b"object");
-        fs.create(&USER, root, b"none", 0).unwrap();
+        fs.make(&USER, root, b"none", 0, &New::File).unwrap();
         for (name, mode) in [(&b"closed"[..], 0o555), (b"shut", 0)] {
-            let made = fs.make_directory(&USER, root, name, mode);
+            let made = fs.make(&USER, root, name, mode, &New::Directory);
             assert_eq!(made.unwrap().permissions, mode);
         }
         union.assert_kept();
@@ -242,9 +242,10 @@ fn new_object_has_its_owner_when_it_has_its_name() {
     let what = WatchFlags::CREATE | WatchFlags::MOVED_TO;
     inotify::add_watch(&watch, union.upper(), what).unwrap();
     let (fs, root) = (union.fs(), NodeId::ROOT);
-    fs.create(&USER, root, b"file", 0o644).unwrap();
-    fs.make_directory(&USER, root, b"directory", 0o755).unwrap();
-    fs.create(&ROOT, root, b"own", 0o644).unwrap();
+    fs.make(&USER, root, b"file", 0o644, &New::File).unwrap();
+    fs.make(&USER, root, b"directory", 0o755, &New::Directory)
+        .unwrap();
+    fs.make(&ROOT, root, b"own", 0o644, &New::File).unwrap();
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(&watch, &mut buffer);
     let mut seen = Vec::new();

@@ -4,7 +4,7 @@
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
 use bcow_testkit::Random;
-use bcow_union::fs::{Allocate, Attributes, Changes, RenameMode, SetTime};
+use bcow_union::fs::{Allocate, Attributes, Changes, New, RenameMode, SetTime};
 use bcow_union::{NodeId, UnionOptions};
 
 use crate::fixture::{ROOT, Union, closed_on};
@@ -39,20 +39,20 @@ pub fn change(union: &Union, random: &mut Random) {
     let new = format!("new{}", random.below(30)).into_bytes();
     let into = *random.pick(&directories);
     if files.is_empty() {
-        let _ = fs.create(&ROOT, into, &new, 0o644);
+        let _ = fs.make(&ROOT, into, &new, 0o644, &New::File);
         return;
     }
     let (parent, name, found) = random.pick(&files).clone();
     let size = found.size;
     match random.below(14) {
         0 => {
-            if let Ok(made) = fs.create(&ROOT, into, &new, 0o640) {
+            if let Ok(made) = fs.make(&ROOT, into, &new, 0o640, &New::File) {
                 let data = noise(random.next_u64(), random.below(20_000) as usize);
                 let at = random.below(3) * 5000;
                 let _ = union.write_to(made.node, at, &data);
             }
         }
-        1 => drop(fs.make_directory(&ROOT, into, &new, 0o750)),
+        1 => drop(fs.make(&ROOT, into, &new, 0o750, &New::Directory)),
         2 => drop(fs.unlink(parent, &name)),
         3 => drop(fs.remove_directory(parent, &name)),
         4 | 5 => {
@@ -94,7 +94,7 @@ pub fn change(union: &Union, random: &mut Random) {
             let (at, length) = (random.below(size + 1), 1 + random.below(9000));
             let _ = fs.allocate(found.node, at, length, how);
         }
-        10 => drop(fs.make_symlink(&ROOT, into, &new, b"some/where")),
+        10 => drop(fs.make(&ROOT, into, &new, 0o777, &New::Symlink(b"some/where"))),
         _ if found.kind == FileType::Regular => {
             for _ in 0..=random.below(4) {
                 let data = noise(random.next_u64(), 1 + random.below(9000) as usize);

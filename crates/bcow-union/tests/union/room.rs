@@ -69,8 +69,8 @@ fn space_that_was_allocated_is_free_when_the_file_is_gone() {
         return;
     };
     let fs = union.fs();
-    let empty = fs.report().counted_bytes;
-    let used = || (fs.report().counted_bytes - empty) / 4096;
+    let empty = fs.report().stored_bytes.unwrap();
+    let used = || (fs.report().stored_bytes.unwrap() - empty) / 4096;
     let new = union.create("new", 0o644).unwrap().node;
     fs.allocate(new, 0, 90 * 4096, Allocate::Extend).unwrap();
     union.write("new", 4096, b"some bytes");
@@ -94,8 +94,11 @@ fn hard_links_count_once_and_until_the_last_is_gone() {
     let empty = union.fs().report();
     let figures = |union: &Union| {
         let report = union.fs().report();
-        let bytes = report.counted_bytes - empty.counted_bytes;
-        (bytes / 4096, report.counted_inodes - empty.counted_inodes)
+        let bytes = report.stored_bytes.unwrap() - empty.stored_bytes.unwrap();
+        (
+            bytes / 4096,
+            report.stored_inodes.unwrap() - empty.stored_inodes.unwrap(),
+        )
     };
     let node = union.create("one", 0o644).unwrap().node;
     union.write("one", 0, &noise(3, 5 * 4096));
@@ -142,8 +145,11 @@ fn parallel_writers_stay_within_the_limit_and_use_all_of_it() {
     while union.write_to(nodes[0], 1 << 30, b"x") == Ok(1) {}
     let report = union.fs().report();
     let limit = report.limit_bytes.unwrap();
-    assert!(report.counted_bytes <= limit, "{report:?}");
-    assert!(report.counted_bytes + 8 * 4096 >= limit, "{report:?}");
+    assert!(report.stored_bytes.unwrap() <= limit, "{report:?}");
+    assert!(
+        report.stored_bytes.unwrap() + 8 * 4096 >= limit,
+        "{report:?}"
+    );
 }
 
 #[test]

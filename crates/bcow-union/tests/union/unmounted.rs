@@ -90,7 +90,7 @@ impl Union {
     }
 
     pub fn checked(&self) -> Report {
-        check::check(&self.reader(), Some(&self.checked_image())).unwrap()
+        check::check(&self.reader(), Some(&self.checked_image()), false).unwrap()
     }
 
     /// The codes of the findings of a check.
@@ -109,7 +109,7 @@ impl Union {
     pub fn repair(&self) {
         let instance = self.instance().unwrap();
         let reader = UpperReader::of(&instance).unwrap();
-        let report = check::check(&reader, Some(&self.checked_image())).unwrap();
+        let report = check::check(&reader, Some(&self.checked_image()), false).unwrap();
         check::repair(&instance, &report).unwrap();
     }
 }

@@ -2,47 +2,41 @@
 
 use std::collections::BTreeMap;
 
+use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::{Attributes, DeviceNumber, Xattrs};
 use rustix::fs::Stat;
 
-use super::{Kind, Reader};
+use super::Reader;
+use crate::host::kind_of;
 use crate::offline::error::Problem;
 use crate::upper::xattr::each_name;
-use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, OverrideKind, Ownership, modified};
+use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, Override, Ownership, modified};
 
 impl Reader<'_> {
-    pub(super) fn kind(&self, stat: &Stat, marks: &Marks) -> Result<Kind, MarkError> {
-        let kept = match (self.names.ownership, &marks.owner) {
-            (Ownership::Override, Some(owner)) => owner.kind_over(stat)?,
-            _ => None,
-        };
-        let number = |major, minor| DeviceNumber { major, minor };
-        let host = DeviceNumber {
-            major: rustix::fs::major(stat.st_rdev),
-            minor: rustix::fs::minor(stat.st_rdev),
-        };
-        match kept {
-            Some(OverrideKind::Directory) => return Ok(Kind::Directory),
-            Some(OverrideKind::Symlink) => return Ok(Kind::Symlink),
-            Some(OverrideKind::Pipe) => return Ok(Kind::Fifo),
-            Some(OverrideKind::Socket) => return Ok(Kind::Socket),
-            Some(OverrideKind::Block { major, minor }) => {
-                return Ok(Kind::Block(number(major, minor)));
-            }
-            Some(OverrideKind::Char { major, minor }) => {
-                return Ok(Kind::Char(number(major, minor)));
-            }
-            Some(OverrideKind::File) | None => {}
+    /// The attribute with the owner and the type that the container sees, if it is in use.
+    fn owner(&self, marks: &Marks) -> Option<Override> {
+        marks
+            .owner
+            .filter(|_| self.names.ownership == Ownership::Override)
+    }
+
+    /// The type that the container sees.
+    pub(super) fn kind(&self, stat: &Stat, marks: &Marks) -> Result<FileType, MarkError> {
+        match self.owner(marks) {
+            Some(owner) => owner.kind_over(stat),
+            None => Ok(kind_of(stat.st_mode)),
         }
-        Ok(match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
-            rustix::fs::FileType::Directory => Kind::Directory,
-            rustix::fs::FileType::RegularFile => Kind::Regular,
-            rustix::fs::FileType::Symlink => Kind::Symlink,
-            rustix::fs::FileType::CharacterDevice => Kind::Char(host),
-            rustix::fs::FileType::BlockDevice => Kind::Block(host),
-            rustix::fs::FileType::Fifo => Kind::Fifo,
-            _ => Kind::Socket,
-        })
+    }
+
+    /// The number of a device, as the container sees it.
+    pub(super) fn device(&self, stat: &Stat, marks: &Marks) -> DeviceNumber {
+        match self.owner(marks) {
+            Some(owner) if owner.kind.is_some() => owner.device.unwrap_or_default(),
+            _ => DeviceNumber {
+                major: rustix::fs::major(stat.st_rdev),
+                minor: rustix::fs::minor(stat.st_rdev),
+            },
+        }
     }
 
     pub(super) fn attributes(
@@ -50,7 +44,7 @@ impl Reader<'_> {
         stat: &Stat,
         marks: &Marks,
         at: Attribute<'_>,
-        kind: Kind,
+        kind: FileType,
     ) -> Result<Attributes, Problem> {
         let mut attributes = Attributes {
             permissions: (stat.st_mode & 0o7777) as u16,
@@ -62,9 +56,7 @@ impl Reader<'_> {
                 .map_or(modified(stat), |times| times.mtime),
             xattrs: self.xattrs_above(at)?,
         };
-        if let (Ownership::Override, Some(owner)) = (self.names.ownership, &marks.owner)
-            && kind != Kind::Symlink
-        {
+        if let Some(owner) = self.owner(marks).filter(|_| kind != FileType::Symlink) {
             (attributes.uid, attributes.gid) = (owner.uid, owner.gid);
             attributes.permissions = owner.permissions;
         }
@@ -75,7 +67,7 @@ impl Reader<'_> {
         let mut all = BTreeMap::new();
         let list = at.list()?;
         for stored in each_name(&list) {
-            let Some(name) = self.names.shown_name(stored) else {
+            let Some(name) = self.names.shown_name(stored, false) else {
                 continue;
             };
             if !self.builder.keeps_xattr(&name) {
@@ -97,7 +89,7 @@ impl Reader<'_> {
     ) -> Result<Option<Xattrs>, Problem> {
         let mut all = shown.map_or_else(BTreeMap::new, |shown| (*shown).clone());
         all.remove(ACCESS_ACL);
-        if let Some(acl) = at.get(&self.names.stored_name_at_root(ACCESS_ACL))? {
+        if let Some(acl) = at.get(&self.names.stored_name(ACCESS_ACL, true))? {
             all.insert(ACCESS_ACL.to_vec(), acl);
         }
         Ok(self.builder.share(all))

@@ -7,7 +7,7 @@ use bcow_erofs::tree::{Node, NodeId, NodeKind};
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
-use super::{Kind, Pending, Reader, UpperObject};
+use super::{Pending, Reader, UpperObject};
 use crate::offline::body::{Body, Own, Piece, PieceSource};
 use crate::offline::error::Problem;
 use crate::offline::partial::{self, HostFile};
@@ -28,20 +28,21 @@ impl Reader<'_> {
         }
         let at = Attribute::Named(object.dir, object.name);
         let attributes = self.attributes(&object.stat, &object.marks, at, object.kind)?;
+        let device = self.device(&object.stat, &object.marks);
         let kind = match object.kind {
-            Kind::Regular => {
+            FileType::Regular => {
                 let body = self.body(object, parent, lower_inode)?;
                 NodeKind::Regular(self.builder.content(body)?)
             }
-            Kind::Symlink => {
+            FileType::Symlink => {
                 let target = rustix::fs::readlinkat(object.dir, object.name, Vec::new())?;
                 NodeKind::Symlink(target.into_bytes().into())
             }
-            Kind::Char(number) => NodeKind::CharDevice(number),
-            Kind::Block(number) => NodeKind::BlockDevice(number),
-            Kind::Fifo => NodeKind::Fifo,
+            FileType::CharDevice => NodeKind::CharDevice(device),
+            FileType::BlockDevice => NodeKind::BlockDevice(device),
+            FileType::Fifo => NodeKind::Fifo,
             // A directory does not get here: the callers handle directories themselves.
-            Kind::Socket | Kind::Directory => NodeKind::Socket,
+            FileType::Socket | FileType::Directory => NodeKind::Socket,
         };
         let node = self.builder.add(Node { attributes, kind })?;
         if has_names {
@@ -108,7 +109,7 @@ impl Reader<'_> {
         let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
         let marks = Marks::read(Attribute::Named(dir.as_fd(), &name), self.names.namespace)?;
         let kind = self.kind(&stat, &marks)?;
-        let origin = self.origin(&marks, kind.file_type())?;
+        let origin = self.origin(&marks, kind)?;
         if is_whiteout(&stat) || origin.is_none_or(|inode| inode.nid != nid) {
             return Err(Problem::Index { nid: nid.0 });
         }
@@ -134,10 +135,7 @@ impl Reader<'_> {
 
     /// The directory of the index; `None` if the upper has no index.
     pub(super) fn index_directory(&self) -> Result<Option<OwnedFd>, Problem> {
-        match self.upper.meta_directory("index") {
-            Ok(dir) => Ok(dir),
-            Err(error) => Err(Problem::Host(error.errno().unwrap_or(Errno::IO))),
-        }
+        Ok(self.upper.meta_directory("index")?)
     }
 
     /// The content of a regular file as pieces of the host file, of the image and of holes.
@@ -189,11 +187,9 @@ impl Reader<'_> {
         if let Some(inode) = self.origin(&object.marks, FileType::Regular)? {
             return Ok(inode);
         }
-        let found = match self.redirected(&object.marks, parent)? {
-            Some(found) => found,
-            None => lower_inode,
-        };
-        found
+        let redirected = self.redirected(&object.marks, parent)?;
+        redirected
+            .unwrap_or(lower_inode)
             .filter(|inode| inode.kind == FileType::Regular)
             .ok_or(Problem::NoLower { kind: "file" })
     }
@@ -204,13 +200,9 @@ impl Reader<'_> {
         object: &UpperObject<'_>,
         size: u64,
     ) -> Result<Vec<Piece>, Problem> {
-        let whole = vec![Piece {
-            end: size,
-            source: PieceSource::Own,
-        }];
         // A file with blocks for all its bytes counts as one run of data, and is not opened.
         if (object.stat.st_blocks as u64).saturating_mul(512) >= size {
-            return Ok(whole);
+            return Ok(vec![Piece::new(size, PieceSource::Own)]);
         }
         let file = open_regular_beneath(self.upper.root(), object.path)?;
         Ok(partial::data_runs(&file, size)?)

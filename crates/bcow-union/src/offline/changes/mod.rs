@@ -13,9 +13,8 @@ use std::sync::Arc;
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
-use bcow_erofs::tree::{DeviceNumber, Directory, LayerTree, Node, NodeId, NodeKind};
+use bcow_erofs::tree::{Directory, LayerTree, Node, NodeId, NodeKind};
 use rustix::fs::{AtFlags, Stat};
-use rustix::io::Errno;
 
 use super::builder::{Builder, join};
 use super::error::{ChangesError, Problem, at};
@@ -64,12 +63,8 @@ impl Changes {
         scope: Scope,
         max_inodes: u64,
     ) -> Result<Changes, ChangesError> {
-        let root_error = |problem| ChangesError {
-            path: Vec::new(),
-            problem,
-        };
-        let root =
-            open_directory_beneath(upper.root(), b"").map_err(|errno| root_error(errno.into()))?;
+        let root = open_directory_beneath(upper.root(), b"");
+        let root = root.map_err(|errno| at(b"")(errno.into()))?;
         let known = index_of(upper).map_err(at(INDEX))?;
         let mut reader = Reader {
             upper,
@@ -127,10 +122,7 @@ impl Changes {
 /// The files of the index: host inode numbers by the image's inode numbers.
 fn index_of(upper: &UpperReader) -> Result<HashMap<u64, u64>, Problem> {
     let mut known = HashMap::new();
-    let dir = upper
-        .meta_directory("index")
-        .map_err(|error| Problem::Host(error.errno().unwrap_or(Errno::NOTDIR)))?;
-    let Some(dir) = dir else {
+    let Some(dir) = upper.meta_directory("index")? else {
         return Ok(known);
     };
     for name in work::list(dir.as_fd())? {
@@ -175,33 +167,8 @@ struct UpperObject<'a> {
     path: &'a [u8],
     stat: Stat,
     marks: Marks,
-    kind: Kind,
-}
-
-/// The type of a file as the container sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Directory,
-    Regular,
-    Symlink,
-    Char(DeviceNumber),
-    Block(DeviceNumber),
-    Fifo,
-    Socket,
-}
-
-impl Kind {
-    fn file_type(self) -> FileType {
-        match self {
-            Kind::Directory => FileType::Directory,
-            Kind::Regular => FileType::Regular,
-            Kind::Symlink => FileType::Symlink,
-            Kind::Char(_) => FileType::CharDevice,
-            Kind::Block(_) => FileType::BlockDevice,
-            Kind::Fifo => FileType::Fifo,
-            Kind::Socket => FileType::Socket,
-        }
-    }
+    /// The type that the container sees.
+    kind: FileType,
 }
 
 impl Reader<'_> {
@@ -211,13 +178,8 @@ impl Reader<'_> {
             self.directory(next)?;
         }
         // A change through one name of an inode applies to all its names.
-        let found = if self.index.is_empty() {
-            Vec::new()
-        } else {
-            let is_indexed = |nid: Nid| self.index.contains_key(&nid.0);
-            self.builder.names_of(&is_indexed)?
-        };
-        for (path, nid) in found {
+        let indexed = self.index.keys().map(|&nid| Nid(nid)).collect();
+        for (path, nid) in self.builder.names_of(&indexed)? {
             if self.builder.shows_through(&path) {
                 let node = self.lower_node(nid).map_err(at(&path))?;
                 self.builder.insert_below(&path, node).map_err(at(&path))?;
@@ -230,11 +192,8 @@ impl Reader<'_> {
     /// name stays visible.
     fn links_below(&mut self) -> Result<(), ChangesError> {
         let builder = &mut self.builder;
-        if builder.lowers.is_empty() {
-            return Ok(());
-        }
-        let is_listed = |nid: Nid| builder.lowers.contains_key(&nid);
-        for (path, nid) in builder.names_of(&is_listed)? {
+        let listed = builder.lowers.keys().copied().collect();
+        for (path, nid) in builder.names_of(&listed)? {
             if let Some(&node) = builder.lowers.get(&nid) {
                 builder.link_below(&path, node);
             }
@@ -249,7 +208,7 @@ impl Reader<'_> {
         let marks = Marks::read(Attribute::Open(fd), self.names.namespace)?;
         let lower_inode = self.builder.lower.inode(self.builder.lower.root())?;
         let mut attributes =
-            self.attributes(&stat, &marks, Attribute::Open(fd), Kind::Directory)?;
+            self.attributes(&stat, &marks, Attribute::Open(fd), FileType::Directory)?;
         // The mode of an instance's root on the host is more restrictive than in the container.
         if self.upper.record().is_some() {
             match &marks.owner {
@@ -323,10 +282,7 @@ impl Reader<'_> {
     ) -> Result<(), Problem> {
         let stat = rustix::fs::statat(fd, name, AtFlags::SYMLINK_NOFOLLOW)?;
         let lower_inode = match &dir.lower {
-            Some(lower) => match self.builder.lower.lookup(lower, name)? {
-                Some(entry) => Some(self.builder.lower.inode(entry.nid)?),
-                None => None,
-            },
+            Some(lower) => self.child(lower, name)?,
             None => None,
         };
         if is_whiteout(&stat) {
@@ -346,7 +302,7 @@ impl Reader<'_> {
             kind,
         };
         match kind {
-            Kind::Directory => self.subdirectory(dir, &object, lower_inode),
+            FileType::Directory => self.subdirectory(dir, &object, lower_inode),
             _ => {
                 let node = self.file_node(&object, dir.lower.as_ref(), lower_inode)?;
                 self.builder.tree.insert(dir.node, name, node);
@@ -403,10 +359,12 @@ impl Reader<'_> {
         }
         let is_directory = |inode: &Inode| inode.kind == FileType::Directory;
         match self.redirected(&object.marks, parent)? {
-            Some(found) => match found.filter(is_directory) {
-                Some(found) => Ok(Some(found)),
-                None => Err(Problem::NoLower { kind: "directory" }),
-            },
+            Some(found) => {
+                let found = found.filter(is_directory);
+                found
+                    .map(Some)
+                    .ok_or(Problem::NoLower { kind: "directory" })
+            }
             None => Ok(lower_inode.filter(is_directory)),
         }
     }
@@ -430,21 +388,21 @@ impl Reader<'_> {
         marks: &Marks,
         parent: Option<&Inode>,
     ) -> Result<Option<Option<Inode>>, Problem> {
-        let nid = match &marks.redirect {
-            None => return Ok(None),
-            Some(Redirect::Path(path)) => self.builder.lower.resolve(path)?,
-            Some(Redirect::Sibling(name)) => match parent {
-                Some(parent) => self
-                    .builder
-                    .lower
-                    .lookup(parent, name)?
-                    .map(|entry| entry.nid),
-                None => None,
-            },
-        };
-        match nid {
-            Some(nid) => Ok(Some(Some(self.builder.lower.inode(nid)?))),
-            None => Ok(Some(None)),
-        }
+        Ok(match (&marks.redirect, parent) {
+            (None, _) => None,
+            (Some(Redirect::Path(path)), _) => {
+                let nid = self.builder.lower.resolve(path)?;
+                Some(nid.map(|nid| self.builder.lower.inode(nid)).transpose()?)
+            }
+            (Some(Redirect::Sibling(name)), Some(parent)) => Some(self.child(parent, name)?),
+            (Some(Redirect::Sibling(_)), None) => Some(None),
+        })
+    }
+
+    /// The inode of `name` in a directory of the image.
+    fn child(&self, directory: &Inode, name: &[u8]) -> Result<Option<Inode>, Problem> {
+        let entry = self.builder.lower.lookup(directory, name)?;
+        let inode = entry.map(|entry| self.builder.lower.inode(entry.nid));
+        Ok(inode.transpose()?)
     }
 }

@@ -8,7 +8,7 @@ use bcow_erofs::tree::{LayerTree, NodeId, NodeKind};
 use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
-use super::{CheckedImage, Checker, MAX_FILES, Repair, file_type, type_name};
+use super::{CheckedImage, Checker, MAX_FILES, Repair, file_type};
 use crate::offline::changes::{Changes, Scope};
 use crate::offline::error::{ChangesError, Problem};
 use crate::upper::beneath::is_regular;
@@ -71,18 +71,7 @@ impl Checker<'_> {
         if origin.nid != nid {
             return Some(format!("its origin is inode {} of the image", origin.nid));
         }
-        let image = self.image?;
-        if origin.uuid != image.superblock().uuid {
-            return Some("its origin is in another image".into());
-        }
-        match image.inode(Nid(nid)) {
-            Ok(inode) if self.is_of_type(inode.kind, kind, marks) => None,
-            Ok(inode) => Some(format!(
-                "its origin is of another type ({})",
-                type_name(inode.kind)
-            )),
-            Err(error) => Some(format!("its origin cannot be read: {error}")),
-        }
+        self.origin(self.image?, origin, kind, marks).err()
     }
 
     pub(super) fn maps(&mut self) -> Result<(), Errno> {

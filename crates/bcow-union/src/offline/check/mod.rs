@@ -17,12 +17,13 @@ use rustix::io::Errno;
 
 pub use bcow::check::{Finding, Findings, Place, Severity};
 
+use super::builder::join;
 use super::partial::{self, HostFile};
 use crate::upper::beneath::open_directory_beneath;
 use crate::upper::xattr::each_name;
 use crate::upper::{
-    Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
-    Ownership, Redirect, UpperError, UpperReader, is_whiteout, work,
+    Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Origin,
+    Override, Ownership, Redirect, UpperError, UpperReader, is_whiteout, work,
 };
 
 /// The largest number of nodes for which link counts are verified: the same limit as for a
@@ -76,9 +77,7 @@ impl Report {
     /// Whether the directory of temporary files has leftovers, which the next open for writing
     /// removes. The finding about them may not be among those that were kept.
     pub fn has_leftover_work(&self) -> bool {
-        self.repairs
-            .iter()
-            .any(|repair| matches!(repair, Repair::Work))
+        self.repairs.contains(&Repair::Work)
     }
 
     fn error(&mut self, code: &'static str, path: &[u8], message: impl Into<String>) {
@@ -117,27 +116,15 @@ pub struct CheckedImage {
     pub device: Arc<dyn BlockDevice>,
 }
 
-/// Checks the upper of `upper`. References to the image are checked only if `image` is given. Fails
-/// only if the host fails in a way that makes a check impossible; other problems are findings.
-pub fn check(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
-    examine(upper, image, false)
-}
-
-/// As [`check`]; also reads all stored data and verifies checksums where they exist.
-pub fn check_data(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
-    examine(upper, image, true)
-}
-
-fn examine(
+/// Checks the upper of `upper`. References to the image are checked only if `image` is given. With
+/// `data`, also reads all stored data. Fails only if the host fails in a way that makes a check
+/// impossible; other problems are findings.
+pub fn check(
     upper: &UpperReader,
     image: Option<&CheckedImage>,
     data: bool,
 ) -> Result<Report, UpperError> {
-    let host = |errno| UpperError::Io {
-        path: upper.path().to_owned(),
-        action: "read it",
-        source: errno,
-    };
+    let host = |errno| UpperError::io(upper.path(), "read it", errno);
     let mut checker = Checker {
         upper,
         names: upper.names(),
@@ -168,27 +155,19 @@ fn examine(
 /// the caller has made it while `instance` was open, or while no other process could write.
 pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, UpperError> {
     let mut done = Vec::new();
-    let host = |errno| UpperError::Io {
-        path: instance.path().to_owned(),
-        action: "repair it",
-        source: errno,
-    };
+    let host = |errno| UpperError::io(instance.path(), "repair it", errno);
     for repair in &report.repairs {
         let shown = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
         done.push(match repair {
             Repair::Map(name) => {
-                remove(instance.maps(), name).map_err(host)?;
-                format!(
-                    "removed {META}/maps/{}, which no partial file uses",
-                    shown(name)
-                )
+                work::unlink(instance.maps(), name).map_err(host)?;
+                let name = shown(name);
+                format!("removed {META}/maps/{name}, which no partial file uses")
             }
             Repair::Index(name) => {
-                remove(instance.index(), name).map_err(host)?;
-                format!(
-                    "removed {META}/index/{}, which no name refers to",
-                    shown(name)
-                )
+                work::unlink(instance.index(), name).map_err(host)?;
+                let name = shown(name);
+                format!("removed {META}/index/{name}, which no name refers to")
             }
             // The open of the instance has emptied the directory.
             Repair::Work => format!("emptied {META}/work"),
@@ -203,16 +182,9 @@ pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, Upper
         });
     }
     for dir in [instance.maps(), instance.index(), instance.work()] {
-        work::make_durable(dir).map_err(host)?;
+        rustix::fs::fsync(dir).map_err(host)?;
     }
     Ok(done)
-}
-
-fn remove(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
-    match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
-        Ok(()) | Err(Errno::NOENT) => Ok(()),
-        Err(errno) => Err(errno),
-    }
 }
 
 struct Checker<'c> {
@@ -242,7 +214,7 @@ impl Checker<'_> {
     ) -> Result<(), Errno> {
         if let Err(error) = self.upper.meta_directory(name) {
             let message = match error {
-                UpperError::NotADirectory { .. } => "it is not a directory".to_owned(),
+                UpperError::NotADirectory(_) => "it is not a directory".to_owned(),
                 error => format!(
                     "it cannot be opened: {}",
                     error.errno().unwrap_or(Errno::IO)
@@ -287,10 +259,7 @@ impl Checker<'_> {
             if path.is_empty() && name == META.as_bytes() {
                 continue;
             }
-            let full = match path {
-                [] => name.clone(),
-                path => [path, b"/", &name].concat(),
-            };
+            let full = join(path, &name);
             if let Err(errno) = self.name(fd.as_fd(), &name, &full, lower.as_ref()) {
                 let message = format!("it cannot be read: {errno}");
                 self.report.error("upper-host", &full, message);
@@ -443,36 +412,19 @@ impl Checker<'_> {
         let image = self.image?;
         let mut found = None;
         if let Some(origin) = &marks.origin {
-            if origin.uuid != image.superblock().uuid {
-                let message = "its origin is in another image";
-                self.report.error("upper-origin", path, message);
-            } else {
-                match image.inode(Nid(origin.nid)) {
-                    Ok(inode) if self.is_of_type(inode.kind, kind, marks) => found = Some(inode),
-                    Ok(inode) => {
-                        let message = format!(
-                            "its origin, inode {} of the image, is of another type ({})",
-                            origin.nid,
-                            type_name(inode.kind)
-                        );
-                        self.report.error("upper-origin", path, message);
-                    }
-                    Err(error) => {
-                        let message = format!("its origin cannot be read: {error}");
-                        self.report.error("upper-origin", path, message);
-                    }
-                }
+            match self.origin(image, origin, kind, marks) {
+                Ok(inode) => found = Some(inode),
+                Err(problem) => self.report.error("upper-origin", path, problem),
             }
         }
         let redirected = match &marks.redirect {
             None => below,
             Some(redirect) => {
                 let target = match redirect {
-                    Redirect::Path(path) => image
-                        .resolve(path)
-                        .ok()
-                        .flatten()
-                        .and_then(|nid| image.inode(nid).ok()),
+                    Redirect::Path(path) => {
+                        let nid = image.resolve(path).ok().flatten();
+                        nid.and_then(|nid| image.inode(nid).ok())
+                    }
                     Redirect::Sibling(name) => self.child(parent, name),
                 };
                 if !target.is_some_and(|inode| self.is_of_type(inode.kind, kind, marks)) {
@@ -493,6 +445,30 @@ impl Checker<'_> {
         found.or(redirected.filter(|inode| self.is_of_type(inode.kind, kind, marks)))
     }
 
+    /// The inode that the origin mark of an object of type `kind` names, or the problem with it.
+    fn origin(
+        &self,
+        image: &Filesystem,
+        origin: &Origin,
+        kind: rustix::fs::FileType,
+        marks: &Marks,
+    ) -> Result<Inode, String> {
+        if origin.uuid != image.superblock().uuid {
+            return Err("its origin is in another image".to_owned());
+        }
+        let inode = image
+            .inode(Nid(origin.nid))
+            .map_err(|error| format!("its origin cannot be read: {error}"))?;
+        if self.is_of_type(inode.kind, kind, marks) {
+            return Ok(inode);
+        }
+        Err(format!(
+            "its origin, inode {} of the image, is of another type ({})",
+            origin.nid,
+            type_name(inode.kind)
+        ))
+    }
+
     /// Whether the owner's attribute has a type that this host file cannot represent.
     fn has_unsuitable_owner(&self, stat: &Stat, marks: &Marks) -> bool {
         let owner = marks.owner.filter(|_| self.keeps_owners());
@@ -504,7 +480,7 @@ impl Checker<'_> {
     fn is_of_type(&self, kind: FileType, host: rustix::fs::FileType, marks: &Marks) -> bool {
         let owner = marks.owner.filter(|_| self.keeps_owners());
         match owner.and_then(|owner| owner.kind) {
-            Some(kept) => kept.file_type() == kind,
+            Some(kept) => kept == kind,
             None => rustix::fs::FileType::from_raw_mode(kind.mode_bits()) == host,
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use bcow_erofs::reader::Inode as LowerInode;
+use bcow_erofs::reader::{FileType, Inode as LowerInode};
 use bcow_erofs::tree::{DeviceNumber, Node, NodeId, NodeKind};
 use bcow_ext4::{Extents, FileKind, Inode, InodeNumber, MappedExtent};
 
@@ -51,11 +51,11 @@ impl Reader<'_> {
             Some(below) => self.builder.lower_attributes(below)? == attributes,
             None => false,
         };
-        let no_device = DeviceNumber { major: 0, minor: 0 };
-        let device = inode.device.map_or(no_device, |device| DeviceNumber {
+        let device = inode.device.map(|device| DeviceNumber {
             major: device.major,
             minor: device.minor,
         });
+        let device = device.unwrap_or_default();
         let kind = match inode.kind {
             FileKind::Regular => {
                 let (body, is_lower) = self.body(&inode, below.as_ref())?;
@@ -71,9 +71,10 @@ impl Reader<'_> {
             FileKind::Socket => NodeKind::Socket,
             FileKind::Directory => return Err(Problem::DirectoryTwice(number.get())),
         };
+        // The image's file can have another type.
         if has_lower_attributes
             && let Some(below) = &below
-            && kind_of(&kind) == Some(below.kind)
+            && !matches!(below.kind, FileType::Regular | FileType::Directory)
             && self.builder.lower_special(below)? == kind
         {
             return Ok(None);
@@ -97,7 +98,6 @@ impl Reader<'_> {
         let lower = below.filter(|_| in_view.is_some()).copied();
         let mut pieces = Pieces {
             all: Vec::new(),
-            at: 0,
             size: inode.size,
             lower_size: lower.map_or(0, |lower| lower.size),
             lower_block_count: 0,
@@ -168,8 +168,6 @@ impl Reader<'_> {
 /// The pieces of a file, in order.
 struct Pieces {
     all: Vec<Piece>,
-    /// The end of the last piece, in bytes.
-    at: u64,
     /// The size of the file in bytes.
     size: u64,
     /// The size of the image's file in bytes.
@@ -181,38 +179,17 @@ struct Pieces {
 impl Pieces {
     /// Adds the bytes up to `end`, from `source`.
     fn push(&mut self, end: u64, source: PieceSource) {
-        let end = end.min(self.size);
-        if end <= self.at {
-            return;
-        }
-        self.at = end;
-        match self.all.last_mut() {
-            Some(last) if last.source == source => last.end = end,
-            _ => self.all.push(Piece { end, source }),
-        }
+        Piece::push(&mut self.all, end.min(self.size), source);
     }
 
     /// Adds blocks of the image's file up to block `end`. Bytes behind the end of that file are
     /// zeros.
     fn push_lower(&mut self, end: u64) {
         let limit = self.size.div_ceil(BLOCK_BYTES);
-        let first = self.at / BLOCK_BYTES;
+        let first = self.all.last().map_or(0, |last| last.end) / BLOCK_BYTES;
         self.lower_block_count += end.min(limit).saturating_sub(first);
         let end = end * BLOCK_BYTES;
         self.push(end.min(self.lower_size), PieceSource::Lower);
         self.push(end, PieceSource::Hole);
     }
-}
-
-/// The type of a special file; `None` for a regular file and a directory.
-fn kind_of(kind: &NodeKind) -> Option<bcow_erofs::reader::FileType> {
-    use bcow_erofs::reader::FileType;
-    Some(match kind {
-        NodeKind::Symlink(_) => FileType::Symlink,
-        NodeKind::CharDevice(_) => FileType::CharDevice,
-        NodeKind::BlockDevice(_) => FileType::BlockDevice,
-        NodeKind::Fifo => FileType::Fifo,
-        NodeKind::Socket => FileType::Socket,
-        _ => return None,
-    })
 }
