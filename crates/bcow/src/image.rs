@@ -292,7 +292,8 @@ impl Image {
         let piece = match (logged, self.root[region as usize]) {
             (Some(piece), _) => piece,
             (None, Entry::Table(stored)) => {
-                Piece::of_table(&self.table(region, &stored)?, at, length)
+                let table = self.table(region, &stored)?;
+                Piece::of_table(&table, at, length)
             }
             (None, entry) => Piece {
                 start: 0,
