@@ -333,11 +333,7 @@ impl Answer {
     /// The fault of an answer with an unsuccessful status.
     pub(crate) fn refusal(&self) -> Fault {
         match self.status {
-            401 | 403 => Problem::Denied {
-                status: self.status,
-                explanation: String::new(),
-            }
-            .permanent(),
+            401 | 403 => Problem::denied(self.status, "").permanent(),
             404 | 410 => Problem::NotFound(self.status).permanent(),
             416 => Problem::OutOfRange.permanent(),
             status if is_busy(status) => Problem::Busy(status).transient(),
@@ -378,21 +374,25 @@ impl Drop for Running {
 }
 
 impl AnswerBody {
-    /// Fills `buf`.
-    pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
+    /// Fills `buf`, as far as the answer goes. Returns the number of bytes.
+    pub(crate) fn fill(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
         let mut done = 0;
         while done < buf.len() {
             match self.read(&mut buf[done..])? {
-                0 => {
-                    return Err(body_fault(
-                        io::ErrorKind::UnexpectedEof.into(),
-                        Duration::ZERO,
-                    ));
-                }
+                0 => break,
                 count => done += count,
             }
         }
-        Ok(())
+        Ok(done)
+    }
+
+    /// Fills `buf`.
+    pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
+        if self.fill(buf)? == buf.len() {
+            return Ok(());
+        }
+        let ended = io::ErrorKind::UnexpectedEof.into();
+        Err(body_fault(ended, Duration::ZERO))
     }
 
     /// The next bytes, which are the last ones.

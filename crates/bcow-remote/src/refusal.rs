@@ -34,10 +34,7 @@ pub(crate) fn refused(answer: Answer) -> Refused {
         (code, message) => format!("{code}: {message}"),
     });
     let problem = match fault.problem {
-        Problem::Denied { status, .. } => Problem::Denied {
-            status,
-            explanation,
-        },
+        Problem::Denied { status, .. } => Problem::denied(status, explanation),
         Problem::Status(status) if !explanation.is_empty() => Problem::Refused {
             status,
             explanation,

@@ -199,7 +199,7 @@ impl Registry {
         let auth = |server: &str| {
             let repository = &reference.repository;
             remote.shared.access(server, repository, || {
-                Auth::new(server.to_owned(), repository, Arc::clone(&keychain))
+                Auth::new(&remote.shared.client, server, repository, &keychain)
             })
         };
         let mirrors = remote.shared.mirrors.iter();
@@ -466,12 +466,9 @@ impl Registry {
         let mut sources = Sources::new(self.source(path)?);
         for (mirror, auth) in &self.mirrors {
             let place = format!("/v2/{}/{path}", self.reference.repository);
-            let address = mirror.address(&place);
-            let address = address.map_err(|problem| problem.at(self.reference.to_string()))?;
             let access = Access::Registry(Arc::clone(auth));
-            let client = Arc::clone(&self.shared.client);
-            let source = Source::new(client, address, access);
-            sources.add(Arc::clone(mirror), source);
+            let added = sources.add(mirror, &place, &self.shared.client, access);
+            added.map_err(|problem| problem.at(self.reference.to_string()))?;
         }
         Ok(sources)
     }
@@ -489,7 +486,7 @@ impl Registry {
 }
 
 /// The entries of an index. Programs in Go write an empty list as `null`.
-fn entries(index: &[u8]) -> Result<Vec<Value>, Problem> {
+pub(crate) fn entries(index: &[u8]) -> Result<Vec<Value>, Problem> {
     let invalid = || Problem::Answer("its list of referrers is invalid".into());
     let mut index: Value = serde_json::from_slice(index).map_err(|_| invalid())?;
     match index.get_mut("manifests").map(Value::take) {

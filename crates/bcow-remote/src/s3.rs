@@ -233,12 +233,7 @@ impl Signer {
                 credentials: None,
             });
         };
-        if !address.keeps_secrets() {
-            return Err(denied(format!(
-                "credentials are not sent to {} without encryption",
-                address.server()
-            )));
-        }
+        address.require_secrecy(403)?;
         let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
         let time = timestamp(seconds);
         all.push(("host".into(), address.server().to_owned()));
@@ -338,22 +333,12 @@ impl Signer {
             _ if sent.is_none() => "there are no credentials for S3".to_owned(),
             _ => return Some(fault),
         };
-        Some(
-            Problem::Denied {
-                status,
-                explanation,
-            }
-            .permanent(),
-        )
+        Some(Problem::denied(status, explanation).permanent())
     }
 }
 
 fn denied(explanation: String) -> Fault {
-    Problem::Denied {
-        status: 403,
-        explanation,
-    }
-    .permanent()
+    Problem::denied(403, explanation).permanent()
 }
 
 /// The content of the first element of this name. The documents of S3 are flat and short.

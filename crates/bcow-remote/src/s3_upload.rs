@@ -19,6 +19,7 @@ use crate::remote::Remote;
 use crate::retry_budget::RetryBudget;
 use crate::s3::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, explanation};
 use crate::shared::Shared;
+use crate::upload::each_once;
 
 /// Bytes of a part, and of a file that is sent in one request, at most. Larger files have larger
 /// parts.
@@ -81,22 +82,6 @@ struct Part {
 struct Begun {
     id: String,
     parts: BTreeMap<u64, Part>,
-}
-
-/// The end of an upload without the file.
-enum Ended {
-    /// The server does not know the upload any more.
-    Forgotten(Problem),
-    Failed(Problem),
-}
-
-impl From<Problem> for Ended {
-    fn from(problem: Problem) -> Self {
-        match problem {
-            Problem::NotFound(_) => Ended::Forgotten(problem),
-            problem => Ended::Failed(problem),
-        }
-    }
 }
 
 impl S3Upload {
@@ -191,7 +176,7 @@ impl S3Upload {
         replace: Replace,
         sent: &dyn Fn(u64),
     ) -> Result<u64, Problem> {
-        let mut reported = 0;
+        let mut report = each_once(sent);
         let mut uploads = 0;
         loop {
             uploads += 1;
@@ -201,27 +186,16 @@ impl S3Upload {
                 Some(begun) => begun,
                 None => self.begin(content)?,
             };
-            let mut report = |at: u64| {
-                if at > reported {
-                    sent(at - reported);
-                    reported = at;
-                }
-            };
-            let result =
-                self.send_parts(&begun, content, &mut report)
-                    .and_then(|(parts, bytes)| {
-                        let tag = self.complete(&begun.id, &parts, replace)?;
-                        Ok((tag, bytes))
-                    });
-            let ended = match result {
+            let result = self
+                .send_parts(&begun, content, &mut report)
+                .and_then(|(parts, bytes)| Ok((self.complete(&begun.id, &parts, replace)?, bytes)));
+            match result {
                 Ok((tag, bytes)) => {
                     self.check(content, Some(&tag))?;
                     return Ok(bytes);
                 }
-                Err(ended) => ended,
-            };
-            match ended {
-                Ended::Forgotten(problem) => {
+                // The server does not know the upload any more.
+                Err(problem @ Problem::NotFound(_)) => {
                     // An earlier answer may have been lost.
                     if self.check(content, None).is_ok() {
                         return Ok(content.length);
@@ -231,7 +205,7 @@ impl S3Upload {
                     }
                     tracing::debug!("{}: the upload begins anew: {problem}", self.name);
                 }
-                Ended::Failed(problem) => {
+                Err(problem) => {
                     self.abort(&begun.id);
                     return Err(problem);
                 }
@@ -246,7 +220,7 @@ impl S3Upload {
         begun: &Begun,
         content: &S3Content<'_>,
         report: &mut dyn FnMut(u64),
-    ) -> Result<(BTreeMap<u64, Part>, u64), Ended> {
+    ) -> Result<(BTreeMap<u64, Part>, u64), Problem> {
         let part_bytes = part_bytes(content.length);
         let mut parts = BTreeMap::new();
         let mut sent = 0;
@@ -390,7 +364,7 @@ impl S3Upload {
         id: &str,
         parts: &BTreeMap<u64, Part>,
         replace: Replace,
-    ) -> Result<String, Ended> {
+    ) -> Result<String, Problem> {
         let listed: String = parts
             .iter()
             .map(|(number, part)| {
@@ -413,7 +387,7 @@ impl S3Upload {
         if replace == Replace::Refused {
             headers.push(("if-none-match", "*"));
         }
-        let tag = self.persist(|budget| {
+        self.persist(|budget| {
             let answer = self.send(Method::POST, &address, &headers, body.as_bytes(), budget)?;
             match answer.status {
                 200 => {
@@ -433,8 +407,7 @@ impl S3Upload {
                 412 => Err(Problem::Exists.permanent()),
                 _ => Err(refusal(answer)),
             }
-        })?;
-        Ok(tag)
+        })
     }
 
     fn abort(&self, id: &str) {
