@@ -79,17 +79,21 @@ pub struct ImagePart {
 impl OpenImage {
     /// Opens the image that the user calls `name`, with all its layers and backings.
     pub fn open(name: &Name, stores: &StoreArgs) -> Result<Self, CommandError> {
-        OpenImage::open_with(name, stores, &OpenOptions::default())
+        OpenImage::open_with(name, &[], stores, &OpenOptions::default(), None)
     }
 
-    /// As [`OpenImage::open`], with a cache and checks of the caller's choice.
+    /// As [`OpenImage::open`], with `layers` on top of it, the lowest first, and with a cache and
+    /// checks of the caller's choice. The merged metadata of the layers stays in the file `merged`,
+    /// for the next call.
     pub fn open_with(
         name: &Name,
+        layers: &[Name],
         stores: &StoreArgs,
         options: &OpenOptions,
+        merged: Option<&Path>,
     ) -> Result<Self, CommandError> {
-        OpenImage::open_pinned(name, &Given::default(), stores, Pinned::AsAsked, options)?
-            .require_complete()
+        let check = &OpenImage::require_complete;
+        OpenImage::open_parts(name, layers, stores, options, merged, check)
     }
 
     /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
@@ -118,7 +122,7 @@ impl OpenImage {
         layers: &LayerArgs,
         stores: &StoreArgs,
     ) -> Result<Self, CommandError> {
-        OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
+        OpenImage::open_with(name, &layers.layers, stores, &OpenOptions::default(), None)
     }
 
     /// As [`OpenImage::open_with_layers`], for a caller that needs only the trees and the tables. A
@@ -156,30 +160,6 @@ impl OpenImage {
                 Count((problems.len() - MAX_WARNINGS) as u64)
             ));
         }
-    }
-
-    /// Opens the image that the user calls `name` with `layers` on top, the lowest first, as one
-    /// image.
-    pub fn open_layered(
-        name: &Name,
-        layers: &[Name],
-        stores: &StoreArgs,
-        options: &OpenOptions,
-    ) -> Result<Self, CommandError> {
-        OpenImage::open_merged(name, layers, stores, options, None)
-    }
-
-    /// Same as [`OpenImage::open_layered`]. The merged metadata of the layers stays in the file
-    /// `merged`, for the next call.
-    pub fn open_merged(
-        name: &Name,
-        layers: &[Name],
-        stores: &StoreArgs,
-        options: &OpenOptions,
-        merged: Option<&Path>,
-    ) -> Result<Self, CommandError> {
-        let check = &OpenImage::require_complete;
-        OpenImage::open_parts(name, layers, stores, options, merged, check)
     }
 
     /// Opens an image with `layers` on top. `check` gets each image as it is opened, and decides
@@ -231,7 +211,7 @@ impl OpenImage {
                     .caused_by_text("the file is a complete image, not a layer")
                     .hint("`bcow commit IMG --upper UPPER LAYER.bcow` makes a layer"));
             };
-            let below = identity_of(&parts);
+            let below = identity_of(parts.iter());
             if let Some(over) = described["over"].as_str()
                 && over != hex(&below)
             {
@@ -285,7 +265,7 @@ impl OpenImage {
     }
 
     /// Shows `images`, the lowest first, as one image with this name. `cannot` is the error of a
-    /// merge that fails. `merged` is as in [`OpenImage::open_merged`].
+    /// merge that fails. `merged` is as in [`OpenImage::open_with`].
     fn joined(
         name: &Name,
         images: Vec<OpenImage>,
@@ -304,7 +284,7 @@ impl OpenImage {
             })
             .collect::<Result<Vec<_>, CommandError>>()?;
         let mut described = Map::new();
-        let over = hex(&identity_of(&images));
+        let over = hex(&identity_of(images.iter()));
         described.insert("commit".into(), json!({ "over": over }));
         if let Some(config) = images[0].metadata()?.get("config") {
             described.insert("config".into(), config.clone());
@@ -372,11 +352,7 @@ impl OpenImage {
     pub fn identity(&self) -> [u8; 32] {
         match &self.parts[..] {
             [] => self.image().identity_hash(),
-            [part] => part.image.identity(),
-            parts => {
-                let parts: Vec<_> = parts.iter().map(|part| part.image.identity()).collect();
-                joined_identity(&parts)
-            }
+            parts => identity_of(parts.iter().map(|part| &part.image)),
         }
     }
 
@@ -430,23 +406,19 @@ impl OpenImage {
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let begun = std::time::Instant::now();
-        let image = match stores.remote.root_of(pinned) {
-            None => OpenImage::open_any(name, given, stores, pinned, options)?,
-            // A remote image opens only with this root, and each read is verified.
-            Some(_) if name.is_remote() => {
-                OpenImage::open_any(name, given, stores, pinned, options)?
-            }
-            Some(root) => {
-                // The root in a header proves nothing unless each read is verified against it.
-                let verified = OpenOptions {
-                    verify: Verify::Merkle,
-                    ..options.clone()
-                };
-                let image = OpenImage::open_any(name, given, stores, pinned, &verified)?;
-                image.require_root(root)?;
-                image
-            }
-        };
+        // A remote image opens only with this root, and each read is verified.
+        let root = stores.remote.root_of(pinned);
+        let root = root.filter(|_| !name.is_remote());
+        // The root in a header proves nothing unless each read is verified against it.
+        let verified = root.map(|_| OpenOptions {
+            verify: Verify::Merkle,
+            ..options.clone()
+        });
+        let options = verified.as_ref().unwrap_or(options);
+        let image = OpenImage::open_any(name, given, stores, pinned, options)?;
+        if let Some(root) = root {
+            image.require_root(root)?;
+        }
         image.log(begun);
         Ok(image)
     }
@@ -624,11 +596,8 @@ impl OpenImage {
         else {
             return Ok(());
         };
-        let is_same = match (directory.canonicalize(), layout.path.canonicalize()) {
-            (Ok(own), Ok(other)) => own == other,
-            _ => false,
-        };
-        if is_same && *reference == layout.reference && reference.is_some() {
+        if is_same(directory, &layout.path) && *reference == layout.reference && reference.is_some()
+        {
             Err(CommandError::new(format!(
                 "cannot write {}: the new image would take the name of the one that it is made of",
                 layout.shown()
@@ -641,11 +610,7 @@ impl OpenImage {
 
     /// Refuses to write to a file that the image is made of, because that destroys the image.
     pub fn refuse_own_file(&self, path: &Path) -> Result<(), CommandError> {
-        let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
-            (Ok(file), Ok(path)) => file == path,
-            _ => false,
-        };
-        if self.files().iter().any(same) {
+        if self.files().iter().any(|file| is_same(file, path)) {
             Err(
                 CommandError::new(format!("cannot write {}", path.display()))
                     .caused_by_text(format!("{} is made of it", self.name.display())),
@@ -711,6 +676,13 @@ impl ViewedImage for OpenImage {
     }
 }
 
+/// Whether two paths lead to the same file.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let other = other.canonicalize();
+    one.canonicalize()
+        .is_ok_and(|one| other.is_ok_and(|other| one == other))
+}
+
 /// The files of images, for a layer on top of them.
 fn given(images: &[OpenImage]) -> Given {
     let mut open = OpenFiles::default();
@@ -737,9 +709,9 @@ fn opened_alone(image: Arc<Image>, path: PathBuf) -> Opened {
 }
 
 /// The identity of images that are shown as one.
-fn identity_of(images: &[OpenImage]) -> [u8; 32] {
-    match images {
-        [image] => image.identity(),
-        images => joined_identity(&images.iter().map(OpenImage::identity).collect::<Vec<_>>()),
+fn identity_of<'i>(images: impl Iterator<Item = &'i OpenImage>) -> [u8; 32] {
+    match &images.map(OpenImage::identity).collect::<Vec<_>>()[..] {
+        [only] => *only,
+        all => joined_identity(all),
     }
 }

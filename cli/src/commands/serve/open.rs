@@ -77,16 +77,11 @@ impl Served {
             .map(|described| Service {
                 kind: kind.to_owned(),
                 image: described.image.clone(),
-                layers: Vec::new(),
                 export: (!is_only).then(|| described.export.clone()),
-                upper: None,
                 at: at(&described.export),
                 mode: described.mode.to_owned(),
                 since: running::now(),
-                device: None,
-                owners: None,
-                descriptor: None,
-                pool: None,
+                ..Service::default()
             })
             .collect()
     }
@@ -120,7 +115,7 @@ impl Served {
             ..OpenOptions::default()
         };
         let mut image = || -> Result<_, CommandError> {
-            let opened = OpenImage::open_with(image_name, opening.stores, &options)?;
+            let opened = OpenImage::open_with(image_name, &[], opening.stores, &options, None)?;
             let image = opened.image().clone();
             self.images.push(opened);
             Ok(image)

@@ -49,15 +49,13 @@ pub fn service(
         kind: "mount".to_owned(),
         image: args.image.absolute().to_string_lossy().into_owned(),
         layers: args.layer_names()?,
-        export: None,
         upper: args.upper.path().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],
         mode: if is_writable { "rw" } else { "ro" }.to_owned(),
         since: running::now(),
         device,
-        owners: None,
-        descriptor: None,
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+        ..Service::default()
     })
 }
 
