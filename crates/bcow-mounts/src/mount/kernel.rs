@@ -20,7 +20,7 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::record::Recording;
 use bcow_images::running::Service;
 use bcow_images::size::{Human, disk_size};
-use bcow_mount::{Writeback, filesystem};
+use bcow_mount::filesystem;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
@@ -105,7 +105,7 @@ fn open_unchecked(
     ledger_use: LedgerUse<'_>,
 ) -> Result<Option<(Opened, Kind)>, CommandError> {
     // Before the disk starts threads.
-    let writeback = bcow_mount::serve_writeback();
+    let limit = bcow_mount::serve_writeback();
     let options = open_options(args, &host.cache);
     let mut opened = if !args.has_layers() && is_writable_disk(&args.image) {
         open_writable(args, host, &options, ledger_use)?
@@ -127,7 +127,7 @@ fn open_unchecked(
         (opened.files, opened.why_served) = (None, None);
     }
     if opened.files.is_none() {
-        require_no_deadlock(args.image.shown(), &writeback)?;
+        require_no_deadlock(args.image.shown(), limit)?;
     }
     opened.reason = match (args.driver, &opened.why_served) {
         (DriverChoice::Kernel, None) => "as --driver says".to_owned(),
@@ -174,10 +174,10 @@ fn open_asked(
         return Err(cannot_record());
     }
     // Before the disk starts threads.
-    let writeback = bcow_mount::serve_writeback();
+    let limit = bcow_mount::serve_writeback();
     // A new upper belongs to this driver, so a machine that lacks the driver gets none.
     require_privilege(args.image.shown(), Kind::Ext4)?;
-    require_no_deadlock(args.image.shown(), &writeback)?;
+    require_no_deadlock(args.image.shown(), limit)?;
     require_devices(args.image.shown())?;
     let options = open_options(args, &host.cache);
     // The process changes its directory later, and publishes the path of the upper.
@@ -240,16 +240,17 @@ fn require_privilege(image: &Path, kind: Kind) -> Result<(), CommandError> {
         .map_err(|error| with_hint(cannot(image).caused_by(&error), error.hint()))
 }
 
-fn require_no_deadlock(image: &Path, writeback: &Writeback) -> Result<(), CommandError> {
-    match writeback {
-        Writeback::MayDeadlock { limit_bytes } => Err(cannot(image)
+/// Fails if the memory group of this process has this limit: see [`bcow_mount::serve_writeback`].
+fn require_no_deadlock(image: &Path, limit: Option<u64>) -> Result<(), CommandError> {
+    match limit {
+        Some(bytes) => Err(cannot(image)
             .caused_by_text(format!(
                 "this process is in a control group of {} of memory and lacks CAP_SYS_RESOURCE; a \
                  shortage of memory would block it for good",
-                Human(*limit_bytes)
+                Human(bytes)
             ))
             .hint("mount outside that group, or with the capability")),
-        Writeback::Declared | Writeback::NotLimited => Ok(()),
+        None => Ok(()),
     }
 }
 
