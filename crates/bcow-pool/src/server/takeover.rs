@@ -20,7 +20,7 @@ use bcow_mounts::{MountArgs, failure};
 
 use super::{Collected, MountInProgress, Pool, log_failure, side_by_side};
 use crate::asked::{Asked, OwnDirectory};
-use crate::given::{Kept, Receiver};
+use crate::given::Kept;
 use crate::link::Packet;
 use crate::record::{DiskRecord, MountRecord};
 
@@ -78,7 +78,7 @@ impl Pool {
                 (record, kept)
             }
         };
-        let sent = kept.send(&self.link, number, Receiver::Supervisor);
+        let sent = kept.send(&self.link, number);
         Ok(sent.is_ok().then_some(record))
     }
 
