@@ -5,6 +5,7 @@ use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::extents::ChainExtents;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
@@ -83,8 +84,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     let mut out = ui.output();
     if args.json {
-        let schema = "bcow.map/1";
-        out.open_document(&Head { schema, size })?;
+        out.open_document(&json!({ "schema": "bcow.map/1", "size": size }))?;
         out.open_list("extents")?;
     } else {
         let file = if names.has_chain() { "  FILE" } else { "" };
@@ -109,13 +109,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         out.close_document()?;
     }
     out.finish()
-}
-
-/// The beginning of the JSON document.
-#[derive(Serialize)]
-struct Head {
-    schema: &'static str,
-    size: u64,
 }
 
 /// The names of the files that extents refer to.

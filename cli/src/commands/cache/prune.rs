@@ -9,7 +9,6 @@ use serde::Serialize;
 use super::{DirectoryArgs, Views};
 use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
-use crate::running;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
@@ -79,19 +78,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 #[derive(Serialize)]
 struct PruneReport {
     schema: &'static str,
-    #[serde(flatten, serialize_with = "PrunedFiles::serialize")]
+    #[serde(flatten)]
     files: Pruned,
     #[serde(flatten, serialize_with = "PrunedViews::serialize")]
     views: Pruned,
-}
-
-#[derive(Serialize)]
-#[serde(remote = "Pruned")]
-struct PrunedFiles {
-    removed_files: u64,
-    removed_bytes: u64,
-    in_use_files: u64,
-    held_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -132,17 +122,8 @@ fn prune_views(views: Views, which: Prune) -> Result<Pruned, CommandError> {
     let Some(cache) = views.cache else {
         return Ok(pruned);
     };
-    let now = i64::try_from(running::now()).unwrap_or(i64::MAX);
     for view in views.entries.iter().rev() {
-        let is_chosen = match which {
-            Prune::All => true,
-            Prune::OlderThan(time) => {
-                let age = u64::try_from(now.saturating_sub(view.last_use));
-                age.is_ok_and(|age| age >= time.as_secs())
-            }
-            Prune::Limit(limit) => pruned.held_bytes > limit,
-        };
-        if !is_chosen {
+        if !which.selects(view.last_use, pruned.held_bytes) {
             continue;
         }
         let removed = cache.remove(&view.name, Remove::Unused);
