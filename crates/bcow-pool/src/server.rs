@@ -234,7 +234,11 @@ impl Pool {
             name: self.name.to_string(),
             threads: self.threads,
         };
-        Host::of_pool(self.cache.clone(), pool)
+        Host {
+            cache: self.cache.clone(),
+            signals: None,
+            pool: Some(pool),
+        }
     }
 
     /// Unmounts everything because of `reason`; the pool ends with its last mount. Returns the

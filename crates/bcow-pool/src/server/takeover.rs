@@ -277,7 +277,7 @@ impl Pool {
         let opened = pooled::open_disk_again(&args, &self.host(), files, &Collected::default())?;
         // The identity of a disk without an upper changes with its content.
         let is_image = record.service.upper.is_some() || !disk.is_writable;
-        if is_image && hex(&opened.identity()) != record.identity {
+        if is_image && hex(&opened.identity) != record.identity {
             Err(another_image())
         } else {
             Ok((args, opened))
