@@ -84,24 +84,17 @@ enum Challenge {
 
 /// The answer of a token server. Not all servers keep to the types of the fields.
 #[derive(Deserialize)]
-struct Token {
-    #[serde(default)]
-    token: Value,
-    #[serde(default)]
-    access_token: Value,
-    #[serde(default)]
-    expires_in: Value,
-}
+struct Token(Value);
 
 impl Token {
     fn text(&self) -> Option<&str> {
-        let mut texts = [&self.token, &self.access_token].into_iter();
-        texts.find_map(|text| text.as_str().filter(|text| !text.is_empty()))
+        let mut texts = ["token", "access_token"].into_iter();
+        texts.find_map(|name| self.0[name].as_str().filter(|text| !text.is_empty()))
     }
 
     /// How long the token is valid. A time that makes no sense counts as none.
     fn lifetime(&self) -> Duration {
-        let seconds = match &self.expires_in {
+        let seconds = match &self.0["expires_in"] {
             Value::String(text) => text.trim().parse().ok(),
             number => number.as_f64(),
         };

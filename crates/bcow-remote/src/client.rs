@@ -18,7 +18,7 @@ use crate::deadline::Deadlines;
 use crate::error::{Fault, Problem, printable};
 use crate::figures::{Counters, Traffic};
 use crate::retry_budget::RetryBudget;
-use crate::servers::{CONNECTIONS, Permit, Server, Servers};
+use crate::servers::{CONNECTIONS, Permit, Servers};
 
 /// Connections that wait for the next request, to all servers.
 const IDLE_CONNECTIONS: usize = 4 * CONNECTIONS;
@@ -137,7 +137,14 @@ impl Client {
         budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let agent = self.agent(address)?;
-        let (running, server, left) = self.begin(address, budget)?;
+        address.check(self.transport).map_err(Problem::permanent)?;
+        let server = self.servers.get(&address.origin());
+        let permit = server.begin(budget)?;
+        let left = budget.left();
+        if left.is_zero() {
+            return Err(Problem::Timeout(left).permanent());
+        }
+        let running = Running::new(&self.counters, permit);
         let traffic = self.counters.request(address.origin());
         let silence = budget.longest_silence().min(left);
         let may_repeat = method.is_idempotent();
@@ -179,21 +186,6 @@ impl Client {
             server.wants_quiet(pause, Problem::Busy(answer.status));
         }
         Ok(answer)
-    }
-
-    fn begin(
-        &self,
-        address: &Address,
-        budget: &RetryBudget,
-    ) -> Result<(Running, Arc<Server>, Duration), Fault> {
-        address.check(self.transport).map_err(Problem::permanent)?;
-        let server = self.servers.get(&address.origin());
-        let permit = server.begin(budget)?;
-        let left = budget.left();
-        if left.is_zero() {
-            return Err(Problem::Timeout(left).permanent());
-        }
-        Ok((Running::new(&self.counters, permit), server, left))
     }
 }
 

@@ -327,21 +327,19 @@ impl Registry {
             Err(problem) => return Err(problem.at(place)),
         };
         let recorded = cache.recorded_target(&name);
-        let recorded = recorded.filter(|recorded| is_digest(&recorded.target));
-        let Some(recorded) = recorded else {
+        let Some((target, age)) = recorded.filter(|(target, _)| is_digest(target)) else {
             let why = "the cache has no record of this name";
             return Err(problem.and_not_cached(why).at(place));
         };
-        match cache.document(&recorded.target, MANIFEST_BYTES) {
-            Some(bytes) if sha256(&bytes) == recorded.target => {
+        match cache.document(&target, MANIFEST_BYTES) {
+            Some(bytes) if sha256(&bytes) == target => {
                 tracing::warn!(
-                    "{place}: {problem}; using the document to which the name resolved {} ago",
-                    recorded.age
+                    "{place}: {problem}; using the document to which the name resolved {age} ago"
                 );
                 Ok(bytes)
             }
             _ => {
-                let why = format!("{} is not in the cache", recorded.target);
+                let why = format!("{target} is not in the cache");
                 Err(problem.and_not_cached(&why).at(place))
             }
         }

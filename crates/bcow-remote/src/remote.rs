@@ -104,8 +104,7 @@ impl Remote {
                 .at(error.place.as_str())
         };
         let recorded = cache.recorded_target(&name);
-        let recorded = recorded
-            .and_then(|recorded| Some((recorded.target.parse::<Root>().ok()?, recorded.age)));
+        let recorded = recorded.and_then(|(target, age)| Some((target.parse::<Root>().ok()?, age)));
         let Some((Root(root), age)) = recorded else {
             return Err(missing("the cache has no record of this URL"));
         };

@@ -181,7 +181,11 @@ impl S3Upload {
         loop {
             uploads += 1;
             // What the server has just forgotten is not looked for again.
-            let found = if uploads == 1 { self.unfinished() } else { None };
+            let found = if uploads == 1 { self.find_unfinished() } else { Ok(None) };
+            let found = found.unwrap_or_else(|problem| {
+                tracing::debug!("{}: no earlier upload is continued: {problem}", self.name);
+                None
+            });
             let begun = match found {
                 Some(begun) => begun,
                 None => self.begin(content)?,
@@ -283,16 +287,7 @@ impl S3Upload {
         })
     }
 
-    /// The last upload to this key that has not ended, with its parts. A server that does not list
-    /// uploads has none.
-    fn unfinished(&self) -> Option<Begun> {
-        let found = self.find_unfinished();
-        found.unwrap_or_else(|problem| {
-            tracing::debug!("{}: no earlier upload is continued: {problem}", self.name);
-            None
-        })
-    }
-
+    /// The last upload to this key that has not ended, with its parts. Not every server lists them.
     fn find_unfinished(&self) -> Result<Option<Begun>, Problem> {
         let query = format!("prefix={}&uploads=", encode(&self.key));
         let text = self.text(Method::GET, &self.bucket.with_query(&query)?, &[])?;
@@ -459,7 +454,11 @@ impl S3Upload {
         self.persist(|budget| {
             let answer = match self.send(Method::HEAD, &self.address, &[], &[], budget) {
                 Ok(answer) => answer,
-                Err(fault) if is_hidden(&fault.problem) => return Ok(None),
+                // The server hides from this user what is not there. A wrong key looks the same, as
+                // the answer to HEAD has no text; a later request explains it.
+                Err(fault) if matches!(fault.problem, Problem::Denied { status: 403, .. }) => {
+                    return Ok(None);
+                }
                 Err(fault) => return Err(fault),
             };
             let text = |name| answer.header(name).map(str::to_owned);
@@ -503,12 +502,6 @@ struct Head {
     length: Option<u64>,
     tag: Option<String>,
     root: Option<String>,
-}
-
-/// Whether the server hides from this user what is not there.
-fn is_hidden(problem: &Problem) -> bool {
-    // The answer to HEAD has no text, so a wrong key looks the same; a later request explains it.
-    matches!(problem, Problem::Denied { status: 403, .. })
 }
 
 /// The length of the parts of a file, except the last one.
