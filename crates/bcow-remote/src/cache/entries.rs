@@ -5,7 +5,6 @@ use std::time::{Duration, SystemTime};
 
 use bcow::header_of;
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags};
-use serde::Serialize;
 
 use super::names::RECORD_PREFIX;
 use super::{Cache, ENDING, ORIGIN, ORIGIN_BYTES};
@@ -78,7 +77,7 @@ impl Prune {
 }
 
 /// What was removed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Pruned {
     /// Files that were removed.
     pub removed_files: u64,
