@@ -37,7 +37,7 @@ pub(super) fn of_mirrors(shared: &Shared, sources: &Sources, root: Hash) -> Opti
             }
             Err(fault) => Err(fault),
         };
-        head.map_err(|fault| {
+        head.inspect_err(|fault| {
             budget.give_up(&fault.problem);
             copy.failed(&fault.problem, &copy.source.address().to_string());
         })
