@@ -112,21 +112,17 @@ fn serve(args: &Args) -> Result<(), Error> {
         .into_iter()
         .map(OsString::from)
         .collect();
-    of_mounts.extend(args.complete().map(OsString::from));
-    of_mounts.extend(
-        args.pool
-            .as_ref()
-            .map(|name| format!("--pool={name}").into()),
-    );
+    for (option, value) in [("complete", &args.registry.complete), ("pool", &args.pool)] {
+        of_mounts.extend(value.iter().map(|it| format!("--{option}={it}").into()));
+    }
     of_mounts.extend(["-o".into(), "allow_other,suid,dev,overlay_lower".into()]);
     let uses = Uses::open(root.join("layers"));
     let mounts = Mounts::new(root.join("mounts"), tool.clone(), of_mounts);
     let blobs = Blobs::open(root.join("blobs"), args.blob_limit, tool.clone(), &options);
     let store = Store::start(Answers::new(tool, options), uses, mounts, blobs);
-    let mut mounted = Mounted::new(&args.store)?;
     let mut config = fuser::Config::default();
     config.n_threads = Some(THREADS);
-    let session = mounted.session(Files::new(store), config)?;
+    let (mounted, session) = Mounted::new(&args.store, Files::new(store), config)?;
     let is_ending = Arc::new(AtomicBool::new(false));
     let ending = Arc::clone(&is_ending);
     std::thread::spawn(move || {
@@ -147,13 +143,6 @@ fn serve(args: &Args) -> Result<(), Error> {
     notify("STOPPING=1");
     is_ending.store(true, Ordering::SeqCst);
     Ok(mounted.end()?)
-}
-
-impl Args {
-    fn complete(&self) -> Option<String> {
-        let when = self.registry.complete.as_ref()?;
-        Some(format!("--complete={when}"))
-    }
 }
 
 /// Creates the directory, and locks it. Returns its absolute path, and the lock.

@@ -1,7 +1,7 @@
 //! The mount of the store itself.
 
 use std::ffi::CString;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
@@ -17,12 +17,16 @@ const FS_TYPE: &str = "fuse.bcow-layer-store";
 /// The mount of the store.
 pub struct Mounted {
     path: PathBuf,
-    connection: Option<OwnedFd>,
 }
 
 impl Mounted {
-    /// Mounts. A mount that an earlier process has left there is removed.
-    pub fn new(path: &Path) -> Result<Self, Error> {
+    /// Mounts; also returns the session that answers the requests with `files`. A mount that an
+    /// earlier process has left there is removed.
+    pub fn new<F: fuser::Filesystem>(
+        path: &Path,
+        files: F,
+        config: fuser::Config,
+    ) -> Result<(Self, fuser::Session<F>), Error> {
         let path = std::path::absolute(path).at("use", path)?;
         match rustix::fs::statfs(&path) {
             Err(Errno::NOTCONN | Errno::CONNABORTED) => {
@@ -48,23 +52,10 @@ impl Mounted {
         let data = CString::new(data).map_err(|error| Error::State(error.to_string()))?;
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         mount("bcow-layer-store", &path, FS_TYPE, flags, data.as_c_str()).at("mount at", &path)?;
-        Ok(Mounted {
-            path,
-            connection: Some(device),
-        })
-    }
-
-    /// The session that answers the requests. It can be taken once.
-    pub fn session<F: fuser::Filesystem>(
-        &mut self,
-        files: F,
-        config: fuser::Config,
-    ) -> Result<fuser::Session<F>, Error> {
-        let taken = || Error::State("the store has a session already".to_owned());
-        let connection = self.connection.take().ok_or_else(taken)?;
         // The kernel refuses other users.
-        let session = fuser::Session::from_fd(files, connection, fuser::SessionACL::All, config);
-        Ok(session.at("serve", &self.path)?)
+        let session = fuser::Session::from_fd(files, device, fuser::SessionACL::All, config);
+        let session = session.at("serve", &path)?;
+        Ok((Mounted { path }, session))
     }
 
     /// Unmounts the store. The mounts of layers stay.

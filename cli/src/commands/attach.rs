@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bcow::BlockCache;
-use bcow_fuse::daemon::{self, Launch, Readiness};
+use bcow_fuse::daemon::{self, Readiness};
 use bcow_images::Name;
 use bcow_mounts::failure as daemon_failure;
+use bcow_mounts::mount::in_background;
 use bcow_mounts::nbd_device::{NbdDevice, driver_failure};
 use bcow_nbd::netlink::{Connect, Driver};
 use bcow_nbd::proto::Framing;
@@ -17,7 +18,7 @@ use bcow_nbd::{Exports, Server, ServerOptions};
 use super::serve::failure as nbd_failure;
 use super::serve::open::{Access, DeviceOptions, Served};
 use super::serve::ready::Signals;
-use crate::error::{CommandError, Context};
+use crate::error::{CommandError, Context, exit};
 use crate::heap;
 use crate::image::StoreArgs;
 use crate::limits;
@@ -89,7 +90,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     } else {
         match daemon::started_by_launch() {
             Some(readiness) => Some(readiness),
-            None => return in_background(),
+            None => {
+                return match in_background()? {
+                    exit::DONE => Ok(()),
+                    // The background process has reported the cause.
+                    code => std::process::exit(code.into()),
+                };
+            }
         }
     };
     limits::adapt_for_service();
@@ -108,14 +115,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let result = attach(args, ui, &served, &device, &mut driver, readiness, signals);
     let closed = served.close();
     result.and(closed)
-}
-
-fn in_background() -> Result<(), CommandError> {
-    match daemon::launch().map_err(|error| daemon_failure(&error))? {
-        Launch::Ready => Ok(()),
-        // The background process has reported the cause.
-        Launch::Failed(code) => std::process::exit(code.into()),
-    }
 }
 
 /// Serves until the device is detached.

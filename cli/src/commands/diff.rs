@@ -13,6 +13,7 @@ use bcow_erofs::overlay::is_whiteout;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
 use bcow_union::offline::lower_offset;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
@@ -203,19 +204,6 @@ fn in_words(summary: &DiffSummary) -> String {
     )
 }
 
-/// The beginning of the JSON document.
-#[derive(Serialize)]
-struct Head {
-    schema: &'static str,
-    a: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    a_hex: Option<String>,
-    b: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    b_hex: Option<String>,
-    compared: &'static str,
-}
-
 /// A path that differs, as JSON has it.
 #[derive(Serialize)]
 struct Difference {
@@ -231,30 +219,6 @@ struct Difference {
     a: Option<InodeFacts>,
     #[serde(skip_serializing_if = "Option::is_none")]
     b: Option<InodeFacts>,
-}
-
-/// The number of differences of each kind, as JSON has them.
-#[derive(Serialize)]
-struct SummaryFacts {
-    added: u64,
-    removed: u64,
-    changed: u64,
-    retyped: u64,
-    same: u64,
-    compared_bytes: u64,
-}
-
-impl SummaryFacts {
-    fn of(summary: &DiffSummary) -> Self {
-        SummaryFacts {
-            added: summary.added,
-            removed: summary.removed,
-            changed: summary.changed,
-            retyped: summary.retyped,
-            same: summary.same,
-            compared_bytes: summary.compared_bytes,
-        }
-    }
 }
 
 struct Report<'a> {
@@ -275,18 +239,16 @@ impl Report<'_> {
             Compare::Metadata => "metadata",
             Compare::Content => "content",
         };
-        let (a, b) = (
-            self.a.image().as_os_str().as_encoded_bytes(),
-            self.b.image().as_os_str().as_encoded_bytes(),
-        );
-        self.out.open_document(&Head {
-            schema: "bcow.diff/1",
-            a: names::text(a),
-            a_hex: names::text_hex(a),
-            b: names::text(b),
-            b_hex: names::text_hex(b),
-            compared: compare,
-        })?;
+        let mut head = json!({ "schema": "bcow.diff/1" });
+        for (name, tree) in [("a", self.a), ("b", self.b)] {
+            let bytes = tree.image().as_os_str().as_encoded_bytes();
+            head[name] = names::text(bytes).into();
+            if let Some(hex) = names::text_hex(bytes) {
+                head[format!("{name}_hex")] = hex.into();
+            }
+        }
+        head["compared"] = compare.into();
+        self.out.open_document(&head)?;
         // The entries follow; they are not held in memory.
         if self.args.summary { Ok(()) } else { self.out.open_list("entries") }
     }
@@ -296,7 +258,15 @@ impl Report<'_> {
             if !self.args.summary {
                 self.out.close_list()?;
             }
-            self.out.field("summary", &SummaryFacts::of(summary))?;
+            let facts = json!({
+                "added": summary.added,
+                "removed": summary.removed,
+                "changed": summary.changed,
+                "retyped": summary.retyped,
+                "same": summary.same,
+                "compared_bytes": summary.compared_bytes,
+            });
+            self.out.field("summary", &facts)?;
             self.out.close_document()?;
         } else if self.args.summary {
             writeln!(self.out, "{}", in_words(summary))?;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::inspect::ImageFacts;
-use bcow_images::inspect::resolve::ResolvedImage;
+use bcow_images::inspect::resolve;
 use bcow_images::{Name, plain};
 
 use crate::error::{Answer, CommandError, exit};
@@ -56,7 +56,7 @@ pub struct Args {
 /// Inspects. For a damaged image, shows the readable part, and then fails.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if args.resolve {
-        return resolve(args, ui);
+        return print_resolved(args, ui);
     }
     let image = OpenImage::open_without_content(&args.image, &[], &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {
@@ -79,8 +79,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 ///
 /// The exit status says whether the registry has answered, for callers that continue without a
 /// BCoW image.
-fn resolve(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let resolved = ResolvedImage::find(&args.image, &args.stores);
+fn print_resolved(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let resolved = resolve::find(&args.image, &args.stores);
     let resolved = resolved.map_err(|error| match error.answer() {
         Answer::None => error,
         Answer::NoImage => error.exit_with(exit::RESOLVED_TO_NONE),
@@ -90,6 +90,6 @@ fn resolve(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         return ui.print_json(&resolved);
     }
     let mut out = ui.output();
-    writeln!(out, "{}", resolved.name)?;
+    writeln!(out, "{}", resolved["name"].as_str().unwrap_or_default())?;
     out.finish()
 }

@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use bcow_erofs::reader::{Children, ErofsError, FileType, Inode};
 use serde::Serialize;
+use serde_json::json;
 
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
@@ -93,9 +94,7 @@ struct Listing<'a> {
 impl Listing<'_> {
     fn begin(&mut self) -> Result<(), CommandError> {
         if self.args.json {
-            self.out.open_document(&Head {
-                schema: "bcow.ls/1",
-            })?;
+            self.out.open_document(&json!({ "schema": "bcow.ls/1" }))?;
             self.out.open_list("entries")?;
         }
         Ok(())
@@ -183,12 +182,6 @@ impl Listing<'_> {
     fn target(&self, inode: &Inode, path: &[u8]) -> Result<Vec<u8>, CommandError> {
         self.tree.read(path, |fs| fs.read_link(inode))
     }
-}
-
-/// The beginning of the JSON document.
-#[derive(Serialize)]
-struct Head {
-    schema: &'static str,
 }
 
 /// An entry, as JSON has it.

@@ -4,7 +4,7 @@ use bcow::{Extent, Mapping, ShownBy};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::extents::ChainExtents;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -82,8 +82,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     let mut out = ui.output();
     if args.json {
-        let schema = "bcow.map/1";
-        out.open_document(&Head { schema, size })?;
+        out.open_document(&json!({ "schema": "bcow.map/1", "size": size }))?;
         out.open_list("extents")?;
     } else {
         let file = if names.has_chain() { "  FILE" } else { "" };
@@ -96,11 +95,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     for extent in ChainExtents::new(files.take(depth).collect(), args.start..end) {
         let cannot = || format!("cannot read the map of {}", image.path().display());
         let (file, extent) = extent.context(cannot)?;
-        let row = Row::new(&names, file, &extent);
         if args.json {
-            out.item(&row)?;
+            out.item(&names.json(file, &extent))?;
         } else {
-            row.print(&mut out)?;
+            names.print(file, &extent, &mut out)?;
         }
     }
     if args.json {
@@ -108,13 +106,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         out.close_document()?;
     }
     out.finish()
-}
-
-/// The beginning of the JSON document.
-#[derive(Serialize)]
-struct Head {
-    schema: &'static str,
-    size: u64,
 }
 
 /// The names of the files that extents refer to.
@@ -129,71 +120,30 @@ impl Names {
     fn has_chain(&self) -> bool {
         self.chain.len() > 1
     }
-}
 
-/// An extent, as JSON has it.
-#[derive(Serialize)]
-struct Row<'n> {
-    offset: u64,
-    length: u64,
-    kind: &'static str,
     /// For a disk with a backing: the file of the chain that has the data.
-    #[serde(flatten)]
-    file: Option<RowFile<'n>>,
-    #[serde(flatten)]
-    stored: Option<RowStored>,
-    #[serde(flatten)]
-    backing: Option<RowBacking<'n>>,
-}
+    fn of_file(&self, file: usize) -> Option<&String> {
+        self.chain.get(file).filter(|_| self.has_chain())
+    }
 
-#[derive(Serialize)]
-struct RowFile<'n> {
-    #[serde(rename = "file")]
-    place: usize,
-    #[serde(rename = "file_name")]
-    name: &'n str,
-}
-
-#[derive(Serialize)]
-struct RowStored {
-    uba: u64,
-    stored_bytes: u32,
-    /// `None` for an open block.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    crc32c: Option<String>,
-}
-
-#[derive(Serialize)]
-struct RowBacking<'n> {
-    #[serde(rename = "backing")]
-    index: u32,
-    #[serde(rename = "backing_name")]
-    name: Option<&'n str>,
-    #[serde(rename = "backing_offset")]
-    offset: u64,
-    #[serde(rename = "backing_bytes")]
-    bytes: u64,
-}
-
-impl<'n> Row<'n> {
-    fn new(names: &'n Names, file: usize, extent: &Extent) -> Self {
-        let chain = names.chain.get(file).filter(|_| names.has_chain());
-        let mut row = Row {
-            offset: extent.offset,
-            length: extent.length,
-            kind: kind(&extent.mapping),
-            file: chain.map(|name| RowFile { place: file, name }),
-            stored: None,
-            backing: None,
-        };
+    /// An extent of a file of the chain.
+    fn json(&self, file: usize, extent: &Extent) -> Value {
+        let mut row = json!({
+            "offset": extent.offset,
+            "length": extent.length,
+            "kind": kind(&extent.mapping),
+        });
+        if let Some(name) = self.of_file(file) {
+            row["file"] = json!(file);
+            row["file_name"] = json!(name);
+        }
         match extent.mapping {
             Mapping::Raw { stored } | Mapping::Compressed { stored } | Mapping::Open { stored } => {
-                let is_open = matches!(extent.mapping, Mapping::Open { .. });
-                row.stored = Some(RowStored {
-                    uba: stored.at.0,
-                    stored_bytes: stored.bytes,
-                    crc32c: (!is_open).then(|| format!("{:08x}", stored.crc)),
-                });
+                row["uba"] = json!(stored.at.0);
+                row["stored_bytes"] = json!(stored.bytes);
+                if !matches!(extent.mapping, Mapping::Open { .. }) {
+                    row["crc32c"] = json!(format!("{:08x}", stored.crc));
+                }
             }
             Mapping::Backing {
                 index,
@@ -201,32 +151,32 @@ impl<'n> Row<'n> {
                 bytes,
                 ..
             } => {
-                row.backing = Some(RowBacking {
-                    index,
-                    name: names.backings.get(index as usize).map(String::as_str),
-                    offset,
-                    bytes,
-                });
+                row["backing"] = json!(index);
+                row["backing_name"] = json!(self.backings.get(index as usize));
+                row["backing_offset"] = json!(offset);
+                row["backing_bytes"] = json!(bytes);
             }
             Mapping::Zero | Mapping::Hole => {}
         }
         row
     }
 
-    fn print(&self, out: &mut Output) -> Result<(), CommandError> {
+    fn print(&self, file: usize, extent: &Extent, out: &mut Output) -> Result<(), CommandError> {
         let dash = || "-".to_owned();
-        let (at, bytes) = match (&self.stored, &self.backing) {
-            (Some(stored), _) => (stored.uba.to_string(), stored.stored_bytes.to_string()),
-            (None, Some(backing)) => (format!("{}:{}", backing.index, backing.offset), dash()),
-            (None, None) => (dash(), dash()),
+        let (at, bytes) = match extent.mapping {
+            Mapping::Raw { stored } | Mapping::Compressed { stored } | Mapping::Open { stored } => {
+                (stored.at.0.to_string(), stored.bytes.to_string())
+            }
+            Mapping::Backing { index, offset, .. } => (format!("{index}:{offset}"), dash()),
+            Mapping::Zero | Mapping::Hole => (dash(), dash()),
         };
-        let (offset, length, kind) = (self.offset, self.length, self.kind);
+        let (offset, length, kind) = (extent.offset, extent.length, kind(&extent.mapping));
         write!(
             out,
             "{offset:>16} {length:>12} {kind:<8} {at:>16} {bytes:>12}"
         )?;
-        match &self.file {
-            Some(file) => writeln!(out, "  {} {}", file.place, printable(file.name)),
+        match self.of_file(file) {
+            Some(name) => writeln!(out, "  {file} {}", printable(name)),
             None => writeln!(out),
         }
     }

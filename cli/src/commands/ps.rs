@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bcow_fuse::{Driver, MountedImage};
 use serde::Serialize;
+use serde_json::json;
 
 use crate::ask::{self, Answer};
 use crate::error::{CommandError, Context};
@@ -32,12 +33,6 @@ pub struct Args {
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Mounts that are asked at the same time.
 const ASKED_AT_ONCE: usize = 64;
-
-#[derive(Serialize)]
-struct List {
-    schema: &'static str,
-    services: Vec<Row>,
-}
 
 /// One line of the list: a mount or a served disk, and its process.
 #[derive(Default, Serialize)]
@@ -68,10 +63,7 @@ struct Row {
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let services = rows()?;
     if args.json {
-        return ui.print_json(&List {
-            schema: "bcow.ps/1",
-            services,
-        });
+        return ui.print_json(&json!({ "schema": "bcow.ps/1", "services": services }));
     }
     if services.is_empty() {
         ui.status("nothing is mounted or served");

@@ -23,7 +23,6 @@ use crate::running;
 use crate::ui::Ui;
 use bcow_images::args::{IMAGE, NameParser};
 use open::{Access, DeviceOptions, Served};
-use place::Scheme;
 use ready::{PidFile, Signals};
 
 /// Serve images and disks as network block devices (NBD)
@@ -188,11 +187,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     let exports = Exports::new(served.exports.clone()).map_err(|error| failure(&error))?;
     options.failures = served.failure_report();
-    let scheme = match options.tls {
-        Some(_) => Scheme::Tls,
-        None => Scheme::Plain,
-    };
-    let result = serve(args, ui, signals, exports, options, &served, scheme);
+    let result = serve(args, ui, signals, exports, options, &served);
     // The disks are closed also after a failure of the server. The close flushes each disk. All
     // flushes of clients have ended by then, and an additional flush is harmless.
     let closed = served.close();
@@ -207,16 +202,17 @@ fn serve(
     exports: Exports,
     options: ServerOptions,
     served: &Served,
-    scheme: Scheme,
 ) -> Result<(), CommandError> {
     let listeners = place::listeners(args.listen.socket.as_ref(), &args.listen.addresses)?;
+    let tls = options.tls.as_ref().map(|_| args.tls.tls);
+    let scheme = if tls.is_some() { "nbds" } else { "nbd" };
     let server = Server::new(exports, options).map_err(|error| failure(&error))?;
     let stopper = server.stopper();
     signals.on_first(move || {
         let _ = activation::notify("STOPPING=1");
         stopper.stop();
     })?;
-    warn_of_plain_addresses(&listeners, scheme, args.tls.tls, ui);
+    warn_of_plain_addresses(&listeners, tls, ui);
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
@@ -245,11 +241,11 @@ fn serve(
 
 /// Warns of each TCP address that other machines can reach, if the server accepts clients without
 /// TLS.
-fn warn_of_plain_addresses(listeners: &[Listener], scheme: Scheme, tls: TlsChoice, ui: &Ui) {
-    let reason = match (scheme, tls) {
-        (Scheme::Plain, _) => "TLS is off (--tls-cert)",
-        (Scheme::Tls, TlsChoice::Allow) => "TLS is not required (--tls require)",
-        (Scheme::Tls, TlsChoice::Require) => return,
+fn warn_of_plain_addresses(listeners: &[Listener], tls: Option<TlsChoice>, ui: &Ui) {
+    let reason = match tls {
+        None => "TLS is off (--tls-cert)",
+        Some(TlsChoice::Allow) => "TLS is not required (--tls require)",
+        Some(TlsChoice::Require) => return,
     };
     for listener in listeners {
         if let ListenAddress::Tcp(address) = listener.place()

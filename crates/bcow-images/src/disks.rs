@@ -80,6 +80,7 @@ pub fn lock_note(command: &str) -> String {
 }
 
 /// Where an image is that the command line names, besides a disk that shows it.
+#[derive(Default)]
 pub struct NamedImage {
     /// The directory of its file, if that is on this machine.
     pub directory: Option<PathBuf>,
@@ -103,7 +104,7 @@ pub struct Below<'a> {
 impl<'a> Below<'a> {
     /// Looks where the options say.
     pub fn new(args: &'a StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
-        Below::in_places(args, options, args.backing_dirs()?.to_vec(), &[])
+        Below::beside(args, options, NamedImage::default())
     }
 
     /// Also looks where the image is that the command line names.
@@ -113,24 +114,11 @@ impl<'a> Below<'a> {
         image: NamedImage,
     ) -> Result<Self, CommandError> {
         let directories = [args.backing_dirs()?, image.directory.as_slice()].concat();
-        let below = Below::in_places(args, options, directories, &image.files)?;
-        Ok(Below {
-            url: image.url,
-            ..below
-        })
-    }
-
-    fn in_places(
-        args: &'a StoreArgs,
-        options: &OpenOptions,
-        directories: Vec<PathBuf>,
-        files: &[PathBuf],
-    ) -> Result<Self, CommandError> {
         let stores = args.directories()?;
         let places = Places {
             stores: &stores,
             named: &directories,
-            files,
+            files: &image.files,
             ..Places::default()
         };
         Ok(Below {
@@ -140,7 +128,7 @@ impl<'a> Below<'a> {
             directories,
             share: args.share(),
             options: options.clone(),
-            url: None,
+            url: image.url,
         })
     }
 
@@ -181,7 +169,7 @@ impl<'a> Below<'a> {
         let file = Arc::new(File::open(path).context(cannot)?);
         let opened = chain::open_shared(&file, self.share, &self.options, &opener);
         let image = opened.map_err(|problem| match problem {
-            OpenProblem::InUse(error) => in_use(cannot(), path, &error, Access::Read),
+            OpenProblem::InUse(error) => in_use(cannot(), path, &error).hint(END_OR_SHARE),
             OpenProblem::Failed(error) => cannot_open_file(name, path, &error),
         })?;
         Ok(OpenChain {
@@ -380,29 +368,15 @@ pub fn require_backing_beside(
     })
 }
 
-/// The access that a lock refuses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Access {
-    Read,
-    Write,
-}
+/// The hint for a file that cannot be read.
+const END_OR_SHARE: &str = "end that program, or read the file anyway with --force-share";
 
-fn in_use(
-    cannot: String,
-    path: &Path,
-    error: &(dyn std::error::Error + 'static),
-    access: Access,
-) -> CommandError {
-    let failure = running::describe_lock_holders(path).into_iter().fold(
+/// The error of a lock that another process holds.
+fn in_use(cannot: String, path: &Path, error: &(dyn std::error::Error + 'static)) -> CommandError {
+    running::describe_lock_holders(path).into_iter().fold(
         CommandError::new(cannot).caused_by(error).passes_if(true),
         CommandError::caused_by_text,
-    );
-    match access {
-        Access::Read => {
-            failure.hint("end that program, or read the file anyway with --force-share")
-        }
-        Access::Write => failure,
-    }
+    )
 }
 
 /// Opens the disk that the user calls `name` for writing. `command` names this process to a second
@@ -462,7 +436,7 @@ pub fn cannot_lock(name: &Path, path: &Path, error: &LockFileError) -> CommandEr
     let shown = name.display();
     let cannot = format!("cannot write to {shown}");
     match error {
-        LockFileError::Lock(error) => in_use(cannot, path, error, Access::Write),
+        LockFileError::Lock(error) => in_use(cannot, path, error),
         LockFileError::Sealed => CommandError::new(cannot).caused_by(error).hint(format!(
             "`bcow create -b {shown} NEW` makes a disk on top of it"
         )),
@@ -475,7 +449,8 @@ pub fn lock_for_reading(name: &Path, file: &File, share: Share) -> Result<(), Co
     let writable = header_of(file).is_some_and(|header| header.state == State::Writable);
     if share == Share::Lock && writable {
         let cannot = || format!("cannot read {}", name.display());
-        FileLock::shared(file).map_err(|error| in_use(cannot(), name, &error, Access::Read))?;
+        FileLock::shared(file)
+            .map_err(|error| in_use(cannot(), name, &error).hint(END_OR_SHARE))?;
     }
     Ok(())
 }
@@ -494,7 +469,7 @@ pub fn open_for_repair(
     let lock = if writable {
         Some(
             FileLock::exclusive(&file, &lock_note("fsck --repair"))
-                .map_err(|error| in_use(cannot(), path, &error, Access::Write))?,
+                .map_err(|error| in_use(cannot(), path, &error))?,
         )
     } else {
         None

@@ -64,7 +64,7 @@ impl Answer {
 }
 
 /// A command's failure. A process of a pool sends it to its client as JSON.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct CommandError {
     message: String,
     #[serde(default)]
@@ -83,11 +83,8 @@ impl CommandError {
     pub fn new(message: impl Into<String>) -> Self {
         CommandError {
             message: message.into(),
-            causes: Vec::new(),
-            hint: None,
             exit: exit::FAILED,
-            may_pass: false,
-            answer: Answer::None,
+            ..CommandError::default()
         }
     }
 

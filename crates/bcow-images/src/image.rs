@@ -198,7 +198,7 @@ impl OpenImage {
                     .caused_by_text("the file is a complete image, not a layer")
                     .hint("`bcow commit IMG --upper UPPER LAYER.bcow` makes a layer"));
             };
-            let below = identity_of(&parts);
+            let below = identity_of(parts.iter());
             if let Some(over) = described["over"].as_str()
                 && over != hex(&below)
             {
@@ -271,7 +271,7 @@ impl OpenImage {
             })
             .collect::<Result<Vec<_>, CommandError>>()?;
         let mut described = Map::new();
-        let over = hex(&identity_of(&images));
+        let over = hex(&identity_of(images.iter()));
         described.insert("commit".into(), json!({ "over": over }));
         if let Some(config) = images[0].metadata()?.get("config") {
             described.insert("config".into(), config.clone());
@@ -339,11 +339,7 @@ impl OpenImage {
     pub fn identity(&self) -> [u8; 32] {
         match &self.parts[..] {
             [] => self.image().identity_hash(),
-            [part] => part.image.identity(),
-            parts => {
-                let parts: Vec<_> = parts.iter().map(|part| part.image.identity()).collect();
-                joined_identity(&parts)
-            }
+            parts => identity_of(parts.iter().map(|part| &part.image)),
         }
     }
 
@@ -691,9 +687,9 @@ fn opened_alone(image: Arc<Image>, path: PathBuf) -> Opened {
 }
 
 /// The identity of images that are shown as one.
-fn identity_of(images: &[OpenImage]) -> [u8; 32] {
-    match images {
-        [image] => image.identity(),
-        images => joined_identity(&images.iter().map(OpenImage::identity).collect::<Vec<_>>()),
+fn identity_of<'i>(images: impl Iterator<Item = &'i OpenImage>) -> [u8; 32] {
+    match &images.map(OpenImage::identity).collect::<Vec<_>>()[..] {
+        [only] => *only,
+        all => joined_identity(all),
     }
 }

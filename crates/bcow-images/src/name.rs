@@ -95,12 +95,8 @@ impl Name {
 
     /// The name of a file or a remote image.
     pub fn url(url: Url) -> Name {
-        let shown = PathBuf::from(url.to_string());
-        Name {
-            text: shown.clone().into(),
-            shown,
-            parts: NameParts::Url(url),
-        }
+        let text = url.to_string();
+        Name::of(text.as_ref(), NameParts::Url(url))
     }
 
     pub(crate) fn of(text: &OsStr, parts: NameParts) -> Name {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow::chain::directory_of;
-use bcow::format::{BackingEntry, BackingName};
+use bcow::format::BackingName;
 use bcow::{BlockDevice, Image, OpenOptions};
 use bcow_union::offline::DiskOverView;
 
@@ -89,11 +89,8 @@ fn split(chain: &OpenChain) -> Option<(Vec<Arc<Image>>, Arc<Image>)> {
 
 /// The identity of the image that a view shows.
 fn image_of(view: &Image) -> Option<[u8; 32]> {
-    match view.backings().next()? {
-        BackingEntry {
-            name: BackingName::FileName { identity, .. },
-            ..
-        } => *identity,
+    match &view.backings().next()?.name {
+        BackingName::FileName { identity, .. } => *identity,
         _ => None,
     }
 }

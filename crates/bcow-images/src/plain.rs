@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use bcow::format::incompatible;
 use bcow::{Image, Mapping};
-use bcow_oci::store::{Opened, StackLayer};
+use bcow_oci::store::StackLayer;
 
 use crate::error::{CommandError, Context};
 use crate::image::{Messages, OpenImage, cannot_open};
@@ -19,9 +19,27 @@ pub fn files(image: &OpenImage) -> Result<Option<Vec<PathBuf>>, CommandError> {
     let opened = image.opened();
     let mut files = vec![(&*opened.image, opened.path.as_path())];
     let tree = image.tree()?;
-    let windows = Windows::new(opened);
+    let backings = opened.image.backings();
+    let backings: Vec<String> = backings.map(|entry| entry.name.to_string()).collect();
+    let layers = opened.layers.iter();
+    let layers: HashMap<String, &StackLayer> = layers
+        .map(|layer| (layer.recorded.digest.to_string(), layer))
+        .collect();
+    // The layer whose window begins at this byte of the address space.
+    let device_at = |start: u64| {
+        let extent = opened.image.map(start).ok()?;
+        let Mapping::Backing {
+            index, offset: 0, ..
+        } = extent.mapping
+        else {
+            return None;
+        };
+        let layer = layers.get(backings.get(index as usize)?)?;
+        let file = layer.file.as_ref()?;
+        (extent.offset == start).then_some((&*file.image, file.path.as_path()))
+    };
     for &start in &tree.filesystem().superblock().devices {
-        let (layer, path) = windows.device_at(start).ok_or_else(|| {
+        let (layer, path) = device_at(start).ok_or_else(|| {
             CommandError::new(format!(
                 "no layer matches the device at byte {start} of {}",
                 image.path().display()
@@ -94,41 +112,4 @@ pub fn mount_command(
         "mount -t erofs -o ro{layers} {} {target}",
         device(image)
     ))
-}
-
-/// The layers of a stack, by their windows in the address space.
-struct Windows<'o> {
-    image: &'o Image,
-    /// Digests of the backings, by index.
-    backings: Vec<String>,
-    layers: HashMap<String, &'o StackLayer>,
-}
-
-impl<'o> Windows<'o> {
-    fn new(opened: &'o Opened) -> Self {
-        let by_digest = |layer: &'o StackLayer| (layer.recorded.digest.to_string(), layer);
-        Windows {
-            image: &opened.image,
-            backings: opened
-                .image
-                .backings()
-                .map(|backing| backing.name.to_string())
-                .collect(),
-            layers: opened.layers.iter().map(by_digest).collect(),
-        }
-    }
-
-    /// The layer whose first byte is at the byte `start` of the address space.
-    fn device_at(&self, start: u64) -> Option<(&'o Image, &'o Path)> {
-        let extent = self.image.map(start).ok()?;
-        let Mapping::Backing {
-            index, offset: 0, ..
-        } = extent.mapping
-        else {
-            return None;
-        };
-        let layer = self.layers.get(self.backings.get(index as usize)?)?;
-        let file = layer.file.as_ref()?;
-        (extent.offset == start).then_some((&*file.image, file.path.as_path()))
-    }
 }

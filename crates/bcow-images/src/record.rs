@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,15 +28,9 @@ pub struct Recorder {
     seen: Vec<AtomicU64>,
     /// Ranges of sectors in the order of their first use. The lock is held to add one, and only by
     /// a read of sectors that were not read before.
-    ranges: Mutex<Vec<Range>>,
+    ranges: Mutex<Vec<Range<u64>>>,
     /// More was read than the list has.
     is_full: AtomicBool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Range {
-    first: u64,
-    count: u64,
 }
 
 impl Recorder {
@@ -90,20 +85,17 @@ impl Recorder {
             let first = u64::from(bits.trailing_zeros());
             let count = u64::from((bits >> first).trailing_ones());
             bits &= !((u64::MAX >> (64 - count)) << first);
-            let new = Range {
-                first: start + first,
-                count,
-            };
+            let first = start + first;
             let has_room = ranges.len() < MAX_TRACE_RANGES / 2;
             match ranges.last_mut() {
-                Some(last) if last.first + last.count == new.first => last.count += new.count,
-                _ if has_room => ranges.push(new),
+                Some(last) if last.end == first => last.end += count,
+                _ if has_room => ranges.push(first..first + count),
                 _ => self.is_full.store(true, Ordering::Relaxed),
             }
         }
     }
 
-    fn ranges(&self) -> MutexGuard<'_, Vec<Range>> {
+    fn ranges(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
         // The list is changed by single additions, and valid after a panic.
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -338,7 +330,7 @@ impl Places {
 /// all of them.
 fn parts(
     tree: &Filesystem,
-    ranges: &[Range],
+    ranges: &[Range<u64>],
     recorder: &Recorder,
 ) -> Result<(Vec<TracePart>, bool), ErofsError> {
     let mut left = MAX_TRACE_RANGES;
@@ -348,7 +340,7 @@ fn parts(
     let mut known: HashMap<(u32, bool), usize> = HashMap::new();
     let path = |object: u32| places.paths[object as usize].clone();
     for range in ranges {
-        for sector in range.first..range.first + range.count {
+        for sector in range.clone() {
             let files = places.files(sector, recorder);
             if files.is_empty()
                 && let Some(object) = places.directory(sector)
@@ -399,7 +391,7 @@ mod tests {
         let found: Vec<_> = recorder
             .ranges()
             .iter()
-            .map(|range| (range.first, range.count))
+            .map(|range| (range.start, range.end - range.start))
             .collect();
         assert_eq!(found, [(24, 2), (0, 24), (26, 230)]);
     }

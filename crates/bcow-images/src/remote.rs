@@ -91,8 +91,8 @@ impl fmt::Debug for OneClient {
     }
 }
 
-/// Opens remote files, and lists those that are open.
-struct Client {
+/// Opens remote files of a command line, and lists those that are open.
+pub struct Client {
     remote: Remote,
     /// The lock is held to add to the list or to copy it.
     files: Mutex<Vec<Weak<RemoteFile>>>,
@@ -119,25 +119,15 @@ impl Client {
         }
     }
 
-    fn files(&self) -> Vec<Arc<RemoteFile>> {
-        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        files.iter().filter_map(Weak::upgrade).collect()
-    }
-}
-
-/// The traffic of a command line with other machines.
-#[derive(Clone)]
-pub struct Activity(Arc<Client>);
-
-impl Activity {
     /// The open files, in the order of their opening.
     pub fn files(&self) -> Vec<Arc<RemoteFile>> {
-        self.0.files()
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// The counters.
     pub fn figures(&self) -> Figures {
-        self.0.remote.figures()
+        self.remote.figures()
     }
 }
 
@@ -280,15 +270,13 @@ impl RemoteArgs {
 
     /// The open files on other machines, in the order of their opening.
     pub fn files(&self) -> Vec<Arc<RemoteFile>> {
-        self.client
-            .0
-            .get()
-            .map_or_else(Vec::new, |client| client.files())
+        let client = self.client.0.get();
+        client.map_or_else(Vec::new, |client| client.files())
     }
 
-    /// The counters for the statistics of a mount; `None` as long as no remote image was opened.
-    pub fn activity(&self) -> Option<Activity> {
-        Some(Activity(Arc::clone(self.client.0.get()?)))
+    /// The client; `None` as long as no remote image was opened.
+    pub fn activity(&self) -> Option<Arc<Client>> {
+        self.client.0.get().cloned()
     }
 
     /// Bytes that were fetched so far.
@@ -322,17 +310,15 @@ impl RemoteArgs {
         Ok(Arc::clone(self.client.0.get_or_init(|| client)))
     }
 
-    fn key(&self) -> Result<ClientKey, CommandError> {
+    /// What distinguishes the clients of a process: clients with equal options can be shared.
+    fn key(&self) -> Result<String, CommandError> {
         let options = self.options()?;
-        let cache = options.cache.as_ref().map(|cache| cache.path().to_owned());
-        Ok(ClientKey {
-            insecure: options.insecure,
-            timeout: options.timeout,
-            cache: cache.map(|path| std::path::absolute(&path).unwrap_or(path)),
-            cache_limit: cache::limit(self.cache_limit)?,
-            mirrors: self.mirror_names(),
-            auth_file: self.absolute_auth_file(),
-        })
+        let cache = options.cache.as_ref().map(Cache::path);
+        let cache = cache.map(|path| std::path::absolute(path).unwrap_or(path.to_owned()));
+        let limit = cache::limit(self.cache_limit)?;
+        let given = (options.insecure, options.timeout, cache, limit);
+        let named = (self.mirror_names(), self.absolute_auth_file());
+        Ok(format!("{given:?} {named:?}"))
     }
 
     /// The directory of the cache, if one can be used.
@@ -410,13 +396,13 @@ fn open_in_registry(
     args: &RemoteArgs,
     pinned: Pinned,
 ) -> Result<RemoteImage, CommandError> {
-    let place = NamedRepository::new(reference, args)?;
+    let place = InRepository::new(reference, args)?;
     let found = place.find(None)?;
     let image = match found {
         RegistryImage::Bcow(image) => return place.open(&image, args, pinned),
         RegistryImage::Ordinary(image) => image,
     };
-    let name = &place.name;
+    let name = place.shown();
     let ordinary = || {
         CommandError::new(format!("cannot open {name}"))
             .caused_by_text("it is an ordinary OCI image")
@@ -457,41 +443,35 @@ pub fn find_in_registry(
     pinned: Pinned,
     platform: Option<&Platform>,
 ) -> Result<InRegistry, CommandError> {
-    let place = NamedRepository::new(reference, args)?;
+    let place = InRepository::new(reference, args)?;
     match place.find(platform)? {
         RegistryImage::Bcow(image) => place.open(&image, args, pinned).map(InRegistry::Bcow),
         RegistryImage::Ordinary(image) => Ok(InRegistry::Ordinary(image)),
     }
 }
 
-/// A name in a registry.
-struct NamedRepository {
-    name: String,
-    registry: Arc<Registry>,
+/// A name in a registry: what `bcow_oci` reads there.
+pub struct InRepository {
+    registry: Registry,
     client: Arc<Client>,
-    key: Option<Arc<PublicKey>>,
+    /// The key that must have signed what the name leads to.
+    key: Option<PublicKey>,
 }
 
-impl NamedRepository {
-    fn new(reference: &Reference, args: &RemoteArgs) -> Result<Self, CommandError> {
-        let name = reference.to_string();
-        let client = args.client(&name)?;
+impl InRepository {
+    fn new(reference: &Reference, args: &RemoteArgs) -> Result<Arc<Self>, CommandError> {
+        let client = args.client(&reference.to_string())?;
         let keys = Arc::new(args.keys()?);
-        let registry = Arc::new(Registry::new(&client.remote, reference.clone(), keys));
-        Ok(NamedRepository {
-            name,
-            registry,
+        Ok(Arc::new(InRepository {
+            registry: Registry::new(&client.remote, reference.clone(), keys),
             client,
-            key: args.verify_key()?.map(Arc::new),
-        })
+            key: args.verify_key()?,
+        }))
     }
 
-    fn repository(&self) -> Arc<InRepository> {
-        Arc::new(InRepository {
-            registry: Arc::clone(&self.registry),
-            client: Arc::clone(&self.client),
-            key: self.key.clone(),
-        })
+    /// The name for messages.
+    fn shown(&self) -> String {
+        self.registry.reference().to_string()
     }
 
     /// Checks the signature of an image that no signed manifest has led to.
@@ -501,23 +481,22 @@ impl NamedRepository {
         };
         let digest = Digest::of(&image.manifest).to_string();
         let verified = self.registry.verify(&digest, key);
-        verified.map_err(|error| cannot_open(&self.name, &error))
+        verified.map_err(|error| cannot_open(&self.shown(), &error))
     }
 
-    fn find(&self, platform: Option<&Platform>) -> Result<RegistryImage, CommandError> {
-        let repository = self.repository();
-        bcow_oci::find_in_registry(repository, platform)
-            .map_err(|error| cannot_convert(&error, &format!("cannot open {}", self.name)))
+    fn find(self: &Arc<Self>, platform: Option<&Platform>) -> Result<RegistryImage, CommandError> {
+        bcow_oci::find_in_registry(self.clone(), platform)
+            .map_err(|error| cannot_convert(&error, &format!("cannot open {}", self.shown())))
     }
 
     /// Opens the stack of an image.
     fn open(
-        &self,
+        self: &Arc<Self>,
         image: &BcowImage,
         args: &RemoteArgs,
         pinned: Pinned,
     ) -> Result<RemoteImage, CommandError> {
-        let failed = |error: RemoteError| cannot_open(&self.name, &error);
+        let failed = |error: RemoteError| cannot_open(&self.shown(), &error);
         let of_manifest = image.stack.merkle_root.map(Root);
         let root = args.root_of(pinned).or(of_manifest);
         if let (Some(root), Some(found)) = (root, of_manifest)
@@ -527,7 +506,7 @@ impl NamedRepository {
                 found: found.to_string(),
                 expected: root.to_string(),
             };
-            let place = self.name.clone();
+            let place = self.shown();
             return Err(failed(RemoteError { place, problem }));
         }
         let expected = root.map(|root| Expected {
@@ -540,7 +519,7 @@ impl NamedRepository {
             .map_err(failed)?;
         Ok(RemoteImage {
             storage: self.client.add(file) as Arc<dyn Storage>,
-            files: Some(self.repository() as Arc<dyn RemoteFiles>),
+            files: Some(self.clone() as Arc<dyn RemoteFiles>),
             name: Name::url(Url::Registry(self.registry.reference().clone())),
             lasting_url: Some(format!(
                 "docker://{}/{}@{}",
@@ -562,13 +541,17 @@ pub fn bcow_in_registry(
     reference: &Reference,
     args: &RemoteArgs,
 ) -> Result<(BcowImage, Arc<InRepository>), CommandError> {
-    let place = NamedRepository::new(reference, &args.uncached())?;
+    let place = InRepository::new(reference, &args.uncached())?;
     let found = place.find(None)?;
     match found {
-        RegistryImage::Bcow(image) => Ok((image, place.repository())),
-        RegistryImage::Ordinary(_) => Err(CommandError::new(format!("cannot open {}", place.name))
-            .caused_by_text("it is an ordinary OCI image")
-            .hint("`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images")),
+        RegistryImage::Bcow(image) => Ok((image, place)),
+        RegistryImage::Ordinary(_) => {
+            Err(CommandError::new(format!("cannot open {}", place.shown()))
+                .caused_by_text("it is an ordinary OCI image")
+                .hint(
+                    "`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images",
+                ))
+        }
     }
 }
 
@@ -579,10 +562,10 @@ pub fn blob_in_registry(
     bytes: u64,
     args: &RemoteArgs,
 ) -> Result<Box<dyn io::Read + Send>, CommandError> {
-    let place = NamedRepository::new(reference, &args.uncached())?;
+    let place = InRepository::new(reference, &args.uncached())?;
     let sent = place.registry.download(&digest.to_string(), bytes);
     Ok(Box::new(
-        sent.map_err(|error| cannot_open(&place.name, &error))?,
+        sent.map_err(|error| cannot_open(&place.shown(), &error))?,
     ))
 }
 
@@ -598,14 +581,6 @@ fn cannot_convert(error: &ConvertError, failed: &str) -> CommandError {
         }
         (None, error) => failure.caused_by(error).hint_if(error.hint()),
     }
-}
-
-/// What `bcow_oci` reads of a registry.
-pub struct InRepository {
-    registry: Arc<Registry>,
-    client: Arc<Client>,
-    /// The key that must have signed what the name leads to.
-    key: Option<Arc<PublicKey>>,
 }
 
 impl Repository for InRepository {
@@ -750,20 +725,9 @@ pub fn is_scratch(path: &Path) -> bool {
     })
 }
 
-/// What distinguishes the clients of a process: those with equal options send the same requests.
-#[derive(PartialEq, Eq)]
-struct ClientKey {
-    insecure: bool,
-    timeout: Duration,
-    cache: Option<PathBuf>,
-    cache_limit: Option<u64>,
-    mirrors: Vec<String>,
-    auth_file: Option<PathBuf>,
-}
-
 /// The clients that the mounts of this process use; `None` if each has its own. The lock is held to
 /// look for a client or to make one, which needs no connection.
-static SHARED: Mutex<Option<Vec<(ClientKey, WeakRemote)>>> = Mutex::new(None);
+static SHARED: Mutex<Option<Vec<(String, WeakRemote)>>> = Mutex::new(None);
 
 /// Makes all later clients of this process with equal options share connections, tokens and memory.
 pub fn share_clients() {

@@ -130,46 +130,41 @@ fn header_of(file: &File) -> io::Result<Result<Header, FormatError>> {
 fn file_over(destination: &Path) -> Option<PathBuf> {
     // A disk records the name of the backing file, not the name of a symbolic link to it.
     let path = destination.canonicalize().ok()?;
-    let below = Below {
-        name: path.file_name()?.to_str()?.to_owned(),
-        digest: LazyCell::new(|| digest_of(&path)),
+    let name = path.file_name()?.to_str()?;
+    // The digest of the whole file. Few files record it.
+    let digest = LazyCell::new(|| digest_of(&path));
+    let is_over = |file: &Path| {
+        // It may be a disk that is in use, so this opens it without its lock.
+        let image = File::open(file)
+            .ok()
+            .and_then(|file| Image::open_storage(Arc::new(file), &OpenOptions::default()).ok());
+        image.is_some_and(|image| {
+            let mut backings = image.backings();
+            backings.any(|entry| is_named(&entry.name, name, &|| *digest))
+        })
     };
     let entries = std::fs::read_dir(path.parent()?).ok()?;
     let mut files_over: Vec<PathBuf> = entries
         .filter_map(Result::ok)
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
         .map(|entry| entry.path())
-        .filter(|file| *file != path && is_bcow(file) && below.is_backing_of(file))
+        .filter(|file| *file != path && is_bcow(file) && is_over(file))
         .collect();
     files_over.sort();
     files_over.into_iter().next()
 }
 
-/// How other files record a file as their backing.
-struct Below<F: FnOnce() -> Option<[u8; 32]>> {
-    name: String,
-    /// The digest of the whole file. Few files record it.
-    digest: LazyCell<Option<[u8; 32]>, F>,
-}
-
-impl<F: FnOnce() -> Option<[u8; 32]>> Below<F> {
-    /// Whether the file at `over` records this one. It may be a disk that is in use, so this opens
-    /// it without its lock.
-    fn is_backing_of(&self, over: &Path) -> bool {
-        let Ok(file) = File::open(over) else {
-            return false;
-        };
-        Image::open_storage(Arc::new(file), &OpenOptions::default())
-            .is_ok_and(|image| image.backings().any(|entry| self.is_named(&entry.name)))
-    }
-
-    fn is_named(&self, name: &BackingName) -> bool {
-        match name {
-            BackingName::FileName { name, .. } => *name == self.name,
-            BackingName::Digest(digest) => *self.digest == Some(*digest),
-            BackingName::View { image, .. } => self.is_named(&image.name),
-            BackingName::Url { .. } => false,
-        }
+/// Whether another file records this name or this digest as its backing.
+fn is_named(
+    backing: &BackingName,
+    own_name: &str,
+    own_digest: &dyn Fn() -> Option<[u8; 32]>,
+) -> bool {
+    match backing {
+        BackingName::FileName { name, .. } => name == own_name,
+        BackingName::Digest(digest) => own_digest() == Some(*digest),
+        BackingName::View { image, .. } => is_named(&image.name, own_name, own_digest),
+        BackingName::Url { .. } => false,
     }
 }
 

@@ -31,20 +31,18 @@ const SCHEMA: &str = "bcow.services/1";
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Something that a process serves.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Service {
     /// `mount`, `serve` or `attach`.
     pub kind: String,
     /// The image or disk.
     pub image: String,
     /// The layers on top of an image, the lowest first.
-    #[serde(default)]
     pub layers: Vec<String>,
     /// The name under which clients ask for it, if there are several.
-    #[serde(default)]
     pub export: Option<String>,
     /// The directory that takes changes.
-    #[serde(default)]
     pub upper: Option<String>,
     /// Where clients reach it: mountpoint, sockets and addresses, or device.
     pub at: Vec<String>,
@@ -55,17 +53,13 @@ pub struct Service {
     /// For a mount: its device number, in the form of the kernel. The number is unique on the
     /// machine as long as the mount exists. Then the kernel gives it to another mount, even if this
     /// process has not ended yet.
-    #[serde(default)]
     pub device: Option<String>,
     /// For a mount that maps owners: how.
-    #[serde(default)]
     pub owners: Option<String>,
     /// For a mount with the kernel driver: the descriptor of the process through which root reads
     /// the statistics.
-    #[serde(default)]
     pub descriptor: Option<i32>,
     /// For a mount in a pool: the name of the pool, whose process has other mounts too.
-    #[serde(default)]
     pub pool: Option<String>,
 }
 

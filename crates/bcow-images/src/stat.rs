@@ -4,6 +4,7 @@ use bcow::format::hex;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
 use bcow_oci::rfc3339;
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::error::CommandError;
 use crate::image::Tree;
@@ -80,19 +81,13 @@ pub struct InodeFacts {
     mtime: String,
     inode: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    device: Option<DeviceFacts>,
+    device: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     target: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     target_hex: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     xattrs: Vec<XattrFacts>,
-}
-
-#[derive(Serialize)]
-struct DeviceFacts {
-    major: u32,
-    minor: u32,
 }
 
 #[derive(Serialize)]
@@ -119,10 +114,9 @@ impl InodeFacts {
             links: inode.nlink,
             mtime: full_time(inode.mtime),
             inode: inode.ino,
-            device: inode.rdev.map(|device| DeviceFacts {
-                major: device.major,
-                minor: device.minor,
-            }),
+            device: inode
+                .rdev
+                .map(|device| json!({ "major": device.major, "minor": device.minor })),
             target: target.as_deref().map(names::text),
             target_hex: target.as_deref().and_then(names::text_hex),
             xattrs: xattrs

@@ -59,27 +59,20 @@ impl Tree {
     /// The inode that `path` names. Relative paths start at the root.
     pub fn find(&self, path: &[u8], last: LastLink) -> Result<Inode, CommandError> {
         let cannot = |error: ErofsError| self.cannot_look_up(path, &error);
+        let resolve = |path: &[u8]| {
+            let found = self.filesystem.resolve_with(path, Symlinks::Follow);
+            found.map_err(cannot)
+        };
         let nid = match (last, split_last(path)) {
-            (LastLink::Keep, Some((parent, name))) => {
-                match self
-                    .filesystem
-                    .resolve_with(parent, Symlinks::Follow)
-                    .map_err(cannot)?
-                {
-                    Some(nid) => {
-                        let parent = self.inode(nid, parent)?;
-                        self.filesystem
-                            .lookup(&parent, name)
-                            .map_err(cannot)?
-                            .map(|entry| entry.nid)
-                    }
-                    None => None,
+            (LastLink::Keep, Some((parent, name))) => match resolve(parent)? {
+                Some(nid) => {
+                    let parent = self.inode(nid, parent)?;
+                    let entry = self.filesystem.lookup(&parent, name).map_err(cannot)?;
+                    entry.map(|entry| entry.nid)
                 }
-            }
-            _ => self
-                .filesystem
-                .resolve_with(path, Symlinks::Follow)
-                .map_err(cannot)?,
+                None => None,
+            },
+            _ => resolve(path)?,
         };
         match nid {
             Some(nid) => self.inode(nid, path),

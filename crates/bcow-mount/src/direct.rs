@@ -26,7 +26,7 @@ const MARK: &[u8] = b"/./";
 /// each file gets a loop device, which ends with the mount.
 pub fn mount_files(files: &[PathBuf], target: &Path, settings: Settings) -> Result<(), Error> {
     let sources: Vec<PathBuf> = files.iter().map(|file| marked(file)).collect();
-    let Err(error) = mount(&sources, Through::Files, target, settings) else {
+    let Err(error) = mount(&sources, true, target, settings) else {
         return Ok(());
     };
     if !may_need_devices(&error) {
@@ -37,19 +37,13 @@ pub fn mount_files(files: &[PathBuf], target: &Path, settings: Settings) -> Resu
     let devices = files.iter().map(|file| attach(file));
     let devices = devices.collect::<Result<Vec<_>, _>>()?;
     let sources: Vec<PathBuf> = devices.iter().map(|device| marked(device.path())).collect();
-    mount(&sources, Through::Devices, target, settings)
+    mount(&sources, false, target, settings)
 }
 
-/// How the kernel reads the files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Through {
-    Files,
-    Devices,
-}
-
+/// Mounts the first of `sources`, which are files or loop devices, with the others as its devices.
 fn mount(
     sources: &[PathBuf],
-    through: Through,
+    are_files: bool,
     target: &Path,
     settings: Settings,
 ) -> Result<(), Error> {
@@ -60,7 +54,7 @@ fn mount(
         source,
         devices,
         // So that no page is cached twice. Loop devices have direct I/O of their own.
-        direct_io: through == Through::Files,
+        direct_io: are_files,
     };
     filesystem::mount_source(source, Kind::Erofs, target, settings)
 }

@@ -3,16 +3,16 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use rustix::io::Result;
-use rustix::ioctl::{Getter, Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl, opcode};
+use rustix::io::{Errno, Result};
+use rustix::ioctl::{Getter, NoArg, Opcode, Setter, ioctl, opcode};
 
-const GET_FREE: Opcode = 0x4c82;
+const GET_FREE: u16 = 0x4c82;
 const CONFIGURE: Opcode = 0x4c0a;
 const SET_CAPACITY: Opcode = 0x4c07;
 /// `EXT4_IOC_RESIZE_FS`, with the number of blocks.
@@ -66,32 +66,14 @@ impl Config {
     }
 }
 
-/// Asks for the number of a free device.
-struct GetFree;
-
-// SAFETY: The request takes no argument and returns the number as the result of the call.
-unsafe impl Ioctl for GetFree {
-    type Output = u32;
-    const IS_MUTATING: bool = false;
-
-    fn opcode(&self) -> Opcode {
-        GET_FREE
-    }
-
-    fn as_ptr(&mut self) -> *mut c_void {
-        std::ptr::null_mut()
-    }
-
-    unsafe fn output_from_ptr(number: IoctlOutput, _: *mut c_void) -> Result<u32> {
-        // The kernel's numbers are not negative.
-        Ok(number.unsigned_abs())
-    }
-}
-
 /// The number of a free loop device. The kernel creates a device if all are in use.
 pub(crate) fn free_device(control: impl AsFd) -> Result<u32> {
-    // SAFETY: See the implementation.
-    unsafe { ioctl(control, GetFree) }
+    let control = control.as_fd().as_raw_fd();
+    // SAFETY: The request takes no argument and returns the number as the result of the call.
+    match unsafe { libc::ioctl(control, GET_FREE.into()) } {
+        number @ 0.. => Ok(number.unsigned_abs()),
+        _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),
+    }
 }
 
 /// Attaches the file of `config`.

@@ -198,11 +198,7 @@ fn sysfs(number: u32, attribute: &str) -> Option<String> {
 /// N of `loopN`.
 fn number_in(name: &str) -> Option<u32> {
     let digits = name.strip_prefix("loop")?;
-    if digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        digits.parse().ok()
-    } else {
-        None
-    }
+    digits.parse().ok().filter(|_| !digits.starts_with('+'))
 }
 
 #[cfg(test)]

@@ -8,25 +8,12 @@
 
 use std::path::{Path, PathBuf};
 
-/// Whether the kernel can deadlock with this process.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Writeback {
-    /// No: the process is declared.
-    Declared,
-    /// No: the process may not declare itself, but its group has no limit.
-    NotLimited,
-    /// Yes: the process may not declare itself, and its group has a limit.
-    MayDeadlock {
-        /// The limit of the group in bytes.
-        limit_bytes: u64,
-    },
-}
-
 /// Declares that the kernel writes dirty pages back through this thread and the threads that it
-/// starts later. That needs `CAP_SYS_RESOURCE`; without it, examines the memory group.
-pub fn serve_writeback() -> Writeback {
+/// starts later. That needs `CAP_SYS_RESOURCE`. Without it, the kernel can deadlock with this
+/// process if its memory group has a limit: the result is that limit, in bytes.
+pub fn serve_writeback() -> Option<u64> {
     if rustix::process::configure_io_flusher_behavior(true).is_ok() {
-        return Writeback::Declared;
+        return None;
     }
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let group = legacy_group(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"));
@@ -36,10 +23,7 @@ pub fn serve_writeback() -> Writeback {
     // Without a limit, the kernel shows a number that no machine has.
     let machine = rustix::system::sysinfo();
     let machine_bytes = u64::from(machine.mem_unit) * machine.totalram as u64;
-    match limit {
-        Some(limit_bytes) if limit_bytes < machine_bytes => Writeback::MayDeadlock { limit_bytes },
-        _ => Writeback::NotLimited,
-    }
+    limit.filter(|&limit| limit < machine_bytes)
 }
 
 /// Runs `release`, and returns the memory that it and others have freed to the kernel. The

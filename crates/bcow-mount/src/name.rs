@@ -33,14 +33,9 @@ impl HiddenName {
     pub fn parse(backing_file: &str) -> Option<Self> {
         let rest = backing_file.strip_prefix('/')?.strip_prefix(PREFIX)?;
         let (pid, disk) = rest.split_once(':')?;
-        if disk.contains('/') {
-            None
-        } else {
-            Some(HiddenName {
-                pid: pid.parse().ok()?,
-                disk: disk.to_owned(),
-            })
-        }
+        let pid = pid.parse().ok().filter(|_| !disk.contains('/'))?;
+        let disk = disk.to_owned();
+        Some(HiddenName { pid, disk })
     }
 }
 

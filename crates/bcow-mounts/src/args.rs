@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use bcow::{OpenOptions, Verify};
+use bcow::{BlockCache, OpenOptions, Verify};
 use bcow_images::Name;
 use bcow_images::args::{IMAGE, NameParser};
 use bcow_images::error::CommandError;
@@ -139,11 +139,14 @@ impl MountArgs {
         !self.layers.layers.is_empty() || !self.more.is_empty()
     }
 
-    /// What each read of bcow verifies.
-    pub(crate) fn verify(&self) -> Verify {
-        match self.verify {
-            None | Some(VerifyWhat::Checksums) => Verify::Checksums,
-            Some(VerifyWhat::Merkle) => Verify::Merkle,
+    /// How bcow opens the image or the disk.
+    pub(crate) fn open_options(&self, cache: &BlockCache) -> OpenOptions {
+        OpenOptions {
+            cache: cache.clone(),
+            verify: match self.verify {
+                None | Some(VerifyWhat::Checksums) => Verify::Checksums,
+                Some(VerifyWhat::Merkle) => Verify::Merkle,
+            },
         }
     }
 

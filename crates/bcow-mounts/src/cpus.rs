@@ -12,11 +12,7 @@ pub struct Cpus(Vec<usize>);
 /// Parses a list: numbers and ranges, separated by commas; a range with `:N` is every Nth of it.
 pub fn parse(text: &str) -> Result<Cpus, String> {
     let number = |text: &str| {
-        let number: Option<usize> = if text.bytes().all(|byte| byte.is_ascii_digit()) {
-            text.parse().ok()
-        } else {
-            None
-        };
+        let number: Option<usize> = text.parse().ok().filter(|_| !text.starts_with('+'));
         number.ok_or_else(|| format!("{text:?} is not the number of a CPU"))
     };
     let mut cpus = Vec::new();

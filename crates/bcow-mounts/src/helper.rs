@@ -188,8 +188,8 @@ impl Arguments {
         }
         // `bcow mount` lets the last of two contradicting options win, so root's defaults come
         // first.
-        let mut kept: Vec<u8> = match caller {
-            Caller::Root => b"suid,dev,".to_vec(),
+        let mut kept = match caller {
+            Caller::Root => vec![b"suid".to_vec(), b"dev".to_vec()],
             Caller::Other => Vec::new(),
         };
         let options = long_options();
@@ -216,21 +216,16 @@ impl Arguments {
                         String::from_utf8_lossy(&option)
                     )));
                 }
-                None => {
-                    kept.extend_from_slice(&option);
-                    kept.push(b',');
-                }
+                None => kept.push(option),
             }
         }
         // mount(8) passes `rw` for every mount that is not read-only. Without an upper, `bcow
         // mount` refuses it.
         if !has_upper {
-            kept = without_rw(&kept);
+            kept.retain(|option| option != b"rw");
         }
         if !kept.is_empty() {
-            kept.pop();
-            command.push("-o".into());
-            command.push(OsString::from_vec(kept));
+            command.extend(["-o".into(), OsString::from_vec(kept.join(&b','))]);
         }
         command.extend(["--".into(), image.clone(), directory.clone()]);
         Ok(Request::Run(command))
@@ -291,14 +286,6 @@ fn is_known(options: &[(String, bool)], option: &[u8]) -> bool {
     let (name, _) = long_name(option);
     options.iter().any(|(long, _)| long.as_bytes() == name)
         || MountOptions::is_known(OsStr::from_bytes(option))
-}
-
-fn without_rw(list: &[u8]) -> Vec<u8> {
-    list.split_inclusive(|&byte| byte == b',')
-        .filter(|option| *option != b"rw,")
-        .flatten()
-        .copied()
-        .collect()
 }
 
 /// Splits a list at its commas, but for those behind a backslash and inside double quotes.

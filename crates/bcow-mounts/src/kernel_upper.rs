@@ -55,21 +55,17 @@ pub fn open_or_begin(
         identity: image.identity(),
         name: &name,
     };
+    let size_of_new = asked.size.unwrap_or(bcow_view::DEFAULT_BYTES);
     if let Ok(None) = bcow_union::driver_of(path) {
         // An image without a view begins no upper.
-        view_of(
-            image,
-            asked.size.unwrap_or(bcow_view::DEFAULT_BYTES),
-            options,
-        )?;
+        view_of(image, size_of_new, options)?;
     }
     let kept = ledger_use.kept_file()?;
     let opened = open(&mut || DiskInstance::open(path, named, note, kept.as_ref()));
     let mut instance = opened.map_err(|error| cannot_use(&error))?;
     let views = views(image, options)?;
     if instance.disk().is_none() {
-        let size = asked.size.unwrap_or(bcow_view::DEFAULT_BYTES);
-        make_disk(&mut instance, image, size, note, options)?;
+        make_disk(&mut instance, image, size_of_new, note, options)?;
     }
     // Made or checked above.
     let Some(storage) = instance.disk() else {

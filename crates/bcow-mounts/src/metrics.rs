@@ -148,7 +148,7 @@ fn serve(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
     let mut stream = File::from(connection);
     let mut request = Vec::new();
     let mut piece = [0; 1024];
-    let status = loop {
+    let (status, has_body) = loop {
         if let Some(status) = status(&request) {
             break status;
         }
@@ -158,18 +158,14 @@ fn serve(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
             n => request.extend_from_slice(&piece[..n]),
         }
     };
-    let body = match status {
-        Status::Ok | Status::OkWithoutBody => text(),
-        _ => format!("{}\n", status.line()),
-    };
+    let body = if status == OK { text() } else { format!("{status}\n") };
     let head = format!(
-        "HTTP/1.1 {}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n\
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n\
          Content-Length: {}\r\nConnection: close\r\n\r\n",
-        status.line(),
         body.len(),
     );
     let mut reply = head.into_bytes();
-    if status != Status::OkWithoutBody {
+    if has_body {
         reply.extend_from_slice(body.as_bytes());
     }
     let mut rest = &reply[..];
@@ -191,34 +187,19 @@ fn set_timeout(stream: &File, direction: Timeout, deadline: Instant) -> io::Resu
     Ok(set_socket_timeout(stream, direction, Some(left))?)
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Status {
-    Ok,
-    OkWithoutBody,
-    BadRequest,
-    NotFound,
-    WrongMethod,
-    TooLong,
-}
+const OK: &str = "200 OK";
+const BAD_REQUEST: &str = "400 Bad Request";
+const NOT_FOUND: &str = "404 Not Found";
+const WRONG_METHOD: &str = "405 Method Not Allowed";
+const TOO_LONG: &str = "431 Request Header Fields Too Large";
 
-impl Status {
-    fn line(self) -> &'static str {
-        match self {
-            Status::Ok | Status::OkWithoutBody => "200 OK",
-            Status::BadRequest => "400 Bad Request",
-            Status::NotFound => "404 Not Found",
-            Status::WrongMethod => "405 Method Not Allowed",
-            Status::TooLong => "431 Request Header Fields Too Large",
-        }
-    }
-}
-
-/// The status of the reply to a request; `None` if the request is not complete.
-fn status(request: &[u8]) -> Option<Status> {
+/// The status of the reply to a request, and whether the reply has a body; `None` if the request is
+/// not complete.
+fn status(request: &[u8]) -> Option<(&'static str, bool)> {
     let ended = request.windows(4).any(|four| four == b"\r\n\r\n")
         || request.windows(2).any(|two| two == b"\n\n");
     if !ended {
-        return (request.len() > REQUEST_BYTES).then_some(Status::TooLong);
+        return (request.len() > REQUEST_BYTES).then_some((TOO_LONG, true));
     }
     let line = request.split(|&byte| byte == b'\n').next().unwrap_or(b"");
     let line = line.strip_suffix(b"\r").unwrap_or(line);
@@ -227,13 +208,13 @@ fn status(request: &[u8]) -> Option<Status> {
         [method, target, version] if version.starts_with(b"HTTP/1.") => {
             let path = target.split(|&byte| byte == b'?').next().unwrap_or(b"");
             match (method, path) {
-                (b"GET", b"/metrics") => Status::Ok,
-                (b"HEAD", b"/metrics") => Status::OkWithoutBody,
-                (b"GET" | b"HEAD", _) => Status::NotFound,
-                _ => Status::WrongMethod,
+                (b"GET", b"/metrics") => (OK, true),
+                (b"HEAD", b"/metrics") => (OK, false),
+                (b"GET" | b"HEAD", _) => (NOT_FOUND, true),
+                _ => (WRONG_METHOD, true),
             }
         }
-        _ => Status::BadRequest,
+        _ => (BAD_REQUEST, true),
     })
 }
 
@@ -246,23 +227,20 @@ mod tests {
     #[test]
     fn only_one_page_exists() {
         for (request, expected) in [
-            ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", Some(Status::Ok)),
-            ("GET /metrics?a=b HTTP/1.0\n\n", Some(Status::Ok)),
-            (
-                "HEAD /metrics HTTP/1.1\r\n\r\n",
-                Some(Status::OkWithoutBody),
-            ),
-            ("GET / HTTP/1.1\r\n\r\n", Some(Status::NotFound)),
-            ("GET /metricsx HTTP/1.1\r\n\r\n", Some(Status::NotFound)),
-            ("POST /metrics HTTP/1.1\r\n\r\n", Some(Status::WrongMethod)),
-            ("GET /metrics\r\n\r\n", Some(Status::BadRequest)),
-            ("\r\n\r\n", Some(Status::BadRequest)),
+            ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", Some((OK, true))),
+            ("GET /metrics?a=b HTTP/1.0\n\n", Some((OK, true))),
+            ("HEAD /metrics HTTP/1.1\r\n\r\n", Some((OK, false))),
+            ("GET / HTTP/1.1\r\n\r\n", Some((NOT_FOUND, true))),
+            ("GET /metricsx HTTP/1.1\r\n\r\n", Some((NOT_FOUND, true))),
+            ("POST /metrics HTTP/1.1\r\n\r\n", Some((WRONG_METHOD, true))),
+            ("GET /metrics\r\n\r\n", Some((BAD_REQUEST, true))),
+            ("\r\n\r\n", Some((BAD_REQUEST, true))),
             ("GET /metrics HTTP/1.1\r\nHost: x\r\n", None),
             ("", None),
         ] {
             assert_eq!(status(request.as_bytes()), expected, "{request:?}");
         }
-        assert_eq!(status(&[b'a'; REQUEST_BYTES + 1]), Some(Status::TooLong));
+        assert_eq!(status(&[b'a'; REQUEST_BYTES + 1]), Some((TOO_LONG, true)));
     }
 
     fn server() -> (Metrics, std::net::SocketAddr) {

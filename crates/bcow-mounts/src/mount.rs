@@ -34,7 +34,7 @@ use bcow_images::image::Messages;
 pub use bind::Attempt;
 use driver::Way;
 use fuse::Mounted;
-use host::Host;
+use host::{Host, UpperUse};
 
 /// Mounts; returns when the mount is ready, or in the foreground when it has ended. Returns the
 /// exit status: the background process has printed the reason of a failure.
@@ -126,23 +126,26 @@ fn make(
 ) -> Result<Made, CommandError> {
     let opened = match (way, args.upper.path()) {
         (Way::Upper { reason }, Some(upper)) => {
-            Some(kernel::open_upper(args, host, upper, reason, options, ui)?)
+            Ok(kernel::open_upper(args, host, upper, reason, options, ui)?)
         }
-        (Way::Fuse { reason }, _) => {
-            let mounted = fuse::mount(args, options.clone(), reason, host, ui)?;
+        (Way::Fuse { reason }, _) => Err(reason),
+        // Whether the kernel mounts a disk depends on its content.
+        (Way::Content | Way::Upper { .. }, _) => {
+            kernel::open(args, host)?.ok_or_else(|| DRIVER_OF_IMAGES.to_owned())
+        }
+    };
+    let opened = match opened {
+        Ok(opened) => opened,
+        Err(reason) => {
+            settle(args, options)?;
+            let opened = fuse::open(args, options.clone(), reason, host, UpperUse::New, ui)?;
+            let mounted = opened.mount(args, host, ui)?;
             return Ok(Made::Served(Box::new(mounted)));
         }
-        // Whether the kernel mounts a disk depends on its content.
-        (Way::Content | Way::Upper { .. }, _) => kernel::open(args, host)?,
     };
-    let Some(opened) = opened else {
-        settle(args, options)?;
-        let mounted = fuse::mount(args, options.clone(), DRIVER_OF_IMAGES.to_owned(), host, ui)?;
-        return Ok(Made::Served(Box::new(mounted)));
-    };
-    if let Some(files) = opened.files() {
+    if let Some(files) = opened.files {
         refuse_mounted(args.directory())?;
-        return Ok(Made::Direct(files.to_owned()));
+        return Ok(Made::Direct(files));
     }
     let mounted = kernel::mount(opened, args, options, host)?;
     Ok(Made::Served(Box::new(mounted)))
@@ -217,10 +220,8 @@ impl Running<'_> {
     ) -> Result<(), CommandError> {
         let _published = running::publish(vec![service]);
         let in_background = self.readiness.is_some();
-        match self.readiness {
-            Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
-            None => announce(self.args, access, self.ui),
-        }
+        let announced = announce(self.readiness, self.args, access, self.ui);
+        announced.map_err(|error| failure(&error))?;
         let served = serve(self.signals).map_err(|error| failure(&error));
         let recorded = recording.map_or(Ok(()), |recording| {
             show_closing();
@@ -256,16 +257,26 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
     }
 }
 
-fn announce(args: &MountArgs, access: Access, ui: &dyn Messages) {
-    ui.status(&format_args!(
-        "{} is mounted at {}{}",
-        args.image,
-        args.directory().display(),
-        match access {
-            Access::Owner => "",
-            Access::Everyone => ", for all users",
-        }
-    ));
+/// Reports that the mount is ready: to the waiting command, or in the foreground to the user.
+fn announce(
+    readiness: Option<Readiness>,
+    args: &MountArgs,
+    access: Access,
+    ui: &dyn Messages,
+) -> Result<(), MountError> {
+    let Some(readiness) = readiness else {
+        ui.status(&format_args!(
+            "{} is mounted at {}{}",
+            args.image,
+            args.directory().display(),
+            match access {
+                Access::Owner => "",
+                Access::Everyone => ", for all users",
+            }
+        ));
+        return Ok(());
+    };
+    readiness.announce()
 }
 
 /// Starts this program again as a background process, and waits until that is ready. Returns its

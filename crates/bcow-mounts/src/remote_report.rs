@@ -2,21 +2,18 @@
 
 use bcow_fuse::stats::RemoteReport;
 use bcow_fuse::stats::document::{self, KindCount};
-use bcow_images::remote::{Activity, RemoteArgs};
+use bcow_images::remote::{Client, RemoteArgs};
 
 /// The counters; `None` as long as no remote image was opened.
 pub fn of(args: &RemoteArgs) -> Option<RemoteReport> {
-    let activity = args.activity()?;
-    Some(RemoteReport::new(move || report(&activity)))
+    let client = args.activity()?;
+    Some(RemoteReport::new(move || report(&client)))
 }
 
-fn report(activity: &Activity) -> document::Remote {
-    let files: Vec<_> = activity
-        .files()
-        .iter()
-        .map(|file| file.presence())
-        .collect();
-    let figures = activity.figures();
+fn report(client: &Client) -> document::Remote {
+    let files = client.files();
+    let files: Vec<_> = files.iter().map(|file| file.presence()).collect();
+    let figures = client.figures();
     document::Remote {
         files: files.len() as u64,
         file_bytes: files.iter().map(|file| file.file_bytes).sum(),

@@ -221,7 +221,8 @@ impl<'d> TraceFile<'d> {
     }
 }
 
-fn file_at(path: &Path) -> Option<(u64, u64)> {
+/// Device and inode of a file.
+pub(crate) fn file_at(path: &Path) -> Option<(u64, u64)> {
     let metadata = path.metadata().ok()?;
     Some((metadata.dev(), metadata.ino()))
 }

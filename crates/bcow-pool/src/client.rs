@@ -52,6 +52,14 @@ pub struct Connection {
     pub hello: Hello,
 }
 
+/// Connects to the pool of this name.
+pub fn find_named(name: &PoolName) -> Result<PoolAtSocket, CommandError> {
+    match Directory::find()? {
+        Some(directory) => find(&directory.socket(name)),
+        None => Ok(PoolAtSocket::Missing),
+    }
+}
+
 /// Connects to the pool with this socket.
 pub fn find(socket: &Path) -> Result<PoolAtSocket, CommandError> {
     let deadline = Instant::now() + ANSWER_TIMEOUT;
@@ -167,19 +175,13 @@ pub fn stop(name: &PoolName, force: bool, ui: &dyn Messages) -> Result<u64, Comm
 
 /// Waits until the process of a pool takes requests. Returns whether it does.
 pub fn answers(name: &PoolName) -> bool {
-    let directory = Directory::find().ok().flatten();
-    let found = directory.map(|directory| find(&directory.socket(name)));
-    matches!(found, Some(Ok(PoolAtSocket::Running(_))))
+    matches!(find_named(name), Ok(PoolAtSocket::Running(_)))
 }
 
 /// Connects to a pool that must run.
 pub fn require(name: &PoolName) -> Result<Connection, CommandError> {
     let cannot = || CommandError::new(format!("cannot use the pool {name}"));
-    let found = match Directory::find()? {
-        Some(directory) => find(&directory.socket(name))?,
-        None => PoolAtSocket::Missing,
-    };
-    match found {
+    match find_named(name)? {
         PoolAtSocket::Running(connection) => Ok(connection),
         PoolAtSocket::Silent => Err(cannot()
             .caused_by_text("its process does not answer")

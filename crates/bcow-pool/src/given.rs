@@ -29,29 +29,13 @@ pub struct Kept {
     pub companion: Option<OwnedFd>,
 }
 
-/// Who gets a mount.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Receiver {
-    Supervisor,
-    /// The process of the pool.
-    Process,
-}
-
 impl Kept {
     /// Sends the mount with this number, and its descriptors.
-    pub fn send(&self, link: &Link, number: u64, receiver: Receiver) -> io::Result<()> {
-        let (device, is_disk) = (self.device.clone(), self.is_disk);
-        let packet = match receiver {
-            Receiver::Supervisor => Packet::Keep {
-                number,
-                device,
-                is_disk,
-            },
-            Receiver::Process => Packet::Mount {
-                number,
-                device,
-                is_disk,
-            },
+    pub fn send(&self, link: &Link, number: u64) -> io::Result<()> {
+        let packet = Packet::Keep {
+            number,
+            device: self.device.clone(),
+            is_disk: self.is_disk,
         };
         link.send(&packet, &[self.connection.as_fd(), self.record.as_fd()])?;
         if let Some(companion) = &self.companion {
@@ -96,11 +80,6 @@ pub fn take(
     };
     match packet {
         Packet::Keep {
-            number,
-            device,
-            is_disk,
-        }
-        | Packet::Mount {
             number,
             device,
             is_disk,

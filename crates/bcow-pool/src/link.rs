@@ -45,8 +45,10 @@ pub enum Packet {
         /// The log file: an absolute path.
         log_file: Option<Bytes>,
     },
-    /// To the process: a mount to take over, with the descriptors of [`Packet::Keep`].
-    Mount {
+    /// To the supervisor: a mount to keep, with its connection to the kernel and its record. To the
+    /// process: a mount to take over, with the same.
+    #[serde(alias = "mount")]
+    Keep {
         /// The number of the mount.
         number: u64,
         /// The device number of the mount.
@@ -65,25 +67,14 @@ pub enum Packet {
     },
     /// To the supervisor: the pool takes requests.
     Ready,
-    /// To the supervisor: keep a mount, with its connection to the kernel and its record.
-    Keep {
-        /// The number of the mount.
-        number: u64,
-        /// The device number of the mount.
-        device: Option<String>,
-        /// Whether the kernel driver serves the mount.
-        #[serde(default)]
-        is_disk: bool,
-    },
-    /// To the supervisor after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the
-    /// ledger of a mount with an upper, or the hidden mount of one with the kernel driver.
+    /// After [`Packet::Keep`]: the ledger of a mount with an upper, or the hidden mount of one with
+    /// the kernel driver.
     #[serde(rename = "ledger")]
     Companion {
         /// The number of the mount.
         number: u64,
     },
-    /// To the supervisor after [`Packet::Keep`], and to the process after [`Packet::Mount`]: the
-    /// file of a disk, which keeps its lock, and its ledger.
+    /// After [`Packet::Keep`]: the file of a disk, which keeps its lock, and its ledger.
     Disk {
         /// The number of the mount.
         number: u64,
@@ -241,14 +232,19 @@ mod tests {
         let more = br#"{"packet":"release","number":7,"more":1}"#;
         let expected = Packet::Release { number: 7 };
         assert_eq!(serde_json::from_slice::<Packet>(more).unwrap(), expected);
-        // An earlier version does not know mounts with the kernel driver.
-        let earlier = br#"{"packet":"keep","number":7,"device":null}"#;
-        let expected = Packet::Keep {
-            number: 7,
-            device: None,
-            is_disk: false,
-        };
-        assert_eq!(serde_json::from_slice::<Packet>(earlier).unwrap(), expected);
+        // An earlier version does not know mounts with the kernel driver, and has another name for
+        // a mount to take over.
+        for earlier in [
+            br#"{"packet":"keep","number":7,"device":null}"#.as_slice(),
+            br#"{"packet":"mount","number":7,"device":null}"#,
+        ] {
+            let expected = Packet::Keep {
+                number: 7,
+                device: None,
+                is_disk: false,
+            };
+            assert_eq!(serde_json::from_slice::<Packet>(earlier).unwrap(), expected);
+        }
     }
 
     #[test]

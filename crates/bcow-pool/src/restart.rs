@@ -8,7 +8,6 @@ use bcow_images::size::plural;
 use bcow_mounts::PoolName;
 
 use crate::client::{self, PoolAtSocket};
-use crate::directory::Directory;
 use crate::protocol::Request;
 
 /// How long the new process may take. It waits for half a minute for servers that do not answer.
@@ -28,12 +27,9 @@ pub fn restart(name: &PoolName, force: bool, ui: &dyn Messages) -> Result<(), Co
             .caused_by_text("no process has taken over")
             .hint("the system log, or the file of --log-file, has the reason")
     };
-    let Some(directory) = Directory::find()? else {
-        return Err(ended());
-    };
     let begun = Instant::now();
     let hello = loop {
-        match client::find(&directory.socket(name))? {
+        match client::find_named(name)? {
             PoolAtSocket::Running(connection) if connection.hello.restarts > before => {
                 break connection.hello;
             }

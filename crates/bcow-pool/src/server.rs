@@ -167,10 +167,7 @@ impl Pool {
             signals.wait();
             pool.end_now();
         };
-        thread::Builder::new()
-            .name("signals".into())
-            .spawn(wait)
-            .map(drop)
+        start_thread("signals", wait)
     }
 
     /// Does the same on the signals that the supervisor forwards. They are counted separately: a
@@ -196,10 +193,7 @@ impl Pool {
             );
             log::log(Severity::Warning, &message);
         };
-        thread::Builder::new()
-            .name("supervisor".into())
-            .spawn(listen)
-            .map(drop)
+        start_thread("supervisor", listen)
     }
 
     /// Ends the process, when the uppers are durable.
@@ -240,7 +234,11 @@ impl Pool {
             name: self.name.to_string(),
             threads: self.threads,
         };
-        Host::of_pool(self.cache.clone(), pool)
+        Host {
+            cache: self.cache.clone(),
+            signals: None,
+            pool: Some(pool),
+        }
     }
 
     /// Unmounts everything because of `reason`; the pool ends with its last mount. Returns the
@@ -298,15 +296,10 @@ impl Pool {
                 };
                 let client = Client::new(&pool);
                 // If no thread can be started, the connection closes.
-                let _ = thread::Builder::new()
-                    .name("request".into())
-                    .spawn(move || client.serve(&connection));
+                let _ = start_thread("request", move || client.serve(&connection));
             }
         };
-        thread::Builder::new()
-            .name("accept".into())
-            .spawn(accept)
-            .map(drop)
+        start_thread("accept", accept)
     }
 
     fn hello(&self) -> Hello {
@@ -563,8 +556,7 @@ impl<'a> MountInProgress<'a> {
             let _fetching = fetching;
             pool.serve(number, session);
         };
-        let spawned = thread::Builder::new().name("mount".into()).spawn(serve);
-        spawned.map(drop).map_err(|error| {
+        start_thread("mount", serve).map_err(|error| {
             // The session was dropped, which has unmounted.
             let mut state = self.0.state();
             state.mounts.remove(&number);
@@ -735,6 +727,11 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.pool.clients.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let thread = thread::Builder::new().name(name.to_owned());
+    thread.spawn(work).map(drop)
 }
 
 /// Does `work` for each item, for [`SIDE_BY_SIDE`] at a time.

@@ -200,21 +200,21 @@ fn listen(name: &PoolName) -> Result<(UnixListener, Socket), CommandError> {
     let path = directory.socket(name);
     // Held until the socket takes connections: of two commands, one finds the pool of the other.
     let _lock = directory.lock().context(cannot)?;
-    let running = |why: String| CommandError::new(cannot()).caused_by_text(why);
+    let refused = |why: String| CommandError::new(cannot()).caused_by_text(why);
     match client::find(&path)? {
         PoolAtSocket::Running(connection) => {
             let pid = connection.hello.pid;
-            return Err(running(format!("process {pid} runs it already"))
+            return Err(refused(format!("process {pid} runs it already"))
                 .hint(format!("`bcow pool stop {name}` ends it")));
         }
         PoolAtSocket::Silent => {
-            return Err(running("it runs already, but does not answer".to_owned()));
+            return Err(refused("it runs already, but does not answer".to_owned()));
         }
         PoolAtSocket::Dead => std::fs::remove_file(&path).context(cannot)?,
         PoolAtSocket::Missing => {}
     }
     let listener = UnixListener::bind(&path)
-        .map_err(|error| CommandError::new(cannot()).caused_by_text(at(&path, &error)))?;
+        .map_err(|error| refused(format!("{}: {error}", path.display())))?;
     let private = std::fs::Permissions::from_mode(0o600);
     std::fs::set_permissions(&path, private).context(cannot)?;
     let metadata = path.symlink_metadata().context(cannot)?;
@@ -227,10 +227,6 @@ fn listen(name: &PoolName) -> Result<(UnixListener, Socket), CommandError> {
         .map_err(io::Error::from)
         .context(cannot)?;
     Ok((listener, socket))
-}
-
-fn at(path: &std::path::Path, error: &io::Error) -> String {
-    format!("{}: {error}", path.display())
 }
 
 impl Drop for Socket {

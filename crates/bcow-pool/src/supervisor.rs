@@ -24,7 +24,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::given::{Kept, Receiver, take};
+use crate::given::{Kept, take};
 use crate::link::{self, AGAIN, Link, Packet, Wait};
 
 /// A process that has run for less time than this has ended at once.
@@ -227,7 +227,7 @@ impl<'a> Supervisor<'a> {
             .collect();
         link.send(&socket, &sockets)?;
         for (&number, kept) in &self.mounts {
-            kept.send(link, number, Receiver::Process)?;
+            kept.send(link, number)?;
         }
         link.send(&Packet::Begin, &[])?;
         if let Some(signal) = &self.ending {

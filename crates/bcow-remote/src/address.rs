@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 use ureq::http::Uri;
 use ureq::http::uri::Scheme;
 
-use crate::error::Problem;
+use crate::error::{Fault, Problem};
 
 /// The address of a file on an HTTP server.
 ///
@@ -116,11 +116,16 @@ impl Address {
         self.0.scheme() == Some(&Scheme::HTTPS)
     }
 
-    /// Whether credentials for this server may be sent: encrypted, or to this machine.
-    pub(crate) fn keeps_secrets(&self) -> bool {
+    /// Fails with a denial of this status unless credentials may be sent to this server: encrypted,
+    /// or to this machine.
+    pub(crate) fn require_secrecy(&self, status: u16) -> Result<(), Fault> {
         let host = self.0.host().unwrap_or_default();
-        let local = ["localhost", "127.0.0.1", "[::1]"].contains(&host);
-        self.is_encrypted() || local
+        if self.is_encrypted() || ["localhost", "127.0.0.1", "[::1]"].contains(&host) {
+            return Ok(());
+        }
+        let server = self.server();
+        let why = format!("credentials are not sent to {server} without encryption");
+        Err(Problem::denied(status, why).permanent())
     }
 
     /// Whether both are on the same server: scheme, host and port.

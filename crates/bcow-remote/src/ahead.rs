@@ -9,7 +9,6 @@
 
 mod window;
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -60,46 +59,8 @@ pub struct Ahead {
     pub files: Vec<Arc<RemoteFile>>,
     /// Whether it is.
     pub complete: Complete,
-    /// Gets what the user may want to know.
-    pub report: fn(&AheadEvent),
-}
-
-/// An event of [`Ahead::run`].
-#[derive(Debug)]
-pub enum AheadEvent {
-    /// All parts are present.
-    Fetched { bytes: u64 },
-    /// Some of the parts could not be fetched.
-    Missing { bytes: u64 },
-    /// All files are present as a whole.
-    Complete {
-        /// Number of files.
-        files: usize,
-        bytes: u64,
-    },
-    /// The rest of the files is not fetched.
-    NotCompleted(RemoteError),
-    /// The first failure in a row; fetching goes on after a pause.
-    Failed(RemoteError),
-}
-
-impl fmt::Display for AheadEvent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            AheadEvent::Fetched { bytes } => write!(f, "fetched ahead: {bytes} bytes"),
-            AheadEvent::Missing { bytes } => {
-                write!(f, "fetched ahead: {bytes} bytes are missing")
-            }
-            AheadEvent::Complete { files, bytes } => {
-                write!(
-                    f,
-                    "complete: {files} files with {bytes} bytes are in the cache"
-                )
-            }
-            AheadEvent::NotCompleted(error) => write!(f, "not completed: {error}"),
-            AheadEvent::Failed(error) => write!(f, "not fetched ahead: {error}; trying again"),
-        }
-    }
+    /// Gets what the user may want to know, and whether it is a failure.
+    pub report: fn(&str, bool),
 }
 
 impl Ahead {
@@ -118,7 +79,8 @@ impl Ahead {
         }
         let files = self.files.len();
         if files > 0 {
-            (self.report)(&AheadEvent::Complete { files, bytes });
+            let text = format!("complete: {files} files with {bytes} bytes are in the cache");
+            (self.report)(&text, false);
         }
     }
 
@@ -155,12 +117,12 @@ impl Ahead {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        (self.report)(&match failed_bytes.into_inner() {
-            0 => AheadEvent::Fetched {
-                bytes: fetched_bytes.into_inner(),
-            },
-            bytes => AheadEvent::Missing { bytes },
-        });
+        let (fetched, missing) = (fetched_bytes.into_inner(), failed_bytes.into_inner());
+        let text = match missing {
+            0 => format!("fetched ahead: {fetched} bytes"),
+            missing => format!("fetched ahead: {missing} bytes are missing"),
+        };
+        (self.report)(&text, missing > 0);
     }
 
     /// Fetches the rest of a file. `false`: stopped, or the cache cannot have it.
@@ -181,10 +143,10 @@ impl Ahead {
             match file.warm(&warm) {
                 Ok(()) => return !stop.load(Ordering::Relaxed),
                 Err(error) if matches!(error.problem, Problem::NotKept(_)) => {
-                    (self.report)(&AheadEvent::NotCompleted(error));
+                    (self.report)(&format!("not completed: {error}"), false);
                     return false;
                 }
-                Err(error) => pause = self.after(error, pause, stop),
+                Err(error) => pause = self.after(&error, pause, stop),
             }
             if stop.load(Ordering::Relaxed) {
                 return false;
@@ -203,16 +165,16 @@ impl Ahead {
         for _ in 0..ATTEMPTS {
             match file.fetch_ahead(range, stop) {
                 Ok(pace) => return Ok(pace),
-                Err(error) => pause = self.after(error, pause, stop),
+                Err(error) => pause = self.after(&error, pause, stop),
             }
         }
         Err(GivenUp)
     }
 
     /// Waits after a failure. Returns the next pause.
-    fn after(&self, error: RemoteError, pause: Duration, stop: &AtomicBool) -> Duration {
+    fn after(&self, error: &RemoteError, pause: Duration, stop: &AtomicBool) -> Duration {
         if pause == FIRST_PAUSE {
-            (self.report)(&AheadEvent::Failed(error))
+            (self.report)(&format!("not fetched ahead: {error}; trying again"), true)
         } else {
             tracing::debug!("not fetched ahead: {error}")
         }

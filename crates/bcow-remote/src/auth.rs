@@ -58,6 +58,7 @@ pub(crate) struct Auth {
     /// only, and an upload needs more.
     own_scopes: bool,
     keychain: Arc<dyn Keychain>,
+    client: Arc<Client>,
     /// The lock is held while a token is fetched: other threads need the same token, and wait for
     /// it. No other lock is taken under it, except that of the number of requests.
     state: Mutex<AuthState>,
@@ -83,24 +84,17 @@ enum Challenge {
 
 /// The answer of a token server. Not all servers keep to the types of the fields.
 #[derive(Deserialize)]
-struct Token {
-    #[serde(default)]
-    token: Value,
-    #[serde(default)]
-    access_token: Value,
-    #[serde(default)]
-    expires_in: Value,
-}
+struct Token(Value);
 
 impl Token {
     fn text(&self) -> Option<&str> {
-        let mut texts = [&self.token, &self.access_token].into_iter();
-        texts.find_map(|text| text.as_str().filter(|text| !text.is_empty()))
+        let mut texts = ["token", "access_token"].into_iter();
+        texts.find_map(|name| self.0[name].as_str().filter(|text| !text.is_empty()))
     }
 
     /// How long the token is valid. A time that makes no sense counts as none.
     fn lifetime(&self) -> Duration {
-        let seconds = match &self.expires_in {
+        let seconds = match &self.0["expires_in"] {
             Value::String(text) => text.trim().parse().ok(),
             number => number.as_f64(),
         };
@@ -112,29 +106,31 @@ impl Token {
 }
 
 impl Auth {
-    pub(crate) fn new(server: String, repository: &str, keychain: Arc<dyn Keychain>) -> Self {
+    /// Access for reading. `server` is the registry's name for the keychain.
+    pub(crate) fn new(
+        client: &Arc<Client>,
+        server: &str,
+        repository: &str,
+        keychain: &Arc<dyn Keychain>,
+    ) -> Self {
         Auth {
-            server,
+            server: server.to_owned(),
             scopes: vec![format!("repository:{repository}:pull")],
             own_scopes: false,
-            keychain,
+            keychain: Arc::clone(keychain),
+            client: Arc::clone(client),
             state: Mutex::default(),
         }
     }
 
-    /// Access for writing, and for reading another repository.
-    pub(crate) fn for_push(
-        server: String,
-        repository: &str,
-        from: Option<&str>,
-        keychain: Arc<dyn Keychain>,
-    ) -> Self {
+    /// The same access for writing, and for reading another repository.
+    pub(crate) fn and_push(self, repository: &str, from: Option<&str>) -> Self {
         let own = format!("repository:{repository}:pull,push");
         let from = from.map(|from| format!("repository:{from}:pull"));
         Auth {
             scopes: std::iter::once(own).chain(from).collect(),
             own_scopes: true,
-            ..Auth::new(server, repository, keychain)
+            ..self
         }
     }
 
@@ -142,12 +138,11 @@ impl Auth {
     /// asks for another one. `send` gets the value of the header `Authorization`.
     pub(crate) fn send(
         &self,
-        client: &Client,
         registry: &Address,
         budget: &RetryBudget,
         mut send: impl FnMut(Option<&str>) -> Result<Answer, Fault>,
     ) -> Result<Answer, Fault> {
-        let sent = self.header(client, registry, budget)?;
+        let sent = self.header(registry, budget)?;
         let answer = send(sent.as_deref())?;
         if answer.status != 401 {
             return Ok(answer);
@@ -156,21 +151,16 @@ impl Auth {
         // connection.
         let challenge = answer.headers;
         answer.body.finish();
-        self.accept_challenge(&challenge, sent.as_deref(), client, registry, budget)?;
-        send(self.header(client, registry, budget)?.as_deref())
+        self.accept_challenge(&challenge, sent.as_deref(), registry, budget)?;
+        send(self.header(registry, budget)?.as_deref())
     }
 
     /// The value of the header `Authorization`; `None` as long as the registry requires none.
-    fn header(
-        &self,
-        client: &Client,
-        registry: &Address,
-        budget: &RetryBudget,
-    ) -> Result<Option<String>, Fault> {
+    fn header(&self, registry: &Address, budget: &RetryBudget) -> Result<Option<String>, Fault> {
         let mut state = lock(&self.state);
         match &state.header {
             Some((_, Some(renewal))) if *renewal <= Instant::now() => {
-                self.renew(&mut state, client, registry, budget)?;
+                self.renew(&mut state, registry, budget)?;
             }
             _ => {}
         }
@@ -183,7 +173,6 @@ impl Auth {
         &self,
         headers: &HeaderMap,
         sent: Option<&str>,
-        client: &Client,
         registry: &Address,
         budget: &RetryBudget,
     ) -> Result<(), Fault> {
@@ -199,7 +188,7 @@ impl Auth {
             .max_by_key(|challenge| matches!(challenge, Challenge::Bearer { .. }))
             .ok_or_else(|| denied("the registry asks for an unknown form of credentials"))?;
         state.challenge = Some(challenge);
-        self.renew(&mut state, client, registry, budget)?;
+        self.renew(&mut state, registry, budget)?;
         match &state.header {
             Some((header, _)) if Some(&**header) == sent => {
                 state.header = None;
@@ -212,21 +201,20 @@ impl Auth {
     fn renew(
         &self,
         state: &mut AuthState,
-        client: &Client,
         registry: &Address,
         budget: &RetryBudget,
     ) -> Result<(), Fault> {
         let credentials = self
             .keychain
             .credentials(&self.server)
-            .map_err(|why| denied(&format!("no credentials for {}: {why}", self.server)))?;
+            .map_err(|why| denied(format!("no credentials for {}: {why}", self.server)))?;
         state.header = match &state.challenge {
             None => None,
             Some(Challenge::Basic) => {
                 let Some(Credentials::Password { user, password }) = &credentials else {
-                    return Err(denied(&format!("there is no password for {}", self.server)));
+                    return Err(denied(format!("there is no password for {}", self.server)));
                 };
-                require_secrecy(registry)?;
+                registry.require_secrecy(401)?;
                 Some((basic(user, password), None))
             }
             Some(Challenge::Bearer {
@@ -239,39 +227,100 @@ impl Auth {
                 })?;
                 let named = scope.as_ref().filter(|_| !self.own_scopes);
                 let scopes = named.map_or(&self.scopes[..], std::slice::from_ref);
-                let token = fetch_token(
-                    client,
-                    &realm,
-                    service.as_deref(),
-                    scopes,
-                    credentials.as_ref(),
-                    budget,
-                )?;
-                client.counters.tokens.fetch_add(1, Ordering::Relaxed);
+                let credentials = credentials.as_ref();
+                let service = service.as_deref();
+                let token = self.fetch_token(&realm, service, scopes, credentials, budget)?;
+                self.client.counters.tokens.fetch_add(1, Ordering::Relaxed);
                 Some(token)
             }
         };
         Ok(())
     }
+
+    /// Gets a token: the value of the header, and the time at which it is to be renewed.
+    fn fetch_token(
+        &self,
+        realm: &Address,
+        service: Option<&str>,
+        scopes: &[String],
+        credentials: Option<&Credentials>,
+        budget: &RetryBudget,
+    ) -> Result<(String, Option<Instant>), Fault> {
+        if credentials.is_some() {
+            realm.require_secrecy(401)?;
+        }
+        // A form has all scopes in one field, a query has one field for each.
+        let joined = scopes.join(" ");
+        let service = service.map(|service| ("service", service));
+        let begun = Instant::now();
+        let answer = match credentials {
+            Some(Credentials::IdentityToken(token)) => {
+                let mut fields = vec![("scope", joined.as_str())];
+                fields.extend(service);
+                fields.extend([
+                    ("grant_type", "refresh_token"),
+                    ("refresh_token", token.as_str()),
+                    ("client_id", "bcow"),
+                ]);
+                let form = query(&fields);
+                let kind = [("content-type", "application/x-www-form-urlencoded")];
+                let content = Content::Bytes(form.as_bytes());
+                self.client
+                    .send(Method::POST, realm, &kind, content, budget)?
+            }
+            _ => {
+                let mut fields: Vec<_> = scopes
+                    .iter()
+                    .map(|scope| ("scope", scope.as_str()))
+                    .collect();
+                fields.extend(service);
+                let address = realm
+                    .with_query(&query(&fields))
+                    .map_err(Problem::permanent)?;
+                let authorization = match credentials {
+                    Some(Credentials::Password { user, password }) => Some(basic(user, password)),
+                    _ => None,
+                };
+                let headers: Vec<_> = authorization
+                    .iter()
+                    .map(|value| ("authorization", value.as_str()))
+                    .collect();
+                self.client.get(&address, &headers, budget)?
+            }
+        };
+        if answer.status != 200 {
+            let fault = answer.refusal();
+            return Err(match fault.problem {
+                Problem::Denied { .. } => denied(format!(
+                    "the token server {} does not accept {}",
+                    realm.server(),
+                    match credentials {
+                        Some(_) => "the credentials",
+                        None => "requests without credentials",
+                    }
+                )),
+                _ => fault,
+            });
+        }
+        let invalid =
+            || Problem::Answer(format!("no valid token from {}", realm.server())).permanent();
+        let body = answer.document(TOKEN_BYTES)?;
+        let token: Token = serde_json::from_slice(&body).map_err(|_| invalid())?;
+        let lifetime = token.lifetime();
+        let text = token.text().ok_or_else(invalid)?;
+        if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(invalid());
+        }
+        let usable = lifetime
+            .saturating_sub(RENEW_BEFORE)
+            .max(lifetime / 2)
+            .max(Duration::from_secs(1));
+        Ok((format!("Bearer {text}"), begun.checked_add(usable)))
+    }
 }
 
-fn denied(explanation: &str) -> Fault {
-    Problem::Denied {
-        status: 401,
-        explanation: explanation.to_owned(),
-    }
-    .permanent()
-}
-
-fn require_secrecy(address: &Address) -> Result<(), Fault> {
-    if address.keeps_secrets() {
-        Ok(())
-    } else {
-        Err(denied(&format!(
-            "credentials are not sent to {} without encryption",
-            address.server()
-        )))
-    }
+fn denied(explanation: impl Into<String>) -> Fault {
+    Problem::denied(401, explanation).permanent()
 }
 
 fn basic(user: &str, password: &str) -> String {
@@ -279,85 +328,6 @@ fn basic(user: &str, password: &str) -> String {
         "Basic {}",
         BASE64.encode(format!("{user}:{password}").as_bytes())
     )
-}
-
-/// Gets a token: the value of the header, and the time at which it is to be renewed.
-fn fetch_token(
-    client: &Client,
-    realm: &Address,
-    service: Option<&str>,
-    scopes: &[String],
-    credentials: Option<&Credentials>,
-    budget: &RetryBudget,
-) -> Result<(String, Option<Instant>), Fault> {
-    if credentials.is_some() {
-        require_secrecy(realm)?;
-    }
-    // A form has all scopes in one field, a query has one field for each.
-    let joined = scopes.join(" ");
-    let service = service.map(|service| ("service", service));
-    let begun = Instant::now();
-    let answer = match credentials {
-        Some(Credentials::IdentityToken(token)) => {
-            let mut fields = vec![("scope", joined.as_str())];
-            fields.extend(service);
-            fields.extend([
-                ("grant_type", "refresh_token"),
-                ("refresh_token", token.as_str()),
-                ("client_id", "bcow"),
-            ]);
-            let form = query(&fields);
-            let kind = [("content-type", "application/x-www-form-urlencoded")];
-            let content = Content::Bytes(form.as_bytes());
-            client.send(Method::POST, realm, &kind, content, budget)?
-        }
-        _ => {
-            let mut fields: Vec<_> = scopes
-                .iter()
-                .map(|scope| ("scope", scope.as_str()))
-                .collect();
-            fields.extend(service);
-            let address = realm
-                .with_query(&query(&fields))
-                .map_err(Problem::permanent)?;
-            let authorization = match credentials {
-                Some(Credentials::Password { user, password }) => Some(basic(user, password)),
-                _ => None,
-            };
-            let headers: Vec<_> = authorization
-                .iter()
-                .map(|value| ("authorization", value.as_str()))
-                .collect();
-            client.get(&address, &headers, budget)?
-        }
-    };
-    if answer.status != 200 {
-        let fault = answer.refusal();
-        return Err(match fault.problem {
-            Problem::Denied { .. } => denied(&format!(
-                "the token server {} does not accept {}",
-                realm.server(),
-                match credentials {
-                    Some(_) => "the credentials",
-                    None => "requests without credentials",
-                }
-            )),
-            _ => fault,
-        });
-    }
-    let invalid = || Problem::Answer(format!("no valid token from {}", realm.server())).permanent();
-    let body = answer.document(TOKEN_BYTES)?;
-    let token: Token = serde_json::from_slice(&body).map_err(|_| invalid())?;
-    let lifetime = token.lifetime();
-    let text = token.text().ok_or_else(invalid)?;
-    if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err(invalid());
-    }
-    let usable = lifetime
-        .saturating_sub(RENEW_BEFORE)
-        .max(lifetime / 2)
-        .max(Duration::from_secs(1));
-    Ok((format!("Bearer {text}"), begun.checked_add(usable)))
 }
 
 fn parse_challenge(text: &str) -> Option<Challenge> {

@@ -21,9 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, Timespec, Timestamps, XattrFlags,
-};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Timespec, Timestamps, XattrFlags};
 
 use sha2::{Digest, Sha256};
 
@@ -231,17 +229,6 @@ impl Cache {
             }
         }
     }
-
-    /// A file in the directory of the cache, which gets its name when it is complete.
-    pub(crate) fn new_file(&self) -> io::Result<NewCacheFile> {
-        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-        let mode = Mode::RUSR | Mode::WUSR;
-        let file = rustix::fs::openat(&self.0.directory, ".", flags, mode)?;
-        Ok(NewCacheFile {
-            cache: self.clone(),
-            file: file.into(),
-        })
-    }
 }
 
 impl fmt::Debug for Cache {
@@ -276,18 +263,21 @@ fn problem(path: &Path, problem: String) -> CacheProblem {
 
 /// Records that a file is used now.
 fn touch(file: &File) {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: rustix::fs::UTIME_NOW,
-    };
     // On failure, the file counts as unused since the last success.
-    let _ = rustix::fs::futimens(
-        file,
-        &Timestamps {
-            last_access: now,
-            last_modification: now,
-        },
-    );
+    let _ = set_last_use(file, 0, rustix::fs::UTIME_NOW);
+}
+
+/// Sets the time of the last use of a file, in seconds and nanoseconds.
+fn set_last_use(file: &File, seconds: i64, nanoseconds: i64) -> rustix::io::Result<()> {
+    let time = Timespec {
+        tv_sec: seconds,
+        tv_nsec: nanoseconds,
+    };
+    let times = Timestamps {
+        last_access: time,
+        last_modification: time,
+    };
+    rustix::fs::futimens(file, &times)
 }
 
 /// A file of the cache, in use.
@@ -409,49 +399,5 @@ impl CacheFile {
 
     fn now(&self) -> u64 {
         self.opened.elapsed().as_millis() as u64
-    }
-}
-
-/// A file that is written whole.
-pub(crate) struct NewCacheFile {
-    cache: Cache,
-    file: File,
-}
-
-impl NewCacheFile {
-    pub(crate) fn file(&self) -> &File {
-        &self.file
-    }
-
-    /// Gives the file its name; a file that has the name already is replaced. Readers of the
-    /// replaced file keep it.
-    pub(crate) fn publish(self, root: &Hash) -> io::Result<CacheFile> {
-        let name = name(root);
-        let directory = &self.cache.0.directory;
-        let own = format!(
-            "/proc/self/fd/{}",
-            std::os::fd::AsRawFd::as_raw_fd(&self.file)
-        );
-        match rustix::fs::unlinkat(directory, &*name, AtFlags::empty()) {
-            Ok(()) | Err(rustix::io::Errno::NOENT) => {}
-            Err(error) => return Err(error.into()),
-        }
-        // As any file in use. A new file has no other lock.
-        let _ = rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockShared);
-        let linked = rustix::fs::linkat(
-            rustix::fs::CWD,
-            &*own,
-            directory,
-            &*name,
-            AtFlags::SYMLINK_FOLLOW,
-        );
-        match linked {
-            // Another process has published the same file meanwhile.
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let length = rustix::fs::fstat(&self.file).map_or(0, |found| found.st_size as u64);
-        self.cache.count_written(length);
-        Ok(CacheFile::new(self.cache, self.file, root))
     }
 }

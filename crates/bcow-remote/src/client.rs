@@ -18,7 +18,7 @@ use crate::deadline::Deadlines;
 use crate::error::{Fault, Problem, printable};
 use crate::figures::{Counters, Traffic};
 use crate::retry_budget::RetryBudget;
-use crate::servers::{CONNECTIONS, Permit, Server, Servers};
+use crate::servers::{CONNECTIONS, Permit, Servers};
 
 /// Connections that wait for the next request, to all servers.
 const IDLE_CONNECTIONS: usize = 4 * CONNECTIONS;
@@ -137,7 +137,14 @@ impl Client {
         budget: &RetryBudget,
     ) -> Result<Answer, Fault> {
         let agent = self.agent(address)?;
-        let (running, server, left) = self.begin(address, budget)?;
+        address.check(self.transport).map_err(Problem::permanent)?;
+        let server = self.servers.get(&address.origin());
+        let permit = server.begin(budget)?;
+        let left = budget.left();
+        if left.is_zero() {
+            return Err(Problem::Timeout(left).permanent());
+        }
+        let running = Running::new(&self.counters, permit);
         let traffic = self.counters.request(address.origin());
         let silence = budget.longest_silence().min(left);
         let may_repeat = method.is_idempotent();
@@ -179,21 +186,6 @@ impl Client {
             server.wants_quiet(pause, Problem::Busy(answer.status));
         }
         Ok(answer)
-    }
-
-    fn begin(
-        &self,
-        address: &Address,
-        budget: &RetryBudget,
-    ) -> Result<(Running, Arc<Server>, Duration), Fault> {
-        address.check(self.transport).map_err(Problem::permanent)?;
-        let server = self.servers.get(&address.origin());
-        let permit = server.begin(budget)?;
-        let left = budget.left();
-        if left.is_zero() {
-            return Err(Problem::Timeout(left).permanent());
-        }
-        Ok((Running::new(&self.counters, permit), server, left))
     }
 }
 
@@ -333,11 +325,7 @@ impl Answer {
     /// The fault of an answer with an unsuccessful status.
     pub(crate) fn refusal(&self) -> Fault {
         match self.status {
-            401 | 403 => Problem::Denied {
-                status: self.status,
-                explanation: String::new(),
-            }
-            .permanent(),
+            401 | 403 => Problem::denied(self.status, "").permanent(),
             404 | 410 => Problem::NotFound(self.status).permanent(),
             416 => Problem::OutOfRange.permanent(),
             status if is_busy(status) => Problem::Busy(status).transient(),
@@ -378,21 +366,25 @@ impl Drop for Running {
 }
 
 impl AnswerBody {
-    /// Fills `buf`.
-    pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
+    /// Fills `buf`, as far as the answer goes. Returns the number of bytes.
+    pub(crate) fn fill(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
         let mut done = 0;
         while done < buf.len() {
             match self.read(&mut buf[done..])? {
-                0 => {
-                    return Err(body_fault(
-                        io::ErrorKind::UnexpectedEof.into(),
-                        Duration::ZERO,
-                    ));
-                }
+                0 => break,
                 count => done += count,
             }
         }
-        Ok(())
+        Ok(done)
+    }
+
+    /// Fills `buf`.
+    pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
+        if self.fill(buf)? == buf.len() {
+            return Ok(());
+        }
+        let ended = io::ErrorKind::UnexpectedEof.into();
+        Err(body_fault(ended, Duration::ZERO))
     }
 
     /// The next bytes, which are the last ones.

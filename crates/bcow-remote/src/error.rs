@@ -206,6 +206,14 @@ impl Problem {
         }
     }
 
+    /// A denial with status 401 or 403. The explanation may be empty.
+    pub(crate) fn denied(status: u16, explanation: impl Into<String>) -> Problem {
+        Problem::Denied {
+            status,
+            explanation: explanation.into(),
+        }
+    }
+
     pub(crate) fn at(self, place: impl Into<String>) -> RemoteError {
         RemoteError {
             place: place.into(),

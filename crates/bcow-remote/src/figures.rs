@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::Problem;
@@ -53,8 +53,10 @@ pub struct ServerFigures {
 }
 
 /// The counters behind [`Figures`].
+#[derive(Default)]
 pub(crate) struct Counters {
-    started: Instant,
+    /// When the first bytes arrived, or the rate was asked for.
+    started: OnceLock<Instant>,
     /// The lock is held for a lookup before a request, never during one.
     servers: Mutex<Vec<Arc<Traffic>>>,
     seconds: [Second; KEPT_SECONDS],
@@ -87,22 +89,6 @@ struct Second {
 pub(crate) struct Waiting<'c> {
     counters: &'c Counters,
     number: u64,
-}
-
-impl Default for Counters {
-    fn default() -> Self {
-        Counters {
-            started: Instant::now(),
-            servers: Mutex::default(),
-            seconds: Default::default(),
-            running_requests: AtomicU64::new(0),
-            retries: AtomicU64::new(0),
-            tokens: AtomicU64::new(0),
-            errors: Default::default(),
-            waiting: Mutex::default(),
-            next_wait: AtomicU64::new(0),
-        }
-    }
 }
 
 impl Counters {
@@ -167,7 +153,8 @@ impl Counters {
 
     /// The number of the running second, from 1 on.
     fn second(&self) -> u64 {
-        self.started.elapsed().as_secs() + 1
+        let started = self.started.get_or_init(Instant::now);
+        started.elapsed().as_secs() + 1
     }
 
     fn bytes_per_second(&self) -> u64 {

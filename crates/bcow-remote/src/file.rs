@@ -191,15 +191,20 @@ impl RemoteFile {
             bytes,
             header,
             slots,
-            cached,
+            rest,
         } = head;
+        let failed = |problem: Problem| problem.at(sources.address().to_string());
+        if rest.is_some() {
+            whole::require_room(&shared.options, header.file_bytes).map_err(failed)?;
+        }
         let root = header.merkle.as_ref().map(|tree| tree.root);
-        let is_whole = cached.is_some();
-        let cached = cached.or_else(|| shared.options.cache.as_ref()?.file(&root?));
-        let file = RemoteFile::with_header(shared, sources, &header, slots, cached)
-            .map_err(|problem| problem.at(sources.address().to_string()))?;
-        if let Some(early) = early.filter(|_| !is_whole) {
-            file.fetch_opening(early);
+        let cached = root.and_then(|root| shared.options.cache.as_ref()?.file(&root));
+        let file =
+            RemoteFile::with_header(shared, sources, &header, slots, cached).map_err(failed)?;
+        match (rest, early) {
+            (Some(rest), _) => file.keep_whole(&bytes, rest).map_err(failed)?,
+            (None, Some(early)) => file.fetch_opening(early),
+            (None, None) => {}
         }
         file.keep_head(&bytes)?;
         file.check_first_chunk()?;
@@ -417,23 +422,25 @@ impl RemoteFile {
             {
                 count += 1;
             }
+            let waiting = self.counted_wait(purpose);
+            let demand = (purpose == Purpose::Read).then(|| self.shared.demand.enter());
+            // What waited for others may be late.
+            budget.leave_an_attempt();
             let run = Run {
                 first: chunk,
                 hashes: &hashes[..count as usize],
                 wanted: wanted.min(count),
                 purpose,
+                done: 0,
+                sink: &mut |chunk, bytes| {
+                    flight.arrived(chunk.after(1));
+                    if let Some(held) = &mut held {
+                        held.arrived(self.chunks.start(chunk) + bytes.len() as u64);
+                    }
+                    sink(chunk, bytes);
+                },
             };
-            let waiting = self.counted_wait(purpose);
-            let demand = (purpose == Purpose::Read).then(|| self.shared.demand.enter());
-            // What waited for others may be late.
-            budget.leave_an_attempt();
-            let result = self.fetch(&run, &mut budget, &mut |chunk, bytes| {
-                flight.arrived(chunk.after(1));
-                if let Some(held) = &mut held {
-                    held.arrived(self.chunks.start(chunk) + bytes.len() as u64);
-                }
-                sink(chunk, bytes);
-            });
+            let result = self.fetch(run, &mut budget);
             drop((waiting, demand, held));
             if let (Purpose::Read, Err(error)) = (purpose, &result) {
                 self.failures.add(chunk..chunk.after(count), error);
@@ -563,79 +570,61 @@ impl RemoteFile {
     }
 
     /// Fetches a run of chunks. Returns the number that arrived: all that are wanted, or more.
-    fn fetch(
-        &self,
-        run: &Run<'_>,
-        budget: &mut RetryBudget,
-        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
-    ) -> Result<u64, RemoteError> {
-        let mut done = 0;
+    fn fetch(&self, mut run: Run<'_>, budget: &mut RetryBudget) -> Result<u64, RemoteError> {
         let mut wrong = 0;
-        while done < run.hashes.len() as u64 {
-            let before = done;
-            let Err(fault) = self.request(run, &mut done, budget, sink) else {
+        while run.left() > 0 {
+            let before = run.done;
+            let Err(mut fault) = self.request(&mut run, budget) else {
                 budget.progress();
                 continue;
             };
-            if done >= run.wanted {
+            if run.done >= run.wanted {
                 tracing::debug!("{}: not read ahead: {}", self.name(), fault.problem);
                 break;
             }
-            if done > before {
+            if run.done > before {
                 budget.progress();
                 wrong = 0;
             }
-            let mut fault = fault;
             if matches!(fault.problem, Problem::WrongBytes | Problem::Changed) {
                 wrong += 1;
                 if wrong >= ATTEMPTS_AT_WRONG_BYTES {
                     fault = fault.problem.permanent();
                 }
             }
-            budget.wait(fault).map_err(|problem| {
-                let left = run.hashes.len() as u64 - done;
-                problem.at(self.place(run.first.after(done), left))
-            })?;
+            budget
+                .wait(fault)
+                .map_err(|problem| problem.at(self.place(run.next(), run.left())))?;
         }
-        Ok(done)
+        Ok(run.done)
     }
 
-    /// Requests what is left of a run: once from each mirror, then once from the server. `done`
-    /// counts the chunks that arrived and are right.
-    fn request(
-        &self,
-        run: &Run<'_>,
-        done: &mut u64,
-        budget: &RetryBudget,
-        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
-    ) -> Result<(), Fault> {
+    /// Requests what is left of a run: once from each mirror, then once from the server.
+    fn request(&self, run: &mut Run<'_>, budget: &RetryBudget) -> Result<(), Fault> {
         for copy in self.sources.usable() {
             let of_mirror = self.shared.of_mirror();
-            let Err(fault) = self.request_from(&copy.source, run, done, &of_mirror, sink) else {
+            let Err(fault) = self.request_from(&copy.source, run, &of_mirror) else {
                 return Ok(());
             };
             of_mirror.give_up(&fault.problem);
-            let left = run.hashes.len() as u64 - *done;
-            let range = self.range(run.first.after(*done), left);
+            let range = self.range(run.next(), run.left());
             copy.failed(
                 &fault.problem,
                 &format!("bytes {range} of {}", copy.source.address()),
             );
         }
-        self.request_from(&self.sources.origin, run, done, budget, sink)
+        self.request_from(&self.sources.origin, run, budget)
     }
 
     /// Sends one request for what is left of a run.
     fn request_from(
         &self,
         source: &Source,
-        run: &Run<'_>,
-        done: &mut u64,
+        run: &mut Run<'_>,
         budget: &RetryBudget,
-        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
     ) -> Result<(), Fault> {
         let last = run.first.after(run.hashes.len() as u64 - 1);
-        let start = self.chunks.start(run.first.after(*done));
+        let start = self.chunks.start(run.next());
         let end = self.chunks.start(last) + self.chunks.length(last) as u64;
         tracing::debug!("{}: fetching {start}..{end}", self.name());
         let (mut left, has_changed, mut body) = match source.range(start, end, budget) {
@@ -647,7 +636,7 @@ impl RemoteFile {
             }) => (bytes, has_changed, body),
             Ok(RangeAnswer::Whole { body, .. }) => {
                 return if std::ptr::eq(source, &self.sources.origin) {
-                    self.take_from_whole(body, run, done, sink)
+                    self.take_from_whole(body, run)
                 } else {
                     Err(Problem::NoRanges("it is a mirror".to_owned()).permanent())
                 };
@@ -658,45 +647,74 @@ impl RemoteFile {
             }
             Err(fault) => return Err(fault),
         };
-        let first = *done;
-        while *done < run.hashes.len() as u64 {
-            let chunk = run.first.after(*done);
-            let length = self.chunks.length(chunk);
+        let first = run.done;
+        while run.left() > 0 {
+            let length = self.chunks.length(run.next());
             if left < length as u64 {
                 break;
             }
             let mut bytes = vec![0; length];
             body.read_exact(&mut bytes)?;
             left -= length as u64;
-            if !self.matches(chunk, &bytes, &run.hashes[*done as usize]) {
+            if !self.take(run, bytes) {
                 return Err(if has_changed {
                     Problem::Changed.transient()
                 } else {
                     Problem::WrongBytes.transient()
                 });
             }
-            sink(chunk, &self.keep(chunk, bytes.into(), run.purpose));
-            *done += 1;
         }
         if left == 0 {
             body.release();
         }
-        if *done > first {
+        if run.done > first {
             Ok(())
         } else {
             Err(Problem::Answer("it is shorter than a chunk".into()).transient())
         }
     }
+
+    /// Keeps the next chunk of a run; `false` if these are not its bytes.
+    fn take(&self, run: &mut Run<'_>, bytes: Vec<u8>) -> bool {
+        let chunk = run.next();
+        let is_right = self.matches(chunk, &bytes, &run.hashes[run.done as usize]);
+        if is_right {
+            run.arrived(&self.keep(chunk, bytes.into(), run.purpose));
+        }
+        is_right
+    }
 }
 
 /// Chunks to fetch in one request.
-struct Run<'h> {
+struct Run<'r> {
     first: Chunk,
     /// One for each chunk.
-    hashes: &'h [Hash],
+    hashes: &'r [Hash],
     /// The number of chunks that a read needs; the others are read ahead.
     wanted: u64,
     purpose: Purpose,
+    /// The number of chunks that have arrived and are right.
+    done: u64,
+    /// Gets each of them.
+    sink: &'r mut dyn FnMut(Chunk, &Arc<[u8]>),
+}
+
+impl Run<'_> {
+    /// The first chunk that is missing.
+    fn next(&self) -> Chunk {
+        self.first.after(self.done)
+    }
+
+    /// The number of chunks that are missing.
+    fn left(&self) -> u64 {
+        self.hashes.len() as u64 - self.done
+    }
+
+    fn arrived(&mut self, bytes: &Arc<[u8]>) {
+        let chunk = self.next();
+        (self.sink)(chunk, bytes);
+        self.done += 1;
+    }
 }
 
 /// Room for a chunk, without a second owner.

@@ -59,7 +59,7 @@ mod tree;
 mod upload;
 
 pub use address::Address;
-pub use ahead::{Ahead, AheadEvent, Complete, Part};
+pub use ahead::{Ahead, Complete, Part};
 pub use auth::{Credentials, Keychain};
 pub use cache::{Cache, CacheEntry, CacheProblem, EntryKind, Prune, Pruned, Verified};
 pub use cosign::PublicKey;

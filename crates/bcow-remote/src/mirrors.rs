@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::address::Address;
+use crate::client::Client;
 use crate::error::Problem;
-use crate::source::Source;
+use crate::source::{Access, Source};
 
 /// How long a mirror that failed is not asked.
 const PAUSE: Duration = Duration::from_secs(60);
@@ -91,12 +92,21 @@ impl Sources {
         }
     }
 
-    pub(crate) fn add(&mut self, mirror: Arc<Mirror>, source: Source) {
+    /// Adds the file on a mirror, which has this path on its own server.
+    pub(crate) fn add(
+        &mut self,
+        mirror: &Arc<Mirror>,
+        path: &str,
+        client: &Arc<Client>,
+        access: Access,
+    ) -> Result<(), Problem> {
+        let address = mirror.address(path)?;
         self.mirrors.push(OnMirror {
-            mirror,
-            source,
+            mirror: Arc::clone(mirror),
+            source: Source::new(Arc::clone(client), address, access),
             is_absent: AtomicBool::new(false),
         });
+        Ok(())
     }
 
     /// The copies on mirrors that are not left alone at the moment, in the order of the mirrors.

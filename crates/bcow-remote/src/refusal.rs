@@ -1,6 +1,6 @@
 //! The explanations of a registry.
 
-use serde::Deserialize;
+use serde_json::Value;
 
 use crate::client::Answer;
 use crate::error::{Fault, Problem, printable};
@@ -27,17 +27,14 @@ pub(crate) fn refused(answer: Answer) -> Refused {
         let code = String::new();
         return Refused { code, fault };
     }
-    let One { code, message } = first_error(answer).unwrap_or_default();
+    let (code, message) = first_error(answer).unwrap_or_default();
     let explanation = printable(&match (&*code, &*message) {
         ("", message) => message.to_owned(),
         (code, "") => code.to_owned(),
         (code, message) => format!("{code}: {message}"),
     });
     let problem = match fault.problem {
-        Problem::Denied { status, .. } => Problem::Denied {
-            status,
-            explanation,
-        },
+        Problem::Denied { status, .. } => Problem::denied(status, explanation),
         Problem::Status(status) if !explanation.is_empty() => Problem::Refused {
             status,
             explanation,
@@ -48,22 +45,11 @@ pub(crate) fn refused(answer: Answer) -> Refused {
     Refused { code, fault }
 }
 
-/// An error in the answer of a registry.
-#[derive(Deserialize, Default)]
-struct One {
-    #[serde(default)]
-    code: String,
-    #[serde(default)]
-    message: String,
-}
-
-/// The first error in an answer; `None` if the answer has no errors in the form of registries.
-fn first_error(answer: Answer) -> Option<One> {
-    #[derive(Deserialize)]
-    struct Document {
-        errors: Vec<One>,
-    }
+/// The code and the message of the first error in an answer; `None` if that is no JSON.
+fn first_error(answer: Answer) -> Option<(String, String)> {
     let bytes = answer.document(EXPLANATION_BYTES).ok()?;
-    let document: Document = serde_json::from_slice(&bytes).ok()?;
-    document.errors.into_iter().next()
+    let document: Value = serde_json::from_slice(&bytes).ok()?;
+    let error = &document["errors"][0];
+    let text = |name: &str| error[name].as_str().unwrap_or_default().to_owned();
+    Some((text("code"), text("message")))
 }

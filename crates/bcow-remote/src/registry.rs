@@ -199,7 +199,7 @@ impl Registry {
         let auth = |server: &str| {
             let repository = &reference.repository;
             remote.shared.access(server, repository, || {
-                Auth::new(server.to_owned(), repository, Arc::clone(&keychain))
+                Auth::new(&remote.shared.client, server, repository, &keychain)
             })
         };
         let mirrors = remote.shared.mirrors.iter();
@@ -327,21 +327,19 @@ impl Registry {
             Err(problem) => return Err(problem.at(place)),
         };
         let recorded = cache.recorded_target(&name);
-        let recorded = recorded.filter(|recorded| is_digest(&recorded.target));
-        let Some(recorded) = recorded else {
+        let Some((target, age)) = recorded.filter(|(target, _)| is_digest(target)) else {
             let why = "the cache has no record of this name";
             return Err(problem.and_not_cached(why).at(place));
         };
-        match cache.document(&recorded.target, MANIFEST_BYTES) {
-            Some(bytes) if sha256(&bytes) == recorded.target => {
+        match cache.document(&target, MANIFEST_BYTES) {
+            Some(bytes) if sha256(&bytes) == target => {
                 tracing::warn!(
-                    "{place}: {problem}; using the document to which the name resolved {} ago",
-                    recorded.age
+                    "{place}: {problem}; using the document to which the name resolved {age} ago"
                 );
                 Ok(bytes)
             }
             _ => {
-                let why = format!("{} is not in the cache", recorded.target);
+                let why = format!("{target} is not in the cache");
                 Err(problem.and_not_cached(&why).at(place))
             }
         }
@@ -466,12 +464,9 @@ impl Registry {
         let mut sources = Sources::new(self.source(path)?);
         for (mirror, auth) in &self.mirrors {
             let place = format!("/v2/{}/{path}", self.reference.repository);
-            let address = mirror.address(&place);
-            let address = address.map_err(|problem| problem.at(self.reference.to_string()))?;
             let access = Access::Registry(Arc::clone(auth));
-            let client = Arc::clone(&self.shared.client);
-            let source = Source::new(client, address, access);
-            sources.add(Arc::clone(mirror), source);
+            let added = sources.add(mirror, &place, &self.shared.client, access);
+            added.map_err(|problem| problem.at(self.reference.to_string()))?;
         }
         Ok(sources)
     }
@@ -489,7 +484,7 @@ impl Registry {
 }
 
 /// The entries of an index. Programs in Go write an empty list as `null`.
-fn entries(index: &[u8]) -> Result<Vec<Value>, Problem> {
+pub(crate) fn entries(index: &[u8]) -> Result<Vec<Value>, Problem> {
     let invalid = || Problem::Answer("its list of referrers is invalid".into());
     let mut index: Value = serde_json::from_slice(index).map_err(|_| invalid())?;
     match index.get_mut("manifests").map(Value::take) {

@@ -74,13 +74,12 @@ impl Remote {
     ) -> Result<RemoteFile, RemoteError> {
         let shared = &self.shared;
         let sources = || {
-            let client = || Arc::clone(&shared.client);
-            let mut sources = Sources::new(Source::new(client(), address.clone(), access()));
+            let client = &shared.client;
+            let origin = Source::new(Arc::clone(client), address.clone(), access());
+            let mut sources = Sources::new(origin);
             for mirror in &shared.mirrors {
-                let place = mirror.address(address.path());
-                let place = place.map_err(|problem| problem.at(address.to_string()))?;
-                let source = Source::new(client(), place, Access::Open);
-                sources.add(Arc::clone(mirror), source);
+                let added = sources.add(mirror, address.path(), client, Access::Open);
+                added.map_err(|problem| problem.at(address.to_string()))?;
             }
             Ok(sources)
         };
@@ -105,8 +104,7 @@ impl Remote {
                 .at(error.place.as_str())
         };
         let recorded = cache.recorded_target(&name);
-        let recorded = recorded
-            .and_then(|recorded| Some((recorded.target.parse::<Root>().ok()?, recorded.age)));
+        let recorded = recorded.and_then(|(target, age)| Some((target.parse::<Root>().ok()?, age)));
         let Some((Root(root), age)) = recorded else {
             return Err(missing("the cache has no record of this URL"));
         };

@@ -170,13 +170,6 @@ pub(crate) struct Request<'r> {
     pub(crate) bytes: &'r [u8],
 }
 
-/// What is sent with a request.
-struct Signed {
-    headers: Vec<Header>,
-    /// The credentials, for [`Signer::refused`].
-    credentials: Option<S3Credentials>,
-}
-
 impl Signer {
     /// Sends a signed request; once more with other credentials, if those have expired. The fields
     /// of a query must be encoded and sorted.
@@ -190,9 +183,8 @@ impl Signer {
         checked.map_err(Problem::permanent)?;
         let mut is_second = false;
         loop {
-            let signed = self.sign(request, SystemTime::now())?;
-            let pairs: Vec<_> = signed
-                .headers
+            let (headers, credentials) = self.sign(request, SystemTime::now())?;
+            let pairs: Vec<_> = headers
                 .iter()
                 .map(|(name, value)| (name.as_str(), value.as_str()))
                 .collect();
@@ -209,7 +201,7 @@ impl Signer {
             if !matches!(answer.status, 301 | 400 | 401 | 403) {
                 return Ok(answer);
             }
-            match self.refused(answer, signed.credentials.as_ref()) {
+            match self.refused(answer, credentials.as_ref()) {
                 None if !is_second => is_second = true,
                 None => return Err(denied("the credentials were not accepted".to_owned())),
                 Some(fault) => return Err(fault),
@@ -217,8 +209,13 @@ impl Signer {
         }
     }
 
-    /// The headers of a signed request, its own included.
-    fn sign(&self, request: &Request<'_>, now: SystemTime) -> Result<Signed, Fault> {
+    /// The headers of a signed request, its own included, and the credentials, for
+    /// [`Signer::refused`].
+    fn sign(
+        &self,
+        request: &Request<'_>,
+        now: SystemTime,
+    ) -> Result<(Vec<Header>, Option<S3Credentials>), Fault> {
         let Request {
             address, headers, ..
         } = request;
@@ -226,19 +223,10 @@ impl Signer {
             .iter()
             .map(|(name, value)| (name.to_ascii_lowercase(), (*value).to_owned()))
             .collect();
-        let credentials = self.credentials()?;
-        let Some(credentials) = credentials else {
-            return Ok(Signed {
-                headers: all,
-                credentials: None,
-            });
+        let Some(credentials) = self.credentials()? else {
+            return Ok((all, None));
         };
-        if !address.keeps_secrets() {
-            return Err(denied(format!(
-                "credentials are not sent to {} without encryption",
-                address.server()
-            )));
-        }
+        address.require_secrecy(403)?;
         let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
         let time = timestamp(seconds);
         all.push(("host".into(), address.server().to_owned()));
@@ -250,10 +238,7 @@ impl Signer {
         }
         let authorization = self.authorization(&credentials, request, &content, &mut all, &time);
         all.push(("authorization".into(), authorization));
-        Ok(Signed {
-            headers: all,
-            credentials: Some(credentials),
-        })
+        Ok((all, Some(credentials)))
     }
 
     /// The value of the header `Authorization`. Sorts the headers, all of which are signed.
@@ -338,22 +323,12 @@ impl Signer {
             _ if sent.is_none() => "there are no credentials for S3".to_owned(),
             _ => return Some(fault),
         };
-        Some(
-            Problem::Denied {
-                status,
-                explanation,
-            }
-            .permanent(),
-        )
+        Some(Problem::denied(status, explanation).permanent())
     }
 }
 
 fn denied(explanation: String) -> Fault {
-    Problem::Denied {
-        status: 403,
-        explanation,
-    }
-    .permanent()
+    Problem::denied(403, explanation).permanent()
 }
 
 /// The content of the first element of this name. The documents of S3 are flat and short.
@@ -421,7 +396,7 @@ mod tests {
         };
         let signed = s3.signer().sign(&request, now);
         let headers = match signed {
-            Ok(signed) => signed.headers,
+            Ok((headers, _)) => headers,
             Err(fault) => panic!("{}", fault.problem),
         };
         let value = |name: &str| {

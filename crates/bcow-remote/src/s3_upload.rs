@@ -19,6 +19,7 @@ use crate::remote::Remote;
 use crate::retry_budget::RetryBudget;
 use crate::s3::{EXPLANATION_BYTES, Request, S3, S3Name, Signer, element, explanation};
 use crate::shared::Shared;
+use crate::upload::each_once;
 
 /// Bytes of a part, and of a file that is sent in one request, at most. Larger files have larger
 /// parts.
@@ -81,22 +82,6 @@ struct Part {
 struct Begun {
     id: String,
     parts: BTreeMap<u64, Part>,
-}
-
-/// The end of an upload without the file.
-enum Ended {
-    /// The server does not know the upload any more.
-    Forgotten(Problem),
-    Failed(Problem),
-}
-
-impl From<Problem> for Ended {
-    fn from(problem: Problem) -> Self {
-        match problem {
-            Problem::NotFound(_) => Ended::Forgotten(problem),
-            problem => Ended::Failed(problem),
-        }
-    }
 }
 
 impl S3Upload {
@@ -191,37 +176,30 @@ impl S3Upload {
         replace: Replace,
         sent: &dyn Fn(u64),
     ) -> Result<u64, Problem> {
-        let mut reported = 0;
+        let mut report = each_once(sent);
         let mut uploads = 0;
         loop {
             uploads += 1;
             // What the server has just forgotten is not looked for again.
-            let found = if uploads == 1 { self.unfinished() } else { None };
+            let found = if uploads == 1 { self.find_unfinished() } else { Ok(None) };
+            let found = found.unwrap_or_else(|problem| {
+                tracing::debug!("{}: no earlier upload is continued: {problem}", self.name);
+                None
+            });
             let begun = match found {
                 Some(begun) => begun,
                 None => self.begin(content)?,
             };
-            let mut report = |at: u64| {
-                if at > reported {
-                    sent(at - reported);
-                    reported = at;
-                }
-            };
-            let result =
-                self.send_parts(&begun, content, &mut report)
-                    .and_then(|(parts, bytes)| {
-                        let tag = self.complete(&begun.id, &parts, replace)?;
-                        Ok((tag, bytes))
-                    });
-            let ended = match result {
+            let result = self
+                .send_parts(&begun, content, &mut report)
+                .and_then(|(parts, bytes)| Ok((self.complete(&begun.id, &parts, replace)?, bytes)));
+            match result {
                 Ok((tag, bytes)) => {
                     self.check(content, Some(&tag))?;
                     return Ok(bytes);
                 }
-                Err(ended) => ended,
-            };
-            match ended {
-                Ended::Forgotten(problem) => {
+                // The server does not know the upload any more.
+                Err(problem @ Problem::NotFound(_)) => {
                     // An earlier answer may have been lost.
                     if self.check(content, None).is_ok() {
                         return Ok(content.length);
@@ -231,7 +209,7 @@ impl S3Upload {
                     }
                     tracing::debug!("{}: the upload begins anew: {problem}", self.name);
                 }
-                Ended::Failed(problem) => {
+                Err(problem) => {
                     self.abort(&begun.id);
                     return Err(problem);
                 }
@@ -246,7 +224,7 @@ impl S3Upload {
         begun: &Begun,
         content: &S3Content<'_>,
         report: &mut dyn FnMut(u64),
-    ) -> Result<(BTreeMap<u64, Part>, u64), Ended> {
+    ) -> Result<(BTreeMap<u64, Part>, u64), Problem> {
         let part_bytes = part_bytes(content.length);
         let mut parts = BTreeMap::new();
         let mut sent = 0;
@@ -309,16 +287,7 @@ impl S3Upload {
         })
     }
 
-    /// The last upload to this key that has not ended, with its parts. A server that does not list
-    /// uploads has none.
-    fn unfinished(&self) -> Option<Begun> {
-        let found = self.find_unfinished();
-        found.unwrap_or_else(|problem| {
-            tracing::debug!("{}: no earlier upload is continued: {problem}", self.name);
-            None
-        })
-    }
-
+    /// The last upload to this key that has not ended, with its parts. Not every server lists them.
     fn find_unfinished(&self) -> Result<Option<Begun>, Problem> {
         let query = format!("prefix={}&uploads=", encode(&self.key));
         let text = self.text(Method::GET, &self.bucket.with_query(&query)?, &[])?;
@@ -390,7 +359,7 @@ impl S3Upload {
         id: &str,
         parts: &BTreeMap<u64, Part>,
         replace: Replace,
-    ) -> Result<String, Ended> {
+    ) -> Result<String, Problem> {
         let listed: String = parts
             .iter()
             .map(|(number, part)| {
@@ -413,7 +382,7 @@ impl S3Upload {
         if replace == Replace::Refused {
             headers.push(("if-none-match", "*"));
         }
-        let tag = self.persist(|budget| {
+        self.persist(|budget| {
             let answer = self.send(Method::POST, &address, &headers, body.as_bytes(), budget)?;
             match answer.status {
                 200 => {
@@ -433,8 +402,7 @@ impl S3Upload {
                 412 => Err(Problem::Exists.permanent()),
                 _ => Err(refusal(answer)),
             }
-        })?;
-        Ok(tag)
+        })
     }
 
     fn abort(&self, id: &str) {
@@ -486,7 +454,11 @@ impl S3Upload {
         self.persist(|budget| {
             let answer = match self.send(Method::HEAD, &self.address, &[], &[], budget) {
                 Ok(answer) => answer,
-                Err(fault) if is_hidden(&fault.problem) => return Ok(None),
+                // The server hides from this user what is not there. A wrong key looks the same, as
+                // the answer to HEAD has no text; a later request explains it.
+                Err(fault) if matches!(fault.problem, Problem::Denied { status: 403, .. }) => {
+                    return Ok(None);
+                }
                 Err(fault) => return Err(fault),
             };
             let text = |name| answer.header(name).map(str::to_owned);
@@ -530,12 +502,6 @@ struct Head {
     length: Option<u64>,
     tag: Option<String>,
     root: Option<String>,
-}
-
-/// Whether the server hides from this user what is not there.
-fn is_hidden(problem: &Problem) -> bool {
-    // The answer to HEAD has no text, so a wrong key looks the same; a later request explains it.
-    matches!(problem, Problem::Denied { status: 403, .. })
 }
 
 /// The length of the parts of a file, except the last one.

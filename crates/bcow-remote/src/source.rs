@@ -195,7 +195,7 @@ impl Source {
         let Some(auth) = auth else {
             return self.client.get(address, headers, budget);
         };
-        auth.send(&self.client, &self.address, budget, |authorization| {
+        auth.send(&self.address, budget, |authorization| {
             let mut headers = headers.to_vec();
             headers.extend(authorization.map(|value| ("authorization", value)));
             self.client.get(address, &headers, budget)

@@ -94,16 +94,10 @@ impl Expected {
 pub(crate) struct Chunks {
     chunk_bytes: u64,
     /// The covered bytes, then the levels of the tree without the last.
-    levels: Vec<Level>,
+    levels: Vec<Range<u64>>,
     root: Hash,
     /// Where the root is stored.
     root_offset: u64,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Level {
-    offset: u64,
-    bytes: u64,
 }
 
 /// A chunk: its level, and its index in the level.
@@ -135,17 +129,14 @@ pub(crate) enum HashPlace {
 impl Chunks {
     pub(crate) fn new(tree: &MerkleTree) -> Self {
         let shape = tree.shape();
-        let mut levels = vec![Level {
-            offset: 0,
-            bytes: shape.covered_bytes,
-        }];
-        let mut stored = shape.levels.iter().map(|&(offset, bytes)| Level {
-            offset: tree.offset + offset,
-            bytes,
+        let mut stored = shape.levels.iter().map(|&(offset, bytes)| {
+            let start = tree.offset + offset;
+            start..start + bytes
         });
         // `MerkleShape` has one level at least.
-        let root_offset = stored.next_back().map_or(tree.offset, |level| level.offset);
-        levels.extend(stored);
+        let root_offset = stored.next_back().map_or(tree.offset, |level| level.start);
+        let covered = 0..shape.covered_bytes;
+        let levels = std::iter::once(covered).chain(stored).collect();
         Chunks {
             chunk_bytes: shape.chunk_bytes,
             levels,
@@ -162,10 +153,10 @@ impl Chunks {
         let level = self
             .levels
             .iter()
-            .rposition(|level| level.offset <= offset)?;
+            .rposition(|level| level.start <= offset)?;
         Some(Chunk {
             level,
-            index: (offset - self.levels[level].offset) / self.chunk_bytes,
+            index: (offset - self.levels[level].start) / self.chunk_bytes,
         })
     }
 
@@ -178,12 +169,12 @@ impl Chunks {
     }
 
     pub(crate) fn start(&self, chunk: Chunk) -> u64 {
-        self.levels[chunk.level].offset + chunk.index * self.chunk_bytes
+        self.levels[chunk.level].start + chunk.index * self.chunk_bytes
     }
 
     /// Length of a chunk in bytes; the last of a level can be shorter.
     pub(crate) fn length(&self, chunk: Chunk) -> usize {
-        let rest = self.levels[chunk.level].bytes - chunk.index * self.chunk_bytes;
+        let rest = self.levels[chunk.level].end - self.start(chunk);
         self.chunk_bytes.min(rest) as usize
     }
 
@@ -198,7 +189,8 @@ impl Chunks {
 
     /// The number of chunks of a level.
     pub(crate) fn count(&self, level: usize) -> u64 {
-        self.levels[level].bytes.div_ceil(self.chunk_bytes)
+        let Range { start, end } = self.levels[level];
+        (end - start).div_ceil(self.chunk_bytes)
     }
 
     /// The number of chunks whose hashes are in one chunk.
@@ -213,20 +205,19 @@ impl Chunks {
 
     /// The bytes of the file that a level takes up.
     pub(crate) fn level_range(&self, level: usize) -> Range<u64> {
-        let Level { offset, bytes } = self.levels[level];
-        offset..offset + bytes
+        self.levels[level].clone()
     }
 
     /// The chunks of a level that the bytes from `start` to before `end` of the file touch: the
     /// first one, and the number.
     pub(crate) fn touched(&self, level: usize, start: u64, end: u64) -> Option<(Chunk, u64)> {
-        let Level { offset, bytes } = self.levels[level];
-        let (start, end) = (start.max(offset), end.min(offset + bytes));
+        let own = &self.levels[level];
+        let (start, end) = (start.max(own.start), end.min(own.end));
         if start >= end {
             return None;
         }
-        let index = (start - offset) / self.chunk_bytes;
-        let count = (end - offset).div_ceil(self.chunk_bytes) - index;
+        let index = (start - own.start) / self.chunk_bytes;
+        let count = (end - own.start).div_ceil(self.chunk_bytes) - index;
         Some((Chunk { level, index }, count))
     }
 

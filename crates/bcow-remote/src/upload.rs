@@ -69,12 +69,9 @@ impl Upload {
             .filter(|from| from.same_server(&reference))
             .filter(|from| from.repository() != reference.repository())
             .map(|from| from.repository().to_owned());
-        let auth = Auth::for_push(
-            reference.key().to_owned(),
-            reference.repository(),
-            from.as_deref(),
-            keychain,
-        );
+        let repository = reference.repository();
+        let auth = Auth::new(&shared.client, reference.key(), repository, &keychain)
+            .and_push(repository, from.as_deref());
         Ok(Upload {
             access: Access { shared, base, auth },
             reference,
@@ -99,10 +96,7 @@ impl Upload {
     /// other one. Nothing is sent.
     pub fn adopt(&self, digest: &str, length: u64) -> Result<bool, RemoteError> {
         let adopted = || {
-            if self
-                .access
-                .persist(|budget| self.has(digest, length, budget))?
-            {
+            if self.has(digest, length)? {
                 return Ok(true);
             }
             if self.from.is_none() {
@@ -128,17 +122,8 @@ impl Upload {
         open: &Open<'_>,
         sent: &dyn Fn(u64),
     ) -> Result<Pushed, RemoteError> {
-        let mut reported = 0;
-        let mut report = |at: u64| {
-            if at > reported {
-                sent(at - reported);
-                reported = at;
-            }
-        };
-        let pushed = match self
-            .access
-            .persist(|budget| self.has(digest, length, budget))
-        {
+        let mut report = each_once(sent);
+        let pushed = match self.has(digest, length) {
             Ok(true) => Ok(Pushed::There),
             Ok(false) => {
                 let blob = Blob {
@@ -237,17 +222,6 @@ impl Upload {
         ))
     }
 
-    fn put(&self, name: &str, bytes: &[u8], media_type: &str) -> Result<bool, Problem> {
-        self.access
-            .persist(|budget| self.put_manifest(name, bytes, media_type, budget))
-    }
-
-    /// A manifest or index; `None` if it is missing.
-    fn document(&self, name: &str, accept: &str) -> Result<Option<Vec<u8>>, Problem> {
-        self.access
-            .persist(|budget| self.get_manifest(name, accept, budget))
-    }
-
     fn at_manifest(&self, problem: Problem, digest: &str) -> RemoteError {
         problem.at(format!("manifest {digest} of {}", self.reference))
     }
@@ -256,31 +230,34 @@ impl Upload {
         problem.at(format!("blob {digest} of {}", self.reference))
     }
 
-    fn has(&self, digest: &str, length: u64, budget: &RetryBudget) -> Result<bool, Fault> {
-        let address = self.access.address(&format!("blobs/{digest}"))?;
-        let answer = self
-            .access
-            .send(Method::HEAD, &address, &[], Content::Nothing, budget)?;
-        match answer.status {
-            200 => match answer.header("content-length").map(str::trim) {
-                Some(found) if found != length.to_string() => Err(Problem::Answer(format!(
-                    "the blob has {found} bytes there, and {length} here"
-                ))
-                .permanent()),
-                _ => Ok(true),
-            },
-            // To the place of the blob.
-            status if is_redirect(status) => {
-                let target = address.join(answer.header("location").unwrap_or_default());
-                match target.map_err(Problem::permanent)? {
-                    target if target == address => Err(refusal(answer)),
+    fn has(&self, digest: &str, length: u64) -> Result<bool, Problem> {
+        self.access.persist(|budget| {
+            let address = self.access.address(&format!("blobs/{digest}"))?;
+            let nothing = Content::Nothing;
+            let answer = self
+                .access
+                .send(Method::HEAD, &address, &[], nothing, budget)?;
+            match answer.status {
+                200 => match answer.header("content-length").map(str::trim) {
+                    Some(found) if found != length.to_string() => Err(Problem::Answer(format!(
+                        "the blob has {found} bytes there, and {length} here"
+                    ))
+                    .permanent()),
                     _ => Ok(true),
+                },
+                // To the place of the blob.
+                status if is_redirect(status) => {
+                    let target = address.join(answer.header("location").unwrap_or_default());
+                    match target.map_err(Problem::permanent)? {
+                        target if target == address => Err(refusal(answer)),
+                        _ => Ok(true),
+                    }
                 }
+                // Some registries deny what is not there. The upload then says what is allowed.
+                403 | 404 => Ok(false),
+                _ => Err(refusal(answer)),
             }
-            // Some registries deny what is not there. The upload then says what is allowed.
-            403 | 404 => Ok(false),
-            _ => Err(refusal(answer)),
-        }
+        })
     }
 
     /// Begins an upload; `None` if the registry has taken the blob from the other repository.
@@ -364,57 +341,58 @@ impl Upload {
             }
             tracing::debug!("{digest} is sent again from its start: {problem}");
             // The blob may be complete although the answer was lost.
-            if self
-                .access
-                .persist(|budget| self.has(digest, length, budget))?
-            {
+            if self.has(digest, length)? {
                 return Ok(Pushed::Sent);
             }
         }
     }
 
     /// Writes a manifest. Returns whether the registry lists what is attached to a manifest.
-    fn put_manifest(
-        &self,
-        name: &str,
-        bytes: &[u8],
-        media_type: &str,
-        budget: &RetryBudget,
-    ) -> Result<bool, Fault> {
-        let address = self.access.address(&format!("manifests/{name}"))?;
-        let headers = [("content-type", media_type)];
-        let content = Content::Bytes(bytes);
-        let answer = self
-            .access
-            .send(Method::PUT, &address, &headers, content, budget)?;
-        let digest = sha256(bytes);
-        match (answer.status, answer.header("docker-content-digest")) {
-            (200..=204, Some(found)) if found.trim() != digest => Err(Problem::Answer(format!(
-                "the registry counts the manifest as {}",
-                printable(found)
-            ))
-            .permanent()),
-            (200..=204, _) => Ok(answer.header("oci-subject").is_some()),
-            (405, _) => Err(Problem::ReadOnly.permanent()),
-            _ => Err(refusal(answer)),
-        }
+    fn put(&self, name: &str, bytes: &[u8], media_type: &str) -> Result<bool, Problem> {
+        self.access.persist(|budget| {
+            let address = self.access.address(&format!("manifests/{name}"))?;
+            let headers = [("content-type", media_type)];
+            let content = Content::Bytes(bytes);
+            let answer = self
+                .access
+                .send(Method::PUT, &address, &headers, content, budget)?;
+            let digest = sha256(bytes);
+            match (answer.status, answer.header("docker-content-digest")) {
+                (200..=204, Some(found)) if found.trim() != digest => Err(Problem::Answer(
+                    format!("the registry counts the manifest as {}", printable(found)),
+                )
+                .permanent()),
+                (200..=204, _) => Ok(answer.header("oci-subject").is_some()),
+                (405, _) => Err(Problem::ReadOnly.permanent()),
+                _ => Err(refusal(answer)),
+            }
+        })
     }
 
-    fn get_manifest(
-        &self,
-        name: &str,
-        accept: &str,
-        budget: &RetryBudget,
-    ) -> Result<Option<Vec<u8>>, Fault> {
-        let address = self.access.address(&format!("manifests/{name}"))?;
-        let headers = [("accept", accept)];
-        let answer = self
-            .access
-            .send(Method::GET, &address, &headers, Content::Nothing, budget)?;
-        match answer.status {
-            200 => answer.document(MANIFEST_BYTES).map(Some),
-            404 => Ok(None),
-            _ => Err(refusal(answer)),
+    /// A manifest or index; `None` if it is missing.
+    fn document(&self, name: &str, accept: &str) -> Result<Option<Vec<u8>>, Problem> {
+        self.access.persist(|budget| {
+            let address = self.access.address(&format!("manifests/{name}"))?;
+            let (headers, nothing) = ([("accept", accept)], Content::Nothing);
+            let answer = self
+                .access
+                .send(Method::GET, &address, &headers, nothing, budget)?;
+            match answer.status {
+                200 => answer.document(MANIFEST_BYTES).map(Some),
+                404 => Ok(None),
+                _ => Err(refusal(answer)),
+            }
+        })
+    }
+}
+
+/// Calls `sent` with each byte once, also if a count of bytes begins anew.
+pub(crate) fn each_once(sent: &dyn Fn(u64)) -> impl FnMut(u64) {
+    let mut reported = 0;
+    move |at| {
+        if at > reported {
+            sent(at - reported);
+            reported = at;
         }
     }
 }

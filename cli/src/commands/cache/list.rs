@@ -3,7 +3,7 @@
 use bcow::format::hex;
 use bcow_remote::{CacheEntry, EntryKind};
 use bcow_view::ViewEntry;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::{DirectoryArgs, cannot_read, image_label};
 use crate::cache::FoundCache;
@@ -31,132 +31,6 @@ pub struct Args {
     directory: DirectoryArgs,
 }
 
-/// The result of the command.
-#[derive(Serialize)]
-struct List {
-    schema: &'static str,
-    directory: String,
-    held_bytes: u64,
-    files: Vec<ListedImage>,
-    manifests: Vec<ListedImage>,
-    names: Vec<ListedImage>,
-    unknown: Vec<ListedImage>,
-    /// `None` if neither an option nor the environment names a directory for views.
-    views_directory: Option<String>,
-    views_bytes: u64,
-    views: Vec<View>,
-}
-
-#[derive(Serialize)]
-struct ListedImage {
-    name: String,
-    #[serde(flatten)]
-    file: Option<CachedFile>,
-    /// Of a manifest.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    digest: Option<String>,
-    held_bytes: u64,
-    last_use: Option<String>,
-    last_use_unix_seconds: i64,
-}
-
-#[derive(Serialize)]
-struct CachedFile {
-    root: String,
-    origin: Option<String>,
-    file_bytes: Option<u64>,
-    /// Blocks of the host are larger than the last bytes of a file.
-    present_bytes: u64,
-    in_use: bool,
-}
-
-#[derive(Serialize)]
-struct View {
-    name: String,
-    image_identity: String,
-    image: Option<String>,
-    bytes: u64,
-    layout: u32,
-    held_bytes: u64,
-    in_use: bool,
-    last_use: Option<String>,
-    last_use_unix_seconds: i64,
-    #[serde(skip)]
-    label: String,
-}
-
-impl ListedImage {
-    fn of(entry: CacheEntry) -> Self {
-        let (file, digest) = match entry.kind {
-            EntryKind::File(root) => {
-                let file_bytes = entry.file_bytes.unwrap_or(u64::MAX);
-                let file = CachedFile {
-                    root: root.to_string(),
-                    origin: entry.origin,
-                    file_bytes: entry.file_bytes,
-                    present_bytes: entry.held_bytes.min(file_bytes),
-                    in_use: entry.is_in_use,
-                };
-                (Some(file), None)
-            }
-            EntryKind::Manifest(digest) => (None, Some(format!("sha256:{}", hex(&digest)))),
-            EntryKind::Name(_) | EntryKind::Unknown => (None, None),
-        };
-        ListedImage {
-            name: entry.name,
-            file,
-            digest,
-            held_bytes: entry.held_bytes,
-            last_use: bcow::rfc3339(entry.last_use),
-            last_use_unix_seconds: entry.last_use,
-        }
-    }
-
-    /// The row of a file.
-    fn row(&self) -> Option<[String; 6]> {
-        let file = self.file.as_ref()?;
-        Some([
-            known(file.file_bytes.map(|bytes| Human(bytes).to_string())),
-            Human(file.present_bytes).to_string(),
-            known(self.last_use.clone()),
-            yes_or_no(file.in_use),
-            file.root.chars().take(12).collect(),
-            known(
-                file.origin
-                    .as_deref()
-                    .map(|origin| printable(origin).into()),
-            ),
-        ])
-    }
-}
-
-impl View {
-    fn of(view: ViewEntry) -> Self {
-        View {
-            label: image_label(&view),
-            name: view.name,
-            image_identity: view.image,
-            image: view.image_name,
-            bytes: view.bytes,
-            layout: view.layout,
-            held_bytes: view.held_bytes,
-            in_use: view.is_in_use,
-            last_use: bcow::rfc3339(view.last_use),
-            last_use_unix_seconds: view.last_use,
-        }
-    }
-
-    fn row(&self) -> [String; 5] {
-        [
-            Human(self.bytes).to_string(),
-            Human(self.held_bytes).to_string(),
-            known(self.last_use.clone()),
-            yes_or_no(self.in_use),
-            self.label.clone(),
-        ]
-    }
-}
-
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (path, entries) = match args.directory.find()? {
         FoundCache::Present(cache) => {
@@ -165,47 +39,111 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
         FoundCache::Missing(path) => (path, Vec::new()),
     };
+    let directory = path.to_string_lossy();
+    let held_bytes: u64 = entries.iter().map(|entry| entry.held_bytes).sum();
     let views = args.directory.views()?;
+    // `None` if neither an option nor the environment names a directory for views.
     let directory_of_views = views.cache.as_ref().map(|cache| cache.directory());
-    let mut list = List {
-        schema: "bcow.cache-list/1",
-        directory: path.to_string_lossy().into_owned(),
-        held_bytes: entries.iter().map(|entry| entry.held_bytes).sum(),
-        files: Vec::new(),
-        manifests: Vec::new(),
-        names: Vec::new(),
-        unknown: Vec::new(),
-        views_directory: directory_of_views.map(|path| path.to_string_lossy().into_owned()),
-        views_bytes: views.held_bytes(),
-        views: views.entries.into_iter().map(View::of).collect(),
-    };
-    for entry in entries {
-        let of_kind = match entry.kind {
-            EntryKind::File(_) => &mut list.files,
-            EntryKind::Manifest(_) => &mut list.manifests,
-            EntryKind::Name(_) => &mut list.names,
-            EntryKind::Unknown => &mut list.unknown,
-        };
-        of_kind.push(ListedImage::of(entry));
-    }
+    let directory_of_views = directory_of_views.map(|path| path.to_string_lossy());
     if args.json {
-        return ui.print_json(&list);
+        let of_kind = |is: fn(&EntryKind) -> bool| -> Vec<Value> {
+            let entries = entries.iter().filter(|entry| is(&entry.kind));
+            entries.map(entry_json).collect()
+        };
+        return ui.print_json(&json!({
+            "schema": "bcow.cache-list/1",
+            "directory": directory,
+            "held_bytes": held_bytes,
+            "files": of_kind(|kind| matches!(kind, EntryKind::File(_))),
+            "manifests": of_kind(|kind| matches!(kind, EntryKind::Manifest(_))),
+            "names": of_kind(|kind| matches!(kind, EntryKind::Name(_))),
+            "unknown": of_kind(|kind| matches!(kind, EntryKind::Unknown)),
+            "views_directory": directory_of_views,
+            "views_bytes": views.held_bytes(),
+            "views": views.entries.iter().map(view_json).collect::<Vec<_>>(),
+        }));
     }
     let mut out = ui.output();
     let titles = ["SIZE", "PRESENT", "LAST USE", "IN USE", "ROOT", "FROM"];
-    out.table(titles, list.files.iter().filter_map(ListedImage::row))?;
+    let files: Vec<_> = entries.iter().filter_map(file_row).collect();
+    let count = files.len() as u64;
+    out.table(titles, files)?;
     let titles = ["VIEW", "SIZE", "LAST USE", "IN USE", "IMAGE"];
-    out.table(titles, list.views.iter().map(View::row))?;
+    out.table(titles, views.entries.iter().map(view_row))?;
     out.finish()?;
-    let (files, held) = (list.files.len() as u64, Human(list.held_bytes));
-    let (files, directory) = (plural(files, "file"), &list.directory);
+    let (files, held) = (plural(count, "file"), Human(held_bytes));
     ui.status(format_args!("{files} with {held} in {directory}"));
-    if let Some(directory) = list.views_directory.filter(|_| !list.views.is_empty()) {
-        let views = plural(list.views.len() as u64, "view");
-        let held = Human(list.views_bytes);
+    if let Some(directory) = directory_of_views.filter(|_| !views.entries.is_empty()) {
+        let held = Human(views.held_bytes());
+        let views = plural(views.entries.len() as u64, "view");
         ui.status(format_args!("{views} with {held} in {directory}"));
     }
     Ok(())
+}
+
+fn entry_json(entry: &CacheEntry) -> Value {
+    let mut document = json!({ "name": entry.name });
+    match &entry.kind {
+        EntryKind::File(root) => {
+            document["root"] = json!(root.to_string());
+            document["origin"] = json!(entry.origin);
+            document["file_bytes"] = json!(entry.file_bytes);
+            document["present_bytes"] = json!(present_bytes(entry));
+            document["in_use"] = json!(entry.is_in_use);
+        }
+        EntryKind::Manifest(digest) => {
+            document["digest"] = json!(format!("sha256:{}", hex(digest)));
+        }
+        EntryKind::Name(_) | EntryKind::Unknown => {}
+    }
+    document["held_bytes"] = json!(entry.held_bytes);
+    document["last_use"] = json!(bcow::rfc3339(entry.last_use));
+    document["last_use_unix_seconds"] = json!(entry.last_use);
+    document
+}
+
+/// Blocks of the host are larger than the last bytes of a file.
+fn present_bytes(entry: &CacheEntry) -> u64 {
+    entry.held_bytes.min(entry.file_bytes.unwrap_or(u64::MAX))
+}
+
+fn file_row(entry: &CacheEntry) -> Option<[String; 6]> {
+    let EntryKind::File(root) = &entry.kind else {
+        return None;
+    };
+    let origin = entry.origin.as_deref();
+    Some([
+        known(entry.file_bytes.map(|bytes| Human(bytes).to_string())),
+        Human(present_bytes(entry)).to_string(),
+        known(bcow::rfc3339(entry.last_use)),
+        yes_or_no(entry.is_in_use),
+        root.to_string().chars().take(12).collect(),
+        known(origin.map(|origin| printable(origin).into())),
+    ])
+}
+
+fn view_json(view: &ViewEntry) -> Value {
+    json!({
+        "name": view.name,
+        "image_identity": view.image,
+        "image": view.image_name,
+        "bytes": view.bytes,
+        "layout": view.layout,
+        "held_bytes": view.held_bytes,
+        "in_use": view.is_in_use,
+        "last_use": bcow::rfc3339(view.last_use),
+        "last_use_unix_seconds": view.last_use,
+    })
+}
+
+fn view_row(view: &ViewEntry) -> [String; 5] {
+    [
+        Human(view.bytes).to_string(),
+        Human(view.held_bytes).to_string(),
+        known(bcow::rfc3339(view.last_use)),
+        yes_or_no(view.is_in_use),
+        image_label(view),
+    ]
 }
 
 fn known(text: Option<String>) -> String {

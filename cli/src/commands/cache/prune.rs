@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use bcow_remote::{Prune, Pruned};
 use bcow_view::{Removal, Remove};
-use serde::Serialize;
+use serde_json::json;
 
 use super::{DirectoryArgs, Views};
 use crate::cache::FoundCache;
 use crate::error::{CommandError, Context};
-use crate::running;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
@@ -62,49 +61,23 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let has_views = !views.entries.is_empty();
     let pruned_views = prune_views(views, of_views)?;
     if args.json {
-        return ui.print_json(&PruneReport {
-            schema: "bcow.cache-prune/1",
-            files: pruned,
-            views: pruned_views,
-        });
+        return ui.print_json(&json!({
+            "schema": "bcow.cache-prune/1",
+            "removed_files": pruned.removed_files,
+            "removed_bytes": pruned.removed_bytes,
+            "in_use_files": pruned.in_use_files,
+            "held_bytes": pruned.held_bytes,
+            "removed_views": pruned_views.removed_files,
+            "removed_views_bytes": pruned_views.removed_bytes,
+            "in_use_views": pruned_views.in_use_files,
+            "views_bytes": pruned_views.held_bytes,
+        }));
     }
     report(&pruned, "file", ui);
     if has_views {
         report(&pruned_views, "view", ui);
     }
     Ok(())
-}
-
-/// The result, as JSON has it.
-#[derive(Serialize)]
-struct PruneReport {
-    schema: &'static str,
-    #[serde(flatten, serialize_with = "PrunedFiles::serialize")]
-    files: Pruned,
-    #[serde(flatten, serialize_with = "PrunedViews::serialize")]
-    views: Pruned,
-}
-
-#[derive(Serialize)]
-#[serde(remote = "Pruned")]
-struct PrunedFiles {
-    removed_files: u64,
-    removed_bytes: u64,
-    in_use_files: u64,
-    held_bytes: u64,
-}
-
-#[derive(Serialize)]
-#[serde(remote = "Pruned")]
-struct PrunedViews {
-    #[serde(rename = "removed_views")]
-    removed_files: u64,
-    #[serde(rename = "removed_views_bytes")]
-    removed_bytes: u64,
-    #[serde(rename = "in_use_views")]
-    in_use_files: u64,
-    #[serde(rename = "views_bytes")]
-    held_bytes: u64,
 }
 
 fn report(pruned: &Pruned, what: &str, ui: &Ui) {
@@ -132,17 +105,8 @@ fn prune_views(views: Views, which: Prune) -> Result<Pruned, CommandError> {
     let Some(cache) = views.cache else {
         return Ok(pruned);
     };
-    let now = i64::try_from(running::now()).unwrap_or(i64::MAX);
     for view in views.entries.iter().rev() {
-        let is_chosen = match which {
-            Prune::All => true,
-            Prune::OlderThan(time) => {
-                let age = u64::try_from(now.saturating_sub(view.last_use));
-                age.is_ok_and(|age| age >= time.as_secs())
-            }
-            Prune::Limit(limit) => pruned.held_bytes > limit,
-        };
-        if !is_chosen {
+        if !which.selects(view.last_use, pruned.held_bytes) {
             continue;
         }
         let removed = cache.remove(&view.name, Remove::Unused);

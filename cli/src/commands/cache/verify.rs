@@ -49,11 +49,8 @@ struct Verification {
 struct VerifiedFile {
     root: String,
     origin: Option<String>,
-    /// `None` if the cache does not have the header of the file.
-    file_bytes: Option<u64>,
-    right_bytes: u64,
-    damaged_bytes: u64,
-    unknown_bytes: u64,
+    #[serde(flatten)]
+    found: Verified,
     complete: bool,
 }
 
@@ -104,7 +101,7 @@ impl Verification {
                     interrupt.check()?;
                     // `None` if it was removed meanwhile.
                     if let Some(found) = found {
-                        self.file(root, entry.origin, &found);
+                        self.file(root, entry.origin, found);
                     }
                 }
                 EntryKind::Manifest(digest) => {
@@ -119,17 +116,14 @@ impl Verification {
         Ok(())
     }
 
-    fn file(&mut self, root: Root, origin: Option<String>, found: &Verified) {
+    fn file(&mut self, root: Root, origin: Option<String>, found: Verified) {
         self.right_bytes += found.right_bytes;
         self.damaged_bytes += found.damaged_bytes;
         self.files.push(VerifiedFile {
             root: root.to_string(),
             origin,
-            file_bytes: (found.file_bytes > 0).then_some(found.file_bytes),
-            right_bytes: found.right_bytes,
-            damaged_bytes: found.damaged_bytes,
-            unknown_bytes: found.unknown_bytes,
             complete: found.is_complete(),
+            found,
         });
     }
 
@@ -161,8 +155,9 @@ impl Verification {
 
     fn print(&self, ui: &Ui) -> Result<(), CommandError> {
         let mut out = ui.output();
-        for file in self.files.iter().filter(|file| file.damaged_bytes > 0) {
-            let damaged = plural(file.damaged_bytes, "byte");
+        let files = self.files.iter();
+        for file in files.filter(|file| file.found.damaged_bytes > 0) {
+            let damaged = plural(file.found.damaged_bytes, "byte");
             let from = file.origin.as_deref().map(printable);
             let from = from.map_or_else(String::new, |from| format!(" ({from})"));
             let root = &file.root;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bcow::BlockDevice;
 use bcow::operation::{CompareError, compare as compare_images};
-use serde::Serialize;
+use serde_json::json;
 
 use super::Args;
 use crate::error::CommandError;
@@ -28,11 +28,9 @@ pub fn compare(args: &Args, a: &OpenImage, b: &OpenImage, ui: &Ui) -> Result<boo
         bytes: 0,
     };
     if args.json {
-        report.out.open_document(&Head {
-            schema: "bcow.diff-disk/1",
-            a_size: sizes[0],
-            b_size: sizes[1],
-        })?;
+        let schema = "bcow.diff-disk/1";
+        let head = json!({ "schema": schema, "a_size": sizes[0], "b_size": sizes[1] });
+        report.out.open_document(&head)?;
         report.out.open_list("ranges")?;
     }
     let cannot_read = |image: &OpenImage, error: &bcow::Error| {
@@ -45,26 +43,6 @@ pub fn compare(args: &Args, a: &OpenImage, b: &OpenImage, ui: &Ui) -> Result<boo
         CompareError::Sink(error) => error,
     })?;
     report.end(sizes, ui)
-}
-
-/// The beginning of the JSON document.
-#[derive(Serialize)]
-struct Head {
-    schema: &'static str,
-    a_size: u64,
-    b_size: u64,
-}
-
-#[derive(Serialize)]
-struct DifferentRange {
-    offset: u64,
-    length: u64,
-}
-
-#[derive(Serialize)]
-struct BlocksSummary {
-    ranges: u64,
-    bytes: u64,
 }
 
 struct Report<'a> {
@@ -82,8 +60,8 @@ impl Report<'_> {
         match (self.args.summary, self.args.json) {
             (true, _) => Ok(()),
             (false, true) => {
-                let offset = start;
-                self.out.item(&DifferentRange { offset, length })
+                let item = json!({ "offset": start, "length": length });
+                self.out.item(&item)
             }
             (false, false) => writeln!(self.out, "{start:>16} {length:>12}"),
         }
@@ -110,9 +88,8 @@ impl Report<'_> {
         };
         if self.args.json {
             self.out.close_list()?;
-            let (ranges, bytes) = (self.ranges, self.bytes);
-            self.out
-                .field("summary", &BlocksSummary { ranges, bytes })?;
+            let summary = json!({ "ranges": self.ranges, "bytes": self.bytes });
+            self.out.field("summary", &summary)?;
             self.out.close_document()?;
         } else if self.args.summary {
             writeln!(self.out, "{words}")?;

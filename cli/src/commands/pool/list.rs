@@ -1,8 +1,8 @@
 //! `bcow pool list`
 
-use bcow_pool::PoolName;
 use bcow_pool::client::{self, PoolAtSocket};
-use serde::Serialize;
+use bcow_pool::protocol::Hello;
+use serde_json::{Value, json};
 
 use crate::error::CommandError;
 use crate::names::printable;
@@ -20,60 +20,37 @@ pub struct Args {
     json: bool,
 }
 
-#[derive(Serialize)]
-struct List {
-    schema: &'static str,
-    pools: Vec<Pool>,
-}
-
-/// A pool. Only a running one tells more than its state.
-#[derive(Serialize)]
-struct Pool {
-    name: String,
-    state: &'static str,
-    pid: Option<u32>,
-    mounts: Option<usize>,
-    version: Option<String>,
-    protocol: Option<u64>,
-    since: Option<String>,
-    since_unix_seconds: Option<u64>,
-    #[serde(rename = "keeper")]
-    supervisor: Option<u32>,
-    restarts: Option<u64>,
-}
-
-impl Pool {
-    fn of((name, found): (PoolName, PoolAtSocket)) -> Self {
+/// Prints the pools.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    // Only a running pool tells more than its state.
+    let pools = client::pools()?.into_iter().map(|(name, found)| {
         let (state, hello) = match found {
             PoolAtSocket::Running(connection) => ("running", Some(connection.hello)),
             PoolAtSocket::Silent => ("silent", None),
             PoolAtSocket::Dead | PoolAtSocket::Missing => ("dead", None),
         };
-        let hello = hello.as_ref();
-        Pool {
-            name: name.to_string(),
-            state,
-            pid: hello.map(|hello| hello.pid),
-            mounts: hello.map(|hello| hello.mounts),
-            version: hello.map(|hello| hello.program.clone()),
-            protocol: hello.map(|hello| hello.version),
-            since: hello.and_then(|hello| bcow::rfc3339(hello.since.try_into().ok()?)),
-            since_unix_seconds: hello.map(|hello| hello.since),
-            supervisor: hello.and_then(|hello| hello.supervisor),
-            restarts: hello.map(|hello| hello.restarts),
-        }
-    }
-}
-
-/// Prints the pools.
-pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let pools = client::pools()?;
-    let pools: Vec<Pool> = pools.into_iter().map(Pool::of).collect();
+        (name.to_string(), state, hello)
+    });
+    let pools: Vec<_> = pools.collect();
+    let since = |hello: &Hello| bcow::rfc3339(hello.since.try_into().ok()?);
     if args.json {
-        return ui.print_json(&List {
-            schema: "bcow.pools/1",
-            pools,
+        let pools = pools.iter().map(|(name, state, hello)| {
+            let hello = hello.as_ref();
+            json!({
+                "name": name,
+                "state": state,
+                "pid": hello.map(|hello| hello.pid),
+                "mounts": hello.map(|hello| hello.mounts),
+                "version": hello.map(|hello| &hello.program),
+                "protocol": hello.map(|hello| hello.version),
+                "since": hello.and_then(since),
+                "since_unix_seconds": hello.map(|hello| hello.since),
+                "keeper": hello.and_then(|hello| hello.supervisor),
+                "restarts": hello.map(|hello| hello.restarts),
+            })
         });
+        let pools: Vec<Value> = pools.collect();
+        return ui.print_json(&json!({ "schema": "bcow.pools/1", "pools": pools }));
     }
     let mut out = ui.output();
     if pools.is_empty() {
@@ -81,13 +58,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         return out.finish();
     }
     let known = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
-    let rows = pools.into_iter().map(|pool| {
+    let rows = pools.iter().map(|(name, state, hello)| {
+        let hello = hello.as_ref();
         [
-            printable(&pool.name).into_owned(),
-            known(pool.pid.map(|pid| pid.to_string())),
-            known(pool.mounts.map(|mounts| mounts.to_string())),
-            pool.state.to_owned(),
-            known(pool.since),
+            printable(name).into_owned(),
+            known(hello.map(|hello| hello.pid.to_string())),
+            known(hello.map(|hello| hello.mounts.to_string())),
+            (*state).to_owned(),
+            known(hello.and_then(since)),
         ]
     });
     out.table(["NAME", "PID", "MOUNTS", "STATE", "SINCE"], rows)?;

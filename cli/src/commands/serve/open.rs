@@ -2,6 +2,7 @@
 //! length of a session.
 
 use bcow_images::Name;
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -77,16 +78,11 @@ impl Served {
             .map(|described| Service {
                 kind: kind.to_owned(),
                 image: described.image.clone(),
-                layers: Vec::new(),
                 export: (!is_only).then(|| described.export.clone()),
-                upper: None,
                 at: at(&described.export),
                 mode: described.mode.to_owned(),
                 since: running::now(),
-                device: None,
-                owners: None,
-                descriptor: None,
-                pool: None,
+                ..Service::default()
             })
             .collect()
     }
@@ -134,10 +130,10 @@ impl Served {
                 Device::Writable(disk)
             }
             Access::AsFile | Access::ReadOnly => Device::ReadOnly(image()?),
-            Access::Snapshot => Device::Writable(Arc::new(
-                snapshot(image()?, &options)
-                    .map_err(|error| error.context_of(image_name.shown()))?,
-            )),
+            Access::Snapshot => {
+                let disk = snapshot(image()?, image_name.shown(), &options)?;
+                Device::Writable(Arc::new(disk))
+            }
         };
         self.described.push(Described {
             image: image_name.absolute().to_string_lossy().into_owned(),
@@ -174,38 +170,30 @@ impl Served {
 }
 
 /// The error of a failed [`snapshot`].
-enum SnapshotError {
-    File(std::io::Error),
-    Disk(bcow::Error),
-}
-
-impl SnapshotError {
-    fn context_of(self, path: &Path) -> CommandError {
-        let directory = std::env::temp_dir();
-        let failure = CommandError::new(format!(
-            "cannot make an overlay for {} in {}",
-            path.display(),
-            directory.display()
-        ));
-        let (failure, is_of_file) = match &self {
-            SnapshotError::File(error) => (failure.caused_by(error), true),
-            SnapshotError::Disk(error) => {
-                // An error of the disk below would be one in its backing.
-                let is_of_file = matches!(error, bcow::Error::Io { .. });
-                (failure.caused_by(error), is_of_file)
-            }
-        };
-        if is_of_file {
-            failure.hint("TMPDIR names another directory for it")
-        } else {
-            failure
-        }
+fn no_snapshot(path: &Path, error: &(dyn Error + 'static)) -> CommandError {
+    let failure = CommandError::new(format!(
+        "cannot make an overlay for {} in {}",
+        path.display(),
+        std::env::temp_dir().display()
+    ));
+    let failure = failure.caused_by(error);
+    // An error of the disk below would be one in its backing.
+    let is_of_file = matches!(error.downcast_ref(), Some(bcow::Error::Io { .. }));
+    if is_of_file || error.is::<std::io::Error>() {
+        failure.hint("TMPDIR names another directory for it")
+    } else {
+        failure
     }
 }
 
-/// A disk over `below` in a file without a name, which vanishes with the process.
-fn snapshot(below: Arc<dyn BlockDevice>, options: &OpenOptions) -> Result<Disk, SnapshotError> {
-    let file = tempfile::tempfile().map_err(SnapshotError::File)?;
+/// A disk over `below`, the image at `path`, in a file without a name, which vanishes with the
+/// process.
+fn snapshot(
+    below: Arc<dyn BlockDevice>,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<Disk, CommandError> {
+    let file = tempfile::tempfile().map_err(|error| no_snapshot(path, &error))?;
     let size = below.size();
     let entry = BackingEntry {
         name: BackingName::FileName {
@@ -220,7 +208,7 @@ fn snapshot(below: Arc<dyn BlockDevice>, options: &OpenOptions) -> Result<Disk, 
         Some((entry, below)),
         options,
     )
-    .map_err(SnapshotError::Disk)
+    .map_err(|error| no_snapshot(path, &error))
 }
 
 #[cfg(test)]
@@ -236,12 +224,12 @@ mod tests {
             source: full(),
         };
         let other = bcow::Error::Unsupported("x".into());
-        let has_hint = |error: SnapshotError| {
-            let error = error.context_of(Path::new("a.bcow"));
+        let has_hint = |error: &(dyn Error + 'static)| {
+            let error = no_snapshot(Path::new("a.bcow"), error);
             error.hint_text().is_some()
         };
-        assert!(has_hint(SnapshotError::File(full())));
-        assert!(has_hint(SnapshotError::Disk(written)));
-        assert!(!has_hint(SnapshotError::Disk(other)));
+        assert!(has_hint(&full()));
+        assert!(has_hint(&written));
+        assert!(!has_hint(&other));
     }
 }

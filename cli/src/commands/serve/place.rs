@@ -8,15 +8,6 @@ use bcow_nbd::{ListenAddress, Listener, activation};
 use super::failure;
 use crate::error::{CommandError, Context};
 
-/// The scheme of the URIs: with TLS or without.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scheme {
-    /// `nbd`
-    Plain,
-    /// `nbds`
-    Tls,
-}
-
 /// Takes the sockets that a service manager passed; otherwise listens on those of the command line;
 /// without any, on [`default_socket`]. Sockets from both are an error.
 pub fn listeners(
@@ -71,14 +62,10 @@ fn default_socket() -> Result<PathBuf, CommandError> {
     Ok(directory.join(format!("serve-{}.sock", std::process::id())))
 }
 
-/// The URI of an export; `None` if clients cannot address the socket, or if its path cannot be made
-/// absolute.
-pub fn uri(place: &ListenAddress, export: &str, scheme: Scheme) -> Option<String> {
+/// The URI of an export, with the scheme `nbd` or `nbds`; `None` if clients cannot address the
+/// socket, or if its path cannot be made absolute.
+pub fn uri(place: &ListenAddress, export: &str, scheme: &str) -> Option<String> {
     let export = percent_encoded(export.as_bytes());
-    let scheme = match scheme {
-        Scheme::Plain => "nbd",
-        Scheme::Tls => "nbds",
-    };
     match place {
         ListenAddress::Unix(path) => {
             let path = std::path::absolute(path).ok()?;
@@ -112,14 +99,14 @@ mod tests {
     fn uris_hold_any_name() {
         let place = ListenAddress::Unix("/run/a b?c".into());
         assert_eq!(
-            uri(&place, "ä", Scheme::Plain).as_deref(),
+            uri(&place, "ä", "nbd").as_deref(),
             Some("nbd+unix:///%C3%A4?socket=/run/a%20b%3Fc")
         );
         let place = ListenAddress::Tcp("[::1]:10809".parse().unwrap());
         assert_eq!(
-            uri(&place, "", Scheme::Tls).as_deref(),
+            uri(&place, "", "nbds").as_deref(),
             Some("nbds://[::1]:10809/")
         );
-        assert_eq!(uri(&ListenAddress::Unnamed, "", Scheme::Tls), None);
+        assert_eq!(uri(&ListenAddress::Unnamed, "", "nbds"), None);
     }
 }

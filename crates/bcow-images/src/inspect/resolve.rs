@@ -2,8 +2,7 @@
 
 use bcow::format::hex;
 use bcow_oci::Digest;
-use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::error::CommandError;
 use crate::image::{OpenImage, StoreArgs};
@@ -13,83 +12,48 @@ use crate::url::Url;
 
 /// The image in BCoW form to which a name in a registry leads, as JSON has it (schema
 /// `bcow.resolve/1`).
-#[derive(Serialize)]
-pub struct ResolvedImage {
-    schema: &'static str,
-    /// Its name, with the digest of its manifest.
-    pub name: String,
-    /// The digest of the ordinary image to which it is attached, from its manifest.
-    attached_to: Value,
-    merkle_root: Option<String>,
-    /// The lowest first.
-    layers: Vec<ResolvedLayer>,
-}
-
-/// A layer, as the metadata of the stack describes it.
-#[derive(Serialize)]
-struct ResolvedLayer {
-    diff_id: Value,
-    digest: Value,
-    file_bytes: Value,
-    merkle_root: Value,
-    tar_bytes: Value,
-    blob: Option<OrdinaryBlob>,
-}
-
-/// The blob of a layer in the ordinary image.
-#[derive(Serialize)]
-struct OrdinaryBlob {
-    digest: Digest,
-    size: u64,
-    media_type: String,
-    /// Of eStargz and of zstd:chunked.
-    toc_digest: Option<Digest>,
-}
-
-impl ResolvedImage {
-    /// Looks the name up in its registry. All layers of the image are looked up too, so the image
-    /// can be mounted by the name that is found.
-    pub fn find(name: &Name, stores: &StoreArgs) -> Result<Self, CommandError> {
-        let no_registry = || {
-            CommandError::usage(format!("{} is not in a registry", name.display()))
-                .hint("--resolve is for docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
-        };
-        let reference = name.registry().ok_or_else(no_registry)?;
-        let url = Url::Registry(reference.clone());
-        let mut found = remote::open(&url, &stores.remote, Pinned::AsAsked)?;
-        let ordinary = found.ordinary.take().unwrap_or_default();
-        let (Some(manifest), Some(name)) = (found.manifest.clone(), found.lasting_url.clone())
-        else {
-            return Err(no_registry());
-        };
-        let image = OpenImage::of_remote(found, stores)?;
-        let manifest: Value = serde_json::from_slice(&manifest).unwrap_or_default();
-        let metadata = image.metadata()?;
-        let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
-        let diff_ids: Vec<&Value> = layers.iter().map(|layer| &layer["diff_id"]).collect();
-        let blobs = ordinary_blobs(&ordinary, &metadata["config"], &diff_ids);
-        let blobs = blobs.into_iter().flatten().map(Some);
-        let layers = layers
-            .iter()
-            .zip(blobs.chain(std::iter::repeat_with(|| None)));
-        let root = image.image().header().merkle.as_ref();
-        Ok(ResolvedImage {
-            schema: "bcow.resolve/1",
-            name,
-            attached_to: manifest["subject"]["digest"].clone(),
-            merkle_root: root.map(|tree| format!("sha256:{}", hex(&tree.root))),
-            layers: layers
-                .map(|(layer, blob)| ResolvedLayer {
-                    diff_id: layer["diff_id"].clone(),
-                    digest: layer["digest"].clone(),
-                    file_bytes: layer["file_bytes"].clone(),
-                    merkle_root: layer["merkle_root"].clone(),
-                    tar_bytes: layer["source"]["tar_bytes"].clone(),
-                    blob,
-                })
-                .collect(),
+///
+/// Looks the name up in its registry. All layers of the image are looked up too, so the image can
+/// be mounted by the name that is found.
+pub fn find(name: &Name, stores: &StoreArgs) -> Result<Value, CommandError> {
+    let no_registry = || {
+        CommandError::usage(format!("{} is not in a registry", name.display()))
+            .hint("--resolve is for docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
+    };
+    let reference = name.registry().ok_or_else(no_registry)?;
+    let url = Url::Registry(reference.clone());
+    let mut found = remote::open(&url, &stores.remote, Pinned::AsAsked)?;
+    let ordinary = found.ordinary.take().unwrap_or_default();
+    let (Some(manifest), Some(name)) = (found.manifest.clone(), found.lasting_url.clone()) else {
+        return Err(no_registry());
+    };
+    let image = OpenImage::of_remote(found, stores)?;
+    let manifest: Value = serde_json::from_slice(&manifest).unwrap_or_default();
+    let metadata = image.metadata()?;
+    let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
+    let diff_ids: Vec<&Value> = layers.iter().map(|layer| &layer["diff_id"]).collect();
+    let blobs = ordinary_blobs(&ordinary, &metadata["config"], &diff_ids);
+    let blobs = blobs.into_iter().flatten();
+    let blobs = blobs.chain(std::iter::repeat(Value::Null));
+    // As the metadata of the stack describes them, the lowest first.
+    let layers = layers.iter().zip(blobs).map(|(layer, blob)| {
+        json!({
+            "diff_id": layer["diff_id"],
+            "digest": layer["digest"],
+            "file_bytes": layer["file_bytes"],
+            "merkle_root": layer["merkle_root"],
+            "tar_bytes": layer["source"]["tar_bytes"],
+            "blob": blob,
         })
-    }
+    });
+    let root = image.image().header().merkle.as_ref();
+    Ok(json!({
+        "schema": "bcow.resolve/1",
+        "name": name,
+        "attached_to": manifest["subject"]["digest"],
+        "merkle_root": root.map(|tree| format!("sha256:{}", hex(&tree.root))),
+        "layers": layers.collect::<Vec<_>>(),
+    }))
 }
 
 /// The annotations with the digest of the table of contents of a layer: of eStargz, and of
@@ -99,13 +63,9 @@ const TOC_DIGESTS: [&str; 2] = [
     "io.github.containers.zstd-chunked.manifest-checksum",
 ];
 
-/// The layers of the ordinary image, the lowest first. `None` if its manifest does not have one for
-/// each of these diffIDs, in the order of its configuration.
-fn ordinary_blobs(
-    manifest: &[u8],
-    config: &Value,
-    diff_ids: &[&Value],
-) -> Option<Vec<OrdinaryBlob>> {
+/// The blobs of the layers in the ordinary image, the lowest first. `None` if its manifest does not
+/// have one for each of these diffIDs, in the order of its configuration.
+fn ordinary_blobs(manifest: &[u8], config: &Value, diff_ids: &[&Value]) -> Option<Vec<Value>> {
     let manifest: Value = serde_json::from_slice(manifest).ok()?;
     let layers = manifest["layers"].as_array()?;
     let in_config = config["rootfs"]["diff_ids"].as_array()?;
@@ -117,20 +77,19 @@ fn ordinary_blobs(
         let toc_digests = TOC_DIGESTS
             .iter()
             .filter_map(|name| annotations[*name].as_str());
-        Some(OrdinaryBlob {
-            digest: layer["digest"].as_str()?.parse().ok()?,
-            size: layer["size"].as_u64()?,
-            media_type: layer["mediaType"].as_str()?.to_owned(),
-            toc_digest: toc_digests.filter_map(|digest| digest.parse().ok()).next(),
-        })
+        let parse = |digest: &str| digest.parse::<Digest>().ok();
+        Some(json!({
+            "digest": parse(layer["digest"].as_str()?)?,
+            "size": layer["size"].as_u64()?,
+            "media_type": layer["mediaType"].as_str()?,
+            "toc_digest": toc_digests.filter_map(parse).next(),
+        }))
     });
     blobs.collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn digest(digit: char) -> String {

@@ -9,7 +9,7 @@ use std::thread;
 use bcow::Error;
 use bcow_images::image::OpenImage;
 use bcow_images::prefetch::{List, Shown};
-use bcow_remote::{Ahead, AheadEvent, Complete, Part, RemoteFile};
+use bcow_remote::{Ahead, Complete, Part, RemoteFile};
 use bcow_union::log::{self, Severity};
 
 use crate::args::{CompleteWhen, MountArgs};
@@ -87,14 +87,9 @@ fn fetch(
     ahead.run(stop);
 }
 
-fn report(event: &AheadEvent) {
-    let severity = match event {
-        AheadEvent::Fetched { .. } | AheadEvent::Complete { .. } | AheadEvent::NotCompleted(_) => {
-            Severity::Notice
-        }
-        AheadEvent::Missing { .. } | AheadEvent::Failed(_) => Severity::Warning,
-    };
-    log::log(severity, &event.to_string());
+fn report(text: &str, is_failure: bool) {
+    let severity = if is_failure { Severity::Warning } else { Severity::Notice };
+    log::log(severity, text);
 }
 
 /// The parts of `files` that hold the listed blocks.

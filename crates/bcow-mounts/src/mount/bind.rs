@@ -4,7 +4,6 @@
 //! also those of which only some blocks are in the upper.
 
 use std::fs::{File, TryLockError};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -18,6 +17,7 @@ use super::owners;
 use crate::args::MountArgs;
 use crate::ask::{self, Answer};
 use crate::error::failure;
+use crate::umount::file_at;
 use bcow_images::image::Messages;
 use bcow_images::upper::RETRY_PAUSE;
 
@@ -33,29 +33,24 @@ pub enum Attempt {
     Free(Turn),
 }
 
-/// The right to mount an upper, among the commands with `--if-mounted bind`: the second of two that
-/// start together must find the mount of the first. It protects nothing else, so a command that
-/// waits in vain continues without it.
-pub struct Turn {
-    _lock: Option<File>,
-}
+/// The lock of an upper with which a command has the right to mount it, among the commands with
+/// `--if-mounted bind`: the second of two that start together must find the mount of the first. It
+/// protects nothing else, so a command that waits in vain continues without it.
+pub type Turn = Option<File>;
 
-impl Turn {
-    fn wait(upper: &Path) -> Turn {
-        let start = Instant::now();
-        // Without a directory there is no mount to wait for.
-        let lock = File::open(upper).ok().filter(|directory| {
-            loop {
-                match directory.try_lock() {
-                    Ok(()) => return true,
-                    Err(TryLockError::WouldBlock) if start.elapsed() < TURN_WITHIN => {}
-                    Err(_) => return false,
-                }
-                std::thread::sleep(RETRY_PAUSE);
+fn wait_for_turn(upper: &Path) -> Turn {
+    let start = Instant::now();
+    // Without a directory there is no mount to wait for.
+    File::open(upper).ok().filter(|directory| {
+        loop {
+            match directory.try_lock() {
+                Ok(()) => return true,
+                Err(TryLockError::WouldBlock) if start.elapsed() < TURN_WITHIN => {}
+                Err(_) => return false,
             }
-        });
-        Turn { _lock: lock }
-    }
+            std::thread::sleep(RETRY_PAUSE);
+        }
+    })
 }
 
 /// Binds the mount of the upper to DIR, if there is one and the command line asks for it.
@@ -65,9 +60,9 @@ pub fn attempt(
     ui: &dyn Messages,
 ) -> Result<Attempt, CommandError> {
     let Some(upper) = args.upper.path_to_bind() else {
-        return Ok(Attempt::Free(Turn { _lock: None }));
+        return Ok(Attempt::Free(None));
     };
-    let turn = Turn::wait(upper);
+    let turn = wait_for_turn(upper);
     for (server, service) in mounts_of(upper) {
         let Some(device) = &service.device else {
             continue;
@@ -84,22 +79,19 @@ pub fn attempt(
         let Some(mount) = bound.map_err(|error| failure(&error))? else {
             continue;
         };
-        match check(&mount, upper, &server, options) {
-            Checked::Same => {
-                ui.status(&format_args!(
-                    "{} is a bind mount: process {} serves the upper {} already",
-                    args.directory().display(),
-                    server.pid,
-                    upper.display()
-                ));
-                return Ok(Attempt::Done);
-            }
-            Checked::Other => detach(&mount)?,
-            Checked::Failed(error) => {
-                detach(&mount)?;
-                return Err(error);
-            }
+        let is_same = shows_upper(&mount, upper, &server, options);
+        if let Ok(true) = is_same {
+            ui.status(&format_args!(
+                "{} is a bind mount: process {} serves the upper {} already",
+                args.directory().display(),
+                server.pid,
+                upper.display()
+            ));
+            return Ok(Attempt::Done);
         }
+        let detached = bcow_fuse::unmount(&mount.path, WhenBusy::Detach);
+        detached.map_err(|error| failure(&error))?;
+        is_same?;
     }
     Ok(Attempt::Free(turn))
 }
@@ -108,7 +100,7 @@ pub fn attempt(
 /// is ending.
 fn mounts_of(upper: &Path) -> Vec<(Server, Service)> {
     let lock = upper.join(LOCK_IN_UPPER);
-    let Some(identity) = identity(upper).filter(|_| lock.exists()) else {
+    let Some(identity) = file_at(upper).filter(|_| lock.exists()) else {
         return Vec::new();
     };
     let holders = running::lock_holders(&lock);
@@ -124,7 +116,7 @@ fn mounts_of(upper: &Path) -> Vec<(Server, Service)> {
     });
     let is_of_upper = |service: &Service| {
         let path = service.upper.as_deref().map(Path::new);
-        service.kind == "mount" && path.and_then(self::identity) == Some(identity)
+        service.kind == "mount" && path.and_then(file_at) == Some(identity)
     };
     let mut found = Vec::new();
     for server in servers {
@@ -137,31 +129,21 @@ fn mounts_of(upper: &Path) -> Vec<(Server, Service)> {
     found
 }
 
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    let metadata = path.metadata().ok()?;
-    Some((metadata.dev(), metadata.ino()))
-}
-
-/// What a bind mount shows.
-enum Checked {
-    /// The mount of the upper.
-    Same,
-    /// Another mount, or one that has ended.
-    Other,
-    /// The mount does not answer.
-    Failed(CommandError),
-}
-
-/// Checks that a bind mount, which now keeps its file system, shows the upper to the users of the
+/// Whether a bind mount, which now keeps its file system, shows the upper to the users of the
 /// options: the mount may have ended just before it, and another one may have its device number.
-fn check(mount: &MountedImage, upper: &Path, server: &Server, options: &MountOptions) -> Checked {
+fn shows_upper(
+    mount: &MountedImage,
+    upper: &Path,
+    server: &Server,
+    options: &MountOptions,
+) -> Result<bool, CommandError> {
     if mount.driver == Driver::Fuse && mount.owner.is_some() != (options.access() == Access::Owner)
     {
-        return Checked::Other;
+        return Ok(false);
     }
     let json = match ask::ask(mount, ask::ANSWER_TIMEOUT) {
         Answer::Statistics(json) => json,
-        Answer::NotServed | Answer::NoProcess | Answer::Refused(_) => return Checked::Other,
+        Answer::NotServed | Answer::NoProcess | Answer::Refused(_) => return Ok(false),
         Answer::Timeout => {
             let (cause, hint) = ask::explain_timeout(mount);
             let error = CommandError::new(format!(
@@ -170,19 +152,13 @@ fn check(mount: &MountedImage, upper: &Path, server: &Server, options: &MountOpt
                 server.pid
             ))
             .caused_by_text(cause);
-            return Checked::Failed(error.hint_if(hint));
+            return Err(error.hint_if(hint));
         }
     };
     let document = ask::read(&mount.path, &json).ok();
     let served = document.as_ref().and_then(upper_of).map(Path::new);
-    if served
-        .and_then(identity)
-        .is_some_and(|served| Some(served) == identity(upper))
-    {
-        Checked::Same
-    } else {
-        Checked::Other
-    }
+    let served = served.and_then(file_at);
+    Ok(served.is_some() && served == file_at(upper))
 }
 
 fn upper_of(document: &Document) -> Option<&str> {
@@ -190,8 +166,4 @@ fn upper_of(document: &Document) -> Option<&str> {
         (Some(upper), _) => Some(&upper.path),
         (None, disk) => disk.as_ref()?.upper.as_deref(),
     }
-}
-
-fn detach(mount: &MountedImage) -> Result<(), CommandError> {
-    bcow_fuse::unmount(&mount.path, WhenBusy::Detach).map_err(|error| failure(&error))
 }

@@ -73,11 +73,5 @@ pub fn run(
 ) -> Result<(), MountError> {
     let args = running.args;
     bcow_fuse::mount_files(files, args.directory(), options)?;
-    match running.readiness {
-        Some(readiness) => readiness.announce(),
-        None => {
-            announce(args, Access::Owner, running.ui);
-            Ok(())
-        }
-    }
+    announce(running.readiness, args, Access::Owner, running.ui)
 }

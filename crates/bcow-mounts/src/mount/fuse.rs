@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::OpenOptions;
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::lower::{OverlayLower, OverlayXattrs};
 use bcow_fuse::options::Access;
@@ -43,21 +42,20 @@ pub fn service(
     host: &Host<'_>,
     mountpoint: &Path,
     device: Option<String>,
-    is_writable: bool,
 ) -> Result<Service, CommandError> {
+    let mount = bcow_fuse::mounted_image(mountpoint);
+    let is_writable = mount.is_ok_and(|mount| mount.is_writable);
     Ok(Service {
         kind: "mount".to_owned(),
         image: args.image.absolute().to_string_lossy().into_owned(),
         layers: args.layer_names()?,
-        export: None,
         upper: args.upper.path().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],
         mode: if is_writable { "rw" } else { "ro" }.to_owned(),
         since: running::now(),
         device,
-        owners: None,
-        descriptor: None,
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
+        ..Service::default()
     })
 }
 
@@ -80,17 +78,6 @@ pub fn about(
         pool: host.pool.as_ref().map(|pool| pool.name.clone()),
         trace: recording.map(|recording| recording.destination().to_owned()),
     }
-}
-
-/// Opens the image and the upper, and mounts.
-pub fn mount(
-    args: &MountArgs,
-    options: MountOptions,
-    reason: String,
-    host: &Host<'_>,
-    ui: &dyn Messages,
-) -> Result<Mounted, CommandError> {
-    open(args, options, reason, host, UpperUse::New, ui)?.mount(args, host, ui)
 }
 
 /// Content that is not mounted yet.
@@ -117,10 +104,7 @@ pub fn open(
     upper_use: UpperUse<'_>,
     ui: &dyn Messages,
 ) -> Result<Opened, CommandError> {
-    let image = args.open_image(&OpenOptions {
-        cache: host.cache.clone(),
-        verify: args.verify(),
-    })?;
+    let image = args.open_image(&args.open_options(&host.cache))?;
     let fetching = ahead::start(args, &image);
     let recording = match &args.record {
         Some(path) => Some(Recording::start(
@@ -192,7 +176,7 @@ fn overlay_lower(
 }
 
 impl Opened {
-    fn mount(
+    pub fn mount(
         self,
         args: &MountArgs,
         host: &Host<'_>,
@@ -208,9 +192,13 @@ impl Opened {
         )
         .map_err(|error| failure(&error))?;
         let (mountpoint, device) = session.place();
-        let is_writable =
-            bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
-        if is_writable && let Some(owner) = self.owner_is_needed {
+        let service = Service {
+            owners: owners(&self.options),
+            ..service(args, host, &mountpoint, device)?
+        };
+        if service.mode == "rw"
+            && let Some(owner) = self.owner_is_needed
+        {
             // Only a process of its own has the command line of the mount, for a hint.
             let has_hint = !args.foreground && host.pool.is_none();
             upper::warn_of_owner(owner, args.image.shown(), args.directory(), has_hint, ui);
@@ -225,12 +213,8 @@ impl Opened {
                 Some(upper) => format!("upper {}", upper.display()),
                 None => "no upper".to_owned(),
             },
-            device.as_deref().unwrap_or("unknown")
+            service.device.as_deref().unwrap_or("unknown")
         );
-        let service = Service {
-            owners: owners(&self.options),
-            ..service(args, host, &mountpoint, device, is_writable)?
-        };
         Ok(Mounted {
             session: AnySession::Fuse(session),
             stats: self.stats,

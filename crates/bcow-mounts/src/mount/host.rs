@@ -35,15 +35,6 @@ pub struct InPool {
 }
 
 impl Host<'_> {
-    /// The process of a pool.
-    pub fn of_pool(cache: BlockCache, pool: InPool) -> Self {
-        Host {
-            cache,
-            signals: None,
-            pool: Some(pool),
-        }
-    }
-
     /// Lets signals interrupt the mount from now on.
     pub fn let_signals_through(&self) -> Result<(), CommandError> {
         let through = self.signals.map_or(Ok(()), Signals::let_through);

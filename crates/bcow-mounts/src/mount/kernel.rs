@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use bcow::{BlockCache, BlockDevice, Disk, LockFileError, LockedFile, OpenOptions};
+use bcow::{BlockDevice, Disk, LockFileError, LockedFile, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::kernel::{self, Barriers, Device, DiskFiles, DiskMount, Kind};
@@ -20,7 +20,7 @@ use bcow_images::error::{CommandError, Context};
 use bcow_images::record::Recording;
 use bcow_images::running::Service;
 use bcow_images::size::{Human, disk_size};
-use bcow_mount::{Writeback, filesystem};
+use bcow_mount::filesystem;
 use bcow_union::{DiskInstance, SyncPolicy};
 
 use super::ahead::{self, Fetching};
@@ -37,13 +37,14 @@ use bcow_images::upper::{RETRY_PAUSE, cannot_use, may_release_soon, note};
 /// A disk to mount, and what keeps it open.
 pub struct Opened {
     device: Device,
-    identity: [u8; 32],
+    /// The identity of the image.
+    pub identity: [u8; 32],
     /// The reason for this driver.
     reason: String,
     /// The file of the disk.
     path: PathBuf,
-    /// The files of an image that the kernel reads by itself.
-    files: Option<Vec<PathBuf>>,
+    /// The files of an image that the kernel reads by itself: no process has to serve such a mount.
+    pub files: Option<Vec<PathBuf>>,
     /// Why the kernel cannot read an image by itself.
     why_served: Option<String>,
     /// The size in bytes to which the file system is to grow.
@@ -105,8 +106,8 @@ fn open_unchecked(
     ledger_use: LedgerUse<'_>,
 ) -> Result<Option<(Opened, Kind)>, CommandError> {
     // Before the disk starts threads.
-    let writeback = bcow_mount::serve_writeback();
-    let options = open_options(args, &host.cache);
+    let limit = bcow_mount::serve_writeback();
+    let options = args.open_options(&host.cache);
     let mut opened = if !args.has_layers() && is_writable_disk(&args.image) {
         open_writable(args, host, &options, ledger_use)?
     } else {
@@ -127,7 +128,7 @@ fn open_unchecked(
         (opened.files, opened.why_served) = (None, None);
     }
     if opened.files.is_none() {
-        require_no_deadlock(args.image.shown(), &writeback)?;
+        require_no_deadlock(args.image.shown(), limit)?;
     }
     opened.reason = match (args.driver, &opened.why_served) {
         (DriverChoice::Kernel, None) => "as --driver says".to_owned(),
@@ -174,12 +175,12 @@ fn open_asked(
         return Err(cannot_record());
     }
     // Before the disk starts threads.
-    let writeback = bcow_mount::serve_writeback();
+    let limit = bcow_mount::serve_writeback();
     // A new upper belongs to this driver, so a machine that lacks the driver gets none.
     require_privilege(args.image.shown(), Kind::Ext4)?;
-    require_no_deadlock(args.image.shown(), &writeback)?;
+    require_no_deadlock(args.image.shown(), limit)?;
     require_devices(args.image.shown())?;
-    let options = open_options(args, &host.cache);
+    let options = args.open_options(&host.cache);
     // The process changes its directory later, and publishes the path of the upper.
     let path =
         std::path::absolute(upper).context(|| format!("cannot use upper {}", upper.display()))?;
@@ -240,16 +241,17 @@ fn require_privilege(image: &Path, kind: Kind) -> Result<(), CommandError> {
         .map_err(|error| with_hint(cannot(image).caused_by(&error), error.hint()))
 }
 
-fn require_no_deadlock(image: &Path, writeback: &Writeback) -> Result<(), CommandError> {
-    match writeback {
-        Writeback::MayDeadlock { limit_bytes } => Err(cannot(image)
+/// Fails if the memory group of this process has this limit: see [`bcow_mount::serve_writeback`].
+fn require_no_deadlock(image: &Path, limit: Option<u64>) -> Result<(), CommandError> {
+    match limit {
+        Some(bytes) => Err(cannot(image)
             .caused_by_text(format!(
                 "this process is in a control group of {} of memory and lacks CAP_SYS_RESOURCE; a \
                  shortage of memory would block it for good",
-                Human(*limit_bytes)
+                Human(bytes)
             ))
             .hint("mount outside that group, or with the capability")),
-        Writeback::Declared | Writeback::NotLimited => Ok(()),
+        None => Ok(()),
     }
 }
 
@@ -281,13 +283,6 @@ fn cannot_record() -> CommandError {
 fn cannot(image: &Path) -> CommandError {
     let name = image.display();
     CommandError::new(format!("cannot mount {name} with the kernel driver"))
-}
-
-fn open_options(args: &MountArgs, cache: &BlockCache) -> OpenOptions {
-    OpenOptions {
-        cache: cache.clone(),
-        verify: args.verify(),
-    }
 }
 
 /// Fails unless the metadata of the EROFS on `device` passes the check of `bcow fsck`: the kernel
@@ -398,11 +393,9 @@ pub fn mount(
     };
     let describe = |session: &KernelSession| {
         let (mountpoint, device) = session.place();
-        let is_writable = bcow_fuse::mounted_image(&mountpoint);
-        let is_writable = is_writable.is_ok_and(|mount| mount.is_writable);
         Ok(Service {
             descriptor: session.descriptor(),
-            ..service(args, host, &mountpoint, device, is_writable)?
+            ..service(args, host, &mountpoint, device)?
         })
     };
     opened.serve(args, host, start, describe)
@@ -424,11 +417,6 @@ impl Opened {
             fetching: None,
             recording: None,
         }
-    }
-
-    /// The files of an image that the kernel reads by itself: no process has to serve such a mount.
-    pub fn files(&self) -> Option<&[PathBuf]> {
-        self.files.as_deref()
     }
 
     /// Serves the disk by the session that `start` begins with a number of threads, and that

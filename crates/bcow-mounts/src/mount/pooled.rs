@@ -16,8 +16,9 @@ use super::{DRIVER_OF_IMAGES, Made, check, kernel, make, settle};
 use crate::args::MountArgs;
 use bcow_images::image::Messages;
 
-/// Pauses between the attempts to open a remote image.
-const PAUSES: [Duration; 5] = [
+/// Pauses between the attempts to open a remote image, whose server may be reachable again after a
+/// while.
+pub const PAUSES: [Duration; 5] = [
     Duration::from_secs(1),
     Duration::from_secs(2),
     Duration::from_secs(4),
@@ -44,29 +45,12 @@ pub fn mount(
     }
 }
 
-/// How many attempts to make to open an image whose server does not answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Attempts {
-    One,
-    /// The server may be reachable again after a while.
-    Several,
-}
-
-impl Attempts {
-    fn pauses(self) -> &'static [Duration] {
-        match self {
-            Attempts::One => &[],
-            Attempts::Several => &PAUSES,
-        }
-    }
-}
-
 /// Opens again the image of a mount of the pool with the FUSE driver: to take the mount over from
-/// another process, or to check that another process can.
+/// another process, or to check that another process can. There is one attempt more than `pauses`.
 pub fn open_again(
     args: &MountArgs,
     host: &Host<'_>,
-    attempts: Attempts,
+    pauses: &[Duration],
     upper_use: UpperUse<'_>,
     ui: &dyn Messages,
 ) -> Result<Opened, CommandError> {
@@ -79,7 +63,7 @@ pub fn open_again(
             DRIVER_OF_IMAGES.to_owned()
         }
     };
-    attempt_after(attempts.pauses(), || {
+    attempt_after(pauses, || {
         fuse::open(args, options.clone(), reason.clone(), host, upper_use, ui)
     })
 }

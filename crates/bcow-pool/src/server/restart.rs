@@ -11,7 +11,6 @@ use bcow_images::running::Service;
 use bcow_mounts::failure;
 use bcow_mounts::mount::host::UpperUse;
 use bcow_mounts::mount::kernel;
-use bcow_mounts::mount::pooled::Attempts;
 use bcow_union::log::{self, Severity};
 
 use super::takeover::another_image;
@@ -184,9 +183,7 @@ impl Pool {
     /// Fails if the content of a mount cannot be opened again.
     fn check_again(&self, mount: &Staying, record: &MountRecord) -> Result<(), CommandError> {
         if mount.service.descriptor.is_none() {
-            return self
-                .open_again(record, Attempts::One, UpperUse::None)
-                .map(drop);
+            return self.open_again(record, &[], UpperUse::None).map(drop);
         }
         let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
         let args = record.asked.args()?;

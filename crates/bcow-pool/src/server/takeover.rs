@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use bcow::format::hex;
 use bcow_fuse::kernel::{DiskFiles, DiskHandover};
@@ -14,12 +15,12 @@ use bcow_images::error::{CommandError, Context};
 use bcow_mounts::mount::fuse::{Mounted, Opened};
 use bcow_mounts::mount::host::UpperUse;
 use bcow_mounts::mount::kernel;
-use bcow_mounts::mount::pooled::{self, Attempts};
+use bcow_mounts::mount::pooled::{self, PAUSES};
 use bcow_mounts::{MountArgs, failure};
 
 use super::{Collected, MountInProgress, Pool, log_failure, side_by_side};
 use crate::asked::{Asked, OwnDirectory};
-use crate::given::{Kept, Receiver};
+use crate::given::Kept;
 use crate::link::Packet;
 use crate::record::{DiskRecord, MountRecord};
 
@@ -77,7 +78,7 @@ impl Pool {
                 (record, kept)
             }
         };
-        let sent = kept.send(&self.link, number, Receiver::Supervisor);
+        let sent = kept.send(&self.link, number);
         Ok(sent.is_ok().then_some(record))
     }
 
@@ -143,7 +144,7 @@ impl Pool {
                 }
                 (None, _) => UpperUse::None,
             };
-            let opened = self.open_again(&record, Attempts::Several, upper_use)?;
+            let opened = self.open_again(&record, &PAUSES, upper_use)?;
             Ok((mount, opened, record))
         });
         let place = handover.target.display().to_string();
@@ -244,14 +245,14 @@ impl Pool {
     pub(super) fn open_again(
         &self,
         record: &MountRecord,
-        attempts: Attempts,
+        pauses: &[Duration],
         upper_use: UpperUse<'_>,
     ) -> Result<Opened, CommandError> {
         // If the directory is gone, a relative path leads to no image or to another one.
         let _place = OwnDirectory::enter(record.asked.directory.clone(), None).ok();
         let args = record.asked.args()?;
         let (host, messages) = (self.host(), Collected::default());
-        let opened = pooled::open_again(&args, &host, attempts, upper_use, &messages)?;
+        let opened = pooled::open_again(&args, &host, pauses, upper_use, &messages)?;
         if hex(&opened.identity) == record.identity {
             Ok(opened)
         } else {
@@ -276,7 +277,7 @@ impl Pool {
         let opened = pooled::open_disk_again(&args, &self.host(), files, &Collected::default())?;
         // The identity of a disk without an upper changes with its content.
         let is_image = record.service.upper.is_some() || !disk.is_writable;
-        if is_image && hex(&opened.identity()) != record.identity {
+        if is_image && hex(&opened.identity) != record.identity {
             Err(another_image())
         } else {
             Ok((args, opened))

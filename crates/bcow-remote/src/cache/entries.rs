@@ -58,6 +58,24 @@ pub enum Prune {
     Limit(u64),
 }
 
+impl Prune {
+    /// Whether a file is removed with this last use, in seconds since 1970, while all files take up
+    /// `held_bytes`.
+    pub fn selects(self, last_use: i64, held_bytes: u64) -> bool {
+        match self {
+            Prune::All => true,
+            Prune::OlderThan(time) => {
+                let last_use = u64::try_from(last_use).unwrap_or(0);
+                let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+                now.as_secs()
+                    .checked_sub(last_use)
+                    .is_some_and(|age| age >= time.as_secs())
+            }
+            Prune::Limit(limit) => held_bytes > limit,
+        }
+    }
+}
+
 /// What was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Pruned {
@@ -155,19 +173,8 @@ impl Cache {
         let named = |name: &str, error: &io::Error| {
             io::Error::new(error.kind(), format!("cannot remove {name}: {error}"))
         };
-        let now = SystemTime::UNIX_EPOCH
-            .elapsed()
-            .map_or(0, |elapsed| elapsed.as_secs() as i64);
         for file in &files {
-            let is_chosen = match which {
-                Prune::All => true,
-                Prune::OlderThan(time) => {
-                    now.saturating_sub(file.last_use.0)
-                        >= i64::try_from(time.as_secs()).unwrap_or(i64::MAX)
-                }
-                Prune::Limit(limit) => pruned.held_bytes > limit,
-            };
-            if !is_chosen {
+            if !which.selects(file.last_use.0, pruned.held_bytes) {
                 continue;
             }
             match self.remove_unused(&file.name) {

@@ -17,7 +17,7 @@ use bcow::header_of;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 
 use super::entries::{Removal, Scanned};
-use super::{Cache, EntryKind};
+use super::{Cache, EntryKind, set_last_use};
 use crate::lock::lock;
 use crate::tree::Hash;
 
@@ -209,8 +209,9 @@ impl Cache {
             }
             Evictable::Content => punch_content(&file, wanted, &[]),
         };
-        // Also after a failure, which can follow a change.
-        restore_last_use(&file, found);
+        // Punching a hole has changed it, also before a failure.
+        let (seconds, nanoseconds) = found.last_use;
+        let _ = set_last_use(&file, seconds, nanoseconds);
         freed
     }
 }
@@ -284,21 +285,6 @@ pub(super) fn punch_out(file: &File, offset: u64, bytes: u64) -> io::Result<()> 
     let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(file, mode, offset, bytes)?;
     Ok(())
-}
-
-/// Restores the time of the last use, which punching a hole has changed.
-fn restore_last_use(file: &File, found: &Scanned) {
-    let time = rustix::fs::Timespec {
-        tv_sec: found.last_use.0,
-        tv_nsec: found.last_use.1 as _,
-    };
-    let _ = rustix::fs::futimens(
-        file,
-        &rustix::fs::Timestamps {
-            last_access: time,
-            last_modification: time,
-        },
-    );
 }
 
 #[cfg(test)]

@@ -4,7 +4,6 @@
 //! Only the server can resolve a name. If no server answers, the caller uses the record, and warns
 //! the user with the age of the record.
 
-use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
@@ -28,16 +27,6 @@ struct NameRecord {
     unix_seconds: u64,
 }
 
-/// The target of a name, from its record.
-pub(crate) struct RecordedTarget {
-    /// A root hash, or the digest of a document.
-    pub(crate) target: String,
-    pub(crate) age: Age,
-}
-
-/// The age of a record, for messages.
-pub(crate) struct Age(Duration);
-
 impl Cache {
     /// Records that `name` resolved to `target`. `name` can contain secrets; `shown` is the name
     /// without them.
@@ -53,17 +42,15 @@ impl Cache {
         }
     }
 
-    /// The recorded target of a name; `None` without a valid record.
-    pub(crate) fn recorded_target(&self, name: &str) -> Option<RecordedTarget> {
+    /// The recorded target of a name, and the age of the record, for messages; `None` without a
+    /// valid record.
+    pub(crate) fn recorded_target(&self, name: &str) -> Option<(String, String)> {
         let bytes = self.document(&key(name), MAX_RECORD_BYTES)?;
         let record: NameRecord = serde_json::from_slice(&bytes).ok()?;
         // The file can have any time. A time that the system cannot represent is an invalid record.
         let recorded = UNIX_EPOCH.checked_add(Duration::from_secs(record.unix_seconds))?;
         let age = SystemTime::now().duration_since(recorded);
-        Some(RecordedTarget {
-            target: record.target,
-            age: Age(age.unwrap_or_default()),
-        })
+        Some((record.target, in_words(age.unwrap_or_default())))
     }
 }
 
@@ -74,15 +61,13 @@ fn key(name: &str) -> String {
     format!("{RECORD_PREFIX}{}", data_encoding::HEXLOWER.encode(&hash))
 }
 
-impl fmt::Display for Age {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seconds = self.0.as_secs();
-        match seconds {
-            0..120 => write!(f, "{seconds} s"),
-            120..7200 => write!(f, "{} min", seconds / 60),
-            7200..172_800 => write!(f, "{} h", seconds / 3600),
-            _ => write!(f, "{} days", seconds / 86_400),
-        }
+fn in_words(age: Duration) -> String {
+    let seconds = age.as_secs();
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
     }
 }
 
@@ -98,10 +83,10 @@ mod tests {
         for target in ["one", "two"] {
             cache.record_name("https://host/a?secret", "https://host/a?...", target);
         }
-        let recorded = cache
+        let (target, _) = cache
             .recorded_target("https://host/a?secret")
             .expect("a record");
-        assert_eq!(recorded.target, "two");
+        assert_eq!(target, "two");
         assert!(cache.recorded_target("https://host/a").is_none());
         for entry in directory.path().read_dir().expect("a list").flatten() {
             let text = std::fs::read_to_string(entry.path()).expect("reads");
@@ -133,7 +118,7 @@ mod tests {
             (7300, "2 h"),
             (400_000, "4 days"),
         ] {
-            assert_eq!(Age(Duration::from_secs(seconds)).to_string(), text);
+            assert_eq!(in_words(Duration::from_secs(seconds)), text);
         }
     }
 }

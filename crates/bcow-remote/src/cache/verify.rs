@@ -7,28 +7,30 @@ use std::os::unix::fs::FileExt;
 use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, choose_header};
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
+use serde::Serialize;
 
 use super::eviction::punch_out;
 use super::{Cache, MANIFEST_BYTES, document_name, name, sha256};
 use crate::tree::{Chunk, Chunks, Hash, HashPlace, Root, matches};
 
 /// The result of the check of a cached file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Verified {
+    /// The length of the remote file; `None` if the cache does not have its header.
+    pub file_bytes: Option<u64>,
     /// Bytes that match the Merkle tree.
     pub right_bytes: u64,
     /// Bytes of chunks that did not match, and were punched out.
     pub damaged_bytes: u64,
     /// Bytes whose hashes the cache does not have. They are checked when they are read.
     pub unknown_bytes: u64,
-    /// The length of the remote file; 0 if the cache does not have its header.
-    pub file_bytes: u64,
 }
 
 impl Verified {
     /// Whether the cache has the whole file.
     pub fn is_complete(&self) -> bool {
-        self.file_bytes > 0 && self.right_bytes >= self.file_bytes
+        self.file_bytes
+            .is_some_and(|bytes| self.right_bytes >= bytes)
     }
 }
 
@@ -112,7 +114,7 @@ impl<'f> Check<'f> {
             chunks,
             canonical: header.canonical(),
             verified: Verified {
-                file_bytes: header.file_bytes,
+                file_bytes: Some(header.file_bytes),
                 ..Verified::default()
             },
         };

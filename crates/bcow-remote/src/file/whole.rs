@@ -1,13 +1,14 @@
 //! Parts of a file from a server that sends whole files only.
 
-use std::sync::{Arc, TryLockError};
+use std::sync::TryLockError;
+use std::sync::atomic::Ordering;
 
-use super::{FEWEST_BYTES, RemoteFile, Run};
+use super::{FEWEST_BYTES, MAX_BYTES, RemoteFile, Run};
 use crate::cache::CacheFile;
 use crate::client::AnswerBody;
 use crate::error::{Fault, Problem};
 use crate::lock::lock;
-use crate::tree::Chunk;
+use crate::shared::Options;
 
 /// Bytes of one read of what no chunk of the run has.
 const STEP_BYTES: u64 = 64 << 10;
@@ -49,21 +50,70 @@ impl InOrder<'_> {
     }
 }
 
+/// Fails if a file of this length cannot be fetched whole and kept.
+pub(super) fn require_room(options: &Options, file_bytes: u64) -> Result<(), Problem> {
+    require_length(options, file_bytes)?;
+    let Some(cache) = &options.cache else {
+        let why = "there is no cache to keep the whole file in".to_owned();
+        return Err(Problem::NoRanges(why));
+    };
+    match cache.limit() {
+        Some(limit) if limit < file_bytes => Err(Problem::NoRanges(format!(
+            "the whole file has {file_bytes} bytes, and the limit of the cache is {limit}"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn require_length(options: &Options, file_bytes: u64) -> Result<(), Problem> {
+    let most = options.whole_bytes;
+    if file_bytes > most {
+        let why = format!("the file is longer than {most} bytes");
+        return Err(Problem::NoRanges(why));
+    }
+    Ok(())
+}
+
 impl RemoteFile {
+    /// Writes the whole file into the cache: its beginning, and what follows in an answer. As with
+    /// any cache file, its bytes are checked when they are read. What does not arrive, the reads
+    /// fetch.
+    pub(super) fn keep_whole(&self, head: &[u8], body: AnswerBody) -> Result<(), Problem> {
+        let cannot = |error: &str| {
+            let why = format!("the whole file cannot be written into the cache: {error}");
+            Problem::NoRanges(why)
+        };
+        let cached = self.cached.as_ref();
+        let cached = cached.ok_or_else(|| cannot("its file cannot be opened"))?;
+        cached.write(0, head);
+        let mut whole = InOrder {
+            file: self,
+            body,
+            at: head.len() as u64,
+            extended_at: 0,
+            cached: Some(cached),
+        };
+        while whole.at < self.file_bytes {
+            let end = self.file_bytes.min(whole.at + MAX_BYTES);
+            let arrived = whole.skip_to(end);
+            if let Some(error) = cached.failure() {
+                return Err(cannot(&error));
+            }
+            if let Err(fault) = arrived {
+                tracing::debug!("{}: not read to its end: {}", self.name(), fault.problem);
+                return Ok(());
+            }
+        }
+        let counter = &self.shared.fetched_bytes;
+        counter.fetch_add(self.file_bytes, Ordering::Relaxed);
+        whole.body.release();
+        Ok(())
+    }
+
     /// Takes the rest of a run from an answer that has the whole file. If the cache has room for
     /// the file, all of it goes there, so that the next reads find it.
-    pub(super) fn take_from_whole(
-        &self,
-        body: AnswerBody,
-        run: &Run<'_>,
-        done: &mut u64,
-        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
-    ) -> Result<(), Fault> {
-        let most = self.shared.options.whole_bytes;
-        if self.file_bytes > most {
-            let why = format!("the file is longer than {most} bytes");
-            return Err(Problem::NoRanges(why).permanent());
-        }
+    pub(super) fn take_from_whole(&self, body: AnswerBody, run: &mut Run<'_>) -> Result<(), Fault> {
+        require_length(&self.shared.options, self.file_bytes).map_err(Problem::permanent)?;
         let has_room = |cached: &&CacheFile| {
             let limit = cached.limit();
             limit.is_none_or(|limit| self.file_bytes <= limit)
@@ -76,7 +126,7 @@ impl RemoteFile {
             (Some(_), Err(TryLockError::WouldBlock)) => {
                 drop(body);
                 drop(lock(&self.whole));
-                return self.take_from_cache(run, done, sink);
+                return self.take_from_cache(run);
             }
         };
         let mut whole = InOrder {
@@ -86,16 +136,13 @@ impl RemoteFile {
             extended_at: 0,
             cached,
         };
-        whole.skip_to(self.chunks.start(run.first.after(*done)))?;
-        while let Some(hash) = run.hashes.get(*done as usize) {
-            let chunk = run.first.after(*done);
-            let mut bytes = vec![0; self.chunks.length(chunk)];
+        whole.skip_to(self.chunks.start(run.next()))?;
+        while run.left() > 0 {
+            let mut bytes = vec![0; self.chunks.length(run.next())];
             whole.read_exact(&mut bytes)?;
-            if !self.matches(chunk, &bytes, hash) {
+            if !self.take(run, bytes) {
                 return Err(Problem::WrongBytes.transient());
             }
-            sink(chunk, &self.keep(chunk, bytes.into(), run.purpose));
-            *done += 1;
         }
         if cached.is_some()
             && let Err(fault) = whole.skip_to(self.file_bytes)
@@ -109,22 +156,14 @@ impl RemoteFile {
     }
 
     /// Takes the rest of a run from the cache, into which another thread has fetched the file.
-    fn take_from_cache(
-        &self,
-        run: &Run<'_>,
-        done: &mut u64,
-        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
-    ) -> Result<(), Fault> {
-        let before = *done;
-        while let Some(hash) = run.hashes.get(*done as usize) {
-            let chunk = run.first.after(*done);
-            let Some(bytes) = self.present(chunk, hash) else {
-                break;
-            };
-            sink(chunk, &bytes);
-            *done += 1;
+    fn take_from_cache(&self, run: &mut Run<'_>) -> Result<(), Fault> {
+        let before = run.done;
+        while let Some(hash) = run.hashes.get(run.done as usize)
+            && let Some(bytes) = self.present(run.next(), hash)
+        {
+            run.arrived(&bytes);
         }
-        if *done > before {
+        if run.done > before {
             Ok(())
         } else {
             let why = "the cache does not keep the whole file".to_owned();

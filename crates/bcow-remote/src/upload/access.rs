@@ -46,7 +46,7 @@ impl Access {
             return client.send(method, address, headers, content, budget);
         }
         let mut content = Some(content);
-        self.auth.send(client, &self.base, budget, |authorization| {
+        self.auth.send(&self.base, budget, |authorization| {
             // A stream cannot be sent twice.
             let again = match &content {
                 Some(Content::Nothing) => Some(Content::Nothing),
@@ -54,21 +54,11 @@ impl Access {
                 _ => None,
             };
             let Some(content) = std::mem::replace(&mut content, again) else {
-                let explanation = "while a blob was sent".to_owned();
-                return Err(Problem::Denied {
-                    status: 401,
-                    explanation,
-                }
-                .transient());
+                return Err(Problem::denied(401, "while a blob was sent").transient());
             };
             let mut headers = headers.to_vec();
             headers.extend(authorization.map(|value| ("authorization", value)));
             client.send(method.clone(), address, &headers, content, budget)
         })
-    }
-
-    /// For requests that are worth waiting for.
-    pub(super) fn budget(&self) -> RetryBudget {
-        self.shared.reading()
     }
 }

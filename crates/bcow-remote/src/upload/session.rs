@@ -71,7 +71,7 @@ impl<'s> Session<'s> {
 
     /// Sends the blob in one request.
     pub(super) fn whole(&self) -> Result<(), Ended> {
-        let budget = self.access.budget();
+        let budget = self.access.shared.reading();
         let address = with_digest(&self.location, self.blob.digest)?;
         let headers = [("content-type", "application/octet-stream")];
         let range = (0, self.blob.length);
@@ -175,7 +175,7 @@ impl<'s> Session<'s> {
 
     /// Sends the next piece.
     fn piece(&mut self, bytes: u64) -> Result<(), Piece> {
-        let budget = self.access.budget();
+        let budget = self.access.shared.reading();
         let range = format!("{}-{}", self.at, self.at + bytes - 1);
         let headers = [
             ("content-type", "application/octet-stream"),
@@ -215,7 +215,7 @@ impl<'s> Session<'s> {
     /// the piece that broke.
     fn ask(&mut self, sent_bytes: u64) -> Result<(), Ended> {
         let address = self.location.clone();
-        let mut budget = self.access.budget();
+        let mut budget = self.access.shared.reading();
         let answer = loop {
             let asked = self
                 .access

@@ -15,7 +15,7 @@ use bcow_images::running::Service;
 use super::super::driver::Way;
 use super::super::fuse::Mounted;
 use super::super::host::Host;
-use super::{Asked, Opened, disk_path, open_asked, open_options, open_unchecked};
+use super::{Asked, Opened, disk_path, open_asked, open_unchecked};
 use crate::args::MountArgs;
 use crate::disk_ledger::LedgerUse;
 use crate::error::failure;
@@ -62,7 +62,7 @@ pub fn check(args: &MountArgs, host: &Host<'_>) -> Result<Option<[u8; 32]>, Comm
     } else if !args.has_layers() && is_writable_disk(&args.image) {
         return require_own_lock(disk_path(args)).map(|()| None);
     }
-    let options = open_options(args, &host.cache);
+    let options = args.open_options(&host.cache);
     let image = args.open_image(&options)?;
     Ok(Some(image.identity()))
 }
@@ -96,11 +96,6 @@ fn require_own_lock(disk: &Path) -> Result<(), CommandError> {
 }
 
 impl Opened {
-    /// The identity of the image.
-    pub fn identity(&self) -> [u8; 32] {
-        self.identity
-    }
-
     /// Closes a disk whose mount has ended.
     pub fn close(self) -> Result<(), CommandError> {
         let Device::Writable(disk) = self.device else {
