@@ -7,10 +7,9 @@ use std::path::Path;
 use bcow::format::Use;
 use bcow_images::args::{CONVERT_FROM, CONVERT_TO};
 use bcow_images::error::{CommandError, Context};
-use bcow_images::failure::failure;
 use bcow_images::foreign_format::{self, ForeignFormat};
 use bcow_images::image::OpenImage;
-use bcow_images::push::{Destination, Layout};
+use bcow_images::push::Destination;
 use bcow_images::remote::{self, InRegistry, Pinned};
 use bcow_images::replace::{self, Replacement};
 use bcow_images::size::Human;
@@ -19,8 +18,8 @@ use bcow_images::{
 };
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
-    ConvertOptions, LayoutForm, LayoutOptions, LayoutReport, LeftOut, Platform, Prefetch, Report,
-    Source,
+    ConvertError, ConvertOptions, LayoutForm, LayoutOptions, LayoutPlace, LayoutReport, LeftOut,
+    Platform, Prefetch, Report, Source,
 };
 use serde::Serialize;
 
@@ -86,7 +85,7 @@ impl Conversion<'_> {
             destination => (destination, None),
         };
         let platform = self.platform.map(str::parse::<Platform>).transpose();
-        let platform = platform.map_err(|error| failure(&error.into()))?;
+        let platform = platform.map_err(ConvertError::from)?;
         // The source is opened before the destination is examined, so an error of the source comes
         // first.
         let source = open(self, platform.as_ref())?;
@@ -116,7 +115,7 @@ impl Conversion<'_> {
         }
         let _replaced = match &destination {
             Destination::File(path) => replace::check(path, Replacement::Image, self.force)?,
-            Destination::Layout(to) if to.form == LayoutForm::Archive => {
+            Destination::Layout(to) if matches!(to.form, LayoutForm::Archive) => {
                 replace::check(&to.path, Replacement::Archive, self.force)?
             }
             _ => None,
@@ -201,7 +200,7 @@ impl Conversion<'_> {
             Opened::Files(source) => {
                 let convert =
                     if self.as_layer { bcow_oci::convert_layer } else { bcow_oci::convert };
-                convert(source, path, options, work.progress).map_err(|error| failure(&error))?
+                convert(source, path, options, work.progress)?
             }
             Opened::ForeignDisk => return Err(self.no_way(source)),
         };
@@ -221,25 +220,22 @@ impl Conversion<'_> {
     fn to_layout(
         &self,
         source: &Opened,
-        to: &Layout,
+        to: &LayoutPlace,
         options: &ConvertOptions,
         sending: Option<&Sending>,
         work: &Work<'_>,
     ) -> Result<Converted, CommandError> {
         let layout = LayoutOptions {
-            directory: to.path.clone(),
-            form: to.form.clone(),
-            reference: to.reference.clone(),
+            place: to.clone(),
             is_referrer: self.referrer,
             cache: self.cache.map(Path::to_owned),
             dedup_lower: self.dedup_lower,
         };
         let progress = work.progress;
         let mut report = match source {
-            Opened::Image(image) => recode::to_layout(image, to, &layout, options, progress)?,
+            Opened::Image(image) => recode::to_layout(image, &layout, options, progress)?,
             Opened::Files(source) => {
-                bcow_oci::convert_to_layout(source, &layout, options, progress)
-                    .map_err(|error| failure(&error))?
+                bcow_oci::convert_to_layout(source, &layout, options, progress)?
             }
             Opened::ForeignDisk => return Err(self.no_way(source)),
         };

@@ -19,13 +19,13 @@ use serde_json::{Map, Value, json};
 use crate::blob;
 use crate::cancel::Cancel;
 use crate::content::{ContentWriter, Data};
-use crate::digest::{Digest, hex};
+use crate::digest::Digest;
 use crate::ending::Ending;
 use crate::error::{ConvertError, TarPlace, Unplaced};
 use crate::image_file::{ImageSink, ImagesByDigest, image_error, read_back, writer_options};
 use crate::metadata::{Metadata, options_json, tool};
 use crate::null::some_fields;
-use crate::options::{ConvertOptions, Progress};
+use crate::options::{ConvertOptions, Progress, Report};
 use crate::output::Output;
 use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, Shown, inline_max};
 use crate::tails::TailStore;
@@ -83,26 +83,6 @@ pub struct Commit<'c> {
     pub described: Map<String, Value>,
 }
 
-/// The result of a commit.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct CommitReport {
-    /// Inodes of the new image's tree.
-    pub entries: u64,
-    /// Length of the file in bytes.
-    pub file_bytes: u64,
-    /// Bytes of file content that were stored, before compression.
-    pub content_bytes: u64,
-    /// Bytes of file content that were stored already.
-    pub deduplicated_bytes: u64,
-    /// Bytes of file content that are in the images below.
-    pub base_bytes: u64,
-    /// Size of the image's address space in bytes.
-    pub size: u64,
-    /// Root of the image's Merkle tree, in hexadecimal.
-    pub merkle_root: String,
-}
-
 /// Writes an image of changes to `destination`. The destination is created or replaced atomically,
 /// or stays as it was.
 pub fn commit(
@@ -110,7 +90,7 @@ pub fn commit(
     destination: &Path,
     options: &ConvertOptions,
     progress: &dyn Progress,
-) -> Result<CommitReport, ConvertError> {
+) -> Result<Report, ConvertError> {
     if options.plain && !commit.base.is_empty() {
         return Err(ConvertError::Options(
             "a plain image cannot refer to content of the image below".to_owned(),
@@ -190,18 +170,15 @@ pub fn commit(
         let below = ImagesByDigest(below.collect());
         read_back(&written, output.file()?, &below, options.threads)?;
     }
-    if store.cancel.is_set() {
-        return Err(ConvertError::Interrupted);
-    }
+    store.cancel.check()?;
     progress.phase("syncing");
-    let report = CommitReport {
+    let report = Report {
         entries: tree.len() as u64,
-        file_bytes: written.file_bytes(),
-        content_bytes: stats.content_bytes - stats.deduplicated_bytes,
+        content_bytes: stats.content_bytes,
         deduplicated_bytes: stats.deduplicated_bytes,
         base_bytes: store.referenced_bytes.iter().sum(),
-        size: written.size(),
-        merkle_root: hex(&written.merkle_root()),
+        verified: options.verify,
+        ..Report::of(&written)
     };
     output.publish()?;
     Ok(report)
@@ -231,9 +208,7 @@ struct DeviceRun {
 impl ContentStore<'_> {
     /// Stores a file's content, or the part of it that cannot be referenced.
     fn store(&mut self, content: &Content) -> Result<Content, ConvertError> {
-        if self.cancel.is_set() {
-            return Err(ConvertError::Interrupted);
-        }
+        self.cancel.check()?;
         let failed = |error: Unplaced| error.at(TarPlace::layer("the changes"));
         let runs = runs(content);
         let mut referenced = 0;
@@ -420,9 +395,7 @@ impl Data for DeviceData<'_> {
         self.taken = 0;
         while self.buffer.len() < wanted {
             let Some(run) = self.runs.get(self.next) else {
-                return Err(ConvertError::Changed {
-                    what: "a file's content".to_owned(),
-                });
+                return Err(ConvertError::changed("a file's content"));
             };
             let have = self.buffer.len();
             let length = (run.length - self.done).min((wanted - have) as u64) as usize;

@@ -94,9 +94,7 @@ impl<S: ContentSink> Walk<'_, S> {
             names,
         }];
         while let Some(level) = levels.last_mut() {
-            if self.reading.cancel.is_set() {
-                return Err(ConvertError::Interrupted);
-            }
+            self.reading.cancel.check()?;
             let Some(name) = level.names.pop() else {
                 levels.pop();
                 continue;
@@ -189,7 +187,7 @@ impl<S: ContentSink> Walk<'_, S> {
             .map_err(|e| vanished("open", &text, e))?;
         let opened = rustix::fs::fstat(&fd).map_err(|e| read_error("read", &text, e))?;
         if (opened.st_dev, opened.st_ino) != (stat.st_dev, stat.st_ino) {
-            return Err(ConvertError::Changed { what: text });
+            return Err(ConvertError::changed(&text));
         }
         let names = sorted_names(&fd, &path)?;
         let id = self
@@ -216,13 +214,10 @@ impl<S: ContentSink> Walk<'_, S> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(dir, name, flags, Mode::empty())
             .map_err(|e| vanished("open", text, e))?;
-        let changed = || ConvertError::Changed {
-            what: text.to_owned(),
-        };
         let same = |now: &Stat| state(now) == state(stat);
         let opened = rustix::fs::fstat(&fd).map_err(|e| read_error("read", text, e))?;
         if !same(&opened) {
-            return Err(changed());
+            return Err(ConvertError::changed(text));
         }
         let size = stat.st_size as u64;
         self.reading
@@ -254,7 +249,7 @@ impl<S: ContentSink> Walk<'_, S> {
         .map_err(|e| e.at(TarPlace::entry("", text.as_bytes())))?;
         let after = rustix::fs::fstat(&data.file).map_err(|e| read_error("read", text, e))?;
         if !same(&after) {
-            return Err(changed());
+            return Err(ConvertError::changed(text));
         }
         Ok(content)
     }
@@ -332,9 +327,7 @@ fn attributes(stat: &Stat) -> Attributes {
 /// An entry that was listed and is now missing or of another type has changed.
 fn vanished(action: &'static str, what: &str, error: Errno) -> ConvertError {
     match error {
-        Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::NODATA => ConvertError::Changed {
-            what: what.to_owned(),
-        },
+        Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::NODATA => ConvertError::changed(what),
         error => read_error(action, what, error),
     }
 }
@@ -402,9 +395,7 @@ impl Data for FileData<'_> {
         self.file
             .read_exact_at(bytes, offset)
             .map_err(|e| match e.kind() {
-                std::io::ErrorKind::UnexpectedEof => ConvertError::Changed {
-                    what: self.text.to_owned(),
-                },
+                std::io::ErrorKind::UnexpectedEof => ConvertError::changed(self.text),
                 _ => read_error("read", self.text, e),
             })?;
         Ok((bytes, &[]))

@@ -135,18 +135,7 @@ impl LayerCache {
             return wrong("it is damaged: its digest differs from its name");
         }
         let blob = layout.finish(output)?;
-        let file = blob.file()?;
-        Ok(StoredLayer::open(
-            Arc::new(file),
-            blob.digest.clone(),
-            blob.size,
-            request,
-            LayerOrigin::Cache,
-        )
-        .map(|mut layer| {
-            layer.new = Some(blob);
-            Some(layer)
-        }))
+        Ok(StoredLayer::of_blob(blob, request, LayerOrigin::Cache)?.map(Some))
     }
 
     /// Whether the cache records that the blob with this digest has the requested diffID.
@@ -340,7 +329,7 @@ mod tests {
 
     use super::*;
     use crate::digest::DiffId;
-    use crate::layout::write::LayoutForm;
+    use crate::layout::write::LayoutPlace;
 
     /// Replaces `path` by a FIFO and by a regular file, in turn.
     fn alternate(path: &Path) {
@@ -374,9 +363,12 @@ mod tests {
             }
         });
         let (done, end) = mpsc::channel();
-        let layout = dir.path().join("layout");
+        let layout = LayoutPlace {
+            path: dir.path().join("layout"),
+            ..LayoutPlace::default()
+        };
         std::thread::spawn(move || {
-            let layout = LayoutWriter::open(&layout, &LayoutForm::Directory, None).unwrap();
+            let layout = LayoutWriter::open(&layout, None).unwrap();
             for _ in 0..2000 {
                 assert!(cache.get(&request, &layout, &()).unwrap().is_none());
             }
