@@ -543,7 +543,7 @@ impl ManifestEntry {
 fn is_incomplete_layout(entry: &DirEntry) -> bool {
     let name = entry.file_name();
     let name = name.as_encoded_bytes();
-    name == b"blobs" || (name.starts_with(b".oci-layout.") && name.ends_with(b".tmp"))
+    name == b"blobs" || (name.starts_with(b".bcow-") && name.ends_with(b".part"))
 }
 
 /// A descriptor without annotations.
