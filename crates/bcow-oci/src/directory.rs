@@ -28,6 +28,9 @@ use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
 use crate::warnings::Warnings;
 
+/// The kernel's limit for the value of an extended attribute, and for the list of names.
+const MAX_XATTR_BYTES: usize = 64 << 10;
+
 /// Reads the tree below `root`.
 pub(crate) fn read_directory<S: ContentSink>(
     root: &Path,
@@ -51,6 +54,7 @@ pub(crate) fn read_directory<S: ContentSink>(
         reading,
         device: stat.st_dev,
         links: HashMap::new(),
+        buffer: vec![0; MAX_XATTR_BYTES],
     };
     let mut attributes = attributes(&stat);
     attributes.xattrs = walk.xattrs(&fd, c".", root)?;
@@ -69,6 +73,8 @@ struct Walk<'w, S> {
     device: u64,
     /// Paths of files with several names, by inode number.
     links: HashMap<u64, Vec<u8>>,
+    /// For the names or a value of extended attributes.
+    buffer: Vec<u8>,
 }
 
 /// A directory that is being read.
@@ -266,35 +272,17 @@ impl<S: ContentSink> Walk<'_, S> {
         let failed = |e| vanished("read the extended attributes of", &text, e);
         let mut at = format!("/proc/self/fd/{}/", dir.as_raw_fd()).into_bytes();
         at.extend_from_slice(name.to_bytes());
-        let mut buffer = vec![0; 256];
-        let list = loop {
-            match rustix::fs::llistxattr(&at[..], &mut buffer[..]) {
-                Ok(length) => break buffer[..length].to_vec(),
-                Err(Errno::RANGE) if buffer.len() < 1 << 20 => {
-                    let length = buffer.len();
-                    buffer.resize(4 * length, 0);
-                }
-                Err(Errno::OPNOTSUPP) => return Ok(None),
-                Err(error) => return Err(failed(error)),
-            }
+        let list = match rustix::fs::llistxattr(&at[..], &mut self.buffer[..]) {
+            Err(Errno::OPNOTSUPP) => return Ok(None),
+            length => self.buffer[..length.map_err(failed)?].to_vec(),
         };
         let mut xattrs = BTreeMap::new();
         for name in list.split(|&b| b == 0).filter(|name| !name.is_empty()) {
             if !keep_xattr(name, self.warnings) {
                 continue;
             }
-            let mut value = vec![0; 256];
-            let length = loop {
-                match rustix::fs::lgetxattr(&at[..], name, &mut value[..]) {
-                    Ok(length) => break length,
-                    Err(Errno::RANGE) if value.len() < 1 << 17 => {
-                        let length = value.len();
-                        value.resize(4 * length, 0);
-                    }
-                    Err(error) => return Err(failed(error)),
-                }
-            };
-            value.truncate(length);
+            let length = rustix::fs::lgetxattr(&at[..], name, &mut self.buffer[..]);
+            let value = self.buffer[..length.map_err(failed)?].to_vec();
             xattrs.insert(name.to_vec(), value);
         }
         self.builder
