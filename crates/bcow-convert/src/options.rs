@@ -28,8 +28,8 @@ pub struct Encoding {
 }
 
 impl Encoding {
-    /// Compression of the blocks; `default` if the user chose none. Fails for zlib, which only qcow2
-    /// files have.
+    /// Compression of the blocks; `default` if the user chose none. Fails for zlib, which only
+    /// qcow2 files have.
     pub(crate) fn compression(&self, default: Compression) -> Result<Compression, CommandError> {
         match self.compress {
             None => Ok(default),
