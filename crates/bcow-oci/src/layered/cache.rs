@@ -22,7 +22,7 @@ use super::LayerOrigin;
 use super::manifest::{self, LayoutLayer};
 use super::stored::{LayerRequest, StoredLayer, Unusable};
 use crate::blob::open_regular;
-use crate::digest::{Algorithm, Digest, Hasher};
+use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
 use crate::layout::write::LayoutWriter;
 use crate::options::Progress;
@@ -118,7 +118,6 @@ impl LayerCache {
         };
         let output = layout.new_blob()?;
         let mut file = output.file()?;
-        let mut hasher = Hasher::new(Algorithm::Sha256);
         let mut buffer = vec![0; 1 << 20];
         loop {
             let read = match (&*entry).read(&mut buffer) {
@@ -127,14 +126,13 @@ impl LayerCache {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Ok(Err(unreadable(&error))),
             };
-            hasher.update(&buffer[..read]);
             file.write_all(&buffer[..read])
                 .map_err(|source| ConvertError::write("write to", layout.directory(), source))?;
         }
-        if hasher.finish() != named {
+        let blob = layout.finish(output)?;
+        if blob.digest != named {
             return wrong("it is damaged: its digest differs from its name");
         }
-        let blob = layout.finish(output)?;
         Ok(StoredLayer::of_blob(blob, request, LayerOrigin::Cache)?.map(Some))
     }
 
