@@ -18,7 +18,7 @@ use serde_json::{Map, Value, json};
 
 use crate::blob;
 use crate::cancel::Cancel;
-use crate::content::{ContentWriter, Data};
+use crate::content::ContentWriter;
 use crate::digest::Digest;
 use crate::ending::Ending;
 use crate::error::{ConvertError, TarPlace, Unplaced};
@@ -27,6 +27,7 @@ use crate::metadata::{Metadata, options_json, tool};
 use crate::null::some_fields;
 use crate::options::{ConvertOptions, Progress, Report};
 use crate::output::Output;
+use crate::run_data::RunData;
 use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, Shown, inline_max};
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
@@ -245,12 +246,15 @@ impl ContentStore<'_> {
                 at: tail.offset,
             });
         }
-        let mut data = DeviceData::new(self.device, self.progress, pieces);
-        let stored: u64 = data.runs.iter().map(|run| run.length).sum();
+        let device = self.device;
+        let read = |at: u64, bytes: &mut [u8]| device.read_at(at, bytes).map_err(read_error);
+        let places = pieces.iter().map(|run| (run.at, run.length));
+        let mut data = RunData::new(&read, self.progress, places);
+        let stored: u64 = pieces.iter().map(|run| run.length).sum();
         if stored == content.size {
             return self.content.file(content.size, &mut data);
         }
-        let runs = data.runs.iter().map(|run| Run {
+        let runs = pieces.iter().map(|run| Run {
             offset: run.offset,
             length: run.length,
         });
@@ -295,6 +299,8 @@ impl ContentStore<'_> {
             }
             _ => chunks.push(run),
         };
+        let device = self.device;
+        let read = |at: u64, bytes: &mut [u8]| device.read_at(at, bytes).map_err(read_error);
         for run in runs {
             let first = run.offset / chunk;
             if self.base_of(run).is_some() {
@@ -305,7 +311,8 @@ impl ContentStore<'_> {
                 });
                 continue;
             }
-            let mut data = DeviceData::new(self.device, self.progress, vec![*run]);
+            let place = std::iter::once((run.at, run.length));
+            let mut data = RunData::new(&read, self.progress, place);
             let mut done = 0;
             while done < run.length {
                 // A chunk is contiguous.
@@ -360,60 +367,4 @@ fn runs(content: &Content) -> Vec<DeviceRun> {
 
 fn read_error(error: Error) -> ConvertError {
     ConvertError::read_through("a file's content", error)
-}
-
-/// The bytes of several runs in sequence.
-struct DeviceData<'d> {
-    device: &'d dyn BlockDevice,
-    progress: &'d dyn Progress,
-    runs: Vec<DeviceRun>,
-    /// Index of the current run, and the bytes of it that were read.
-    next: usize,
-    done: u64,
-    buffer: Vec<u8>,
-    /// Bytes of the buffer that were consumed.
-    taken: usize,
-}
-
-impl<'d> DeviceData<'d> {
-    fn new(device: &'d dyn BlockDevice, progress: &'d dyn Progress, runs: Vec<DeviceRun>) -> Self {
-        DeviceData {
-            device,
-            progress,
-            runs,
-            next: 0,
-            done: 0,
-            buffer: Vec::new(),
-            taken: 0,
-        }
-    }
-}
-
-impl Data for DeviceData<'_> {
-    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
-        self.buffer.drain(..self.taken);
-        self.taken = 0;
-        while self.buffer.len() < wanted {
-            let Some(run) = self.runs.get(self.next) else {
-                return Err(ConvertError::changed("a file's content"));
-            };
-            let have = self.buffer.len();
-            let length = (run.length - self.done).min((wanted - have) as u64) as usize;
-            self.buffer.resize(have + length, 0);
-            self.device
-                .read_at(run.at + self.done, &mut self.buffer[have..])
-                .map_err(read_error)?;
-            self.progress.advance(length as u64);
-            self.done += length as u64;
-            if self.done == run.length {
-                self.next += 1;
-                self.done = 0;
-            }
-        }
-        Ok((&self.buffer[..wanted], &[]))
-    }
-
-    fn consume(&mut self, bytes: usize) {
-        self.taken += bytes;
-    }
 }

@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::slice;
 
 use bcow_erofs::tree::{Attributes, DeviceNumber, LayerTree, Node, NodeId, NodeKind, Timestamp};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
@@ -21,10 +22,10 @@ use rustix::io::Errno;
 
 use crate::blob::read_error;
 use crate::builder::{Budget, LayerBuilder, Slot, keep_xattr};
-use crate::content::{ContentSink, ContentWriter, Data};
+use crate::content::{ContentSink, ContentWriter};
 use crate::error::{ConvertError, TarPlace, Unplaced};
 use crate::layer::Reading;
-use crate::options::Progress;
+use crate::run_data::RunData;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
 use crate::warnings::Warnings;
 
@@ -233,27 +234,28 @@ impl<S: ContentSink> Walk<'_, S> {
         } else {
             None
         };
-        let mut data = FileData {
-            file: File::from(fd),
-            text,
-            runs: match &map {
-                Some(map) => map.runs.clone(),
-                None => vec![Run {
-                    offset: 0,
-                    length: size,
-                }],
-            },
-            run: 0,
-            done: 0,
-            buffer: Vec::new(),
-            progress: self.reading.progress,
+        let file = File::from(fd);
+        let read = |at: u64, bytes: &mut [u8]| {
+            file.read_exact_at(bytes, at).map_err(|e| match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => ConvertError::changed(text),
+                _ => read_error("read", text, e),
+            })
         };
+        let whole = Run {
+            offset: 0,
+            length: size,
+        };
+        let runs = map
+            .as_ref()
+            .map_or(slice::from_ref(&whole), |map| &map.runs);
+        let runs = runs.iter().map(|run| (run.offset, run.length));
+        let mut data = RunData::new(&read, self.reading.progress, runs);
         let content = match &map {
             Some(map) => self.content.sparse(map, &mut data),
             None => self.content.file(size, &mut data),
         }
         .map_err(|e| e.at(TarPlace::entry("", text.as_bytes())))?;
-        let after = rustix::fs::fstat(&data.file).map_err(|e| read_error("read", text, e))?;
+        let after = rustix::fs::fstat(&file).map_err(|e| read_error("read", text, e))?;
         if !same(&after) {
             return Err(ConvertError::changed(text));
         }
@@ -360,45 +362,4 @@ fn data_runs(fd: &impl AsFd, size: u64, text: &str) -> Result<Option<SparseMap>,
     }
     let stored = runs.iter().map(|&(_, length)| length).sum();
     Ok(SparseMap::new(size, runs, stored).ok())
-}
-
-/// The data runs of a file, in sequence.
-struct FileData<'f> {
-    file: File,
-    text: &'f str,
-    runs: Vec<Run>,
-    run: usize,
-    done: u64,
-    buffer: Vec<u8>,
-    progress: &'f dyn Progress,
-}
-
-impl Data for FileData<'_> {
-    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
-        let offset = self.runs.get(self.run).map_or(0, |run| run.offset) + self.done;
-        if self.buffer.len() < wanted {
-            self.buffer.resize(wanted, 0);
-        }
-        let bytes = &mut self.buffer[..wanted];
-        self.file
-            .read_exact_at(bytes, offset)
-            .map_err(|e| match e.kind() {
-                std::io::ErrorKind::UnexpectedEof => ConvertError::changed(self.text),
-                _ => read_error("read", self.text, e),
-            })?;
-        Ok((bytes, &[]))
-    }
-
-    fn consume(&mut self, bytes: usize) {
-        self.progress.advance(bytes as u64);
-        self.done += bytes as u64;
-        if self
-            .runs
-            .get(self.run)
-            .is_some_and(|run| run.length == self.done)
-        {
-            self.run += 1;
-            self.done = 0;
-        }
-    }
 }

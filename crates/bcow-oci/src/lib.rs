@@ -78,6 +78,7 @@ pub mod recode;
 mod recognise;
 mod registry;
 mod repository;
+mod run_data;
 mod source;
 mod space;
 mod stack;
