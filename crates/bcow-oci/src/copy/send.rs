@@ -113,7 +113,6 @@ pub(super) mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::super::CopyFile;
-    use super::super::CopyFile;
     use super::*;
     use crate::left_out::FromIndex;
 
