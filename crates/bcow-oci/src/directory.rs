@@ -247,7 +247,7 @@ impl<S: ContentSink> Walk<'_, S> {
         };
         let runs = map
             .as_ref()
-            .map_or(slice::from_ref(&whole), |map| &map.runs);
+            .map_or(slice::from_ref(&whole), |map| &map.runs[..]);
         let runs = runs.iter().map(|run| (run.offset, run.length));
         let mut data = RunData::new(&read, self.reading.progress, runs);
         let content = match &map {
