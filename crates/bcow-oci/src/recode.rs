@@ -58,10 +58,10 @@ pub fn recode(
         progress,
         metadata,
     };
-    if !(shows_others || options.prefetch.is_some()) {
-        recoding.blocks()
-    } else {
+    if shows_others || options.prefetch.is_some() {
         recoding.tree()
+    } else {
+        recoding.blocks()
     }
 }
 
