@@ -328,73 +328,42 @@ fn refuse_destination_options(asked: &Conversion<'_>) -> Result<(), CommandError
     Ok(())
 }
 
-/// An option, whether it is given, the ways that it applies to, and a noun phrase for them.
-struct OptionRule(
-    &'static str,
-    fn(&Conversion<'_>) -> bool,
-    &'static [Way],
-    &'static str,
-);
-
-const OF_FILES: &[Way] = &[Way::Flatten, Way::Split, Way::SplitForContainerd];
-const OF_IMAGES: &[Way] = &[
-    Way::Flatten,
-    Way::Layer,
-    Way::Split,
-    Way::SplitForContainerd,
-    Way::Recode,
-    Way::RecodeLayers,
-];
-const TO_LAYERS: &[Way] = &[Way::Split, Way::SplitForContainerd, Way::RecodeLayers];
-const TO_LAYOUT: &[Way] = &[Way::Split, Way::RecodeLayers];
-/// A layer for containerd has no prefetch list.
-const WITH_LIST: &[Way] = &[Way::Flatten, Way::Split, Way::Recode, Way::RecodeLayers];
-
-const OPTION_RULES: [OptionRule; 8] = [
-    OptionRule(
-        "--platform",
-        |asked| asked.platform.is_some(),
-        OF_FILES,
-        "ordinary images",
-    ),
-    OptionRule("--writable", |asked| asked.writable, &[Way::Disk], "disks"),
-    OptionRule(
-        "--cache",
-        |asked| asked.cache.is_some(),
-        TO_LAYERS,
-        "layers",
-    ),
-    OptionRule(
-        "--dedup-lower",
-        |asked| asked.dedup_lower,
-        TO_LAYOUT,
-        "layers in an OCI layout",
-    ),
-    OptionRule(
-        "--prefetch",
-        |asked| asked.prefetch.is_some(),
-        WITH_LIST,
-        "images",
-    ),
-    OptionRule("--plain", |asked| asked.plain, OF_IMAGES, "images"),
-    OptionRule(
-        "--allow-truncated",
-        |asked| asked.allow_truncated,
-        OF_IMAGES,
-        "images",
-    ),
-    OptionRule("--as-files", |asked| asked.as_files, OF_IMAGES, "images"),
-];
-
 /// Refuses options that do not apply to a way.
 fn refuse_options(asked: &Conversion<'_>, way: Way) -> Result<(), CommandError> {
     let (source, destination) = (asked.source, asked.destination);
-    // In a registry, --platform has selected one of several images.
-    let is_selected =
-        source.form() == NameForm::Registry && matches!(way, Way::Recode | Way::RecodeLayers);
-    for OptionRule(option, is_given, ways, only) in OPTION_RULES {
-        let applies = ways.contains(&way) || (is_selected && option == "--platform");
-        if is_given(asked) && !applies {
+    let is_image = way != Way::Disk;
+    let is_recoded = matches!(way, Way::Recode | Way::RecodeLayers);
+    // Of an image in a registry, --platform has selected one of several.
+    let has_platforms = matches!(way, Way::Flatten | Way::Split | Way::SplitForContainerd)
+        || (is_recoded && source.form() == NameForm::Registry);
+    let to_layout = matches!(way, Way::Split | Way::RecodeLayers);
+    let to_layers = to_layout || way == Way::SplitForContainerd;
+    // A layer has no prefetch list.
+    let has_list = is_recoded || matches!(way, Way::Flatten | Way::Split);
+    let platform = asked.platform.is_some();
+    // The option, whether it is given, whether it applies, and what it applies to.
+    let rules = [
+        ("--platform", platform, has_platforms, "ordinary images"),
+        ("--writable", asked.writable, !is_image, "disks"),
+        ("--cache", asked.cache.is_some(), to_layers, "layers"),
+        (
+            "--dedup-lower",
+            asked.dedup_lower,
+            to_layout,
+            "layers in an OCI layout",
+        ),
+        ("--prefetch", asked.prefetch.is_some(), has_list, "images"),
+        ("--plain", asked.plain, is_image, "images"),
+        (
+            "--allow-truncated",
+            asked.allow_truncated,
+            is_image,
+            "images",
+        ),
+        ("--as-files", asked.as_files, is_image, "images"),
+    ];
+    for (option, is_given, applies, only) in rules {
+        if is_given && !applies {
             return Err(CommandError::usage(format!(
                 "{option} is only for {only}, and not for {source} to {destination}"
             ))
