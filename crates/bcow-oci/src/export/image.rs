@@ -392,9 +392,9 @@ impl Write for Chunks {
     }
 }
 
-/// Hashes and counts the bytes that are written to it, and passes them on in pieces of one size. The
-/// output of deflate depends on the sizes of its input pieces. It must depend neither on how the
-/// image is stored nor on the number of threads.
+/// Hashes and counts the bytes that are written to it, and passes them on in pieces of one size.
+/// The output of deflate depends on the sizes of its input pieces. It must depend neither on how
+/// the image is stored nor on the number of threads.
 struct HashedPieces<'h> {
     out: &'h mut dyn Write,
     /// Always shorter than [`CHUNK_BYTES`].
