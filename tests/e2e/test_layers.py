@@ -82,7 +82,7 @@ class Layout:
         for name in os.listdir(blobs):
             # Left by a converter that was killed while it replaced a blob: complete, but still with
             # a temporary name.
-            if name.startswith(".") and name.endswith(".tmp"):
+            if name.startswith(".bcow-") and name.endswith(".part"):
                 continue
             with open(os.path.join(blobs, name), "rb") as data:
                 if hashlib.file_digest(data, "sha256").hexdigest() != name:

@@ -169,7 +169,7 @@ fn commit_upper(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> 
                 "{}: {what} of {}, {} of file content stored{over}, file of {}",
                 path.display(),
                 plural(report.entries, "inode"),
-                Human(report.content_bytes),
+                Human(report.content_bytes - report.deduplicated_bytes),
                 Human(report.file_bytes)
             ));
         }

@@ -11,19 +11,18 @@ use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::Tree as ErofsTree;
 use bcow_images::args::COMMIT_TO;
 use bcow_images::error::CommandError;
-use bcow_images::failure::failure;
 use bcow_images::image::{LayerArgs, OpenImage, StoreArgs};
-use bcow_images::push::{Destination, Layout};
+use bcow_images::push::Destination;
 use bcow_images::replace::{self, Force, Replacement};
 use bcow_images::upper::Joined;
 use bcow_images::{Name, changes};
-use bcow_oci::commit::{Base, Commit, CommitReport};
+use bcow_oci::commit::{Base, Commit};
 use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
     KnownLayer, LayerCompression, Layers, LayoutExport, OciReport, TarForm, TarReport,
     export_layout,
 };
-use bcow_oci::{Annotations, Digest, Limits, store};
+use bcow_oci::{Annotations, Digest, LayoutPlace, Limits, Report, store};
 use bcow_union::offline::{Changes, LOWER_START, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
@@ -69,7 +68,7 @@ pub enum CommitOutput {
     /// An OCI image, with its name.
     Layout(String, OciReport),
     /// A BCoW file.
-    File(PathBuf, CommitReport),
+    File(PathBuf, Report),
 }
 
 impl UpperCommit<'_> {
@@ -150,32 +149,36 @@ impl OpenCommit<'_> {
         to_archive(self.image, tree, TarForm::Layer, output, jobs, self.work)
     }
 
-    fn layout(&self, changes: Changes, layout: &Layout) -> Result<CommitOutput, CommandError> {
+    fn layout(&self, changes: Changes, layout: &LayoutPlace) -> Result<CommitOutput, CommandError> {
         self.image.refuse_as_destination(layout)?;
         let layer = self.layer(changes)?;
         let metadata = self.image.metadata()?;
         let whole = self.image.tree()?;
         let below = layers_of_stack(self.image, &metadata)?;
         let layers = match &below[..] {
-            [] if self.image.form()? == TreeForm::Whole => {
-                Layers::Base(whole.filesystem(), vec![&layer.filesystem])
+            [] => {
+                let lowest = match self.image.form()? {
+                    TreeForm::Whole => TarForm::Flattened,
+                    TreeForm::Layer => TarForm::Layer,
+                };
+                Layers::new(lowest, [whole.filesystem(), &layer.filesystem])
             }
-            [] => Layers::Stack(vec![whole.filesystem(), &layer.filesystem]),
             below => {
                 let mut known = KnownLayer::of_stack(&metadata);
                 known.resize(below.len(), None);
                 let mut layers: Vec<_> = below.iter().zip(known).collect();
                 layers.push((&layer.filesystem, None));
-                Layers::Known(layers)
+                Layers {
+                    lowest: TarForm::Layer,
+                    layers,
+                }
             }
         };
         let config = config_after(metadata.get("config"), below.len().max(1))?;
         // The annotations of the base do not describe the new image.
         let destination = LayoutExport {
             annotations: Annotations::new(),
-            directory: layout.path.clone(),
-            form: layout.form.clone(),
-            reference: layout.reference.clone(),
+            place: layout.clone(),
             compression: self.asked.layer_compression,
         };
         let options = export_options(self.asked.encoding.jobs, self.work);
@@ -185,7 +188,7 @@ impl OpenCommit<'_> {
         Ok(CommitOutput::Layout(layout.without_reference(), report))
     }
 
-    fn file(&self, changes: Changes, path: &Path) -> Result<CommitReport, CommandError> {
+    fn file(&self, changes: Changes, path: &Path) -> Result<Report, CommandError> {
         let content = self.asked.content;
         let is_image = self.image.image().header().purpose == Use::Image;
         if !is_image && content != NewContent::Whole {
@@ -217,8 +220,7 @@ impl OpenCommit<'_> {
             described: self.described(content)?,
         };
         let options = self.asked.encoding.convert_options(self.work)?;
-        let report = bcow_oci::commit::commit(commit, path, &options, self.work.progress)
-            .map_err(|error| failure(&error))?;
+        let report = bcow_oci::commit::commit(commit, path, &options, self.work.progress)?;
         if report.base_bytes > 0 {
             self.warn_of_images_elsewhere(path);
         }

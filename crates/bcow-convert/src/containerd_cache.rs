@@ -14,10 +14,9 @@ use bcow::{Image, OpenOptions};
 use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK};
 use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Walk};
 use bcow_images::error::{CommandError, Context};
-use bcow_images::failure::failure;
 use bcow_images::names::quoted;
 use bcow_oci::{
-    ConvertOptions, DiffId, LayoutForm, LayoutOptions, Progress, Source, convert_to_layout,
+    ConvertOptions, DiffId, LayoutOptions, LayoutPlace, Progress, Source, convert_to_layout,
     diff_ids,
 };
 use serde::Serialize;
@@ -73,11 +72,11 @@ impl Cache<'_> {
 
     /// The path of the file of a layer.
     fn path(&self, diff_id: &DiffId) -> Result<PathBuf, CommandError> {
-        let text = diff_id.to_string();
-        let Some(name) = digits(&text) else {
+        let name = diff_id.0.hex();
+        if diff_id.0.sha256().is_none() {
             return Err(CommandError::new(self.cannot())
-                .caused_by_text(format!("the diffID {text} is not a SHA-256")));
-        };
+                .caused_by_text(format!("the diffID {diff_id} is not a SHA-256")));
+        }
         let place = self.directory.join("sha256").join(&name[..2]);
         Ok(place.join(format!("{name}.erofs")))
     }
@@ -88,7 +87,7 @@ impl Cache<'_> {
         source: &Source,
         options: &ConvertOptions,
     ) -> Result<Option<Vec<CachedLayer>>, CommandError> {
-        let Some(diff_ids) = diff_ids(source, options).map_err(|error| failure(&error))? else {
+        let Some(diff_ids) = diff_ids(source, options)? else {
             return Ok(None);
         };
         // The conversion reports an image without layers.
@@ -149,22 +148,19 @@ impl Cache<'_> {
             .tempdir_in(self.directory)
             .context(cannot)?;
         let layout = LayoutOptions {
-            directory: scratch.path().join("layout"),
-            form: LayoutForm::Directory,
+            place: LayoutPlace {
+                path: scratch.path().join("layout"),
+                ..LayoutPlace::default()
+            },
             cache: layers.map(Path::to_owned),
             ..LayoutOptions::default()
         };
-        let report = convert_to_layout(source, &layout, options, progress)
-            .map_err(|error| failure(&error))?;
+        let report = convert_to_layout(source, &layout, options, progress)?;
+        let blobs = layout.place.path.join("blobs/sha256");
         let mut made = Vec::new();
         for layer in report.layers {
             let path = self.path(&layer.diff_id)?;
-            let digest = layer.digest.to_string();
-            let Some(blob) = digits(&digest) else {
-                return Err(CommandError::new(cannot())
-                    .caused_by_text(format!("the digest {digest} of a file is not a SHA-256")));
-            };
-            let blob = layout.directory.join("blobs/sha256").join(blob);
+            let blob = blobs.join(layer.digest.hex());
             refuse_unlike_overlayfs(&blob, &layer.diff_id).map_err(|error| {
                 CommandError::new(cannot())
                     .caused_by_text(error)
@@ -258,11 +254,4 @@ fn unlike_overlayfs(fs: &Filesystem, inode: &Inode) -> Result<Option<&'static st
     };
     let is_marked = inode.has_xattrs() && fs.xattr(inode, mark)?.is_some();
     Ok(is_marked.then_some(problem))
-}
-
-/// The digits of a digest in text form; `None` if it is not a SHA-256.
-fn digits(digest: &str) -> Option<&str> {
-    digest
-        .strip_prefix("sha256:")
-        .filter(|digits| digits.len() == 64)
 }

@@ -7,10 +7,9 @@ use std::path::Path;
 use bcow::format::Use;
 use bcow_images::args::{CONVERT_FROM, CONVERT_TO};
 use bcow_images::error::{CommandError, Context};
-use bcow_images::failure::failure;
 use bcow_images::foreign_format::{self, ForeignFormat};
 use bcow_images::image::OpenImage;
-use bcow_images::push::{Destination, Layout};
+use bcow_images::push::Destination;
 use bcow_images::remote::{self, InRegistry, Pinned};
 use bcow_images::replace::{self, Replacement};
 use bcow_images::size::Human;
@@ -19,8 +18,8 @@ use bcow_images::{
 };
 use bcow_oci::trace::MAX_TRACE_BYTES;
 use bcow_oci::{
-    ConvertOptions, LayoutForm, LayoutOptions, LayoutReport, LeftOut, Platform, Prefetch, Report,
-    Source,
+    ConvertError, ConvertOptions, LayoutForm, LayoutOptions, LayoutPlace, LayoutReport, LeftOut,
+    Platform, Prefetch, Report, Source,
 };
 use serde::Serialize;
 
@@ -86,7 +85,7 @@ impl Conversion<'_> {
             destination => (destination, None),
         };
         let platform = self.platform.map(str::parse::<Platform>).transpose();
-        let platform = platform.map_err(|error| failure(&error.into()))?;
+        let platform = platform.map_err(ConvertError::from)?;
         // The source is opened before the destination is examined, so an error of the source comes
         // first.
         let source = open(self, platform.as_ref())?;
@@ -116,7 +115,7 @@ impl Conversion<'_> {
         }
         let _replaced = match &destination {
             Destination::File(path) => replace::check(path, Replacement::Image, self.force)?,
-            Destination::Layout(to) if to.form == LayoutForm::Archive => {
+            Destination::Layout(to) if matches!(to.form, LayoutForm::Archive) => {
                 replace::check(&to.path, Replacement::Archive, self.force)?
             }
             _ => None,
@@ -201,7 +200,7 @@ impl Conversion<'_> {
             Opened::Files(source) => {
                 let convert =
                     if self.as_layer { bcow_oci::convert_layer } else { bcow_oci::convert };
-                convert(source, path, options, work.progress).map_err(|error| failure(&error))?
+                convert(source, path, options, work.progress)?
             }
             Opened::ForeignDisk => return Err(self.no_way(source)),
         };
@@ -221,25 +220,22 @@ impl Conversion<'_> {
     fn to_layout(
         &self,
         source: &Opened,
-        to: &Layout,
+        to: &LayoutPlace,
         options: &ConvertOptions,
         sending: Option<&Sending>,
         work: &Work<'_>,
     ) -> Result<Converted, CommandError> {
         let layout = LayoutOptions {
-            directory: to.path.clone(),
-            form: to.form.clone(),
-            reference: to.reference.clone(),
+            place: to.clone(),
             is_referrer: self.referrer,
             cache: self.cache.map(Path::to_owned),
             dedup_lower: self.dedup_lower,
         };
         let progress = work.progress;
         let mut report = match source {
-            Opened::Image(image) => recode::to_layout(image, to, &layout, options, progress)?,
+            Opened::Image(image) => recode::to_layout(image, &layout, options, progress)?,
             Opened::Files(source) => {
-                bcow_oci::convert_to_layout(source, &layout, options, progress)
-                    .map_err(|error| failure(&error))?
+                bcow_oci::convert_to_layout(source, &layout, options, progress)?
             }
             Opened::ForeignDisk => return Err(self.no_way(source)),
         };
@@ -332,73 +328,42 @@ fn refuse_destination_options(asked: &Conversion<'_>) -> Result<(), CommandError
     Ok(())
 }
 
-/// An option, whether it is given, the ways that it applies to, and a noun phrase for them.
-struct OptionRule(
-    &'static str,
-    fn(&Conversion<'_>) -> bool,
-    &'static [Way],
-    &'static str,
-);
-
-const OF_FILES: &[Way] = &[Way::Flatten, Way::Split, Way::SplitForContainerd];
-const OF_IMAGES: &[Way] = &[
-    Way::Flatten,
-    Way::Layer,
-    Way::Split,
-    Way::SplitForContainerd,
-    Way::Recode,
-    Way::RecodeLayers,
-];
-const TO_LAYERS: &[Way] = &[Way::Split, Way::SplitForContainerd, Way::RecodeLayers];
-const TO_LAYOUT: &[Way] = &[Way::Split, Way::RecodeLayers];
-/// A layer for containerd has no prefetch list.
-const WITH_LIST: &[Way] = &[Way::Flatten, Way::Split, Way::Recode, Way::RecodeLayers];
-
-const OPTION_RULES: [OptionRule; 8] = [
-    OptionRule(
-        "--platform",
-        |asked| asked.platform.is_some(),
-        OF_FILES,
-        "ordinary images",
-    ),
-    OptionRule("--writable", |asked| asked.writable, &[Way::Disk], "disks"),
-    OptionRule(
-        "--cache",
-        |asked| asked.cache.is_some(),
-        TO_LAYERS,
-        "layers",
-    ),
-    OptionRule(
-        "--dedup-lower",
-        |asked| asked.dedup_lower,
-        TO_LAYOUT,
-        "layers in an OCI layout",
-    ),
-    OptionRule(
-        "--prefetch",
-        |asked| asked.prefetch.is_some(),
-        WITH_LIST,
-        "images",
-    ),
-    OptionRule("--plain", |asked| asked.plain, OF_IMAGES, "images"),
-    OptionRule(
-        "--allow-truncated",
-        |asked| asked.allow_truncated,
-        OF_IMAGES,
-        "images",
-    ),
-    OptionRule("--as-files", |asked| asked.as_files, OF_IMAGES, "images"),
-];
-
 /// Refuses options that do not apply to a way.
 fn refuse_options(asked: &Conversion<'_>, way: Way) -> Result<(), CommandError> {
     let (source, destination) = (asked.source, asked.destination);
-    // In a registry, --platform has selected one of several images.
-    let is_selected =
-        source.form() == NameForm::Registry && matches!(way, Way::Recode | Way::RecodeLayers);
-    for OptionRule(option, is_given, ways, only) in OPTION_RULES {
-        let applies = ways.contains(&way) || (is_selected && option == "--platform");
-        if is_given(asked) && !applies {
+    let is_image = way != Way::Disk;
+    let is_recoded = matches!(way, Way::Recode | Way::RecodeLayers);
+    // Of an image in a registry, --platform has selected one of several.
+    let has_platforms = matches!(way, Way::Flatten | Way::Split | Way::SplitForContainerd)
+        || (is_recoded && source.form() == NameForm::Registry);
+    let to_layout = matches!(way, Way::Split | Way::RecodeLayers);
+    let to_layers = to_layout || way == Way::SplitForContainerd;
+    // A layer has no prefetch list.
+    let has_list = is_recoded || matches!(way, Way::Flatten | Way::Split);
+    let platform = asked.platform.is_some();
+    // The option, whether it is given, whether it applies, and what it applies to.
+    let rules = [
+        ("--platform", platform, has_platforms, "ordinary images"),
+        ("--writable", asked.writable, !is_image, "disks"),
+        ("--cache", asked.cache.is_some(), to_layers, "layers"),
+        (
+            "--dedup-lower",
+            asked.dedup_lower,
+            to_layout,
+            "layers in an OCI layout",
+        ),
+        ("--prefetch", asked.prefetch.is_some(), has_list, "images"),
+        ("--plain", asked.plain, is_image, "images"),
+        (
+            "--allow-truncated",
+            asked.allow_truncated,
+            is_image,
+            "images",
+        ),
+        ("--as-files", asked.as_files, is_image, "images"),
+    ];
+    for (option, is_given, applies, only) in rules {
+        if is_given && !applies {
             return Err(CommandError::usage(format!(
                 "{option} is only for {only}, and not for {source} to {destination}"
             ))

@@ -9,17 +9,13 @@ use bcow::format::{BackingName, Use};
 use bcow::{Image, OpenOptions, Storage};
 use bcow_images::args::{COPY_FROM, COPY_TO};
 use bcow_images::error::{CommandError, Context};
-use bcow_images::failure::failure;
 use bcow_images::image::{OpenImage, StoreArgs, cannot_open, refuse_what_is_no_file};
-use bcow_images::push::{Destination, Layout, ToS3};
+use bcow_images::push::{Destination, ToS3};
 use bcow_images::remote::{self, Pinned};
 use bcow_images::replace::{self, Replacement};
 use bcow_images::{Name, NameParts, Url};
-use bcow_oci::copy::{
-    CopyDestination, CopyFile, CopyImage, CopyOptions, FileReport, ImageReport, copy_file,
-    copy_image,
-};
-use bcow_oci::{ConvertError, Digest, LayoutForm, LeftOut, Source, store};
+use bcow_oci::copy::{CopyFile, CopyImage, FileReport, ImageReport, copy_file, copy_image};
+use bcow_oci::{Digest, LayoutForm, LayoutPlace, LeftOut, RunOptions, Source, store};
 use bcow_remote::{Replace, Root, S3Name};
 use serde::Serialize;
 
@@ -116,7 +112,7 @@ impl Copying<'_> {
                 self.to_file(&file, path, LeftOut::default(), work)
             }
             (Destination::File(path), From::Image(image)) => match image.only_file() {
-                Some(file) => self.to_file(file, path, left_out_of_files(&image)?, work),
+                Some(file) => self.to_file(file, path, image.left_out_of_files()?, work),
                 None => Err(CommandError::new(format!(
                     "cannot copy {} to {}",
                     image.name,
@@ -137,8 +133,8 @@ impl Copying<'_> {
         self.jobs.unwrap_or(THREADS)
     }
 
-    fn options(&self, work: &Work<'_>) -> CopyOptions {
-        CopyOptions {
+    fn options(&self, work: &Work<'_>) -> RunOptions {
+        RunOptions {
             threads: self.threads(),
             cancel: Some(work.interrupt.flag()),
         }
@@ -159,8 +155,7 @@ impl Copying<'_> {
             Replacement::Disk
         };
         let _replaced = replace::check(path, replacement, self.force)?;
-        let report = copy_file(file, path, &self.options(work), work.progress)
-            .map_err(|error| failure(&error))?;
+        let report = copy_file(file, path, &self.options(work), work.progress)?;
         Ok(Copied::file(path.display().to_string(), report, left_out))
     }
 
@@ -171,7 +166,7 @@ impl Copying<'_> {
         let (file, left_out) = match from {
             From::File(file) => (file, LeftOut::default()),
             From::Image(image) => {
-                let left_out = left_out_of_files(image)?;
+                let left_out = image.left_out_of_files()?;
                 match image.only_file() {
                     Some(file) => (file, left_out),
                     None => {
@@ -207,11 +202,11 @@ impl Copying<'_> {
     fn to_layout(
         &self,
         image: &CopyImage,
-        to: &Layout,
+        to: &LayoutPlace,
         work: &Work<'_>,
     ) -> Result<Copied, CommandError> {
         let mut _replaced = None;
-        if to.form == LayoutForm::Archive {
+        if matches!(to.form, LayoutForm::Archive) {
             _replaced = replace::check(&to.path, Replacement::Archive, self.force)?;
             let same = |path: &Path| path.canonicalize().ok();
             if let NameParts::OciArchive { file, .. } = self.source.parts()
@@ -224,13 +219,7 @@ impl Copying<'_> {
                 )));
             }
         }
-        let destination = CopyDestination {
-            directory: to.path.clone(),
-            form: to.form.clone(),
-            reference: to.reference.clone(),
-        };
-        let report = copy_image(image, &destination, &self.options(work), work.progress)
-            .map_err(|error| failure(&error))?;
+        let report = copy_image(image, to, &self.options(work), work.progress)?;
         let left_out = match &to.form {
             LayoutForm::Registry(_) => image.left_out_of_registry(),
             _ => image.left_out().clone(),
@@ -285,10 +274,10 @@ fn open(
     destination: &Destination,
     work: &Work<'_>,
 ) -> Result<From, CommandError> {
-    let image_of_layout = |source: &Source| {
+    let image_of_layout = |source: &Source| -> Result<From, CommandError> {
         let (scratch, cancel) = (remote::scratch(), work.interrupt.flag());
         let image = CopyImage::of_layout(source, &scratch, work.progress, Some(&cancel));
-        image.map(From::image).map_err(|error| failure(&error))
+        Ok(From::image(image?))
     };
     refuse_what_is_no_file(asked.source)?;
     if let NameParts::Layout { .. } | NameParts::OciArchive { .. } = asked.source.parts()
@@ -300,13 +289,12 @@ fn open(
         (NameParts::Url(Url::Registry(image)), _) => {
             let (image, place) = remote::bcow_in_registry(image, &asked.stores.remote)?;
             let image = CopyImage::of_registry(image, &*place, &*place);
-            return image.map(From::image).map_err(|error| failure(&error));
+            return Ok(From::image(image?));
         }
         (NameParts::Url(url), _) => {
             let found = remote::open(url, &asked.stores.remote.uncached(), Pinned::AsAsked)?;
             let shown = found.name.to_string();
-            let file = CopyFile::new(shown, Arc::clone(&found.storage), true);
-            let file = file.map_err(|error| failure(&error))?;
+            let file = CopyFile::new(shown, Arc::clone(&found.storage), true)?;
             return if is_copied_alone(&file, destination)? {
                 Ok(From::File(file))
             } else {
@@ -318,10 +306,9 @@ fn open(
             let located = store::locate(&local);
             let located = located.map_err(|error| cannot_open(asked.source.shown(), &error))?;
             let shown = asked.source.to_string();
-            CopyFile::new(shown, located.file as Arc<dyn Storage>, false)
+            CopyFile::new(shown, located.file as Arc<dyn Storage>, false)?
         }
     };
-    let file = file.map_err(|error| failure(&error))?;
     if is_copied_alone(&file, destination)? {
         Ok(From::File(file))
     } else {
@@ -354,7 +341,6 @@ fn is_copied_alone(file: &CopyFile, destination: &Destination) -> Result<bool, C
 
 /// A file, and the files that it names by digest, as an image.
 fn with_files_below(file: CopyFile, image: &OpenImage) -> Result<From, CommandError> {
-    let cannot = |error: &ConvertError| failure(error);
     if image.image().header().purpose != Use::Image || !image.chain().is_empty() {
         return Err(CommandError::usage(format!("{} is a disk", file.name))
             .hint("a disk is copied to a file or to s3://BUCKET/KEY"));
@@ -369,16 +355,8 @@ fn with_files_below(file: CopyFile, image: &OpenImage) -> Result<From, CommandEr
             let part = CopyFile::new(below.name.clone(), storage, !is_local)?;
             Ok((below.digest.clone(), part))
         })
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| cannot(&error))?;
-    let image = CopyImage::of_files(file, below);
-    image.map(From::image).map_err(|error| cannot(&error))
-}
-
-/// The parts of the source that copies of the image's files do not have.
-fn left_out_of_files(image: &CopyImage) -> Result<LeftOut, CommandError> {
-    let left_out = image.left_out_of_files();
-    left_out.map_err(|error| failure(&error))
+        .collect::<Result<Vec<_>, CommandError>>()?;
+    Ok(From::image(CopyImage::of_files(file, below)?))
 }
 
 /// Refuses to copy a file over itself.

@@ -53,13 +53,15 @@ impl CopyOut<'_> {
         })
     }
 
-    /// Writes a qcow2 image into an empty file; returns its length.
+    /// Writes a qcow2 image into an empty file; returns the size of the disk and the length of the
+    /// file, in bytes.
     pub fn qcow2(
         &self,
         new: &NewFile,
         compression: ClusterCompression,
         cannot: &dyn Fn() -> String,
-    ) -> Result<u64, CommandError> {
+    ) -> Result<(u64, u64), CommandError> {
+        // The size of a qcow2 image is a multiple of 512 bytes.
         let size = self.end.next_multiple_of(512);
         let mut writer = Qcow2Writer::new(new.file(), size, compression).context(cannot)?;
         self.pieces(&mut |piece| {
@@ -70,7 +72,7 @@ impl CopyOut<'_> {
             .context(cannot)
         })?;
         writer.zeros(size - self.end).context(cannot)?;
-        writer.finish().context(cannot)
+        Ok((size, writer.finish().context(cannot)?))
     }
 
     fn pieces(

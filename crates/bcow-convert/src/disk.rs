@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bcow::format::{SECTOR_BYTES, State, Use};
 use bcow::operation::{RewriteOptions, WRITABLE_LOG_BYTES};
 use bcow::{BlockDevice, Compression};
-use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
+use bcow_foreign::{ForeignError, Qcow2Disk, RawDisk};
 use bcow_images::NameParts;
 use bcow_images::args::{CONVERT_FROM, CONVERT_TO};
 use bcow_images::error::CommandError;
@@ -66,24 +66,17 @@ pub(crate) fn convert(
     let _replaced = replace::check(path, Replacement::Disk, asked.force)?;
     match destination {
         Destination::Raw(_) => {
-            asked.refuse_for_foreign("raw", asked.encoding.compress.is_some_and(is_compressed))?;
+            let compress = asked.encoding.compress.unwrap_or_default();
+            asked.refuse_for_foreign("raw", compress != Compress::None)?;
             write_foreign(&source, path, None, work)
         }
         Destination::Qcow2(_) => {
             asked.refuse_for_foreign("qcow2", false)?;
-            let compression = match asked.encoding.compress {
-                None | Some(Compress::None) => ClusterCompression::None,
-                Some(Compress::Zlib) => ClusterCompression::Zlib,
-                Some(Compress::Zstd { level }) => ClusterCompression::Zstd { level },
-            };
+            let compression = asked.encoding.compress.unwrap_or_default();
             write_foreign(&source, path, Some(compression), work)
         }
         _ => write_disk(asked, &source, path, sending, work),
     }
-}
-
-fn is_compressed(compress: Compress) -> bool {
-    compress != Compress::None
 }
 
 /// The disk to convert.
@@ -201,7 +194,7 @@ impl Conversion<'_> {
 fn write_foreign(
     source: &DiskSource,
     path: &Path,
-    qcow2: Option<ClusterCompression>,
+    qcow2: Option<Compress>,
     work: &Work<'_>,
 ) -> Result<DiskReport, CommandError> {
     work.progress.phase("converting");
@@ -219,13 +212,7 @@ fn write_foreign(
             copy.raw(&new, &cannot)?;
             (source.bytes, source.bytes)
         }
-        Some(compression) => {
-            let file_bytes = copy.qcow2(&new, compression, &cannot)?;
-            (
-                source.bytes.next_multiple_of(SECTOR_BYTES_OF_QCOW2),
-                file_bytes,
-            )
-        }
+        Some(compression) => copy.qcow2(&new, compression, &cannot)?,
     };
     work.progress.phase("syncing");
     new.complete()?;
@@ -235,9 +222,6 @@ fn write_foreign(
         bcow: None,
     })
 }
-
-/// The size of a qcow2 image is a multiple of this number of bytes.
-const SECTOR_BYTES_OF_QCOW2: u64 = 512;
 
 /// Makes a BCoW disk.
 fn write_disk(

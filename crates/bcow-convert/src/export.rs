@@ -7,16 +7,14 @@ use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
 use bcow_images::error::{CommandError, Context};
 use bcow_images::image::OpenImage;
-use bcow_images::interrupt::interrupted;
 use bcow_images::new_file::NewFile;
-use bcow_images::push::Layout;
 use bcow_images::size::plural;
 use bcow_images::{failure, names};
-use bcow_oci::LeftOut;
 use bcow_oci::export::{
-    ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, OciReport, TarForm,
-    TarReport, export_layout, export_tar,
+    LayerCompression, Layers, LayoutExport, OciReport, TarForm, TarReport, export_layout,
+    export_tar,
 };
+use bcow_oci::{ConvertError, LayoutPlace, LeftOut, RunOptions};
 use serde_json::Value;
 
 use crate::copy_out::CopyOut;
@@ -54,10 +52,9 @@ pub enum ExportedPart {
 /// Buffer of output that comes in small pieces, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
 
-pub(crate) fn export_options(jobs: Option<usize>, work: &Work<'_>) -> ExportOptions {
-    let defaults = ExportOptions::default();
-    ExportOptions {
-        threads: jobs.unwrap_or(defaults.threads),
+pub(crate) fn export_options(jobs: Option<usize>, work: &Work<'_>) -> RunOptions {
+    RunOptions {
+        threads: jobs.unwrap_or(RunOptions::default().threads),
         cancel: Some(work.interrupt.flag()),
     }
 }
@@ -90,7 +87,7 @@ pub(crate) fn to_archive(
     let path = match output {
         Output::Stream(out) => {
             return write(out).map_err(|error| match error {
-                ExportError::Write(error) => CommandError::standard_output(&error),
+                ConvertError::WriteArchive(error) => CommandError::standard_output(&error),
                 _ => export_failure(image, &error),
             });
         }
@@ -101,7 +98,7 @@ pub(crate) fn to_archive(
     let cannot = || format!("cannot write {}", path.display());
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
     let report = write(&mut out).map_err(|error| match error {
-        ExportError::Write(error) => CommandError::new(cannot()).caused_by(&error),
+        ConvertError::WriteArchive(error) => CommandError::new(cannot()).caused_by(&error),
         _ => export_failure(image, &error),
     })?;
     out.flush().context(cannot)?;
@@ -113,36 +110,35 @@ pub(crate) fn to_archive(
 
 /// The trees of an image's layers.
 pub(crate) struct ImageLayers {
-    whole: Filesystem,
-    /// The layers of a stack, lowest first; empty for other images.
-    stack: Vec<Filesystem>,
-    is_layer: bool,
+    lowest: TarForm,
+    /// Lowest first.
+    trees: Vec<Filesystem>,
 }
 
 impl ImageLayers {
     /// Opens the trees of all layers of a stack, or the one tree of another image.
     pub(crate) fn of(image: &OpenImage, metadata: &Value) -> Result<Self, CommandError> {
+        let mut trees = layers_of_stack(image, metadata)?;
+        let is_whole = trees.is_empty() && metadata.get("layer").is_none();
+        if trees.is_empty() {
+            trees.push(image.tree()?.into_filesystem());
+        }
         Ok(ImageLayers {
-            whole: image.tree()?.into_filesystem(),
-            stack: layers_of_stack(image, metadata)?,
-            is_layer: metadata.get("layer").is_some(),
+            lowest: if is_whole { TarForm::Flattened } else { TarForm::Layer },
+            trees,
         })
     }
 
     /// The layers to write.
     pub(crate) fn layers(&self) -> Layers<'_> {
-        match (&self.stack[..], self.is_layer) {
-            ([], false) => Layers::Flattened(&self.whole),
-            ([], true) => Layers::Stack(vec![&self.whole]),
-            (stack, _) => Layers::Stack(stack.iter().collect()),
-        }
+        Layers::new(self.lowest, &self.trees)
     }
 }
 
 /// Writes an ordinary image. Also returns the parts of the image that the new one does not have.
 pub fn export_image(
     image: &OpenImage,
-    layout: &Layout,
+    layout: &LayoutPlace,
     compression: LayerCompression,
     jobs: Option<usize>,
     work: &Work<'_>,
@@ -152,9 +148,7 @@ pub fn export_image(
     let trees = ImageLayers::of(image, &metadata)?;
     let (annotations, left_out) = image.annotations()?;
     let destination = LayoutExport {
-        directory: layout.path.clone(),
-        form: layout.form.clone(),
-        reference: layout.reference.clone(),
+        place: layout.clone(),
         compression,
         annotations,
     };
@@ -247,7 +241,7 @@ pub(crate) fn layers_of_stack(
 }
 
 /// The error for a failed export, except for errors of the output.
-pub(crate) fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
+pub(crate) fn export_failure(image: &OpenImage, error: &ConvertError) -> CommandError {
     let cannot = |path: &[u8], doing: &str| {
         CommandError::new(format!(
             "cannot {doing} {} in {}",
@@ -256,15 +250,14 @@ pub(crate) fn export_failure(image: &OpenImage, error: &ExportError) -> CommandE
         ))
     };
     match error {
-        ExportError::Interrupted => interrupted(),
-        ExportError::Read { path, source } => cannot(path, "read").caused_by(source),
-        ExportError::Unrepresentable { path, problem } => {
+        ConvertError::ReadImage { path, source } => cannot(path, "read").caused_by(source),
+        ConvertError::Unrepresentable { path, problem } => {
             cannot(path, "export").caused_by_text(problem)
         }
-        ExportError::Layout(error) => failure::failure(error),
-        _ => {
+        ConvertError::WriteArchive(_) | ConvertError::Export(_) => {
             CommandError::new(format!("cannot export {}", image.path().display())).caused_by(error)
         }
+        _ => failure::failure(error),
     }
 }
 

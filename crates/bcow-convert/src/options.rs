@@ -1,37 +1,13 @@
 //! Values of options, for all commands that write images or disks.
 
 use bcow::Compression;
+/// The value of `--compress`.
+pub use bcow_foreign::ClusterCompression as Compress;
 use bcow_images::error::CommandError;
 use bcow_images::{remote, size};
 use bcow_oci::ConvertOptions;
 
 use crate::work::Work;
-
-/// The value of `--compress`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Compress {
-    /// No compression.
-    None,
-    /// Zstandard with a level from 1 to 22.
-    Zstd {
-        /// The level.
-        level: i32,
-    },
-    /// Only for qcow2 files.
-    Zlib,
-}
-
-impl Compress {
-    /// The compression of the blocks of a BCoW file. Fails for zlib, which only qcow2 files have.
-    fn for_blocks(self) -> Result<Compression, CommandError> {
-        match self {
-            Compress::None => Ok(Compression::None),
-            Compress::Zstd { level } => Ok(Compression::Zstd { level }),
-            Compress::Zlib => Err(CommandError::usage("blocks are not compressed with zlib")
-                .hint("use zstd, zstd:LEVEL or none")),
-        }
-    }
-}
 
 /// The value of `--block-size`: the number of bytes, or `None` if bcow selects the size (`auto`).
 /// This is a struct because clap gives `Option<Option<..>>` another meaning.
@@ -52,9 +28,16 @@ pub struct Encoding {
 }
 
 impl Encoding {
-    /// Compression of the blocks; `default` if the user chose none.
+    /// Compression of the blocks; `default` if the user chose none. Fails for zlib, which only
+    /// qcow2 files have.
     pub(crate) fn compression(&self, default: Compression) -> Result<Compression, CommandError> {
-        self.compress.map_or(Ok(default), Compress::for_blocks)
+        match self.compress {
+            None => Ok(default),
+            Some(Compress::None) => Ok(Compression::None),
+            Some(Compress::Zstd { level }) => Ok(Compression::Zstd { level }),
+            Some(Compress::Zlib) => Err(CommandError::usage("blocks are not compressed with zlib")
+                .hint("use zstd, zstd:LEVEL or none")),
+        }
     }
 
     /// Options of a conversion that a signal ends.

@@ -3,10 +3,7 @@
 use std::path::Path;
 
 use bcow_images::error::CommandError;
-use bcow_images::failure::failure;
 use bcow_images::image::OpenImage;
-use bcow_images::push::Layout;
-use bcow_oci::export::ExportError;
 use bcow_oci::recode::recode;
 use bcow_oci::{ConvertOptions, LayoutOptions, LayoutReport, Progress, Report, convert_trees};
 
@@ -23,8 +20,7 @@ pub fn to_file(
     let form = image.form()?;
     let name = image.path().display().to_string();
     let (annotations, left_out) = image.annotations()?;
-    let mut report = recode(image.image(), form, &name, destination, options, progress)
-        .map_err(|error| failure(&error))?;
+    let mut report = recode(image.image(), form, &name, destination, options, progress)?;
     report.left_out = left_out;
     report.left_out.annotations = annotations.into_keys().collect();
     Ok(report)
@@ -34,12 +30,11 @@ pub fn to_file(
 /// layer.
 pub fn to_layout(
     image: &OpenImage,
-    layout: &Layout,
     destination: &LayoutOptions,
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<LayoutReport, CommandError> {
-    image.refuse_as_destination(layout)?;
+    image.refuse_as_destination(&destination.place)?;
     let metadata = image.metadata()?;
     let trees = ImageLayers::of(image, &metadata)?;
     let config = metadata.get("config");
@@ -53,10 +48,7 @@ pub fn to_layout(
         options,
         progress,
     );
-    let mut report = report.map_err(|error| match error {
-        ExportError::Layout(error) => failure(&error),
-        error => export_failure(image, &error),
-    })?;
+    let mut report = report.map_err(|error| export_failure(image, &error))?;
     report.left_out = left_out;
     Ok(report)
 }

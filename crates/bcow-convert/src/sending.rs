@@ -4,11 +4,10 @@ use std::fs::File;
 use std::path::Path;
 
 use bcow_images::error::{CommandError, Context};
-use bcow_images::failure::failure;
-use bcow_images::push::{Destination, Layout, ToS3};
+use bcow_images::push::{Destination, ToS3};
 use bcow_images::remote;
 use bcow_oci::copy::CopyImage;
-use bcow_oci::{LayoutForm, LeftOut, Source};
+use bcow_oci::{LayoutPlace, LeftOut, Source};
 use bcow_remote::{Replace, S3Name};
 
 use crate::conversion::Conversion;
@@ -38,10 +37,9 @@ impl Sending {
         if !in_layers {
             Destination::File(self.directory.path().join("image.bcow"))
         } else {
-            Destination::Layout(Layout {
-                form: LayoutForm::Directory,
+            Destination::Layout(LayoutPlace {
                 path: self.directory.path().join("layout"),
-                reference: None,
+                ..LayoutPlace::default()
             })
         }
     }
@@ -57,15 +55,18 @@ impl Sending {
 
     /// Sends the files of the image of the layout, without the manifest. Returns the parts of the
     /// image that are not sent.
-    pub fn send_layout(&self, layout: &Layout, work: &Work<'_>) -> Result<LeftOut, CommandError> {
+    pub fn send_layout(
+        &self,
+        layout: &LayoutPlace,
+        work: &Work<'_>,
+    ) -> Result<LeftOut, CommandError> {
         let written = Source::Oci {
             directory: layout.path.clone(),
             reference: None,
         };
         let (progress, cancel) = (work.progress, work.interrupt.flag());
-        let image = CopyImage::of_layout(&written, &layout.path, progress, Some(&cancel));
-        let image = image.map_err(|error| failure(&error))?;
+        let image = CopyImage::of_layout(&written, &layout.path, progress, Some(&cancel))?;
         self.place.send_image(image.files(), progress, &cancel)?;
-        image.left_out_of_files().map_err(|error| failure(&error))
+        Ok(image.left_out_of_files()?)
     }
 }

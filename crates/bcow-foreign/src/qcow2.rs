@@ -28,7 +28,7 @@ use imago::{FormatAccess, Mapping, Storage};
 use crate::guard::{guarded, is_panic};
 use crate::raw::{check, check_size, io_error, without_padding};
 use crate::{ForeignError, host};
-use header::{Header, HeaderError};
+use header::Header;
 
 /// Limit of the chain of files below an image.
 const MAX_DEPTH: usize = 64;
@@ -124,13 +124,15 @@ impl Opener<'_> {
             problem,
         };
         let failed = unreadable(path);
-        let header = Header::read(&file).map_err(|error| match error {
-            HeaderError::Io(source) => ForeignError::io("read", path)(source),
-            HeaderError::NotQcow2 => ForeignError::NotQcow2 {
-                path: path.to_owned(),
-            },
-            HeaderError::Problem(problem) => refused(problem),
-        })?;
+        let header =
+            Header::read(&file).map_err(|problem| match problem.downcast::<io::Error>() {
+                Ok(source) => ForeignError::io("read", path)(*source),
+                Err(problem) => refused(problem.to_string()),
+            })?;
+        let Some(header) = header else {
+            let path = path.to_owned();
+            return Err(ForeignError::NotQcow2 { path });
+        };
         self.cluster_bytes = self.cluster_bytes.max(header.cluster_bytes);
         self.files.push(path.to_owned());
         if self.files.len() > MAX_DEPTH {

@@ -6,6 +6,12 @@ use bcow_remote::RemoteError;
 use crate::error::{CommandError, exit, interrupted};
 use crate::remote;
 
+impl From<ConvertError> for CommandError {
+    fn from(error: ConvertError) -> Self {
+        failure(&error)
+    }
+}
+
 /// The error for a failed conversion, or a failed write into a layout.
 pub fn failure(error: &ConvertError) -> CommandError {
     if matches!(error, ConvertError::Interrupted) {

@@ -13,7 +13,7 @@ use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
-use bcow_oci::{Annotations, LayoutForm, LeftOut};
+use bcow_oci::{Annotations, LayoutForm, LayoutPlace, LeftOut};
 use bcow_remote::Root;
 use bcow_view::{ViewError, ViewedImage};
 use serde_json::{Map, Value, json};
@@ -23,7 +23,6 @@ use crate::disks::{self, Below, Problem};
 use crate::error::{CommandError, Context};
 use crate::failure::failure;
 use crate::given::{Given, OpenFiles};
-use crate::push::Layout;
 use crate::remote::{self, Pinned, RemoteImage};
 use crate::size::{Count, plural};
 
@@ -559,7 +558,7 @@ impl OpenImage {
     }
 
     /// Refuses a layout in which the new image would replace this one.
-    pub fn refuse_as_destination(&self, layout: &Layout) -> Result<(), CommandError> {
+    pub fn refuse_as_destination(&self, layout: &LayoutPlace) -> Result<(), CommandError> {
         match &layout.form {
             LayoutForm::Directory => self.refuse_own_reference(layout),
             LayoutForm::Archive => self.refuse_own_file(&layout.path),
@@ -568,7 +567,7 @@ impl OpenImage {
     }
 
     /// Refuses to give another image the name that this one has in its layout.
-    fn refuse_own_reference(&self, layout: &Layout) -> Result<(), CommandError> {
+    fn refuse_own_reference(&self, layout: &LayoutPlace) -> Result<(), CommandError> {
         let NameParts::Layout {
             directory,
             reference,

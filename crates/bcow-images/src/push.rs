@@ -10,7 +10,7 @@ use crate::takes::Takes;
 use crate::url::Url;
 use bcow::{Storage, header_of};
 use bcow_oci::copy::CopyFile;
-use bcow_oci::{ConvertError, Digest, LayoutForm, OpenContent, Progress};
+use bcow_oci::{ConvertError, Digest, LayoutForm, LayoutPlace, OpenContent, Progress};
 use bcow_remote::{
     Problem, Reference, Remote, RemoteError, Replace, Root, S3, S3Content, S3Name, S3Upload, Upload,
 };
@@ -22,12 +22,12 @@ use crate::remote::{self, RemoteArgs};
 use crate::s3;
 
 /// A place that a command writes to.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Destination {
     /// A BCoW file.
     File(PathBuf),
     /// An image in an OCI layout or in a registry.
-    Layout(Layout),
+    Layout(LayoutPlace),
     /// An archive of a tree or a layer; `None` is standard output.
     Tar(Option<PathBuf>),
     /// The bytes of a disk.
@@ -40,37 +40,6 @@ pub enum Destination {
     ContainerdCache(PathBuf),
 }
 
-/// An image in an OCI layout or in a registry.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layout {
-    /// Where it is.
-    pub form: LayoutForm,
-    /// The directory, or the archive's file.
-    pub path: PathBuf,
-    /// The name of the image in the layout. A registry has it in [`Layout::form`].
-    pub reference: Option<String>,
-}
-
-impl Layout {
-    /// The spelling.
-    pub fn shown(&self) -> String {
-        match &self.reference {
-            Some(reference) => format!("{}:{reference}", self.without_reference()),
-            None => self.without_reference(),
-        }
-    }
-
-    /// The layout alone.
-    pub fn without_reference(&self) -> String {
-        let transport = match &self.form {
-            LayoutForm::Directory => "oci",
-            LayoutForm::Archive => "oci-archive",
-            LayoutForm::Registry(upload) => return upload.name(),
-        };
-        format!("{transport}:{}", self.path.display())
-    }
-}
-
 impl Destination {
     /// The place that `name` means; `takes` are the forms that the command writes. `from` is the
     /// image that is read, whose blobs may be in the same registry.
@@ -81,7 +50,7 @@ impl Destination {
         from: &Name,
     ) -> Result<Self, CommandError> {
         let layout = |form, path: &Path, reference: &Option<String>| {
-            Destination::Layout(Layout {
+            Destination::Layout(LayoutPlace {
                 form,
                 path: path.to_owned(),
                 reference: reference.clone(),

@@ -6,14 +6,12 @@ use std::collections::HashMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::layer::{Format, LayerInput, Reading, read_layer};
-use crate::options::{Limits, Progress};
 use crate::path::components;
 use crate::repository::Repository;
 use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
@@ -99,13 +97,11 @@ pub(crate) struct Archive {
     members: HashMap<Vec<u8>, Member>,
 }
 
-/// Where the bytes of a compressed archive go, and their limits.
+/// Where the bytes of a compressed archive go, and how they are read.
 pub(crate) struct Spool<'s> {
     /// The directory for a file without a name.
     pub directory: &'s Path,
-    pub limits: &'s Limits,
-    pub progress: &'s dyn Progress,
-    pub cancel: Cancel<'s>,
+    pub reading: Reading<'s>,
 }
 
 impl Spool<'_> {
@@ -114,22 +110,15 @@ impl Spool<'_> {
     fn uncompressed(&self, blob: Blob) -> Result<Blob, ConvertError> {
         let name = blob.name.clone();
         let input = LayerInput::unverified(blob);
-        let bytes = AtomicU64::new(0);
-        let reading = Reading {
-            limits: self.limits,
-            progress: self.progress,
-            cancel: self.cancel,
-            find_diff_id: false,
-            bytes: &bytes,
-        };
-        self.progress.phase("decompressing");
-        self.progress.total(input.blob.length());
+        let progress = self.reading.progress;
+        progress.phase("decompressing");
+        progress.total(input.blob.length());
         let failed = |source| {
             let action = "write the uncompressed archive to a file in";
             ConvertError::write(action, self.directory, source)
         };
         let mut file = tempfile::tempfile_in(self.directory).map_err(failed)?;
-        let (length, _) = read_layer(&input, &reading, |mut stream| {
+        let (length, _) = read_layer(&input, &self.reading, |mut stream| {
             loop {
                 let (first, second) = stream.window(CHUNK_BYTES)?;
                 let bytes = first.len() + second.len();

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::cancel::{Cancel, is_cancellation};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_equal, check_limit};
 use crate::repository::Repository;
 
 /// A source of bytes. Files are read by offset, so that clones do not disturb each other.
@@ -165,7 +165,7 @@ impl Blob {
         check(bytes.len() as u64)?;
         if let Some(expected) = expected {
             let found = Digest::of_bytes(&bytes, expected.algorithm());
-            check_digest(&self.name, "digest", expected, &found)?;
+            check_equal(&self.name, "digest", expected, &found)?;
         }
         Ok(bytes)
     }
@@ -256,9 +256,7 @@ pub(crate) fn read_error(
     let source = source.into();
     match source.get_ref() {
         _ if is_cancellation(&source) => ConvertError::Interrupted,
-        Some(inner) if inner.is::<Shrunk>() => ConvertError::Changed {
-            what: what.to_owned(),
-        },
+        Some(inner) if inner.is::<Shrunk>() => ConvertError::changed(what),
         _ => ConvertError::Read {
             action,
             what: what.to_owned(),

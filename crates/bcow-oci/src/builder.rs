@@ -97,9 +97,8 @@ impl<'b> LayerBuilder<'b> {
 
     fn enter_through_links(&mut self, from: NodeId, names: &[&[u8]]) -> Result<NodeId> {
         let mut dir = from;
-        let (mut hops, mut detour) = (0, 0);
-        let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
-        while let Some(name) = todo.pop() {
+        let mut walk = PathWalk::new(names);
+        while let Some(name) = walk.todo.pop() {
             if &*name == b".." {
                 dir = self.parents.get(&dir).map_or(LayerTree::ROOT, |s| s.dir);
                 continue;
@@ -107,17 +106,7 @@ impl<'b> LayerBuilder<'b> {
             let existing = self.tree.child(dir, &name);
             match existing.map(|id| (id, &self.tree.node(id).kind)) {
                 Some((id, NodeKind::Directory(_))) => dir = id,
-                Some((_, NodeKind::Symlink(target))) => {
-                    hops += 1;
-                    if hops > MAX_HOPS {
-                        return Err(TarProblem::TooManyLinks.into());
-                    }
-                    let target = target.clone();
-                    if target.starts_with(b"/") {
-                        dir = LayerTree::ROOT;
-                    }
-                    detour += push_target(&mut todo, &target, detour)?;
-                }
+                Some((_, NodeKind::Symlink(target))) => dir = walk.follow(dir, target)?,
                 None => dir = self.add_directory(dir, &name, false, true)?,
                 // A new directory: it inherits neither contents nor attributes from lower layers.
                 Some((_, NodeKind::Whiteout)) => {
@@ -339,9 +328,8 @@ impl<'b> LayerBuilder<'b> {
     /// name.
     fn find(&self, names: &[&[u8]]) -> Result<Option<NodeId>> {
         let mut dir = LayerTree::ROOT;
-        let (mut hops, mut detour) = (0, 0);
-        let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
-        while let Some(name) = todo.pop() {
+        let mut walk = PathWalk::new(names);
+        while let Some(name) = walk.todo.pop() {
             if &*name == b".." {
                 dir = self.parents.get(&dir).map_or(LayerTree::ROOT, |s| s.dir);
                 continue;
@@ -349,21 +337,12 @@ impl<'b> LayerBuilder<'b> {
             let Some(id) = self.tree.child(dir, &name) else {
                 return Ok(None);
             };
-            if todo.is_empty() {
+            if walk.todo.is_empty() {
                 return Ok(Some(id));
             }
             match &self.tree.node(id).kind {
                 NodeKind::Directory(_) => dir = id,
-                NodeKind::Symlink(target) => {
-                    hops += 1;
-                    if hops > MAX_HOPS {
-                        return Err(TarProblem::TooManyLinks.into());
-                    }
-                    if target.starts_with(b"/") {
-                        dir = LayerTree::ROOT;
-                    }
-                    detour += push_target(&mut todo, target, detour)?;
-                }
+                NodeKind::Symlink(target) => dir = walk.follow(dir, target)?,
                 _ => return Ok(None),
             }
         }
@@ -439,23 +418,42 @@ impl<'b> LayerBuilder<'b> {
     }
 }
 
-/// Prepends the target of a symlink to the names that are still to be resolved; returns the number
-/// of names in symlink targets so far.
-fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8], detour: usize) -> Result<usize> {
-    let before = todo.len();
-    for name in target.rsplit(|&b| b == b'/') {
-        match name {
-            b"" | b"." => {}
-            name if name.len() > 255 => {
-                return Err(TarProblem::NameTooLong { bytes: name.len() }.into());
-            }
-            name => todo.push(name.into()),
+/// The rest of the way to a path, through symlinks.
+struct PathWalk {
+    /// The names that are still to be resolved, the next one last.
+    todo: Vec<Box<[u8]>>,
+    hops: usize,
+    /// Names in the targets of symlinks so far.
+    detour: usize,
+}
+
+impl PathWalk {
+    fn new(names: &[&[u8]]) -> Self {
+        PathWalk {
+            todo: names.iter().rev().map(|&name| name.into()).collect(),
+            hops: 0,
+            detour: 0,
         }
     }
-    let added = todo.len() - before;
-    match detour + added {
-        0..=MAX_DETOUR => Ok(added),
-        _ => Err(TarProblem::TooManyLinks.into()),
+
+    /// Continues at the target of a symlink in `dir`. Returns the directory where the target
+    /// begins.
+    fn follow(&mut self, dir: NodeId, target: &[u8]) -> Result<NodeId> {
+        self.hops += 1;
+        for name in target.rsplit(|&b| b == b'/') {
+            match name {
+                b"" | b"." => continue,
+                name if name.len() > 255 => {
+                    return Err(TarProblem::NameTooLong { bytes: name.len() }.into());
+                }
+                name => self.todo.push(name.into()),
+            }
+            self.detour += 1;
+        }
+        if self.hops > MAX_HOPS || self.detour > MAX_DETOUR {
+            return Err(TarProblem::TooManyLinks.into());
+        }
+        Ok(if target.starts_with(b"/") { LayerTree::ROOT } else { dir })
     }
 }
 

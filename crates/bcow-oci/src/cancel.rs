@@ -3,11 +3,18 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The caller cancelled the operation: the cause of a failed read, of which the constructors of
-/// `ConvertError` make `ConvertError::Interrupted`.
+/// The caller cancelled the operation: an error, or the cause of a failed read, of which the
+/// constructors of `ConvertError` make `ConvertError::Interrupted`.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
-struct Cancelled;
+pub(crate) struct Cancelled;
+
+impl From<Cancelled> for io::Error {
+    fn from(error: Cancelled) -> Self {
+        // Not `ErrorKind::Interrupted`: readers retry after that error.
+        io::Error::other(error)
+    }
+}
 
 /// Whether a read failed because the caller cancelled the operation.
 pub(crate) fn is_cancellation(error: &io::Error) -> bool {
@@ -43,9 +50,8 @@ impl<'c> Cancel<'c> {
             .any(|flag| flag.load(Ordering::Relaxed))
     }
 
-    /// Fails a read if the operation is cancelled.
-    pub(crate) fn check(self) -> io::Result<()> {
-        // Not `ErrorKind::Interrupted`: readers retry after that error.
-        if self.is_set() { Err(io::Error::other(Cancelled)) } else { Ok(()) }
+    /// Fails if the operation is cancelled.
+    pub(crate) fn check(self) -> Result<(), Cancelled> {
+        if self.is_set() { Err(Cancelled) } else { Ok(()) }
     }
 }

@@ -18,15 +18,16 @@ use serde_json::{Map, Value, json};
 
 use crate::blob;
 use crate::cancel::Cancel;
-use crate::content::{ContentWriter, Data};
-use crate::digest::{Digest, hex};
+use crate::content::ContentWriter;
+use crate::digest::Digest;
 use crate::ending::Ending;
 use crate::error::{ConvertError, TarPlace, Unplaced};
 use crate::image_file::{ImageSink, ImagesByDigest, image_error, read_back, writer_options};
 use crate::metadata::{Metadata, options_json, tool};
 use crate::null::some_fields;
-use crate::options::{ConvertOptions, Progress};
+use crate::options::{ConvertOptions, Progress, Report};
 use crate::output::Output;
+use crate::run_data::RunData;
 use crate::space::{BLOCK_BYTES, FIRST_LOWER_BLOCK, PIECE_BYTES, Shown, inline_max};
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
@@ -83,26 +84,6 @@ pub struct Commit<'c> {
     pub described: Map<String, Value>,
 }
 
-/// The result of a commit.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct CommitReport {
-    /// Inodes of the new image's tree.
-    pub entries: u64,
-    /// Length of the file in bytes.
-    pub file_bytes: u64,
-    /// Bytes of file content that were stored, before compression.
-    pub content_bytes: u64,
-    /// Bytes of file content that were stored already.
-    pub deduplicated_bytes: u64,
-    /// Bytes of file content that are in the images below.
-    pub base_bytes: u64,
-    /// Size of the image's address space in bytes.
-    pub size: u64,
-    /// Root of the image's Merkle tree, in hexadecimal.
-    pub merkle_root: String,
-}
-
 /// Writes an image of changes to `destination`. The destination is created or replaced atomically,
 /// or stays as it was.
 pub fn commit(
@@ -110,7 +91,7 @@ pub fn commit(
     destination: &Path,
     options: &ConvertOptions,
     progress: &dyn Progress,
-) -> Result<CommitReport, ConvertError> {
+) -> Result<Report, ConvertError> {
     if options.plain && !commit.base.is_empty() {
         return Err(ConvertError::Options(
             "a plain image cannot refer to content of the image below".to_owned(),
@@ -190,18 +171,15 @@ pub fn commit(
         let below = ImagesByDigest(below.collect());
         read_back(&written, output.file()?, &below, options.threads)?;
     }
-    if store.cancel.is_set() {
-        return Err(ConvertError::Interrupted);
-    }
+    store.cancel.check()?;
     progress.phase("syncing");
-    let report = CommitReport {
+    let report = Report {
         entries: tree.len() as u64,
-        file_bytes: written.file_bytes(),
-        content_bytes: stats.content_bytes - stats.deduplicated_bytes,
+        content_bytes: stats.content_bytes,
         deduplicated_bytes: stats.deduplicated_bytes,
         base_bytes: store.referenced_bytes.iter().sum(),
-        size: written.size(),
-        merkle_root: hex(&written.merkle_root()),
+        verified: options.verify,
+        ..Report::of(&written)
     };
     output.publish()?;
     Ok(report)
@@ -231,9 +209,7 @@ struct DeviceRun {
 impl ContentStore<'_> {
     /// Stores a file's content, or the part of it that cannot be referenced.
     fn store(&mut self, content: &Content) -> Result<Content, ConvertError> {
-        if self.cancel.is_set() {
-            return Err(ConvertError::Interrupted);
-        }
+        self.cancel.check()?;
         let failed = |error: Unplaced| error.at(TarPlace::layer("the changes"));
         let runs = runs(content);
         let mut referenced = 0;
@@ -270,12 +246,15 @@ impl ContentStore<'_> {
                 at: tail.offset,
             });
         }
-        let mut data = DeviceData::new(self.device, self.progress, pieces);
-        let stored: u64 = data.runs.iter().map(|run| run.length).sum();
+        let device = self.device;
+        let read = |at: u64, bytes: &mut [u8]| device.read_at(at, bytes).map_err(read_error);
+        let places = pieces.iter().map(|run| (run.at, run.length));
+        let mut data = RunData::new(&read, self.progress, places);
+        let stored: u64 = pieces.iter().map(|run| run.length).sum();
         if stored == content.size {
             return self.content.file(content.size, &mut data);
         }
-        let runs = data.runs.iter().map(|run| Run {
+        let runs = pieces.iter().map(|run| Run {
             offset: run.offset,
             length: run.length,
         });
@@ -320,6 +299,8 @@ impl ContentStore<'_> {
             }
             _ => chunks.push(run),
         };
+        let device = self.device;
+        let read = |at: u64, bytes: &mut [u8]| device.read_at(at, bytes).map_err(read_error);
         for run in runs {
             let first = run.offset / chunk;
             if self.base_of(run).is_some() {
@@ -330,7 +311,8 @@ impl ContentStore<'_> {
                 });
                 continue;
             }
-            let mut data = DeviceData::new(self.device, self.progress, vec![*run]);
+            let place = std::iter::once((run.at, run.length));
+            let mut data = RunData::new(&read, self.progress, place);
             let mut done = 0;
             while done < run.length {
                 // A chunk is contiguous.
@@ -385,62 +367,4 @@ fn runs(content: &Content) -> Vec<DeviceRun> {
 
 fn read_error(error: Error) -> ConvertError {
     ConvertError::read_through("a file's content", error)
-}
-
-/// The bytes of several runs in sequence.
-struct DeviceData<'d> {
-    device: &'d dyn BlockDevice,
-    progress: &'d dyn Progress,
-    runs: Vec<DeviceRun>,
-    /// Index of the current run, and the bytes of it that were read.
-    next: usize,
-    done: u64,
-    buffer: Vec<u8>,
-    /// Bytes of the buffer that were consumed.
-    taken: usize,
-}
-
-impl<'d> DeviceData<'d> {
-    fn new(device: &'d dyn BlockDevice, progress: &'d dyn Progress, runs: Vec<DeviceRun>) -> Self {
-        DeviceData {
-            device,
-            progress,
-            runs,
-            next: 0,
-            done: 0,
-            buffer: Vec::new(),
-            taken: 0,
-        }
-    }
-}
-
-impl Data for DeviceData<'_> {
-    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
-        self.buffer.drain(..self.taken);
-        self.taken = 0;
-        while self.buffer.len() < wanted {
-            let Some(run) = self.runs.get(self.next) else {
-                return Err(ConvertError::Changed {
-                    what: "a file's content".to_owned(),
-                });
-            };
-            let have = self.buffer.len();
-            let length = (run.length - self.done).min((wanted - have) as u64) as usize;
-            self.buffer.resize(have + length, 0);
-            self.device
-                .read_at(run.at + self.done, &mut self.buffer[have..])
-                .map_err(read_error)?;
-            self.progress.advance(length as u64);
-            self.done += length as u64;
-            if self.done == run.length {
-                self.next += 1;
-                self.done = 0;
-            }
-        }
-        Ok((&self.buffer[..wanted], &[]))
-    }
-
-    fn consume(&mut self, bytes: usize) {
-        self.taken += bytes;
-    }
 }

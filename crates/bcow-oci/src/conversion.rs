@@ -9,17 +9,17 @@ use bcow::{ImageWriter, Written};
 use bcow_erofs::tree::{LayerTree, Tree};
 
 use crate::builder::{Budget, LayerBuilder};
-use crate::content::{ContentStats, ContentWriter};
+use crate::content::ContentWriter;
 use crate::directory::read_directory;
 use crate::ending::Ending;
 use crate::error::{ConvertError, TarPlace, TarProblem};
 use crate::hidden::UpperLayers;
 use crate::image_file::{ImageSink, image_error, writer_options};
 use crate::ingest::{LayerIngest, Rescue, rescue};
-use crate::layer::{LayerBytes, LayerInput, Reading, read_layer};
+use crate::layer::{LayerInput, Reading, read_layer};
 use crate::lower::LowerIndex;
 use crate::metadata::Metadata;
-use crate::options::{ConvertOptions, Progress};
+use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
 use crate::space::inline_max;
 use crate::stream::ChunkStream;
@@ -51,18 +51,6 @@ impl<'t> Target<'t> {
     }
 }
 
-/// An image that was written.
-pub(crate) struct Finished {
-    pub written: Written,
-    pub stats: ContentStats,
-}
-
-/// One layer that was read.
-pub(crate) struct ReadLayer {
-    pub bytes: LayerBytes,
-    pub entries: u64,
-}
-
 /// A conversion in progress.
 pub(crate) struct Conversion<'c> {
     content: ContentWriter<ImageSink>,
@@ -73,7 +61,7 @@ pub(crate) struct Conversion<'c> {
     path: PathBuf,
     inline_max: u16,
     /// Apparent size of the files that upper layers hide.
-    pub hidden_bytes: u64,
+    hidden_bytes: u64,
 }
 
 impl<'c> Conversion<'c> {
@@ -126,7 +114,7 @@ impl<'c> Conversion<'c> {
         input: &LayerInput,
         reading: &Reading<'_>,
         uppers: &mut UpperLayers,
-    ) -> Result<ReadLayer, ConvertError> {
+    ) -> Result<LayerReport, ConvertError> {
         self.progress.phase(&input.name);
         let options = self.options;
         let begun = std::time::Instant::now();
@@ -166,7 +154,7 @@ impl<'c> Conversion<'c> {
                 let read = rescue(wanted, name, &mut tar, &mut tree, &mut self.content);
                 whole_layer(read, &mut tar)
             };
-            let (rescued, _) = read_layer(input, &reading.uncounted(&Default::default()), parse)?;
+            let (rescued, _) = read_layer(input, &reading.uncounted(), parse)?;
             self.hidden_bytes -= rescued;
         }
         uppers.push(tree);
@@ -178,8 +166,13 @@ impl<'c> Conversion<'c> {
             bytes.stored,
             begun.elapsed().as_millis()
         );
-        Ok(ReadLayer {
-            bytes,
+        Ok(LayerReport {
+            digest: input.digest.clone(),
+            // The archive may lack padding that the recorded diffID covers.
+            diff_id: input.diff_id.clone().or(bytes.diff_id),
+            media_type: input.media_type.clone(),
+            stored_bytes: bytes.stored,
+            bytes: bytes.tar,
             entries: ingested.entries,
         })
     }
@@ -194,8 +187,13 @@ impl<'c> Conversion<'c> {
         read_directory(path, content, &mut self.budget, warnings, reading)
     }
 
-    /// Writes the file system's metadata and the JSON section.
-    pub(crate) fn finish(self, tree: &Tree, metadata: Metadata) -> Result<Finished, ConvertError> {
+    /// Writes the file system's metadata and the JSON section. The report has what is known of the
+    /// tree and of the file.
+    pub(crate) fn finish(
+        self,
+        tree: &Tree,
+        metadata: Metadata,
+    ) -> Result<(Written, Report), ConvertError> {
         self.warnings.report(self.progress);
         let stats = self.content.stats();
         let shown = self.content.lower_used();
@@ -211,7 +209,14 @@ impl<'c> Conversion<'c> {
             path: &self.path,
         };
         let written = ending.write(sink.into_writer(), metadata)?;
-        Ok(Finished { written, stats })
+        let report = Report {
+            entries: tree.len() as u64,
+            content_bytes: stats.content_bytes,
+            deduplicated_bytes: stats.deduplicated_bytes,
+            hidden_bytes: self.hidden_bytes,
+            ..Report::of(&written)
+        };
+        Ok((written, report))
     }
 }
 
@@ -263,9 +268,7 @@ fn whole_layer<R>(
     match read {
         Ok(result) => tar.finish().map(|()| result),
         Err(error @ ConvertError::Tar { .. }) => match tar.finish() {
-            Err(
-                digest @ (ConvertError::DigestMismatch { .. } | ConvertError::SizeMismatch { .. }),
-            ) => Err(digest),
+            Err(mismatch @ ConvertError::Mismatch { .. }) => Err(mismatch),
             _ => Err(error),
         },
         Err(error) => Err(error),

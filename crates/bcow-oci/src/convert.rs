@@ -3,7 +3,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use bcow::{Compression, OpenOptions};
 use bcow_erofs::merge::merge;
@@ -12,7 +11,6 @@ use bcow_erofs::tree::LayerTree;
 
 use crate::cancel::Cancel;
 use crate::conversion::{Conversion, Target};
-use crate::digest::hex;
 use crate::error::ConvertError;
 use crate::hidden::UpperLayers;
 use crate::image::Image;
@@ -98,28 +96,12 @@ fn write(
     let target = Target::image(output, destination, options);
     let mut conversion = Conversion::start(target, options, progress)?;
     let cancel = Cancel::new(options.cancel.as_deref());
-    let bytes = AtomicU64::new(0);
-    let reading = Reading {
-        limits: &options.limits,
-        progress,
-        cancel,
-        find_diff_id: false,
-        bytes: &bytes,
-    };
+    let reading = Reading::new(&options.limits, progress, cancel);
     progress.total(input.bytes());
-    let mut report = Report {
-        source: Some(source.to_string()),
-        ..Report::default()
-    };
+    let mut layer_reports = Vec::new();
     let (layers, names) = match input {
         Input::Image(image) => {
-            report.manifest = image.manifest.clone();
-            report.left_out = LeftOut {
-                annotations: image.annotations.keys().cloned().collect(),
-                ..image.left_out.clone()
-            };
-            report.platform = image.platform.clone();
-            let layers = read_layers(&mut conversion, image, &reading, &mut report)
+            let layers = read_layers(&mut conversion, image, &reading, &mut layer_reports)
                 .map_err(|error| source.explain(error))?;
             let names = image.layers.iter().map(|layer| layer.name.clone());
             (layers, names.collect())
@@ -129,21 +111,23 @@ fn write(
             (vec![tree], vec![path.display().to_string()])
         }
     };
-    report.hidden_bytes = conversion.hidden_bytes;
     progress.phase("metadata");
     progress.total(None);
-    let layer_metadata = report.layers.iter().map(flattened_layer).collect();
+    let layer_metadata = layer_reports.iter().map(flattened_layer).collect();
     let metadata = Metadata::of_source(input.image(), options, layer_metadata);
     let tree = merge(layers).map_err(|e| tree_error(&names, e))?;
-    let finished = conversion.finish(&tree, metadata)?;
-    report.entries = tree.len() as u64;
+    let (written, mut report) = conversion.finish(&tree, metadata)?;
     drop(tree);
-    let written = finished.written;
-    report.content_bytes = finished.stats.content_bytes;
-    report.deduplicated_bytes = finished.stats.deduplicated_bytes;
-    report.size = written.size();
-    report.file_bytes = written.file_bytes();
-    report.merkle_root = hex(&written.merkle_root());
+    report.source = Some(source.to_string());
+    report.layers = layer_reports;
+    if let Some(image) = input.image() {
+        report.manifest = image.manifest.clone();
+        report.platform = image.platform.clone();
+        report.left_out = LeftOut {
+            annotations: image.annotations.keys().cloned().collect(),
+            ..image.left_out.clone()
+        };
+    }
     tracing::info!(
         "written: {} entries, an address space of {} bytes, {} bytes stored",
         report.entries,
@@ -158,7 +142,8 @@ fn write(
         report.verified = true;
         tracing::info!("verified in {} ms", begun.elapsed().as_millis());
     }
-    if cancel.is_set() { Err(ConvertError::Interrupted) } else { Ok(report) }
+    cancel.check()?;
+    Ok(report)
 }
 
 /// Reads all layers, uppermost first; returns them lowest first.
@@ -166,21 +151,13 @@ fn read_layers(
     conversion: &mut Conversion<'_>,
     image: &Image,
     reading: &Reading<'_>,
-    report: &mut Report,
+    reports: &mut Vec<LayerReport>,
 ) -> Result<Vec<LayerTree>, ConvertError> {
     let mut uppers = UpperLayers::default();
     for input in image.layers.iter().rev() {
-        let read = conversion.layer(input, reading, &mut uppers)?;
-        report.layers.push(LayerReport {
-            digest: input.digest.clone(),
-            diff_id: input.diff_id.clone(),
-            media_type: input.media_type.clone(),
-            stored_bytes: read.bytes.stored,
-            bytes: read.bytes.tar,
-            entries: read.entries,
-        });
+        reports.push(conversion.layer(input, reading, &mut uppers)?);
     }
-    report.layers.reverse();
+    reports.reverse();
     let mut layers = uppers.into_layers();
     layers.reverse();
     Ok(layers)

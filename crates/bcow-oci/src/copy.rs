@@ -10,42 +10,20 @@ mod file;
 mod image;
 mod send;
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::path::Path;
 
 use serde::Serialize;
 
 use crate::digest::{Digest, hex};
-use crate::error::{ConvertError, check_digest};
+use crate::error::{ConvertError, check_equal};
 use crate::layout::IMAGE;
-use crate::layout::write::{LayoutForm, LayoutWriter, ManifestEntry, NewBlob};
-use crate::options::Progress;
+use crate::layout::write::{LayoutForm, LayoutPlace, LayoutWriter, ManifestEntry, NewBlob};
+use crate::options::{Progress, RunOptions};
 use crate::output::Output;
 use send::Sending;
 
 pub use file::CopyFile;
 pub use image::CopyImage;
-
-/// Options of a copy.
-#[derive(Debug, Clone, Default)]
-pub struct CopyOptions {
-    /// Number of threads that compare and read chunks. A copy to a registry does not use it.
-    pub threads: usize,
-    /// Cancels the copy when the value becomes true.
-    pub cancel: Option<Arc<AtomicBool>>,
-}
-
-/// The destination of a copy of an image.
-#[derive(Debug, Clone)]
-pub struct CopyDestination {
-    /// The directory of the layout. For an archive, the file. For a registry, unused.
-    pub directory: PathBuf,
-    /// Directory, archive or registry.
-    pub form: LayoutForm,
-    /// Name of the image in the layout. For a registry, unused.
-    pub reference: Option<String>,
-}
 
 /// The result of a copy of one file.
 #[derive(Debug, Clone, Serialize)]
@@ -108,7 +86,7 @@ impl BlobReport {
 pub fn copy_file(
     file: &CopyFile,
     destination: &Path,
-    options: &CopyOptions,
+    options: &RunOptions,
     progress: &dyn Progress,
 ) -> Result<FileReport, ConvertError> {
     progress.phase(&file.name);
@@ -126,11 +104,12 @@ pub fn copy_file(
 }
 
 /// Copies an image into a layout or a registry. The image gets its entry in the index, or its tag,
-/// after all its blobs.
+/// after all its blobs. For a registry, the path and the reference of the place are not used, and
+/// neither is the number of threads.
 pub fn copy_image(
     image: &CopyImage,
-    to: &CopyDestination,
-    options: &CopyOptions,
+    to: &LayoutPlace,
+    options: &RunOptions,
     progress: &dyn Progress,
 ) -> Result<ImageReport, ConvertError> {
     let blobs = match &to.form {
@@ -146,11 +125,11 @@ pub fn copy_image(
 /// Copies an image into a layout.
 fn store(
     image: &CopyImage,
-    to: &CopyDestination,
-    options: &CopyOptions,
+    to: &LayoutPlace,
+    options: &RunOptions,
     progress: &dyn Progress,
 ) -> Result<Vec<BlobReport>, ConvertError> {
-    let writer = LayoutWriter::open(&to.directory, &to.form, options.cancel.clone())?;
+    let writer = LayoutWriter::open(to, options.cancel.clone())?;
     let mut blobs: Vec<NewBlob> = Vec::new();
     let mut reports: Vec<BlobReport> = Vec::new();
     for (digest, file) in image.distinct_files() {
@@ -163,7 +142,7 @@ fn store(
             let target = output.file()?;
             copied_bytes = file.complete(&target, writer.directory(), threads, cancel)?;
             let blob = writer.finish(output)?;
-            check_digest(&file.name, "digest", digest, &blob.digest)?;
+            check_equal(&file.name, "digest", digest, &blob.digest)?;
             blobs.push(blob);
         }
         reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
@@ -174,13 +153,11 @@ fn store(
     blobs.push(writer.document(config)?);
     let manifest = writer.document(&image.manifest)?;
     let entry = ManifestEntry {
-        digest: manifest.digest.clone(),
-        size: manifest.size,
         artifact_type: Some(IMAGE),
         platform: image.platform.clone(),
         reference: to.reference.clone(),
-        subject: None,
         annotations: image.from_index.annotations.clone(),
+        ..ManifestEntry::of(&manifest)
     };
     blobs.push(manifest);
     progress.phase("syncing");
@@ -190,6 +167,9 @@ fn store(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
 
     #[test]
@@ -200,12 +180,11 @@ mod tests {
         let blobs = layout.path().join("blobs/sha256");
         std::fs::create_dir_all(&blobs).unwrap();
         std::fs::write(blobs.join(digest.hex()), b"layer").unwrap();
-        let to = CopyDestination {
-            directory: layout.path().to_owned(),
-            form: LayoutForm::Directory,
-            reference: None,
+        let to = LayoutPlace {
+            path: layout.path().to_owned(),
+            ..LayoutPlace::default()
         };
-        let options = CopyOptions {
+        let options = RunOptions {
             threads: 1,
             cancel: Some(Arc::new(AtomicBool::new(true))),
         };
@@ -218,6 +197,6 @@ mod tests {
         };
         let error = unchecked.check(digest, options.cancel.as_deref());
         assert!(matches!(error, Err(ConvertError::Interrupted)));
-        copy_image(&image, &to, &CopyOptions::default(), &()).unwrap();
+        copy_image(&image, &to, &RunOptions::default(), &()).unwrap();
     }
 }

@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::slice;
 
 use bcow_erofs::tree::{Attributes, DeviceNumber, LayerTree, Node, NodeId, NodeKind, Timestamp};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
@@ -21,12 +22,15 @@ use rustix::io::Errno;
 
 use crate::blob::read_error;
 use crate::builder::{Budget, LayerBuilder, Slot, keep_xattr};
-use crate::content::{ContentSink, ContentWriter, Data};
+use crate::content::{ContentSink, ContentWriter};
 use crate::error::{ConvertError, TarPlace, Unplaced};
 use crate::layer::Reading;
-use crate::options::Progress;
+use crate::run_data::RunData;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
 use crate::warnings::Warnings;
+
+/// The kernel's limit for the value of an extended attribute, and for the list of names.
+const MAX_XATTR_BYTES: usize = 64 << 10;
 
 /// Reads the tree below `root`.
 pub(crate) fn read_directory<S: ContentSink>(
@@ -51,6 +55,7 @@ pub(crate) fn read_directory<S: ContentSink>(
         reading,
         device: stat.st_dev,
         links: HashMap::new(),
+        buffer: vec![0; MAX_XATTR_BYTES],
     };
     let mut attributes = attributes(&stat);
     attributes.xattrs = walk.xattrs(&fd, c".", root)?;
@@ -69,6 +74,8 @@ struct Walk<'w, S> {
     device: u64,
     /// Paths of files with several names, by inode number.
     links: HashMap<u64, Vec<u8>>,
+    /// For the names or a value of extended attributes.
+    buffer: Vec<u8>,
 }
 
 /// A directory that is being read.
@@ -94,9 +101,7 @@ impl<S: ContentSink> Walk<'_, S> {
             names,
         }];
         while let Some(level) = levels.last_mut() {
-            if self.reading.cancel.is_set() {
-                return Err(ConvertError::Interrupted);
-            }
+            self.reading.cancel.check()?;
             let Some(name) = level.names.pop() else {
                 levels.pop();
                 continue;
@@ -189,7 +194,7 @@ impl<S: ContentSink> Walk<'_, S> {
             .map_err(|e| vanished("open", &text, e))?;
         let opened = rustix::fs::fstat(&fd).map_err(|e| read_error("read", &text, e))?;
         if (opened.st_dev, opened.st_ino) != (stat.st_dev, stat.st_ino) {
-            return Err(ConvertError::Changed { what: text });
+            return Err(ConvertError::changed(&text));
         }
         let names = sorted_names(&fd, &path)?;
         let id = self
@@ -216,13 +221,10 @@ impl<S: ContentSink> Walk<'_, S> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(dir, name, flags, Mode::empty())
             .map_err(|e| vanished("open", text, e))?;
-        let changed = || ConvertError::Changed {
-            what: text.to_owned(),
-        };
         let same = |now: &Stat| state(now) == state(stat);
         let opened = rustix::fs::fstat(&fd).map_err(|e| read_error("read", text, e))?;
         if !same(&opened) {
-            return Err(changed());
+            return Err(ConvertError::changed(text));
         }
         let size = stat.st_size as u64;
         self.reading
@@ -232,29 +234,30 @@ impl<S: ContentSink> Walk<'_, S> {
         } else {
             None
         };
-        let mut data = FileData {
-            file: File::from(fd),
-            text,
-            runs: match &map {
-                Some(map) => map.runs.clone(),
-                None => vec![Run {
-                    offset: 0,
-                    length: size,
-                }],
-            },
-            run: 0,
-            done: 0,
-            buffer: Vec::new(),
-            progress: self.reading.progress,
+        let file = File::from(fd);
+        let read = |at: u64, bytes: &mut [u8]| {
+            file.read_exact_at(bytes, at).map_err(|e| match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => ConvertError::changed(text),
+                _ => read_error("read", text, e),
+            })
         };
+        let whole = Run {
+            offset: 0,
+            length: size,
+        };
+        let runs = map
+            .as_ref()
+            .map_or(slice::from_ref(&whole), |map| &map.runs[..]);
+        let runs = runs.iter().map(|run| (run.offset, run.length));
+        let mut data = RunData::new(&read, self.reading.progress, runs);
         let content = match &map {
             Some(map) => self.content.sparse(map, &mut data),
             None => self.content.file(size, &mut data),
         }
         .map_err(|e| e.at(TarPlace::entry("", text.as_bytes())))?;
-        let after = rustix::fs::fstat(&data.file).map_err(|e| read_error("read", text, e))?;
+        let after = rustix::fs::fstat(&file).map_err(|e| read_error("read", text, e))?;
         if !same(&after) {
-            return Err(changed());
+            return Err(ConvertError::changed(text));
         }
         Ok(content)
     }
@@ -271,35 +274,17 @@ impl<S: ContentSink> Walk<'_, S> {
         let failed = |e| vanished("read the extended attributes of", &text, e);
         let mut at = format!("/proc/self/fd/{}/", dir.as_raw_fd()).into_bytes();
         at.extend_from_slice(name.to_bytes());
-        let mut buffer = vec![0; 256];
-        let list = loop {
-            match rustix::fs::llistxattr(&at[..], &mut buffer[..]) {
-                Ok(length) => break buffer[..length].to_vec(),
-                Err(Errno::RANGE) if buffer.len() < 1 << 20 => {
-                    let length = buffer.len();
-                    buffer.resize(4 * length, 0);
-                }
-                Err(Errno::OPNOTSUPP) => return Ok(None),
-                Err(error) => return Err(failed(error)),
-            }
+        let list = match rustix::fs::llistxattr(&at[..], &mut self.buffer[..]) {
+            Err(Errno::OPNOTSUPP) => return Ok(None),
+            length => self.buffer[..length.map_err(failed)?].to_vec(),
         };
         let mut xattrs = BTreeMap::new();
         for name in list.split(|&b| b == 0).filter(|name| !name.is_empty()) {
             if !keep_xattr(name, self.warnings) {
                 continue;
             }
-            let mut value = vec![0; 256];
-            let length = loop {
-                match rustix::fs::lgetxattr(&at[..], name, &mut value[..]) {
-                    Ok(length) => break length,
-                    Err(Errno::RANGE) if value.len() < 1 << 17 => {
-                        let length = value.len();
-                        value.resize(4 * length, 0);
-                    }
-                    Err(error) => return Err(failed(error)),
-                }
-            };
-            value.truncate(length);
+            let length = rustix::fs::lgetxattr(&at[..], name, &mut self.buffer[..]);
+            let value = self.buffer[..length.map_err(failed)?].to_vec();
             xattrs.insert(name.to_vec(), value);
         }
         self.builder
@@ -332,9 +317,7 @@ fn attributes(stat: &Stat) -> Attributes {
 /// An entry that was listed and is now missing or of another type has changed.
 fn vanished(action: &'static str, what: &str, error: Errno) -> ConvertError {
     match error {
-        Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::NODATA => ConvertError::Changed {
-            what: what.to_owned(),
-        },
+        Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::NODATA => ConvertError::changed(what),
         error => read_error(action, what, error),
     }
 }
@@ -379,47 +362,4 @@ fn data_runs(fd: &impl AsFd, size: u64, text: &str) -> Result<Option<SparseMap>,
     }
     let stored = runs.iter().map(|&(_, length)| length).sum();
     Ok(SparseMap::new(size, runs, stored).ok())
-}
-
-/// The data runs of a file, in sequence.
-struct FileData<'f> {
-    file: File,
-    text: &'f str,
-    runs: Vec<Run>,
-    run: usize,
-    done: u64,
-    buffer: Vec<u8>,
-    progress: &'f dyn Progress,
-}
-
-impl Data for FileData<'_> {
-    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
-        let offset = self.runs.get(self.run).map_or(0, |run| run.offset) + self.done;
-        if self.buffer.len() < wanted {
-            self.buffer.resize(wanted, 0);
-        }
-        let bytes = &mut self.buffer[..wanted];
-        self.file
-            .read_exact_at(bytes, offset)
-            .map_err(|e| match e.kind() {
-                std::io::ErrorKind::UnexpectedEof => ConvertError::Changed {
-                    what: self.text.to_owned(),
-                },
-                _ => read_error("read", self.text, e),
-            })?;
-        Ok((bytes, &[]))
-    }
-
-    fn consume(&mut self, bytes: usize) {
-        self.progress.advance(bytes as u64);
-        self.done += bytes as u64;
-        if self
-            .runs
-            .get(self.run)
-            .is_some_and(|run| run.length == self.done)
-        {
-            self.run += 1;
-            self.done = 0;
-        }
-    }
 }

@@ -7,11 +7,10 @@ use serde::Deserialize;
 
 use crate::archive::{Archive, Files};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
+use crate::error::{ConvertError, check_equal};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
-use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
-use crate::left_out::{Annotations, LeftOut};
+use crate::layout::{self, MAX_CONFIG_BYTES};
 use crate::platform::Platform;
 
 #[derive(Debug, Deserialize)]
@@ -55,22 +54,13 @@ pub(crate) fn find(
     };
     let place = format!("{} in {}", image.config, files.name());
     if let Some(expected) = digest_in_name(&image.config) {
-        check_digest(&place, "digest", &expected, &Digest::of(&config))?;
+        check_equal(&place, "digest", &expected, &Digest::of(&config))?;
     }
     let config = ImageConfig::parse(&place, &config)?;
     let paths = image.layers.as_deref().unwrap_or_default();
     config.check_layers(&files.name(), paths.len())?;
-    check_limit(LimitKind::Layers, paths.len() as u64, MAX_LAYERS)
-        .map_err(|exceeded| exceeded.at(TarPlace::layer(files.name())))?;
-    if let (Some(wanted), Some(found)) = (platform, &config.platform)
-        && !wanted.suits(found)
-    {
-        return Err(ConvertError::NoSuchPlatform {
-            place: files.name(),
-            wanted: wanted.clone().into(),
-            available: vec![found.to_string()],
-        });
-    }
+    layout::check_layer_count(&files.name(), paths.len())?;
+    layout::check_platform(&files.name(), config.platform.as_ref(), platform)?;
     let layers = paths
         .iter()
         .zip(&config.diff_ids)
@@ -82,23 +72,18 @@ pub(crate) fn find(
             };
             Ok(LayerInput {
                 name,
-                blob,
                 digest: digest_in_name(path),
-                size: None,
                 diff_id: Some(diff_id.clone()),
-                media_type: None,
+                ..LayerInput::unverified(blob)
             })
         })
         .collect::<Result<_, _>>()?;
     Ok(Image {
-        manifest: None,
-        manifest_form: None,
         reference: image.repo_tags.iter().flatten().next().cloned(),
         platform: config.platform.clone(),
         config: Some(config),
         layers,
-        annotations: Annotations::new(),
-        left_out: LeftOut::default(),
+        ..Image::default()
     })
 }
 
@@ -129,16 +114,10 @@ fn choose<'s>(
     match found[..] {
         [image] => Ok(image),
         [] if reference.is_none() => Err(ConvertError::layout(files.name(), "it lists no images")),
-        [] => Err(ConvertError::NoSuchReference {
-            place: files.name(),
-            reference: reference.unwrap_or_default().to_owned(),
-            available,
-        }),
-        _ => Err(ConvertError::AmbiguousReference {
-            place: files.name(),
-            reference: reference.map(str::to_owned),
-            available,
-        }),
+        _ => {
+            let (place, count) = (files.name(), found.len());
+            Err(ConvertError::not_one(place, count, reference, &available))
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! The last part of an image: the metadata of its file system, and a window onto each image that
 //! has content of its files.
 
+use std::fs::File;
 use std::path::Path;
 
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{Error, ImageWriter, Written};
+use bcow::{Error, ImageWriter, WriterOptions, Written};
 use bcow_erofs::tree::{TailSource, Tree};
 use bcow_erofs::writer::{
     ContentWindow, Plan, WriteError, WriteOptions, device_table, device_table_bytes,
@@ -36,6 +37,19 @@ pub(crate) struct Ending<'e> {
 }
 
 impl Ending<'_> {
+    /// Writes a stack, which has nothing else.
+    pub(crate) fn write_stack(
+        self,
+        file: File,
+        mut options: WriterOptions,
+        metadata: Metadata,
+    ) -> Result<Written, ConvertError> {
+        options.metadata_first = true;
+        let writer = ImageWriter::create(file, options);
+        let writer = writer.map_err(|error| image_error(self.path, error))?;
+        self.write(writer, metadata)
+    }
+
     /// Completes the image.
     pub(crate) fn write(
         self,

@@ -1,31 +1,15 @@
-//! Errors of a conversion, one variant for each reaction of a caller.
+//! Errors of conversions, exports and copies.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::cancel::is_cancellation;
+use bcow_erofs::reader::ErofsError;
+
+use crate::cancel::{Cancelled, is_cancellation};
 use crate::digest::Digest;
 use crate::platform::{Platform, PlatformSyntax};
 use crate::text::{listed, quoted};
-
-/// The class of an error; the command derives its exit code from it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// The input is corrupt: it contradicts itself, its digests, or its format.
-    Invalid,
-    /// The input seems valid, but uses a feature that bcow does not support.
-    Unsupported,
-    /// The host failed to read or write.
-    Io,
-    /// The input exceeds a limit on memory, time or space.
-    Limit,
-    /// The request is invalid or contradictory.
-    Usage,
-    /// The caller cancelled the operation.
-    Interrupted,
-}
 
 /// A place in the input. Displays as `layer 2 of 5 (sha256:0123456789ab), entry "a/b"`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -196,34 +180,34 @@ pub(crate) fn check_limit(kind: LimitKind, value: u64, allowed: u64) -> Result<(
     }
 }
 
-/// Fails if a digest is not the expected one.
-pub(crate) fn check_digest(
+/// Fails if a property of the input, such as its digest, is not the expected one.
+pub(crate) fn check_equal<T: PartialEq + ToString>(
     place: &str,
     what: &'static str,
-    expected: &Digest,
-    found: &Digest,
+    expected: &T,
+    found: &T,
 ) -> Result<(), ConvertError> {
     if found == expected {
         return Ok(());
     }
-    Err(ConvertError::DigestMismatch {
+    Err(ConvertError::Mismatch {
         place: place.to_owned(),
         what,
-        expected: expected.clone(),
-        found: found.clone(),
+        expected: expected.to_string(),
+        found: found.to_string(),
     })
 }
 
 /// Fails if a size is not the expected one.
 pub(crate) fn check_size(place: &str, expected: u64, found: u64) -> Result<(), ConvertError> {
-    if found == expected {
-        return Ok(());
-    }
-    let place = place.to_owned();
-    Err(ConvertError::SizeMismatch {
-        place,
-        expected,
-        found,
+    check_equal(place, "size in bytes", &expected, &found)
+}
+
+/// The digest with this text, which the document `place` has.
+pub(crate) fn parse_digest(place: &str, text: &str) -> Result<Digest, ConvertError> {
+    text.parse().map_err(|problem| {
+        let shown: String = text.chars().take(200).collect();
+        ConvertError::layout(place, format!("invalid digest {shown:?}: {problem}"))
     })
 }
 
@@ -261,7 +245,7 @@ impl ImageForm {
     }
 }
 
-/// A conversion failed. It leaves no file at the destination.
+/// A conversion, an export or a copy failed. It leaves no file at the destination.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
@@ -296,10 +280,11 @@ pub enum ConvertError {
         action: &'static str,
         /// The destination.
         path: PathBuf,
-        /// The host's error.
+        /// The host's error, or the reason why an image cannot be written.
         source: io::Error,
     },
-    /// The layout or archive lacks a part, or a part has a wrong form.
+    /// A layout, an archive or a document is invalid: a part is missing, has a wrong form, or does
+    /// not fit to the others.
     #[error("{place}: {problem}")]
     Layout {
         /// The file within the layout or archive.
@@ -307,70 +292,24 @@ pub enum ConvertError {
         /// What is wrong.
         problem: String,
     },
-    /// The layout or archive has no image of this name.
-    #[error("{place} has no image {reference:?}")]
-    NoSuchReference {
+    /// The name or the platform selects no image, or several.
+    #[error("{place} has {found}")]
+    Selection {
         /// The layout or archive.
         place: String,
-        /// The name that was asked for.
-        reference: String,
-        /// The names that there are.
-        available: Vec<String>,
+        /// What was found instead of one image.
+        found: String,
+        /// The images that can be selected.
+        hint: Option<String>,
     },
-    /// No name was given and there are several images, or several images match the name.
-    #[error(
-        "{place} has several images{}",
-        optional(reference.as_ref(), |name| format!(" that match {name:?}"))
-    )]
-    AmbiguousReference {
-        /// The layout or archive.
-        place: String,
-        /// The name that was asked for, if one was given.
-        reference: Option<String>,
-        /// The names that there are.
-        available: Vec<String>,
-    },
-    /// There is no image for the platform.
-    #[error("{place} has no image for platform {wanted}")]
-    NoSuchPlatform {
-        /// The layout or archive.
-        place: String,
-        /// The platform that was asked for, or the host's.
-        wanted: Box<Platform>,
-        /// The platforms that there are.
-        available: Vec<String>,
-    },
-    /// bcow does not support the media type.
-    #[error("{place}: media type {media_type:?} is not supported")]
-    MediaType {
-        /// The blob.
-        place: String,
-        /// The media type of the blob.
-        media_type: String,
-    },
-    /// The image is not in BCoW form.
-    #[error("{place} is an ordinary OCI image")]
-    NotBcow {
-        /// The manifest.
-        place: String,
-    },
-    /// The file has no Merkle tree.
-    #[error("{place} has no Merkle tree, without which a copy cannot be checked")]
-    NoTree {
-        /// The file.
-        place: String,
-    },
-    /// The manifest does not have the root hash of a file.
-    #[error("{place}: the manifest has no root hash for it")]
-    NoRoot {
-        /// The file.
-        place: String,
-    },
-    /// The manifest has Docker's first form.
-    #[error("{place} is in Docker's schema 1, which is obsolete and not supported")]
-    SchemaOne {
-        /// The image.
-        place: String,
+    /// The input is of a kind that bcow does not support or does not accept here, or it lacks a
+    /// part that other places have.
+    #[error("{text}")]
+    Refused {
+        /// The input, and why it is refused.
+        text: String,
+        /// What to do instead.
+        hint: Option<&'static str>,
     },
     /// The files are not a root file system: they are a container image.
     #[error("{place} contains {}, not a root file system", form.text())]
@@ -382,69 +321,17 @@ pub enum ConvertError {
         /// The source argument that converts the image, if bcow supports its form.
         source_text: Option<String>,
     },
-    /// The source is a BCoW image already.
-    #[error("{place} is a BCoW image already")]
-    AlreadyConverted {
-        /// The manifest.
-        place: String,
-    },
-    /// The new image would take the name of its source, in the same layout.
-    #[error("the new image would replace its source {reference:?} in {}", path.display())]
-    ReplacesSource {
-        /// The layout.
-        path: PathBuf,
-        /// The name.
-        reference: String,
-    },
-    /// bcow does not support the compression.
-    #[error("{place}: {compression} compression is not supported")]
-    Compression {
-        /// The layer or file.
-        place: String,
-        /// The name of the compression.
-        compression: &'static str,
-    },
-    /// A string that must be a digest is invalid.
-    #[error("{place}: invalid digest {text:?}: {problem}")]
-    DigestSyntax {
-        /// The document that has the string.
-        place: String,
-        /// The string.
-        text: String,
-        /// What is wrong with the string.
-        problem: &'static str,
-    },
-    /// A blob that a document refers to is missing.
-    #[error("{place}: blob {digest} is missing")]
-    MissingBlob {
-        /// The document that refers to the blob.
-        place: String,
-        /// The digest of the blob.
-        digest: Digest,
-        /// Whether the descriptor gives addresses to download the blob from (a foreign layer).
-        foreign: bool,
-    },
-    /// The bytes do not have the digest that the document records.
+    /// The bytes do not have the digest or the size that the document records.
     #[error("{place}: {what} is {found}, expected {expected}")]
-    DigestMismatch {
+    Mismatch {
         /// The blob.
         place: String,
-        /// "digest" or "diffID".
+        /// "digest", "diffID" or "size in bytes".
         what: &'static str,
-        /// The digest in the manifest or configuration.
-        expected: Digest,
-        /// The digest of the bytes.
-        found: Digest,
-    },
-    /// The size of the blob differs from that in its descriptor.
-    #[error("{place}: size in bytes is {found}, expected {expected}")]
-    SizeMismatch {
-        /// The blob.
-        place: String,
-        /// The size in the descriptor.
-        expected: u64,
-        /// The size of the blob.
-        found: u64,
+        /// The value in the manifest or configuration.
+        expected: String,
+        /// The value of the bytes.
+        found: String,
     },
     /// A compressed stream does not decompress.
     #[error("{place}: corrupt {format} stream: {problem}")]
@@ -468,7 +355,7 @@ pub enum ConvertError {
     #[error(
         "{place}: too many {}: {}the limit is {allowed}",
         kind.text(),
-        optional(value.as_ref(), |value| format!("{value}, "))
+        value.map(|value| format!("{value}, ")).unwrap_or_default()
     )]
     Limit {
         /// The layer and the entry.
@@ -480,36 +367,42 @@ pub enum ConvertError {
         /// The largest allowed value.
         allowed: u64,
     },
-    /// A layer does not fit onto the layers below it.
-    #[error("{place}: {problem}")]
-    Tree {
-        /// The layer, or the merged tree.
-        place: String,
-        /// The conflict, with its path.
-        problem: bcow_erofs::tree::TreeError,
-    },
-    /// A file changed while it was read.
-    #[error("{what} changed while it was read")]
-    Changed {
-        /// The file.
-        what: String,
-    },
-    /// The image could not be written, for a reason other than the host's I/O.
-    #[error("cannot write {}", path.display())]
-    Image {
-        /// The destination.
-        path: PathBuf,
-        /// The cause.
-        #[source]
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
     /// The written image reads back with different content: a bug of bcow, or a fault of the host's
     /// disk or memory.
     #[error("the written image does not read back as it was written")]
     Verify(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The file system of an image cannot be read.
+    #[error("cannot read {}", quoted(path))]
+    ReadImage {
+        /// Absolute path in the file system.
+        path: Vec<u8>,
+        /// The cause.
+        #[source]
+        source: ErofsError,
+    },
+    /// The archive of an export cannot be written.
+    #[error("cannot write the archive")]
+    WriteArchive(#[source] io::Error),
+    /// An archive cannot represent a property of a file.
+    #[error("{}: {problem}", quoted(path))]
+    Unrepresentable {
+        /// Absolute path in the file system.
+        path: Vec<u8>,
+        /// The property that cannot be represented.
+        problem: String,
+    },
+    /// The image cannot be exported, for a reason that no file of it has.
+    #[error("{0}")]
+    Export(String),
     /// The caller cancelled the operation.
     #[error("interrupted")]
     Interrupted,
+}
+
+impl From<Cancelled> for ConvertError {
+    fn from(_: Cancelled) -> Self {
+        ConvertError::Interrupted
+    }
 }
 
 /// What is wrong with a tar archive or an entry of it.
@@ -589,22 +482,57 @@ impl ConvertError {
         }
     }
 
-    /// A failure of the host to write.
+    /// An input that is not supported or not accepted.
+    pub(crate) fn refused(text: String, hint: &'static str) -> Self {
+        let hint = Some(hint);
+        ConvertError::Refused { text, hint }
+    }
+
+    /// A media type that bcow does not support.
+    pub(crate) fn media_type(place: &str, media_type: &str) -> Self {
+        let text = format!("{place}: media type {media_type:?} is not supported");
+        ConvertError::Refused { text, hint: None }
+    }
+
     /// A blob that its layout or registry does not have.
-    pub(crate) fn missing_blob(place: impl Into<String>, digest: &Digest) -> Self {
-        ConvertError::MissingBlob {
-            place: place.into(),
-            digest: digest.clone(),
-            foreign: false,
-        }
+    pub(crate) fn missing_blob(place: &str, digest: &Digest) -> Self {
+        let text = format!("{place}: blob {digest} is missing");
+        ConvertError::refused(text, "the layout is incomplete; copy the image again")
     }
 
-    /// A tree that cannot be written.
-    pub(crate) fn tree(place: impl Into<String>, problem: bcow_erofs::tree::TreeError) -> Self {
-        let place = place.into();
-        ConvertError::Tree { place, problem }
+    /// A file that changed while it was read.
+    pub(crate) fn changed(what: &str) -> Self {
+        let text = format!("{what} changed while it was read");
+        ConvertError::refused(
+            text,
+            "convert a snapshot, or stop the program that writes there",
+        )
     }
 
+    /// A name that no image has, or several; `available` are the names that there are.
+    pub(crate) fn not_one(
+        place: String,
+        count: usize,
+        reference: Option<&str>,
+        available: &[String],
+    ) -> Self {
+        let found = match (count, reference) {
+            (0, reference) => format!("no image {:?}", reference.unwrap_or_default()),
+            (_, Some(reference)) => format!("several images that match {reference:?}"),
+            (_, None) => "several images".to_owned(),
+        };
+        let hint = (!available.is_empty()).then(|| format!("available: {}", listed(available)));
+        ConvertError::Selection { place, found, hint }
+    }
+
+    /// A platform for which there is no image.
+    pub(crate) fn no_platform(place: String, wanted: &Platform, available: &[String]) -> Self {
+        let found = format!("no image for platform {wanted}");
+        let hint = Some(format!("choose one with --platform: {}", listed(available)));
+        ConvertError::Selection { place, found, hint }
+    }
+
+    /// A failure of the host to write.
     pub(crate) fn write(action: &'static str, path: &Path, source: io::Error) -> Self {
         if is_cancellation(&source) {
             ConvertError::Interrupted
@@ -638,76 +566,14 @@ impl ConvertError {
         }
     }
 
-    /// The class of this error.
-    pub fn kind(&self) -> ErrorKind {
-        use ConvertError as E;
-        match self {
-            E::PlatformSyntax(_)
-            | E::Destination { .. }
-            | E::Options(_)
-            | E::NoSuchReference { .. }
-            | E::AmbiguousReference { .. }
-            | E::NoSuchPlatform { .. } => ErrorKind::Usage,
-            E::Read { .. } | E::Write { .. } | E::Changed { .. } | E::Verify(_) => ErrorKind::Io,
-            E::Image { .. } => ErrorKind::Unsupported,
-            E::Layout { .. }
-            | E::DigestSyntax { .. }
-            | E::MissingBlob { .. }
-            | E::DigestMismatch { .. }
-            | E::SizeMismatch { .. }
-            | E::Decompress { .. }
-            | E::Tree { .. } => ErrorKind::Invalid,
-            E::Tar { problem, .. } => match problem {
-                TarProblem::UnknownType { .. } | TarProblem::MultiVolume => ErrorKind::Unsupported,
-                _ => ErrorKind::Invalid,
-            },
-            E::MediaType { .. }
-            | E::SchemaOne { .. }
-            | E::NotBcow { .. }
-            | E::NoTree { .. }
-            | E::NoRoot { .. }
-            | E::Compression { .. }
-            | E::AlreadyConverted { .. } => ErrorKind::Unsupported,
-            E::ReplacesSource { .. } | E::HoldsImage { .. } => ErrorKind::Usage,
-            E::Limit { .. } => ErrorKind::Limit,
-            E::Interrupted => ErrorKind::Interrupted,
-        }
-    }
-
     /// A hint for the user, if there is one.
     pub fn hint(&self) -> Option<String> {
         use ConvertError as E;
         let hint = match self {
             E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64",
-            E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
-                let names = (!available.is_empty()).then(|| listed(available))?;
-                return Some(format!("available: {names}"));
-            }
-            E::NoSuchPlatform { available, .. } => {
-                let platforms = listed(available);
-                return Some(format!("choose one with --platform: {platforms}"));
-            }
-            E::NotBcow { .. } => {
-                "`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images"
-            }
-            E::NoTree { .. } => "`bcow seal` makes a disk immutable, with a Merkle tree",
-            E::NoRoot { .. } => {
-                "an earlier version of bcow wrote the manifest; `skopeo copy` copies the image"
-            }
-            E::SchemaOne { .. } => {
-                "push the image again with a current tool; `skopeo copy --format oci` converts it"
-            }
-            E::MissingBlob { foreign: true, .. } => {
-                "registries do not distribute foreign layers; put the blob into the layout"
-            }
-            E::MissingBlob { .. } => "the layout is incomplete; copy the image again",
-            E::DigestMismatch { .. } | E::SizeMismatch { .. } => {
-                "the input was damaged or tampered with; copy the image again"
-            }
-            E::AlreadyConverted { .. } => {
-                "`bcow export --to oci:DIR` makes an ordinary image of it; copy an image in an \
-                 archive to oci:DIR with `bcow copy` first"
-            }
+            E::Selection { hint, .. } => return hint.clone(),
+            E::Refused { hint, .. } => (*hint)?,
+            E::Mismatch { .. } => "the input was damaged or tampered with; copy the image again",
             E::HoldsImage {
                 form, source_text, ..
             } => {
@@ -726,8 +592,6 @@ impl ConvertError {
                 "check the program that wrote it; --allow-truncated accepts the entries that are \
                  there"
             }
-            E::ReplacesSource { .. } => "choose another name, or another layout",
-            E::Compression { .. } => "decompress it, or compress it with gzip or zstd",
             E::Limit { kind, .. } => {
                 let option = match kind {
                     LimitKind::Entries => "--max-entries",
@@ -749,7 +613,6 @@ impl ConvertError {
                     "free space in {directory}; the incomplete file was removed"
                 ));
             }
-            E::Changed { .. } => "convert a snapshot, or stop the program that writes there",
             E::Verify(_) => {
                 "this is a bug of bcow, or a fault of the memory or disk of this machine; please \
                  report it"
@@ -775,9 +638,4 @@ fn is_full(error: &io::Error) -> bool {
         error.kind(),
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
     )
-}
-
-/// The text of an optional part of a message.
-fn optional<T>(value: Option<&T>, text: impl FnOnce(&T) -> String) -> String {
-    value.map(text).unwrap_or_default()
 }

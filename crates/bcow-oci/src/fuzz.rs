@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
-use std::sync::atomic::AtomicU64;
 
 use bcow_erofs::merge::merge;
 use bcow_erofs::writer::{Plan, WriteOptions};
@@ -101,13 +100,7 @@ fn ingest(
     let mut tar = TarReader::new(stream).without_checksums();
     let read = LayerIngest {
         name: "layer",
-        reading: &Reading {
-            limits: &Limits::default(),
-            progress: &(),
-            cancel: Cancel::default(),
-            find_diff_id: false,
-            bytes: &AtomicU64::new(0),
-        },
+        reading: &Reading::new(&Limits::default(), &(), Cancel::default()),
         recognise: true,
         content,
         uppers,

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::digest::{DiffId, Digest};
-use crate::error::ConvertError;
+use crate::error::{ConvertError, parse_digest};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, LeftOut};
 use crate::null::{null_as_absent, some_fields};
@@ -12,7 +12,7 @@ use crate::platform::Platform;
 use crate::text::plural;
 
 /// An image whose layers are not yet read.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Image {
     pub manifest: Option<Digest>,
     /// Media type and length of the manifest.
@@ -42,20 +42,16 @@ pub(crate) struct ImageConfig {
 
 #[derive(Deserialize)]
 struct ConfigDocument {
-    #[serde(default, deserialize_with = "null_as_absent")]
-    os: String,
-    #[serde(default, deserialize_with = "null_as_absent")]
-    architecture: String,
-    #[serde(default)]
-    variant: Option<String>,
+    #[serde(flatten)]
+    platform: Platform,
     #[serde(default, deserialize_with = "null_as_absent")]
     rootfs: RootDocument,
 }
 
 #[derive(Default, Deserialize)]
 struct RootDocument {
-    #[serde(default)]
-    diff_ids: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "null_as_absent")]
+    diff_ids: Vec<String>,
 }
 
 impl ImageConfig {
@@ -65,31 +61,15 @@ impl ImageConfig {
         };
         let document: Value = serde_json::from_slice(bytes).map_err(bad)?;
         let fields = ConfigDocument::deserialize(&document).map_err(bad)?;
-        let diff_ids = fields
-            .rootfs
-            .diff_ids
-            .unwrap_or_default()
-            .into_iter()
-            .map(|text| {
-                let digest = text.parse().map_err(|problem| ConvertError::DigestSyntax {
-                    place: place.to_owned(),
-                    text: text.chars().take(200).collect(),
-                    problem,
-                })?;
-                Ok(DiffId(digest))
-            })
-            .collect::<Result<_, ConvertError>>()?;
-        let platform =
-            (!fields.os.is_empty() && !fields.architecture.is_empty()).then(|| Platform {
-                os: fields.os,
-                architecture: fields.architecture,
-                variant: fields.variant.filter(|v| !v.is_empty()),
-            });
+        let diff_ids = fields.rootfs.diff_ids.iter();
+        let diff_ids = diff_ids.map(|text| Ok(DiffId(parse_digest(place, text)?)));
+        let platform = Some(fields.platform)
+            .filter(|platform| !platform.os.is_empty() && !platform.architecture.is_empty());
         Ok(ImageConfig {
             bytes: bytes.to_vec(),
             document,
             platform,
-            diff_ids,
+            diff_ids: diff_ids.collect::<Result<_, ConvertError>>()?,
         })
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -68,10 +69,7 @@ pub(crate) fn emit(
 
 /// An error for a tree that cannot be written as EROFS.
 pub(crate) fn plan_error(path: &Path, error: WriteError) -> ConvertError {
-    ConvertError::Image {
-        path: path.to_owned(),
-        source: Box::new(error),
-    }
+    ConvertError::write("write", path, io::Error::other(error))
 }
 
 /// An error that names the layer that does not fit.
@@ -83,10 +81,8 @@ pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
             return ConvertError::layout("the layers", other);
         }
     };
-    ConvertError::tree(
-        place.unwrap_or_else(|| "the merged layers".to_owned()),
-        problem,
-    )
+    let place = place.unwrap_or_else(|| "the merged layers".to_owned());
+    ConvertError::layout(place, problem)
 }
 
 /// An [`ImageWriter`] whose errors name the destination.
@@ -129,10 +125,7 @@ impl ContentSink for ImageSink {
 pub(crate) fn image_error(path: &Path, error: Error) -> ConvertError {
     match error {
         Error::Io { action, source, .. } => ConvertError::write(action, path, source),
-        error => ConvertError::Image {
-            path: path.to_owned(),
-            source: Box::new(error),
-        },
+        error => ConvertError::write("write", path, io::Error::other(error)),
     }
 }
 

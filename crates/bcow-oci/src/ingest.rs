@@ -2,9 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use bcow_erofs::tree::{
-    Attributes, Blocks, Content, DeviceNumber, LayerTree, Node, NodeId, NodeKind,
-};
+use bcow_erofs::tree::{Attributes, Blocks, Content, LayerTree, Node, NodeId, NodeKind};
 
 use crate::builder::{LayerBuilder, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
@@ -123,7 +121,6 @@ impl<S: ContentSink> LayerIngest<'_, S> {
             name: last.into(),
         };
         let attributes = self.attributes(&path, &mut entry)?;
-        let device = |major, minor| DeviceNumber { major, minor };
         let kind = match entry.kind {
             EntryKind::Hardlink => {
                 let linked = self.builder.hardlink(&slot, &entry.link, attributes);
@@ -145,8 +142,8 @@ impl<S: ContentSink> LayerIngest<'_, S> {
                 return self.regular(number, &path, &entry, &slot, attributes, tar);
             }
             EntryKind::Symlink => NodeKind::Symlink(self.target(&path, &entry)?),
-            EntryKind::CharDevice { major, minor } => NodeKind::CharDevice(device(major, minor)),
-            EntryKind::BlockDevice { major, minor } => NodeKind::BlockDevice(device(major, minor)),
+            EntryKind::CharDevice(number) => NodeKind::CharDevice(number),
+            EntryKind::BlockDevice(number) => NodeKind::BlockDevice(number),
             EntryKind::Fifo => NodeKind::Fifo,
         };
         self.builder

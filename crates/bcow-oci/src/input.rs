@@ -9,8 +9,7 @@ use crate::cancel::Cancel;
 use crate::digest::DiffId;
 use crate::error::ConvertError;
 use crate::image::Image;
-use crate::layer::LayerInput;
-use crate::left_out::{Annotations, LeftOut};
+use crate::layer::{LayerInput, Reading};
 use crate::options::{ConvertOptions, Progress};
 use crate::recognise::recognise_directory;
 use crate::source::{Source, TarInput};
@@ -28,11 +27,10 @@ impl Input {
         options: &ConvertOptions,
         progress: &dyn Progress,
     ) -> Result<Input, ConvertError> {
+        let cancel = Cancel::new(options.cancel.as_deref());
         let spool = Spool {
             directory: &options.scratch,
-            limits: &options.limits,
-            progress,
-            cancel: Cancel::new(options.cancel.as_deref()),
+            reading: Reading::new(&options.limits, progress, cancel),
         };
         let platform = options.platform.as_ref();
         let image = match source {
@@ -147,13 +145,7 @@ fn or_unknown(value: Option<impl std::fmt::Display>) -> String {
 /// A root file system in one tar archive. No digest is recorded for it, so none is computed.
 pub(crate) fn single_layer(blob: Blob) -> Image {
     Image {
-        manifest: None,
-        manifest_form: None,
-        reference: None,
-        platform: None,
-        config: None,
         layers: vec![LayerInput::unverified(blob)],
-        annotations: Annotations::new(),
-        left_out: LeftOut::default(),
+        ..Image::default()
     }
 }

@@ -21,12 +21,13 @@ use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
 use crate::content::ContentStats;
+use crate::ending::Ending;
 use crate::error::ConvertError;
 use crate::image_file::{ImagesByDigest, image_error, tree_error};
 use crate::metadata::Metadata;
 use crate::options::Limits;
-use crate::space::BLOCK_BYTES;
-use crate::stack::{BlockRange, Merged, StackPart, TAIL_SHIFT, place_regions};
+use crate::space::{BLOCK_BYTES, Shown};
+use crate::stack::{BlockRange, TAIL_SHIFT, Tails, place_regions};
 
 /// One of the images to join.
 #[derive(Clone)]
@@ -138,29 +139,35 @@ impl JoinSource {
         path: &Path,
         fields: &Map<String, Value>,
     ) -> Result<(), ConvertError> {
-        let stack_parts = self.parts.iter().map(|part| StackPart {
-            image: &part.image,
-            // Only the resolver of the join resolves this digest. The parts must have different
-            // ones.
-            digest: part.image.identity_hash(),
-            bytes: part.image.size(),
-        });
-        let merged = Merged {
+        let shown = self
+            .parts
+            .iter()
+            .zip(&self.places)
+            .map(|(part, place)| Shown {
+                first_block: place.first,
+                bytes: part.image.size(),
+                // Only the resolver of the join resolves this digest. The parts must have different
+                // ones.
+                digest: part.image.identity_hash(),
+                size: part.image.size(),
+            });
+        let ending = Ending {
             tree,
-            parts: &stack_parts.collect::<Vec<_>>(),
-            places: &self.places,
-            options: WriterOptions {
-                compression: Compression::None,
-                erofs: true,
-                ..WriterOptions::default()
-            },
+            tails: &Tails(self.parts.iter().map(|part| &*part.image).collect()),
+            shown: &shown.collect::<Vec<_>>(),
+            as_devices: false,
             inline_max: MAX_INLINE,
             stats: ContentStats::default(),
             prefetch: None,
             path,
         };
+        let options = WriterOptions {
+            compression: Compression::None,
+            erofs: true,
+            ..WriterOptions::default()
+        };
         let metadata = Metadata::new("bcow", Value::Null, fields.clone());
-        merged.write(file, metadata).map(drop)
+        ending.write_stack(file, options, metadata).map(drop)
     }
 
     fn write_in_memory(

@@ -19,7 +19,7 @@ mod trees;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use bcow::OpenOptions;
@@ -30,11 +30,11 @@ use crate::conversion::Target;
 use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, TarPlace, check_limit};
 use crate::image::{Image, ImageConfig, minimal_config};
-use crate::image_file::writer_options;
+use crate::image_file::{ImagesByDigest, read_back, writer_options};
 use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
 use crate::layout::write::{
-    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
+    LayoutForm, LayoutPlace, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
 use crate::lower::LowerIndex;
 use crate::metadata::{Metadata, options_json, tool};
@@ -45,6 +45,7 @@ use crate::parallel;
 use crate::platform::Platform;
 use crate::source::Source;
 use crate::space::INLINE_MAX;
+use crate::stream::ChunkStream;
 use crate::tar::TarReader;
 use cache::{LayerCache, LayoutLayers};
 use stored::StoredLayer;
@@ -69,10 +70,10 @@ pub fn convert_to_layout(
     check_options(layout, options)?;
     let input = Input::open(source, options, progress)?;
     refuse_to_replace(source, &input, layout)?;
-    if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.form) {
-        refuse_inside(path, &layout.directory)?;
+    if let (Input::Directory(path), LayoutForm::Directory) = (&input, &layout.place.form) {
+        refuse_inside(path, &layout.place.path)?;
     }
-    let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
+    let writer = LayoutWriter::open(&layout.place, options.cancel.clone())?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
         convert_image(image, layout, writer, options, progress)
@@ -110,17 +111,23 @@ fn refuse_to_replace(
     let (Source::Oci { directory, .. }, Input::Image(image)) = (source, input) else {
         return Ok(());
     };
-    let same_layout = layout.form == LayoutForm::Directory
-        && match (directory.canonicalize(), layout.directory.canonicalize()) {
+    let LayoutPlace {
+        path,
+        form,
+        reference,
+    } = &layout.place;
+    let same_layout = matches!(form, LayoutForm::Directory)
+        && match (directory.canonicalize(), path.canonicalize()) {
             (Ok(source), Ok(destination)) => source == destination,
             _ => false,
         };
-    match &layout.reference {
+    match reference {
         Some(reference) if same_layout && image.reference.as_ref() == Some(reference) => {
-            Err(ConvertError::ReplacesSource {
-                path: layout.directory.clone(),
-                reference: reference.clone(),
-            })
+            let path = path.display();
+            Err(ConvertError::refused(
+                format!("the new image would replace its source {reference:?} in {path}"),
+                "choose another name, or another layout",
+            ))
         }
         _ => Ok(()),
     }
@@ -155,15 +162,16 @@ fn convert_image(
 ) -> Result<(Vec<NewBlob>, ManifestEntry, LayoutReport), ConvertError> {
     let stop = AtomicBool::new(false);
     let cancel = Cancel::new(options.cancel.as_deref()).or(&stop);
+    let mut reading = Reading::new(&options.limits, progress, cancel);
+    reading.find_diff_id = true;
     let conversions = LayerConversions {
         image,
         options,
         progress,
-        cancel,
-        bytes: AtomicU64::new(0),
+        reading,
         cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
         existing: if writer.keeps_other_images() {
-            LayoutLayers::find(&layout.directory)?
+            LayoutLayers::find(&layout.place.path)?
         } else {
             LayoutLayers::default()
         },
@@ -175,7 +183,7 @@ fn convert_image(
     } else {
         conversions.convert_over_lower()?
     };
-    let entries: u64 = made.layers.iter().map(|layer| layer.info.entries).sum();
+    let entries: u64 = made.layers.iter().map(|layer| layer.content.entries).sum();
     check_limit(LimitKind::Entries, entries, options.limits.max_entries)
         .map_err(|exceeded| exceeded.at(TarPlace::layer("all layers together")))?;
     progress.phase("merge");
@@ -197,19 +205,20 @@ fn convert_image(
     );
     if options.verify {
         progress.phase("verify");
-        stack.verify(&layers, options.threads)?;
+        let below = layers
+            .iter()
+            .map(|layer| Ok((layer.sha256()?, layer.image.clone())));
+        let below = ImagesByDigest(below.collect::<Result<_, ConvertError>>()?);
+        read_back(&stack.written, stack.blob.file()?, &below, options.threads)?;
     }
-    let stack_report = stack.report();
-    let stack_blob = stack.into_blob();
-
     let subject = if layout.is_referrer { Some(subject(image)?) } else { None };
     let config = config(image, &layers, options)?;
     let config_blob = writer.document(&config)?;
     let manifest = manifest::Manifest {
         config: &config_blob,
         layers: layers.iter().copied().zip(&image.layers).collect(),
-        stack: &stack_blob,
-        stack_root: &stack_report.merkle_root,
+        stack: &stack.blob,
+        stack_root: &stack.report.merkle_root,
         source: image.manifest.as_ref(),
         subject,
         annotations: &image.annotations,
@@ -220,29 +229,28 @@ fn convert_image(
         source: None,
         manifest: manifest_blob.digest.clone(),
         source_manifest: image.manifest.clone(),
-        reference: layout.reference.clone(),
+        reference: layout.place.reference.clone(),
         platform: image.platform.clone(),
         layers: layers
             .iter()
             .zip(&image.layers)
             .map(|(layer, input)| layer.report(input))
             .collect(),
-        stack: stack_report,
+        stack: stack.report,
         merge_milliseconds,
         verified: options.verify,
         left_out: image.left_out.clone(),
     };
-    if cancel.is_set() {
-        return Err(ConvertError::Interrupted);
-    }
-    let mut entry = manifest::entry(&manifest_blob, image, &config, layout.reference.clone());
+    cancel.check()?;
+    let reference = layout.place.reference.clone();
+    let mut entry = manifest::entry(&manifest_blob, image, &config, reference);
     entry.subject = image.manifest.clone().filter(|_| layout.is_referrer);
     let mut blobs: Vec<NewBlob> = made
         .layers
         .into_iter()
         .filter_map(|layer| layer.new)
         .collect();
-    blobs.extend([stack_blob, config_blob, manifest_blob]);
+    blobs.extend([stack.blob, config_blob, manifest_blob]);
     Ok((blobs, entry, report))
 }
 
@@ -269,8 +277,7 @@ struct LayerConversions<'w> {
     image: &'w Image,
     options: &'w ConvertOptions,
     progress: &'w dyn Progress,
-    cancel: Cancel<'w>,
-    bytes: AtomicU64,
+    reading: Reading<'w>,
     cache: Option<LayerCache>,
     existing: LayoutLayers,
     layout: &'w LayoutWriter,
@@ -318,7 +325,7 @@ impl LayerConversions<'_> {
                         layer.image.clone(),
                         layer.sha256()?,
                         layer.own_bytes,
-                        layer.info.metadata_start,
+                        layer.content.metadata_start,
                     )
                     .map_err(|error| layer.damaged(error))?;
             }
@@ -363,10 +370,12 @@ impl LayerConversions<'_> {
         }
         tracing::debug!("{}: converted with {threads} threads", input.name);
         let (blob, diff_id) = self.convert(input, &options, threads, lower)?;
-        let mut layer = StoredLayer::new(blob, &request(&diff_id), self.layout)?;
+        let place = self.layout.blob_path(&blob.digest).display().to_string();
+        let request = request(&diff_id);
+        let layer = StoredLayer::of_blob(blob, &request, LayerOrigin::Converted)?;
+        let mut layer = layer.map_err(|problem| ConvertError::layout(place, problem))?;
         layer.checked_source.clone_from(&input.digest);
         if let Some(cache) = &self.cache {
-            let request = request(&diff_id);
             cache.put(&request, &layer, self.progress);
             cache.record_source(&request, input.digest.as_ref());
         }
@@ -390,22 +399,12 @@ impl LayerConversions<'_> {
             self.progress.advance(input.blob.length().unwrap_or(0));
             return Ok(is_checked);
         }
-        let reading = self.reading();
-        read_layer(input, &reading, |stream| TarReader::new(stream).finish())?;
+        let read = |stream: ChunkStream<'_>| TarReader::new(stream).finish();
+        read_layer(input, &self.reading, read)?;
         if let Some(cache) = cache {
             cache.record_source(request, digest);
         }
         Ok(true)
-    }
-
-    fn reading(&self) -> Reading<'_> {
-        Reading {
-            limits: &self.options.limits,
-            progress: self.progress,
-            cancel: self.cancel,
-            find_diff_id: true,
-            bytes: &self.bytes,
-        }
     }
 
     /// Makes a layer from its archive.
@@ -423,9 +422,10 @@ impl LayerConversions<'_> {
             threads,
             inline_max: INLINE_MAX,
         };
-        let reading = self.reading();
-        let layer = write_layer(input, target, options, self.options, &reading, lower)?;
-        Ok((self.layout.finish(output)?, layer.diff_id))
+        let mut report = write_layer(input, target, options, self.options, &self.reading, lower)?;
+        let diff_id = report.layers.pop().and_then(|layer| layer.diff_id);
+        let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
+        Ok((self.layout.finish(output)?, diff_id))
     }
 }
 
@@ -458,14 +458,14 @@ fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
             "stored_bytes",
             input.digest.as_ref().and(input.size).map(|n| json!(n)),
         ),
-        ("tar_bytes", Some(json!(layer.info.tar_bytes))),
+        ("tar_bytes", Some(json!(layer.tar_bytes))),
     ]);
     json!({
         "digest": layer.digest,
         "file_bytes": layer.file_bytes,
         "merkle_root": format!("sha256:{}", hex(&layer.merkle_root)),
-        "diff_id": layer.info.diff_id,
-        "entries": layer.info.entries,
+        "diff_id": layer.diff_id,
+        "entries": layer.content.entries,
         "source": source,
     })
 }
@@ -481,6 +481,6 @@ fn config(
         return Ok(bytes.clone());
     }
     let platform = options.platform.clone().unwrap_or_else(Platform::host);
-    let diff_ids: Vec<&DiffId> = layers.iter().map(|layer| &layer.info.diff_id).collect();
+    let diff_ids: Vec<&DiffId> = layers.iter().map(|layer| &layer.diff_id).collect();
     json_bytes(&minimal_config(platform, &diff_ids), Path::new("config"))
 }

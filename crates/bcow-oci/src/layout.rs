@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::archive::Files;
 pub(crate) use crate::archive::blob_path;
 use crate::digest::{DiffId, Digest};
-use crate::error::{ConvertError, LimitKind, TarPlace, check_limit, check_size};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_limit, check_size, parse_digest};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::left_out::{Annotations, FULL_NAME, FromIndex, LeftOut, NAME};
@@ -32,7 +32,7 @@ pub(crate) const MAX_INDEX_DEPTH: u64 = 4;
 /// Largest number of manifests among which an image is selected.
 const MAX_MANIFESTS: u64 = 1000;
 /// Largest number of layers of one image. Container engines stop at about 127.
-pub(crate) const MAX_LAYERS: u64 = 4096;
+const MAX_LAYERS: u64 = 4096;
 
 const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
@@ -80,21 +80,11 @@ pub(crate) struct Descriptor {
     #[serde(default)]
     annotations: Option<Annotations>,
     #[serde(default)]
-    platform: Option<PlatformDocument>,
+    pub platform: Option<Platform>,
     #[serde(default)]
     urls: Option<Vec<String>>,
     #[serde(rename = "artifactType", default)]
     pub artifact_type: Option<String>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct PlatformDocument {
-    #[serde(default, deserialize_with = "null_as_absent")]
-    os: String,
-    #[serde(default, deserialize_with = "null_as_absent")]
-    architecture: String,
-    #[serde(default)]
-    variant: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -129,10 +119,11 @@ pub(crate) fn is_layout(files: &Files) -> Result<bool, ConvertError> {
 
 /// The manifest of an image in BCoW form.
 pub(crate) struct BcowManifest {
-    /// The name in messages.
-    pub place: String,
-    /// Digest and length of the image's stack; `None` if the image is not in BCoW form.
-    pub stack: Option<(Digest, u64)>,
+    pub bytes: Vec<u8>,
+    /// Digest and length of the image's stack.
+    pub stack: (Digest, u64),
+    /// What its indexes have beside it.
+    pub from_index: FromIndex,
 }
 
 /// Finds the image in BCoW form with the name or digest `reference`.
@@ -141,13 +132,18 @@ pub(crate) fn find_bcow(
     reference: Option<&str>,
 ) -> Result<BcowManifest, ConvertError> {
     let chosen = choose(files, reference, None, Form::Bcow)?;
-    let (_, place, manifest) = read_manifest(files, &chosen.descriptor)?;
-    let stack = match stack_of(&place, &manifest.layers)? {
-        Some(stack) => Some((digest(files, &stack.digest)?, stack.size)),
-        None => None,
+    let (_, place, bytes, manifest) = read_manifest(files, &chosen.descriptor)?;
+    let Some(stack) = stack_of(&place, &manifest.layers)? else {
+        return Err(ConvertError::refused(
+            format!("{place} in {} is an ordinary OCI image", files.name()),
+            "`bcow convert` makes a BCoW image of it; `skopeo copy` copies ordinary images",
+        ));
     };
-    let place = format!("{place} in {}", files.name());
-    Ok(BcowManifest { place, stack })
+    Ok(BcowManifest {
+        stack: (digest(files, &stack.digest)?, stack.size),
+        bytes,
+        from_index: chosen.from_index,
+    })
 }
 
 /// The stack among the layers of a manifest, which is called `place` in messages.
@@ -179,23 +175,8 @@ pub(crate) fn of_manifest(
     let media_type = media_type.unwrap_or_else(|| OCI_MANIFEST.to_owned());
     let mut image = load(files, digest, &place, manifest, of_index, from_index)?;
     image.manifest_form = Some((media_type, bytes.len() as u64));
-    check_platform(files, &image, wanted)?;
+    check_platform(&files.name(), image.platform.as_ref(), wanted)?;
     Ok(image)
-}
-
-/// The bytes of the manifest of the image in BCoW form with the name or digest `reference`, and
-/// what its indexes have beside it.
-pub(crate) fn bcow_manifest(
-    files: &Files,
-    reference: Option<&str>,
-) -> Result<(Vec<u8>, FromIndex), ConvertError> {
-    let found = find_bcow(files, reference)?;
-    if found.stack.is_none() {
-        return Err(ConvertError::NotBcow { place: found.place });
-    }
-    let chosen = choose(files, reference, None, Form::Bcow)?;
-    let (_, bytes) = document(files, "manifest", &chosen.descriptor, MAX_MANIFEST_BYTES)?;
-    Ok((bytes, chosen.from_index))
 }
 
 /// The annotations of the image in BCoW form that `name` means, and the other parts of its indexes.
@@ -209,9 +190,9 @@ pub fn annotations_of(name: &LocalImage) -> Result<(Annotations, LeftOut), Conve
         return Ok(Default::default());
     };
     let files = Files::directory(directory)?;
-    let (manifest, from_index) = bcow_manifest(&files, reference.as_deref())?;
-    let annotations = annotations(&files.name(), &manifest, &from_index)?;
-    Ok((annotations, from_index.left_out))
+    let found = find_bcow(&files, reference.as_deref())?;
+    let annotations = annotations(&files.name(), &found.bytes, &found.from_index)?;
+    Ok((annotations, found.from_index.left_out))
 }
 
 /// The annotations of the image with this manifest. `place` is its name in messages.
@@ -276,26 +257,26 @@ pub(crate) fn find(
         descriptor,
         from_index,
     } = choose(files, reference, platform, Form::Any)?;
-    let of_index = descriptor.platform();
-    let (digest, place, manifest) = read_manifest(files, &descriptor)?;
+    let of_index = descriptor.platform.clone();
+    let (digest, place, _, manifest) = read_manifest(files, &descriptor)?;
     let mut image = load(files, digest, &place, manifest, of_index, &from_index)?;
     image.manifest_form = Some((descriptor.media_type, descriptor.size));
     image.reference = name;
-    check_platform(files, &image, platform)?;
+    check_platform(&files.name(), image.platform.as_ref(), platform)?;
     Ok(image)
 }
 
-fn check_platform(
-    files: &Files,
-    image: &Image,
+/// Fails if the image in `place` does not run on the wanted platform.
+pub(crate) fn check_platform(
+    place: &str,
+    found: Option<&Platform>,
     wanted: Option<&Platform>,
 ) -> Result<(), ConvertError> {
-    match (wanted, &image.platform) {
-        (Some(wanted), Some(found)) if !wanted.suits(found) => Err(ConvertError::NoSuchPlatform {
-            place: files.name(),
-            wanted: wanted.clone().into(),
-            available: vec![found.to_string()],
-        }),
+    match (wanted, found) {
+        (Some(wanted), Some(found)) if !wanted.suits(found) => {
+            let available = [found.to_string()];
+            Err(ConvertError::no_platform(place.into(), wanted, &available))
+        }
         _ => Ok(()),
     }
 }
@@ -401,14 +382,6 @@ impl Descriptor {
     fn label(&self) -> String {
         self.name().unwrap_or(&self.digest).to_owned()
     }
-
-    pub(crate) fn platform(&self) -> Option<Platform> {
-        self.platform.as_ref().map(|p| Platform {
-            os: p.os.clone(),
-            architecture: p.architecture.clone(),
-            variant: p.variant.clone().filter(|v| !v.is_empty()),
-        })
-    }
 }
 
 /// Reads the blob of a descriptor, and checks its size and digest. Returns the name of the blob in
@@ -422,7 +395,7 @@ fn document(
     let digest = digest(files, &descriptor.digest)?;
     let place = format!("{kind} {} in {}", digest.short(), files.name());
     let Some(blob) = files.blob(&digest, descriptor.size)? else {
-        return Err(ConvertError::missing_blob(place, &digest));
+        return Err(ConvertError::missing_blob(&place, &digest));
     };
     let bytes = blob.document(limit, Some(&digest))?;
     check_size(&place, descriptor.size, bytes.len() as u64)?;
@@ -433,34 +406,19 @@ fn digest(files: &Files, text: &str) -> Result<Digest, ConvertError> {
     parse_digest(&files.name(), text)
 }
 
-pub(crate) fn parse_digest(place: &str, text: &str) -> Result<Digest, ConvertError> {
-    text.parse().map_err(|problem| ConvertError::DigestSyntax {
-        place: place.to_owned(),
-        text: text.chars().take(200).collect(),
-        problem,
-    })
-}
-
-fn media_type(place: String, descriptor: &Descriptor) -> ConvertError {
-    ConvertError::MediaType {
-        place,
-        media_type: descriptor.media_type.clone(),
-    }
-}
-
-/// Reads a manifest. Returns its digest, its name in messages, and its content.
+/// Reads a manifest. Returns its digest, its name in messages, its bytes, and its content.
 fn read_manifest(
     files: &Files,
     descriptor: &Descriptor,
-) -> Result<(Digest, String, ManifestDocument), ConvertError> {
+) -> Result<(Digest, String, Vec<u8>, ManifestDocument), ConvertError> {
     let manifest_digest = digest(files, &descriptor.digest)?;
     let place = format!("manifest {}", manifest_digest.short());
     if !matches!(&*descriptor.media_type, OCI_MANIFEST | DOCKER_MANIFEST) {
-        return Err(media_type(place, descriptor));
+        return Err(ConvertError::media_type(&place, &descriptor.media_type));
     }
     let (in_files, bytes) = document(files, "manifest", descriptor, MAX_MANIFEST_BYTES)?;
     let manifest = parse(&in_files, &bytes)?;
-    Ok((manifest_digest, place, manifest))
+    Ok((manifest_digest, place, bytes, manifest))
 }
 
 /// Reads the configuration of a manifest, and finds the blobs of the layers. `place` is the name of
@@ -478,13 +436,16 @@ fn load(
         .iter()
         .any(|layer| layer.media_type == STACK)
     {
-        return Err(ConvertError::AlreadyConverted {
-            place: format!("{place} in {}", files.name()),
-        });
+        return Err(ConvertError::refused(
+            format!("{place} in {} is a BCoW image already", files.name()),
+            "`bcow export --to oci:DIR` makes an ordinary image of it; copy an image in an archive \
+             to oci:DIR with `bcow copy` first",
+        ));
     }
     if !CONFIGS.contains(&&*manifest.config.media_type) {
         let place = format!("config of {place}");
-        return Err(media_type(place, &manifest.config));
+        let media_type = &manifest.config.media_type;
+        return Err(ConvertError::media_type(&place, media_type));
     }
     let (in_files, bytes) = document(files, "config", &manifest.config, MAX_CONFIG_BYTES)?;
     let config = ImageConfig::parse(&in_files, &bytes)?;
@@ -524,13 +485,16 @@ fn find_layer(
     let digest = digest(files, &layer.digest)?;
     let name = layer_name(index, count, Some(&digest));
     if !LAYERS.contains(&&*layer.media_type) {
-        return Err(media_type(name, layer));
+        return Err(ConvertError::media_type(&name, &layer.media_type));
     }
     let Some(blob) = files.blob(&digest, layer.size)? else {
-        return Err(ConvertError::MissingBlob {
-            place: name,
-            digest,
-            foreign: layer.urls.as_ref().is_some_and(|urls| !urls.is_empty()),
+        return Err(match layer.urls.as_deref() {
+            None | Some([]) => ConvertError::missing_blob(&name, &digest),
+            // The descriptor of a foreign layer has addresses to download the blob from.
+            Some(_) => ConvertError::refused(
+                format!("{name}: blob {digest} is missing"),
+                "registries do not distribute foreign layers; put the blob into the layout",
+            ),
         });
     };
     Ok(LayerInput {

@@ -78,6 +78,7 @@ pub mod recode;
 mod recognise;
 mod registry;
 mod repository;
+mod run_data;
 mod source;
 mod space;
 mod stack;
@@ -92,7 +93,7 @@ mod warnings;
 pub use bcow::rfc3339;
 pub use convert::convert;
 pub use digest::{DiffId, Digest};
-pub use error::{ConvertError, ErrorKind, ImageForm, LimitKind, TarPlace, TarProblem};
+pub use error::{ConvertError, ImageForm, LimitKind, TarPlace, TarProblem};
 #[cfg(feature = "testing")]
 pub use fuzz::fuzz_ingest;
 pub use input::diff_ids;
@@ -100,12 +101,12 @@ pub use layered::{
     LayerOrigin, LayoutOptions, LayoutReport, StackReport, StoredLayerReport, convert_to_layout,
     convert_trees,
 };
-pub use layout::write::LayoutForm;
+pub use layout::write::{LayoutForm, LayoutPlace};
 pub use layout::{annotations, annotations_of};
 pub use left_out::{Annotations, FromIndex, LeftOut};
 pub use name::LocalImage;
 pub use one_layer::convert_layer;
-pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};
+pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report, RunOptions};
 pub use platform::{Platform, PlatformSyntax};
 pub use prefetch::Prefetch;
 pub use registry::{

@@ -13,6 +13,12 @@ where
     Ok(Option::deserialize(value)?.unwrap_or_default())
 }
 
+/// Reads a text that may be `null` or empty, which means the same as an absent field.
+pub(crate) fn some_text<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
+    let text = Option::<String>::deserialize(value)?;
+    Ok(text.filter(|text| !text.is_empty()))
+}
+
 /// The fields that have a value.
 pub(crate) fn some_fields<const N: usize>(
     fields: [(&str, Option<Value>); N],

@@ -2,14 +2,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
-use bcow::Written;
 use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
-use crate::conversion::{Conversion, ReadLayer, Target};
-use crate::digest::{DiffId, hex};
+use crate::conversion::{Conversion, Target};
 use crate::error::ConvertError;
 use crate::hidden::UpperLayers;
 use crate::image_file::{ImagesByDigest, read_back};
@@ -17,22 +14,10 @@ use crate::input::Input;
 use crate::layer::{LayerInput, Reading};
 use crate::lower::LowerIndex;
 use crate::metadata::{Metadata, options_json, tool};
-use crate::options::{ConvertOptions, LayerReport, Progress, Report};
+use crate::options::{ConvertOptions, Progress, Report};
 use crate::output::Output;
 use crate::source::Source;
 use crate::space::INLINE_MAX;
-
-/// A layer that was written.
-pub(crate) struct WrittenLayer {
-    pub read: ReadLayer,
-    pub diff_id: DiffId,
-    pub written: Written,
-    /// Inodes of the layer.
-    pub entries: u64,
-    /// Bytes of file content, and those of them that are stored once for several files.
-    pub content_bytes: u64,
-    pub deduplicated_bytes: u64,
-}
 
 /// Converts `source`, an archive of one layer, into a layer at `destination`, with whiteouts and
 /// opaque directories (section 17 of the specification). It shows its files over the layers on
@@ -61,50 +46,22 @@ pub fn convert_layer(
         inline_max: INLINE_MAX,
     };
     let cancel = Cancel::new(options.cancel.as_deref());
-    let reading = Reading {
-        limits: &options.limits,
-        progress,
-        cancel,
-        find_diff_id: true,
-        bytes: &AtomicU64::new(0),
-    };
-    let layer = write_layer(
-        input,
-        target,
-        &options_json(options),
-        options,
-        &reading,
-        None,
-    )
-    .map_err(|error| source.explain(error))?;
-    if cancel.is_set() {
-        return Err(ConvertError::Interrupted);
-    }
+    let mut reading = Reading::new(&options.limits, progress, cancel);
+    reading.find_diff_id = true;
+    let described = options_json(options);
+    let report = write_layer(input, target, &described, options, &reading, None)
+        .map_err(|error| source.explain(error))?;
+    cancel.check()?;
     output.publish()?;
     Ok(Report {
         source: Some(source.to_string()),
-        layers: vec![LayerReport {
-            digest: input.digest.clone(),
-            diff_id: Some(layer.diff_id),
-            media_type: input.media_type.clone(),
-            stored_bytes: layer.read.bytes.stored,
-            bytes: layer.read.bytes.tar,
-            entries: layer.read.entries,
-        }],
-        entries: layer.entries,
-        content_bytes: layer.content_bytes,
-        deduplicated_bytes: layer.deduplicated_bytes,
-        size: layer.written.size(),
-        file_bytes: layer.written.file_bytes(),
-        merkle_root: hex(&layer.written.merkle_root()),
-        verified: options.verify,
-        ..Report::default()
+        ..report
     })
 }
 
 /// Writes a layer to the output of `target`, and reads it back unless the options say otherwise.
 /// Content that `lower` has is referenced there. `described` are the options in the layer's
-/// metadata.
+/// metadata. The report has the layer.
 pub(crate) fn write_layer(
     input: &LayerInput,
     target: Target<'_>,
@@ -112,7 +69,7 @@ pub(crate) fn write_layer(
     options: &ConvertOptions,
     reading: &Reading<'_>,
     lower: Option<Arc<LowerIndex>>,
-) -> Result<WrittenLayer, ConvertError> {
+) -> Result<Report, ConvertError> {
     let (output, threads) = (target.output, target.threads);
     let mut conversion = Conversion::start(target, options, reading.progress)?;
     if let Some(lower) = lower {
@@ -120,33 +77,26 @@ pub(crate) fn write_layer(
     }
     let mut uppers = UpperLayers::default();
     let read = conversion.layer(input, reading, &mut uppers)?;
-    // The archive may lack padding that the recorded diffID covers.
-    let diff_id = input.diff_id.clone().or(read.bytes.diff_id.clone());
-    let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
     // The same archive, options and tool give the same text for any source.
     let layer = json!({
-        "diff_id": diff_id,
-        "tar_bytes": read.bytes.tar,
+        "diff_id": read.diff_id,
+        "tar_bytes": read.bytes,
         "tar_entries": read.entries,
     });
     let layer = Map::from_iter([("layer".to_owned(), layer)]);
     let metadata = Metadata::new(&tool(options), described.clone(), layer);
     let tree = uppers.into_layers().pop().unwrap_or_default();
     let tree = tree.into_overlay();
-    let tree = tree.map_err(|problem| ConvertError::tree(&input.name, problem))?;
-    let entries = tree.len() as u64;
-    let finished = conversion.finish(&tree, metadata)?;
+    let tree = tree.map_err(|problem| ConvertError::layout(&input.name, problem))?;
+    let (written, report) = conversion.finish(&tree, metadata)?;
     drop(tree);
     if options.verify {
         let below = ImagesByDigest::default();
-        read_back(&finished.written, output.file()?, &below, threads)?;
+        read_back(&written, output.file()?, &below, threads)?;
     }
-    Ok(WrittenLayer {
-        read,
-        diff_id,
-        written: finished.written,
-        entries,
-        content_bytes: finished.stats.content_bytes,
-        deduplicated_bytes: finished.stats.deduplicated_bytes,
+    Ok(Report {
+        layers: vec![read],
+        verified: options.verify,
+        ..report
     })
 }

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use bcow::Written;
 use serde::Serialize;
 
-use crate::digest::{DiffId, Digest};
+use crate::digest::{DiffId, Digest, hex};
 use crate::left_out::LeftOut;
 use crate::platform::Platform;
 use crate::prefetch::Prefetch;
@@ -83,6 +84,25 @@ pub struct Limits {
     pub max_bytes: u64,
 }
 
+/// Options of a copy or an export.
+#[derive(Debug, Clone)]
+pub struct RunOptions {
+    /// Number of threads that compress, or that compare and read chunks. The output does not depend
+    /// on it.
+    pub threads: usize,
+    /// A flag that cancels the operation soon after it becomes true.
+    pub cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Default for RunOptions {
+    fn default() -> Self {
+        RunOptions {
+            threads: ConvertOptions::default().threads,
+            cancel: None,
+        }
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Limits {
@@ -96,21 +116,13 @@ impl Default for Limits {
 /// Callbacks of a conversion. Each method does nothing unless implemented; `()` is silent.
 pub trait Progress: Send + Sync {
     /// The number of bytes to read in this phase, if known.
-    fn total(&self, bytes: Option<u64>) {
-        let _ = bytes;
-    }
-    /// `bytes` more bytes have been read.
-    fn advance(&self, bytes: u64) {
-        let _ = bytes;
-    }
+    fn total(&self, _bytes: Option<u64>) {}
+    /// This many more bytes have been read.
+    fn advance(&self, _bytes: u64) {}
     /// A new phase begins: "layer 2 of 5", "metadata", "verify".
-    fn phase(&self, name: &str) {
-        let _ = name;
-    }
+    fn phase(&self, _name: &str) {}
     /// A warning for the user; the conversion continues.
-    fn warning(&self, message: &str) {
-        let _ = message;
-    }
+    fn warning(&self, _message: &str) {}
 }
 
 impl Progress for () {}
@@ -135,6 +147,9 @@ pub struct Report {
     pub deduplicated_bytes: u64,
     /// Bytes of file content that upper layers hide; they are not stored.
     pub hidden_bytes: u64,
+    /// Bytes of file content that are in the images below; 0 unless the image is a commit.
+    #[serde(skip)]
+    pub base_bytes: u64,
     /// Size of the image's address space in bytes.
     pub size: u64,
     /// Length of the file in bytes.
@@ -145,6 +160,18 @@ pub struct Report {
     pub verified: bool,
     /// The parts of the source that the new image does not have.
     pub left_out: LeftOut,
+}
+
+impl Report {
+    /// What is known of a file that was written.
+    pub(crate) fn of(written: &Written) -> Self {
+        Report {
+            size: written.size(),
+            file_bytes: written.file_bytes(),
+            merkle_root: hex(&written.merkle_root()),
+            ..Report::default()
+        }
+    }
 }
 
 /// One layer of a converted image.

@@ -4,47 +4,20 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::error::ConvertError;
-use crate::export::ExportError;
-
-/// An error type with a value for cancelled work.
-pub(crate) trait Stoppable {
-    /// The error of cancelled work.
-    fn interrupted() -> Self;
-    /// Whether this is the error of cancelled work.
-    fn is_interrupted(&self) -> bool;
-}
-
-impl Stoppable for ConvertError {
-    fn interrupted() -> Self {
-        ConvertError::Interrupted
-    }
-    fn is_interrupted(&self) -> bool {
-        matches!(self, ConvertError::Interrupted)
-    }
-}
-
-impl Stoppable for ExportError {
-    fn interrupted() -> Self {
-        ExportError::Interrupted
-    }
-    fn is_interrupted(&self) -> bool {
-        matches!(self, ExportError::Interrupted)
-    }
-}
 
 /// Runs `work(i)` for each `i` of `order` on up to `threads` threads, started in that order; the
 /// results are in the order of the indices. After an error, `stop` is set and no further work
 /// starts. Of several errors, the function returns the one with the lowest index that is not merely
 /// a reaction to `stop`.
-pub(crate) fn run<T: Send, E: Stoppable + Send>(
+pub(crate) fn run<T: Send>(
     order: &[usize],
     threads: usize,
     stop: &AtomicBool,
-    work: impl Fn(usize) -> Result<T, E> + Sync,
-) -> Result<Vec<T>, E> {
+    work: impl Fn(usize) -> Result<T, ConvertError> + Sync,
+) -> Result<Vec<T>, ConvertError> {
     let next = AtomicUsize::new(0);
     // Locked once per piece of work, when it is done, and with no other lock held.
-    let done: Mutex<Vec<(usize, Result<T, E>)>> = Mutex::default();
+    let done: Mutex<Vec<(usize, Result<T, ConvertError>)>> = Mutex::default();
     let worker = || {
         while !stop.load(Ordering::Relaxed) {
             let Some(&index) = order.get(next.fetch_add(1, Ordering::Relaxed)) else {
@@ -76,11 +49,11 @@ pub(crate) fn run<T: Send, E: Stoppable + Send>(
     for (_, result) in done {
         match result {
             Ok(result) => results.push(result),
-            Err(error) if error.is_interrupted() => interrupted = true,
+            Err(ConvertError::Interrupted) => interrupted = true,
             Err(error) => return Err(error),
         }
     }
-    if interrupted { Err(E::interrupted()) } else { Ok(results) }
+    if interrupted { Err(ConvertError::Interrupted) } else { Ok(results) }
 }
 
 #[cfg(test)]
@@ -91,9 +64,7 @@ mod tests {
     fn results_are_ordered_by_index() {
         let order = [3, 0, 2, 1];
         for threads in 1..5 {
-            let found = run(&order, threads, &AtomicBool::new(false), |i| {
-                Ok::<_, ConvertError>(i * 10)
-            });
+            let found = run(&order, threads, &AtomicBool::new(false), |i| Ok(i * 10));
             assert_eq!(found.unwrap(), [0, 10, 20, 30]);
         }
     }

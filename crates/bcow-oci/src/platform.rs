@@ -3,16 +3,21 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+
+use crate::null::{null_as_absent, some_text};
 
 /// An operating system and a processor architecture, in the terms of the OCI image specification.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Platform {
     /// `linux`, ...
+    #[serde(default, deserialize_with = "null_as_absent")]
     pub os: String,
     /// `amd64`, `arm64`, ...
+    #[serde(default, deserialize_with = "null_as_absent")]
     pub architecture: String,
     /// `v8`, ...
+    #[serde(default, deserialize_with = "some_text")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub variant: Option<String>,
 }

@@ -18,7 +18,6 @@ use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
 use crate::commit::{Commit, commit};
-use crate::digest::hex;
 use crate::error::ConvertError;
 use crate::image_file::{ImagesByDigest, image_error, read_back, writer_options};
 use crate::metadata::{options_json, tool};
@@ -59,10 +58,10 @@ pub fn recode(
         progress,
         metadata,
     };
-    if !(shows_others || options.prefetch.is_some()) {
-        recoding.blocks()
-    } else {
+    if shows_others || options.prefetch.is_some() {
         recoding.tree()
+    } else {
+        recoding.blocks()
     }
 }
 
@@ -80,7 +79,6 @@ struct Recoding<'r> {
 impl Recoding<'_> {
     /// Stores the same address space in another way.
     fn blocks(self) -> Result<Report, ConvertError> {
-        let failed = |error| image_error(self.destination, error);
         let output = Output::create(self.destination)?;
         let metadata_start = self.metadata_start();
         let mut options = writer_options(self.options, self.options.threads.max(1))?;
@@ -90,31 +88,23 @@ impl Recoding<'_> {
             _ => metadata_start,
         };
         options.metadata_first = change_at < BLOCK_BYTES;
-        let written = self
-            .copy(&output, options, change_at)
-            .map_err(|error| match error {
-                Stop::Read(error) => ConvertError::read_through(self.name, error),
-                Stop::Write(error) => failed(error),
-                Stop::Interrupted => ConvertError::Interrupted,
-            })?;
+        let written = self.copy(&output, options, change_at)?;
         if self.options.verify {
             self.progress.phase("verify");
             let below = ImagesByDigest::default();
             read_back(&written, output.file()?, &below, self.options.threads)?;
         }
-        if self.cancel().is_set() {
-            return Err(ConvertError::Interrupted);
-        }
+        self.cancel().check()?;
         self.progress.phase("syncing");
-        let content = &self.metadata["content"];
+        let content = self.metadata.get("content");
+        let recorded = |key: &str| content.and_then(|content| content[key].as_u64());
         let report = Report {
-            entries: content["entries"].as_u64().unwrap_or(0),
-            content_bytes: content["file_bytes"].as_u64().unwrap_or(0),
-            deduplicated_bytes: content["deduplicated_bytes"].as_u64().unwrap_or(0),
-            size: written.size(),
-            file_bytes: written.file_bytes(),
-            merkle_root: hex(&written.merkle_root()),
-            ..self.report()
+            entries: recorded("entries").unwrap_or(0),
+            content_bytes: recorded("file_bytes").unwrap_or(0),
+            deduplicated_bytes: recorded("deduplicated_bytes").unwrap_or(0),
+            layers: self.layers(),
+            verified: self.options.verify,
+            ..Report::of(&written)
         };
         output.publish()?;
         Ok(report)
@@ -136,48 +126,47 @@ impl Recoding<'_> {
         output: &Output,
         options: WriterOptions,
         change_at: u64,
-    ) -> Result<Written, Stop> {
+    ) -> Result<Written, ConvertError> {
         let image = self.image;
         self.progress.phase("writing");
         self.progress.total(Some(image.size()));
-        let file = output.file().map_err(|_| Stop::Interrupted)?;
         let mut superblock = vec![0; (BLOCK_BYTES - SUPERBLOCK_FROM) as usize];
         image
             .read_at(SUPERBLOCK_FROM, &mut superblock)
-            .map_err(Stop::Read)?;
+            .map_err(|error| self.unreadable(error))?;
         let begins = options.metadata_first;
-        let mut writer = ImageWriter::create(file, options).map_err(Stop::Write)?;
+        let failed = |error| self.failed(error);
+        let mut writer = ImageWriter::create(output.file()?, options).map_err(failed)?;
         if !begins {
             self.range(&mut writer, change_at)?;
-            writer.begin_metadata().map_err(Stop::Write)?;
+            writer.begin_metadata().map_err(failed)?;
         }
         self.range(&mut writer, image.size())?;
         writer
             .finish(&superblock, &Value::Object(self.described()))
-            .map_err(Stop::Write)
+            .map_err(failed)
     }
 
     /// Copies the image's blocks up to byte `end`.
-    fn range(&self, writer: &mut ImageWriter, end: u64) -> Result<(), Stop> {
-        let cancel = self.cancel();
+    fn range(&self, writer: &mut ImageWriter, end: u64) -> Result<(), ConvertError> {
+        let unreadable = |error| self.unreadable(error);
+        let failed = |error| self.failed(error);
         let mut buffer = Vec::new();
         while writer.position() < end {
-            if cancel.is_set() {
-                return Err(Stop::Interrupted);
-            }
+            self.cancel().check()?;
             let at = writer.position();
-            let status = self.image.status(at, end - at).map_err(Stop::Read)?;
+            let status = self.image.status(at, end - at).map_err(unreadable)?;
             let there = status.length.min(end - at);
             let length = match status.content {
                 Content::Zero | Content::Hole => {
-                    writer.append_zeros(there).map_err(Stop::Write)?;
+                    writer.append_zeros(there).map_err(failed)?;
                     there
                 }
                 Content::Data => {
                     let length = there.min(READ_BYTES);
                     buffer.resize(length as usize, 0);
-                    self.image.read_at(at, &mut buffer).map_err(Stop::Read)?;
-                    writer.append(&buffer).map_err(Stop::Write)?;
+                    self.image.read_at(at, &mut buffer).map_err(unreadable)?;
+                    writer.append(&buffer).map_err(failed)?;
                     length
                 }
             };
@@ -202,7 +191,7 @@ impl Recoding<'_> {
             TreeForm::Layer => tree.into_overlay(),
             TreeForm::Whole => tree.into_tree(),
         };
-        let tree = tree.map_err(|problem| ConvertError::tree(self.name, problem))?;
+        let tree = tree.map_err(|problem| ConvertError::layout(self.name, problem))?;
         self.progress.phase("writing");
         let mut described = self.described();
         // The places change; a new list is made of the options.
@@ -215,13 +204,8 @@ impl Recoding<'_> {
         };
         let written = commit(changes, self.destination, self.options, self.progress)?;
         Ok(Report {
-            entries: written.entries,
-            content_bytes: written.content_bytes + written.deduplicated_bytes,
-            deduplicated_bytes: written.deduplicated_bytes,
-            size: written.size,
-            file_bytes: written.file_bytes,
-            merkle_root: written.merkle_root,
-            ..self.report()
+            layers: self.layers(),
+            ..written
         })
     }
 
@@ -243,40 +227,34 @@ impl Recoding<'_> {
         all
     }
 
-    fn report(&self) -> Report {
+    fn layers(&self) -> Vec<LayerReport> {
         let described = self.described();
         let layers = described.get("layers").and_then(Value::as_array);
-        Report {
-            layers: layers
-                .map_or(&[][..], Vec::as_slice)
-                .iter()
-                .map(|layer| LayerReport {
-                    digest: layer["digest"].as_str().and_then(|text| text.parse().ok()),
-                    diff_id: layer["diff_id"]
-                        .as_str()
-                        .and_then(|text| text.parse().ok())
-                        .map(crate::DiffId),
-                    media_type: layer["media_type"].as_str().map(str::to_owned),
-                    stored_bytes: layer["stored_bytes"].as_u64().unwrap_or(0),
-                    bytes: layer["tar_bytes"].as_u64().unwrap_or(0),
-                    entries: 0,
-                })
-                .collect(),
-            verified: self.options.verify,
-            ..Report::default()
-        }
+        let layer = |layer: &Value| LayerReport {
+            digest: layer["digest"].as_str().and_then(|text| text.parse().ok()),
+            diff_id: layer["diff_id"]
+                .as_str()
+                .and_then(|text| text.parse().ok())
+                .map(crate::DiffId),
+            media_type: layer["media_type"].as_str().map(str::to_owned),
+            stored_bytes: layer["stored_bytes"].as_u64().unwrap_or(0),
+            bytes: layer["tar_bytes"].as_u64().unwrap_or(0),
+            entries: 0,
+        };
+        layers.into_iter().flatten().map(layer).collect()
+    }
+
+    fn unreadable(&self, error: bcow::Error) -> ConvertError {
+        ConvertError::read_through(self.name, error)
+    }
+
+    fn failed(&self, error: bcow::Error) -> ConvertError {
+        image_error(self.destination, error)
     }
 
     fn cancel(&self) -> Cancel<'_> {
         Cancel::new(self.options.cancel.as_deref())
     }
-}
-
-/// The reason why copying stopped.
-enum Stop {
-    Read(bcow::Error),
-    Write(bcow::Error),
-    Interrupted,
 }
 
 /// Converts a stack's layer entry into that of an image that holds all its content (spec section

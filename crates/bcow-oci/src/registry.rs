@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::blob::read_error;
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, TarPlace, check_digest, check_limit};
+use crate::error::{ConvertError, LimitKind, TarPlace, check_equal, check_limit, parse_digest};
 use crate::layout::{self, Descriptor, IMAGE, MAX_INDEX_DEPTH};
 use crate::left_out::{Annotations, FromIndex};
 use crate::null::null_as_absent;
@@ -143,12 +143,12 @@ pub fn find_in_registry(
             .map_err(|exceeded| exceeded.at(TarPlace::layer(&name)))?;
         from_index.annotate(document.annotations.as_ref());
         let chosen = layout::choose_in_index(&name, manifests, platform, &mut from_index)?;
-        let expected = layout::parse_digest(&name, &chosen.digest)?;
-        of_index = chosen.platform();
+        let expected = parse_digest(&name, &chosen.digest)?;
+        of_index = chosen.platform;
         bytes = read(Some(&expected))?;
         let found = Digest::of_bytes(&bytes, expected.algorithm());
         let place = format!("manifest {} of {name}", expected.short());
-        check_digest(&place, "digest", &expected, &found)?;
+        check_equal(&place, "digest", &expected, &found)?;
     }
 }
 
@@ -169,7 +169,7 @@ pub fn find_attached(image: &OrdinaryImage) -> Result<Option<BcowImage>, Convert
             let why = format!("none of the last {MAX_REFERRERS} attached images is usable");
             return Err(ConvertError::layout(&place, why));
         }
-        let digest = layout::parse_digest(&name, &entry.digest)?;
+        let digest = parse_digest(&name, &entry.digest)?;
         let manifest = match repository.manifest(Some(&digest)) {
             // A list may name what was deleted.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -201,15 +201,13 @@ pub fn find_attached(image: &OrdinaryImage) -> Result<Option<BcowImage>, Convert
 fn check_form(name: &str, document: &Document) -> Result<(), ConvertError> {
     let media_type = document.media_type.as_deref().unwrap_or_default();
     if document.schema_version == 1 || media_type.starts_with(SCHEMA_1) {
-        return Err(ConvertError::SchemaOne {
-            place: name.to_owned(),
-        });
+        return Err(ConvertError::refused(
+            format!("{name} is in Docker's schema 1, which is obsolete and not supported"),
+            "push the image again with a current tool; `skopeo copy --format oci` converts it",
+        ));
     }
     if !media_type.is_empty() && !layout::is_manifest_or_index(media_type) {
-        return Err(ConvertError::MediaType {
-            place: name.to_owned(),
-            media_type: media_type.to_owned(),
-        });
+        return Err(ConvertError::media_type(name, media_type));
     }
     match (&document.manifests, &document.layers) {
         (Some(_), Some(_)) => Err(ConvertError::layout(name, "it has manifests and layers")),
@@ -223,7 +221,7 @@ fn bcow_stack(place: &str, layers: &[Descriptor]) -> Result<Option<RemoteStack>,
         return Ok(None);
     };
     Ok(Some(RemoteStack {
-        digest: layout::parse_digest(place, &stack.digest)?,
+        digest: parse_digest(place, &stack.digest)?,
         bytes: stack.size,
         merkle_root: layout::merkle_root(place, stack)?,
     }))

@@ -15,9 +15,8 @@ pub(crate) trait ChunkSource {
     /// stale bytes.
     fn next_chunk(&mut self, used: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, ConvertError>;
 
-    /// Skips up to `bytes` bytes without reading them; returns the number of skipped bytes.
-    fn skip(&mut self, bytes: u64) -> u64 {
-        let _ = bytes;
+    /// Skips up to this many bytes without reading them; returns the number of skipped bytes.
+    fn skip(&mut self, _bytes: u64) -> u64 {
         0
     }
 }

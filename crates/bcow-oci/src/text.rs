@@ -1,31 +1,16 @@
 //! Formats names, lists and counts for messages.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
 /// Quotes a name from the input for a message. Escapes prevent control sequences in the name from
 /// reaching a terminal. A name of more than 120 bytes is truncated; its length follows.
 pub(crate) fn quoted(name: &[u8]) -> String {
     const SHOWN: usize = 120;
-    let shown = &name[..name.len().min(SHOWN)];
-    let mut text = String::with_capacity(shown.len() + 2);
-    text.push('"');
-    for chunk in shown.utf8_chunks() {
-        for c in chunk.valid().chars() {
-            match c {
-                '"' | '\\' => {
-                    text.push('\\');
-                    text.push(c);
-                }
-                c if c.is_control() => text.extend(c.escape_default()),
-                c => text.push(c),
-            }
-        }
-        for byte in chunk.invalid() {
-            text.push_str(&format!("\\x{byte:02x}"));
-        }
-    }
+    let mut text = format!("{:?}", OsStr::from_bytes(&name[..name.len().min(SHOWN)]));
     if name.len() > SHOWN {
+        text.pop();
         text.push_str(&format!("...\" ({} bytes)", name.len()));
-    } else {
-        text.push('"');
     }
     text
 }

@@ -3,25 +3,37 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
+use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::attributes;
 
+/// Bytes of the destination's name in the name of a `.partial` file. File systems limit a name to
+/// 255 bytes.
+const MAX_BASE_BYTES: usize = 100;
+/// Temporary names that are tried. Killed processes may have left files with some of them.
+const MAX_ATTEMPTS: usize = 100_000;
+
 /// A file in the directory of its destination that has no name yet. If the process ends before
 /// [`NewFile::complete`], nothing remains. On a file system without unnamed files (O_TMPFILE) the
-/// file has a temporary name.
+/// file has a temporary name. A file that can be resumed has a name from the start,
+/// `.NAME.TAG.partial`, and stays.
 #[derive(Debug)]
 pub struct NewFile {
     file: File,
+    directory: PathBuf,
     destination: PathBuf,
-    /// Removed on drop.
+    /// The temporary name, if the file has one.
     temporary: Option<PathBuf>,
     /// Whether a file of the name of the destination is replaced.
     replaces: bool,
+    /// Whether the temporary name stays when this is dropped.
+    stays: bool,
 }
 
 /// The reason why a new file was not created or completed.
@@ -31,7 +43,7 @@ pub enum NewFileError {
     /// The destination exists.
     #[error("file exists; not overwriting it")]
     Exists,
-    /// The path has no last component.
+    /// The path has no last component, or a slash at its end.
     #[error("missing file name")]
     NoName,
     /// The destination is a directory.
@@ -67,42 +79,79 @@ impl NewFile {
 
     /// Starts a file that becomes `destination`, and replaces an existing file of that name.
     pub fn create(destination: &Path) -> Result<Self, NewFileError> {
-        if destination.file_name().is_none() {
-            return Err(NewFileError::NoName);
+        let destination = resolve(destination)?;
+        NewFile::start(parent_of(&destination), destination.clone())
+    }
+
+    /// Starts a file in `directory`. [`NewFile::name_as`] gives it its name.
+    pub fn unnamed(directory: &Path) -> Result<Self, NewFileError> {
+        NewFile::start(directory, PathBuf::new())
+    }
+
+    /// Opens the file that an interrupted writer of `destination` left, or creates one that stays
+    /// if it does not become complete. `tag` distinguishes the contents.
+    ///
+    /// If another process writes that file, or another user owns it, the new file begins empty, and
+    /// is removed when it is dropped.
+    pub fn resumed(destination: &Path, tag: &str) -> Result<Self, NewFileError> {
+        let destination = resolve(destination)?;
+        let base = destination.file_name().unwrap_or_default();
+        let name = partial_name(&base.to_string_lossy(), tag);
+        NewFile::partial(parent_of(&destination), destination.clone(), &name)
+    }
+
+    /// The same in `directory`. [`NewFile::name_as`] gives the file its name.
+    pub fn resumed_unnamed(directory: &Path, tag: &str) -> Result<Self, NewFileError> {
+        NewFile::partial(directory, PathBuf::new(), &format!(".{tag}.partial"))
+    }
+
+    fn partial(directory: &Path, destination: PathBuf, name: &str) -> Result<Self, NewFileError> {
+        let name = directory.join(name);
+        match own_partial(&name).map_err(NewFileError::Create)? {
+            Some(file) => Ok(NewFile {
+                file,
+                directory: directory.to_owned(),
+                destination,
+                temporary: Some(name),
+                replaces: true,
+                stays: true,
+            }),
+            None => NewFile::start(directory, destination),
         }
-        let destination = match std::fs::metadata(destination) {
-            Ok(metadata) if metadata.is_dir() => return Err(NewFileError::Directory),
-            Ok(metadata) if !metadata.is_file() => return Err(NewFileError::NoRegularFile),
-            // A symbolic link stays; its target is replaced.
-            Ok(_) => destination.canonicalize().map_err(NewFileError::Create)?,
-            Err(_) => destination.to_owned(),
-        };
-        let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        let mode = Mode::from_raw_mode(0o666);
-        let unnamed = rustix::fs::open(parent_of(&destination), flags | OFlags::TMPFILE, mode);
-        let (file, temporary) = match unnamed {
+    }
+
+    fn start(directory: &Path, destination: PathBuf) -> Result<Self, NewFileError> {
+        let (file, temporary) = match open_unnamed(directory) {
             Ok(file) => (file, None),
-            // EISDIR comes from kernels and file systems that take O_TMPFILE for O_DIRECTORY.
-            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
-                let flags = flags | OFlags::CREATE | OFlags::EXCL;
-                let (file, name) =
-                    with_temporary_name(&destination, |name| rustix::fs::open(name, flags, mode))
-                        .map_err(NewFileError::Create)?;
+            // EISDIR and EINVAL come from kernels and file systems that do not know O_TMPFILE.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
+                let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+                let mode = Mode::from_raw_mode(0o666);
+                let open = |name: &Path| rustix::fs::open(name, flags, mode);
+                let opened = with_temporary_name(directory, open);
+                let (file, name) = opened.map_err(NewFileError::Create)?;
                 (file, Some(name))
             }
             Err(error) => return Err(NewFileError::Create(error.into())),
         };
         Ok(NewFile {
             file: file.into(),
+            directory: directory.to_owned(),
             destination,
             temporary,
             replaces: true,
+            stays: false,
         })
     }
 
     /// The file, to be filled.
     pub fn file(&self) -> &File {
         &self.file
+    }
+
+    /// The directory of the file.
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Gives the file the owner, the group, the mode, the ACL and the extended attributes of `old`,
@@ -114,35 +163,49 @@ impl NewFile {
     /// Makes the content durable, gives the file its name, and makes the name durable.
     pub fn complete(mut self) -> Result<(), NewFileError> {
         self.file.sync_all().map_err(NewFileError::Write)?;
-        let descriptor = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        let link = |name: &Path| {
-            rustix::fs::linkat(CWD, &descriptor[..], CWD, name, AtFlags::SYMLINK_FOLLOW)
-        };
+        self.rename()?;
+        File::open(&self.directory)
+            .and_then(|directory| directory.sync_all())
+            .map_err(NewFileError::Write)
+    }
+
+    /// Gives the file this name in its directory, and replaces an existing file of that name. The
+    /// caller flushes the file before the call, and the directory after it.
+    pub fn name_as(mut self, name: &str) -> Result<(), NewFileError> {
+        self.destination = self.directory.join(name);
+        self.rename()
+    }
+
+    fn rename(&mut self) -> Result<(), NewFileError> {
+        let descriptor = link_path(&self.file);
+        let link =
+            |name: &Path| rustix::fs::linkat(CWD, &descriptor, CWD, name, AtFlags::SYMLINK_FOLLOW);
         let destination = &self.destination;
         match (&self.temporary, self.replaces) {
             (Some(temporary), true) => {
                 std::fs::rename(temporary, destination).map_err(NewFileError::Write)?;
             }
             (Some(temporary), false) => name_new(temporary, destination, rename_new)?,
-            (None, true) => {
+            (None, replaces) => match link(destination) {
                 // A rename replaces a file, a link does not; so the file gets a temporary name.
-                let ((), name) =
-                    with_temporary_name(destination, link).map_err(NewFileError::Write)?;
-                let name = self.temporary.insert(name);
-                std::fs::rename(name, destination).map_err(NewFileError::Write)?;
-            }
-            (None, false) => link(destination).map_err(not_named)?,
+                Err(Errno::EXIST) if replaces => {
+                    let named = with_temporary_name(&self.directory, link);
+                    let ((), name) = named.map_err(NewFileError::Write)?;
+                    let name = self.temporary.insert(name);
+                    std::fs::rename(name, destination).map_err(NewFileError::Write)?;
+                }
+                // This leaves no temporary name if the process is killed.
+                linked => linked.map_err(not_named)?,
+            },
         }
         self.temporary = None;
-        File::open(parent_of(destination))
-            .and_then(|directory| directory.sync_all())
-            .map_err(NewFileError::Write)
+        Ok(())
     }
 }
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        if let Some(temporary) = &self.temporary {
+        if let (Some(temporary), false) = (&self.temporary, self.stays) {
             // The error that caused the drop is more precise than an error here.
             let _ = std::fs::remove_file(temporary);
         }
@@ -190,15 +253,79 @@ pub(crate) fn parent_of(path: &Path) -> &Path {
     }
 }
 
-/// Tries temporary names in the directory of `destination` until one is free.
+/// The file that `destination` means.
+fn resolve(destination: &Path) -> Result<PathBuf, NewFileError> {
+    if destination.file_name().is_none() {
+        return Err(NewFileError::NoName);
+    }
+    match std::fs::metadata(destination) {
+        Ok(metadata) if metadata.is_dir() => Err(NewFileError::Directory),
+        Ok(metadata) if !metadata.is_file() => Err(NewFileError::NoRegularFile),
+        // A symbolic link stays; its target is replaced.
+        Ok(_) => destination.canonicalize().map_err(NewFileError::Create),
+        Err(_) if destination.as_os_str().as_encoded_bytes().ends_with(b"/") => {
+            Err(NewFileError::NoName)
+        }
+        Err(_) => Ok(destination.to_owned()),
+    }
+}
+
+fn open_unnamed(directory: &Path) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = rustix::fs::open(directory, flags, Mode::from_raw_mode(0o666))?;
+    // Without /proc, the file can never get a name.
+    match std::fs::symlink_metadata(link_path(&file)) {
+        Ok(_) => Ok(file),
+        Err(_) => Err(Errno::OPNOTSUPP),
+    }
+}
+
+fn link_path(file: &impl AsRawFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// The name of the `.partial` file of a copy to a file of the name `base`.
+fn partial_name(base: &str, tag: &str) -> String {
+    let mut end = base.len().min(MAX_BASE_BYTES);
+    while !base.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!(".{}.{tag}.partial", &base[..end])
+}
+
+/// Opens or creates a `.partial` file of this user, and locks it for this process. `None` if that
+/// is not possible.
+fn own_partial(name: &Path) -> io::Result<Option<File>> {
+    // A pipe of this name must not make the open block.
+    let flags =
+        OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match rustix::fs::open(name, flags, Mode::from_raw_mode(0o666)) {
+        Ok(file) => File::from(file),
+        Err(Errno::LOOP | Errno::ACCESS | Errno::ISDIR) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return Ok(None);
+    }
+    let own = file.metadata()?;
+    let named = std::fs::symlink_metadata(name);
+    // Another process may have completed it, and given it its name, before this one had the lock.
+    let is_named = named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino()));
+    let is_own = own.uid() == rustix::process::geteuid().as_raw();
+    Ok((is_named && is_own && own.is_file() && own.nlink() == 1).then_some(file))
+}
+
+/// Tries temporary names in `directory` until one is free.
 fn with_temporary_name<T>(
-    destination: &Path,
+    directory: &Path,
     mut make: impl FnMut(&Path) -> Result<T, Errno>,
 ) -> io::Result<(T, PathBuf)> {
-    for attempt in 0..100 {
+    // A process can have many new files in one directory.
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    for _ in 0..MAX_ATTEMPTS {
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
         // Does not contain the name of the destination, which may have the greatest length.
-        let name = format!(".bcow-{}-{attempt}.part", std::process::id());
-        let path = parent_of(destination).join(name);
+        let path = directory.join(format!(".bcow-{}-{count}.part", std::process::id()));
         match make(&path) {
             Ok(made) => return Ok((made, path)),
             Err(Errno::EXIST) => {}
@@ -211,6 +338,25 @@ fn with_temporary_name<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_with_a_temporary_name_is_removed_or_replaces_the_old_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, temporary) = (directory.path().join("file"), directory.path().join("new"));
+        std::fs::write(&path, "old").unwrap();
+        let named = || {
+            std::fs::write(&temporary, "new").unwrap();
+            let mut new = NewFile::create(&path).unwrap();
+            new.temporary = Some(temporary.clone());
+            new
+        };
+        drop(named());
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        assert!(!temporary.exists());
+        named().complete().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+        assert!(!temporary.exists());
+    }
 
     #[test]
     fn file_system_without_exclusive_renames_gets_the_file_by_a_link() {

@@ -28,44 +28,19 @@ pub(super) struct Header {
     pub backing_format: Option<String>,
 }
 
-/// Why bcow refuses a header.
-#[derive(Debug)]
-pub(super) enum HeaderError {
-    /// The host failed to read it.
-    Io(io::Error),
-    /// The file does not begin with the magic number.
-    NotQcow2,
-    /// The header is invalid, or uses a feature that bcow does not support.
-    Problem(String),
-}
-
-impl From<io::Error> for HeaderError {
-    fn from(error: io::Error) -> Self {
-        HeaderError::Io(error)
-    }
-}
-
-impl From<&str> for HeaderError {
-    fn from(problem: &str) -> Self {
-        HeaderError::Problem(problem.to_owned())
-    }
-}
-
-impl From<String> for HeaderError {
-    fn from(problem: String) -> Self {
-        HeaderError::Problem(problem)
-    }
-}
+/// Why a header cannot be used: an [`io::Error`], or what is invalid or not supported.
+type Problem = Box<dyn std::error::Error + Send + Sync>;
 
 impl Header {
-    /// Reads and checks the header of `file`.
-    pub(super) fn read(file: &File) -> Result<Header, HeaderError> {
+    /// Reads and checks the header of `file`; `None` if the file does not begin with the magic
+    /// number.
+    pub(super) fn read(file: &File) -> Result<Option<Header>, Problem> {
         let mut bytes = [0; V3_BYTES as usize];
         let read = read_up_to(file, &mut bytes, 0)?;
         let u32_at = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|i| bytes[at + i]));
         let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
         if !bytes[..read].starts_with(MAGIC) {
-            return Err(HeaderError::NotQcow2);
+            return Ok(None);
         }
         let version = u32_at(4);
         let header_bytes = match version {
@@ -99,15 +74,15 @@ impl Header {
             _ => return Err("the name of its backing file lies outside its first cluster".into()),
         };
         let backing_format = extensions(file, version, header_bytes, end)?;
-        Ok(Header {
+        Ok(Some(Header {
             cluster_bytes,
             backing_format,
-        })
+        }))
     }
 }
 
 /// Checks that the L1 table covers a disk of `size` bytes and is within the limit.
-fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), HeaderError> {
+fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), Problem> {
     let covered = cluster_bytes * (cluster_bytes / 8);
     if entries > MAX_L1_ENTRIES {
         return Err(
@@ -121,12 +96,7 @@ fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), HeaderErr
 }
 
 /// Reads the header extensions and returns the format of the backing file.
-fn extensions(
-    file: &File,
-    version: u32,
-    start: u64,
-    end: u64,
-) -> Result<Option<String>, HeaderError> {
+fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<String>, Problem> {
     let mut format: Option<String> = None;
     let mut at = start;
     loop {
@@ -155,9 +125,8 @@ fn extensions(
                 }
                 let mut name = vec![0; length as usize];
                 read_exactly(file, &mut name, at)?;
-                let name = String::from_utf8(name).map_err(|_| {
-                    HeaderError::from("the name of its backing file's format is not UTF-8")
-                })?;
+                let name = String::from_utf8(name)
+                    .map_err(|_| "the name of its backing file's format is not UTF-8")?;
                 if format.as_ref().is_some_and(|before| *before != name) {
                     return Err("it records two formats of its backing file".into());
                 }
@@ -176,7 +145,7 @@ fn extensions(
     }
 }
 
-fn read_exactly(file: &File, buf: &mut [u8], at: u64) -> Result<(), HeaderError> {
+fn read_exactly(file: &File, buf: &mut [u8], at: u64) -> Result<(), Problem> {
     match read_up_to(file, buf, at)? {
         read if read == buf.len() => Ok(()),
         _ => Err("it ends inside its header".into()),

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bcow::check::{RestoreError, restore};
@@ -12,7 +12,7 @@ use bcow::{Storage, header_of};
 use crate::blob::read_error;
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, Digest, hex};
-use crate::error::{ConvertError, check_digest};
+use crate::error::{ConvertError, check_equal};
 
 /// Length of the header slots, whose bytes the Merkle tree covers in part only.
 const SLOTS_BYTES: usize = 1024;
@@ -43,7 +43,10 @@ impl CopyFile {
             return Err(ConvertError::layout(name, "it is not a BCoW file"));
         };
         let Some(tree) = &header.merkle else {
-            return Err(ConvertError::NoTree { place: name });
+            return Err(ConvertError::refused(
+                format!("{name} has no Merkle tree, without which a copy cannot be checked"),
+                "`bcow seal` makes a disk immutable, with a Merkle tree",
+            ));
         };
         Ok(CopyFile {
             merkle_root: tree.root,
@@ -81,9 +84,7 @@ impl CopyFile {
         });
         let copies = [Arc::clone(&watched) as Arc<dyn Storage>];
         let restored = restore(file, Some(self.merkle_root), &copies, threads);
-        if cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
-            return Err(ConvertError::Interrupted);
-        }
+        Cancel::new(cancel.map(|cancel| &**cancel)).check()?;
         if let Some(error) = watched.failed().take() {
             return Err(self.unreadable(error));
         }
@@ -120,7 +121,7 @@ impl CopyFile {
         if self.is_checked {
             return Ok(());
         }
-        check_digest(&self.name, "digest", expected, &self.digest(cancel)?)
+        check_equal(&self.name, "digest", expected, &self.digest(cancel)?)
     }
 
     /// The root of the Merkle tree, in hexadecimal.
@@ -151,11 +152,7 @@ impl Storage for Watched {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        let is_cancelled = || {
-            let cancel = self.cancel.as_ref();
-            cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
-        };
-        if is_cancelled() || self.failed().is_some() {
+        if Cancel::new(self.cancel.as_deref()).is_set() || self.failed().is_some() {
             return Err(io::Error::other("the copy has ended"));
         }
         self.storage.read_at(offset, buf).map_err(|error| {

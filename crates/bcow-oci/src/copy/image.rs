@@ -13,8 +13,9 @@ use crate::archive::{Archive, Files, Spool};
 use crate::blob::read_error;
 use crate::cancel::Cancel;
 use crate::digest::Digest;
-use crate::error::{ConvertError, check_digest};
+use crate::error::{ConvertError, check_equal, parse_digest};
 use crate::image::{ImageConfig, minimal_config};
+use crate::layer::Reading;
 use crate::layout::write::{annotated, descriptor, json_bytes};
 use crate::layout::{self, Descriptor, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::left_out::{FromIndex, LeftOut};
@@ -60,11 +61,10 @@ impl CopyImage {
         progress: &dyn Progress,
         cancel: Option<&AtomicBool>,
     ) -> Result<CopyImage, ConvertError> {
+        let limits = Limits::default();
         let spool = Spool {
             directory: scratch,
-            limits: &Limits::default(),
-            progress,
-            cancel: Cancel::new(cancel),
+            reading: Reading::new(&limits, progress, Cancel::new(cancel)),
         };
         let (files, reference) = match source {
             Source::Oci {
@@ -80,11 +80,11 @@ impl CopyImage {
                 )));
             }
         };
-        let (manifest, from_index) = layout::bcow_manifest(&files, reference.as_deref())?;
+        let found = layout::find_bcow(&files, reference.as_deref())?;
         let config = |descriptor: &Descriptor| layout::config_bytes(&files, descriptor);
         let open = |name: String, layer: &Descriptor, digest: &Digest| {
             let Some(blob) = files.blob(digest, layer.size)? else {
-                return Err(ConvertError::missing_blob(name, digest));
+                return Err(ConvertError::missing_blob(&name, digest));
             };
             let (Some((file, offset)), Some(bytes)) = (blob.place(), blob.length()) else {
                 return Err(ConvertError::layout(name, "not a regular file"));
@@ -96,9 +96,9 @@ impl CopyImage {
             };
             CopyFile::new(name, Arc::new(member) as Arc<dyn Storage>, false)
         };
-        let image = CopyImage::of_manifest(source.to_string(), manifest, &config, &open)?;
+        let image = CopyImage::of_manifest(source.to_string(), found.bytes, &config, &open)?;
         Ok(CopyImage {
-            from_index,
+            from_index: found.from_index,
             ..image
         })
     }
@@ -110,7 +110,7 @@ impl CopyImage {
         files: &dyn RemoteFiles,
     ) -> Result<CopyImage, ConvertError> {
         let config = |descriptor: &Descriptor| {
-            let digest = layout::parse_digest(&repository.name(), &descriptor.digest)?;
+            let digest = parse_digest(&repository.name(), &descriptor.digest)?;
             let what = format!("config {} of {}", digest.short(), repository.name());
             let unreadable = |source| read_error("read", &what, source);
             let mut bytes = Vec::new();
@@ -123,7 +123,10 @@ impl CopyImage {
         };
         let open = |name: String, layer: &Descriptor, digest: &Digest| {
             let Some(merkle_root) = layout::merkle_root(&name, layer)? else {
-                return Err(ConvertError::NoRoot { place: name });
+                return Err(ConvertError::refused(
+                    format!("{name}: the manifest has no root hash for it"),
+                    "an earlier version of bcow wrote the manifest; `skopeo copy` copies the image",
+                ));
             };
             let recorded = RecordedFile {
                 digest: digest.clone(),
@@ -132,7 +135,7 @@ impl CopyImage {
             };
             match files.open(digest, &recorded) {
                 Ok(Some(storage)) => CopyFile::new(name, storage, true),
-                Ok(None) => Err(ConvertError::missing_blob(name, digest)),
+                Ok(None) => Err(ConvertError::missing_blob(&name, digest)),
                 Err(error) => Err(ConvertError::read_through(&name, error)),
             }
         };
@@ -158,16 +161,11 @@ impl CopyImage {
             .iter()
             .enumerate()
             .map(|(index, layer)| {
-                let digest = layout::parse_digest(&name, &layer.digest)?;
+                let digest = parse_digest(&name, &layer.digest)?;
                 let part = match &*layer.media_type {
                     STACK => format!("stack ({})", digest.short()),
                     LAYER => crate::image::layer_name(index, count, Some(&digest)),
-                    other => {
-                        return Err(ConvertError::MediaType {
-                            place: name.clone(),
-                            media_type: other.to_owned(),
-                        });
-                    }
+                    other => return Err(ConvertError::media_type(&name, other)),
                 };
                 let file = open(format!("{part} of {name}"), layer, &digest)?;
                 let differs = |what: &'static str| {
@@ -187,9 +185,9 @@ impl CopyImage {
             })
             .collect::<Result<Vec<_>, _>>()?;
         let bytes = config(&document.config)?;
-        let expected = layout::parse_digest(&name, &document.config.digest)?;
+        let expected = parse_digest(&name, &document.config.digest)?;
         let found = Digest::of(&bytes);
-        check_digest(&format!("config of {name}"), "digest", &expected, &found)?;
+        check_equal(&format!("config of {name}"), "digest", &expected, &found)?;
         Ok(CopyImage::new(name, manifest, (found, bytes), files))
     }
 

@@ -3,20 +3,22 @@
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::{BlobReport, CopyFile, CopyImage, CopyOptions};
+use bcow::{MemoryStorage, Storage};
+
+use super::{BlobReport, CopyImage};
+use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::in_order::InOrder;
 use crate::layout::OCI_MANIFEST;
-use crate::options::Progress;
+use crate::options::{Progress, RunOptions};
 use crate::repository::Upload;
 
 /// A copy into a registry.
 pub(super) struct Sending<'a> {
     upload: &'a dyn Upload,
-    options: &'a CopyOptions,
+    options: &'a RunOptions,
     progress: &'a dyn Progress,
     /// The name of the repository in messages.
     name: PathBuf,
@@ -25,7 +27,7 @@ pub(super) struct Sending<'a> {
 impl<'a> Sending<'a> {
     pub(super) fn new(
         upload: &'a dyn Upload,
-        options: &'a CopyOptions,
+        options: &'a RunOptions,
         progress: &'a dyn Progress,
     ) -> Self {
         Sending {
@@ -43,70 +45,60 @@ impl<'a> Sending<'a> {
         self.progress.total(Some(bytes.sum()));
         let mut reports = Vec::new();
         for (digest, file) in files {
-            let copied_bytes = self.file(digest, file)?;
-            if self.is_cancelled() {
-                return Err(ConvertError::Interrupted);
-            }
+            self.progress.phase(&file.name);
+            let check = || file.check(digest, self.options.cancel.as_deref());
+            let sent = |bytes| self.progress.advance(bytes);
+            let copied_bytes = self.blob(digest, &file.storage, file.bytes, &check, &sent)?;
+            self.cancel().check()?;
             reports.push(BlobReport::new(digest, file.bytes, copied_bytes));
         }
         let (digest, config) = &image.config;
-        let sent = self.config(digest, config)?;
-        reports.push(BlobReport::new(digest, config.len() as u64, sent));
+        let bytes = config.len() as u64;
+        let config: Arc<dyn Storage> = Arc::new(MemoryStorage::new(config.clone()));
+        let sent = self.blob(digest, &config, bytes, &|| Ok(()), &|_| {})?;
+        reports.push(BlobReport::new(digest, bytes, sent));
         self.upload
             .manifest(&image.manifest, OCI_MANIFEST, &image.digest)
             .map_err(|error| self.failed(error))?;
         Ok(reports)
     }
 
-    /// Sends a layer or the stack. Returns the number of bytes sent.
-    fn file(&self, digest: &Digest, file: &CopyFile) -> Result<u64, ConvertError> {
+    /// Sends a blob that the registry does not have, after `check`. `sent` learns of each byte that
+    /// is sent or need not be sent. Returns the number of bytes sent.
+    fn blob(
+        &self,
+        digest: &Digest,
+        content: &Arc<dyn Storage>,
+        bytes: u64,
+        check: &dyn Fn() -> Result<(), ConvertError>,
+        sent: &dyn Fn(u64),
+    ) -> Result<u64, ConvertError> {
         let failed = |error| self.failed(error);
-        self.progress.phase(&file.name);
-        if self.upload.adopt(digest, file.bytes).map_err(failed)? {
-            self.progress.advance(file.bytes);
+        if self.upload.adopt(digest, bytes).map_err(failed)? {
+            sent(bytes);
             return Ok(0);
         }
-        let cancel = &self.options.cancel;
-        file.check(digest, cancel.as_deref())?;
+        check()?;
         let open = |offset| -> io::Result<Box<dyn io::Read>> {
             Ok(Box::new(InOrder {
-                storage: Arc::clone(&file.storage),
+                storage: Arc::clone(content),
                 at: offset,
-                end: file.bytes,
-                cancel: cancel.clone(),
+                end: bytes,
+                cancel: self.options.cancel.clone(),
             }))
         };
-        let sent = |bytes| self.progress.advance(bytes);
         self.upload
-            .blob(digest, file.bytes, &open, &sent)
-            .map_err(failed)?;
-        Ok(file.bytes)
-    }
-
-    /// Sends the configuration. Returns the number of bytes sent.
-    fn config(&self, digest: &Digest, config: &[u8]) -> Result<u64, ConvertError> {
-        let failed = |error| self.failed(error);
-        let bytes = config.len() as u64;
-        if self.upload.adopt(digest, bytes).map_err(failed)? {
-            return Ok(0);
-        }
-        let open = |offset: u64| -> io::Result<Box<dyn io::Read>> {
-            let rest = config.get(offset as usize..).unwrap_or_default();
-            Ok(Box::new(io::Cursor::new(rest.to_vec())))
-        };
-        self.upload
-            .blob(digest, bytes, &open, &|_| {})
+            .blob(digest, bytes, &open, sent)
             .map_err(failed)?;
         Ok(bytes)
     }
 
-    fn is_cancelled(&self) -> bool {
-        let cancel = self.options.cancel.as_ref();
-        cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+    fn cancel(&self) -> Cancel<'_> {
+        Cancel::new(self.options.cancel.as_deref())
     }
 
     fn failed(&self, source: io::Error) -> ConvertError {
-        if self.is_cancelled() {
+        if self.cancel().is_set() {
             ConvertError::Interrupted
         } else {
             ConvertError::write("write", &self.name, source)
@@ -118,9 +110,7 @@ impl<'a> Sending<'a> {
 pub(super) mod tests {
     use std::io::Read;
     use std::sync::Mutex;
-    use std::sync::atomic::AtomicBool;
-
-    use bcow::MemoryStorage;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::super::CopyFile;
     use super::*;
@@ -201,7 +191,7 @@ pub(super) mod tests {
     #[test]
     fn a_copy_to_a_registry_that_is_cancelled_is_no_failed_write() {
         let registry = Registry::default();
-        let options = CopyOptions {
+        let options = RunOptions {
             threads: 1,
             cancel: Some(Arc::clone(&registry.cancelled)),
         };
@@ -219,7 +209,7 @@ pub(super) mod tests {
             has_all: true,
             ..Registry::default()
         };
-        let options = CopyOptions::default();
+        let options = RunOptions::default();
         let reports = Sending::new(&registry, &options, &()).image(&image);
         let expected = [Digest::of(b"layer"), Digest::of(b"{}")];
         let reported: Vec<_> = reports.unwrap().into_iter().map(|it| it.digest).collect();

@@ -3,7 +3,7 @@
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 
 use bcow_erofs::reader::Filesystem;
 use serde::Serialize;
@@ -11,18 +11,18 @@ use serde_json::{Map, Value, json};
 
 use super::compress::{Encoder, LayerCompression};
 use super::tree::TreeExport;
-use super::{ExportError, ExportOptions, TarForm, TarReport};
+use super::{TarForm, TarReport};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::error::ConvertError;
 use crate::image::ImageConfig;
 use crate::layout::write::{
-    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
+    LayoutPlace, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
 use crate::layout::{OCI_CONFIG, OCI_MANIFEST};
 use crate::left_out::Annotations;
 use crate::null::some_fields;
-use crate::options::Progress;
+use crate::options::{Progress, RunOptions};
 use crate::parallel;
 use crate::platform::Platform;
 
@@ -33,15 +33,12 @@ const QUEUE: usize = 4;
 
 /// The file systems to export.
 #[derive(Clone)]
-pub enum Layers<'e> {
-    /// A whole tree, as one layer.
-    Flattened(&'e Filesystem),
-    /// The layers of a stack, lowest first, each in overlayfs form (see [`bcow_erofs::overlay`]).
-    Stack(Vec<&'e Filesystem>),
-    /// A whole tree, and layers on top of it.
-    Base(&'e Filesystem, Vec<&'e Filesystem>),
-    /// The layers of a stack. For some of them, the layout may have the original archive.
-    Known(Vec<(&'e Filesystem, Option<KnownLayer>)>),
+pub struct Layers<'e> {
+    /// The form of the lowest layer: [`TarForm::Flattened`] for a whole tree. The others are layers
+    /// in overlayfs form (see [`bcow_erofs::overlay`]).
+    pub lowest: TarForm,
+    /// All layers, lowest first. For some of them, the layout may have the original archive.
+    pub layers: Vec<(&'e Filesystem, Option<KnownLayer>)>,
 }
 
 /// The archive that a layer was made of. If the layout has this archive, the export uses it
@@ -59,26 +56,15 @@ pub struct KnownLayer {
 }
 
 impl<'e> Layers<'e> {
-    /// All layers, lowest first, each with its known archive.
-    fn all(&self) -> Vec<(&'e Filesystem, Option<KnownLayer>)> {
-        let unknown = |fs: &'e Filesystem| (fs, None);
-        match self {
-            Layers::Flattened(fs) => vec![unknown(fs)],
-            Layers::Stack(layers) => layers.iter().copied().map(unknown).collect(),
-            Layers::Base(fs, layers) => {
-                let all = std::iter::once(*fs).chain(layers.iter().copied());
-                all.map(unknown).collect()
-            }
-            Layers::Known(layers) => layers.clone(),
-        }
+    /// Layers, lowest first, without known archives.
+    pub fn new(lowest: TarForm, layers: impl IntoIterator<Item = &'e Filesystem>) -> Self {
+        let layers = layers.into_iter().map(|layer| (layer, None)).collect();
+        Layers { lowest, layers }
     }
 
-    /// The form of the lowest layer.
-    fn lowest(&self) -> TarForm {
-        match self {
-            Layers::Flattened(_) | Layers::Base(..) => TarForm::Flattened,
-            Layers::Stack(_) | Layers::Known(_) => TarForm::Layer,
-        }
+    /// The file systems, lowest first.
+    fn filesystems(&self) -> Vec<&'e Filesystem> {
+        self.layers.iter().map(|layer| layer.0).collect()
     }
 }
 
@@ -103,13 +89,8 @@ impl KnownLayer {
 /// The destination of an image.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutExport {
-    /// The layout's directory, created if it is missing, or the file of an archive. For a registry,
-    /// a directory that has space for the image until it is sent.
-    pub directory: PathBuf,
-    /// Directory, archive or registry.
-    pub form: LayoutForm,
-    /// Name of the image in the layout.
-    pub reference: Option<String>,
+    /// Where the image is written.
+    pub place: LayoutPlace,
     /// How the layers are compressed.
     pub compression: LayerCompression,
     /// The annotations of the manifest.
@@ -151,33 +132,30 @@ pub fn export_layout(
     layers: &Layers<'_>,
     config: Option<&Value>,
     destination: &LayoutExport,
-    options: &ExportOptions,
+    options: &RunOptions,
     progress: &dyn Progress,
-) -> Result<OciReport, ExportError> {
-    let lowest = layers.lowest();
-    let (layers, known): (Vec<_>, Vec<_>) = layers.all().into_iter().unzip();
+) -> Result<OciReport, ConvertError> {
+    let trees = layers.filesystems();
     // Check the configuration before anything is written.
     let template = ConfigTemplate::new(config)?;
-    let writer = LayoutWriter::open(
-        &destination.directory,
-        &destination.form,
-        options.cancel.clone(),
-    )?;
+    let writer = LayoutWriter::open(&destination.place, options.cancel.clone())?;
     let stop = AtomicBool::new(false);
     let export = ImageExport {
         writer: &writer,
-        lowest,
+        lowest: layers.lowest,
         compression: destination.compression,
         is_piped: options.threads > 1,
         cancel: Cancel::new(options.cancel.as_deref()).or(&stop),
         progress,
     };
-    let order: Vec<usize> = (0..layers.len()).collect();
+    let order: Vec<usize> = (0..trees.len()).collect();
     // Each layer takes two threads.
     let at_once = (options.threads / 2).max(1);
-    let written = parallel::run(&order, at_once, &stop, |index| match &known[index] {
-        Some(known) if export.has_archive(known)? => Ok(WrittenLayer::existing(known)),
-        _ => export.layer(layers[index], &layers[..index]),
+    let written = parallel::run(&order, at_once, &stop, |index| {
+        match &layers.layers[index].1 {
+            Some(known) if export.has_archive(known)? => Ok(WrittenLayer::existing(known)),
+            _ => export.layer(trees[index], &trees[..index]),
+        }
     })?;
     progress.phase("syncing");
     let diff_ids: Vec<&Digest> = written
@@ -185,10 +163,8 @@ pub fn export_layout(
         .map(|layer| &layer.report.diff_id.0)
         .collect();
     let platform = template.platform();
-    let config = writer.document(&json_bytes(
-        &template.fill(&diff_ids),
-        &destination.directory,
-    )?)?;
+    let path = &destination.place.path;
+    let config = writer.document(&json_bytes(&template.fill(&diff_ids), path)?)?;
     let media_type = destination.compression.media_type();
     let descriptors: Vec<Value> = written
         .iter()
@@ -207,19 +183,13 @@ pub fn export_layout(
     if !destination.annotations.is_empty() {
         manifest["annotations"] = json!(destination.annotations);
     }
-    let manifest = writer.document(&json_bytes(&manifest, &destination.directory)?)?;
+    let manifest = writer.document(&json_bytes(&manifest, path)?)?;
     let entry = ManifestEntry {
-        digest: manifest.digest.clone(),
-        size: manifest.size,
-        artifact_type: None,
         platform,
-        reference: destination.reference.clone(),
-        subject: None,
-        annotations: Annotations::new(),
+        reference: destination.place.reference.clone(),
+        ..ManifestEntry::of(&manifest)
     };
-    if export.cancel.is_set() {
-        return Err(ExportError::Interrupted);
-    }
+    export.cancel.check()?;
     let (blobs, layers): (Vec<Option<NewBlob>>, Vec<ExportedLayer>) = written
         .into_iter()
         .map(|layer| (layer.blob, layer.report))
@@ -239,23 +209,22 @@ pub fn export_layout(
 pub(crate) fn archives(
     layers: &Layers<'_>,
     writer: &LayoutWriter,
-    options: &ExportOptions,
+    options: &RunOptions,
     progress: &dyn Progress,
-) -> Result<Vec<(NewBlob, DiffId)>, ExportError> {
-    let lowest = layers.lowest();
-    let layers: Vec<&Filesystem> = layers.all().into_iter().map(|layer| layer.0).collect();
+) -> Result<Vec<(NewBlob, DiffId)>, ConvertError> {
+    let trees = layers.filesystems();
     let stop = AtomicBool::new(false);
     let export = ImageExport {
         writer,
-        lowest,
+        lowest: layers.lowest,
         compression: LayerCompression::None,
         is_piped: false,
         cancel: Cancel::new(options.cancel.as_deref()).or(&stop),
         progress,
     };
-    let order: Vec<usize> = (0..layers.len()).collect();
+    let order: Vec<usize> = (0..trees.len()).collect();
     let written = parallel::run(&order, options.threads.max(1), &stop, |index| {
-        export.layer(layers[index], &layers[..index])
+        export.layer(trees[index], &trees[..index])
     })?;
     let pairs = written.into_iter().filter_map(|layer: WrittenLayer| {
         let diff_id = layer.report.diff_id;
@@ -269,11 +238,8 @@ pub(crate) fn config_with(
     config: Option<&Value>,
     diff_ids: &[&Digest],
     path: &Path,
-) -> Result<Vec<u8>, ExportError> {
-    Ok(json_bytes(
-        &ConfigTemplate::new(config)?.fill(diff_ids),
-        path,
-    )?)
+) -> Result<Vec<u8>, ConvertError> {
+    json_bytes(&ConfigTemplate::new(config)?.fill(diff_ids), path)
 }
 
 struct ImageExport<'w> {
@@ -315,7 +281,7 @@ impl ImageExport<'_> {
     /// Whether the layout or the registry has this layer's archive, with a media type that OCI
     /// images allow. The registry may take the archive from another of its repositories. A blob of
     /// a layout is read and hashed, because a blob with the right name can have other content.
-    fn has_archive(&self, known: &KnownLayer) -> Result<bool, ExportError> {
+    fn has_archive(&self, known: &KnownLayer) -> Result<bool, ConvertError> {
         const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
         if !known.media_type.starts_with(FORM) {
             return Ok(false);
@@ -323,12 +289,12 @@ impl ImageExport<'_> {
         if let Some(upload) = self.writer.upload() {
             let found = upload.adopt(&known.digest, known.stored_bytes);
             let name = PathBuf::from(upload.name());
-            return Ok(found.map_err(|error| ConvertError::write("write", &name, error))?);
+            return found.map_err(|error| ConvertError::write("write", &name, error));
         }
-        Ok(self.writer.has_blob(&known.digest, known.stored_bytes)?)
+        self.writer.has_blob(&known.digest, known.stored_bytes)
     }
 
-    fn layer(&self, fs: &Filesystem, below: &[&Filesystem]) -> Result<WrittenLayer, ExportError> {
+    fn layer(&self, fs: &Filesystem, below: &[&Filesystem]) -> Result<WrittenLayer, ConvertError> {
         let failed = |error| ConvertError::write("write", self.writer.directory(), error);
         let output = self.writer.new_blob()?;
         let file = BufWriter::with_capacity(CHUNK_BYTES, output.file()?);
@@ -339,7 +305,7 @@ impl ImageExport<'_> {
             self.piped(fs, below, &mut encoder)
         };
         let (tar, diff_id, tar_bytes) = archive.map_err(|error| match error {
-            ExportError::Write(error) => failed(error).into(),
+            ConvertError::WriteArchive(error) => failed(error),
             other => other,
         })?;
         encoder
@@ -365,12 +331,10 @@ impl ImageExport<'_> {
         fs: &Filesystem,
         below: &[&Filesystem],
         out: &mut dyn Write,
-    ) -> Result<(TarReport, Digest, u64), ExportError> {
-        let mut hashed = Hashed {
-            out: Pieces {
-                out,
-                piece: Vec::with_capacity(CHUNK_BYTES),
-            },
+    ) -> Result<(TarReport, Digest, u64), ConvertError> {
+        let mut hashed = HashedPieces {
+            out,
+            piece: Vec::with_capacity(CHUNK_BYTES),
             hasher: Hasher::new(Algorithm::Sha256),
             bytes: 0,
         };
@@ -380,7 +344,8 @@ impl ImageExport<'_> {
         };
         let export = TreeExport::new(fs, form, &mut hashed, self.cancel, self.progress);
         let report = export.above(below).write()?;
-        hashed.out.finish().map_err(ExportError::Write)?;
+        let last = hashed.out.write_all(&hashed.piece);
+        last.map_err(ConvertError::WriteArchive)?;
         Ok((report, hashed.hasher.finish(), hashed.bytes))
     }
 
@@ -390,26 +355,25 @@ impl ImageExport<'_> {
         fs: &Filesystem,
         below: &[&Filesystem],
         out: &mut (dyn Write + Send),
-    ) -> Result<(TarReport, Digest, u64), ExportError> {
-        let (sender, receiver) = sync_channel(QUEUE);
+    ) -> Result<(TarReport, Digest, u64), ConvertError> {
+        let (sender, receiver) = sync_channel::<Vec<u8>>(QUEUE);
         std::thread::scope(|scope| {
-            let compressor = scope.spawn(move || drain(receiver, out));
+            let compressor = scope.spawn(move || {
+                let mut chunks = receiver.iter();
+                chunks.try_for_each(|chunk| out.write_all(&chunk))
+            });
             let mut chunks = Chunks(sender);
             let archive = self.archive(fs, below, &mut chunks);
             // Closing the channel ends the compressor.
             drop(chunks);
             match compressor.join() {
                 // The compressor's error is the cause of the closed channel.
-                Ok(Err(error)) => Err(ExportError::Write(error)),
+                Ok(Err(error)) => Err(ConvertError::WriteArchive(error)),
                 Ok(Ok(())) => archive,
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         })
     }
-}
-
-fn drain(chunks: Receiver<Vec<u8>>, out: &mut (dyn Write + Send)) -> io::Result<()> {
-    chunks.iter().try_for_each(|chunk| out.write_all(&chunk))
 }
 
 /// Sends the bytes that are written to it to another thread.
@@ -428,24 +392,22 @@ impl Write for Chunks {
     }
 }
 
-/// Collects the bytes that are written to it into pieces of one size. The output of deflate depends
-/// on the sizes of its input pieces. It must depend neither on how the image is stored nor on the
-/// number of threads.
-struct Pieces<'p> {
-    out: &'p mut dyn Write,
+/// Hashes and counts the bytes that are written to it, and passes them on in pieces of one size.
+/// The output of deflate depends on the sizes of its input pieces. It must depend neither on how
+/// the image is stored nor on the number of threads.
+struct HashedPieces<'h> {
+    out: &'h mut dyn Write,
     /// Always shorter than [`CHUNK_BYTES`].
     piece: Vec<u8>,
+    hasher: Hasher,
+    bytes: u64,
 }
 
-impl Pieces<'_> {
-    fn finish(self) -> io::Result<()> {
-        self.out.write_all(&self.piece)
-    }
-}
-
-impl Write for Pieces<'_> {
+impl Write for HashedPieces<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let taken = bytes.len().min(CHUNK_BYTES - self.piece.len());
+        self.hasher.update(&bytes[..taken]);
+        self.bytes += taken as u64;
         self.piece.extend_from_slice(&bytes[..taken]);
         if self.piece.len() == CHUNK_BYTES {
             self.out.write_all(&self.piece)?;
@@ -459,32 +421,13 @@ impl Write for Pieces<'_> {
     }
 }
 
-/// Hashes and counts the bytes that pass.
-struct Hashed<'h> {
-    out: Pieces<'h>,
-    hasher: Hasher,
-    bytes: u64,
-}
-
-impl Write for Hashed<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.out.write(bytes)?;
-        self.hasher.update(&bytes[..written]);
-        self.bytes += written as u64;
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
-    }
-}
-
 /// An image's configuration, to be completed with the layers.
 struct ConfigTemplate(Map<String, Value>);
 
 impl ConfigTemplate {
-    fn new(config: Option<&Value>) -> Result<Self, ExportError> {
-        let bad = |problem| ExportError::Config { problem };
+    fn new(config: Option<&Value>) -> Result<Self, ConvertError> {
+        let bad =
+            |problem: &str| ConvertError::Export(format!("invalid image configuration: {problem}"));
         let config = match config {
             Some(Value::Object(config)) => config.clone(),
             Some(_) => return Err(bad("it is not an object")),
@@ -594,7 +537,7 @@ mod tests {
         for config in [json!([]), json!("x"), json!({"rootfs": []})] {
             assert!(matches!(
                 ConfigTemplate::new(Some(&config)),
-                Err(ExportError::Config { .. })
+                Err(ConvertError::Export(_))
             ));
         }
     }

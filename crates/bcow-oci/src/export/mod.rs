@@ -4,40 +4,19 @@
 //! layers and writes the documents of the image. The same tree gives the same bytes.
 
 mod compress;
-mod error;
 pub(crate) mod image;
 mod tree;
 
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use bcow_erofs::reader::Filesystem;
 
 use crate::cancel::Cancel;
-use crate::options::Progress;
+use crate::error::ConvertError;
+use crate::options::{Progress, RunOptions};
 
 pub use compress::LayerCompression;
-pub use error::ExportError;
 pub use image::{ExportedLayer, KnownLayer, Layers, LayoutExport, OciReport, export_layout};
-
-/// Options of an export.
-#[derive(Debug, Clone)]
-pub struct ExportOptions {
-    /// Number of threads for compression. The output does not depend on it.
-    pub threads: usize,
-    /// A flag that cancels the export soon after it becomes true.
-    pub cancel: Option<Arc<AtomicBool>>,
-}
-
-impl Default for ExportOptions {
-    fn default() -> Self {
-        ExportOptions {
-            threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
-            cancel: None,
-        }
-    }
-}
 
 /// The form of the archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,9 +52,9 @@ pub fn export_tar(
     fs: &Filesystem,
     form: TarForm,
     out: &mut dyn Write,
-    options: &ExportOptions,
+    options: &RunOptions,
     progress: &dyn Progress,
-) -> Result<TarReport, ExportError> {
+) -> Result<TarReport, ConvertError> {
     let cancel = Cancel::new(options.cancel.as_deref());
     tree::TreeExport::new(fs, form, out, cancel, progress).write()
 }

@@ -9,8 +9,9 @@ use bcow_erofs::reader::{
     Walk, XattrList,
 };
 
-use super::{ExportError, TarForm, TarReport};
+use super::{TarForm, TarReport};
 use crate::cancel::Cancel;
+use crate::error::ConvertError;
 use crate::options::Progress;
 use crate::tar::writer::{EntryError, Kind, MAX_PAX_BYTES, TarHeader, TarWriter};
 use crate::tar::{MAX_RUNS, Run};
@@ -173,17 +174,17 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Writes the whole archive.
-    pub(super) fn write(mut self) -> Result<TarReport, ExportError> {
+    pub(super) fn write(mut self) -> Result<TarReport, ConvertError> {
         if self.form == TarForm::Layer {
             self.lower_links()?;
         }
         let mut walk = Walk::new(self.fs);
         while let Some(inode) = walk.next().map_err(|e| read_error(walk.path(), e))? {
-            self.check_cancel()?;
+            self.cancel.check()?;
             self.inode(walk.path(), &inode)?;
         }
         self.write_own_links()?;
-        self.tar.finish().map_err(ExportError::Write)?;
+        self.tar.finish().map_err(ConvertError::WriteArchive)?;
         if self.report.sockets > 0 {
             let sockets = plural(self.report.sockets, "socket");
             self.progress
@@ -192,18 +193,14 @@ impl<'e> TreeExport<'e> {
         Ok(self.report)
     }
 
-    fn check_cancel(&self) -> Result<(), ExportError> {
-        if self.cancel.is_set() { Err(ExportError::Interrupted) } else { Ok(()) }
-    }
-
     /// Writes hardlinks to lower layers before all other entries. A program that unpacks the layer
     /// processes its entries in order, and an entry for another name (a whiteout, a new file, an
     /// opaque directory) may remove the target of a link.
-    fn lower_links(&mut self) -> Result<(), ExportError> {
+    fn lower_links(&mut self) -> Result<(), ConvertError> {
         let mut links = Vec::new();
         let mut walk = Walk::new(self.fs);
         while let Some(inode) = walk.next().map_err(|e| read_error(walk.path(), e))? {
-            self.check_cancel()?;
+            self.cancel.check()?;
             let path = walk.path();
             if !self.is_lower_link(path, &inode)? {
                 continue;
@@ -258,7 +255,7 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Writes the hardlinks to files of this layer whose targets came later in the source.
-    fn write_own_links(&mut self) -> Result<(), ExportError> {
+    fn write_own_links(&mut self) -> Result<(), ConvertError> {
         let links = std::mem::take(&mut self.own_links);
         for link in links.values() {
             self.check_name(&link.path)?;
@@ -284,7 +281,7 @@ impl<'e> TreeExport<'e> {
     /// Writes opaque marks into the early directories below an opaque one, the deepest first. The
     /// mark of the opaque directory would remove the lower layers' entries from them, and change
     /// their times after their own entries. Their own marks do so while these times are restored.
-    fn empty_early(&mut self) -> Result<(), ExportError> {
+    fn empty_early(&mut self) -> Result<(), ConvertError> {
         let mut directories = Vec::new();
         for path in &self.early {
             let place = LayerObject::find(self.fs, path).map_err(|e| read_error(path, e))?;
@@ -300,20 +297,20 @@ impl<'e> TreeExport<'e> {
         Ok(())
     }
 
-    fn is_lower_link(&self, path: &[u8], inode: &Inode) -> Result<bool, ExportError> {
+    fn is_lower_link(&self, path: &[u8], inode: &Inode) -> Result<bool, ConvertError> {
         Ok(self.form == TarForm::Layer
             && inode.kind == FileType::Symlink
             && self.is_marked(path, inode, LINK)?)
     }
 
-    fn is_marked(&self, path: &[u8], inode: &Inode, mark: &[u8]) -> Result<bool, ExportError> {
+    fn is_marked(&self, path: &[u8], inode: &Inode, mark: &[u8]) -> Result<bool, ConvertError> {
         let value = self.fs.xattr(inode, mark);
         Ok(value.map_err(|e| read_error(path, e))?.is_some())
     }
 
     /// Writes the directories above `path` that the layer lists and that are not yet in the
     /// archive.
-    fn parents(&mut self, path: &[u8]) -> Result<(), ExportError> {
+    fn parents(&mut self, path: &[u8]) -> Result<(), ConvertError> {
         let slashes = path.iter().enumerate().filter(|(_, b)| **b == b'/');
         for parent in std::iter::once(0).chain(slashes.map(|(at, _)| at)) {
             let parent = &path[..parent];
@@ -339,7 +336,7 @@ impl<'e> TreeExport<'e> {
     /// child gets none if a lower layer has it and so supplies its attributes. Otherwise the
     /// directory is new, and programs that unpack layers would give it different attributes. If the
     /// lower layers are unknown, such a directory gets no entry.
-    fn is_listed(&self, path: &[u8], directory: &Inode) -> Result<bool, ExportError> {
+    fn is_listed(&self, path: &[u8], directory: &Inode) -> Result<bool, ConvertError> {
         if !self.is_marked(path, directory, IMPLICIT)? {
             return Ok(true);
         }
@@ -364,7 +361,7 @@ impl<'e> TreeExport<'e> {
     }
 
     /// The extended attributes that go into the archive.
-    fn xattrs(&self, path: &[u8], inode: &Inode) -> Result<XattrList, ExportError> {
+    fn xattrs(&self, path: &[u8], inode: &Inode) -> Result<XattrList, ConvertError> {
         let mut xattrs = self.fs.xattrs(inode).map_err(|e| read_error(path, e))?;
         if self.form == TarForm::Layer {
             const MARKS: [&[u8]; 4] = [DEVICE, IMPLICIT, LINK, OPAQUE];
@@ -374,7 +371,7 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Writes the entries that stand for marks of the overlayfs form.
-    fn marks(&mut self, path: &[u8], inode: &Inode) -> Result<bool, ExportError> {
+    fn marks(&mut self, path: &[u8], inode: &Inode) -> Result<bool, ConvertError> {
         if inode.kind == FileType::Directory {
             // Some programs refuse an archive with two entries of one name.
             if !self.early.contains(path) && self.is_listed(path, inode)? {
@@ -396,7 +393,7 @@ impl<'e> TreeExport<'e> {
         self.is_lower_link(path, inode)
     }
 
-    fn whiteout(&mut self, name: &[u8]) -> Result<(), ExportError> {
+    fn whiteout(&mut self, name: &[u8]) -> Result<(), ConvertError> {
         let entry = TarHeader {
             path: name,
             kind: Kind::Regular { size: 0 },
@@ -409,7 +406,7 @@ impl<'e> TreeExport<'e> {
         self.put(name, &entry)
     }
 
-    fn inode(&mut self, path: &[u8], inode: &Inode) -> Result<(), ExportError> {
+    fn inode(&mut self, path: &[u8], inode: &Inode) -> Result<(), ConvertError> {
         self.check_name(path)?;
         if inode.kind == FileType::Socket {
             self.report.sockets += 1;
@@ -440,7 +437,7 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Rejects a name that a reader of layers takes for a whiteout.
-    fn check_name(&self, path: &[u8]) -> Result<(), ExportError> {
+    fn check_name(&self, path: &[u8]) -> Result<(), ConvertError> {
         if !name_of(path).starts_with(WHITEOUT) {
             return Ok(());
         }
@@ -451,7 +448,7 @@ impl<'e> TreeExport<'e> {
                 self.progress.warning(&format!("{shown}: {PROBLEM}"));
                 Ok(())
             }
-            TarForm::Flattened | TarForm::Layer => Err(ExportError::Unrepresentable {
+            TarForm::Flattened | TarForm::Layer => Err(ConvertError::Unrepresentable {
                 path: rooted(path),
                 problem: PROBLEM.to_owned(),
             }),
@@ -459,19 +456,19 @@ impl<'e> TreeExport<'e> {
     }
 
     /// Counts bytes of paths that are kept in memory.
-    fn remember(&mut self, bytes: usize) -> Result<(), ExportError> {
+    fn remember(&mut self, bytes: usize) -> Result<(), ConvertError> {
         self.link_bytes += bytes;
         if self.link_bytes > MAX_LINK_BYTES {
-            Err(ExportError::Hardlinks {
-                allowed: MAX_LINK_BYTES,
-            })
+            Err(ConvertError::Export(format!(
+                "the paths of hardlinked files take more than {MAX_LINK_BYTES} bytes"
+            )))
         } else {
             Ok(())
         }
     }
 
     /// The inode's first path, if `path` is a further name of it.
-    fn first_name(&mut self, path: &[u8], inode: &Inode) -> Result<Option<Vec<u8>>, ExportError> {
+    fn first_name(&mut self, path: &[u8], inode: &Inode) -> Result<Option<Vec<u8>>, ConvertError> {
         if inode.kind == FileType::Directory || inode.nlink < 2 {
             return Ok(None);
         }
@@ -501,7 +498,7 @@ impl<'e> TreeExport<'e> {
         inode: &Inode,
         kind: Kind<'_>,
         xattrs: &[(Vec<u8>, Vec<u8>)],
-    ) -> Result<(), ExportError> {
+    ) -> Result<(), ConvertError> {
         let name = match inode.kind {
             FileType::Directory if path.is_empty() => b"./".to_vec(),
             FileType::Directory => [path, b"/"].concat(),
@@ -519,10 +516,10 @@ impl<'e> TreeExport<'e> {
         self.put(path, &entry)
     }
 
-    fn put(&mut self, path: &[u8], entry: &TarHeader<'_>) -> Result<(), ExportError> {
+    fn put(&mut self, path: &[u8], entry: &TarHeader<'_>) -> Result<(), ConvertError> {
         self.tar.entry(entry).map_err(|error| match error {
-            EntryError::Io(error) => ExportError::Write(error),
-            EntryError::PaxBytes(bytes) => ExportError::Unrepresentable {
+            EntryError::Io(error) => ConvertError::WriteArchive(error),
+            EntryError::PaxBytes(bytes) => ConvertError::Unrepresentable {
                 path: rooted(path),
                 problem: format!(
                     "its names and extended attributes take {bytes} bytes, more than \
@@ -539,7 +536,7 @@ impl<'e> TreeExport<'e> {
         path: &[u8],
         inode: &Inode,
         xattrs: &[(Vec<u8>, Vec<u8>)],
-    ) -> Result<(), ExportError> {
+    ) -> Result<(), ConvertError> {
         let size = inode.size;
         let min_hole_bytes = match self.form {
             TarForm::Tree => 1,
@@ -558,7 +555,7 @@ impl<'e> TreeExport<'e> {
         for run in data {
             let mut done = 0;
             while done < run.length {
-                self.check_cancel()?;
+                self.cancel.check()?;
                 let piece = PIECE.min(run.length - done);
                 let mut written = Ok(());
                 let mut sink = |bytes: &[u8]| {
@@ -570,7 +567,7 @@ impl<'e> TreeExport<'e> {
                     .fs
                     .read_with(inode, run.offset + done, piece, &mut sink);
                 read.map_err(|e| read_error(path, e))?;
-                written.map_err(ExportError::Write)?;
+                written.map_err(ConvertError::WriteArchive)?;
                 self.progress.advance(piece);
                 self.report.content_bytes += piece;
                 done += piece;
@@ -672,8 +669,8 @@ fn rooted(path: &[u8]) -> Vec<u8> {
     [b"/", path].concat()
 }
 
-fn read_error(path: &[u8], source: ErofsError) -> ExportError {
-    ExportError::Read {
+fn read_error(path: &[u8], source: ErofsError) -> ConvertError {
+    ConvertError::ReadImage {
         path: rooted(path),
         source,
     }

@@ -22,7 +22,7 @@ use super::LayerOrigin;
 use super::manifest::{self, LayoutLayer};
 use super::stored::{LayerRequest, StoredLayer, Unusable};
 use crate::blob::open_regular;
-use crate::digest::{Algorithm, Digest, Hasher};
+use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
 use crate::layout::write::LayoutWriter;
 use crate::options::Progress;
@@ -118,7 +118,6 @@ impl LayerCache {
         };
         let output = layout.new_blob()?;
         let mut file = output.file()?;
-        let mut hasher = Hasher::new(Algorithm::Sha256);
         let mut buffer = vec![0; 1 << 20];
         loop {
             let read = match (&*entry).read(&mut buffer) {
@@ -127,26 +126,14 @@ impl LayerCache {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Ok(Err(unreadable(&error))),
             };
-            hasher.update(&buffer[..read]);
             file.write_all(&buffer[..read])
                 .map_err(|source| ConvertError::write("write to", layout.directory(), source))?;
         }
-        if hasher.finish() != named {
+        let blob = layout.finish(output)?;
+        if blob.digest != named {
             return wrong("it is damaged: its digest differs from its name");
         }
-        let blob = layout.finish(output)?;
-        let file = blob.file()?;
-        Ok(StoredLayer::open(
-            Arc::new(file),
-            blob.digest.clone(),
-            blob.size,
-            request,
-            LayerOrigin::Cache,
-        )
-        .map(|mut layer| {
-            layer.new = Some(blob);
-            Some(layer)
-        }))
+        Ok(StoredLayer::of_blob(blob, request, LayerOrigin::Cache)?.map(Some))
     }
 
     /// Whether the cache records that the blob with this digest has the requested diffID.
@@ -340,7 +327,7 @@ mod tests {
 
     use super::*;
     use crate::digest::DiffId;
-    use crate::layout::write::LayoutForm;
+    use crate::layout::write::LayoutPlace;
 
     /// Replaces `path` by a FIFO and by a regular file, in turn.
     fn alternate(path: &Path) {
@@ -374,9 +361,12 @@ mod tests {
             }
         });
         let (done, end) = mpsc::channel();
-        let layout = dir.path().join("layout");
+        let layout = LayoutPlace {
+            path: dir.path().join("layout"),
+            ..LayoutPlace::default()
+        };
         std::thread::spawn(move || {
-            let layout = LayoutWriter::open(&layout, &LayoutForm::Directory, None).unwrap();
+            let layout = LayoutWriter::open(&layout, None).unwrap();
             for _ in 0..2000 {
                 assert!(cache.get(&request, &layout, &()).unwrap().is_none());
             }

@@ -7,7 +7,6 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::atomic::AtomicU64;
 
 use bcow::{Compression, Image as BcowImage, OpenOptions};
 use bcow_erofs::reader::Filesystem;
@@ -16,13 +15,13 @@ use crate::blob::{Blob, read_error};
 use crate::cancel::Cancel;
 use crate::conversion::{Conversion, Target};
 use crate::error::ConvertError;
-use crate::export::{ExportError, ExportOptions, TarForm, export_tar};
+use crate::export::{TarForm, export_tar};
 use crate::image::Image;
 use crate::input::single_layer;
 use crate::layer::Reading;
 use crate::layout::write::LayoutWriter;
 use crate::metadata::Metadata;
-use crate::options::{ConvertOptions, Progress};
+use crate::options::{ConvertOptions, Progress, RunOptions};
 use crate::space::INLINE_MAX;
 
 /// Calls `convert` with an image whose only layer is an archive of the directory at `path`.
@@ -37,7 +36,7 @@ pub(crate) fn as_image<R>(
     let name = path.display().to_string();
     let failed = |error: io::Error| read_error("make an archive of", &name, error);
     let (reader, mut writer) = io::pipe().map_err(failed)?;
-    let export_options = ExportOptions {
+    let export_options = RunOptions {
         threads: 1,
         cancel: options.cancel.clone(),
     };
@@ -58,9 +57,8 @@ pub(crate) fn as_image<R>(
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         match (converted, exported) {
             // The conversion failed first; the write error of the export is a consequence.
-            (Err(error), Err(ExportError::Write(_)) | Ok(_)) => Err(error),
-            (_, Err(ExportError::Interrupted)) => Err(ConvertError::Interrupted),
-            (_, Err(ExportError::Layout(error))) => Err(error),
+            (Err(error), Err(ConvertError::WriteArchive(_)) | Ok(_)) => Err(error),
+            (_, Err(ConvertError::Interrupted)) => Err(ConvertError::Interrupted),
             (_, Err(error)) => Err(failed(io::Error::other(error))),
             (Ok(converted), Ok(_)) => Ok(converted),
         }
@@ -88,16 +86,11 @@ fn scratch(
         inline_max: INLINE_MAX,
     };
     let mut conversion = Conversion::start(target, &options, progress)?;
-    let reading = Reading {
-        limits: &options.limits,
-        progress,
-        cancel: Cancel::new(options.cancel.as_deref()),
-        find_diff_id: false,
-        bytes: &AtomicU64::new(0),
-    };
+    let cancel = Cancel::new(options.cancel.as_deref());
+    let reading = Reading::new(&options.limits, progress, cancel);
     let tree = conversion.directory(path, &reading)?;
     let tree = tree.into_tree();
-    let tree = tree.map_err(|problem| ConvertError::tree(path.display().to_string(), problem))?;
+    let tree = tree.map_err(|problem| ConvertError::layout(path.display().to_string(), problem))?;
     let nothing = Metadata::new("", serde_json::Value::Null, serde_json::Map::new());
     conversion.finish(&tree, nothing)?;
     let file = std::sync::Arc::new(output.file()?);

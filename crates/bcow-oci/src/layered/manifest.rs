@@ -57,7 +57,7 @@ impl Manifest<'_> {
             .iter()
             .map(|(layer, input)| {
                 let mut all = BTreeMap::from([
-                    (DIFF_ID, layer.info.diff_id.to_string()),
+                    (DIFF_ID, layer.diff_id.to_string()),
                     (OPTIONS, layer.options.to_string()),
                     (TOOL, tool.clone()),
                     (MERKLE_ROOT, hex(&layer.merkle_root)),
@@ -119,13 +119,10 @@ pub(crate) fn entry(
 ) -> ManifestEntry {
     let from_config = || ImageConfig::parse("config", config).ok()?.platform;
     ManifestEntry {
-        digest: manifest.digest.clone(),
-        size: manifest.size,
         artifact_type: Some(IMAGE),
         platform: image.platform.clone().or_else(from_config),
         reference,
-        subject: None,
-        annotations: Annotations::new(),
+        ..ManifestEntry::of(manifest)
     }
 }
 

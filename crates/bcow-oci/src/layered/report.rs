@@ -5,20 +5,15 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
-use crate::layout::write::LayoutForm;
+use crate::layout::write::LayoutPlace;
 use crate::left_out::LeftOut;
 use crate::platform::Platform;
 
 /// The destination of a layered image, and its options.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutOptions {
-    /// The layout's directory, created if it is missing, or the file of an archive. For a registry,
-    /// a directory that has space for the image until it is sent.
-    pub directory: PathBuf,
-    /// Directory, archive or registry.
-    pub form: LayoutForm,
-    /// Name of the image in the layout.
-    pub reference: Option<String>,
+    /// Where the image is written.
+    pub place: LayoutPlace,
     /// Attach the new image to the source's manifest, in a registry. The image gets no name.
     pub is_referrer: bool,
     /// The directory of a cache of converted layers.

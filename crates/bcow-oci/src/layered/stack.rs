@@ -1,11 +1,10 @@
 //! The stack of an image's layers, in a layout.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
-use bcow::Written;
 use bcow::format::{BackingEntry, BackingName};
+use bcow::{BlockDevice, Written};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::LayerTree;
@@ -14,20 +13,21 @@ use super::StackReport;
 use super::stored::{LowerWindow, StoredLayer};
 use crate::content::ContentStats;
 use crate::digest::hex;
+use crate::ending::Ending;
 use crate::error::ConvertError;
-use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
+use crate::image_file::{tree_error, writer_options};
 use crate::layout::write::{LayoutWriter, NewBlob};
 use crate::metadata::Metadata;
 use crate::options::ConvertOptions;
 use crate::parallel;
-use crate::space::{BLOCK_BYTES, INLINE_MAX};
-use crate::stack::{BlockRange, Merged, StackPart, TAIL_SHIFT, place_regions};
+use crate::space::{BLOCK_BYTES, INLINE_MAX, Shown};
+use crate::stack::{BlockRange, TAIL_SHIFT, Tails, place_regions};
 
 /// A stack that was written.
 pub(crate) struct Stack {
-    blob: NewBlob,
-    written: Written,
-    entries: u64,
+    pub blob: NewBlob,
+    pub written: Written,
+    pub report: StackReport,
 }
 
 /// Merges `layers`, lowest first, and writes the stack. `names` are the layers' names in messages.
@@ -38,73 +38,51 @@ pub(crate) fn write(
     layout: &LayoutWriter,
     options: &ConvertOptions,
 ) -> Result<Stack, ConvertError> {
-    let path: PathBuf = layout.directory().to_owned();
     let places = place_regions(layers.iter().map(|layer| layer.own_bytes));
     let end = places.last().map_or(0, |last| last.first + last.blocks);
     let trees = read_trees(layers, &places, end, options)?;
     let tree = merge(trees).map_err(|e| tree_error(names, e))?;
-    let parts = layers
-        .iter()
-        .map(|layer| {
-            Ok(StackPart {
-                image: &layer.image,
-                digest: layer.sha256()?,
-                bytes: layer.own_bytes,
-            })
+    let shown = layers.iter().zip(&places).map(|(layer, place)| {
+        Ok(Shown {
+            first_block: place.first,
+            bytes: layer.own_bytes,
+            digest: layer.sha256()?,
+            size: layer.image.size(),
         })
-        .collect::<Result<Vec<_>, ConvertError>>()?;
+    });
+    let shown = shown.collect::<Result<Vec<_>, ConvertError>>()?;
     let mut stats = ContentStats::default();
     for layer in layers {
-        stats.content_bytes += layer.info.content_bytes;
-        stats.deduplicated_bytes += layer.info.deduplicated_bytes;
-        stats.lower_bytes += layer.info.lower_bytes;
+        stats.content_bytes += layer.content.file_bytes;
+        stats.deduplicated_bytes += layer.content.deduplicated_bytes;
+        stats.lower_bytes += layer.content.lower_bytes;
     }
     let output = layout.new_blob()?;
-    let merged = Merged {
+    let ending = Ending {
         tree: &tree,
-        parts: &parts,
-        places: &places,
-        options: writer_options(options, options.threads.max(1))?,
+        tails: &Tails(layers.iter().map(|layer| &*layer.image).collect()),
+        shown: &shown,
+        as_devices: options.plain,
         inline_max: INLINE_MAX,
         stats,
         prefetch: options.prefetch.as_ref(),
-        path: &path,
+        path: layout.directory(),
     };
-    let written = merged.write(output.file()?, metadata)?;
-    Ok(Stack {
-        blob: layout.finish(output)?,
-        written,
+    let writer_options = writer_options(options, options.threads.max(1))?;
+    let written = ending.write_stack(output.file()?, writer_options, metadata)?;
+    let blob = layout.finish(output)?;
+    let report = StackReport {
+        digest: blob.digest.clone(),
+        file_bytes: blob.size,
+        merkle_root: hex(&written.merkle_root()),
         entries: tree.len() as u64,
+        size: written.size(),
+    };
+    Ok(Stack {
+        blob,
+        written,
+        report,
     })
-}
-
-impl Stack {
-    /// Reads the stack back and checks its file system.
-    pub(crate) fn verify(
-        &self,
-        layers: &[&StoredLayer],
-        threads: usize,
-    ) -> Result<(), ConvertError> {
-        let mut below = ImagesByDigest::default();
-        for layer in layers {
-            below.0.insert(layer.sha256()?, layer.image.clone());
-        }
-        read_back(&self.written, self.blob.file()?, &below, threads)
-    }
-
-    pub(crate) fn report(&self) -> StackReport {
-        StackReport {
-            digest: self.blob.digest.clone(),
-            file_bytes: self.blob.size,
-            merkle_root: hex(&self.written.merkle_root()),
-            entries: self.entries,
-            size: self.written.size(),
-        }
-    }
-
-    pub(crate) fn into_blob(self) -> NewBlob {
-        self.blob
-    }
 }
 
 /// Reads the layers' trees. Addresses are relative to the start of the windows.

@@ -13,7 +13,7 @@ use super::{LayerOrigin, StoredLayerReport};
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
-use crate::layout::write::{LayoutWriter, NewBlob};
+use crate::layout::write::NewBlob;
 
 /// The properties that a layer must have.
 #[derive(Debug, Clone)]
@@ -32,7 +32,10 @@ pub(crate) struct StoredLayer {
     pub digest: Digest,
     pub file_bytes: u64,
     pub merkle_root: [u8; 32],
-    pub info: LayerInfo,
+    pub diff_id: DiffId,
+    /// Length of the uncompressed archive.
+    pub tar_bytes: u64,
+    pub content: LayerContent,
     /// The options that the layer was made with.
     pub options: Value,
     /// Bytes of the address space that are the layer's own; windows onto lower layers follow.
@@ -60,25 +63,12 @@ pub(crate) struct LowerWindow {
     pub address: u64,
 }
 
-/// The fields of a layer's metadata.
-#[derive(Debug, Clone)]
-pub(crate) struct LayerInfo {
-    pub diff_id: DiffId,
-    pub tar_bytes: u64,
-    pub entries: u64,
-    pub content_bytes: u64,
-    pub deduplicated_bytes: u64,
-    pub lower_bytes: u64,
-    /// The byte in the address space where the metadata of the file system begins.
-    pub metadata_start: u64,
-}
-
 #[derive(Deserialize)]
 struct Document {
     tool: String,
     options: Value,
     layer: LayerDocument,
-    content: ContentDocument,
+    content: LayerContent,
 }
 
 #[derive(Deserialize)]
@@ -87,14 +77,17 @@ struct LayerDocument {
     tar_bytes: u64,
 }
 
+/// The content of a layer, as its metadata describes it.
 #[derive(Deserialize)]
-struct ContentDocument {
-    entries: u64,
-    file_bytes: u64,
-    deduplicated_bytes: u64,
+pub(crate) struct LayerContent {
+    pub entries: u64,
+    /// Bytes of file content.
+    pub file_bytes: u64,
+    pub deduplicated_bytes: u64,
     #[serde(default)]
-    lower_bytes: u64,
-    metadata_start: u64,
+    pub lower_bytes: u64,
+    /// The byte in the address space where the metadata of the file system begins.
+    pub metadata_start: u64,
 }
 
 /// Why the file of a layer is unusable.
@@ -122,25 +115,18 @@ impl From<bcow::Error> for Unusable {
 }
 
 impl StoredLayer {
-    /// A layer that was just converted.
-    pub(crate) fn new(
+    /// Opens a layer in a blob that has no name yet.
+    pub(crate) fn of_blob(
         blob: NewBlob,
         request: &LayerRequest,
-        layout: &LayoutWriter,
-    ) -> Result<StoredLayer, ConvertError> {
-        let file = blob.file()?;
-        let path = layout.blob_path(&blob.digest);
-        let found = StoredLayer::open(
-            Arc::new(file),
-            blob.digest.clone(),
-            blob.size,
-            request,
-            LayerOrigin::Converted,
-        );
-        let place = path.display().to_string();
-        let mut layer = found.map_err(|problem| ConvertError::layout(place, problem))?;
-        layer.new = Some(blob);
-        Ok(layer)
+        made: LayerOrigin,
+    ) -> Result<Result<StoredLayer, Unusable>, ConvertError> {
+        let file = Arc::new(blob.file()?);
+        let opened = StoredLayer::open(file, blob.digest.clone(), blob.size, request, made);
+        Ok(opened.map(|layer| StoredLayer {
+            new: Some(blob),
+            ..layer
+        }))
     }
 
     /// Opens a layer whose digest the caller has verified or trusts. [`Unusable::Wrong`]
@@ -180,22 +166,17 @@ impl StoredLayer {
         let merkle_root = merkle.root;
         let windows = windows(&image)?;
         let own_bytes = windows.first().map_or(image.size(), |first| first.start);
-        let content = document.content;
+        let mut content = document.content;
+        content.metadata_start = content.metadata_start.min(own_bytes);
         Ok(StoredLayer {
             name: format!("layer {}", digest.short()),
             image,
             digest,
             file_bytes,
             merkle_root,
-            info: LayerInfo {
-                diff_id: request.diff_id.clone(),
-                tar_bytes: document.layer.tar_bytes,
-                entries: content.entries,
-                content_bytes: content.file_bytes,
-                deduplicated_bytes: content.deduplicated_bytes,
-                lower_bytes: content.lower_bytes,
-                metadata_start: content.metadata_start.min(own_bytes),
-            },
+            diff_id: request.diff_id.clone(),
+            tar_bytes: document.layer.tar_bytes,
+            content,
             options: document.options,
             own_bytes,
             windows,
@@ -227,14 +208,14 @@ impl StoredLayer {
         StoredLayerReport {
             digest: self.digest.clone(),
             file_bytes: self.file_bytes,
-            diff_id: self.info.diff_id.clone(),
+            diff_id: self.diff_id.clone(),
             source: input.digest.clone(),
             source_bytes: input.size.or(input.blob.length()),
-            tar_bytes: self.info.tar_bytes,
-            entries: self.info.entries,
-            content_bytes: self.info.content_bytes,
-            deduplicated_bytes: self.info.deduplicated_bytes,
-            lower_bytes: self.info.lower_bytes,
+            tar_bytes: self.tar_bytes,
+            entries: self.content.entries,
+            content_bytes: self.content.file_bytes,
+            deduplicated_bytes: self.content.deduplicated_bytes,
+            lower_bytes: self.content.lower_bytes,
             made: self.made,
         }
     }

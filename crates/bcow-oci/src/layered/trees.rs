@@ -8,13 +8,13 @@ use serde_json::Value;
 use super::{LayoutOptions, LayoutReport, check_options, convert_image};
 use crate::blob::Blob;
 use crate::error::ConvertError;
+use crate::export::Layers;
 use crate::export::image::{archives, config_with};
-use crate::export::{ExportError, ExportOptions, Layers};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::layout::write::LayoutWriter;
-use crate::left_out::{Annotations, LeftOut};
-use crate::options::{ConvertOptions, Progress};
+use crate::left_out::Annotations;
+use crate::options::{ConvertOptions, Progress, RunOptions};
 
 /// Converts the trees into an image in an OCI layout, one layer per tree. `config` is the image's
 /// original configuration. The conversion replaces the digests of layers in it. It also replaces
@@ -29,17 +29,17 @@ pub fn convert_trees(
     layout: &LayoutOptions,
     options: &ConvertOptions,
     progress: &dyn Progress,
-) -> Result<LayoutReport, ExportError> {
+) -> Result<LayoutReport, ConvertError> {
     check_options(layout, options)?;
-    let writer = LayoutWriter::open(&layout.directory, &layout.form, options.cancel.clone())?;
+    let writer = LayoutWriter::open(&layout.place, options.cancel.clone())?;
     progress.phase("reading");
-    let export = ExportOptions {
+    let export = RunOptions {
         threads: options.threads,
         cancel: options.cancel.clone(),
     };
     let archives = archives(trees, &writer, &export, progress)?;
     let diff_ids: Vec<_> = archives.iter().map(|(_, diff_id)| &diff_id.0).collect();
-    let config = config_with(config, &diff_ids, &layout.directory)?;
+    let config = config_with(config, &diff_ids, &layout.place.path)?;
     let config = ImageConfig::parse("configuration", &config)?;
     let count = archives.len();
     let layers = archives
@@ -49,24 +49,17 @@ pub fn convert_trees(
             let name = layer_name(index, count, None);
             let file = Arc::new(blob.file()?);
             Ok(LayerInput {
-                blob: Blob::range(name.clone(), file, 0, blob.size),
-                name,
-                digest: None,
-                size: None,
                 diff_id: Some(diff_id.clone()),
-                media_type: None,
+                ..LayerInput::unverified(Blob::range(name, file, 0, blob.size))
             })
         })
         .collect::<Result<Vec<_>, ConvertError>>()?;
     let image = Image {
-        manifest: None,
-        manifest_form: None,
-        reference: None,
         platform: config.platform.clone(),
         config: Some(config),
         layers,
         annotations: annotations.clone(),
-        left_out: LeftOut::default(),
+        ..Image::default()
     };
     progress.total(Some(archives.iter().map(|(blob, _)| blob.size).sum()));
     let (blobs, entry, report) = convert_image(&image, layout, &writer, options, progress)?;

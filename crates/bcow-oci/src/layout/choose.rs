@@ -93,7 +93,7 @@ pub(crate) fn choose_in_index(
 
 /// Adds images that were not selected.
 fn leave_out<'d>(from_index: &mut FromIndex, others: impl Iterator<Item = &'d Descriptor>) {
-    let platform = |other: &Descriptor| match other.platform() {
+    let platform = |other: &Descriptor| match &other.platform {
         Some(platform) => platform.to_string(),
         None => other.digest.clone(),
     };
@@ -115,11 +115,8 @@ fn choose_named(
     if let Some(reference) = reference {
         images.retain(|d| d.is_named(reference));
         if images.is_empty() {
-            return Err(ConvertError::NoSuchReference {
-                place: files.name(),
-                reference: reference.to_owned(),
-                available,
-            });
+            let (place, reference) = (files.name(), Some(reference));
+            return Err(ConvertError::not_one(place, 0, reference, &available));
         }
     }
     let Some(first) = images.first() else {
@@ -134,11 +131,10 @@ fn choose_named(
         1 => Ok(images),
         _ if same_digest => Ok(images.into_iter().take(1).collect()),
         _ if per_platform => Ok(images),
-        _ => Err(ConvertError::AmbiguousReference {
-            place: files.name(),
-            reference: reference.map(str::to_owned),
-            available,
-        }),
+        count => {
+            let place = files.name();
+            Err(ConvertError::not_one(place, count, reference, &available))
+        }
     }
 }
 
@@ -218,18 +214,16 @@ fn best_platform<'d>(
     let best = manifests
         .clone()
         .enumerate()
-        .filter_map(|(index, d)| wanted.rank(&d.platform()?).map(|rank| (rank, index)))
+        .filter_map(|(index, d)| Some((wanted.rank(d.platform.as_ref()?)?, index)))
         // Of equal ranks the first one wins; without `rev`, `max_by_key` returns the last one.
         .rev()
         .max_by_key(|&(rank, _)| rank);
     match best {
         Some((_, index)) => Ok(index),
-        None => Err(ConvertError::NoSuchPlatform {
-            place: place.to_owned(),
-            wanted: wanted.clone().into(),
-            available: manifests
-                .filter_map(|d| d.platform().map(|p| p.to_string()))
-                .collect(),
-        }),
+        None => {
+            let available = manifests.filter_map(|d| Some(d.platform.as_ref()?.to_string()));
+            let available: Vec<String> = available.collect();
+            Err(ConvertError::no_platform(place.into(), wanted, &available))
+        }
     }
 }

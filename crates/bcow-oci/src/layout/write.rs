@@ -53,19 +53,37 @@ pub enum LayoutForm {
     Registry(Arc<dyn Upload>),
 }
 
-/// Two registries are equal if the names are.
-impl PartialEq for LayoutForm {
-    fn eq(&self, other: &Self) -> bool {
-        use LayoutForm::{Archive, Directory, Registry};
-        match (self, other) {
-            (Directory, Directory) | (Archive, Archive) => true,
-            (Registry(one), Registry(other)) => one.name() == other.name(),
-            _ => false,
-        }
-    }
+/// The place of an image in a layout or in a registry.
+#[derive(Debug, Clone, Default)]
+pub struct LayoutPlace {
+    /// The layout's directory, created if it is missing, or the file of an archive. For a registry,
+    /// a directory that has space for the image until it is sent.
+    pub path: PathBuf,
+    /// Directory, archive or registry.
+    pub form: LayoutForm,
+    /// Name of the image in the layout. A registry has it in [`LayoutPlace::form`].
+    pub reference: Option<String>,
 }
 
-impl Eq for LayoutForm {}
+impl LayoutPlace {
+    /// The spelling.
+    pub fn shown(&self) -> String {
+        match &self.reference {
+            Some(reference) => format!("{}:{reference}", self.without_reference()),
+            None => self.without_reference(),
+        }
+    }
+
+    /// The layout alone.
+    pub fn without_reference(&self) -> String {
+        let transport = match &self.form {
+            LayoutForm::Directory => "oci",
+            LayoutForm::Archive => "oci-archive",
+            LayoutForm::Registry(upload) => return upload.name(),
+        };
+        format!("{transport}:{}", self.path.display())
+    }
+}
 
 /// Writes into one layout.
 pub(crate) struct LayoutWriter {
@@ -113,30 +131,25 @@ impl LayoutWriter {
     /// Opens the layout in a directory, creates a layout if the directory is missing or empty, or
     /// starts an archive. `cancel` ends the reads of blobs when it becomes true.
     pub(crate) fn open(
-        path: &Path,
-        form: &LayoutForm,
+        place: &LayoutPlace,
         cancel: Option<Arc<AtomicBool>>,
     ) -> Result<LayoutWriter, ConvertError> {
-        match form {
-            LayoutForm::Directory => LayoutWriter::in_directory(path, cancel),
+        let path = &place.path;
+        let (blobs, sink) = match &place.form {
+            LayoutForm::Directory => return LayoutWriter::in_directory(path, cancel),
             LayoutForm::Archive => {
                 let output = Output::create(path)?;
-                Ok(LayoutWriter {
-                    directory: path.to_owned(),
-                    blobs: output.directory().to_owned(),
-                    sink: Sink::Archive(output),
-                    created: Vec::new(),
-                    cancel,
-                })
+                (output.directory().to_owned(), Sink::Archive(output))
             }
-            LayoutForm::Registry(upload) => Ok(LayoutWriter {
-                directory: path.to_owned(),
-                blobs: path.to_owned(),
-                sink: Sink::Registry(Arc::clone(upload)),
-                created: Vec::new(),
-                cancel,
-            }),
-        }
+            LayoutForm::Registry(upload) => (path.clone(), Sink::Registry(Arc::clone(upload))),
+        };
+        Ok(LayoutWriter {
+            directory: path.clone(),
+            sink,
+            blobs,
+            created: Vec::new(),
+            cancel,
+        })
     }
 
     fn in_directory(
@@ -232,15 +245,10 @@ impl LayoutWriter {
             return Ok(false);
         }
         let path = self.blob_path(digest);
-        let Some(blob) = open_regular(&path)? else {
+        let blob = open_regular(&path)?.filter(|blob| blob.length() == Some(bytes));
+        let Some(file) = blob.and_then(|blob| blob.file()) else {
             return Ok(false);
         };
-        let (Some(file), Some(length)) = (blob.file(), blob.length()) else {
-            return Ok(false);
-        };
-        if length != bytes {
-            return Ok(false);
-        }
         let found = Digest::of_storage_until(&*file, digest.algorithm(), self.cancel())
             .map_err(|error| read_error("read", &path.display().to_string(), error))?;
         Ok(found == *digest)
@@ -500,6 +508,19 @@ impl NewBlob {
 }
 
 impl ManifestEntry {
+    /// The entry of a manifest without a name.
+    pub(crate) fn of(manifest: &NewBlob) -> Self {
+        ManifestEntry {
+            digest: manifest.digest.clone(),
+            size: manifest.size,
+            artifact_type: None,
+            platform: None,
+            reference: None,
+            subject: None,
+            annotations: Annotations::new(),
+        }
+    }
+
     fn descriptor(&self) -> Value {
         let mut all = descriptor(OCI_MANIFEST, &self.digest, self.size);
         if let Some(artifact_type) = self.artifact_type {
@@ -522,7 +543,7 @@ impl ManifestEntry {
 fn is_incomplete_layout(entry: &DirEntry) -> bool {
     let name = entry.file_name();
     let name = name.as_encoded_bytes();
-    name == b"blobs" || (name.starts_with(b".oci-layout.") && name.ends_with(b".tmp"))
+    name == b"blobs" || (name.starts_with(b".bcow-") && name.ends_with(b".part"))
 }
 
 /// A descriptor without annotations.

@@ -14,15 +14,9 @@ use crate::error::ConvertError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The layout is missing, unreadable or invalid.
+    /// The layout is missing, unreadable or invalid, or the image is not in BCoW form.
     #[error(transparent)]
     Layout(#[from] ConvertError),
-    /// The image of the layout is not in BCoW form.
-    #[error("{place} is an ordinary OCI image")]
-    OrdinaryImage {
-        /// The manifest.
-        place: String,
-    },
     /// The layout does not have this blob.
     #[error("{} has no blob {digest}", directory.display())]
     NoSuchBlob {
@@ -174,9 +168,6 @@ impl StoreError {
     pub fn hint(&self) -> Option<String> {
         match self {
             StoreError::Layout(error) => error.hint(),
-            StoreError::OrdinaryImage { .. } => Some(
-                "`bcow convert` makes a BCoW image of it, in one file or layer by layer".into(),
-            ),
             StoreError::NoSuchBlob { .. } | StoreError::Open { .. } => None,
             StoreError::Layers { first, .. } => Some(first.hint().into()),
         }

@@ -15,7 +15,6 @@ use super::error::LayerProblem;
 use super::recorded::{RecordedBacking, RecordedFile, recorded_backings, recorded_layers};
 use super::remote::{RemoteFailure, RemoteFiles};
 use crate::digest::Digest;
-use crate::error::ConvertError;
 use crate::{layout, parallel};
 
 /// The number of remote files that are opened at the same time. Each open sends a few requests at a
@@ -181,9 +180,7 @@ impl Finder {
             .filter_map(|digest| self.recorded.borrow().get(&digest)?.recorded.clone())
             .collect();
         let order: Vec<usize> = (0..recorded.len()).collect();
-        let open = |index: usize| {
-            Ok::<_, ConvertError>(remote.open(&recorded[index].digest, &recorded[index]))
-        };
+        let open = |index: usize| Ok(remote.open(&recorded[index].digest, &recorded[index]));
         // A file that does not open is reported at its lookup.
         if let Ok(opened) = parallel::run(&order, OPENINGS, &AtomicBool::new(false), open) {
             let digests = recorded.iter().map(|recorded| recorded.digest.clone());
@@ -242,6 +239,17 @@ impl Finder {
     /// position of the file in the chain of this lookup: 1 for a file directly below the image.
     pub(super) fn find(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
         let too_deep = match self.lookups.borrow().get(digest) {
+            // Two backing entries can name one file with different sizes.
+            Some(Lookup::Open(file, _)) if file.image.size() != size => {
+                self.report(LayerProblem::Wrong {
+                    name: self.name(digest),
+                    path: file.path.clone(),
+                    property: "address space in bytes",
+                    found: file.image.size().to_string(),
+                    expected: size.to_string(),
+                });
+                return None;
+            }
             Some(Lookup::Open(file, height)) => return Some((file.clone(), *height)),
             Some(Lookup::Failed) => return None,
             Some(Lookup::Opening) => true,
@@ -252,22 +260,6 @@ impl Finder {
         }
         self.report(LayerProblem::TooDeep {
             name: self.name(digest),
-        });
-        None
-    }
-
-    /// Checks that the address space of an open file has `size` bytes; otherwise reports a problem.
-    /// Two backing entries can name one file with different sizes.
-    pub(super) fn require_size(&self, digest: &Digest, file: &LayerFile, size: u64) -> Option<()> {
-        if file.image.size() == size {
-            return Some(());
-        }
-        self.report(LayerProblem::Wrong {
-            name: self.name(digest),
-            path: file.path.clone(),
-            property: "address space in bytes",
-            found: file.image.size().to_string(),
-            expected: size.to_string(),
         });
         None
     }
@@ -525,13 +517,6 @@ impl BackingResolver for FinderResolver<'_> {
         let Some((file, height)) = self.finder.find(&digest, backing.size, self.depth + 1) else {
             return Ok(None);
         };
-        if self
-            .finder
-            .require_size(&digest, &file, backing.size)
-            .is_none()
-        {
-            return Ok(None);
-        }
         self.height.set(self.height.get().max(height));
         Ok(Some(file.image))
     }

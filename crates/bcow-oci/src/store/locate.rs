@@ -8,7 +8,7 @@ use super::error::StoreError;
 use crate::archive::Files;
 use crate::blob::{open_regular, read_error};
 use crate::digest::Digest;
-use crate::error::{ConvertError, check_size};
+use crate::error::{ConvertError, check_equal, check_size};
 use crate::layout;
 use crate::name::LocalImage;
 
@@ -49,15 +49,8 @@ pub fn locate(name: &LocalImage) -> Result<Located, StoreError> {
             reference,
         } => {
             let files = Files::directory(directory)?;
-            let manifest = layout::find_bcow(&files, reference.as_deref())?;
-            match manifest.stack {
-                Some((digest, size)) => (directory, digest, Some(size)),
-                None => {
-                    return Err(StoreError::OrdinaryImage {
-                        place: manifest.place,
-                    });
-                }
-            }
+            let (digest, size) = layout::find_bcow(&files, reference.as_deref())?.stack;
+            (directory, digest, Some(size))
         }
         LocalImage::Blob { directory, digest } => {
             let files = Files::directory(directory)?;
@@ -66,7 +59,8 @@ pub fn locate(name: &LocalImage) -> Result<Located, StoreError> {
         }
     };
     let path = directory.join(layout::blob_path(&digest));
-    let Some(blob) = open_regular(&path)? else {
+    let found = open_regular(&path)?.and_then(|blob| Some((blob.file()?, blob.length()?)));
+    let Some((file, length)) = found else {
         return Err(match name {
             LocalImage::Blob { .. } => StoreError::NoSuchBlob {
                 directory: directory.clone(),
@@ -74,19 +68,13 @@ pub fn locate(name: &LocalImage) -> Result<Located, StoreError> {
             },
             _ => {
                 let place = format!("stack in {}", directory.display());
-                ConvertError::missing_blob(place, &digest).into()
+                ConvertError::missing_blob(&place, &digest).into()
             }
         });
     };
-    if let (Some(expected), Some(found)) = (size, blob.length()) {
-        check_size(&path.display().to_string(), expected, found)?;
+    if let Some(expected) = size {
+        check_size(&path.display().to_string(), expected, length)?;
     }
-    let Some(file) = blob.file() else {
-        return Err(StoreError::NoSuchBlob {
-            directory: directory.clone(),
-            digest,
-        });
-    };
     Ok(Located {
         path,
         file,
@@ -103,11 +91,9 @@ fn layout_around(path: &Path) -> Option<PathBuf> {
     Some(layout.to_owned())
 }
 
-pub(super) fn check_digest(found: &Located, digest: &Digest) -> Result<(), StoreError> {
+pub(super) fn check_digest(found: &Located, digest: &Digest) -> Result<(), ConvertError> {
     let place = found.path.display().to_string();
     let actual = Digest::of_storage(&*found.file, digest.algorithm())
         .map_err(|source| read_error("read", &place, source))?;
-    Ok(crate::error::check_digest(
-        &place, "digest", digest, &actual,
-    )?)
+    check_equal(&place, "digest", digest, &actual)
 }

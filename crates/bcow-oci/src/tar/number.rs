@@ -25,13 +25,10 @@ fn octal(bytes: &[u8]) -> Option<i64> {
     if digits[end..].iter().any(|b| !blank(b)) {
         return None;
     }
-    digits[..end].iter().try_fold(0i64, |value, &digit| {
-        let digit = match digit {
-            b'0'..=b'7' => i64::from(digit - b'0'),
-            _ => return None,
-        };
-        value.checked_mul(8)?.checked_add(digit)
-    })
+    // `from_str_radix` takes a sign too.
+    let text = std::str::from_utf8(&digits[..end]).ok()?;
+    let is_unsigned = text.starts_with(|c: char| c.is_ascii_digit());
+    i64::from_str_radix(text, 8).ok().filter(|_| is_unsigned)
 }
 
 /// Big-endian two's complement; the top bit is the marker, the next one the sign.
@@ -49,13 +46,9 @@ fn base_256(bytes: &[u8]) -> Option<i64> {
 
 /// A decimal number of a PAX record: digits only.
 pub(crate) fn decimal(bytes: &[u8]) -> Option<u64> {
-    if bytes.is_empty() {
-        return None;
-    }
-    bytes.iter().try_fold(0u64, |value, &digit| match digit {
-        b'0'..=b'9' => value.checked_mul(10)?.checked_add(u64::from(digit - b'0')),
-        _ => None,
-    })
+    let text = std::str::from_utf8(bytes).ok()?;
+    let is_unsigned = text.starts_with(|c: char| c.is_ascii_digit());
+    text.parse().ok().filter(|_| is_unsigned)
 }
 
 /// A time of a PAX record: `[-]SECONDS[.FRACTION]`. Digits below nanoseconds are dropped.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bcow_erofs::tree::Timestamp;
+use bcow_erofs::tree::{DeviceNumber, Timestamp};
 use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHeader};
 
 use super::number;
@@ -45,8 +45,8 @@ pub(crate) enum EntryKind {
     Regular,
     Hardlink,
     Symlink,
-    CharDevice { major: u32, minor: u32 },
-    BlockDevice { major: u32, minor: u32 },
+    CharDevice(DeviceNumber),
+    BlockDevice(DeviceNumber),
     Directory,
     Fifo,
 }
@@ -379,10 +379,7 @@ impl<'s> TarReader<'s> {
         collect_runs(&header.as_bytes()[386..482], &mut runs)?;
         let mut more = gnu.isextended[0] != 0;
         while more {
-            let offset = self.input.position();
-            let block = self
-                .block("a sparse header")?
-                .ok_or_else(|| truncated(offset, "a sparse header"))?;
+            let block = self.next_block("a sparse header")?;
             collect_runs(&block[..504], &mut runs)?;
             check_limit(LimitKind::SparseRuns, runs.len() as u64, MAX_RUNS as u64)?;
             more = block[504] != 0;
@@ -399,15 +396,19 @@ impl<'s> TarReader<'s> {
                 let problem = "the map is longer than the data";
                 return Err(TarProblem::BadSparse { problem }.into());
             }
-            let offset = self.input.position();
-            let block = self
-                .block("a sparse map")?
-                .ok_or_else(|| truncated(offset, "a sparse map"))?;
+            let block = self.next_block("a sparse map")?;
             self.data_left -= HEADER_SIZE as u64;
             if map.read_block(&block)? {
                 return Ok(SparseMap::new(size, map.runs(), self.data_left)?);
             }
         }
+    }
+
+    /// The next 512 bytes, which must be there.
+    fn next_block(&mut self, what: &'static str) -> Result<[u8; HEADER_SIZE], Unplaced> {
+        let offset = self.input.position();
+        let block = self.block(what)?;
+        block.ok_or_else(|| truncated(offset, what).into())
     }
 
     /// The next 512 bytes; `None` at the end of the input.
@@ -539,7 +540,7 @@ fn header_name(header: &Header, is_gnu_sparse: bool) -> Vec<u8> {
 
 fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
     let fields = header.as_ustar();
-    let device = || -> Result<(u32, u32), TarProblem> {
+    let device = || -> Result<DeviceNumber, TarProblem> {
         let part = |field: &[u8], name, end: i64| {
             let value = number::field(field).ok_or(TarProblem::BadNumber { field: name })?;
             match value {
@@ -551,10 +552,10 @@ fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
                 }),
             }
         };
-        Ok((
-            part(&fields.dev_major, "device major", 1 << 12)?,
-            part(&fields.dev_minor, "device minor", 1 << 20)?,
-        ))
+        Ok(DeviceNumber {
+            major: part(&fields.dev_major, "device major", 1 << 12)?,
+            minor: part(&fields.dev_minor, "device minor", 1 << 20)?,
+        })
     };
     Ok(match fields.typeflag[0] {
         // Before ustar, a directory was an entry whose name ends with a slash.
@@ -563,14 +564,8 @@ fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
         b'S' if fields.magic == *GNU_MAGIC => EntryKind::Regular,
         b'1' => EntryKind::Hardlink,
         b'2' => EntryKind::Symlink,
-        b'3' => {
-            let (major, minor) = device()?;
-            EntryKind::CharDevice { major, minor }
-        }
-        b'4' => {
-            let (major, minor) = device()?;
-            EntryKind::BlockDevice { major, minor }
-        }
+        b'3' => EntryKind::CharDevice(device()?),
+        b'4' => EntryKind::BlockDevice(device()?),
         b'5' | b'D' => EntryKind::Directory,
         b'6' => EntryKind::Fifo,
         other => {

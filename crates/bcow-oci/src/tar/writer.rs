@@ -503,13 +503,12 @@ mod tests {
             let mut path = path;
             path.push(b'x');
             let number = DeviceNumber { major: device.0, minor: device.1 };
-            let (major, minor) = device;
             let (kind, expected) = match which {
                 0 => (Kind::Regular { size: data.len() as u64 }, EntryKind::Regular),
                 1 => (Kind::Hardlink { target: &target }, EntryKind::Hardlink),
                 2 => (Kind::Symlink { target: &target }, EntryKind::Symlink),
-                3 => (Kind::CharDevice(number), EntryKind::CharDevice { major, minor }),
-                4 => (Kind::BlockDevice(number), EntryKind::BlockDevice { major, minor }),
+                3 => (Kind::CharDevice(number), EntryKind::CharDevice(number)),
+                4 => (Kind::BlockDevice(number), EntryKind::BlockDevice(number)),
                 _ => (Kind::Fifo, EntryKind::Fifo),
             };
             let data = if which == 0 { &data[..] } else { &[] };

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use bcow_oci::{ConvertError, ErrorKind, LayoutOptions, Source, TarInput, convert_to_layout};
+use bcow_oci::{ConvertError, LayoutOptions, LayoutPlace, Source, TarInput, convert_to_layout};
 use serde_json::json;
 
 use crate::support::{
@@ -95,7 +95,7 @@ fn content_that_differs_from_the_manifest_is_refused() {
     std::fs::write(&path, &bytes).unwrap();
     assert!(matches!(
         convert(&layout),
-        Err(ConvertError::DigestMismatch { what: "digest", .. })
+        Err(ConvertError::Mismatch { what: "digest", .. })
     ));
     std::fs::write(&path, &bytes[..1024]).unwrap();
     messages.push(message(convert(&layout)));
@@ -265,7 +265,7 @@ fn a_conversion_can_be_stopped() {
     };
     let layout = Layout::of(&[tar()]);
     let error = convert_with(&layout.source(None), &options).err().unwrap();
-    assert_eq!(error.kind(), ErrorKind::Interrupted);
+    assert!(matches!(error, ConvertError::Interrupted), "{error}");
 }
 
 /// The options of a conversion of the files as they are.
@@ -319,7 +319,10 @@ fn a_directory_that_holds_an_image_is_no_root_file_system() {
     let error = convert_to_layout(
         &source,
         &LayoutOptions {
-            directory: layout.path().join("out"),
+            place: LayoutPlace {
+                path: layout.path().join("out"),
+                ..LayoutPlace::default()
+            },
             ..LayoutOptions::default()
         },
         &options(),

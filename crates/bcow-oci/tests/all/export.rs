@@ -7,11 +7,10 @@ use bcow::{Image, OpenOptions};
 use bcow_erofs::diff::{Change, Compare, DiffOptions, Differences, diff};
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::export::{
-    ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, OciReport, TarForm,
-    export_layout, export_tar,
+    LayerCompression, Layers, LayoutExport, OciReport, TarForm, export_layout, export_tar,
 };
 use bcow_oci::{
-    ConvertError, ConvertOptions, LayoutForm, LayoutOptions, Source, convert_to_layout,
+    ConvertError, ConvertOptions, LayoutOptions, LayoutPlace, RunOptions, Source, convert_to_layout,
 };
 use proptest::prelude::*;
 use serde_json::Value;
@@ -52,7 +51,10 @@ fn manifest(layout: &Path) -> Value {
 fn stack(layers: &[Vec<u8>]) -> Result<Stack, ConvertError> {
     let layout = tempfile::tempdir().unwrap();
     let destination = LayoutOptions {
-        directory: layout.path().to_owned(),
+        place: LayoutPlace {
+            path: layout.path().to_owned(),
+            ..LayoutPlace::default()
+        },
         ..LayoutOptions::default()
     };
     let source = Layout::of(layers);
@@ -79,7 +81,7 @@ fn stack(layers: &[Vec<u8>]) -> Result<Stack, ConvertError> {
 
 impl Stack {
     fn layers(&self) -> Layers<'_> {
-        Layers::Stack(self.layers.iter().collect())
+        Layers::new(TarForm::Layer, &self.layers)
     }
 
     fn export(&self) -> Exported {
@@ -166,15 +168,17 @@ fn export_to(
     config: Option<&Value>,
     threads: usize,
     compression: LayerCompression,
-) -> Result<OciReport, ExportError> {
+) -> Result<OciReport, ConvertError> {
     let destination = LayoutExport {
-        directory: directory.to_owned(),
-        form: LayoutForm::Directory,
-        reference: Some("new".into()),
+        place: LayoutPlace {
+            path: directory.to_owned(),
+            reference: Some("new".into()),
+            ..LayoutPlace::default()
+        },
         compression,
         annotations: Default::default(),
     };
-    let options = ExportOptions {
+    let options = RunOptions {
         threads,
         cancel: None,
     };
@@ -399,7 +403,7 @@ fn a_link_into_a_lower_layer_has_the_attributes_of_its_file() {
     );
     // Without the layers below, those of the link's own header.
     let mut archive = tempfile::NamedTempFile::new().unwrap();
-    let (fs, options) = (&stacked.layers[1], ExportOptions::default());
+    let (fs, options) = (&stacked.layers[1], RunOptions::default());
     export_tar(fs, TarForm::Layer, &mut archive, &options, &()).unwrap();
     assert_eq!(
         list(archive.path()),
@@ -472,7 +476,7 @@ fn the_form_of_an_image_does_not_change_its_export() {
         let fs = converted.filesystem();
         for threads in [1, 2] {
             let gzip = LayerCompression::default();
-            let exported = exported(&Layers::Flattened(&fs), None, threads, gzip);
+            let exported = exported(&Layers::new(TarForm::Flattened, [&fs]), None, threads, gzip);
             digests.push(exported.report.manifest);
         }
     }
@@ -486,7 +490,7 @@ fn a_flattened_image_is_exported_as_one_layer() {
     let fs = expected.filesystem();
     let config = expected.metadata()["config"].clone();
     let exported = exported(
-        &Layers::Flattened(&fs),
+        &Layers::new(TarForm::Flattened, [&fs]),
         Some(&config),
         2,
         LayerCompression::default(),
@@ -509,7 +513,7 @@ fn other_images_in_the_layout_are_kept() {
     let other = layout.image("linux/arm64", &[]);
     layout.list(other, Some("other"));
     let fs = converted.filesystem();
-    let layers = Layers::Flattened(&fs);
+    let layers = Layers::new(TarForm::Flattened, [&fs]);
     let none = LayerCompression::None;
     for _ in 0..2 {
         export_to(layout.path(), &layers, None, 1, none).unwrap();
@@ -538,7 +542,13 @@ fn a_name_with_the_whiteout_prefix_is_refused_without_output() {
     let directory = place.path().join("layout");
     for threads in [1, 4] {
         let none = LayerCompression::None;
-        let error = export_to(&directory, &Layers::Flattened(&fs), None, threads, none);
+        let error = export_to(
+            &directory,
+            &Layers::new(TarForm::Flattened, [&fs]),
+            None,
+            threads,
+            none,
+        );
         assert_eq!(
             error.unwrap_err().to_string(),
             r#""/.wh.file": its name begins with .wh., which makes a whiteout of it in a layer"#
@@ -564,7 +574,12 @@ fn layers_store_small_holes_as_zeros_and_large_ones_as_holes() {
     let tar = sparse("small", 1 << 20).raw(&sparse("great", 1 << 39).done());
     let converted = convert_tar(&tar.bytes).unwrap();
     let fs = converted.filesystem();
-    let exported = exported(&Layers::Flattened(&fs), None, 1, LayerCompression::None);
+    let exported = exported(
+        &Layers::new(TarForm::Flattened, [&fs]),
+        None,
+        1,
+        LayerCompression::None,
+    );
     let bytes = exported.report.layers[0].tar_bytes;
     assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");
     exported.require_same(&converted);
@@ -582,7 +597,7 @@ fn write_failures_are_reported_as_such() {
         }
     }
     let converted = convert_tar(&Tar::new().file("a", "a").done()).unwrap();
-    let options = ExportOptions::default();
+    let options = RunOptions::default();
     let error = export_tar(
         &converted.filesystem(),
         TarForm::Tree,
@@ -591,7 +606,7 @@ fn write_failures_are_reported_as_such() {
         &(),
     )
     .unwrap_err();
-    assert!(matches!(error, ExportError::Write(_)), "{error:?}");
+    assert!(matches!(error, ConvertError::WriteArchive(_)), "{error:?}");
 }
 
 proptest! {

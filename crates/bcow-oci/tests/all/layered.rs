@@ -4,7 +4,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
-    ConvertOptions, LayerOrigin, LayoutOptions, LayoutReport, Source, convert_to_layout,
+    ConvertOptions, LayerOrigin, LayoutOptions, LayoutPlace, LayoutReport, Source,
+    convert_to_layout,
 };
 use bcow_testkit::noise;
 use serde_json::Value;
@@ -60,8 +61,11 @@ fn trusting() -> ConvertOptions {
 /// Options for a layout that is there, or that becomes one.
 fn into(directory: impl Into<PathBuf>, reference: Option<&str>) -> LayoutOptions {
     LayoutOptions {
-        directory: directory.into(),
-        reference: reference.map(str::to_owned),
+        place: LayoutPlace {
+            path: directory.into(),
+            reference: reference.map(str::to_owned),
+            ..LayoutPlace::default()
+        },
         ..LayoutOptions::default()
     }
 }

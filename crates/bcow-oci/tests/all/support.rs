@@ -9,8 +9,8 @@ use bcow::{BackingResolver, BlockDevice, Image, OpenOptions};
 use bcow_erofs::debug::{DumpOptions, dump_to_string};
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::{
-    ConvertError, ConvertOptions, Digest, LayoutOptions, LayoutReport, Progress, Report, Source,
-    TarInput, convert, convert_to_layout,
+    ConvertError, ConvertOptions, Digest, LayoutOptions, LayoutPlace, LayoutReport, Progress,
+    Report, Source, TarInput, convert, convert_to_layout,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -263,8 +263,11 @@ pub fn layered_with(
     };
     let dir = dir.unwrap();
     let mut layout = LayoutOptions {
-        directory: dir.path().join("layout"),
-        reference: Some("test".into()),
+        place: LayoutPlace {
+            path: dir.path().join("layout"),
+            reference: Some("test".into()),
+            ..LayoutPlace::default()
+        },
         ..LayoutOptions::default()
     };
     change(&mut layout);
@@ -366,7 +369,7 @@ pub fn message(result: Result<Converted, ConvertError>) -> String {
         Ok(converted) => panic!("converted: {}", converted.dump()),
         Err(error) => error,
     };
-    let mut text = format!("{:?}: {error}", error.kind());
+    let mut text = error.to_string();
     let mut cause: &dyn std::error::Error = &error;
     while let Some(next) = cause.source() {
         text.push_str(&format!(": {next}"));
