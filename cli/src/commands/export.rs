@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use bcow_convert::{ExportedPart, Output, export_archive, export_bytes, export_image, is_stream};
 use bcow_images::args::{EXPORT_TO, IMAGE, NameParser};
 use bcow_images::{Name, spellings};
+use bcow_oci::LayoutPlace;
 use bcow_oci::export::LayerCompression;
 
 use crate::error::CommandError;
 use crate::image::{LayerArgs, OpenImage, StoreArgs};
-use crate::push::{Destination, Layout};
+use crate::push::Destination;
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
@@ -66,7 +67,7 @@ pub struct Args {
 
 /// What is written, and where.
 enum To<'a> {
-    Image(Layout),
+    Image(LayoutPlace),
     Tar(&'a Path),
     Bytes(ExportedPart, &'a Path),
 }

@@ -68,7 +68,7 @@ pub enum CommitOutput {
     /// An OCI image, with its name.
     Layout(String, OciReport),
     /// A BCoW file.
-    File(PathBuf, Report),
+    File(PathBuf, Box<Report>),
 }
 
 impl UpperCommit<'_> {
@@ -102,7 +102,7 @@ impl UpperCommit<'_> {
             Destination::Layout(layout) => commit.layout(changes, &layout),
             Destination::File(path) => {
                 let report = commit.file(changes, &path)?;
-                Ok(CommitOutput::File(path, report))
+                Ok(CommitOutput::File(path, report.into()))
             }
             _ => Err(COMMIT_TO.refuse(self.new).into()),
         }
