@@ -25,7 +25,8 @@ fuzz_target!(|bytes: &[u8]| {
     };
     let present = replayed.present;
     assert!(present.len() <= header.blocks);
-    assert_eq!(present.count(0..header.blocks), present.len());
+    let runs = present.runs(0..header.blocks);
+    assert_eq!(runs.map(|run| run.end - run.start).sum::<u64>(), present.len());
 
     let written = encode(&present, &header, 0);
     // As records tell it in no more words than they were read in, but that each may split what

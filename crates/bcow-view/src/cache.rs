@@ -134,9 +134,7 @@ impl ViewCache {
         if metadata.is_dir() && is_safe(&metadata) {
             Ok(directory)
         } else {
-            Err(ViewError::WritableByOthers {
-                path: self.directory.clone(),
-            })
+            Err(ViewError::WritableByOthers(self.directory.clone()))
         }
     }
 
@@ -151,22 +149,15 @@ impl ViewCache {
         if let Some(name) = image.name() {
             entries::record_image(&file, &name);
         }
-        let remade = |problem: &dyn std::fmt::Display| {
-            tracing::warn!(
-                "{} is {problem}: bcow makes this view again",
-                path.display()
-            );
+        let problem = match entries::is_sound(file.clone()) {
+            Ok(true) => None,
+            Ok(false) => Some("damaged".to_owned()),
+            Err(error) => Some(format!("not readable: {error}")),
         };
-        match entries::is_sound(file.clone()) {
-            Ok(true) => {}
-            Ok(false) => {
-                remade(&"damaged");
-                return None;
-            }
-            Err(error) => {
-                remade(&format_args!("not readable: {error}"));
-                return None;
-            }
+        if let Some(problem) = problem {
+            let path = path.display();
+            tracing::warn!("{path} is {problem}: bcow makes this view again");
+            return None;
         }
         let below = OneBacking(Some(image.image().clone()));
         let file = self.restored(file, &path, image, bytes);
@@ -196,7 +187,7 @@ impl ViewCache {
             let directory = cache.open_directory()?;
             let path = cache.make_file(&directory, &whole, bytes)?;
             let file = open_safe(&directory, &name(&whole, bytes));
-            Ok(file.ok_or(ViewError::Replaced { path })?)
+            Ok(file.ok_or(ViewError::Replaced(path))?)
         };
         Arc::new(RestoredFile::new(own, path.to_owned(), make))
     }
@@ -209,7 +200,7 @@ impl ViewCache {
     ) -> Result<CachedView, ViewError> {
         let path = self.make_file(directory, image, bytes)?;
         self.cached(directory, image, bytes)
-            .ok_or(ViewError::Replaced { path })
+            .ok_or(ViewError::Replaced(path))
     }
 
     /// Makes the file of the view. Concurrent makers do no harm: each gives the name to a file with

@@ -75,17 +75,11 @@ pub enum ViewError {
         /// The cause.
         source: io::Error,
     },
-    #[error("cannot keep views in {}: another user can write there", path.display())]
-    WritableByOthers {
-        /// Path of the directory.
-        path: PathBuf,
-    },
+    #[error("cannot keep views in {}: another user can write there", .0.display())]
+    WritableByOthers(PathBuf),
     /// A file that was just made cannot be opened.
-    #[error("the view in {} is not the one that was written", path.display())]
-    Replaced {
-        /// Path of the file.
-        path: PathBuf,
-    },
+    #[error("the view in {} is not the one that was written", .0.display())]
+    Replaced(PathBuf),
     #[error("the disk needs a view of layout {wanted}; this version makes layout {made}")]
     Layout {
         /// The layout that the disk names.

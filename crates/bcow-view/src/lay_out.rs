@@ -195,12 +195,11 @@ impl Adding<'_> {
         let mut extents = Vec::new();
         let mut names = Vec::new();
         let mut target = Vec::new();
-        let device = inode
-            .rdev
-            .map_or(DeviceNumber { major: 0, minor: 0 }, |rdev| DeviceNumber {
-                major: rdev.major,
-                minor: rdev.minor,
-            });
+        let rdev = inode.rdev.unwrap_or_default();
+        let device = DeviceNumber {
+            major: rdev.major,
+            minor: rdev.minor,
+        };
         match inode.kind {
             FileType::Regular => extents = self.extents(inode, pieces)?,
             FileType::Directory => names = self.names(inode, writer)?,

@@ -288,16 +288,17 @@ impl fuser::Filesystem for Writable {
         let request = request_id(request);
         let removed = self
             .fs
-            .with_room(|fs| fs.unlink_requested(request, id(parent), name.as_bytes()));
+            .with_room(|fs| request.removed(fs.unlink(id(parent), name.as_bytes()), Errno::NOENT));
         reply::empty(removed, reply);
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.begin(Operation::RemoveDirectory, id(parent));
         let request = request_id(request);
-        let removed = self
-            .fs
-            .with_room(|fs| fs.remove_directory_requested(request, id(parent), name.as_bytes()));
+        let removed = self.fs.with_room(|fs| {
+            let removed = fs.remove_directory(id(parent), name.as_bytes());
+            request.removed(removed, Errno::NOENT)
+        });
         reply::empty(removed, reply);
     }
 
@@ -567,9 +568,10 @@ impl fuser::Filesystem for Writable {
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
         }
-        let removed = self
-            .fs
-            .with_room(|fs| fs.remove_xattr_requested(request_id(request), node, name.as_bytes()));
+        let removed = self.fs.with_room(|fs| {
+            let removed = fs.remove_xattr(node, name.as_bytes());
+            request_id(request).removed(removed, Errno::NODATA)
+        });
         reply::empty(removed, reply);
     }
 

@@ -372,12 +372,10 @@ impl UnionFs {
     }
 
     fn copy_capabilities(&self, inode: &Inode, file: &File) -> Result<(), Errno> {
-        if !inode.has_xattrs() {
-            return Ok(());
-        }
-        if let Some(value) = self.image.xattr(inode, CAPABILITIES)? {
-            let xattr_names = self.upper.names();
-            let stored = xattr_names.stored_name(CAPABILITIES, false);
+        if inode.has_xattrs()
+            && let Some(value) = self.image.xattr(inode, CAPABILITIES)?
+        {
+            let stored = self.upper.names().stored_name(CAPABILITIES, false);
             Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any)?;
         }
         Ok(())

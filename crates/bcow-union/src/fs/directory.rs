@@ -93,14 +93,6 @@ impl UnionFs {
         Ok(handle)
     }
 
-    /// The listing of a handle that a process before this one gave for the directory `id`.
-    fn continue_listing(&self, id: NodeId, handle: u64) -> Result<Arc<Listing>, Errno> {
-        let node = self.node(id)?;
-        let mut open = self.listings.open.lock();
-        let listing = open.entry(handle).or_insert_with(|| Listing::new(node));
-        Ok(Arc::clone(listing))
-    }
-
     pub fn close_directory(&self, handle: u64) {
         let closed = self.listings.open.lock().remove(&handle);
         drop(closed);
@@ -166,7 +158,7 @@ impl UnionFs {
             // Counted for a damaged entry too: the kernel makes no inode of it, but sends a forget.
             let held = node.filter(|_| !is_dot);
             if let Some(node) = &held {
-                self.table.hold(node);
+                self.table.hold(node, 1);
             }
             let flow = each(EntryPlus {
                 name: &name.name,
@@ -195,7 +187,12 @@ impl UnionFs {
         let listing = self.listings.open.lock().get(&handle).cloned();
         let listing = match listing {
             Some(listing) => listing,
-            None if self.listings.can_be_taken_over => self.continue_listing(id, handle)?,
+            // A process before this one gave the handle for the directory `id`.
+            None if self.listings.can_be_taken_over => {
+                let listing = Listing::new(self.node(id)?);
+                let mut open = self.listings.open.lock();
+                Arc::clone(open.entry(handle).or_insert(listing))
+            }
             None => return Err(Errno::BADF),
         };
         let mut names = listing.names.lock();

@@ -145,7 +145,7 @@ impl UnionFs {
             };
             // The node is known already: perhaps only from the image, or without a descriptor.
             let mut state = node.write_state();
-            match &state.upper {
+            match &mut state.upper {
                 Some(known) if known.host_inode != host_inode => {
                     if id == upper_only {
                         return Err(Errno::STALE);
@@ -156,14 +156,12 @@ impl UnionFs {
                     id = upper_only;
                     continue;
                 }
-                Some(Upper { file: Some(_), .. }) => {}
-                Some(Upper { file: None, .. }) => {
-                    if let Some(known) = &mut state.upper {
-                        known.file = ours.file.take();
-                        known.is_fully_open = false;
-                        self.descriptors.fetch_add(1, Ordering::Relaxed);
-                    }
+                Some(known) if known.file.is_none() => {
+                    known.file = ours.file.take();
+                    known.is_fully_open = false;
+                    self.descriptors.fetch_add(1, Ordering::Relaxed);
                 }
+                Some(_) => {}
                 None => {
                     *state = NodeState::of(upper.take());
                     self.descriptors.fetch_add(1, Ordering::Relaxed);
@@ -397,7 +395,7 @@ impl UnionFs {
     /// Counts a reference of the kernel to a node that was just found, and gives its attributes.
     pub(super) fn hold(&self, node: &Arc<Node>) -> Result<Attributes, Errno> {
         let attributes = self.attributes_of(node)?;
-        self.table.hold(node);
+        self.table.hold(node, 1);
         self.limit_descriptors();
         Ok(attributes)
     }

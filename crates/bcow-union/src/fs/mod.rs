@@ -188,7 +188,7 @@ impl UnionFs {
         }
         let table = NodeTable::new(ledger.clone());
         let root = table.get_or_insert(NodeId::ROOT, || root);
-        table.hold(&root);
+        table.hold(&root, 1);
         let mut union = Arc::new(UnionFs {
             image,
             upper: instance,

@@ -87,7 +87,7 @@ impl UnionFs {
         match stat {
             Some(stat) => {
                 let attributes = attributes_above(&node, &stat);
-                self.table.hold(&node);
+                self.table.hold(&node, 1);
                 self.limit_descriptors();
                 Ok(attributes)
             }

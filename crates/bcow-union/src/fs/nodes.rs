@@ -204,9 +204,6 @@ impl Upper {
 
     pub(super) fn new(found: UpperObject) -> Self {
         Upper {
-            host_inode: found.stat.st_ino,
-            file: Some(Arc::new(found.file)),
-            is_fully_open: false,
             redirect: match found.marks.redirect {
                 Some(Redirect::Path(path)) => Some(path.into_boxed_slice()),
                 _ => None,
@@ -217,9 +214,8 @@ impl Upper {
             indexed: found.marks.nlink.is_some(),
             needs_image: found.marks.metacopy != Metacopy::None || found.marks.partial.is_some(),
             is_partial: found.marks.partial.is_some(),
-            in_batch: false,
             times_mark: Mutex::new(found.marks.times),
-            hidden_change: Mutex::default(),
+            ..Upper::made(found.file, found.stat.st_ino, false)
         }
     }
 }
@@ -541,13 +537,8 @@ impl NodeTable {
         node
     }
 
-    /// Counts one reference of the kernel.
-    pub(super) fn hold(&self, node: &Arc<Node>) {
-        self.hold_several(node, 1);
-    }
-
     /// Counts `count` references of the kernel.
-    pub(super) fn hold_several(&self, node: &Arc<Node>, count: u64) {
+    pub(super) fn hold(&self, node: &Arc<Node>, count: u64) {
         if let Some(ledger) = &self.ledger {
             node.enter(ledger);
         }

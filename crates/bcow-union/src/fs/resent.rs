@@ -28,6 +28,17 @@ pub struct RequestId {
     pub is_resent: bool,
 }
 
+impl RequestId {
+    /// The outcome of a removal, which fails with `missing` if there is nothing to remove. If the
+    /// request may have been executed before, it was then removed by this very request.
+    pub fn removed(self, outcome: Result<(), Errno>, missing: Errno) -> Result<(), Errno> {
+        match outcome {
+            Err(errno) if errno == missing && self.is_resent => Ok(()),
+            outcome => outcome,
+        }
+    }
+}
+
 /// An object that a request creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum New<'a> {
@@ -145,26 +156,6 @@ impl UnionFs {
         self.hold(&node)
     }
 
-    /// As [`UnionFs::unlink`], for a request that may have been executed before.
-    pub fn unlink_requested(
-        &self,
-        request: RequestId,
-        parent: NodeId,
-        name: &[u8],
-    ) -> Result<(), Errno> {
-        removed_before(request, self.unlink(parent, name))
-    }
-
-    /// As [`UnionFs::remove_directory`], for a request that may have been executed before.
-    pub fn remove_directory_requested(
-        &self,
-        request: RequestId,
-        parent: NodeId,
-        name: &[u8],
-    ) -> Result<(), Errno> {
-        removed_before(request, self.remove_directory(parent, name))
-    }
-
     /// As [`UnionFs::rename`], for a request that may have been executed before.
     pub fn rename_requested(
         &self,
@@ -225,26 +216,5 @@ impl UnionFs {
             Err(Errno::EXIST) if request.is_resent && self.xattr(id, name)? == value => Ok(()),
             other => other,
         }
-    }
-
-    /// As [`UnionFs::remove_xattr`], for a request that may have been executed before.
-    pub fn remove_xattr_requested(
-        &self,
-        request: RequestId,
-        id: NodeId,
-        name: &[u8],
-    ) -> Result<(), Errno> {
-        match self.remove_xattr(id, name) {
-            Err(Errno::NODATA) if request.is_resent => Ok(()),
-            other => other,
-        }
-    }
-}
-
-/// The outcome of a removal. A name that is missing was removed by this very request.
-fn removed_before(request: RequestId, removed: Result<(), Errno>) -> Result<(), Errno> {
-    match removed {
-        Err(Errno::NOENT) if request.is_resent => Ok(()),
-        removed => removed,
     }
 }

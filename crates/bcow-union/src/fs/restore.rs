@@ -219,7 +219,7 @@ impl Restoring<'_> {
                     node.enter(ledger);
                 }
             }
-            references => union.table.hold_several(&node, references),
+            references => union.table.hold(&node, references),
         }
         if node.read_state().is_in_batch() {
             union.batch.lock().push(Arc::clone(&node));

@@ -410,11 +410,10 @@ fn objects_that_exist_already_are_finished() {
     assert_eq!(link(RESENT, b"c"), Err(Errno::EXIST));
     // Names that are removed already.
     let fs = fixture.fs();
-    assert_eq!(fs.unlink_requested(RESENT, root, b"none"), Ok(()));
-    assert_eq!(fs.unlink_requested(FRESH, root, b"none"), Err(Errno::NOENT));
-    assert_eq!(fs.remove_directory_requested(RESENT, root, b"none"), Ok(()));
-    let missing = fs.remove_directory_requested(FRESH, root, b"none");
-    assert_eq!(missing, Err(Errno::NOENT));
+    for removed in [fs.unlink(root, b"none"), fs.remove_directory(root, b"none")] {
+        assert_eq!(RESENT.removed(removed, Errno::NOENT), Ok(()));
+        assert_eq!(FRESH.removed(removed, Errno::NOENT), Err(Errno::NOENT));
+    }
     // Attributes.
     let fs = fixture.fs();
     let set = |value: &[u8], request| {
@@ -424,9 +423,11 @@ fn objects_that_exist_already_are_finished() {
     assert_eq!(set(b"one", FRESH), Err(Errno::EXIST));
     assert_eq!(set(b"other", RESENT), Err(Errno::EXIST));
     set(b"one", RESENT).unwrap();
-    fs.remove_xattr_requested(FRESH, id, b"user.name").unwrap();
-    fs.remove_xattr_requested(RESENT, id, b"user.name").unwrap();
-    let again = fs.remove_xattr_requested(FRESH, id, b"user.name");
+    let remove =
+        |request: RequestId| request.removed(fs.remove_xattr(id, b"user.name"), Errno::NODATA);
+    remove(FRESH).unwrap();
+    remove(RESENT).unwrap();
+    let again = remove(FRESH);
     assert_eq!(again, Err(Errno::NODATA));
 }
 

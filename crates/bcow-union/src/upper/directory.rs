@@ -60,6 +60,19 @@ pub(super) fn open_or_create(
     work::open_directory(dir, name.as_bytes()).map_err(|errno| meta_failed(&path, name, errno))
 }
 
+/// Opens the internal directory `name` in `dir`, whose path is `parent`; `None` if it is missing.
+pub(super) fn open_inside(
+    dir: BorrowedFd<'_>,
+    parent: &Path,
+    name: &str,
+) -> Result<Option<OwnedFd>, UpperError> {
+    match work::open_directory(dir, name.as_bytes()) {
+        Ok(directory) => Ok(Some(directory)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(meta_failed(parent, name, errno)),
+    }
+}
+
 /// The error for an internal directory that cannot be opened.
 pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError {
     let path = parent.join(name);

@@ -20,7 +20,8 @@ use rustix::io::Errno;
 
 use super::beneath::open_regular;
 use super::directory::{
-    lock, meta_failed, open_or_create, open_or_create_root, open_root, remove_acls, same_device,
+    lock, meta_failed, open_inside, open_or_create, open_or_create_root, open_root, remove_acls,
+    same_device,
 };
 use super::lock::lock_shared;
 use super::overlap::refuse_overlap;
@@ -40,10 +41,9 @@ pub fn driver_of(path: &Path) -> Result<Option<Driver>, UpperError> {
         Err(UpperError::Missing(_)) => return Ok(None),
         other => other?,
     };
-    match work::open_directory(root.as_fd(), META.as_bytes()) {
-        Ok(meta) => Ok(Recorded::read(meta.as_fd(), path)?.driver()),
-        Err(Errno::NOENT) => Ok(None),
-        Err(errno) => Err(meta_failed(path, META, errno)),
+    match open_inside(root.as_fd(), path, META)? {
+        Some(meta) => Ok(Recorded::read(meta.as_fd(), path)?.driver()),
+        None => Ok(None),
     }
 }
 
@@ -84,10 +84,10 @@ impl DiskInstance {
         let (root, _) = open_or_create_root(path)?;
         // Before anything is created in a directory that is no upper of this driver.
         let names = names_beside_meta(root.as_fd(), path)?;
-        let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
-            Err(Errno::NOENT) if names > 0 => return Err(UpperError::NotEmpty(path.to_owned())),
-            Err(Errno::NOENT) => open_or_create(root.as_fd(), path, META)?,
-            other => other.map_err(|errno| meta_failed(path, META, errno))?,
+        let meta = match open_inside(root.as_fd(), path, META)? {
+            Some(meta) => meta,
+            None if names > 0 => return Err(UpperError::NotEmpty(path.to_owned())),
+            None => open_or_create(root.as_fd(), path, META)?,
         };
         refuse_other_driver(&Recorded::read(meta.as_fd(), path)?, path)?;
         let instance = DiskInstance::lock(path, root, meta, note, disk)?;

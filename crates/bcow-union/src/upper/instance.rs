@@ -11,7 +11,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::directory::{
-    lock, meta_failed, open_or_create, open_or_create_root, open_root, remove_acl, remove_acls,
+    lock, open_inside, open_or_create, open_or_create_root, open_root, remove_acl, remove_acls,
     same_device,
 };
 use super::overlap::refuse_overlap;
@@ -143,10 +143,7 @@ impl Instance {
             path: path.join(META),
             problem: "it has no record of an image".into(),
         };
-        let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
-            Err(Errno::NOENT) => return Err(missing()),
-            other => other.map_err(|errno| meta_failed(path, META, errno))?,
-        };
+        let meta = open_inside(root.as_fd(), path, META)?.ok_or_else(missing)?;
         let at = Directories::open(path, root, meta, note)?;
         let record = InstanceRecord::read(at.meta.as_fd(), path)?.ok_or_else(missing)?;
         let found = at.probe(None)?;

@@ -5,9 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::io::Errno;
-
-use super::directory::{meta_failed, open_root};
+use super::directory::{meta_failed, open_inside, open_root};
 use super::instance::marked_by_user;
 use super::lock::lock_shared;
 use super::probe::can_read_trusted;
@@ -33,11 +31,7 @@ impl UpperReader {
     /// Opens the upper at `path` for reading. Fails if a writer holds its lock.
     pub fn open(path: &Path) -> Result<UpperReader, UpperError> {
         let root = open_root(path)?;
-        let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
-            Ok(meta) => Some(meta),
-            Err(Errno::NOENT) => None,
-            Err(errno) => return Err(meta_failed(path, META, errno)),
-        };
+        let meta = open_inside(root.as_fd(), path, META)?;
         let (lock, record) = match &meta {
             None => (None, None),
             Some(meta) => (
@@ -141,10 +135,6 @@ impl UpperReader {
         let Some(meta) = &self.meta else {
             return Ok(None);
         };
-        match work::open_directory(meta.as_fd(), name.as_bytes()) {
-            Ok(dir) => Ok(Some(dir)),
-            Err(Errno::NOENT) => Ok(None),
-            Err(errno) => Err(meta_failed(&self.path.join(META), name, errno)),
-        }
+        open_inside(meta.as_fd(), &self.path.join(META), name)
     }
 }
